@@ -1,0 +1,54 @@
+# hfpatch: `make demo` shows it, `make test` checks it; both work on a fresh clone.
+#
+# PYTHON       interpreter that makes the virtual environment
+# PIP_ARGS     extra arguments of pip, such as an index of CPU builds of torch
+# ARCHS        CUDA architectures: all, native, none, or a list such as 8.0;9.0
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' requirements/dev.txt)
+
+.PHONY: help install build test lint demo clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     a video and a chat, patched against unpatched"
+	@echo "make test     lint, types, kernels and tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make build    compile the kernels again after an edit"
+	@echo "make clean    remove what the others made"
+
+# torch first, so that nothing later brings another build of it.
+$(BIN)/.requirements: requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) '$(TORCH)'
+	$(BIN)/python -m pip install $(PIP_ARGS) -r requirements/dev.txt
+	@touch $@
+
+$(BIN)/.installed: $(BIN)/.requirements pyproject.toml setup.py build_backend/hfpatch_backend.py
+	HFPATCH_CUDA_ARCHS='$(ARCHS)' $(BIN)/python -m pip install $(PIP_ARGS) -v -e '.[dev,examples]'
+	@touch $@
+
+install: $(BIN)/.installed
+
+build: install
+	$(BIN)/python hfpatch/kernel_build.py --out hfpatch/_kernels --archs '$(ARCHS)'
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: ARCHS ?= 8.0;9.0
+test: export HFPATCH_BUILD_STRICT = 1
+test: build lint
+	$(BIN)/python -m pytest
+
+demo: ARCHS ?= native
+demo: build
+	$(BIN)/python examples/ltx_video.py --random-weights --compare --output outputs/ltx.mp4
+	$(BIN)/python examples/llm_generate.py --compare
+
+clean:
+	rm -rf $(VENV) .cache build dist outputs hfpatch/_kernels *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

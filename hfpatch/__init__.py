@@ -1,0 +1,7 @@
+"""hfpatch: fast fused kernels in HuggingFace models, proven, reported and reversible."""
+
+from hfpatch.apply import apply, plan, restore, status
+from hfpatch.registry import register
+
+__version__ = "0.1.0"
+__all__ = ["apply", "plan", "register", "restore", "status", "__version__"]

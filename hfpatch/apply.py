@@ -1,0 +1,154 @@
+"""The story, top to bottom: find the modules, plan, prove, commit, report."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hfpatch import swap
+from hfpatch.plan import Plan, Prepared, check_settings, make_plan
+from hfpatch.report import Report
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kernels = str | Mapping[str, "str | Callable[..., Tensor] | None"] | None
+
+# What the last apply said of a root, for `status`; the swaps themselves are read off the modules.
+_last: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+
+
+def apply(
+    model: Any,
+    *,
+    mode: str = "inference",
+    kernels: Kernels = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    verify: bool = True,
+    strict: bool = False,
+) -> Report:
+    """Swap the forwards of `model`'s modules for fused kernels, where that is proven equal.
+
+    Only instances change, and only their forward: same classes, same `state_dict`, and
+    `hfpatch.restore(model)` takes it back. Calling it again re-plans with the new settings. If
+    anything fails the model is as it was before the call.
+
+    Args:
+        model: a `torch.nn.Module`, a diffusers pipeline (each of its modules is patched), or a
+            transformers pipeline.
+        mode: "inference" (calls that autograd records go to the original forward) or "training"
+            (kernels with a backward are used under autograd too).
+        kernels: where kernels come from: None (the local build, else torch's own operators), one
+            source for every op ("local", "torch", a pinned Hub kernel "org/name@v1"), or a dict of
+            op to source, function, or None (leave the op alone).
+        include, exclude: globs over module paths and class names, e.g. "transformer_blocks.0.*" or
+            "LlamaMLP".
+        verify: run every kernel against the original before it is used. The formula of each module
+            is identified in any case.
+        strict: raise when a requested kernel cannot be loaded or fails its verification, instead of
+            leaving the module as it is and saying so in the report.
+
+    Returns:
+        the report; `print(report)` is a table.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it must be.
+        KernelLoadError, VerificationError: under `strict`.
+        PatchError: the swap itself failed and was rolled back.
+    """
+    started = time.perf_counter()
+    settings = check_settings(mode, kernels, include, exclude, verify, strict)
+    name, roots = _roots(model)
+    decided, prepared = make_plan(roots, name, settings)
+    _commit(roots, prepared)
+    decided = replace(decided, seconds=time.perf_counter() - started)
+    for _, root in roots:
+        _last[root] = decided
+    return Report(decided, applied=True)
+
+
+def plan(
+    model: Any,
+    *,
+    mode: str = "inference",
+    kernels: Kernels = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    verify: bool = True,
+    strict: bool = False,
+) -> Plan:
+    """What `apply` with the same arguments would decide; the model is not changed."""
+    started = time.perf_counter()
+    settings = check_settings(mode, kernels, include, exclude, verify, strict)
+    name, roots = _roots(model)
+    decided, _ = make_plan(roots, name, settings)
+    return replace(decided, seconds=time.perf_counter() - started)
+
+
+def restore(model: Any) -> int:
+    """Take back every swap in `model`; returns how many there were.
+
+    Each module's `__dict__` is as it was before `apply`. A model that was not patched is left alone.
+    """
+    _, roots = _roots(model)
+    for _, root in roots:
+        _last.pop(root, None)
+    return swap.restore(_modules(roots))
+
+
+def status(model: Any) -> Report:
+    """What is patched in `model` now, read off its modules (so also right for a copied model)."""
+    name, roots = _roots(model)
+    found = []
+    for prefix, root in roots:
+        for path, module in root.named_modules():
+            mark = swap.swapped(module)
+            if mark is not None:
+                full = f"{prefix}.{path}" if prefix and path else prefix or path
+                found.append(replace(mark.details, path=full))
+    known = next((p for _, root in roots if (p := _last.get(root)) is not None), None)
+    decided = Plan(
+        name, known.mode if known else "inference", tuple(found),
+        known.skips if known else (), known.notes if known else (),
+    )
+    return Report(decided, applied=True)
+
+
+def _commit(roots: list[tuple[str, nn.Module]], prepared: list[Prepared]) -> None:
+    keep = {id(p.module) for p in prepared}
+    stale = [m for m in _modules(roots) if id(m) not in keep and swap.swapped(m) is not None]
+    swap.commit(stale, [(p.module, p.make, p.swap) for p in prepared])
+
+
+def _modules(roots: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+    for _, root in roots:
+        for module in root.modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module
+
+
+def _roots(model: Any) -> tuple[str, list[tuple[str, nn.Module]]]:
+    """(name, [(path prefix, module)]) of a module or a pipeline."""
+    name = type(model).__name__
+    if isinstance(model, nn.Module):
+        return name, [("", model)]
+    components = getattr(model, "components", None)  # diffusers.DiffusionPipeline
+    if isinstance(components, Mapping):
+        roots = [(k, m) for k, m in components.items() if isinstance(m, nn.Module)]
+        if roots:
+            return name, roots
+    inner = getattr(model, "model", None)  # transformers.Pipeline
+    if isinstance(inner, nn.Module):
+        return f"{name}({type(inner).__name__})", [("", inner)]
+    raise TypeError(
+        "`model` must be a torch.nn.Module, a diffusers pipeline or a transformers pipeline, got "
+        f"{type(model).__name__}"
+    )

@@ -1,0 +1,68 @@
+"""What is installed here: versions, devices, kernel builds. For the report and `hfpatch env`."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "diffusers", "kernels", "accelerate", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Versions of hfpatch and the packages it works with; absent ones are left out."""
+    found = {"hfpatch": _version("hfpatch") or "source tree", "python": platform.python_version()}
+    for name in _PACKAGES:
+        version = torch.__version__ if name == "torch" else _version(name)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def version_line() -> str:
+    """The versions on one line."""
+    return " · ".join(f"{k} {v}" for k, v in versions().items())
+
+
+def describe() -> dict[str, Any]:
+    """Versions, devices and the local kernel build, as plain data."""
+    from hfpatch.errors import KernelLoadError
+    from hfpatch.ops import OPS
+    from hfpatch.sources import local_package, unsupported_capability
+
+    devices: list[dict[str, Any]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(),
+         "threads": torch.get_num_threads()}
+    ]
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            devices.append({
+                "device": f"cuda:{i}",
+                "name": torch.cuda.get_device_name(i),
+                "capability": ".".join(map(str, torch.cuda.get_device_capability(i))),
+            })
+    build: dict[str, Any]
+    try:
+        package = local_package()
+        build = {
+            "variant": package.variant,
+            "devices": sorted(package.devices),
+            "archs": list(package.archs),
+            "ops": [op for op in OPS if hasattr(package.module, op)],
+        }
+        if torch.cuda.is_available() and package.archs:
+            why = unsupported_capability(package.archs, torch.cuda.get_device_capability())
+            if why is not None:
+                build["problem"] = why
+    except KernelLoadError as e:
+        build = {"problem": str(e)}
+    return {"versions": versions(), "devices": devices, "local build": build}

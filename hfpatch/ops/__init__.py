@@ -1,0 +1,19 @@
+"""The ops that kernels are written for: one file per op, one readable PyTorch formula each."""
+
+from hfpatch.ops import activation, gated, layer_norm, rms_norm
+from hfpatch.ops.base import KERNEL_DTYPES, Op
+
+#: Every op by name.
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        rms_norm.OP,
+        layer_norm.OP,
+        activation.GELU,
+        activation.SILU,
+        gated.GATED,
+        gated.GATED_PACKED,
+    )
+}
+
+__all__ = ["KERNEL_DTYPES", "OPS", "Op"]

@@ -1,0 +1,44 @@
+"""What an op is: a name, a readable PyTorch formula, and how a kernel for it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+#: dtypes every kernel computes; anything else goes to the original forward.
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op. Kernels attach to it by name and are called with the reference's own signature.
+
+    Attributes:
+        name: the op's name, as in `kernels={name: ...}` and in the C header's op table.
+        reference: the formula in plain PyTorch: any floating dtype, any device, differentiable.
+            fp64 inputs are computed in fp64 throughout, which makes it the probe's ground truth.
+        aten: the same with PyTorch's fused operators where it has them: what runs when no compiled
+            kernel can be had.
+        encode: keyword parameters of `reference` to the integer and float codes of the raw
+            operator, in the order of the C schema; tensors come before them.
+        beats_single_kernel: device types on which our kernel was measured faster than the single
+            fused ATen kernel of the same formula (docs/performance.md). Elsewhere a module that is
+            one ATen kernel already is left alone: swapping it would only add host time.
+    """
+
+    name: str
+    reference: Callable[..., Tensor]
+    aten: Callable[..., Tensor]
+    encode: Callable[[dict[str, Any]], tuple[Any, ...]]
+    beats_single_kernel: frozenset[str] = frozenset()
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """fp32, or fp64 when any input is fp64 (the ground truth of the probe)."""
+    wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if wide else torch.float32

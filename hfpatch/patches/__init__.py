@@ -1,0 +1,13 @@
+"""Patch families: one file each. The registry asks them in the order of their rank."""
+
+from hfpatch.patches.activations import Activations
+from hfpatch.patches.attention import AttentionProcessors
+from hfpatch.patches.base import Family
+from hfpatch.patches.glu import GatedMlps
+from hfpatch.patches.norms import Norms
+
+FAMILIES: tuple[Family, ...] = tuple(
+    sorted((AttentionProcessors(), GatedMlps(), Norms(), Activations()), key=lambda f: f.rank)
+)
+
+__all__ = ["FAMILIES", "Family"]

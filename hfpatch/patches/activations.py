@@ -1,0 +1,120 @@
+"""Activations on their own (`NewGELUActivation`, `QuickGELU`) or behind a projection (diffusers)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.base import (
+    Combo,
+    Contract,
+    Family,
+    Formula,
+    Forward,
+    Subject,
+    Tensor,
+    first_argument,
+    input_name,
+    replicate,
+    scalar_settings,
+)
+from hfpatch.sources import Kernel, torch_kernel
+
+_FORMULAS = [
+    *(Formula("gelu", {"approximate": a}) for a in ("none", "tanh", "sigmoid")),
+    Formula("silu", {}),
+]
+
+
+class ActivationSubject(Subject):
+    """`act(x)`, or `act(proj(x))` when `projection` names a child."""
+
+    def __init__(self, module: nn.Module, projection: str | None) -> None:
+        super().__init__(module)
+        self.projection = projection
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        # `act` of the transformers classes is a plain function held as an attribute
+        functions = tuple(
+            (k, str(getattr(v, "__qualname__", v)))
+            for k, v in sorted(self.module.__dict__.items()) if callable(v) and k == "act"
+        )
+        return (self.projection, functions, scalar_settings(self.module))
+
+    def formulas(self) -> list[Formula]:
+        return list(_FORMULAS)
+
+    def combos(self) -> list[Combo]:
+        return [Combo(t, None) for t in KERNEL_DTYPES]
+
+    def main_combo(self) -> Combo:
+        return Combo(torch.float32, None)
+
+    def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
+        return replicate(
+            self.module, {} if self.projection is None else {self.projection: nn.Identity()}
+        )
+
+    def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
+        x = torch.randn(2, 3, 64, generator=generator)
+        x *= torch.tensor([0.3, 1.0, 5.0])[:, None]  # near zero, the bend, the tails
+        x[0, 0, 0] = float("nan")  # must propagate; at +inf eager erf-GELU itself varies by device
+        return x.to(device, combo.x)
+
+    def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
+        call = kernel.bind(dict(formula.params), training)
+        # where autograd needs the activation and the kernel has none: the same formula on ATen
+        differentiable = call if training else torch_kernel(formula.op).bind(dict(formula.params))
+        projection = self.projection
+
+        def compute(module: nn.Module, x: Tensor) -> Tensor:
+            h = x if projection is None else module._modules[projection](x)  # type: ignore[misc]
+            return differentiable(h) if h.requires_grad else call(h)
+
+        return compute
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        name = input_name(self.module)
+        cpu, cuda = contract.cpu, contract.cuda
+        autocast = torch.is_autocast_enabled
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():  # inductor fuses it with its neighbours
+                return original(self, *args, **kwargs)
+            x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
+            if (
+                type(x) is Tensor
+                and x.is_contiguous()  # a channels-last input keeps its layout in the original
+            ):
+                on_cuda = x.is_cuda
+                if not autocast("cuda" if on_cuda else "cpu"):
+                    key = (x.dtype, None)
+                    run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
+                    if run is None:
+                        run = contract.late(x, key)
+                    if run is not None:
+                        return run(self, x)
+            return original(self, *args, **kwargs)
+
+        return forward
+
+
+class Activations(Family):
+    name = "activation"
+    pattern = re.compile(r"GELU|GeLU|Gelu|SiLU|Silu|Swish")
+    rank = 40
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        if module._parameters or module._buffers:
+            return None
+        if not module._modules:
+            return ActivationSubject(module, None)
+        if set(module._modules) == {"proj"}:
+            return ActivationSubject(module, "proj")
+        return None

@@ -1,0 +1,258 @@
+"""What a patch family is, and what every adapter shares.
+
+A family nominates modules by class name, proposes formulas, and knows how to call a kernel in a
+module's place. It decides nothing: `hfpatch.probe` runs the original against each formula.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.sources import Kernel
+
+Tensor = torch.Tensor
+#: Called with the module and its inputs, in the module's place.
+Forward = Callable[..., Any]
+
+
+class Formula:
+    """A candidate: an op and its parameters. Hashable by value."""
+
+    def __init__(self, op: str, params: Mapping[str, Any]) -> None:
+        self.op = op
+        self.params = dict(params)
+        self._key = (op, tuple(sorted(self.params.items())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Formula) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        values = ", ".join(
+            f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.params.items()
+        )
+        return f"{self.op}({values})"
+
+
+@dataclass(frozen=True)
+class Combo:
+    """Dtypes of one call: of the input, and of the module's own parameters (None: has none)."""
+
+    x: torch.dtype
+    param: torch.dtype | None
+
+    def __str__(self) -> str:
+        def short(dtype: torch.dtype | None) -> str:
+            return str(dtype).removeprefix("torch.") if dtype is not None else "no weight"
+
+        return f"{short(self.x)} input, {short(self.param)}"
+
+
+class Subject(ABC):
+    """One nominated module, as its family understands it. Subjects of equal `key` probe alike."""
+
+    #: Child modules whose forward the adapter never calls: they must be free of hooks.
+    bypassed: tuple[str, ...] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Any, ...]:
+        """What beyond the class's code decides how the module behaves; hashable."""
+
+    @abstractmethod
+    def formulas(self) -> list[Formula]:
+        """The candidates, most likely first."""
+
+    @abstractmethod
+    def combos(self) -> list[Combo]:
+        """The dtype combinations to prove."""
+
+    @abstractmethod
+    def main_combo(self) -> Combo:
+        """The combination that the model has now: the one that must match."""
+
+    @abstractmethod
+    def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
+        """A small copy of the module with fresh random parameters, in the combo's dtypes."""
+
+    @abstractmethod
+    def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
+        """A random input for the replica that tells the candidates apart."""
+
+    @abstractmethod
+    def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
+        """`compute(...)(module, x)`: the module's result through `kernel`, nothing checked."""
+
+    @abstractmethod
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        """The function that replaces the module's forward."""
+
+
+class Family(ABC):
+    """A row of the registry."""
+
+    name: ClassVar[str]
+    #: Regular expression, searched in the class name.
+    pattern: re.Pattern[str]
+    #: Families of lower rank are tried first: blocks, then attention and MLPs, then leaves.
+    rank: ClassVar[int]
+
+    def nominates(self, module: nn.Module) -> bool:
+        return self.pattern.search(type(module).__name__) is not None
+
+    @abstractmethod
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        """The subject; or why this module cannot be one; or None if it is not this family's."""
+
+
+class Contract:
+    """Which calls an adapter may take, and what it does for them: (device, dtypes) -> compute.
+
+    One contract serves every module of equal class, settings and source. A device that was not
+    proven when the model was patched (weights still on the CPU) is proven at its first call.
+    """
+
+    def __init__(self, name: str, prove: Callable[[str], None], training: bool) -> None:
+        self.name = name
+        self.training = training
+        self.cpu: dict[Any, Forward] = {}
+        self.cuda: dict[Any, Forward] = {}
+        self._prove = prove
+        self._proven: set[str] = set()
+        self._warned: set[str] = set()
+
+    def table(self, device: str) -> dict[Any, Forward]:
+        return self.cpu if device == "cpu" else self.cuda
+
+    def proven(self, device: str) -> None:
+        self._proven.add(device)
+
+    def late(self, x: Tensor, key: Any) -> Forward | None:
+        """Slow path of a call that the tables do not know: prove the device, or warn once."""
+        device = x.device.type
+        if device in ("cpu", "cuda") and device not in self._proven:
+            if device == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None
+            self._proven.add(device)
+            self._prove(device)
+            found = self.table(device).get(key)
+            if found is not None:
+                return found
+        self._warn_once(
+            f"{self.name} was called with {_describe(key)} on {device}, which its kernel was not "
+            "proven for; such calls use the original forward"
+        )
+        return None
+
+    def needs_grad(self) -> None:
+        """Say once why a call that autograd records is not taken."""
+        if "grad" not in self._warned:
+            self._warned.add("grad")
+            self._warn_once(
+                f"{self.name} was called where autograd records and `mode` is 'inference'; such "
+                "calls use the original forward. Use torch.no_grad() or mode='training'"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"hfpatch: {message}", RuntimeWarning, stacklevel=5)
+
+
+def _describe(key: Any) -> str:
+    return str(Combo(*key)) if isinstance(key, tuple) else str(key)
+
+
+def plain(x: Any) -> bool:
+    """Whether `x` is an ordinary tensor: no subclass (DTensor, FakeTensor, quantized)."""
+    return type(x) is Tensor or type(x) is nn.Parameter
+
+
+def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The one input of a call by position or by its name; None if the call is anything else."""
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    if not args and len(kwargs) == 1:
+        return kwargs.get(name)
+    return None
+
+
+def input_name(module: nn.Module) -> str:
+    """Name of the first parameter of the class's forward."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or code.co_argcount < 2:
+        return "x"
+    return str(code.co_varnames[1])
+
+
+def scalar_settings(module: nn.Module) -> tuple[Any, ...]:
+    """Every plain attribute of a module that its forward could read, hashable."""
+    kinds = (int, float, bool, str, type(None), torch.Size, tuple, torch.dtype)
+    return tuple(
+        (k, v) for k, v in sorted(module.__dict__.items())
+        if isinstance(v, kinds) and k != "training" and _hashable(v)
+    )
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling `module` would run somebody's hook."""
+    d = module.__dict__
+    return bool(
+        d.get("_forward_hooks") or d.get("_forward_pre_hooks") or d.get("_backward_hooks")
+        or d.get("_backward_pre_hooks") or "_hf_hook" in d or "_diffusers_hook" in d
+    )
+
+
+def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None and t.is_floating_point()]
+
+
+def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None) -> nn.Module:
+    """A copy that shares no tensor, hook or instance forward with `module`.
+
+    Parameters and buffers are left out for the caller to fill; `children` replaces child modules,
+    others are shared (activations without state).
+    """
+    copy = object.__new__(type(module))
+    blank = nn.Module().__dict__
+    skip = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook"}
+    state = {k: v for k, v in module.__dict__.items() if k not in blank and k not in skip}
+    copy.__dict__.update(blank)
+    copy.__dict__.update(state)
+    copy.__dict__["training"] = False
+    copy.__dict__["_modules"] = {**module._modules, **(children or {})}
+    return copy
+
+
+def random_like(
+    t: Tensor, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """A random stand-in for a norm's parameter, far enough from 0 and 1 to tell `w` from `1 + w`."""
+    values = 1.0 + 0.5 * torch.randn(t.shape, generator=generator)
+    return values.to(device, dtype)
+
+
+def supported(dtype: torch.dtype | None) -> bool:
+    return dtype is None or dtype in KERNEL_DTYPES

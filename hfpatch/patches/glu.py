@@ -1,0 +1,213 @@
+"""Gated MLPs: `down(act(gate(x)) * up(x))` from two projections or from a packed one; GEGLU, SwiGLU.
+
+The projections are called as modules, never read: a hook, an adapter or a quantizer may stand there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.ops.activation import ACTIVATIONS
+from hfpatch.patches.base import (
+    Combo,
+    Contract,
+    Family,
+    Formula,
+    Forward,
+    Subject,
+    Tensor,
+    first_argument,
+    input_name,
+    is_hooked,
+    replicate,
+    scalar_settings,
+)
+from hfpatch.sources import Kernel, torch_kernel
+
+_IN, _HIDDEN = 24, 40  # widths of the probe's replica
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Attribute names of a gated MLP's children; None where the class has no such child."""
+
+    gate: str  # the packed projection when `up` is None
+    up: str | None
+    down: str | None
+    dropout: str | None = None
+
+
+#: The layouts that transformers and diffusers use. A new one is a row.
+LAYOUTS = (
+    Roles("gate_proj", "up_proj", "down_proj"),  # Llama, Mistral, Qwen, Gemma, Olmo ...
+    Roles("wi_0", "wi_1", "wo", "dropout"),  # T5 v1.1, UMT5, Pix2Struct
+    Roles("w1", "w3", "w2"),  # Mixtral-style, Lumina
+    Roles("linear_1", "linear_v", "linear_2"),
+    Roles("gate_up_proj", None, "down_proj"),  # Phi-3, GLM
+    Roles("Wi", None, "Wo", "drop"),  # ModernBERT
+    Roles("fc1", None, "fc2"),  # Moonshine's decoder
+    Roles("proj", None, None),  # diffusers GEGLU and SwiGLU
+)
+_ACT_NAMES = ("act_fn", "activation_fn", "act", "activation", "gelu")
+
+
+class GatedSubject(Subject):
+    def __init__(self, module: nn.Module, roles: Roles, act: str | None) -> None:
+        super().__init__(module)
+        self.roles, self.act = roles, act
+        self.bypassed = (act,) if act is not None else ()
+
+    def _child(self, name: str) -> nn.Module:
+        child = self.module._modules[name]
+        assert child is not None
+        return child
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        act = self.module._modules.get(self.act) if self.act else None
+        kind = (type(act), scalar_settings(act)) if act is not None else None
+        return (self.roles, self.act, kind, self._down_dtype(), scalar_settings(self.module))
+
+    def _down_dtype(self) -> torch.dtype | None:
+        """dtype of the last projection when it differs from the first (T5 keeps `wo` in fp32)."""
+        if self.roles.down is None:
+            return None
+        dtypes = [getattr(getattr(self._child(n), "weight", None), "dtype", None)
+                  for n in (self.roles.gate, self.roles.down)]
+        return dtypes[1] if dtypes[0] != dtypes[1] and dtypes[1] in KERNEL_DTYPES else None
+
+    def formulas(self) -> list[Formula]:
+        if self.roles.up is not None:
+            return [Formula("gated", {"activation": a}) for a in ACTIVATIONS]
+        return [
+            Formula("gated_packed", {"activation": a, "gate_first": first})
+            for a in ACTIVATIONS for first in (True, False)
+        ]
+
+    def combos(self) -> list[Combo]:
+        return [Combo(t, t) for t in KERNEL_DTYPES]
+
+    def main_combo(self) -> Combo:
+        dtype = getattr(getattr(self._child(self.roles.gate), "weight", None), "dtype", None)
+        dtype = dtype if dtype in KERNEL_DTYPES else torch.float32
+        return Combo(dtype, dtype)
+
+    def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
+        def linear(n_in: int, n_out: int, name: str, dtype: torch.dtype) -> nn.Linear:
+            bias = getattr(self._child(name), "bias", None) is not None
+            layer = nn.Linear(n_in, n_out, bias=bias, device="cpu")
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p.copy_(torch.randn(p.shape, generator=generator) * n_in**-0.5)
+            return layer.to(device, dtype).requires_grad_(False)
+
+        r = self.roles
+        packed = 1 if r.up is not None else 2
+        children: dict[str, nn.Module] = {r.gate: linear(_IN, packed * _HIDDEN, r.gate, combo.x)}
+        if r.up is not None:
+            children[r.up] = linear(_IN, _HIDDEN, r.up, combo.x)
+        if r.down is not None:
+            dtype = combo.x if combo.x == torch.float64 else self._down_dtype() or combo.x
+            children[r.down] = linear(_HIDDEN, _IN, r.down, dtype)
+        if r.dropout is not None:
+            children[r.dropout] = nn.Dropout(0.0)
+        return replicate(self.module, children)
+
+    def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
+        x = torch.randn(2, 6, _IN, generator=generator)
+        return (x * torch.tensor([0.01, 0.3, 1.0, 2.0, 4.0, 8.0])[:, None]).to(device, combo.x)
+
+    def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
+        call = kernel.bind(dict(formula.params), training)
+        # where autograd needs the product and the kernel has none: the same formula on ATen
+        differentiable = call if training else torch_kernel(formula.op).bind(dict(formula.params))
+        gate, up, down, dropout = (
+            self.roles.gate, self.roles.up, self.roles.down, self.roles.dropout
+        )
+        cast_down = self._down_dtype() is not None
+
+        def compute(module: nn.Module, x: Tensor) -> Tensor:
+            m = module._modules
+            h = m[gate](x)  # type: ignore[misc]
+            if up is None:
+                h = differentiable(h) if h.requires_grad else call(h)
+            else:
+                u = m[up](x)  # type: ignore[misc]
+                grad = h.requires_grad or u.requires_grad
+                h = differentiable(h, u) if grad else call(h, u)
+            if dropout is not None:
+                h = m[dropout](h)  # type: ignore[misc]
+            if down is None:
+                return h
+            last = m[down]
+            if cast_down:
+                h = h.to(last.weight.dtype)  # type: ignore[union-attr, arg-type]
+            return last(h)  # type: ignore[misc, no-any-return]
+
+        return compute
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        name, act = input_name(self.module), self.act
+        cpu, cuda = contract.cpu, contract.cuda
+        autocast = torch.is_autocast_enabled
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():  # inductor fuses the product into one pointwise kernel
+                return original(self, *args, **kwargs)
+            x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
+            if (
+                type(x) is Tensor
+                and not (act is not None and is_hooked(self._modules[act]))  # type: ignore[arg-type]
+            ):
+                on_cuda = x.is_cuda
+                if not autocast("cuda" if on_cuda else "cpu"):
+                    key = (x.dtype, x.dtype)
+                    run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
+                    if run is None:
+                        run = contract.late(x, key)
+                    if run is not None:
+                        return run(self, x)
+            return original(self, *args, **kwargs)
+
+        return forward
+
+
+class GatedMlps(Family):
+    name = "gated mlp"
+    pattern = re.compile(r"MLP|Mlp|GEGLU|SwiGLU|ReGLU|GLU$|Gated|FeedForward|DenseGatedAct|FFN|FFW")
+    rank = 20
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        children = {n for n, c in module._modules.items() if c is not None}
+        for roles in LAYOUTS:
+            named = {n for n in (roles.gate, roles.up, roles.down) if n is not None}
+            if not named <= children:
+                continue
+            act = next((n for n in _ACT_NAMES if n in children), None)
+            known = named | {act, roles.dropout} | {None}
+            if children - known:
+                continue
+            if act is None and roles.down is not None:
+                continue
+            if roles.up is None and roles.down is not None and not _is_packed(module, roles):
+                continue
+            if roles.dropout is not None and roles.dropout not in children:
+                roles = Roles(roles.gate, roles.up, roles.down)
+            if module._parameters:
+                return f"has parameters of its own: {sorted(module._parameters)}"
+            return GatedSubject(module, roles, act)
+        return None
+
+
+def _is_packed(module: nn.Module, roles: Roles) -> bool:
+    """Whether the first projection is twice as wide as the last one's input; True if unknown."""
+    width = getattr(module._modules[roles.gate], "out_features", None)
+    inner = getattr(module._modules[roles.down or ""], "in_features", None)
+    return width is None or inner is None or width == 2 * inner

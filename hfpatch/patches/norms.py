@@ -1,0 +1,198 @@
+"""Norms over the last dimension: RMSNorm and its many variants, T5's, LayerNorm, FP32LayerNorm."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.base import (
+    Combo,
+    Contract,
+    Family,
+    Formula,
+    Forward,
+    Subject,
+    Tensor,
+    first_argument,
+    floating_params,
+    input_name,
+    plain,
+    random_like,
+    replicate,
+    scalar_settings,
+)
+from hfpatch.sources import Kernel
+
+_BIAS_NAMES = ("bias", "beta")
+_DEFAULT_WIDTH = 96  # of the probe's input when a norm has no weight that says its width
+
+
+class NormSubject(Subject):
+    def __init__(
+        self, module: nn.Module, weight: str | None, bias: str | None, width: int | None
+    ) -> None:
+        super().__init__(module)
+        self.weight, self.bias, self.width = weight, bias, width
+
+    def _param(self, name: str | None) -> Tensor | None:
+        return None if name is None else self.module._parameters.get(name)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        dtypes = tuple(None if (p := self._param(n)) is None else p.dtype
+                       for n in (self.weight, self.bias))
+        buffers = tuple((n, tuple(b.shape)) for n, b in self.module._buffers.items()
+                        if b is not None)
+        return (self.weight, self.bias, self.width, dtypes, buffers, scalar_settings(self.module))
+
+    def _epsilons(self) -> list[float]:
+        found = [v for k, v in self.module.__dict__.items()
+                 if isinstance(v, float) and 0.0 <= v < 0.1 and "eps" in k]
+        others = [v for v in self.module.__dict__.values()
+                  if isinstance(v, float) and 0.0 <= v < 0.1]
+        # torch.nn.RMSNorm(eps=None) takes the machine epsilon of the input's or the compute dtype
+        defaults = [1e-6, 1e-5, 1e-12, *(torch.finfo(t).eps for t in KERNEL_DTYPES)]
+        return list(dict.fromkeys([*found, *others, *([] if found else defaults)]))
+
+    def formulas(self) -> list[Formula]:
+        with_weight = self._param(self.weight) is not None
+        result = []
+        for eps in self._epsilons():
+            casts = ("input", "weight", "none") if with_weight else ("none",)
+            result += [Formula("rms_norm", {"eps": eps, "cast": c}) for c in casts]
+            if with_weight:
+                result.append(
+                    Formula("rms_norm", {"eps": eps, "cast": "none", "weight_offset": 1.0})
+                )
+            result.append(Formula("layer_norm", {"eps": eps}))
+        if "Layer" in type(self.module).__name__:
+            result.sort(key=lambda f: f.op != "layer_norm")
+        return result
+
+    def combos(self) -> list[Combo]:
+        if self._param(self.weight) is None:
+            return [Combo(x, None) for x in KERNEL_DTYPES]
+        return [Combo(x, p) for x in KERNEL_DTYPES for p in KERNEL_DTYPES]
+
+    def main_combo(self) -> Combo:
+        weight = self._param(self.weight)
+        if weight is None:
+            return Combo(torch.float32, None)
+        return Combo(weight.dtype, weight.dtype)
+
+    def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
+        copy = replicate(self.module)
+        for name, p in self.module._parameters.items():
+            copy._parameters[name] = None if p is None else nn.Parameter(
+                random_like(p, combo.param or combo.x, device, generator), requires_grad=False
+            )
+        for name, b in self.module._buffers.items():
+            copy._buffers[name] = b if b is None or not b.is_floating_point() else random_like(
+                b, combo.param or b.dtype, device, generator
+            )
+        return copy
+
+    def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
+        """Rows of very different scale and mean: each makes another wrong formula visible."""
+        width = self.width or _DEFAULT_WIDTH
+        x = torch.randn(14, width, generator=generator)
+        tiny = max(min(self._epsilons(), default=1e-6), 1e-10) ** 0.5
+        scales = [1.0, 30.0, 200.0, 0.1, tiny, 3 * tiny, 0.3 * tiny, 1.0, 1.0, 1.0, 0.0, 1.0, 1, 1]
+        x = x * torch.tensor(scales).unsqueeze(-1)
+        x[7] += 3.0  # a mean: tells rms from layer norm
+        x[8] -= 0.5
+        x[9, 0] = 50.0  # an outlier
+        x[11] = x[11].abs()
+        x[12, width // 2], x[13, 0] = float("nan"), float("inf")  # must propagate alike
+        return x.reshape(2, 7, width).to(device, combo.x)
+
+    def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
+        weight, bias = self.weight, self.bias
+        call = kernel.bind(dict(formula.params), training)
+
+        def compute(module: nn.Module, x: Tensor) -> Tensor:
+            p = module._parameters
+            return call(x, p.get(weight), p.get(bias))
+
+        return compute
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        weight, bias, width = self.weight, self.bias, self.width
+        checked_width = width if self._param(weight) is None else None
+        name = input_name(self.module)
+        training = contract.training
+        cpu, cuda = contract.cpu, contract.cuda
+        grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():  # inductor fuses a norm with its neighbours
+                return original(self, *args, **kwargs)
+            x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
+            if type(x) is Tensor:
+                p = self._parameters
+                w = p.get(weight)
+                if w is None:
+                    wants_grad = x.requires_grad
+                    key = (x.dtype, None)
+                else:
+                    wants_grad = x.requires_grad or w.requires_grad
+                    key = (x.dtype, w.dtype)
+                    if not plain(w):
+                        return original(self, *args, **kwargs)
+                if wants_grad and not training and grad_enabled():
+                    contract.needs_grad()
+                elif checked_width is None or x.shape[-1] == checked_width:
+                    on_cuda = x.is_cuda
+                    if not autocast("cuda" if on_cuda else "cpu"):
+                        run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
+                        if run is None:
+                            run = contract.late(x, key)
+                        if run is not None:
+                            return run(self, x)
+            return original(self, *args, **kwargs)
+
+        return forward
+
+
+class Norms(Family):
+    name = "norm"
+    pattern = re.compile(r"RMS_?Norm|RmsNorm|LayerNorm")
+    rank = 30
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        if module._modules:
+            return None  # AdaLN and the like: the norm inside is a site of its own
+        params = {n: p for n, p in module._parameters.items() if p is not None}
+        bias = next((n for n in params if n in _BIAS_NAMES), None)
+        weights = [n for n in params if n != bias]
+        if len(weights) > 1 or (bias is not None and not weights):
+            return f"has parameters {sorted(params)}, expected a weight and perhaps a bias"
+        shapes = {tuple(p.shape) for p in params.values()}
+        if any(len(s) != 1 for s in shapes) or len(shapes) > 1:
+            return f"parameters of shape {sorted(shapes)}, expected one-dimensional ones"
+        if params and not floating_params(params.values()):
+            return "the weight is not a floating-point tensor"
+        weight = weights[0] if weights else None
+        if weight is None:
+            # keep the name, so that a weight set to None later stays None
+            weight = next((n for n in ("weight", "gamma") if n in module._parameters), "weight")
+        width = next(iter(shapes))[0] if shapes else _declared_width(module)
+        if width == -1:
+            return "normalizes more than the last dimension"
+        return NormSubject(module, weight, bias or "bias", width)
+
+
+def _declared_width(module: nn.Module) -> int | None:
+    """Width that a weightless norm declares; None if any, -1 if it covers several dimensions."""
+    for name in ("normalized_shape", "dim"):
+        shape = module.__dict__.get(name)
+        if isinstance(shape, (tuple, list)):
+            return int(shape[0]) if len(shape) == 1 else -1
+        if isinstance(shape, int):
+            return shape
+    return None

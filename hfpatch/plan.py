@@ -1,0 +1,390 @@
+"""What would be swapped and why: sites, swaps, skips. Nothing here writes to a model."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch import probe, registry, swap
+from hfpatch.ops import KERNEL_DTYPES, OPS
+from hfpatch.patches.base import Contract, Family, Forward, Subject, is_hooked
+from hfpatch.patches.custom import CustomSubject
+from hfpatch.sources import Sources
+
+MODES = ("inference", "training")
+#: `Skip.kind` to its meaning, for the report and the docs.
+SKIP_KINDS = {
+    "excluded": "left out by `include=` or `exclude=`",
+    "off": "its op is switched off by `kernels=`",
+    "no gain": "the original is already as fast",
+    "unsupported": "a class, dtype, device or state without a kernel",
+    "mismatch": "the original computes something else",
+    "rejected": "the kernel failed verification",
+    "foreign": "somebody else replaced the module's forward",
+}
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One module whose forward a kernel takes over.
+
+    `max_abs_error` and `max_rel_error` are the probe's: kernel against original, over all proven
+    dtypes, relative to each row's largest value.
+    """
+
+    path: str
+    class_name: str
+    op: str
+    formula: str
+    source: str
+    version: str
+    devices: tuple[str, ...]
+    max_abs_error: float
+    max_rel_error: float
+
+
+@dataclass(frozen=True)
+class Skip:
+    """One nominated module that stays as it is, and why (`kind` is a key of SKIP_KINDS)."""
+
+    path: str
+    class_name: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions for one model. `print(plan)` shows them as a table."""
+
+    model: str
+    mode: str
+    swaps: tuple[Swap, ...]
+    skips: tuple[Skip, ...]
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        from hfpatch.report import as_text
+
+        return as_text(self, applied=False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `apply`, checked."""
+
+    sources: Sources
+    mode: str = "inference"
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    verify: bool = True
+    strict: bool = False
+    assume_device: str | None = None  # plan weights on the meta device as if they were there
+
+    @property
+    def training(self) -> bool:
+        return self.mode == "training"
+
+
+def check_settings(
+    mode: str, kernels: Any, include: Any, exclude: Any, verify: bool, strict: bool
+) -> Settings:
+    """Settings from the raw arguments.
+
+    Raises:
+        ValueError, TypeError: an argument is not what it must be; the message says what it may be.
+    """
+    if mode not in MODES:
+        raise ValueError(f"`mode` must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    return Settings(
+        Sources.parse(kernels, strict),
+        mode,
+        None if include is None else _patterns("include", include),
+        () if exclude is None else _patterns("exclude", exclude),
+        bool(verify),
+        bool(strict),
+    )
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for p in patterns:
+        if not isinstance(p, str):
+            raise TypeError(
+                f"`{name}` must be a glob or a sequence of globs over module paths and class "
+                f"names, got an item of type {type(p).__name__}"
+            )
+    return patterns
+
+
+def _matches(patterns: Sequence[str], path: str, class_name: str) -> bool:
+    return any(fnmatch.fnmatchcase(path, p) or fnmatch.fnmatchcase(class_name, p)
+               for p in patterns)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A swap and how to make its adapter."""
+
+    module: nn.Module
+    make: Callable[[], Forward]
+    swap: Swap
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    settings: Settings
+    prepared: list[Prepared] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+    covered: set[int] = field(default_factory=set)  # ids of modules a wider swap bypasses
+    matched: set[str] = field(default_factory=set)  # patterns that matched something
+
+
+def make_plan(
+    roots: Sequence[tuple[str, nn.Module]], name: str, settings: Settings
+) -> tuple[Plan, list[Prepared]]:
+    """Walk the modules, ask the families, prove each distinct subject once.
+
+    Args:
+        roots: (prefix of paths, module) pairs; a pipeline has several.
+        name: what the report calls the model.
+        settings: checked arguments.
+
+    Returns:
+        the plan, and what `swap.commit` needs to carry it out.
+
+    Raises:
+        ValueError: an `include` or `exclude` pattern matches no module.
+        VerificationError: under `strict`, a kernel failed its verification.
+    """
+    draft = _Draft(settings)
+    sites = [
+        site for prefix, root in roots for site in _sites(prefix, root, settings.assume_device)
+    ]
+    for pattern in (*(settings.include or ()), *settings.exclude):
+        if not any(_matches((pattern,), path, type(m).__name__) for path, m, _ in sites):
+            raise ValueError(
+                f"pattern {pattern!r} in `include`/`exclude` matches no module path or class name "
+                f"of {name}"
+            )
+    ranked: list[tuple[int, int, str, nn.Module, str | None, list[Family]]] = []
+    for order, (path, module, device) in enumerate(sites):
+        families = registry.nominating(module)
+        if families:
+            ranked.append((families[0].rank, order, path, module, device, families))
+    for _, _, path, module, device, families in sorted(ranked, key=lambda r: r[:2]):
+        if id(module) not in draft.covered:
+            _decide(draft, path, module, device, families)
+    order_of = {path: i for i, (path, _, _) in enumerate(sites)}
+    draft.prepared.sort(key=lambda p: order_of[p.swap.path])
+    draft.skips.sort(key=lambda s: order_of[s.path])
+    plan = Plan(
+        name, settings.mode, tuple(p.swap for p in draft.prepared), tuple(draft.skips),
+        tuple(settings.sources.notes),
+    )
+    return plan, draft.prepared
+
+
+def _sites(
+    prefix: str, root: nn.Module, assumed: str | None
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(path, module, device type where it will run if an offload hook says so)."""
+    execution: dict[str, str | None] = {}
+    for path, module in root.named_modules():
+        parent = execution.get(path.rpartition(".")[0]) if path else assumed
+        execution[path] = _execution_device(module) or parent
+        yield (f"{prefix}.{path}" if prefix and path else prefix or path), module, execution[path]
+
+
+def _execution_device(module: nn.Module) -> str | None:
+    """Device type that accelerate's hook on this module moves its inputs to."""
+    hook = module.__dict__.get("_hf_hook")
+    for h in getattr(hook, "hooks", (hook,)):
+        device = getattr(h, "execution_device", None)
+        if device is not None:
+            if isinstance(device, int):
+                return "cuda"
+            return torch.device(device).type
+    return None
+
+
+def _decide(
+    draft: _Draft, path: str, module: nn.Module, device: str | None, families: list[Family]
+) -> None:
+    class_name = type(module).__name__
+    settings = draft.settings
+
+    def skip(kind: str, reason: str) -> None:
+        draft.skips.append(Skip(path, class_name, kind, reason))
+
+    for family in families:
+        subject = family.examine(module)
+        if subject is None:
+            continue
+        if settings.include is not None and not _matches(settings.include, path, class_name):
+            return
+        if _matches(settings.exclude, path, class_name):
+            return skip("excluded", "matched by `exclude`")
+        if isinstance(subject, str):
+            return skip("unsupported", subject)
+        outcome = _unfit(module, subject) or _prepare(path, module, device, family, subject,
+                                                      settings)
+        if isinstance(outcome, Prepared):
+            draft.prepared.append(outcome)
+            draft.covered.update(id(module._modules[n]) for n in subject.bypassed)
+            return
+        if outcome.kind == "rejected" and settings.strict:
+            from hfpatch.errors import VerificationError
+
+            raise VerificationError(f"`{path}` ({class_name}): {outcome.reason}")
+        return skip(outcome.kind, outcome.reason)
+
+
+def _unfit(module: nn.Module, subject: Subject) -> probe.Refusal | None:
+    """What rules a module out before anything is run."""
+    foreign = swap.foreign_forward(module)
+    if foreign is not None:
+        return probe.Refusal("foreign", foreign)
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return probe.Refusal("unsupported", "its parameters are parametrized")
+    hooked = [n for n in subject.bypassed if is_hooked(module._modules[n])]  # type: ignore[arg-type]
+    if hooked:
+        return probe.Refusal(
+            "unsupported", f"child `{hooked[0]}` has hooks, which the fused forward would not run"
+        )
+    if isinstance(subject, CustomSubject):
+        return None
+    for name, p in module._parameters.items():
+        if p is None:
+            continue
+        if type(p) not in (nn.Parameter, torch.Tensor):
+            return probe.Refusal("unsupported", f"`{name}` is a {type(p).__name__}")
+        if p.dtype not in KERNEL_DTYPES:
+            return probe.Refusal(
+                "unsupported",
+                f"`{name}` is {p.dtype}; the kernels take "
+                f"{', '.join(str(t).removeprefix('torch.') for t in KERNEL_DTYPES)}",
+            )
+    return None
+
+
+# One proof serves every module of equal code and settings, in every model of the process.
+_contracts: dict[Any, tuple[Contract, dict[str, probe.Proof | probe.Refusal]]] = {}
+
+
+def forget_proofs() -> None:
+    """Drop every cached proof; the next `apply` probes afresh."""
+    _contracts.clear()
+
+
+def _probe_devices(module: nn.Module, execution: str | None) -> tuple[str, ...] | probe.Refusal:
+    """Device types to prove on: where the weights are, and where a hook will move the input."""
+    found = {p.device.type for p in module.parameters()}
+    if execution is not None:
+        found.add(execution)
+        found.discard("meta")  # an offload hook brings the weights
+    if "meta" in found:
+        return probe.Refusal(
+            "unsupported", "its weights are on the meta device; load them, then call apply again"
+        )
+    other = found - {"cpu", "cuda"}
+    if other:
+        return probe.Refusal("unsupported", f"no kernel for device {', '.join(sorted(other))}")
+    return tuple(sorted(found or {"cpu"}))
+
+
+def _prepare(
+    path: str,
+    module: nn.Module,
+    execution: str | None,
+    family: Family,
+    subject: Subject,
+    settings: Settings,
+) -> Prepared | probe.Refusal:
+    original = type(module).forward
+    if isinstance(subject, CustomSubject):
+        return _prepare_custom(path, module, subject, settings)
+    devices = _probe_devices(module, execution)
+    if isinstance(devices, probe.Refusal):
+        return devices
+    contract, proofs = _contract(module, family, subject, settings)
+    for device in devices:
+        if device not in proofs:
+            proofs[device] = probe.prove(
+                subject, settings.sources, device,
+                verify=settings.verify, training=settings.training,
+            )
+            if isinstance(proof := proofs[device], probe.Proof):
+                probe.fill(contract, proof, device)
+    refusals = [p for d in devices if isinstance(p := proofs[d], probe.Refusal)]
+    good = {d: p for d in devices if isinstance(p := proofs[d], probe.Proof)}
+    if not good:
+        return refusals[0]
+    proof = good.get(execution or "", next(iter(good.values())))
+    formula = proof.formulas[subject.main_combo()]
+    entry = Swap(
+        path, type(module).__name__, formula.op, str(formula),
+        proof.kernels[0].source, proof.kernels[0].version, tuple(good),
+        max(p.max_abs_error for p in good.values()), max(p.max_rel_error for p in good.values()),
+    )
+    return Prepared(module, lambda: subject.forward(original, contract), entry)
+
+
+def _prepare_custom(
+    path: str, module: nn.Module, subject: CustomSubject, settings: Settings
+) -> Prepared | probe.Refusal:
+    errors: tuple[float, float] | str = (0.0, 0.0)
+    if settings.training and not subject.family.differentiable:
+        return probe.Refusal("unsupported", "its registered forward is not differentiable")
+    if settings.verify:
+        try:
+            errors = subject.compare()
+        except Exception as e:
+            errors = f"comparing it with the original failed: {type(e).__name__}: {e}"
+    if isinstance(errors, str):
+        return probe.Refusal("rejected", errors)
+    name = getattr(subject.family.replacement, "__name__", "forward")
+    entry = Swap(path, type(module).__name__, "custom", name, "registered", "", (), *errors)
+    contract = Contract(type(module).__name__, lambda device: None, settings.training)
+    original = type(module).forward
+    return Prepared(module, lambda: subject.forward(original, contract), entry)
+
+
+def _contract(
+    module: nn.Module, family: Family, subject: Subject, settings: Settings
+) -> tuple[Contract, dict[str, probe.Proof | probe.Refusal]]:
+    ops = {f.op for f in subject.formulas()}
+    kernels = tuple(
+        (op, k.source, k.version, settings.sources.explicit(op))
+        if (k := settings.sources.kernel(op)) is not None else (op, None)
+        for op in OPS if op in ops
+    )
+    key = (probe.distinct_code(module), family.name, subject.key, subject.main_combo(), kernels,
+           settings.training, settings.verify)
+    if key not in _contracts:
+        # Held by the cache, so it must not hold the model: a replica stands in for the module.
+        stand_in = family.examine(
+            subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
+        )
+
+        def prove_late(device: str) -> None:
+            if not isinstance(stand_in, Subject):
+                return
+            proof = probe.prove(
+                stand_in, settings.sources, device,
+                verify=settings.verify, training=settings.training,
+            )
+            if isinstance(proof, probe.Proof):
+                probe.fill(contract, proof, device)
+
+        contract = Contract(type(module).__name__, prove_late, settings.training)
+        _contracts[key] = (contract, {})
+    return _contracts[key]

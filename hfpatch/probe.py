@@ -1,0 +1,394 @@
+"""Which candidate formula reproduces this module, and does the kernel compute it?
+
+The original's own forward runs on small random inputs, on a replica with random weights, and is
+compared with each candidate formula, evaluated in fp64. What decides is written in `Limits`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfpatch.ops import OPS
+from hfpatch.patches.base import Combo, Contract, Formula, Forward, Subject, Tensor
+from hfpatch.sources import Kernel, Sources, reference_kernel
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Errors in units of the dtype's epsilon, relative to the largest value of the row.
+
+    formula: how far the original may be from a candidate's fp64 value. In fp32 a chain of a dozen
+        roundings and a reduction explain 24; in a half dtype composed activations round after each
+        of up to nine operations, and the formula was identified in fp32 already.
+    kernel: how much farther than the original a kernel may be from the fp64 value: one rounding
+        (half an epsilon), doubled because a row's largest value can lie just under a power of two.
+    """
+
+    formula_fp32: float = 24.0
+    formula_half: float = 8.0
+    kernel: float = 1.0
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a module is not swapped. `kind` is the `Skip.kind` that the report groups by."""
+
+    kind: str
+    reason: str
+
+
+@dataclass
+class Proof:
+    """What was proven for one subject on one device."""
+
+    formulas: dict[Combo, Formula]
+    computes: dict[Combo, Forward]
+    kernels: tuple[Kernel, ...]
+    max_abs_error: float = 0.0
+    max_rel_error: float = 0.0
+    dropped: dict[Combo, str] = field(default_factory=dict)
+
+
+class _KernelCounter(TorchDispatchMode):
+    """Counts the operators of a call that launch work (views do not)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket._qualified_op_name)
+        return func(*args, **(kwargs or {}))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _error(y: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Largest distance, in epsilons of `dtype`, relative to each row's largest finite true value.
+
+    Where `truth` is NaN or infinite `y` must be the same; infinity stands for any other outcome.
+    """
+    y = y.double()
+    finite = truth.isfinite()
+    if not torch.equal(y[~finite].nan_to_num(), truth[~finite].nan_to_num()):
+        return float("inf")
+    if not torch.equal(y.isnan(), truth.isnan()):
+        return float("inf")
+    zero = torch.zeros((), dtype=torch.float64, device=y.device)
+    truth = torch.where(finite, truth, zero)
+    scale = truth.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    distance = (torch.where(finite, y, zero) - truth).abs()
+    error = (distance / scale).max().item() / torch.finfo(dtype).eps
+    return error if error == error else float("inf")
+
+
+def _half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+class _Trial:
+    """One dtype combination: the replica, its input, and what the original makes of it."""
+
+    def __init__(self, subject: Subject, combo: Combo, device: torch.device, seed: int = 0) -> None:
+        self.combo = combo
+        self.module = subject.replica(combo, device, _generator(seed))
+        self.x = subject.inputs(combo, device, _generator(seed + 1))
+        self.wide = subject.replica(
+            Combo(torch.float64, torch.float64 if combo.param else None), device, _generator(seed)
+        )
+        # the fp64 replica holds the very values of the rounded one
+        for ours, theirs in zip(self.module.modules(), self.wide.modules(), strict=True):
+            if ours is theirs:
+                continue
+            for name, p in ours._parameters.items():
+                if p is not None:
+                    theirs._parameters[name] = nn.Parameter(p.double(), requires_grad=False)
+            for name, b in ours._buffers.items():
+                if b is not None and b.is_floating_point():
+                    theirs._buffers[name] = b.double()
+        self.original: Tensor = type(self.module).forward(self.module, self.x)
+
+    def truth(self, subject: Subject, formula: Formula) -> Tensor:
+        compute = subject.compute(reference_kernel(formula.op), formula)
+        result: Tensor = compute(self.wide, self.x.double())
+        return result
+
+    def candidate(self, subject: Subject, formula: Formula) -> Tensor:
+        compute = subject.compute(reference_kernel(formula.op), formula)
+        result: Tensor = compute(self.module, self.x)
+        return result
+
+
+def prove(
+    subject: Subject, sources: Sources, device: str, *, verify: bool = True, training: bool = False
+) -> Proof | Refusal:
+    """Identify the formula of `subject` and verify the kernels for it, on `device`.
+
+    Nothing of the model is touched; no gradient is recorded; torch's random state stays as it was.
+    """
+    with torch.no_grad(), torch.autocast(device, enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the original, about dtypes that the model never uses
+        return _prove(subject, sources, torch.device(device), verify, training)
+
+
+def _prove(
+    subject: Subject, sources: Sources, device: torch.device, verify: bool, training: bool
+) -> Proof | Refusal:
+    name = type(subject.module).__name__
+    base = Combo(torch.float32, torch.float32 if subject.main_combo().param else None)
+    try:
+        trial = _Trial(subject, base, device)
+    except Exception as e:
+        return Refusal("mismatch", f"`{name}` could not be probed: {type(e).__name__}: {e}")
+    if not isinstance(trial.original, Tensor):
+        return Refusal("mismatch", f"`{name}` returns {type(trial.original).__name__}, not a tensor")
+
+    matches, nearest = _matching(subject, trial)
+    if not matches:
+        return Refusal("mismatch", _explain(name, nearest))
+
+    proof = Proof({}, {}, ())
+    trials: dict[Combo, tuple[_Trial, dict[Formula, int]]] = {}
+    for combo in subject.combos():
+        fits = _fits(subject, combo, matches, device)
+        if isinstance(fits, Refusal):
+            proof.dropped[combo] = fits.reason
+        else:
+            trials[combo] = fits
+    order = _by_consistency(matches, [fits for _, fits in trials.values()])
+    for combo, (combo_trial, fits) in trials.items():
+        formula = next(f for f in order if f in fits)
+        outcome = _prove_combo(
+            subject, combo_trial, formula, sources, device, verify, training, proof
+        )
+        if outcome is not None:
+            if outcome.kind == "off":
+                return outcome
+            proof.dropped[combo] = outcome.reason
+    main = subject.main_combo()
+    if main not in proof.computes:
+        reason = proof.dropped.get(main, f"no kernel for {main}")
+        return Refusal("rejected" if proof.dropped else "unsupported", reason)
+    ops = {f.op for f in proof.formulas.values()}
+    proof.kernels = tuple(k for op in sorted(ops) if (k := sources.kernel(op)) is not None)
+    if gain := _no_gain(subject, trial, proof, sources, device.type):
+        return gain
+    return proof
+
+
+def _matching(subject: Subject, trial: _Trial) -> tuple[list[Formula], tuple[Formula, str] | None]:
+    """Formulas that explain the original in fp32, and the nearest one that does not."""
+    matches: list[Formula] = []
+    nearest: tuple[float, Formula, str] | None = None
+    for formula in subject.formulas():
+        truth = trial.truth(subject, formula)
+        if truth.shape != trial.original.shape:
+            why = f"shape {tuple(truth.shape)}, original {tuple(trial.original.shape)}"
+            nearest = nearest or (float("inf"), formula, why)
+            continue
+        error = _error(trial.original, truth, torch.float32)
+        if error <= LIMITS.formula_fp32:
+            matches.append(formula)
+        elif nearest is None or error < nearest[0]:
+            relative = error * torch.finfo(torch.float32).eps
+            nearest = (error, formula, f"relative error {relative:.1e} in fp32")
+    return matches, None if nearest is None else nearest[1:]
+
+
+def _explain(name: str, nearest: tuple[Formula, str] | None) -> str:
+    if nearest is None:
+        return f"no known formula reproduces `{name}`"
+    return f"no known formula reproduces `{name}`; nearest: {nearest[0]}, {nearest[1]}"
+
+
+def _fits(
+    subject: Subject, combo: Combo, matches: list[Formula], device: torch.device
+) -> tuple[_Trial, dict[Formula, int]] | Refusal:
+    """Formulas that explain the original in these dtypes, with the count of values that differ.
+
+    Formulas equal in fp32 differ here in where they round.
+    """
+    try:
+        trial = _Trial(subject, combo, device)
+    except Exception as e:
+        return Refusal("unsupported", f"the original does not take {combo}: {e}")
+    fits: dict[Formula, int] = {}
+    dtypes = set()
+    for formula in matches:
+        candidate = trial.candidate(subject, formula)
+        dtypes.add(str(candidate.dtype))
+        if candidate.dtype != trial.original.dtype:
+            continue
+        error = _error(trial.original, trial.truth(subject, formula), candidate.dtype)
+        if error <= _formula_limit(combo, candidate.dtype):
+            fits[formula] = int((candidate != trial.original).sum())
+    if fits:
+        return trial, fits
+    return Refusal(
+        "mismatch",
+        f"with {combo} the original gives {trial.original.dtype} values that no formula "
+        f"reproduces ({', '.join(sorted(dtypes))})",
+    )
+
+
+def _formula_limit(combo: Combo, out: torch.dtype) -> float:
+    """Roundings explain more where a value was rounded to a narrower dtype on its way to `out`."""
+    limit = LIMITS.formula_half if _half(out) else LIMITS.formula_fp32
+    for dtype in (combo.x, combo.param):
+        if dtype is not None and _half(dtype):
+            limit = max(limit, LIMITS.formula_half * torch.finfo(dtype).eps / torch.finfo(out).eps)
+    return limit
+
+
+def _by_consistency(matches: list[Formula], outcomes: list[dict[Formula, int]]) -> list[Formula]:
+    """Matches, best first: fits most dtype combinations, then fewest differing values.
+
+    One formula should explain a module in every dtype; where all dtypes agree, several do.
+    """
+    return sorted(
+        matches,
+        key=lambda f: (-sum(f in o for o in outcomes), sum(o.get(f, 0) for o in outcomes)),
+    )
+
+
+def _prove_combo(
+    subject: Subject,
+    trial: _Trial,
+    formula: Formula,
+    sources: Sources,
+    device: torch.device,
+    verify: bool,
+    training: bool,
+    proof: Proof,
+) -> Refusal | None:
+    """Prove one combination into `proof`, or say why not."""
+    kernel = sources.kernel(formula.op)
+    if kernel is None:
+        return Refusal("off", f"op `{formula.op}` is switched off by `kernels=`")
+    if (why := kernel.refuses(device.type)) is not None:
+        return Refusal("unsupported", why)
+    if training and not kernel.differentiable:
+        return Refusal(
+            "unsupported",
+            f"kernel `{kernel.source}` for `{formula.op}` is not differentiable, which "
+            "mode='training' needs; register it with differentiable=True if it is",
+        )
+    compute = subject.compute(kernel, formula, training)
+    if verify:
+        verdict = _verify(subject, trial, formula, kernel, compute, proof)
+        if verdict is not None:
+            return verdict
+    proof.formulas[trial.combo] = formula
+    proof.computes[trial.combo] = compute
+    return None
+
+
+def _verify(
+    subject: Subject,
+    trial: _Trial,
+    formula: Formula,
+    kernel: Kernel,
+    compute: Forward,
+    proof: Proof,
+) -> Refusal | None:
+    """Run the kernel; it may be no farther from the fp64 value than the original plus a rounding."""
+    what = f"kernel `{kernel.source}` for `{formula.op}`"
+    before = trial.x.clone()
+    try:
+        y = compute(trial.module, trial.x)
+    except Exception as e:
+        return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
+    if not isinstance(y, Tensor) or y.shape != trial.original.shape:
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        return Refusal(
+            "rejected", f"{what} returned {got}, expected shape {tuple(trial.original.shape)}"
+        )
+    if y.dtype != trial.original.dtype:
+        return Refusal("rejected", f"{what} returned {y.dtype}, expected {trial.original.dtype}")
+    if not torch.equal(before.nan_to_num(), trial.x.nan_to_num()):
+        return Refusal("rejected", f"{what} wrote to its input")
+    truth = trial.truth(subject, formula)
+    ours = _error(y, truth, y.dtype)
+    theirs = _error(trial.original, truth, y.dtype)
+    slack = LIMITS.kernel if _half(y.dtype) else LIMITS.formula_fp32 / 4
+    if ours > theirs + slack:
+        return Refusal(
+            "rejected",
+            f"{what} is wrong with {trial.combo}: its largest error is {ours:.3g} epsilons of "
+            f"{str(y.dtype).removeprefix('torch.')}, the original's {theirs:.3g}",
+        )
+    difference = (y.double() - trial.original.double()).abs()
+    proof.max_abs_error = max(proof.max_abs_error, difference[difference.isfinite()].max().item())
+    relative = _error(y, trial.original.double(), y.dtype) * torch.finfo(y.dtype).eps
+    proof.max_rel_error = max(proof.max_rel_error, relative)
+    return None
+
+
+def _count(call: Callable[[], Any]) -> list[str]:
+    with _KernelCounter() as counter:
+        call()
+    return counter.names
+
+
+def _no_gain(
+    subject: Subject, trial: _Trial, proof: Proof, sources: Sources, device: str
+) -> Refusal | None:
+    """Refuse a swap that launches as much as the original does, unless measured to be faster."""
+    formula = proof.formulas.get(trial.combo)
+    if formula is None or sources.explicit(formula.op):
+        return None
+    compute = proof.computes[trial.combo]
+    theirs = _count(lambda: type(trial.module).forward(trial.module, trial.x))
+    ours = _count(lambda: compute(trial.module, trial.x))
+    kernel = sources.kernel(formula.op)
+    assert kernel is not None
+    faster = kernel.source != "torch" and device in OPS[formula.op].beats_single_kernel
+    if len(ours) < len(theirs) or (faster and len(ours) == len(theirs)):
+        return None
+    replaced = [n for n in theirs if n not in ours]
+    name = type(subject.module).__name__
+    if len(replaced) == 1:
+        return Refusal("no gain", f"`{replaced[0]}` is a single kernel already")
+    return Refusal(
+        "no gain",
+        f"source `{kernel.source}` would launch {len(ours)} kernels for `{name}`, the original "
+        f"{len(theirs)}",
+    )
+
+
+def fill(contract: Contract, proof: Proof, device: str) -> None:
+    """Give a contract what was proven on `device`."""
+    table = contract.table(device)
+    for combo, compute in proof.computes.items():
+        table[(combo.x, combo.param)] = compute
+    contract.proven(device)
+
+
+def distinct_code(module: nn.Module) -> tuple[Any, ...]:
+    """Identity of the code that a module's forward can run: its class and every method's code."""
+    return (type(module), *_codes(type(module)))
+
+
+def _codes(cls: type) -> Iterable[int]:
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for value in vars(base).values():
+            code = getattr(value, "__code__", None)
+            if code is not None:
+                yield hash(code)

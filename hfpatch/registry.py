@@ -1,0 +1,120 @@
+"""Class-name pattern to patch family: our own rows and the user's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hfpatch import sources
+from hfpatch.patches import FAMILIES, Family
+from hfpatch.patches.custom import CustomFamily
+
+
+@dataclass(frozen=True)
+class _Nomination:
+    """A user's row: classes that match `pattern` are looked at by `family`."""
+
+    pattern: re.Pattern[str]
+    family: Family
+
+
+_rows: list[_Nomination] = []
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` added; `remove()` takes it back."""
+
+    _undo: Callable[[], None]
+
+    def remove(self) -> None:
+        """Take the registration back. Models that were patched with it stay patched."""
+        self._undo()
+
+
+def register(
+    class_name: str | None = None,
+    *,
+    family: str | None = None,
+    forward: Callable[..., Any] | None = None,
+    sample: Callable[[nn.Module], tuple[Any, ...]] | None = None,
+    op: str | None = None,
+    kernel: Callable[..., Tensor] | None = None,
+    name: str | None = None,
+    devices: Iterable[str] | None = None,
+    differentiable: bool = False,
+) -> Registration:
+    """Teach hfpatch a class or a kernel. Three forms:
+
+    - ``register("MyNorm", family="norm")``: modules whose class name matches the regular expression
+      are nominated for a built-in family ("norm", "gated mlp", "activation"). The probe finds the
+      formula.
+    - ``register("MyBlock", forward=fn, sample=make_inputs)``: your own forward for a class.
+      ``fn(module, *inputs)`` replaces the forward; ``make_inputs(module)`` returns a tuple of inputs
+      on the module's device, on which `fn` is compared with the original before it is used.
+    - ``register(op="rms_norm", kernel=fn, name="mine")``: a kernel (a plain function, a Triton
+      launcher, a Hub kernel's function) for ``kernels={"rms_norm": "mine"}``. It is called with the
+      signature of ``hfpatch.ops.OPS[op].reference`` and verified like every kernel.
+
+    Args:
+        class_name: regular expression, searched in the class name.
+        family: the built-in family to nominate for.
+        forward: the replacement, called as ``forward(module, *inputs)``.
+        sample: makes the inputs for the comparison.
+        op: the op a kernel is for.
+        kernel: the function.
+        name: the name by which ``kernels=`` finds the kernel.
+        devices: device types the kernel has code for, e.g. ``("cuda",)``; default: any.
+        differentiable: whether autograd works through the kernel or the forward, which
+            ``mode="training"`` needs.
+
+    Returns:
+        a handle; ``.remove()`` undoes the registration.
+
+    Raises:
+        ValueError: an unknown op or family, or arguments that belong to different forms.
+        TypeError: `kernel` or `forward` is not callable.
+    """
+    if op is not None or kernel is not None:
+        if op is None or kernel is None or name is None or class_name or family or forward:
+            raise ValueError("a kernel is registered by `op=`, `kernel=` and `name=` together")
+        added = sources.register_kernel(
+            op, kernel, name, frozenset(devices) if devices is not None else None, differentiable
+        )
+        return Registration(lambda: sources.unregister_kernel(added))
+    if class_name is None:
+        raise ValueError("`register` needs a `class_name` pattern, or `op=` and `kernel=`")
+    try:
+        pattern = re.compile(class_name)
+    except re.error as e:
+        raise ValueError(f"`class_name` {class_name!r} is not a regular expression: {e}") from e
+    if forward is not None:
+        if family is not None:
+            raise ValueError("give either `family=` or `forward=`, not both")
+        if not callable(forward) or not callable(sample):
+            raise TypeError(
+                "`forward` and `sample` must both be callable: `sample(module)` returns the inputs "
+                "on which `forward(module, *inputs)` is compared with the original"
+            )
+        row = _Nomination(pattern, CustomFamily(pattern, forward, sample, differentiable))
+    else:
+        families = {f.name: f for f in FAMILIES}
+        if family not in families:
+            raise ValueError(
+                f"`family` must be one of {', '.join(map(repr, sorted(families)))}, got {family!r}"
+            )
+        row = _Nomination(pattern, families[family])
+    _rows.append(row)
+    return Registration(lambda: _rows.remove(row) if row in _rows else None)
+
+
+def nominating(module: nn.Module) -> list[Family]:
+    """Families that want to look at `module`: the user's rows first, then ours by rank."""
+    class_name = type(module).__name__
+    found = [r.family for r in _rows if r.pattern.search(class_name)]
+    found += [f for f in FAMILIES if f.nominates(module)]
+    return list(dict.fromkeys(found))

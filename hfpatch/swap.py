@@ -1,0 +1,186 @@
+"""The only module that writes to a model: commit, roll back, restore.
+
+A swap replaces the innermost forward of one instance. Where that forward lives depends on who
+wrapped the module: nowhere in particular (the class's), `module._old_forward` under one of
+accelerate's hooks, or a function reference under diffusers' hook registry. Wrappers stay as they
+are, so their hooks go on firing, and whoever wraps the module later wraps the adapter.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hfpatch.errors import PatchError
+from hfpatch.patches.base import Forward
+
+_MARK = "__hfpatch__"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place that holds a module's forward."""
+
+    owner: Any  # the module, or a hook's function reference
+    attribute: str
+
+    def get(self) -> Any:
+        return self.owner.__dict__.get(self.attribute)
+
+    def set(self, value: Any) -> None:
+        # straight into __dict__: nn.Module.__setattr__ would treat a module-valued forward as a child
+        self.owner.__dict__[self.attribute] = value
+
+    def clear(self) -> None:
+        self.owner.__dict__.pop(self.attribute, None)
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What an adapter remembers: enough to describe it and to undo it, also on a copied module."""
+
+    details: Any  # the report's `Swap`
+    had_forward: bool  # whether the instance held a (native) forward in the slot before
+
+
+def slots(module: nn.Module) -> Iterator[Slot]:
+    """Every place that may hold `module`'s innermost forward."""
+    yield Slot(module, "forward")
+    yield Slot(module, "_old_forward")
+    registry = module.__dict__.get("_diffusers_hook")
+    for reference in getattr(registry, "_fn_refs", ()):
+        yield Slot(reference, "original_forward")
+        yield Slot(reference, "forward")
+
+
+def is_native(module: nn.Module, forward: Any) -> bool:
+    """Whether `forward` is the class's own, bound to this module."""
+    return (
+        isinstance(forward, types.MethodType)
+        and forward.__self__ is module
+        and forward.__func__ is type(module).forward
+    )
+
+
+def adapter_of(forward: Any) -> Swapped | None:
+    """What we wrote on `forward`, if it is ours."""
+    function = getattr(forward, "__func__", forward)
+    found = getattr(function, _MARK, None)
+    return found if isinstance(found, Swapped) else None
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """Who else replaced this instance's forward, so that ours would undo or bypass theirs."""
+    held = [(s, s.get()) for s in slots(module) if s.get() is not None]
+    if any(is_native(module, f) or adapter_of(f) is not None for _, f in held):
+        return None
+    if not held:
+        return None
+    forward = held[0][1]
+    where = getattr(forward, "__module__", None) or type(forward).__module__
+    name = getattr(forward, "__qualname__", None) or type(forward).__qualname__
+    return f"its forward was already replaced by `{where}.{name}`"
+
+
+def swapped(module: nn.Module) -> Swapped | None:
+    """What stands in `module`, if we patched it."""
+    for slot in slots(module):
+        found = adapter_of(slot.get())
+        if found is not None:
+            return found
+    return None
+
+
+def _innermost(module: nn.Module) -> Slot | None:
+    """The slot of the native forward or of our adapter; None if the class's own forward runs bare."""
+    for slot in slots(module):
+        forward = slot.get()
+        if forward is not None and (is_native(module, forward) or adapter_of(forward) is not None):
+            return slot
+    return None
+
+
+@dataclass(frozen=True)
+class _Undo:
+    slot: Slot
+    existed: bool
+    value: Any
+
+    def __call__(self) -> None:
+        if self.existed:
+            self.slot.set(self.value)
+        else:
+            self.slot.clear()
+
+
+def _remember(slot: Slot) -> _Undo:
+    return _Undo(slot, slot.attribute in slot.owner.__dict__, slot.get())
+
+
+def _write(module: nn.Module, forward: Forward, details: Any) -> _Undo:
+    slot = _innermost(module)
+    previous = adapter_of(slot.get()) if slot is not None else None
+    if slot is None:
+        slot, had = Slot(module, "forward"), False
+    else:
+        had = previous.had_forward if previous is not None else True
+    undo = _remember(slot)
+    forward.__name__ = "forward"
+    forward.__qualname__ = f"{type(module).__qualname__}.forward"
+    forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]
+    setattr(forward, _MARK, Swapped(details, had))
+    slot.set(types.MethodType(forward, module))
+    return undo
+
+
+def _erase(module: nn.Module) -> _Undo | None:
+    for slot in slots(module):
+        mark = adapter_of(slot.get())
+        if mark is None:
+            continue
+        undo = _remember(slot)
+        if slot.owner is module and slot.attribute == "forward" and not mark.had_forward:
+            slot.clear()
+        else:  # under a wrapper, which needs something to call
+            slot.set(types.MethodType(type(module).forward, module))
+        return undo
+    return None
+
+
+def commit(
+    stale: Iterable[nn.Module], fresh: Iterable[tuple[nn.Module, Callable[[], Forward], Any]]
+) -> None:
+    """Take our adapters off `stale` modules and put new ones on; all of it or nothing.
+
+    Args:
+        stale: modules that carry an adapter and shall not.
+        fresh: (module, function that makes its adapter, details for the report).
+
+    Raises:
+        PatchError: something failed; the model is as it was.
+    """
+    done: list[_Undo] = []
+    try:
+        for module in stale:
+            undo = _erase(module)
+            if undo is not None:
+                done.append(undo)
+        for module, make, details in fresh:
+            done.append(_write(module, make(), details))
+    except BaseException as e:
+        for undo in reversed(done):
+            undo()
+        if not isinstance(e, Exception):
+            raise
+        raise PatchError(
+            f"patching failed ({type(e).__name__}: {e}); every module was put back as it was"
+        ) from e
+
+
+def restore(modules: Iterable[nn.Module]) -> int:
+    """Take our adapters off; returns how many there were."""
+    return sum(_erase(module) is not None for module in modules)

@@ -1,0 +1,233 @@
+// api.cpp: the functions of hfpatch.h: validate (check.h), fill in a backend's arguments
+// (kernels.h), dispatch on the device.
+//
+// Macros of the build: CUDA_KERNEL, there are CUDA kernels; HFP_CUDA_ARCHS, a string naming their
+// architectures, separated by spaces, commas or semicolons.
+#include "check.h"
+
+#if defined(CUDA_KERNEL)
+#define HFP_CUDA(function) (&hfp::cuda::function)
+#else
+#define HFP_CUDA(function) nullptr
+#endif
+
+using hfp::Check;
+using hfp::DType;
+using hfp::Tensor;
+
+namespace {
+
+thread_local char message[hfp::kMessageSize] = "";
+
+constexpr const char *kActivations =
+    "an activation: 0 (gelu erf), 1 (gelu tanh), 2 (gelu sigmoid), 3 (silu) or 4 (relu)";
+
+// As torch.promote_types for the three supported dtypes.
+DType promote(DType a, DType b) { return a == b ? a : DType::F32; }
+
+DType norm_result(int64_t cast, const Tensor &x, const Tensor &weight) {
+  if (!weight.present || cast == HFP_CAST_NONE) return x.type;
+  return cast == HFP_CAST_INPUT ? promote(x.type, weight.type) : weight.type;
+}
+
+#define HFP_TEXT(x) HFP_TEXT_(x)
+#define HFP_TEXT_(x) #x
+#if defined(__clang__)
+constexpr const char *kCompiler = "clang " HFP_TEXT(__clang_major__) "." HFP_TEXT(__clang_minor__);
+#elif defined(__GNUC__)
+constexpr const char *kCompiler = "gcc " HFP_TEXT(__GNUC__) "." HFP_TEXT(__GNUC_MINOR__);
+#else
+constexpr const char *kCompiler = "unknown";
+#endif
+
+#if !defined(HFP_CUDA_ARCHS)
+#define HFP_CUDA_ARCHS ""
+#endif
+
+struct BuildInfo {
+  char text[1024];
+  size_t used = 0;
+
+  void put(const char *s) {
+    while (*s && used + 1 < sizeof text) text[used++] = *s++;
+    text[used] = '\0';
+  }
+
+  BuildInfo() {
+    put("{\"abi\": " HFP_TEXT(HFP_ABI_VERSION) ", \"devices\": [\"cpu\"");
+#if defined(CUDA_KERNEL)
+    put(", \"cuda\"");
+#endif
+    put("], \"cuda_archs\": [");
+    bool inside = false, first = true;
+    for (const char *p = HFP_CUDA_ARCHS; *p; ++p) {
+      const bool separator = *p == ' ' || *p == ',' || *p == ';' || *p == '"' || *p == '\\';
+      if (!separator && !inside) put(first ? "\"" : ", \""), first = false;
+      if (separator && inside) put("\"");
+      inside = !separator;
+      const char c[2] = {*p, '\0'};
+      if (inside) put(c);
+    }
+    if (inside) put("\"");
+    put("], \"compiler\": \"");
+    put(kCompiler);
+    put("\", \"simd\": \"");
+    put(hfp::cpu::simd_level());
+#if defined(_OPENMP)
+    put("\", \"openmp\": true}");
+#else
+    put("\", \"openmp\": false}");
+#endif
+  }
+};
+
+}  // namespace
+
+int32_t hfp::set_error(int32_t status, const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(message, sizeof message, format, args);
+  va_end(args);
+  return status;
+}
+
+extern "C" {
+
+const char *hfp_last_error(void) { return message; }
+
+int32_t hfp_abi_version(void) { return HFP_ABI_VERSION; }
+
+const char *hfp_build_info(void) {
+  static const BuildInfo info;
+  return info.text;
+}
+
+int32_t hfp_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *weight, const DLTensor *bias,
+                     double eps, double weight_offset, int64_t cast, void *stream) {
+  Check check("hfp_rms_norm");
+  Tensor o, a, w, b;
+  const bool ok = check.input("x", x, &a) && check.param("weight", weight, a, &w) &&
+                  check.param("bias", bias, a, &b) && check.same_type(w, b) &&
+                  check.number("eps", eps, 0, "finite and >= 0") &&
+                  check.number("weight_offset", weight_offset, -FLT_MAX, "finite") &&
+                  check.in_range("cast", cast, HFP_CAST_COUNT, "0 (none), 1 (input) or 2 (weight)");
+  if (!ok) return check.status();
+  if (cast != HFP_CAST_NONE && weight_offset != 0) {
+    check.fail("`weight_offset` must be 0 unless `cast` is 0 (none), got %g with `cast` %lld",
+               weight_offset, static_cast<long long>(cast));
+    return check.status();
+  }
+  if (!check.output(out, a, 1, norm_result(cast, a, w), &o)) return check.status();
+  hfp::RmsNormArgs args = {};
+  args.out = o.data;
+  args.x = a.data;
+  args.weight = w.data;
+  args.bias = b.data;
+  args.out_type = o.type;
+  args.x_type = a.type;
+  args.weight_type = w.present ? w.type : b.present ? b.type : a.type;
+  args.x_rows = a.rows;
+  args.eps = static_cast<float>(eps);
+  args.weight_offset = static_cast<float>(weight_offset);
+  args.cast = w.present ? static_cast<int>(cast) : HFP_CAST_NONE;
+  return check.run(o, args, &hfp::cpu::rms_norm, HFP_CUDA(rms_norm), stream);
+}
+
+int32_t hfp_layer_norm(DLTensor *out, const DLTensor *x, const DLTensor *weight,
+                       const DLTensor *bias, double eps, void *stream) {
+  Check check("hfp_layer_norm");
+  Tensor o, a, w, b;
+  const bool ok = check.input("x", x, &a) && check.param("weight", weight, a, &w) &&
+                  check.param("bias", bias, a, &b) &&
+                  check.number("eps", eps, 0, "finite and >= 0") &&
+                  check.output(out, a, 1, a.type, &o);
+  if (!ok) return check.status();
+  hfp::LayerNormArgs args = {};
+  args.out = o.data;
+  args.x = a.data;
+  args.weight = w.data;
+  args.bias = b.data;
+  args.type = a.type;
+  args.weight_type = w.present ? w.type : a.type;
+  args.bias_type = b.present ? b.type : a.type;
+  args.x_rows = a.rows;
+  args.eps = static_cast<float>(eps);
+  return check.run(o, args, &hfp::cpu::layer_norm, HFP_CUDA(layer_norm), stream);
+}
+
+static int32_t activation(Check &check, DLTensor *out, const DLTensor *x, int64_t activation,
+                          void *stream) {
+  Tensor o, a;
+  if (!check.input("x", x, &a) || !check.output(out, a, 1, a.type, &o)) return check.status();
+  hfp::ActivationArgs args = {};
+  args.out = o.data;
+  args.x = a.data;
+  args.type = a.type;
+  args.x_rows = a.contiguous ? hfp::one_row(a) : a.rows;
+  args.activation = static_cast<int>(activation);
+  return check.run(o, args, &hfp::cpu::activation, HFP_CUDA(activation), stream);
+}
+
+int32_t hfp_gelu(DLTensor *out, const DLTensor *x, int64_t approximate, void *stream) {
+  Check check("hfp_gelu");
+  if (!check.in_range("approximate", approximate, HFP_ACT_SILU, "0 (erf), 1 (tanh) or 2 (sigmoid)")) {
+    return check.status();
+  }
+  return activation(check, out, x, approximate, stream);
+}
+
+int32_t hfp_silu(DLTensor *out, const DLTensor *x, void *stream) {
+  Check check("hfp_silu");
+  return activation(check, out, x, HFP_ACT_SILU, stream);
+}
+
+int32_t hfp_gated(DLTensor *out, const DLTensor *gate, const DLTensor *up, int64_t activation,
+                  void *stream) {
+  Check check("hfp_gated");
+  Tensor o, g, u;
+  const bool ok = check.in_range("activation", activation, HFP_ACT_COUNT, kActivations) &&
+                  check.input("gate", gate, &g) && check.input("up", up, &u) &&
+                  check.same_shape(g, u) && check.same_type(g, u) &&
+                  check.output(out, g, 1, g.type, &o);
+  if (!ok) return check.status();
+  const bool flat = g.contiguous && u.contiguous;
+  hfp::GatedArgs args = {};
+  args.out = o.data;
+  args.gate = g.data;
+  args.up = u.data;
+  args.type = g.type;
+  args.gate_rows = flat ? hfp::one_row(g) : g.rows;
+  args.up_rows = flat ? hfp::one_row(u) : u.rows;
+  args.activation = static_cast<int>(activation);
+  return check.run(o, args, &hfp::cpu::gated, HFP_CUDA(gated), stream);
+}
+
+int32_t hfp_gated_packed(DLTensor *out, const DLTensor *x, int64_t activation, int64_t gate_first,
+                         void *stream) {
+  Check check("hfp_gated_packed");
+  Tensor o, a;
+  const bool ok = check.in_range("activation", activation, HFP_ACT_COUNT, kActivations) &&
+                  check.in_range("gate_first", gate_first, 2, "0 or 1") &&
+                  check.input("x", x, &a);
+  if (!ok) return check.status();
+  if (a.last() % 2 != 0) {
+    check.fail("`x` must have an even last dimension, the gate and up halves, got %lld",
+               static_cast<long long>(a.last()));
+    return check.status();
+  }
+  if (!check.output(out, a, 2, a.type, &o)) return check.status();
+  if (o.numel == 0) return HFP_OK;  // no half to point to
+  hfp::GatedArgs args = {};
+  hfp::Rows half = a.rows;
+  half.cols /= 2;
+  char *second = a.data + half.cols * hfp::size_of(a.type);
+  args.out = o.data;
+  args.gate = gate_first ? a.data : second;
+  args.up = gate_first ? second : a.data;
+  args.type = a.type;
+  args.gate_rows = args.up_rows = half;
+  args.activation = static_cast<int>(activation);
+  return check.run(o, args, &hfp::cpu::gated, HFP_CUDA(gated), stream);
+}
+
+}  // extern "C"

@@ -1,0 +1,352 @@
+// check.h: validation of one call, shared by every function of api.cpp.
+//
+// Check parses each tensor argument once. The first failure stores the message of hfp_last_error()
+// and every later step answers false, so a function reads as one chain of steps.
+#pragma once
+
+#include <cfloat>
+#include <cstdarg>
+#include <cstdio>
+#include <type_traits>
+
+#include "kernels.h"
+
+namespace hfp {
+
+constexpr int32_t kMaxDims = 64;
+constexpr size_t kMessageSize = 1024;
+
+// A validated tensor argument; present == false for an optional one that is NULL.
+struct Tensor {
+  const char *name = nullptr;
+  const DLTensor *raw = nullptr;
+  bool present = false, contiguous = false;
+  char *data = nullptr;
+  DType type = DType::F32;
+  int64_t numel = 0;
+  Rows rows;  // over all dimensions but the last
+
+  int64_t last() const { return rows.cols; }
+};
+
+class Check {
+ public:
+  explicit Check(const char *function) : function_(function) {}
+
+  // A required input of any shape with at least one dimension. The first one sets the device.
+  bool input(const char *name, const DLTensor *raw, Tensor *tensor);
+  // An optional [size] input; `like` names the tensor whose last dimension that is.
+  bool param(const char *name, const DLTensor *raw, const Tensor &like, Tensor *tensor);
+  // Both present: the same dtype, the same shape.
+  bool same_type(const Tensor &a, const Tensor &b);
+  bool same_shape(const Tensor &a, const Tensor &b);
+  // The contiguous result: the shape of `like`, its last dimension divided by `divisor`.
+  bool output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type, Tensor *tensor);
+
+  bool in_range(const char *name, int64_t value, int64_t count, const char *choices);
+  // Finite, also as a float, and at least `low`.
+  bool number(const char *name, double value, double low, const char *expected);
+
+  bool fail(const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+  // The end of every function: does nothing for an empty result, else calls the backend.
+  // cuda may be nullptr.
+  template <class Args, class Cuda>
+  int32_t run(const Tensor &out, const Args &args, int32_t (*cpu)(const Args &), Cuda cuda,
+              void *stream) {
+    if (out.numel == 0) return HFP_OK;
+    if (device_.device_type == kDLCPU) return cpu(args);
+    if constexpr (!std::is_null_pointer<Cuda>::value) {
+      return cuda(args, device_.device_id, stream);
+    }
+    (void)stream;
+    return set_error(HFP_NOT_AVAILABLE,
+                     "%s: this build has no CUDA kernels; build with nvcc, or pass CPU tensors",
+                     function_);
+  }
+
+  int32_t status() const { return status_; }
+
+ private:
+  bool parse(const char *name, const DLTensor *raw, Tensor *tensor);
+  bool strides(Tensor *tensor);
+
+  const char *function_;
+  int32_t status_ = HFP_OK;
+  const char *device_owner_ = nullptr;
+  DLDevice device_ = {};
+};
+
+// Elementwise kernels see contiguous tensors as a single row.
+inline Rows one_row(const Tensor &t) {
+  Rows rows;
+  rows.rows = 1;
+  rows.cols = t.numel;
+  return rows;
+}
+
+// --- implementation ---------------------------------------------------------------------------
+
+
+// "[2, 3, 4]"; long shapes end in "...]".
+struct ShapeText {
+  char text[192];
+
+  explicit ShapeText(const DLTensor &t, int64_t last_divisor = 1) {
+    size_t used = 0;
+    text[used++] = '[';
+    for (int32_t i = 0; i < t.ndim; ++i) {
+      const int64_t size = i + 1 == t.ndim ? t.shape[i] / last_divisor : t.shape[i];
+      char item[32];
+      const int n = std::snprintf(item, sizeof item, i ? ", %lld" : "%lld",
+                                  static_cast<long long>(size));
+      if (used + static_cast<size_t>(n) + sizeof ", ...]" > sizeof text) {
+        for (const char *p = ", ..."; *p; ++p) text[used++] = *p;
+        break;
+      }
+      for (int k = 0; k < n; ++k) text[used++] = item[k];
+    }
+    text[used++] = ']';
+    text[used] = '\0';
+  }
+};
+
+struct DTypeText {
+  char text[48];
+
+  explicit DTypeText(DLDataType t) {
+    const char *kind = t.code == kDLInt      ? "int"
+                       : t.code == kDLUInt   ? "uint"
+                       : t.code == kDLFloat  ? "float"
+                       : t.code == kDLBfloat ? "bfloat"
+                                             : nullptr;
+    if (t.lanes != 1) {
+      std::snprintf(text, sizeof text, "%s%d with %d lanes", kind ? kind : "type code", t.bits,
+                    t.lanes);
+    } else if (kind) {
+      std::snprintf(text, sizeof text, "%s%d", kind, t.bits);
+    } else {
+      std::snprintf(text, sizeof text, "DLPack type code %d of %d bits", t.code, t.bits);
+    }
+  }
+};
+
+inline const char *device_name(int32_t type) {
+  return type == kDLCPU ? "cpu" : type == kDLCUDA ? "cuda" : "another device";
+}
+
+inline bool supported(DLDataType t, DType *type) {
+  if (t.lanes != 1) return false;
+  if (t.code == kDLFloat && t.bits == 32) return *type = DType::F32, true;
+  if (t.code == kDLFloat && t.bits == 16) return *type = DType::F16, true;
+  if (t.code == kDLBfloat && t.bits == 16) return *type = DType::BF16, true;
+  return false;
+}
+
+inline bool add_overflows(int64_t a, int64_t b, int64_t *sum) { return __builtin_add_overflow(a, b, sum); }
+inline bool mul_overflows(int64_t a, int64_t b, int64_t *product) {
+  return __builtin_mul_overflow(a, b, product);
+}
+
+inline const char *name_of(DType type) {
+  return type == DType::F32 ? "float32" : type == DType::F16 ? "float16" : "bfloat16";
+}
+
+inline bool Check::fail(const char *format, ...) {
+  char text[kMessageSize];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  status_ = set_error(HFP_INVALID_ARGUMENT, "%s: %s", function_, text);
+  return false;
+}
+
+inline bool Check::parse(const char *name, const DLTensor *raw, Tensor *tensor) {
+  *tensor = Tensor();
+  tensor->name = name;
+  tensor->raw = raw;
+  if (!raw) return fail("`%s` must be a tensor, got NULL", name);
+  const DLTensor &t = *raw;
+  if (t.ndim < 1 || t.ndim > kMaxDims) {
+    return fail("`%s` must have 1 to %d dimensions, got %d", name, kMaxDims, t.ndim);
+  }
+  if (!t.shape) return fail("`%s` must have a shape, got shape == NULL", name);
+  if (!supported(t.dtype, &tensor->type)) {
+    return fail("`%s` must be float32, float16 or bfloat16, got %s; convert it first", name,
+                DTypeText(t.dtype).text);
+  }
+  const DLDevice device = t.device;
+  if (device.device_type != kDLCPU && device.device_type != kDLCUDA) {
+    return fail("`%s` must be on the CPU or on a CUDA device, got DLPack device type %d", name,
+                device.device_type);
+  }
+  if (device.device_type == kDLCUDA && device.device_id < 0) {
+    return fail("`%s` must have a CUDA device id >= 0, got %d", name, device.device_id);
+  }
+  if (!device_owner_) {
+    device_owner_ = name;
+    device_ = device;
+  } else if (device.device_type != device_.device_type ||
+             (device.device_type == kDLCUDA && device.device_id != device_.device_id)) {
+    return fail("`%s` must be on the device of `%s` (%s:%d), got %s:%d; move one of them", name,
+                device_owner_, device_name(device_.device_type), device_.device_id,
+                device_name(device.device_type), device.device_id);
+  }
+
+  // Sizes first without the zeros: a zero must not hide a size that overflows or is negative.
+  int64_t product = 1;
+  bool empty = false;
+  for (int32_t i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] < 0) {
+      return fail("`%s` must have sizes >= 0, got shape %s", name, ShapeText(t).text);
+    }
+    if (t.shape[i] == 0) {
+      empty = true;
+    } else if (mul_overflows(product, t.shape[i], &product)) {
+      return fail("`%s` must have fewer than 2^63 bytes, got shape %s", name, ShapeText(t).text);
+    }
+  }
+  int64_t bytes;
+  if (mul_overflows(product, size_of(tensor->type), &bytes)) {
+    return fail("`%s` must have fewer than 2^63 bytes, got shape %s", name, ShapeText(t).text);
+  }
+  tensor->present = true;
+  tensor->numel = empty ? 0 : product;
+  tensor->rows.cols = t.shape[t.ndim - 1];
+  if (empty) {  // no element is read: strides and data may be anything
+    tensor->contiguous = true;
+    return true;
+  }
+  if (!t.data) {
+    return fail("`%s` must point to data, got data == NULL for shape %s", name, ShapeText(t).text);
+  }
+  const uint64_t address = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
+  if (t.byte_offset > static_cast<uint64_t>(INT64_MAX) || address < t.byte_offset) {
+    return fail("`%s` must have a byte_offset below 2^63, got %llu", name,
+                static_cast<unsigned long long>(t.byte_offset));
+  }
+  if (address % static_cast<uint64_t>(size_of(tensor->type)) != 0) {
+    return fail("`%s` must be aligned to its element size of %d bytes, got address %llu; copy it",
+                name, static_cast<int>(size_of(tensor->type)),
+                static_cast<unsigned long long>(address));
+  }
+  tensor->data = static_cast<char *>(t.data) + t.byte_offset;
+  return strides(tensor);
+}
+
+// Fills in `contiguous` and `rows`: merges the leading dimensions that one stride can walk.
+inline bool Check::strides(Tensor *tensor) {
+  const DLTensor &t = *tensor->raw;
+  const int32_t last = t.ndim - 1;
+  if (t.strides && t.shape[last] > 1 && t.strides[last] != 1) {
+    return fail("`%s` must have stride 1 in its last dimension, got stride %lld; call .contiguous()",
+                tensor->name, static_cast<long long>(t.strides[last]));
+  }
+  // Sizes and strides of the merged dimensions, innermost first.
+  int64_t sizes[HFP_MAX_OUTER_DIMS] = {1, 1, 1}, steps[HFP_MAX_OUTER_DIMS] = {0, 0, 0};
+  static_assert(HFP_MAX_OUTER_DIMS == 3, "Rows has three outer dimensions");
+  int merged = 0;
+  int64_t expected = t.shape[last];  // the stride that a contiguous tensor has here
+  int64_t reach = t.shape[last];     // elements between the two ends of the view
+  tensor->contiguous = true;
+  for (int32_t i = last - 1; i >= 0; --i) {
+    const int64_t size = t.shape[i];
+    if (size == 1) continue;
+    const int64_t step = t.strides ? t.strides[i] : expected;
+    int64_t span;
+    if (step == INT64_MIN || mul_overflows(size - 1, step < 0 ? -step : step, &span) ||
+        add_overflows(reach, span, &reach)) {
+      return fail("`%s` must span fewer than 2^63 bytes, got stride %lld in dimension %d of shape %s",
+                  tensor->name, static_cast<long long>(step), i, ShapeText(t).text);
+    }
+    if (step != expected) tensor->contiguous = false;
+    expected *= size;
+    int64_t joined;
+    if (merged > 0 && !mul_overflows(sizes[merged - 1], steps[merged - 1], &joined) &&
+        joined == step) {
+      sizes[merged - 1] *= size;
+      continue;
+    }
+    if (merged == HFP_MAX_OUTER_DIMS) {
+      return fail("`%s` must have leading dimensions that merge into at most %d strides, got shape %s;"
+                  " call .contiguous()",
+                  tensor->name, HFP_MAX_OUTER_DIMS, ShapeText(t).text);
+    }
+    sizes[merged] = size;
+    steps[merged] = step;
+    ++merged;
+  }
+  int64_t reach_bytes;
+  if (mul_overflows(reach, size_of(tensor->type), &reach_bytes)) {
+    return fail("`%s` must span fewer than 2^63 bytes, got shape %s", tensor->name,
+                ShapeText(t).text);
+  }
+  Rows &rows = tensor->rows;
+  rows.rows = sizes[0] * sizes[1] * sizes[2];
+  rows.n2 = sizes[0];
+  rows.n1 = sizes[1];
+  rows.s2 = steps[0];
+  rows.s1 = steps[1];
+  rows.s0 = steps[2];
+  return true;
+}
+
+inline bool Check::input(const char *name, const DLTensor *raw, Tensor *tensor) {
+  return parse(name, raw, tensor);
+}
+
+inline bool Check::param(const char *name, const DLTensor *raw, const Tensor &like, Tensor *tensor) {
+  *tensor = Tensor();
+  if (!raw) return true;
+  if (!parse(name, raw, tensor)) return false;
+  if (raw->ndim != 1 || raw->shape[0] != like.last()) {
+    return fail("`%s` must have shape [%lld] to match the last dimension of `%s`, got %s", name,
+                static_cast<long long>(like.last()), like.name, ShapeText(*raw).text);
+  }
+  return true;
+}
+
+inline bool Check::same_type(const Tensor &a, const Tensor &b) {
+  if (!a.present || !b.present || a.type == b.type) return true;
+  return fail("`%s` must have the dtype of `%s` (%s), got %s; convert one of them", b.name, a.name,
+              name_of(a.type), name_of(b.type));
+}
+
+inline bool Check::same_shape(const Tensor &a, const Tensor &b) {
+  bool same = a.raw->ndim == b.raw->ndim;
+  for (int32_t i = 0; same && i < a.raw->ndim; ++i) same = a.raw->shape[i] == b.raw->shape[i];
+  if (same) return true;
+  return fail("`%s` must have the shape of `%s` %s, got %s", b.name, a.name,
+              ShapeText(*a.raw).text, ShapeText(*b.raw).text);
+}
+
+inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type, Tensor *tensor) {
+  if (!parse("out", raw, tensor)) return false;
+  if (tensor->type != type) {
+    return fail("`out` must be %s, got %s", name_of(type), name_of(tensor->type));
+  }
+  bool same = raw->ndim == like.raw->ndim;
+  for (int32_t i = 0; same && i < raw->ndim; ++i) {
+    same = raw->shape[i] == (i + 1 == raw->ndim ? like.raw->shape[i] / divisor : like.raw->shape[i]);
+  }
+  if (!same) {
+    return fail("`out` must have shape %s to match `%s`, got %s",
+                ShapeText(*like.raw, divisor).text, like.name, ShapeText(*raw).text);
+  }
+  if (!tensor->contiguous) return fail("`out` must be contiguous, got a strided tensor");
+  return true;
+}
+
+inline bool Check::in_range(const char *name, int64_t value, int64_t count, const char *choices) {
+  if (value >= 0 && value < count) return true;
+  return fail("`%s` must be %s, got %lld", name, choices, static_cast<long long>(value));
+}
+
+inline bool Check::number(const char *name, double value, double low, const char *expected) {
+  const double size = value < 0 ? -value : value;
+  if (size <= FLT_MAX && value >= low) return true;  // false for NaN
+  return fail("`%s` must be %s, got %g", name, expected, value);
+}
+
+}  // namespace hfp

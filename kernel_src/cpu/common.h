@@ -1,0 +1,108 @@
+// common.h: what the CPU kernels share that does not depend on the instruction set: the choice of
+// the instruction set, threads, and walking rows.
+#pragma once
+
+#include <cstdint>
+
+#include "../kernels.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace hfp {
+namespace cpu {
+
+enum class Simd : int32_t { Baseline = 0, Avx2 = 1, Avx512 = 2 };
+
+// What this CPU has, lowered by the environment variable HFPATCH_SIMD; decided once.
+Simd simd();
+
+// The function of that name compiled for the instruction set in use (see foreach_simd.h).
+#if defined(__x86_64__)
+#define HFP_FOR_SIMD(function)                                                                     \
+  (simd() == Simd::Avx512 ? avx512::function                                                       \
+   : simd() == Simd::Avx2 ? avx2::function                                                         \
+                          : baseline::function)
+#else
+#define HFP_FOR_SIMD(function) (baseline::function)
+#endif
+
+// A thread gets at least this many elements: about 10 us of work. Waking a thread costs a few.
+constexpr int64_t kGrainElements = 32768;
+
+// fn(args, begin, end) over [0, units), split among OpenMP's threads at multiples of `align`, at
+// least `grain` units each. The pragma stands here, outside of the multiversioned functions: a
+// body that OpenMP outlines need not inherit their target. Inside a parallel region of the caller
+// the call stays on its thread.
+template <class Args>
+void parallel(void (*fn)(const Args &, int64_t, int64_t), const Args &args, int64_t units,
+              int64_t grain, int64_t align) {
+#if defined(_OPENMP)
+  int64_t threads = units / (grain < 1 ? 1 : grain);
+  if (threads > 1 && !omp_in_parallel()) {
+    const int64_t most = omp_get_max_threads();
+    if (threads > most) threads = most;
+  } else {
+    threads = 1;
+  }
+  if (threads > 1) {
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    {
+      // The team may be smaller than asked for, so its real size decides the split.
+      const int64_t team = omp_get_num_threads();
+      int64_t share = (units + team - 1) / team;
+      share = (share + align - 1) / align * align;
+      const int64_t begin = share * omp_get_thread_num();
+      const int64_t end = begin + share < units ? begin + share : units;
+      if (begin < end) fn(args, begin, end);
+    }
+    return;
+  }
+#else
+  (void)grain, (void)align;
+#endif
+  fn(args, 0, units);
+}
+
+inline int64_t rows_grain(int64_t cols) { return cols >= kGrainElements ? 1 : kGrainElements / cols; }
+
+// Walks the element offsets of consecutive rows without a division per row.
+class RowCursor {
+ public:
+  RowCursor(const Rows &rows, int64_t row) : rows_(rows) {
+    const int64_t outer = row / rows.n2;
+    i2_ = row - outer * rows.n2;
+    const int64_t i0 = outer / rows.n1;
+    i1_ = outer - i0 * rows.n1;
+    base0_ = i0 * rows.s0;
+    offset_ = base0_ + i1_ * rows.s1 + i2_ * rows.s2;
+  }
+
+  int64_t offset() const { return offset_; }
+
+  void next() {
+    offset_ += rows_.s2;
+    if (++i2_ < rows_.n2) return;
+    i2_ = 0;
+    if (++i1_ == rows_.n1) {
+      i1_ = 0;
+      base0_ += rows_.s0;
+    }
+    offset_ = base0_ + i1_ * rows_.s1;
+  }
+
+ private:
+  const Rows &rows_;
+  int64_t i1_, i2_, base0_, offset_;
+};
+
+inline const char *at(const void *data, int64_t element, DType type) {
+  return static_cast<const char *>(data) + element * size_of(type);
+}
+inline char *at(void *data, int64_t element, DType type) {
+  return static_cast<char *>(data) + element * size_of(type);
+}
+
+}  // namespace cpu
+}  // namespace hfp

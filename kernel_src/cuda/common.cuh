@@ -1,0 +1,312 @@
+// common.cuh: what every CUDA op uses: vector I/O, row addressing, launching.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../kernels.h"
+
+namespace hfp::cuda {
+
+// ---------------------------------------------------------------------------------------------
+// Vector I/O
+
+// Bytes of the widest load or store that every supported architecture has.
+inline constexpr int kVectorBytes = 16;
+
+// kStream skips L1: every byte of an activation is read once, so it would only evict the weights.
+// It is a plain (coherent) load, because `out` may be the buffer that is read.
+enum class Cache { kStream, kReadOnly };
+
+template <int kBytes, Cache kCache>
+__device__ __forceinline__ void load_bytes(uint32_t *word, const char *from) {
+  if constexpr (kBytes == 16) {
+    const uint4 *p = reinterpret_cast<const uint4 *>(from);
+    const uint4 v = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+    word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+  } else if constexpr (kBytes == 8) {
+    const uint2 *p = reinterpret_cast<const uint2 *>(from);
+    const uint2 v = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+    word[0] = v.x, word[1] = v.y;
+  } else if constexpr (kBytes == 4) {
+    const unsigned int *p = reinterpret_cast<const unsigned int *>(from);
+    word[0] = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+  } else {
+    static_assert(kBytes == 2, "a vector has 2, 4, 8 or a multiple of 16 bytes");
+    const unsigned short *p = reinterpret_cast<const unsigned short *>(from);
+    word[0] = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+  }
+}
+
+template <int kBytes>
+__device__ __forceinline__ void store_bytes(char *to, const uint32_t *word) {
+  if constexpr (kBytes == 16) {
+    *reinterpret_cast<uint4 *>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+  } else if constexpr (kBytes == 8) {
+    *reinterpret_cast<uint2 *>(to) = make_uint2(word[0], word[1]);
+  } else if constexpr (kBytes == 4) {
+    *reinterpret_cast<uint32_t *>(to) = word[0];
+  } else {
+    static_assert(kBytes == 2, "a vector has 2, 4, 8 or a multiple of 16 bytes");
+    *reinterpret_cast<uint16_t *>(to) = static_cast<uint16_t>(word[0]);
+  }
+}
+
+// Two 16-bit floats in one 32-bit word, the first one in the low half.
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+  } else {
+    __half2 pair;
+    pair = *reinterpret_cast<const __half2 *>(&word);
+    return __half22float2(pair);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+  }
+}
+
+// N elements of T as they lie in memory. Kept packed while they wait in registers, because a half
+// type then needs half the registers of the fp32 values that are computed with.
+template <class T, int N>
+struct Vec {
+  static constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  static constexpr int kStep = kBytes < kVectorBytes ? kBytes : kVectorBytes;
+  static constexpr int kWords = kBytes < 4 ? 1 : kBytes / 4;
+  uint32_t word[kWords];
+
+  template <Cache kCache>
+  __device__ __forceinline__ void load(const T *from) {
+#pragma unroll
+    for (int b = 0; b < kBytes; b += kStep) {
+      load_bytes<kStep, kCache>(word + b / 4, reinterpret_cast<const char *>(from) + b);
+    }
+  }
+
+  __device__ __forceinline__ void store(T *to) const {
+#pragma unroll
+    for (int b = 0; b < kBytes; b += kStep) {
+      store_bytes<kStep>(reinterpret_cast<char *>(to) + b, word + b / 4);
+    }
+  }
+
+  __device__ __forceinline__ void zero() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) word[i] = 0;
+  }
+
+  // Hides from the compiler that the words are those it has unpacked before: else it keeps the
+  // fp32 values in registers until the next get(), and a wide row spills. An empty asm statement
+  // does not stop ptxas; a `zero` that is a kernel parameter does, at one instruction a word.
+  __device__ __forceinline__ void stay_packed(uint32_t zero) {
+    if constexpr (sizeof(T) != 4) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) word[i] ^= zero;
+    }
+  }
+
+  __device__ __forceinline__ void get(float (&value)[N]) const {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) value[i] = __uint_as_float(word[i]);
+    } else if constexpr (N == 1) {
+      value[0] = unpack<T>(word[0]).x;
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        const float2 pair = unpack<T>(word[i]);
+        value[2 * i] = pair.x, value[2 * i + 1] = pair.y;
+      }
+    }
+  }
+
+  // Rounds to T, to nearest even.
+  __device__ __forceinline__ void set(const float (&value)[N]) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) word[i] = __float_as_uint(value[i]);
+    } else if constexpr (N == 1) {
+      word[0] = pack<T>(value[0], 0.0f);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) word[i] = pack<T>(value[2 * i], value[2 * i + 1]);
+    }
+  }
+};
+
+// value rounded to T, as fp32.
+template <class T, int N>
+__device__ __forceinline__ void round_to(float (&value)[N]) {
+  if constexpr (sizeof(T) != 4) {
+    Vec<T, N> v;
+    v.set(value);
+    v.get(value);
+  }
+}
+
+// The same three with a dtype known only at run time; the branch is uniform over the grid.
+template <int N>
+__device__ __forceinline__ void load_any(float (&value)[N], const void *from, DType type,
+                                         int64_t offset) {
+  if (type == DType::F32) {
+    Vec<float, N> v;
+    v.template load<Cache::kReadOnly>(static_cast<const float *>(from) + offset);
+    v.get(value);
+  } else if (type == DType::F16) {
+    Vec<__half, N> v;
+    v.template load<Cache::kReadOnly>(static_cast<const __half *>(from) + offset);
+    v.get(value);
+  } else {
+    Vec<__nv_bfloat16, N> v;
+    v.template load<Cache::kReadOnly>(static_cast<const __nv_bfloat16 *>(from) + offset);
+    v.get(value);
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_as(void *to, int64_t offset, const float (&value)[N]) {
+  Vec<T, N> v;
+  v.set(value);
+  v.store(static_cast<T *>(to) + offset);
+}
+
+template <int N>
+__device__ __forceinline__ void store_any(void *to, DType type, int64_t offset,
+                                          const float (&value)[N]) {
+  if (type == DType::F32) {
+    store_as<float>(to, offset, value);
+  } else if (type == DType::F16) {
+    store_as<__half>(to, offset, value);
+  } else {
+    store_as<__nv_bfloat16>(to, offset, value);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void round_any(float (&value)[N], DType type) {
+  if (type == DType::F16) {
+    round_to<__half>(value);
+  } else if (type == DType::BF16) {
+    round_to<__nv_bfloat16>(value);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Row addressing
+
+// Two 64-bit divisions, kept out of line: most tensors have one row stride.
+static __device__ __noinline__ int64_t outer_row_offset(int64_t row, int64_t n1, int64_t n2,
+                                                        int64_t s0, int64_t s1, int64_t s2) {
+  const uint64_t outer = static_cast<uint64_t>(row) / static_cast<uint64_t>(n2);
+  const uint64_t i0 = outer / static_cast<uint64_t>(n1);
+  const int64_t i1 = static_cast<int64_t>(outer - i0 * static_cast<uint64_t>(n1));
+  const int64_t i2 = row - static_cast<int64_t>(outer) * n2;
+  return static_cast<int64_t>(i0) * s0 + i1 * s1 + i2 * s2;
+}
+
+__device__ __forceinline__ int64_t row_offset(const Rows &r, int64_t row) {
+  if (r.n2 >= r.rows) return row * r.s2;
+  return outer_row_offset(row, r.n1, r.n2, r.s0, r.s1, r.s2);
+}
+
+// The most elements (a power of two, up to 16 bytes of x) that can be moved by one instruction
+// everywhere in these rows: each row starts at, and is long, a multiple of them. Start with
+// `widest_vector(rows, size)`, then narrow it by each pointer.
+inline int widest_vector(const Rows &r, int element_bytes) {
+  int64_t all = r.cols;
+  if (r.n2 > 1) all |= r.s2;
+  if (r.n1 > 1) all |= r.s1;
+  if (r.rows > r.n1 * r.n2) all |= r.s0;
+  int n = kVectorBytes / element_bytes;
+  while (n > 1 && (all & (n - 1)) != 0) n /= 2;
+  return n;
+}
+
+inline int narrow_to_pointer(int n, const void *pointer, int64_t element_bytes) {
+  const uint64_t address = reinterpret_cast<uint64_t>(pointer);
+  auto aligned = [&](int64_t bytes) {
+    return (address & static_cast<uint64_t>((bytes < kVectorBytes ? bytes : kVectorBytes) - 1)) == 0;
+  };
+  while (n > 1 && !aligned(n * element_bytes)) n /= 2;
+  return n;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launching
+
+// Makes `device` current for one call. PyTorch already did; other callers may not have.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    int current = -1;
+    status_ = cudaGetDevice(&current);
+    if (status_ == cudaSuccess && current != device) {
+      status_ = cudaSetDevice(device);
+      if (status_ == cudaSuccess) restore_ = current;
+    }
+  }
+  ~DeviceGuard() {
+    if (restore_ >= 0) cudaSetDevice(restore_);
+  }
+  DeviceGuard(const DeviceGuard &) = delete;
+  DeviceGuard &operator=(const DeviceGuard &) = delete;
+
+  cudaError_t status() const { return status_; }
+
+ private:
+  cudaError_t status_;
+  int restore_ = -1;
+};
+
+// Turns the status of one CUDA call of `op` into ours.
+inline int32_t check(cudaError_t status, const char *op) {
+  if (status == cudaSuccess) return HFP_OK;
+  // The runtime also keeps the error for the thread; left there, someone else's next check would
+  // report it a second time.
+  cudaGetLastError();
+  switch (status) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+      return set_error(HFP_LAUNCH_FAILED,
+                       "`%s`: this build holds no code for this GPU (%s); rebuild with the GPU's "
+                       "architecture, or install a build that has it",
+                       op, cudaGetErrorString(status));
+    default:
+      return set_error(HFP_LAUNCH_FAILED, "`%s`: the CUDA launch failed: %s (%s)", op,
+                       cudaGetErrorName(status), cudaGetErrorString(status));
+  }
+}
+
+inline constexpr int64_t kMaxGrid = 2147483647;  // gridDim.x, compute capability 3.0 and up
+
+// cudaLaunchKernel and not <<<>>>: it returns the status of this launch, so that an error that an
+// earlier caller left behind is neither reported here nor cleared.
+template <class Params>
+int32_t launch(void (*kernel)(Params), int64_t grid, int threads, Params &params, void *stream,
+               const char *op) {
+  void *arguments[] = {&params};
+  return check(cudaLaunchKernel(reinterpret_cast<const void *>(kernel),
+                                dim3(static_cast<unsigned>(grid)),
+                                dim3(static_cast<unsigned>(threads)), arguments, 0,
+                                static_cast<cudaStream_t>(stream)),
+               op);
+}
+
+}  // namespace hfp::cuda

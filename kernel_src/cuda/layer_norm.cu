@@ -1,0 +1,238 @@
+// layer_norm.cu: out = (x - mean) * rsqrt(var + eps) * weight + bias over rows, in fp32 with one
+// rounding; hfp_layer_norm on CUDA. Ba et al., arXiv:1607.06450.
+//
+// The variance is the mean of the squared deviations from the mean that was computed before, not
+// E[x^2] - mean^2, which cancels when |mean| is much larger than the deviation. The row is in
+// registers, so the second pass costs a sum and no memory traffic.
+#include "rows.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+struct LayerNormParams {
+  void *out;
+  const void *x, *weight, *bias;
+  Rows x_rows;
+  int64_t first_row;
+  int64_t vectors;  // per row
+  float inverse_cols, eps;
+  DType weight_type, bias_type;
+  uint32_t zero;  // 0; see Vec::stay_packed
+};
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+template <class T, int N>
+__device__ __forceinline__ float sum_of(const Vec<T, N> &v) {
+  float x[N], sum = 0.0f;
+  v.get(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += x[i];
+  return sum;
+}
+
+template <class T, int N>
+__device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, float mean) {
+  float x[N], sum = 0.0f;
+  v.get(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
+  return sum;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void finish(const LayerNormParams &p, const Vec<T, N> &v, float mean,
+                                       float scale, const float (&w)[N], const float (&b)[N],
+                                       int64_t at) {
+  float y[N];
+  v.get(y);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = fmaf((y[i] - mean) * scale, w[i], b[i]);
+  store_as<T>(p.out, at, y);
+}
+
+// -0: y + -0 is y for every y, also for -0.
+constexpr float kNoBias = -0.0f;
+
+// The row in registers. W: the dtype of weight and bias.
+template <class T, class W, int N, int kThreads, int kVectors>
+__global__ void __launch_bounds__(max_threads(kThreads, kVectors))
+    layer_norm_kernel(const __grid_constant__ LayerNormParams p) {
+  using G = Group<kThreads>;
+  constexpr bool kHold =
+      kHoldParams<W, kThreads, kVectors, Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords>;
+  __shared__ float partial_sum[32], partial_square[32];
+
+  const int64_t row = G::row(p.first_row);
+  const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
+  const T *x = static_cast<const T *>(p.x) + (vectors > 0 ? row_offset(p.x_rows, row) : 0);
+
+  Vec<T, N> v[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    v[i].zero();
+    if (at < vectors) v[i].template load<Cache::kStream>(x + at * N);
+  }
+  // Asked for before the sum waits for x, so that the two latencies overlap.
+  ParamVec<W, N> w[kHold ? kVectors : 1], b[kHold ? kVectors : 1];
+  if constexpr (kHold) {
+    load_params<G>(w, p.weight, vectors, 1.0f);
+    load_params<G>(b, p.bias, vectors, kNoBias);
+  }
+
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) sum += sum_of(v[i]);
+  const float mean = G::sum(sum, partial_sum) * p.inverse_cols;
+
+  sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
+    // Past the end of the row there are zeros, which are no deviations.
+    if (G::index() + i * G::stride() < vectors) sum += sum_of_squared_deviations(v[i], mean);
+  }
+  sum = G::sum(sum, partial_square);
+  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
+
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    if (at >= vectors) break;
+    if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
+    float weight[N], bias[N];
+    if constexpr (kHold) {
+      w[i].get(weight);
+      b[i].get(bias);
+    } else {
+      load_param<W>(weight, p.weight, p.weight_type, at * N, 1.0f);
+      load_param<W>(bias, p.bias, p.bias_type, at * N, kNoBias);
+    }
+    finish(p, v[i], mean, scale, weight, bias, row * p.x_rows.cols + at * N);
+  }
+}
+
+// A row too wide for the registers of a CTA is read three times, from L2 mostly after the first.
+template <class T, int N>
+__global__ void __launch_bounds__(kMaxThreads)
+    layer_norm_loop_kernel(const __grid_constant__ LayerNormParams p) {
+  using G = Group<kCta>;
+  __shared__ float partial_sum[32], partial_square[32];
+  const int64_t row = G::row(p.first_row);
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
+
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    sum += sum_of(v);
+  }
+  const float mean = G::sum(sum, partial_sum) * p.inverse_cols;
+
+  sum = 0.0f;
+#pragma unroll 4
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    sum += sum_of_squared_deviations(v, mean);
+  }
+  sum = G::sum(sum, partial_square);
+  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
+
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    float weight[N], bias[N];
+    load_param<AnyType>(weight, p.weight, p.weight_type, at * N, 1.0f);
+    load_param<AnyType>(bias, p.bias, p.bias_type, at * N, kNoBias);
+    finish(p, v, mean, scale, weight, bias, row * p.x_rows.cols + at * N);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr char kOp[] = "layer_norm";
+
+template <class T, class W, int N>
+struct Kernels {
+  template <int kThreads, int kVectors>
+  static auto kernel() {
+    return &layer_norm_kernel<T, W, N, kThreads, kVectors>;
+  }
+  static auto loop() { return &layer_norm_loop_kernel<T, N>; }
+};
+
+template <class T, int N>
+int32_t launch_general(LayerNormParams &p, void *stream) {
+  p.vectors = p.x_rows.cols / N;
+  const RowPlan plan = plan_rows_general(p.vectors);
+  return launch_rows(select_general_kernel<Kernels<T, AnyType, N>>(plan.shape), plan, p, stream,
+                     kOp);
+}
+
+template <class T>
+int32_t launch_typed(LayerNormParams &p, DType type, void *stream) {
+  constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
+  int n = widest_vector(p.x_rows, sizeof(T));
+  n = narrow_to_pointer(n, p.x, sizeof(T));
+  n = narrow_to_pointer(n, p.out, sizeof(T));
+  n = narrow_to_pointer(n, p.weight, size_of(p.weight_type));
+  n = narrow_to_pointer(n, p.bias, size_of(p.bias_type));
+
+  if (n == kWidest) {
+    p.vectors = p.x_rows.cols / n;
+    const RowPlan plan = plan_rows(p.vectors, p.x_rows.rows);
+    if (plan.shape != Shape::kLoop && p.weight_type == p.bias_type) {
+      if (p.weight_type == type) {
+        return launch_rows(select_kernel<Kernels<T, T, kWidest>>(plan.shape), plan, p, stream,
+                           kOp);
+      }
+      if constexpr (!std::is_same_v<T, float>) {
+        if (p.weight_type == DType::F32) {
+          return launch_rows(select_kernel<Kernels<T, float, kWidest>>(plan.shape), plan, p,
+                             stream, kOp);
+        }
+      }
+    }
+    return launch_general<T, kWidest>(p, stream);
+  }
+  if constexpr (kWidest == 8) {
+    if (n == 4) return launch_general<T, 4>(p, stream);
+  }
+  if (n == 2) return launch_general<T, 2>(p, stream);
+  return launch_general<T, 1>(p, stream);
+}
+
+}  // namespace
+
+int32_t layer_norm(const LayerNormArgs &a, int device, void *stream) {
+  if (a.x_rows.rows <= 0 || a.x_rows.cols <= 0) return HFP_OK;
+  LayerNormParams p{};
+  p.out = a.out;
+  p.x = a.x;
+  p.weight = a.weight;
+  p.bias = a.bias;
+  p.x_rows = a.x_rows;
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.x_rows.cols));
+  p.eps = a.eps;
+  // An absent parameter takes the other's dtype, so that it does not ask for the general kernel.
+  const DType either = a.weight != nullptr ? a.weight_type
+                       : a.bias != nullptr ? a.bias_type
+                                           : a.type;
+  p.weight_type = a.weight != nullptr ? a.weight_type : either;
+  p.bias_type = a.bias != nullptr ? a.bias_type : either;
+
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), kOp);
+  switch (a.type) {
+    case DType::F32: return launch_typed<float>(p, a.type, stream);
+    case DType::F16: return launch_typed<__half>(p, a.type, stream);
+    default: return launch_typed<__nv_bfloat16>(p, a.type, stream);
+  }
+}
+
+}  // namespace hfp::cuda

@@ -1,0 +1,256 @@
+// rms_norm.cu: out = x * rsqrt(mean(x^2) + eps) * weight + bias over rows; hfp_rms_norm on CUDA.
+// Zhang & Sennrich, arXiv:1910.07467. Where it rounds: HFP_CAST_* in hfpatch.h.
+#include "rows.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+struct RmsNormParams {
+  void *out;
+  const void *x, *weight, *bias;
+  Rows x_rows;
+  int64_t first_row;
+  int64_t vectors;  // per row
+  float inverse_cols, eps, weight_offset;
+  DType out_type, weight_type;
+  bool two_step;     // HFP_CAST_INPUT, _WEIGHT: round xhat, multiply, round, add
+  DType round_type;  // of xhat if two_step; F32: not at all
+  uint32_t zero;     // 0; see Vec::stay_packed
+};
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+template <class T, int N>
+__device__ __forceinline__ float sum_of_squares(const Vec<T, N> &v) {
+  float x[N], sum = 0.0f;
+  v.get(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(x[i], x[i], sum);
+  return sum;
+}
+
+// Where the fast kernels round; the grid has one mode, so a kernel branches once.
+enum class Mode {
+  kOnce,       // at the end, to T
+  kRoundXhat,  // xhat to T, then the product to the dtype of the weight
+  kProduct     // the product only, to the dtype of the weight
+};
+
+// One vector of the result; W is T or float. No bias: that is rare, and left to finish_any.
+template <Mode kMode, class T, class W, int N>
+__device__ __forceinline__ void finish(const RmsNormParams &p, const Vec<T, N> &v, float scale,
+                                       const float (&w)[N], int64_t at) {
+  float y[N];
+  v.get(y);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] *= scale;
+  if constexpr (kMode == Mode::kRoundXhat) round_to<T>(y);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] *= kMode == Mode::kOnce ? w[i] + p.weight_offset : w[i];
+  store_as<std::conditional_t<kMode == Mode::kOnce, T, W>>(p.out, at, y);
+}
+
+// The same for all dtypes, and with a bias. __fmul_rn and __fadd_rn: each has its own rounding, so
+// no fused multiply-add.
+template <class T, int N>
+__device__ __forceinline__ void finish_any(const RmsNormParams &p, const Vec<T, N> &v, float scale,
+                                           int64_t col, int64_t at) {
+  float y[N], w[N];
+  v.get(y);
+  load_param<AnyType>(w, p.weight, p.weight_type, col, 1.0f);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] *= scale;
+  if (p.two_step) {
+    round_any(y, p.round_type);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], w[i]);
+    round_any(y, p.out_type);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], w[i] + p.weight_offset);
+  }
+  if (p.bias != nullptr) {
+    float b[N];
+    load_param<AnyType>(b, p.bias, p.weight_type, col, 0.0f);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fadd_rn(y[i], b[i]);
+  }
+  store_any(p.out, p.out_type, at, y);
+}
+
+template <Mode kMode, class G, bool kHold, class T, class W, int N, int kVectors, int kParams>
+__device__ __forceinline__ void finish_row(const RmsNormParams &p, Vec<T, N> (&v)[kVectors],
+                                           const ParamVec<W, N> (&w)[kParams], float scale,
+                                           int64_t row, int vectors) {
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    if (at >= vectors) break;
+    const int64_t to = row * p.x_rows.cols + at * N;
+    if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
+    if constexpr (std::is_same_v<W, AnyType>) {
+      finish_any(p, v[i], scale, at * N, to);
+    } else {
+      float weight[N];
+      if constexpr (kHold) {
+        w[i].get(weight);
+      } else {
+        load_param<W>(weight, p.weight, p.weight_type, at * N, 1.0f);
+      }
+      finish<kMode, T, W>(p, v[i], scale, weight, to);
+    }
+  }
+}
+
+// The row in registers. W: the dtype of the weight.
+template <class T, class W, int N, int kThreads, int kVectors>
+__global__ void __launch_bounds__(max_threads(kThreads, kVectors))
+    rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
+  using G = Group<kThreads>;
+  constexpr bool kHold =
+      kHoldParams<W, kThreads, kVectors, Vec<T, N>::kWords + ParamVec<W, N>::kWords>;
+  __shared__ float partial[32];
+
+  const int64_t row = G::row(p.first_row);
+  const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
+  const T *x = static_cast<const T *>(p.x) + (vectors > 0 ? row_offset(p.x_rows, row) : 0);
+
+  Vec<T, N> v[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    v[i].zero();
+    if (at < vectors) v[i].template load<Cache::kStream>(x + at * N);
+  }
+  // Asked for before the sum waits for x, so that the two latencies overlap.
+  ParamVec<W, N> w[kHold ? kVectors : 1];
+  if constexpr (kHold) load_params<G>(w, p.weight, vectors, 1.0f);
+
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) sum += sum_of_squares(v[i]);
+  sum = G::sum(sum, partial);
+  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
+
+  if (std::is_same_v<W, AnyType> || !p.two_step) {
+    finish_row<Mode::kOnce, G, kHold>(p, v, w, scale, row, vectors);
+  } else if (!std::is_same_v<T, float> &&
+             (std::is_same_v<T, W> || p.round_type != DType::F32)) {
+    finish_row<Mode::kRoundXhat, G, kHold>(p, v, w, scale, row, vectors);
+  } else {
+    finish_row<Mode::kProduct, G, kHold>(p, v, w, scale, row, vectors);
+  }
+}
+
+// A row too wide for the registers of a CTA is read twice, the second time from L2 mostly.
+template <class T, int N>
+__global__ void __launch_bounds__(kMaxThreads)
+    rms_norm_loop_kernel(const __grid_constant__ RmsNormParams p) {
+  using G = Group<kCta>;
+  __shared__ float partial[32];
+  const int64_t row = G::row(p.first_row);
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
+
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    sum += sum_of_squares(v);
+  }
+  sum = G::sum(sum, partial);
+  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
+
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    finish_any(p, v, scale, at * N, row * p.x_rows.cols + at * N);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr char kOp[] = "rms_norm";
+
+template <class T, class W, int N>
+struct Kernels {
+  template <int kThreads, int kVectors>
+  static auto kernel() {
+    return &rms_norm_kernel<T, W, N, kThreads, kVectors>;
+  }
+  static auto loop() { return &rms_norm_loop_kernel<T, N>; }
+};
+
+template <class T, int N>
+int32_t launch_general(RmsNormParams &p, void *stream) {
+  p.vectors = p.x_rows.cols / N;
+  const RowPlan plan = plan_rows_general(p.vectors);
+  return launch_rows(select_general_kernel<Kernels<T, AnyType, N>>(plan.shape), plan, p, stream,
+                     kOp);
+}
+
+template <class T>
+int32_t launch_typed(RmsNormParams &p, DType x_type, void *stream) {
+  constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
+  int n = widest_vector(p.x_rows, sizeof(T));
+  n = narrow_to_pointer(n, p.x, sizeof(T));
+  n = narrow_to_pointer(n, p.out, size_of(p.out_type));
+  n = narrow_to_pointer(n, p.weight, size_of(p.weight_type));
+  n = narrow_to_pointer(n, p.bias, size_of(p.weight_type));
+
+  if (n == kWidest) {
+    p.vectors = p.x_rows.cols / n;
+    const RowPlan plan = plan_rows(p.vectors, p.x_rows.rows);
+    if (plan.shape != Shape::kLoop && p.bias == nullptr) {
+      if (p.weight_type == x_type && p.out_type == x_type) {
+        return launch_rows(select_kernel<Kernels<T, T, kWidest>>(plan.shape), plan, p, stream,
+                           kOp);
+      }
+      if constexpr (!std::is_same_v<T, float>) {
+        if (p.weight_type == DType::F32) {
+          return launch_rows(select_kernel<Kernels<T, float, kWidest>>(plan.shape), plan, p,
+                             stream, kOp);
+        }
+      }
+    }
+    return launch_general<T, kWidest>(p, stream);
+  }
+  if constexpr (kWidest == 8) {
+    if (n == 4) return launch_general<T, 4>(p, stream);
+  }
+  if (n == 2) return launch_general<T, 2>(p, stream);
+  return launch_general<T, 1>(p, stream);
+}
+
+}  // namespace
+
+int32_t rms_norm(const RmsNormArgs &a, int device, void *stream) {
+  if (a.x_rows.rows <= 0 || a.x_rows.cols <= 0) return HFP_OK;
+  const bool affine = a.weight != nullptr || a.bias != nullptr;
+  RmsNormParams p{};
+  p.out = a.out;
+  p.x = a.x;
+  p.weight = a.weight;
+  p.bias = a.bias;
+  p.x_rows = a.x_rows;
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.x_rows.cols));
+  p.eps = a.eps;
+  p.out_type = a.out_type;
+  p.weight_type = affine ? a.weight_type : a.x_type;
+  // Without a weight the kernels multiply by 1 + weight_offset, which then has to be 1.
+  p.weight_offset = a.weight != nullptr ? a.weight_offset : 0.0f;
+  p.two_step = a.weight != nullptr && a.cast != HFP_CAST_NONE;
+  p.round_type = a.cast == HFP_CAST_INPUT ? a.x_type : p.weight_type;
+
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), kOp);
+  switch (a.x_type) {
+    case DType::F32: return launch_typed<float>(p, a.x_type, stream);
+    case DType::F16: return launch_typed<__half>(p, a.x_type, stream);
+    default: return launch_typed<__nv_bfloat16>(p, a.x_type, stream);
+  }
+}
+
+}  // namespace hfp::cuda

@@ -1,0 +1,217 @@
+// rows.cuh: how the ops that reduce over a row share it out: who holds what, and the sum over it.
+#pragma once
+
+#include "common.cuh"
+
+namespace hfp::cuda {
+
+// ---------------------------------------------------------------------------------------------
+// The table: threads per row x vectors per thread
+//
+// A row lies in the registers of its threads from the first load to the last store, so memory is
+// passed over once. k<A>x<B>: A threads (8, 16, 32: a part of a warp or a warp; Cta: one CTA per
+// row, its size set at the launch) of B vectors (16 bytes where aligned) each.
+enum class Shape { k8x2, k16x2, k32x2, k32x4, k32x8, kCtaX1, kCtaX4, kCtaX8, kLoop };
+
+// CTA size where a CTA holds several rows. Small, so that the last wave is short.
+inline constexpr int kRowThreads = 128;
+
+// Largest CTA that holds a row. What bounds it is the register file, 65536 per SM: x4 keeps the
+// parameters in registers too (128 per thread), x8 the row only (80); x1 needs 32.
+inline constexpr int kMaxThreadsX4 = 512;
+inline constexpr int kMaxThreadsX8 = 768;
+inline constexpr int kMaxThreads = 1024;
+
+// Up to so many vectors in the whole tensor, all can be on their way at once with one per thread
+// (a GPU runs 80,000 to 300,000 threads): the time is then the latency of one thread's work, which
+// is shortest with one vector.
+inline constexpr int64_t kLatencyVectors = int64_t{1} << 17;
+
+struct RowPlan {
+  Shape shape;
+  int threads;   // per CTA
+  int cta_rows;  // rows per CTA
+};
+
+constexpr int cta_threads(int64_t vectors, int per_thread) {
+  const int64_t per_warp = 32 * per_thread;
+  return static_cast<int>((vectors + per_warp - 1) / per_warp * 32);
+}
+
+// For rows of `vectors` vectors. Narrow rows: as few threads as still read whole 128-byte lines, so
+// that a CTA holds many rows, each thread has two loads in flight, and the sum takes few shuffles.
+// Up to a warp of 8 vectors a row needs no barrier. Beyond that a CTA per row, 4 vectors a thread,
+// cut to the row's length in whole warps, so that no width wastes more than a warp.
+constexpr RowPlan plan_rows(int64_t vectors, int64_t rows) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 32) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (vectors <= kMaxThreads && rows <= kLatencyVectors / vectors) {
+    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
+  }
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  if (vectors <= 256) return {Shape::k32x8, kRowThreads, kRowThreads / 32};
+  if (vectors <= 4 * kMaxThreadsX4) return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+  if (vectors <= 8 * kMaxThreadsX8) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
+  return {Shape::kLoop, kMaxThreads, 1};
+}
+
+// The same for the general kernels (narrow vectors, mixed dtypes): fewer shapes, to build less.
+constexpr RowPlan plan_rows_general(int64_t vectors) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  if (vectors <= 8 * kMaxThreadsX8) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
+  return {Shape::kLoop, kMaxThreads, 1};
+}
+
+// Threads per row as a template parameter; kCta stands for "the whole CTA".
+inline constexpr int kCta = 0;
+
+constexpr int max_threads(int row_threads, int vectors) {
+  if (row_threads != kCta) return kRowThreads;
+  return vectors == 4 ? kMaxThreadsX4 : vectors == 8 ? kMaxThreadsX8 : kMaxThreads;
+}
+
+// K::kernel<threads per row, vectors per thread>() and K::loop() are pointers to its kernels.
+template <class K>
+auto select_kernel(Shape shape) {
+  switch (shape) {
+    case Shape::k8x2: return K::template kernel<8, 2>();
+    case Shape::k16x2: return K::template kernel<16, 2>();
+    case Shape::k32x2: return K::template kernel<32, 2>();
+    case Shape::k32x4: return K::template kernel<32, 4>();
+    case Shape::k32x8: return K::template kernel<32, 8>();
+    case Shape::kCtaX1: return K::template kernel<kCta, 1>();
+    case Shape::kCtaX4: return K::template kernel<kCta, 4>();
+    default: return K::template kernel<kCta, 8>();
+  }
+}
+
+template <class K>
+auto select_general_kernel(Shape shape) {
+  switch (shape) {
+    case Shape::k8x2: return K::template kernel<8, 2>();
+    case Shape::k32x4: return K::template kernel<32, 4>();
+    case Shape::kCtaX8: return K::template kernel<kCta, 8>();
+    default: return K::loop();
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// The threads of one row
+
+template <int kThreads>
+struct Group {
+  static constexpr bool kWholeCta = kThreads == kCta;
+  // A warp is the widest set of threads that shuffle.
+  static constexpr int kLanes = kWholeCta ? 32 : kThreads;
+
+  __device__ static int index() {
+    return kWholeCta ? threadIdx.x : threadIdx.x % static_cast<unsigned>(kLanes);
+  }
+  __device__ static int stride() { return kWholeCta ? blockDim.x : kThreads; }
+  __device__ static int64_t row(int64_t first) {
+    if (kWholeCta) return first + blockIdx.x;
+    return first + static_cast<int64_t>(blockIdx.x) * (kRowThreads / kLanes) +
+           threadIdx.x / static_cast<unsigned>(kLanes);
+  }
+
+  __device__ static float sum_lanes(float v) {
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(~0u, v, lane);
+    return v;
+  }
+
+  // Every thread of the CTA calls it, also those whose row is past the end. The order of the sum
+  // depends on the shape only: same input, same bits. `partial`: 32 floats of shared memory that
+  // no other sum of the same row uses, so that one barrier is enough.
+  __device__ static float sum(float v, float *partial) {
+    v = sum_lanes(v);
+    if constexpr (kWholeCta) {
+      const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
+      if (lane == 0) partial[warp] = v;
+      __syncthreads();
+      v = sum_lanes(lane < warps ? partial[lane] : 0.0f);
+    }
+    return v;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Parameters (weights, biases) of length cols
+
+struct AnyType {};  // a parameter dtype that is known at run time only
+
+template <class W, int N>
+struct ParamVec : Vec<W, N> {};
+template <int N>
+struct ParamVec<AnyType, N> {
+  static constexpr int kWords = N;
+};
+
+// Registers that a thread may fill with row and parameters before the parameters are left in
+// memory (L1, mostly) until they are used. 64 leaves 16 warps or more per SM.
+inline constexpr int kHoldWords = 64;
+
+template <class W, int kThreads, int kVectors, int kWordsPerVector>
+inline constexpr bool kHoldParams = !std::is_same_v<W, AnyType> &&
+                                    !(kThreads == kCta && kVectors == 8) &&
+                                    kVectors * kWordsPerVector <= kHoldWords;
+
+// The vectors of one thread. A parameter that is null is `otherwise` throughout.
+template <class G, class W, int N, int kVectors>
+__device__ __forceinline__ void load_params(ParamVec<W, N> (&v)[kVectors], const void *from,
+                                            int vectors, float otherwise) {
+  if (from != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = G::index() + i * G::stride();
+      if (at < vectors) {
+        v[i].template load<Cache::kReadOnly>(static_cast<const W *>(from) + at * N);
+      }
+    }
+  } else {
+    float value[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = otherwise;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) v[i].set(value);
+  }
+}
+
+// One vector of a parameter; `type` counts where W does not say it.
+template <class W, int N>
+__device__ __forceinline__ void load_param(float (&value)[N], const void *from, DType type,
+                                           int64_t offset, float otherwise) {
+  if (from == nullptr) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = otherwise;
+  } else if constexpr (std::is_same_v<W, AnyType>) {
+    load_any(value, from, type, offset);
+  } else {
+    Vec<W, N> v;
+    v.template load<Cache::kReadOnly>(static_cast<const W *>(from) + offset);
+    v.get(value);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launching
+
+// Runs `kernel` over all rows: in one launch, unless there are more CTAs than a grid can have.
+template <class Params>
+int32_t launch_rows(void (*kernel)(Params), const RowPlan &plan, Params &params, void *stream,
+                    const char *op) {
+  const int64_t per_launch = kMaxGrid * plan.cta_rows;
+  for (params.first_row = 0; params.first_row < params.x_rows.rows;
+       params.first_row += per_launch) {
+    const int64_t left = params.x_rows.rows - params.first_row;
+    const int64_t here = left < per_launch ? left : per_launch;
+    const int64_t grid = (here + plan.cta_rows - 1) / plan.cta_rows;
+    const int32_t status = launch(kernel, grid, plan.threads, params, stream, op);
+    if (status != HFP_OK) return status;
+  }
+  return HFP_OK;
+}
+
+}  // namespace hfp::cuda

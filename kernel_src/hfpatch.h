@@ -1,0 +1,154 @@
+/*
+ * hfpatch.h: the C interface of the hfpatch kernels. C11, no torch, no CUDA include.
+ *
+ * This file is the single source of truth of the interface: the torch operators, the ctypes
+ * binding, the stub and the generated docs all come from HFP_OP_TABLE below.
+ *
+ * Contract of every function declared here
+ *   - Tensors are DLPack DLTensors, so any framework's tensor can be passed. `shape` and `strides`
+ *     count elements; `strides == NULL` means contiguous. All tensors of a call live on one device:
+ *     kDLCPU or kDLCUDA.
+ *   - `stream` is a cudaStream_t (NULL: the default stream); ignored on the CPU.
+ *   - Functions never allocate, synchronize, throw, exit, or use a stream of their own. The caller
+ *     owns every buffer. Zero-size tensors return HFP_OK at once. Indices are 64 bit.
+ *   - Everything is validated before anything is launched. On failure nothing was written, and
+ *     hfp_last_error() (thread local) names the argument, what was expected and what came.
+ *   - Every function exists in every build; one built without CUDA answers HFP_NOT_AVAILABLE for a
+ *     CUDA tensor, so that a caller can fall back.
+ *   - Inputs may be strided as long as the last dimension has stride 1 and the leading dimensions
+ *     collapse to at most HFP_MAX_OUTER_DIMS; any alignment to the element size is accepted
+ *     (16-byte aligned rows are the fast path). `out` is contiguous.
+ *   - `out` may be exactly the same buffer as an input of the same dtype, shape and strides
+ *     (in place); any other overlap is undefined.
+ */
+#ifndef HFPATCH_H_
+#define HFPATCH_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Bumped when a function changes; adding one is compatible. */
+#define HFP_ABI_VERSION 1
+
+#if defined(_WIN32)
+#define HFP_EXPORT __declspec(dllexport)
+#else
+#define HFP_EXPORT __attribute__((visibility("default")))
+#endif
+
+/* Statuses. */
+enum {
+  HFP_OK = 0,
+  HFP_NOT_AVAILABLE = -1,    /* this build has no kernel for that device */
+  HFP_INVALID_ARGUMENT = -2, /* dtype, device, shape, stride, alignment or value */
+  HFP_LAUNCH_FAILED = -3,    /* the CUDA runtime refused the launch */
+  HFP_OUT_OF_MEMORY = -4
+};
+
+/* Leading dimensions with independent strides that a kernel can walk, after collapsing. */
+#define HFP_MAX_OUTER_DIMS 3
+
+/* Activations. GELU and SiLU: x * Phi(x) and x * sigmoid(x); Hendrycks & Gimpel, arXiv:1606.08415. */
+enum {
+  HFP_ACT_GELU_ERF = 0,     /* 0.5 x (1 + erf(x / sqrt 2)) */
+  HFP_ACT_GELU_TANH = 1,    /* 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) */
+  HFP_ACT_GELU_SIGMOID = 2, /* x sigmoid(1.702 x) */
+  HFP_ACT_SILU = 3,         /* x sigmoid(x) */
+  HFP_ACT_RELU = 4,         /* max(x, 0), NaN propagates */
+  HFP_ACT_COUNT = 5
+};
+
+/*
+ * Where rms_norm rounds; xhat = x * rsqrt(mean(x^2) + eps) in fp32. With a weight:
+ *   NONE:   y = (xhat * (weight_offset + w) + b), one rounding, to the dtype of x    (Gemma, Olmo2)
+ *   INPUT:  xhat is rounded to the dtype of x, then multiplied by w in the promoted dtype, then b
+ *           added; the result has the promoted dtype of x and w                      (Llama)
+ *   WEIGHT: the same, but xhat is rounded to the dtype of w when w is a half type and stays fp32
+ *           otherwise; the result has the dtype of w                                 (T5, diffusers)
+ * Without a weight all three mean: round xhat (+ b) once, to the dtype of x.
+ * INPUT and WEIGHT take weight_offset == 0 only.
+ */
+enum { HFP_CAST_NONE = 0, HFP_CAST_INPUT = 1, HFP_CAST_WEIGHT = 2, HFP_CAST_COUNT = 3 };
+
+/* DLPack, https://dmlc.github.io/dlpack/latest/c_api.html; skipped when its own header is there. */
+#ifndef DLPACK_DLPACK_H_
+enum { kDLCPU = 1, kDLCUDA = 2 };
+enum { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4 };
+typedef struct {
+  int32_t device_type;
+  int32_t device_id;
+} DLDevice;
+typedef struct {
+  uint8_t code;
+  uint8_t bits;
+  uint16_t lanes;
+} DLDataType;
+typedef struct {
+  void *data;
+  DLDevice device;
+  int32_t ndim;
+  DLDataType dtype;
+  int64_t *shape;
+  int64_t *strides;
+  uint64_t byte_offset;
+} DLTensor;
+#endif
+
+/* Message of this thread's last failed call; "" if there was none. Valid until the next call. */
+HFP_EXPORT const char *hfp_last_error(void);
+
+/* HFP_ABI_VERSION of the built library. */
+HFP_EXPORT int32_t hfp_abi_version(void);
+
+/* JSON: abi, devices ("cpu", "cuda"), CUDA architectures, compiler, SIMD level in use. Static storage. */
+HFP_EXPORT const char *hfp_build_info(void);
+
+/* out[..., i] = rms_norm(x)[..., i]; see HFP_CAST_*. weight, bias: [D] or NULL, one dtype. */
+HFP_EXPORT int32_t hfp_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *weight,
+                                const DLTensor *bias, double eps, double weight_offset, int64_t cast,
+                                void *stream);
+
+/*
+ * (x - mean) * rsqrt(var + eps) * weight + bias over the last dimension, all in fp32, one rounding to
+ * the dtype of x. weight, bias: [D] or NULL, each of any supported dtype. Ba et al., arXiv:1607.06450.
+ */
+HFP_EXPORT int32_t hfp_layer_norm(DLTensor *out, const DLTensor *x, const DLTensor *weight,
+                                  const DLTensor *bias, double eps, void *stream);
+
+/* approximate: HFP_ACT_GELU_ERF, _TANH or _SIGMOID. */
+HFP_EXPORT int32_t hfp_gelu(DLTensor *out, const DLTensor *x, int64_t approximate, void *stream);
+
+HFP_EXPORT int32_t hfp_silu(DLTensor *out, const DLTensor *x, void *stream);
+
+/* act(gate) * up, act(gate) rounded to the dtype first as in eager PyTorch. Shazeer, arXiv:2002.05202. */
+HFP_EXPORT int32_t hfp_gated(DLTensor *out, const DLTensor *gate, const DLTensor *up,
+                             int64_t activation, void *stream);
+
+/* The same from one tensor [..., 2 D]: gate is the first half if gate_first, else the second. */
+HFP_EXPORT int32_t hfp_gated_packed(DLTensor *out, const DLTensor *x, int64_t activation,
+                                    int64_t gate_first, void *stream);
+
+/*
+ * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
+ * outer parentheses, in the order of the C parameters between `out` and `stream`; `result` says what a
+ * caller must allocate for `out`:
+ *   "x"       shape and dtype of the first tensor argument
+ *   "norm"    shape of the first tensor argument; dtype by HFP_CAST_* (the `cast` argument)
+ *   "halved"  dtype of the first tensor argument; its shape with the last dimension halved
+ */
+#define HFP_OP_TABLE(X)                                                                            \
+  X(rms_norm, hfp_rms_norm, "norm",                                                                \
+    "Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, int cast")            \
+  X(layer_norm, hfp_layer_norm, "x", "Tensor x, Tensor? weight, Tensor? bias, float eps")          \
+  X(gelu, hfp_gelu, "x", "Tensor x, int approximate")                                              \
+  X(silu, hfp_silu, "x", "Tensor x")                                                               \
+  X(gated, hfp_gated, "x", "Tensor gate, Tensor up, int activation")                               \
+  X(gated_packed, hfp_gated_packed, "halved", "Tensor x, int activation, int gate_first")
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* HFPATCH_H_ */

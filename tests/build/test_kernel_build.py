@@ -1,0 +1,324 @@
+"""The builder: what it makes of build.toml, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
+from kernels.variants import ArchVariant, parse_variant
+
+from hfpatch import kernel_build
+from hfpatch.kernel_build import KernelBuildError, Nvcc, ToolchainMissing, tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
+
+
+def named_files(backend: str) -> list[str]:
+    """What build.toml names for one backend, and the Python package."""
+    toml = tomllib.loads((ROOT / "build.toml").read_text())
+    files = {"build.toml", *toml["torch"]["src"]}
+    for section in toml["kernel"].values():
+        if section["backend"] == backend:
+            files.update(section["src"])
+    package = ROOT / "torch-ext" / "hfpatch_kernels"
+    files.update(p.relative_to(ROOT).as_posix() for p in package.rglob("*.py"))
+    return sorted(files)
+
+
+def copy_project(target: Path, backend: str) -> Path:
+    for name in named_files(backend):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+def cpu_variant(kernels_dir: Path) -> Path:
+    (variant,) = (kernels_dir / "build").glob("torch-stable-abi*-cpu-*")
+    return variant
+
+
+def test_kernels_parser_accepts_build_toml() -> None:
+    build = Build.open(ROOT)
+    assert sorted(str(b).lower().split(".")[-1] for b in build.general.backends) == ["cpu", "cuda"]
+
+
+def test_build_toml_names_every_source() -> None:
+    cuda = set(named_files("cuda"))
+    found = {
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "kernel_src").rglob("*")
+        if p.suffix in {".h", ".cpp", ".cu", ".cuh"}
+    }
+    assert found <= cuda
+    # One CUDA build serves CPU tensors too.
+    assert set(named_files("cpu")) <= cuda
+
+
+def test_named_files_suffice(tmp_path: Path) -> None:
+    """Built from nothing but what build.toml names, loaded as a Hub kernel in a new process."""
+    project = copy_project(tmp_path / "project", "cpu")
+    (built,) = kernel_build.build(project, tmp_path / "out", ("cpu",), verbose=False)
+    code = (
+        "import sys, torch, kernels; from pathlib import Path\n"
+        "k = kernels.get_local_kernel(Path(sys.argv[1]))\n"
+        "x = torch.randn(3, 5, 16)\n"
+        "y = k.rms_norm(x, torch.ones(16), eps=1e-6)\n"
+        "torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (16,), eps=1e-6))\n"
+        "print(k.ops.silu.default._schema.name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{built.id}::silu"
+
+
+def test_metadata(kernels_dir: Path) -> None:
+    variant = cpu_variant(kernels_dir)
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert str(metadata.name) == "hfpatch-kernels"
+    assert metadata.version == 1
+    assert metadata.license == "Apache-2.0"
+    assert metadata.id.startswith("_hfpatch_kernels_cpu_")
+    assert metadata.id.isidentifier()
+    assert metadata.digest is not None
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+
+
+def test_variant_name(kernels_dir: Path) -> None:
+    parsed = parse_variant(cpu_variant(kernels_dir).name)
+    assert isinstance(parsed, ArchVariant)
+    assert str(parsed.framework.version) == "2.11"
+    assert parsed.arch.backend.name == "cpu"
+
+
+def test_compatibility_directory_exports_the_same(kernels_dir: Path) -> None:
+    variant = cpu_variant(kernels_dir)
+    code = (
+        "import importlib.util as u, sys\n"
+        "s = u.spec_from_file_location('compat', sys.argv[1]); m = u.module_from_spec(s)\n"
+        "s.loader.exec_module(m); import torch\n"
+        "assert set(m.__all__) <= set(vars(m)), m.__all__\n"
+        "assert m.silu(torch.zeros(2)).tolist() == [0, 0]\n"
+    )
+    path = variant / "hfpatch_kernels" / "__init__.py"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+def test_two_copies_in_one_process(kernels_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(kernels_dir / "build", copy / "build")
+    code = (
+        "import sys, torch, kernels; from pathlib import Path\n"
+        "a, b = (kernels.get_local_kernel(Path(p)) for p in sys.argv[1:])\n"
+        "assert a is not b\n"
+        "assert torch.equal(a.silu(torch.ones(3)), b.silu(torch.ones(3)))\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(kernels_dir), str(copy)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_library_needs_torch_and_names_no_path(kernels_dir: Path) -> None:
+    (library,) = cpu_variant(kernels_dir).glob("*.abi3.so")
+    text = subprocess.run(["objdump", "-p", library], capture_output=True, text=True).stdout
+    needed = [line.split()[1] for line in text.splitlines() if "NEEDED" in line]
+    assert "libtorch_cpu.so" in needed
+    # A second OpenMP runtime would not follow torch.set_num_threads.
+    assert not any("gomp" in name or "omp.so" in name for name in needed)
+    assert "RPATH" not in text
+    assert "RUNPATH" not in text
+    content = library.read_bytes()
+    for path in (str(ROOT), sys.prefix, str(Path.home())):
+        if path != "/":
+            assert path.encode() + b"/" not in content
+
+
+def test_exports_only_the_c_interface(kernels_dir: Path) -> None:
+    (library,) = cpu_variant(kernels_dir).glob("*.abi3.so")
+    out = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    functions = {line.split()[-1] for line in out.splitlines() if " T " in line}
+    assert functions
+    assert all(name.startswith("hfp_") for name in functions), functions
+
+
+def test_objects_are_reused_until_a_header_changes(tmp_path: Path) -> None:
+    project = copy_project(tmp_path / "project", "cpu")
+    # Only the light files, so that the test is quick.
+    toml = (project / "build.toml").read_text().replace('"kernel_src/api.cpp",', "")
+    for name in ("rms_norm", "layer_norm", "activation", "gated"):
+        toml = toml.replace(f'"kernel_src/cpu/{name}.cpp",', "")
+    (project / "build.toml").write_text(toml)
+    ran: list[str] = []
+    builder = kernel_build._Builder(project, "cpu", None, False)
+    original = builder._compile_unit
+
+    def spy(unit: kernel_build._Unit) -> bool:
+        fresh = original(unit)
+        if fresh:
+            ran.append(unit.label.split()[-1])
+        return fresh
+
+    builder._compile_unit = spy  # type: ignore[method-assign]
+    builder.compile()
+    assert sorted(ran) == ["simd.cpp", "torch_binding.cpp"]
+    ran.clear()
+    builder.compile()
+    assert ran == []
+    header = project / "kernel_src" / "cpu" / "common.h"
+    header.write_text(header.read_text() + "\n")
+    builder.compile()
+    assert ran == ["simd.cpp"]
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    project = copy_project(tmp_path, "cpu")
+    (project / "kernel_src" / "api.cpp").unlink()
+    with pytest.raises(KernelBuildError, match=r"api\.cpp.*does not exist"):
+        kernel_build.build(project, tmp_path / "out", ("cpu",), verbose=False)
+
+
+def test_compile_error_carries_the_compilers_words(tmp_path: Path) -> None:
+    project = copy_project(tmp_path / "project", "cpu")
+    (project / "kernel_src" / "cpu" / "simd.cpp").write_text("this is not C++;\n")
+    result = kernel_build.build_available(project, tmp_path / "out", archs="none", verbose=False)
+    assert "cpu" in result.failed
+    assert "simd.cpp:1" in result.failed["cpu"]
+    assert "command:" in result.failed["cpu"]
+    reason = json.loads((tmp_path / "out" / "REASON.json").read_text())
+    assert "simd.cpp" in reason["reason"]
+
+
+def test_undefined_symbol_is_found_at_link_time(tmp_path: Path) -> None:
+    project = copy_project(tmp_path / "project", "cpu")
+    toml = (project / "build.toml").read_text()
+    for name in ("api", "cpu/rms_norm", "cpu/layer_norm", "cpu/activation", "cpu/gated"):
+        toml = toml.replace(f'"kernel_src/{name}.cpp",', "")
+    (project / "build.toml").write_text(toml)
+    with pytest.raises(KernelBuildError, match=r"undefined symbols.*hfp_rms_norm"):
+        kernel_build.build(project, tmp_path / "out", ("cpu",), verbose=False)
+    assert not list((tmp_path / "out" / "build").glob("torch-*"))
+
+
+@pytest.mark.parametrize("how", ["CXX", "PATH"])
+def test_no_compiler(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if how == "CXX":
+        monkeypatch.setenv("CXX", "/nonexistent")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolchainMissing, match=r"no C\+\+ compiler"):
+        kernel_build.build(ROOT, tmp_path, ("cpu",))
+    result = kernel_build.build_available(ROOT, tmp_path, verbose=False)
+    assert result.variants == []
+    assert set(result.missing) == {"cpu", "cuda"}
+    reason = json.loads((tmp_path / "REASON.json").read_text())
+    assert "no C++ compiler" in reason["reason"]
+    assert set(reason["backends"]) <= {"cpu", "cuda"}
+
+
+def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> None:
+    """The commands that pip runs, in a copy of the project."""
+    project = copy_project(tmp_path / "project", "cpu")
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy2(ROOT / name, project / name)
+    (project / "README.md").write_text("hfpatch\n")
+    (project / "hfpatch").mkdir()
+    for name in ("__init__.py", "kernel_build.py", "py.typed"):
+        shutil.copy2(ROOT / "hfpatch" / name, project / "hfpatch" / name)
+    env = {**os.environ, "CXX": "/nonexistent"}
+    env.pop("HFPATCH_BUILD_STRICT", None)
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(command, cwd=project, env=env, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert wheel.name == "hfpatch-0.1.0-py3-none-any.whl"
+    shutil.unpack_archive(wheel, tmp_path / "unpacked", "zip")
+    reason = json.loads((tmp_path / "unpacked/hfpatch/_kernels/REASON.json").read_text())
+    assert "/nonexistent" in reason["reason"]
+    strict = subprocess.run(
+        command, cwd=project, env={**env, "HFPATCH_BUILD_STRICT": "1"}, capture_output=True
+    )
+    assert strict.returncode != 0
+
+
+def test_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFPATCH_TORCH_DIR", str(tmp_path))
+    with pytest.raises(ToolchainMissing, match="no torch headers found"):
+        kernel_build.find_torch()
+
+
+def test_old_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = tmp_path / "include" / "torch" / "csrc" / "stable" / "library.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    (tmp_path / "version.py").write_text("__version__ = '2.10.0+cu128'\ncuda: str = '12.8'\n")
+    monkeypatch.setenv("HFPATCH_TORCH_DIR", str(tmp_path))
+    with pytest.raises(ToolchainMissing, match=r"expected version 2\.11 or newer, got 2\.10\.0"):
+        kernel_build.find_torch()
+    (tmp_path / "version.py").write_text("__version__ = '2.11.0+cu130'\ncuda: str = '13.0'\n")
+    assert kernel_build.find_torch().cuda == "13.0"
+
+
+ALL = "\n".join(f"compute_{n}" for n in (70, 75, 80, 86, 90, 100, 103, 120, 121))
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ("all", ["7.5", "8.0", "8.6", "9.0", "10.0", "10.3", "12.0", "12.1+PTX"]),
+        ("none", []),
+        ("9.0;8.0", ["8.0", "9.0"]),
+        ("8.0, 9.0+PTX", ["8.0", "9.0+PTX"]),
+        ("12.1 12.1+ptx", ["12.1+PTX"]),
+        ("native", ["8.6", "9.0"]),
+    ],
+)
+def test_archs(request_: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_build, "_run", lambda *a, **k: ALL)
+    monkeypatch.setattr(kernel_build, "_gpus", lambda: ["9.0", "8.6", "9.0"])
+    nvcc = Nvcc("nvcc", Path("/cuda"), (13, 0))
+    assert kernel_build.cuda_archs(request_, nvcc) == expected
+    monkeypatch.setenv("HFPATCH_CUDA_ARCHS", request_)
+    assert kernel_build.cuda_archs(None, nvcc) == expected
+
+
+@pytest.mark.parametrize("text", ["9", "sm_90", "9.0a", "3.5", "hopper"])
+def test_bad_archs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_build, "_run", lambda *a, **k: ALL)
+    with pytest.raises(KernelBuildError, match="expected `all`, `native`, `none` or") as error:
+        kernel_build.cuda_archs(text, Nvcc("nvcc", Path("/cuda"), (13, 0)))
+    assert f"got `{text}`" in str(error.value)
+
+
+def test_native_without_a_gpu_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_build, "_run", lambda *a, **k: ALL)
+    monkeypatch.setattr(kernel_build, "_gpus", list)
+    assert kernel_build.cuda_archs("native", Nvcc("nvcc", Path("/cuda"), (13, 0))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_nvcc, reason="no nvcc")
+def test_cuda_sources_compile(tmp_path: Path) -> None:
+    (built,) = kernel_build.build(ROOT, tmp_path, ("cuda",), archs="9.0", verbose=False)
+    parsed = parse_variant(built.name)
+    assert isinstance(parsed, ArchVariant)
+    assert parsed.arch.backend.name == "cuda"
+    metadata = Metadata.read_from_file(built.path / "metadata.json")
+    assert metadata.backend.archs == ["9.0"]
+    assert metadata.digest is not None
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, built.path))
+    (library,) = built.path.glob("*.abi3.so")
+    text = subprocess.run(["objdump", "-p", library], capture_output=True, text=True).stdout
+    needed = [line.split()[1] for line in text.splitlines() if "NEEDED" in line]
+    # dlopen resolves torch's symbols through these; the CUDA runtime is inside.
+    assert {"libtorch_cpu.so", "libtorch_cuda.so"} <= set(needed)
+    assert not any("cudart" in name for name in needed)
+    assert "RUNPATH" not in text

@@ -1,0 +1,44 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hfpatch import kernel_build
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def kernels_dir() -> Path:
+    """The in-tree build, brought up to date with the sources first."""
+    out = ROOT / "hfpatch" / "_kernels"
+    lock = ROOT / ".cache" / "test.lock"
+    lock.parent.mkdir(exist_ok=True)
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # pytest-xdist runs this in several processes
+        kernel_build.build(ROOT, out, ("cpu",))
+        if torch.cuda.is_available():
+            kernel_build.build(ROOT, out, ("cuda",), archs="native")
+    return out
+
+
+@pytest.fixture(scope="session")
+def kernels_module(kernels_dir: Path) -> ModuleType:
+    """The kernel package as `kernels` loads it."""
+    import kernels
+
+    return kernels.get_local_kernel(kernels_dir)

@@ -1,0 +1,65 @@
+"""What hfpatch must do to a model, counted from the model itself by rules of our own.
+
+Deliberately not written with hfpatch's registry: a rule that is wrong in both places would hide.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+#: Activation classes that launch several kernels in eager PyTorch, so that a fused one gains.
+COMPOSED_ACTIVATIONS = {
+    "NewGELUActivation", "FastGELUActivation", "QuickGELUActivation", "AccurateGELUActivation",
+    "ApproximateGELU",
+}
+
+
+def expected_swaps(model: nn.Module) -> dict[str, str]:
+    """{path: op} of every module that a kernel must take over."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        children = set(module._modules)
+        if not children and "RMSNorm" in name or name == "T5LayerNorm":
+            found[path] = "rms_norm"
+        elif not children and "LayerNorm" in name:
+            found[path] = "layer_norm"
+        elif {"gate_proj", "up_proj", "down_proj"} <= children:
+            found[path] = "gated"
+        elif {"wi_0", "wi_1", "wo"} <= children:
+            found[path] = "gated"
+        elif "gate_up_proj" in children or name in ("GEGLU", "SwiGLU"):
+            found[path] = "gated_packed"
+        elif name in COMPOSED_ACTIVATIONS and found.get(path.rpartition(".")[0]) != "gated":
+            found[path] = "gelu"  # inside a gated MLP it is part of the MLP's own kernel
+    return found
+
+
+def relative_error(y: torch.Tensor, truth: torch.Tensor) -> float:
+    """Frobenius norm of the error over that of `truth`: stable where a maximum is a lottery."""
+    return ((y.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def snapshot(model: nn.Module) -> dict[str, dict[str, object]]:
+    """Every module's `__dict__`, one level deep copied: what `restore` must give back."""
+    def freeze(value: object) -> object:
+        return dict(value) if isinstance(value, dict) else value
+
+    return {
+        path: {k: freeze(v) for k, v in m.__dict__.items()} for path, m in model.named_modules()
+    }
+
+
+def assert_same_dicts(before: dict[str, dict[str, object]], model: nn.Module) -> None:
+    """The model's modules hold the very same objects under the same names as in `before`."""
+    for path, module in model.named_modules():
+        expected = before[path]
+        assert list(module.__dict__) == list(expected), f"`{path}`: attributes changed"
+        for key, old in expected.items():
+            new = module.__dict__[key]
+            if isinstance(old, dict):
+                assert list(new) == list(old), f"`{path}.{key}`"
+                assert all(new[k] is old[k] for k in old), f"`{path}.{key}`"
+            else:
+                assert new is old or new == old, f"`{path}.{key}`"

@@ -1,0 +1,137 @@
+"""`hfpatch.apply` on models that live on, or are offloaded to and from, a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
+
+import hfpatch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+def to_cuda(inputs: dict[str, object]) -> dict[str, object]:
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(zoo.ENTRIES))
+def test_numbers_and_restore(name: str, dtype: torch.dtype) -> None:
+    entry = zoo.ENTRIES[name]
+    model = entry.build(dtype)
+    inputs = entry.inputs(model, dtype)
+    truth = entry.reference(model, inputs)
+    model, inputs = model.cuda(), to_cuda(inputs)
+    before, original = snapshot(model), entry.run(model, inputs)
+    report = hfpatch.apply(model)
+    assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
+    assert all(s.source == "local" and s.devices == ("cuda",) for s in report.swaps)
+    patched = entry.run(model, inputs)
+    error = relative_error(patched.cpu(), truth)
+    limit = relative_error(original.cpu(), truth)
+    assert error <= limit + torch.finfo(dtype).eps, (error, limit)
+    hfpatch.restore(model)
+    assert_same_dicts(before, model)
+    # cuBLAS may pick another algorithm on a second call; the module code is the very same
+    torch.testing.assert_close(entry.run(model, inputs), original)
+
+
+def test_patched_on_the_cpu_then_moved() -> None:
+    entry = zoo.ENTRIES["llama"]
+    model = entry.build(torch.bfloat16)
+    inputs = entry.inputs(model, torch.bfloat16)
+    report = hfpatch.apply(model)
+    assert {s.devices for s in report.swaps} == {("cpu",)}
+    model, inputs = model.cuda(), to_cuda(inputs)
+    names = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        patched = entry.run(model, inputs)
+    names = [e.key for e in profile.key_averages()]
+    assert any("rms_norm" in n for n in names), names  # the kernel ran, proven at the first call
+    hfpatch.restore(model)
+    torch.testing.assert_close(patched, entry.run(model, inputs), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("order", ["patch first", "offload first"])
+@pytest.mark.parametrize("method", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_offloaded_pipeline(method: str, order: str) -> None:
+    entry = zoo.PIPELINES["ltx-pipeline"]
+    plain = entry.build(torch.float32)
+    inputs = entry.inputs(plain, torch.float32)
+    moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    expected = entry.run(plain.to("cuda"), moved)
+    pipe = entry.build(torch.float32)
+    if order == "patch first":
+        report = hfpatch.apply(pipe)
+        getattr(pipe, method)()
+    else:
+        getattr(pipe, method)()
+        report = hfpatch.apply(pipe)
+    swapped = len(report.swaps)
+    assert swapped == sum(
+        len(expected_swaps(m)) for m in pipe.components.values() if isinstance(m, torch.nn.Module)
+    )
+    result = entry.run(pipe, moved)
+    assert relative_error(result.cpu(), expected.cpu()) < 1e-3
+    hooked = [m for m in pipe.transformer.modules() if hasattr(m, "_hf_hook")]
+    assert hooked
+    weights = {p.device.type for p in pipe.transformer.parameters()}
+    assert weights <= {"cpu", "meta", "cuda"}
+    assert hfpatch.restore(pipe) == swapped
+    assert not hfpatch.status(pipe).swaps
+    again = entry.run(pipe, moved)
+    assert relative_error(again.cpu(), expected.cpu()) < 1e-3
+    pipe.remove_all_hooks()
+
+
+def test_device_map_dispatch() -> None:
+    from accelerate import dispatch_model
+
+    entry = zoo.ENTRIES["llama"]
+    for first in (True, False):
+        model = entry.build(torch.float32)
+        inputs = entry.inputs(model, torch.float32)
+        expected = entry.run(model, inputs)
+        device_map = {"model.embed_tokens": "cpu", "model.layers.0": 0, "model.layers.1": "cpu",
+                      "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
+        if first:
+            hfpatch.apply(model)
+        model = dispatch_model(model, device_map, main_device="cuda:0", force_hooks=True)
+        if not first:
+            hfpatch.apply(model)
+        assert len(hfpatch.status(model).swaps) == len(expected_swaps(model))
+        assert relative_error(entry.run(model, inputs).cpu(), expected) < 1e-4
+        assert hfpatch.restore(model) == len(expected_swaps(model))
+        assert relative_error(entry.run(model, inputs).cpu(), expected) < 1e-4
+
+
+def test_compiled_patched_model_is_inductors() -> None:
+    entry = zoo.ENTRIES["llama"]
+    model = entry.build(torch.float32).cuda()
+    inputs = to_cuda(entry.inputs(model, torch.float32))
+    expected = entry.run(model, inputs)
+    hfpatch.apply(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    assert relative_error(entry.run(compiled, inputs), expected) < 1e-5
+
+
+def test_apply_is_quick_on_the_full_ltx_transformer() -> None:
+    from diffusers import LTXVideoTransformer3DModel
+
+    with torch.device("cuda"):
+        model = LTXVideoTransformer3DModel().to(torch.bfloat16)
+    hfpatch.plan(torch.nn.Sequential(torch.nn.LayerNorm(8)).cuda())  # loads the library
+    from hfpatch.plan import forget_proofs
+
+    forget_proofs()
+    report = hfpatch.apply(model)
+    assert len(report.swaps) == len(expected_swaps(model))
+    assert report.plan.seconds < 1.0

@@ -1,0 +1,169 @@
+"""ctypes binding of the kernels' C interface, read from `kernel_src/hfpatch.h` itself.
+
+Function signatures come from `HFP_OP_TABLE`, constants from the header's enums, so this file does
+not change when an op is added. Used by the tests and the benchmarks; torch tensors go in as
+DLTensors that point to their memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KERNEL_SRC = Path(__file__).resolve().parents[2] / "kernel_src"
+HEADER = KERNEL_SRC / "hfpatch.h"
+
+
+class DLDevice(ctypes.Structure):
+    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
+
+
+class DLDataType(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device", DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+def _dtype_codes() -> dict[torch.dtype, tuple[int, int]]:
+    floats = {torch.float16: 16, torch.float32: 32, torch.float64: 64}
+    ints = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}
+    codes = {dtype: (2, bits) for dtype, bits in floats.items()}
+    codes.update({dtype: (0, bits) for dtype, bits in ints.items()})
+    codes[torch.uint8] = (1, 8)
+    codes[torch.bfloat16] = (4, 16)
+    return codes
+
+
+DTYPE_CODES = _dtype_codes()
+
+
+def int64_array(values: Iterable[int]) -> ctypes.Array:
+    values = list(values)
+    return (ctypes.c_int64 * max(len(values), 1))(*values)
+
+
+def dltensor(tensor: torch.Tensor) -> DLTensor:
+    """A DLTensor viewing the memory of `tensor`, which must outlive it."""
+    code, bits = DTYPE_CODES[tensor.dtype]
+    device = DLDevice(2 if tensor.is_cuda else 1, tensor.device.index or 0)
+    return DLTensor(
+        data=tensor.data_ptr() or None,
+        device=device,
+        ndim=tensor.dim(),
+        dtype=DLDataType(code, bits, 1),
+        shape=int64_array(tensor.shape),
+        strides=int64_array(tensor.stride()),
+        byte_offset=0,
+    )
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of HFP_OP_TABLE; `arguments` are (type, name) pairs such as ("Tensor?", "weight")."""
+
+    name: str
+    function: str
+    result: str
+    arguments: tuple[tuple[str, str], ...]
+
+    def ctypes_arguments(self) -> list[Any]:
+        kinds = {"float": ctypes.c_double, "int": ctypes.c_int64}
+        tensor = ctypes.POINTER(DLTensor)
+        middle = [kinds.get(kind, tensor) for kind, _ in self.arguments]
+        return [tensor, *middle, ctypes.c_void_p]
+
+
+def read_ops(header: Path = HEADER) -> dict[str, Op]:
+    table = header.read_text().split("#define HFP_OP_TABLE(X)", 1)[1]
+    row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"(\w+)\"\s*,[\s\\]*\"([^\"]*)\"\s*\)")
+    ops = {}
+    for name, function, result, arguments in row.findall(table):
+        pairs = tuple(tuple(part.split()) for part in arguments.split(","))
+        ops[name] = Op(name, function, result, pairs)  # type: ignore[arg-type]
+    return ops
+
+
+def read_constants(header: Path = HEADER) -> dict[str, int]:
+    """Every HFP_* enumerator and integer macro."""
+    text = header.read_text()
+    found = re.findall(r"\b(HFP_[A-Z_]+)\s*=\s*(-?\d+)", text)
+    found += re.findall(r"#define (HFP_[A-Z_]+) (\d+)", text)
+    return {name: int(value) for name, value in found}
+
+
+OPS = read_ops()
+CONSTANTS = read_constants()
+
+
+class KernelError(RuntimeError):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Library:
+    """A loaded kernel library: `library.call("silu", out, x)` raises KernelError on failure."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.dll = ctypes.CDLL(str(path))
+        self.dll.hfp_last_error.restype = ctypes.c_char_p
+        self.dll.hfp_build_info.restype = ctypes.c_char_p
+        self.dll.hfp_abi_version.restype = ctypes.c_int32
+        for op in OPS.values():
+            function = getattr(self.dll, op.function)
+            function.argtypes = op.ctypes_arguments()
+            function.restype = ctypes.c_int32
+
+    def last_error(self) -> str:
+        return self.dll.hfp_last_error().decode()
+
+    def status(self, name: str, *arguments: Any, stream: int | None = None) -> int:
+        """The status of a call with `out` first; torch tensors, DLTensors, numbers or None."""
+        kept = [dltensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        passed = [ctypes.byref(a) if isinstance(a, DLTensor) else a for a in kept]
+        return getattr(self.dll, OPS[name].function)(*passed, stream)
+
+    def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
+        status = self.status(name, *arguments, stream=stream)
+        if status != CONSTANTS["HFP_OK"]:
+            raise KernelError(status, self.last_error())
+
+
+def build(folder: Path, compiler: str = "g++", jobs: int = 2) -> Path:
+    """Compiles the CPU kernels into `folder`; the path of the shared library."""
+    flags = ["-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-DCPU_KERNEL"]
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    sources = sorted(KERNEL_SRC.glob("*.cpp")) + sorted((KERNEL_SRC / "cpu").glob("*.cpp"))
+    objects = [folder / (source.stem + ".o") for source in sources]
+    commands = [
+        [compiler, *flags, *warnings, "-c", str(source), "-o", str(target)]
+        for source, target in zip(sources, objects, strict=True)
+    ]
+    for start in range(0, len(commands), jobs):
+        running = [subprocess.Popen(command) for command in commands[start : start + jobs]]
+        codes = [process.wait() for process in running]
+        if any(codes):
+            raise RuntimeError(f"{compiler} failed on one of {sources}")
+    library = folder / "libhfpatch.so"
+    subprocess.run(
+        [compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(library)], check=True
+    )
+    return library

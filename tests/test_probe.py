@@ -1,0 +1,221 @@
+"""The name proposes, the probe disposes: lookalikes, misleading names, every rounding rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hfpatch
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+class Root(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class _Norm(nn.Module):
+    def __init__(self, dim: int = 64, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+
+class EpsOutsideRMSNorm(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + self.eps))
+
+
+class CentredRMSNorm(_Norm):  # the name says RMS, the code subtracts the mean
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float() - x.float().mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class UnbiasedLayerNorm(_Norm):  # divides by D - 1
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) / (x.shape[-1] - 1))
+
+
+class PartialRMSNorm(_Norm):  # normalizes over the first half only
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x[..., : x.shape[-1] // 2].float()
+        return self.weight * (x * torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class ClampedRMSNorm(_Norm):  # equal to RMSNorm unless a value is large
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.clamp(-4, 4)
+
+
+class ScaledRMSNorm(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y * 1.0005
+
+
+class TupleRMSNorm(_Norm):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+
+class TwoInputRMSNorm(_Norm):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * gate
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [EpsOutsideRMSNorm, UnbiasedLayerNorm, PartialRMSNorm, ClampedRMSNorm, ScaledRMSNorm,
+     TupleRMSNorm, TwoInputRMSNorm],
+)
+def test_misleading_name_is_left_alone_with_the_reason(cls: type[nn.Module]) -> None:
+    model = Root(cls())
+    x = torch.randn(3, 64)
+    report = hfpatch.apply(model)
+    assert not report.swaps
+    (skip,) = report.skips
+    assert skip.kind == "mismatch" and cls.__name__ in skip.reason
+    assert skip.class_name == cls.__name__ and skip.path == "inner"
+    assert "forward" not in model.inner.__dict__
+    assert cls.__name__ in str(report)
+    del x
+
+
+def test_misleading_name_with_a_known_formula_gets_that_formula() -> None:
+    model = Root(CentredRMSNorm())
+    with torch.no_grad():
+        model.inner.weight.copy_(torch.rand(64) + 0.5)
+    x = torch.randn(5, 64) + 2
+    with torch.no_grad():
+        before = model(x)
+        (swap,) = hfpatch.apply(model).swaps
+        assert swap.op == "layer_norm"
+        torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-6)
+
+
+class GluLookalike(nn.Module):
+    """Named and built like a gated MLP, but clamps the gate at 7 (GPT-OSS does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 48), nn.Linear(32, 48)
+        self.down_proj, self.act_fn = nn.Linear(48, 32), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.act_fn(self.gate_proj(x).clamp(max=7.0))
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class SwappedOrderMLP(GluLookalike):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class PlusOneMLP(GluLookalike):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + 1))
+
+
+@pytest.mark.parametrize("cls", [SwappedOrderMLP, PlusOneMLP, GluLookalike])
+def test_gated_lookalikes_are_left_alone(cls: type[nn.Module]) -> None:
+    cls = type(cls.__name__ if "MLP" in cls.__name__ else "ClampedMLP", (cls,), {})
+    model = Root(cls())
+    report = hfpatch.apply(model)
+    assert not [s for s in report.swaps if s.op == "gated"]
+    assert [s.kind for s in report.skips if s.path == "inner"] == ["mismatch"]
+
+
+class CustomGELU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.7 * x)  # not 1.702
+
+
+class Composed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+def test_activation_constant_matters() -> None:
+    assert [s.kind for s in hfpatch.apply(Root(CustomGELU())).skips] == ["mismatch"]
+    named = type("MyQuickGELU", (Composed,), {})
+    (swap,) = hfpatch.apply(Root(named())).swaps
+    assert swap.formula == "gelu(approximate=sigmoid)"
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 0.05])
+def test_any_eps(eps: float) -> None:
+    class PlainRMSNorm(_Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.float()
+            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * y.to(x.dtype)
+
+    (swap,) = hfpatch.apply(Root(PlainRMSNorm(eps=eps))).swaps
+    assert f"eps={eps:g}" in swap.formula
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", ["llama", "olmo2", "gemma", "t5", "mochi"])
+def test_mixed_dtypes_behave_as_the_original(
+    rule: str, x_dtype: torch.dtype, w_dtype: torch.dtype
+) -> None:
+    from diffusers.models.normalization import MochiRMSNorm
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    cls = {"llama": LlamaRMSNorm, "olmo2": Olmo2RMSNorm, "gemma": Gemma2RMSNorm,
+           "t5": T5LayerNorm, "mochi": MochiRMSNorm}[rule]
+    norm = cls(128, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(128))
+    model = Root(norm.to(w_dtype))
+    x = torch.randn(4, 7, 128).to(x_dtype)
+    with torch.no_grad():
+        expected = model(x)
+        report = hfpatch.apply(model)
+        assert len(report.swaps) == 1
+        got = model(x)
+    assert got.dtype == expected.dtype
+    eps = torch.finfo(min((x_dtype, w_dtype), key=lambda t: -torch.finfo(t).eps)).eps
+    scale = expected.abs().amax(-1, keepdim=True)
+    # fp32: the reduction's order differs, by a few roundings on each side
+    limit = 4 * eps if eps == torch.finfo(torch.float32).eps else eps
+    assert ((got.double() - expected.double()).abs() / scale).max() <= limit
+    if got.dtype != torch.float32:  # bit for bit: the rounding points are the original's
+        assert (got == expected).float().mean() > 0.99
+
+
+def test_probe_leaves_random_state_and_model_alone() -> None:
+    model = Root(nn.LayerNorm(64))
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    hfpatch.apply(model)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_classes_changed_after_a_probe_are_probed_again() -> None:
+    class TrickyRMSNorm(_Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.float()
+            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * y.to(x.dtype)
+
+    assert len(hfpatch.plan(Root(TrickyRMSNorm())).swaps) == 1
+    TrickyRMSNorm.forward = ScaledRMSNorm.forward  # type: ignore[method-assign]
+    assert not hfpatch.plan(Root(TrickyRMSNorm())).swaps

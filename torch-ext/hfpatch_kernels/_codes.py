@@ -1,0 +1,20 @@
+"""Names of the integer codes that the operators take; the values are those of hfpatch.h."""
+
+ACTIVATIONS = {
+    "gelu": 0,
+    "gelu_tanh": 1,
+    "gelu_sigmoid": 2,
+    "silu": 3,
+    "relu": 4,
+}
+GELU_APPROXIMATIONS = {"none": 0, "tanh": 1, "sigmoid": 2}
+CASTS = {"none": 0, "input": 1, "weight": 2}
+
+GELU_ERF, GELU_TANH, GELU_SIGMOID, SILU, RELU = range(5)
+CAST_NONE, CAST_INPUT, CAST_WEIGHT = range(3)
+
+
+def reject(argument, got, names):
+    """Raise the error for a name that is not in ``names``."""
+    expected = ", ".join(repr(name) for name in names)
+    raise ValueError("`{}`: expected one of {}, got {!r}".format(argument, expected, got))

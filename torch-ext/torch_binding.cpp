@@ -1,0 +1,520 @@
+// torch_binding.cpp: the torch operators, made from HFP_OP_TABLE. Stable ABI only.
+//
+// Each row of the table becomes two operators:
+//
+//   name(<arguments>) -> Tensor                          allocates its result by the result rule
+//   name_out(Tensor(a!) out, <arguments>) -> ()          writes to the caller's tensor
+//
+// The row's schema is parsed at compile time and checked against the C function's parameters. A new
+// operator therefore needs no line here, unless it brings a new result rule (`Rule` below).
+//
+// What happens between Python and the kernel is the cost of a small model, so this file calls the C
+// shim directly and allocates nothing but the result. A copy is made only of an input whose layout
+// the kernels do not walk.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "hfpatch.h"
+#include "registration.h"
+
+#if defined(CUDA_KERNEL)
+// The shim declares it for builds of torch with USE_CUDA only; the library exports it in all.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
+#endif
+
+namespace {
+
+constexpr int kMaxDims = 64;  // at::TensorIterator's own limit
+
+// ---------------------------------------------------------------------------------------------
+// The schema string, at compile time
+
+enum class Kind { Tensor, OptionalTensor, Float, Int, Invalid };
+
+struct Argument {
+  Kind kind = Kind::Invalid;
+  std::string_view name;
+};
+
+constexpr std::string_view trim(std::string_view s) {
+  while (!s.empty() && s.front() == ' ') s.remove_prefix(1);
+  while (!s.empty() && s.back() == ' ') s.remove_suffix(1);
+  return s;
+}
+
+// The i-th of the comma-separated parts of `list`; empty when there are fewer.
+constexpr std::string_view part(std::string_view list, std::size_t i) {
+  for (; i > 0; --i) {
+    const std::size_t comma = list.find(',');
+    if (comma == std::string_view::npos) return {};
+    list.remove_prefix(comma + 1);
+  }
+  return trim(list.substr(0, list.find(',')));
+}
+
+constexpr std::size_t count_parts(std::string_view list) {
+  std::size_t n = 0;
+  while (!part(list, n).empty()) ++n;
+  return n;
+}
+
+constexpr Argument parse_argument(std::string_view text) {
+  const std::size_t space = text.find(' ');
+  const std::string_view type = text.substr(0, space);
+  const std::string_view name = trim(text.substr(space + 1));
+  if (type == "Tensor") return {Kind::Tensor, name};
+  if (type == "Tensor?") return {Kind::OptionalTensor, name};
+  if (type == "float") return {Kind::Float, name};
+  if (type == "int") return {Kind::Int, name};
+  return {Kind::Invalid, name};
+}
+
+// ---------------------------------------------------------------------------------------------
+// The C function's parameters: outputs, arguments, stream
+
+template <class T>
+constexpr bool matches(Kind kind) {
+  if (std::is_same_v<T, const DLTensor *>)
+    return kind == Kind::Tensor || kind == Kind::OptionalTensor;
+  if (std::is_same_v<T, double>) return kind == Kind::Float;
+  if (std::is_same_v<T, int64_t>) return kind == Kind::Int;
+  return false;
+}
+
+template <class Function>
+struct Signature;
+
+template <class... Parameters>
+struct Signature<int32_t (*)(Parameters...)> {
+  using Tuple = std::tuple<Parameters...>;
+  static constexpr std::size_t size = sizeof...(Parameters);
+  static constexpr std::size_t outputs =
+      (std::size_t{std::is_same_v<Parameters, DLTensor *>} + ... + 0);
+};
+
+// ---------------------------------------------------------------------------------------------
+// Result rules: what the functional operator allocates
+
+enum class Rule { LikeFirst, Norm, Halved, Invalid };
+
+constexpr Rule parse_rule(std::string_view text) {
+  if (text == "x") return Rule::LikeFirst;
+  if (text == "norm") return Rule::Norm;
+  if (text == "halved") return Rule::Halved;
+  return Rule::Invalid;
+}
+
+// What libtorch calls the dtypes and devices; asked once: the numbers are not part of its ABI.
+struct Codes {
+  int32_t f32 = aoti_torch_dtype_float32();
+  int32_t f16 = aoti_torch_dtype_float16();
+  int32_t bf16 = aoti_torch_dtype_bfloat16();
+  int32_t cuda = aoti_torch_device_type_cuda();
+  int32_t cpu = aoti_torch_device_type_cpu();
+  DLDataType dlpack[64] = {};
+
+  Codes() {
+    const auto put = [this](int32_t code, uint8_t kind, uint8_t bits) {
+      if (code >= 0 && code < 64) dlpack[code] = {kind, bits, 1};
+    };
+    put(f32, kDLFloat, 32);
+    put(f16, kDLFloat, 16);
+    put(bf16, kDLBfloat, 16);
+    // No kernel takes these; they are here so that the error can name what came.
+    constexpr uint8_t kComplex = 5, kBool = 6, kE4M3 = 10, kE4M3FNUZ = 11, kE5M2 = 12,
+                      kE5M2FNUZ = 13;  // DLPack's codes
+    put(aoti_torch_dtype_float64(), kDLFloat, 64);
+    put(aoti_torch_dtype_uint8(), kDLUInt, 8);
+    put(aoti_torch_dtype_uint16(), kDLUInt, 16);
+    put(aoti_torch_dtype_uint32(), kDLUInt, 32);
+    put(aoti_torch_dtype_uint64(), kDLUInt, 64);
+    put(aoti_torch_dtype_int8(), kDLInt, 8);
+    put(aoti_torch_dtype_int16(), kDLInt, 16);
+    put(aoti_torch_dtype_int32(), kDLInt, 32);
+    put(aoti_torch_dtype_int64(), kDLInt, 64);
+    put(aoti_torch_dtype_bool(), kBool, 8);
+    put(aoti_torch_dtype_complex32(), kComplex, 32);
+    put(aoti_torch_dtype_complex64(), kComplex, 64);
+    put(aoti_torch_dtype_complex128(), kComplex, 128);
+    put(aoti_torch_dtype_float8_e4m3fn(), kE4M3, 8);
+    put(aoti_torch_dtype_float8_e4m3fnuz(), kE4M3FNUZ, 8);
+    put(aoti_torch_dtype_float8_e5m2(), kE5M2, 8);
+    put(aoti_torch_dtype_float8_e5m2fnuz(), kE5M2FNUZ, 8);
+  }
+};
+
+const Codes codes;
+
+// A shim call failed: libtorch has written its own message to the log.
+[[noreturn, gnu::noinline]] void fail(const char *operation, const char *call) {
+  throw std::runtime_error(std::string("hfpatch: `") + operation + "`: torch refused `" + call +
+                           "`");
+}
+
+#define HFP_SHIM(operation, call)                                       \
+  do {                                                                  \
+    if (__builtin_expect((call) != AOTI_TORCH_SUCCESS, 0)) fail(operation, #call); \
+  } while (0)
+
+// ---------------------------------------------------------------------------------------------
+// Tensors
+
+// A tensor handle that this call owns and deletes.
+class Handle {
+ public:
+  Handle() = default;
+  Handle(const Handle &) = delete;
+  Handle &operator=(const Handle &) = delete;
+  ~Handle() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  void take(AtenTensorHandle handle) { handle_ = handle; }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+struct View {
+  DLTensor tensor;
+  int32_t dtype, device_type;  // libtorch's codes
+};
+
+// What a DLTensor says of `handle`; the shape and strides are borrowed from the tensor.
+inline void describe(const char *operation, AtenTensorHandle handle, bool writable, View &view) {
+  DLTensor &t = view.tensor;
+  int64_t ndim = 0;
+  HFP_SHIM(operation, aoti_torch_get_dim(handle, &ndim));
+  HFP_SHIM(operation, aoti_torch_get_sizes(handle, &t.shape));
+  HFP_SHIM(operation, aoti_torch_get_strides(handle, &t.strides));
+  HFP_SHIM(operation, aoti_torch_get_dtype(handle, &view.dtype));
+  HFP_SHIM(operation, aoti_torch_get_device_type(handle, &view.device_type));
+  HFP_SHIM(operation, aoti_torch_get_device_index(handle, &t.device.device_id));
+  if (writable) {
+    HFP_SHIM(operation, torch_get_mutable_data_ptr(handle, &t.data));
+  } else {
+    // Through the const getter, a lazily copied tensor stays shared.
+    HFP_SHIM(operation, torch_get_const_data_ptr(handle, const_cast<const void **>(&t.data)));
+  }
+  t.ndim = static_cast<int32_t>(ndim);
+  t.dtype = static_cast<uint32_t>(view.dtype) < 64 ? codes.dlpack[view.dtype] : DLDataType{};
+  t.device.device_type = view.device_type == codes.cuda ? kDLCUDA : kDLCPU;
+  t.byte_offset = 0;
+  if (t.device.device_type == kDLCPU) t.device.device_id = 0;  // torch says -1
+}
+
+// Whether the kernels can walk it: unit last stride, and few enough outer dimensions after merging
+// those that are evenly spaced.
+inline bool walkable(const DLTensor &t) {
+  if (t.ndim == 0) return true;
+  int64_t i = t.ndim - 1;
+  if (t.strides[i] != 1) return false;
+  int groups = 0;
+  int64_t expected = -1;
+  for (--i; i >= 0; --i) {
+    if (t.shape[i] == 1) continue;
+    if (t.strides[i] != expected && ++groups > HFP_MAX_OUTER_DIMS) return false;
+    expected = t.strides[i] * t.shape[i];
+  }
+  return true;
+}
+
+// Contiguous strides, as torch computes them (a dimension of size 0 counts as 1).
+inline void contiguous_strides(int32_t ndim, const int64_t *shape, int64_t *strides) {
+  int64_t stride = 1;
+  for (int32_t i = ndim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape[i] > 1 ? shape[i] : 1;
+  }
+}
+
+inline void check_dims(const char *operation, int32_t ndim) {
+  if (__builtin_expect(ndim > kMaxDims, 0)) {
+    throw std::runtime_error(std::string("hfpatch: `") + operation +
+                             "`: expected at most 64 dimensions, got " + std::to_string(ndim));
+  }
+}
+
+// Replaces the tensor by a contiguous copy.
+[[gnu::noinline]] void make_contiguous(const char *operation, Handle &handle, View &view) {
+  const DLTensor &t = view.tensor;
+  check_dims(operation, t.ndim);
+  int64_t strides[kMaxDims];
+  contiguous_strides(t.ndim, t.shape, strides);
+  int32_t device_index = 0;
+  HFP_SHIM(operation, aoti_torch_get_device_index(handle.get(), &device_index));
+  AtenTensorHandle copy = nullptr;
+  HFP_SHIM(operation, aoti_torch_empty_strided(t.ndim, t.shape, strides, view.dtype,
+                                               view.device_type, device_index, &copy));
+  Handle owner;
+  owner.take(copy);
+  HFP_SHIM(operation, aoti_torch_copy_(copy, handle.get(), /*non_blocking=*/0));
+  aoti_torch_delete_tensor_object(handle.release());
+  handle.take(owner.release());
+  describe(operation, copy, false, view);
+}
+
+// Makes the tensors' device current for the launch, if it is not, and finds torch's stream there.
+class Launch {
+ public:
+  Launch(const char *operation, const DLTensor &first) {
+#if defined(CUDA_KERNEL)
+    if (first.device.device_type != kDLCUDA) return;
+    const int32_t device = first.device.device_id;
+    int32_t current = -1;
+    HFP_SHIM(operation, aoti_torch_get_current_device_index(&current));
+    if (current != device) HFP_SHIM(operation, aoti_torch_create_device_guard(device, &guard_));
+    const AOTITorchError status = aoti_torch_get_current_cuda_stream(device, &stream);
+    if (status != AOTI_TORCH_SUCCESS) {
+      release();
+      fail(operation, "aoti_torch_get_current_cuda_stream");
+    }
+#else
+    (void)operation, (void)first;
+#endif
+  }
+  Launch(const Launch &) = delete;
+  Launch &operator=(const Launch &) = delete;
+  ~Launch() { release(); }
+
+  void *stream = nullptr;
+
+ private:
+  void release() {
+    if (guard_ != nullptr) aoti_torch_delete_device_guard(std::exchange(guard_, nullptr));
+  }
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+// ---------------------------------------------------------------------------------------------
+// One operator
+
+template <class Op>
+struct Binding {
+  using Sig = Signature<std::remove_const_t<decltype(Op::function)>>;
+  static constexpr std::size_t kOutputs = Sig::outputs;
+  static constexpr std::size_t kArguments = count_parts(Op::arguments);
+  static constexpr auto kArgs = [] {
+    std::array<Argument, kArguments> args{};
+    for (std::size_t i = 0; i < kArguments; ++i) args[i] = parse_argument(part(Op::arguments, i));
+    return args;
+  }();
+
+  // -1: there is none of that name.
+  static constexpr int find(std::string_view name) {
+    for (std::size_t i = 0; i < kArguments; ++i)
+      if (kArgs[i].name == name) return static_cast<int>(i);
+    return -1;
+  }
+
+  template <std::size_t... I>
+  static constexpr bool parameters_match(std::index_sequence<I...>) {
+    return (matches<std::tuple_element_t<kOutputs + I, typename Sig::Tuple>>(kArgs[I].kind) && ...);
+  }
+
+  static_assert(Sig::size == kOutputs + kArguments + 1,
+                "HFP_OP_TABLE: the schema and the C function differ in the number of arguments");
+  static_assert(parameters_match(std::make_index_sequence<kArguments>{}),
+                "HFP_OP_TABLE: the schema and the C function differ in the type of an argument");
+  static_assert(kArguments > 0 && kArgs[0].kind == Kind::Tensor,
+                "HFP_OP_TABLE: the first argument must be a Tensor");
+  static_assert(count_parts(Op::result) == kOutputs,
+                "HFP_OP_TABLE: one result rule per output, separated by commas");
+
+  // The arguments of one call, taken off the boxed stack: it owns every handle there.
+  struct Call {
+    Handle handles[kArguments];
+    View views[kArguments];
+    double floats[kArguments];
+    int64_t ints[kArguments];
+
+    explicit Call(const StableIValue *stack) {
+      // Own everything first, so that an exception below leaks nothing.
+      for (std::size_t i = 0; i < kArguments; ++i) {
+        switch (kArgs[i].kind) {
+          case Kind::Tensor:
+            handles[i].take(pointer<AtenTensorHandle>(stack[i]));
+            break;
+          case Kind::OptionalTensor:
+            // None is a null pointer; a value comes in a cell on the heap that is ours to free.
+            if (auto *cell = pointer<StableIValue *>(stack[i])) {
+              handles[i].take(pointer<AtenTensorHandle>(*cell));
+              delete cell;
+            }
+            break;
+          case Kind::Float:
+            std::memcpy(&floats[i], &stack[i], sizeof(double));
+            break;
+          default:
+            std::memcpy(&ints[i], &stack[i], sizeof(int64_t));
+        }
+      }
+      for (std::size_t i = 0; i < kArguments; ++i) {
+        if (handles[i].get() == nullptr) continue;
+        describe(Op::name, handles[i].get(), false, views[i]);
+        if (__builtin_expect(!walkable(views[i].tensor), 0))
+          make_contiguous(Op::name, handles[i], views[i]);
+      }
+    }
+
+    template <class T>
+    static T pointer(StableIValue value) {
+      return reinterpret_cast<T>(static_cast<uintptr_t>(value));
+    }
+
+    template <std::size_t I>
+    auto argument() const {
+      if constexpr (kArgs[I].kind == Kind::Float) {
+        return floats[I];
+      } else if constexpr (kArgs[I].kind == Kind::Int) {
+        return ints[I];
+      } else {
+        const DLTensor *tensor = handles[I].get() != nullptr ? &views[I].tensor : nullptr;
+        return tensor;
+      }
+    }
+
+    template <std::size_t... O, std::size_t... I>
+    void run(View *outs, std::index_sequence<O...>, std::index_sequence<I...>) {
+      const Launch launch(Op::name, views[0].tensor);
+      const int32_t status =
+          Op::function(&outs[O].tensor..., argument<I>()..., launch.stream);
+      if (__builtin_expect(status != HFP_OK, 0)) throw std::runtime_error(hfp_last_error());
+    }
+
+    void run(View *outs) {
+      run(outs, std::make_index_sequence<kOutputs>{}, std::make_index_sequence<kArguments>{});
+    }
+
+    int32_t norm_dtype() const {
+      constexpr int weight = find("weight"), cast = find("cast");
+      static_assert(weight >= 0 && cast >= 0, "result rule \"norm\": needs `weight` and `cast`");
+      const int32_t x = views[0].dtype;
+      if (handles[weight].get() == nullptr) return x;
+      const int32_t w = views[weight].dtype;
+      switch (ints[cast]) {
+        case HFP_CAST_INPUT:
+          return x == w ? x : codes.f32;  // any two different floating types here promote to fp32
+        case HFP_CAST_WEIGHT:
+          return w;
+        default:
+          return x;
+      }
+    }
+
+    template <std::size_t O>
+    void allocate(Handle &handle, View &out) const {
+      constexpr Rule rule = parse_rule(part(Op::result, O));
+      static_assert(rule != Rule::Invalid, "HFP_OP_TABLE: unknown result rule");
+      const DLTensor &x = views[0].tensor;
+      const int32_t ndim = x.ndim;
+      check_dims(Op::name, ndim);
+      int64_t shape[kMaxDims], strides[kMaxDims];
+      for (int32_t i = 0; i < ndim; ++i) shape[i] = x.shape[i];
+      if constexpr (rule == Rule::Halved) {
+        if (ndim > 0) shape[ndim - 1] /= 2;  // an odd size is the C function's to refuse
+      }
+      contiguous_strides(ndim, shape, strides);
+      int32_t dtype = views[0].dtype;
+      if constexpr (rule == Rule::Norm) dtype = norm_dtype();
+      AtenTensorHandle result = nullptr;
+      HFP_SHIM(Op::name,
+               aoti_torch_empty_strided(ndim, shape, strides, dtype, views[0].device_type,
+                                        x.device.device_id, &result));
+      handle.take(result);
+      describe(Op::name, result, true, out);
+    }
+
+    template <std::size_t... O>
+    void functional(StableIValue *stack, std::index_sequence<O...>) {
+      Handle results[kOutputs];
+      View outs[kOutputs];
+      (allocate<O>(results[O], outs[O]), ...);
+      run(outs);
+      for (std::size_t i = 0; i < kOutputs; ++i)
+        stack[i] = static_cast<StableIValue>(reinterpret_cast<uintptr_t>(results[i].release()));
+    }
+  };
+
+  static void functional(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    call.functional(stack, std::make_index_sequence<kOutputs>{});
+  }
+
+  static void out(StableIValue *stack, uint64_t, uint64_t) {
+    Handle results[kOutputs];
+    for (std::size_t i = 0; i < kOutputs; ++i)
+      results[i].take(reinterpret_cast<AtenTensorHandle>(static_cast<uintptr_t>(stack[i])));
+    Call call(stack + kOutputs);
+    View outs[kOutputs];
+    for (std::size_t i = 0; i < kOutputs; ++i)
+      describe(Op::name, results[i].get(), true, outs[i]);
+    call.run(outs);
+  }
+
+  // "rms_norm(Tensor x, ...) -> Tensor"
+  static std::string schema() {
+    std::string result = "Tensor";
+    if (kOutputs > 1) {
+      result = "(Tensor";
+      for (std::size_t i = 1; i < kOutputs; ++i) result += ", Tensor";
+      result += ")";
+    }
+    return std::string(Op::name) + "(" + Op::arguments + ") -> " + result;
+  }
+
+  // "rms_norm_out(Tensor(a!) out, Tensor x, ...) -> ()"; several outputs: out0, out1, ...
+  static std::string out_schema() {
+    std::string outs;
+    for (std::size_t i = 0; i < kOutputs; ++i) {
+      outs += std::string("Tensor(") + static_cast<char>('a' + i) + "!) out";
+      outs += (kOutputs > 1 ? std::to_string(i) : std::string()) + ", ";
+    }
+    return std::string(Op::name) + "_out(" + outs + Op::arguments + ") -> ()";
+  }
+};
+
+#define HFP_OP(NAME, FUNCTION, RESULT, ARGUMENTS)            \
+  struct NAME##_op {                                         \
+    static constexpr const char *name = #NAME;               \
+    static constexpr const char *out_name = #NAME "_out";    \
+    static constexpr auto function = &FUNCTION;              \
+    static constexpr const char *result = RESULT;            \
+    static constexpr const char *arguments = ARGUMENTS;      \
+  };
+HFP_OP_TABLE(HFP_OP)
+#undef HFP_OP
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+#define HFP_DEFINE(NAME, FUNCTION, RESULT, ARGUMENTS)   \
+  ops.def(Binding<NAME##_op>::schema().c_str());        \
+  ops.def(Binding<NAME##_op>::out_schema().c_str());
+  HFP_OP_TABLE(HFP_DEFINE)
+#undef HFP_DEFINE
+}
+
+#define HFP_IMPLEMENT(NAME, FUNCTION, RESULT, ARGUMENTS)                 \
+  ops.impl(NAME##_op::name, &Binding<NAME##_op>::functional);            \
+  ops.impl(NAME##_op::out_name, &Binding<NAME##_op>::out);
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { HFP_OP_TABLE(HFP_IMPLEMENT) }
+
+#if defined(CUDA_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { HFP_OP_TABLE(HFP_IMPLEMENT) }
+#endif
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
