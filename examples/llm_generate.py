@@ -1,7 +1,9 @@
 """Chat with SmolLM2-135M-Instruct (real weights), with and without hfpatch's kernels.
 
-python examples/llm_generate.py --compare
-python examples/llm_generate.py --prompt "Why is the sky blue?" --max-new-tokens 128
+    python examples/llm_generate.py --compare
+    python examples/llm_generate.py --prompt "Why is the sky blue?" --max-new-tokens 128
+
+Decoding is greedy: the same tokens are expected with and without the kernels.
 """
 
 from __future__ import annotations

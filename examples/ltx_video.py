@@ -123,7 +123,7 @@ def load_pipeline(args: argparse.Namespace) -> Any:
     else:
         try:
             pipe = LTXPipeline.from_pretrained(args.model, torch_dtype=args.dtype)
-        except OSError as e:
+        except (OSError, ValueError) as e:  # not there, or not a name that could be there
             sys.exit(
                 f"error: `--model {args.model}` could not be loaded: {e}\n"
                 "Give the Hub id or folder of an LTX-Video pipeline, or use --random-weights."

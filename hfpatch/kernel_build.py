@@ -311,7 +311,12 @@ def _search(pattern: str, text: str) -> str | None:
 def _run(command: Sequence[str], cwd: Path | None = None, check: bool = True) -> str:
     try:
         done = subprocess.run(
-            command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=cwd,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
     except OSError as error:
         raise KernelBuildError(f"`{command[0]}` could not be started: {error}") from error

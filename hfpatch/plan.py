@@ -145,7 +145,6 @@ class _Draft:
     prepared: list[Prepared] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     covered: set[int] = field(default_factory=set)  # ids of modules a wider swap bypasses
-    matched: set[str] = field(default_factory=set)  # patterns that matched something
 
 
 def make_plan(
@@ -170,20 +169,20 @@ def make_plan(
         site for prefix, root in roots for site in _sites(prefix, root, settings.assume_device)
     ]
     for pattern in (*(settings.include or ()), *settings.exclude):
-        if not any(_matches((pattern,), path, type(m).__name__) for path, m, _ in sites):
+        if not any(_matches((pattern,), s.path, type(s.module).__name__) for s in sites):
             raise ValueError(
                 f"pattern {pattern!r} in `include`/`exclude` matches no module path or class name "
                 f"of {name}"
             )
-    ranked: list[tuple[int, int, str, nn.Module, str | None, list[Family]]] = []
-    for order, (path, module, device) in enumerate(sites):
-        families = registry.nominating(module)
+    ranked: list[tuple[int, Site, list[Family]]] = []
+    for site in sites:
+        families = registry.nominating(site.module)
         if families:
-            ranked.append((families[0].rank, order, path, module, device, families))
-    for _, _, path, module, device, families in sorted(ranked, key=lambda r: r[:2]):
-        if id(module) not in draft.covered:
-            _decide(draft, path, module, device, families)
-    order_of = {path: i for i, (path, _, _) in enumerate(sites)}
+            ranked.append((families[0].rank, site, families))
+    for _, site, families in sorted(ranked, key=lambda r: r[0]):
+        if id(site.module) not in draft.covered:
+            _decide(draft, site, families)
+    order_of = {site.path: i for i, site in enumerate(sites)}
     draft.prepared.sort(key=lambda p: order_of[p.swap.path])
     draft.skips.sort(key=lambda s: order_of[s.path])
     plan = Plan(
@@ -193,15 +192,30 @@ def make_plan(
     return plan, draft.prepared
 
 
-def _sites(
-    prefix: str, root: nn.Module, assumed: str | None
-) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(path, module, device type where it will run if an offload hook says so)."""
+@dataclass(frozen=True)
+class Site:
+    """A module of the model and where it runs.
+
+    `execution` is the device type that an offload hook, on it or above, moves its inputs to, if one
+    does; `home` the device type of the nearest weights, its own or those of a module above it.
+    """
+
+    path: str
+    module: nn.Module
+    execution: str | None
+    home: str
+
+
+def _sites(prefix: str, root: nn.Module, assumed: str | None) -> Iterator[Site]:
     execution: dict[str, str | None] = {}
+    home: dict[str, str] = {}
     for path, module in root.named_modules():
-        parent = execution.get(path.rpartition(".")[0]) if path else assumed
-        execution[path] = _execution_device(module) or parent
-        yield (f"{prefix}.{path}" if prefix and path else prefix or path), module, execution[path]
+        above = path.rpartition(".")[0]
+        execution[path] = _execution_device(module) or (execution[above] if path else assumed)
+        own = next((p.device.type for p in module.parameters()), None)
+        home[path] = own or (home[above] if path else "cpu")
+        full = f"{prefix}.{path}" if prefix and path else prefix or path
+        yield Site(full, module, execution[path], home[path])
 
 
 def _execution_device(module: nn.Module) -> str | None:
@@ -216,9 +230,8 @@ def _execution_device(module: nn.Module) -> str | None:
     return None
 
 
-def _decide(
-    draft: _Draft, path: str, module: nn.Module, device: str | None, families: list[Family]
-) -> None:
+def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
+    path, module = site.path, site.module
     class_name = type(module).__name__
     settings = draft.settings
 
@@ -235,8 +248,7 @@ def _decide(
             return skip("excluded", "matched by `exclude`")
         if isinstance(subject, str):
             return skip("unsupported", subject)
-        outcome = _unfit(module, subject) or _prepare(path, module, device, family, subject,
-                                                      settings)
+        outcome = _unfit(module, subject) or _prepare(site, family, subject, settings)
         if isinstance(outcome, Prepared):
             draft.prepared.append(outcome)
             draft.covered.update(id(module._modules[n]) for n in subject.bypassed)
@@ -285,12 +297,14 @@ def forget_proofs() -> None:
     _contracts.clear()
 
 
-def _probe_devices(module: nn.Module, execution: str | None) -> tuple[str, ...] | probe.Refusal:
+def _probe_devices(site: Site) -> tuple[str, ...] | probe.Refusal:
     """Device types to prove on: where the weights are, and where a hook will move the input."""
-    found = {p.device.type for p in module.parameters()}
-    if execution is not None:
-        found.add(execution)
-        found.discard("meta")  # an offload hook brings the weights
+    found = {site.execution} if site.execution is not None else {site.home}
+    for child in site.module.modules():
+        hook = _execution_device(child) or site.execution
+        for p in child._parameters.values():
+            if p is not None:  # an offload hook brings weights that are on the meta device now
+                found.add(hook if hook is not None and p.is_meta else p.device.type)
     if "meta" in found:
         return probe.Refusal(
             "unsupported", "its weights are on the meta device; load them, then call apply again"
@@ -298,21 +312,17 @@ def _probe_devices(module: nn.Module, execution: str | None) -> tuple[str, ...] 
     other = found - {"cpu", "cuda"}
     if other:
         return probe.Refusal("unsupported", f"no kernel for device {', '.join(sorted(other))}")
-    return tuple(sorted(found or {"cpu"}))
+    return tuple(sorted(found))
 
 
 def _prepare(
-    path: str,
-    module: nn.Module,
-    execution: str | None,
-    family: Family,
-    subject: Subject,
-    settings: Settings,
+    site: Site, family: Family, subject: Subject, settings: Settings
 ) -> Prepared | probe.Refusal:
+    path, module = site.path, site.module
     original = type(module).forward
     if isinstance(subject, CustomSubject):
         return _prepare_custom(path, module, subject, settings)
-    devices = _probe_devices(module, execution)
+    devices = _probe_devices(site)
     if isinstance(devices, probe.Refusal):
         return devices
     contract, proofs = _contract(module, family, subject, settings)
@@ -328,7 +338,7 @@ def _prepare(
     good = {d: p for d in devices if isinstance(p := proofs[d], probe.Proof)}
     if not good:
         return refusals[0]
-    proof = good.get(execution or "", next(iter(good.values())))
+    proof = good.get(site.execution or "", next(iter(good.values())))
     formula = proof.formulas[subject.main_combo()]
     entry = Swap(
         path, type(module).__name__, formula.op, str(formula),

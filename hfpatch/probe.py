@@ -56,7 +56,7 @@ class Proof:
     kernels: tuple[Kernel, ...]
     max_abs_error: float = 0.0
     max_rel_error: float = 0.0
-    dropped: dict[Combo, str] = field(default_factory=dict)
+    dropped: dict[Combo, Refusal] = field(default_factory=dict)
 
 
 class _KernelCounter(TorchDispatchMode):
@@ -167,7 +167,7 @@ def _prove(
     for combo in subject.combos():
         fits = _fits(subject, combo, matches, device)
         if isinstance(fits, Refusal):
-            proof.dropped[combo] = fits.reason
+            proof.dropped[combo] = fits
         else:
             trials[combo] = fits
     order = _by_consistency(matches, [fits for _, fits in trials.values()])
@@ -179,11 +179,10 @@ def _prove(
         if outcome is not None:
             if outcome.kind == "off":
                 return outcome
-            proof.dropped[combo] = outcome.reason
+            proof.dropped[combo] = outcome
     main = subject.main_combo()
     if main not in proof.computes:
-        reason = proof.dropped.get(main, f"no kernel for {main}")
-        return Refusal("rejected" if proof.dropped else "unsupported", reason)
+        return proof.dropped.get(main, Refusal("unsupported", f"no kernel for {main}"))
     ops = {f.op for f in proof.formulas.values()}
     proof.kernels = tuple(k for op in sorted(ops) if (k := sources.kernel(op)) is not None)
     if gain := _no_gain(subject, trial, proof, sources, device.type):

@@ -43,6 +43,7 @@ class Slot:
 class Swapped:
     """What an adapter remembers: enough to describe it and to undo it, also on a copied module."""
 
+    adapter: Forward  # the function that carries this: wrappers copy its attributes to themselves
     details: Any  # the report's `Swap`
     had_forward: bool  # whether the instance held a (native) forward in the slot before
 
@@ -70,7 +71,7 @@ def adapter_of(forward: Any) -> Swapped | None:
     """What we wrote on `forward`, if it is ours."""
     function = getattr(forward, "__func__", forward)
     found = getattr(function, _MARK, None)
-    return found if isinstance(found, Swapped) else None
+    return found if isinstance(found, Swapped) and found.adapter is function else None
 
 
 def foreign_forward(module: nn.Module) -> str | None:
@@ -132,7 +133,7 @@ def _write(module: nn.Module, forward: Forward, details: Any) -> _Undo:
     forward.__name__ = "forward"
     forward.__qualname__ = f"{type(module).__qualname__}.forward"
     forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]
-    setattr(forward, _MARK, Swapped(details, had))
+    setattr(forward, _MARK, Swapped(forward, details, had))
     slot.set(types.MethodType(forward, module))
     return undo
 

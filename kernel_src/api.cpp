@@ -170,7 +170,8 @@ static int32_t activation(Check &check, DLTensor *out, const DLTensor *x, int64_
 
 int32_t hfp_gelu(DLTensor *out, const DLTensor *x, int64_t approximate, void *stream) {
   Check check("hfp_gelu");
-  if (!check.in_range("approximate", approximate, HFP_ACT_SILU, "0 (erf), 1 (tanh) or 2 (sigmoid)")) {
+  if (!check.in_range("approximate", approximate, HFP_ACT_SILU,
+                      "0 (erf), 1 (tanh) or 2 (sigmoid)")) {
     return check.status();
   }
   return activation(check, out, x, approximate, stream);

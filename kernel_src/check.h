@@ -6,6 +6,7 @@
 
 #include <cfloat>
 #include <cstdarg>
+#include <cstddef>
 #include <cstdio>
 #include <type_traits>
 
@@ -14,7 +15,7 @@
 namespace hfp {
 
 constexpr int32_t kMaxDims = 64;
-constexpr size_t kMessageSize = 1024;
+constexpr std::size_t kMessageSize = 1024;
 
 // A validated tensor argument; present == false for an optional one that is NULL.
 struct Tensor {
@@ -93,14 +94,14 @@ struct ShapeText {
   char text[192];
 
   explicit ShapeText(const DLTensor &t, int64_t last_divisor = 1) {
-    size_t used = 0;
+    std::size_t used = 0;
     text[used++] = '[';
     for (int32_t i = 0; i < t.ndim; ++i) {
       const int64_t size = i + 1 == t.ndim ? t.shape[i] / last_divisor : t.shape[i];
       char item[32];
       const int n = std::snprintf(item, sizeof item, i ? ", %lld" : "%lld",
                                   static_cast<long long>(size));
-      if (used + static_cast<size_t>(n) + sizeof ", ...]" > sizeof text) {
+      if (used + static_cast<std::size_t>(n) + sizeof ", ...]" > sizeof text) {
         for (const char *p = ", ..."; *p; ++p) text[used++] = *p;
         break;
       }
@@ -143,7 +144,9 @@ inline bool supported(DLDataType t, DType *type) {
   return false;
 }
 
-inline bool add_overflows(int64_t a, int64_t b, int64_t *sum) { return __builtin_add_overflow(a, b, sum); }
+inline bool add_overflows(int64_t a, int64_t b, int64_t *sum) {
+  return __builtin_add_overflow(a, b, sum);
+}
 inline bool mul_overflows(int64_t a, int64_t b, int64_t *product) {
   return __builtin_mul_overflow(a, b, product);
 }
@@ -240,7 +243,8 @@ inline bool Check::strides(Tensor *tensor) {
   const DLTensor &t = *tensor->raw;
   const int32_t last = t.ndim - 1;
   if (t.strides && t.shape[last] > 1 && t.strides[last] != 1) {
-    return fail("`%s` must have stride 1 in its last dimension, got stride %lld; call .contiguous()",
+    return fail("`%s` must have stride 1 in its last dimension, got stride %lld;"
+                " call .contiguous()",
                 tensor->name, static_cast<long long>(t.strides[last]));
   }
   // Sizes and strides of the merged dimensions, innermost first.
@@ -257,7 +261,8 @@ inline bool Check::strides(Tensor *tensor) {
     int64_t span;
     if (step == INT64_MIN || mul_overflows(size - 1, step < 0 ? -step : step, &span) ||
         add_overflows(reach, span, &reach)) {
-      return fail("`%s` must span fewer than 2^63 bytes, got stride %lld in dimension %d of shape %s",
+      return fail("`%s` must span fewer than 2^63 bytes, got stride %lld in dimension %d of"
+                  " shape %s",
                   tensor->name, static_cast<long long>(step), i, ShapeText(t).text);
     }
     if (step != expected) tensor->contiguous = false;
@@ -269,8 +274,8 @@ inline bool Check::strides(Tensor *tensor) {
       continue;
     }
     if (merged == HFP_MAX_OUTER_DIMS) {
-      return fail("`%s` must have leading dimensions that merge into at most %d strides, got shape %s;"
-                  " call .contiguous()",
+      return fail("`%s` must have leading dimensions that merge into at most %d strides,"
+                  " got shape %s; call .contiguous()",
                   tensor->name, HFP_MAX_OUTER_DIMS, ShapeText(t).text);
     }
     sizes[merged] = size;
@@ -296,7 +301,8 @@ inline bool Check::input(const char *name, const DLTensor *raw, Tensor *tensor) 
   return parse(name, raw, tensor);
 }
 
-inline bool Check::param(const char *name, const DLTensor *raw, const Tensor &like, Tensor *tensor) {
+inline bool Check::param(const char *name, const DLTensor *raw, const Tensor &like,
+                         Tensor *tensor) {
   *tensor = Tensor();
   if (!raw) return true;
   if (!parse(name, raw, tensor)) return false;
@@ -321,14 +327,16 @@ inline bool Check::same_shape(const Tensor &a, const Tensor &b) {
               ShapeText(*a.raw).text, ShapeText(*b.raw).text);
 }
 
-inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type, Tensor *tensor) {
+inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type,
+                          Tensor *tensor) {
   if (!parse("out", raw, tensor)) return false;
   if (tensor->type != type) {
     return fail("`out` must be %s, got %s", name_of(type), name_of(tensor->type));
   }
   bool same = raw->ndim == like.raw->ndim;
   for (int32_t i = 0; same && i < raw->ndim; ++i) {
-    same = raw->shape[i] == (i + 1 == raw->ndim ? like.raw->shape[i] / divisor : like.raw->shape[i]);
+    const int64_t size = like.raw->shape[i];
+    same = raw->shape[i] == (i + 1 == raw->ndim ? size / divisor : size);
   }
   if (!same) {
     return fail("`out` must have shape %s to match `%s`, got %s",
@@ -338,12 +346,14 @@ inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DT
   return true;
 }
 
-inline bool Check::in_range(const char *name, int64_t value, int64_t count, const char *choices) {
+inline bool Check::in_range(const char *name, int64_t value, int64_t count,
+                            const char *choices) {
   if (value >= 0 && value < count) return true;
   return fail("`%s` must be %s, got %lld", name, choices, static_cast<long long>(value));
 }
 
-inline bool Check::number(const char *name, double value, double low, const char *expected) {
+inline bool Check::number(const char *name, double value, double low,
+                          const char *expected) {
   const double size = value < 0 ? -value : value;
   if (size <= FLT_MAX && value >= low) return true;  // false for NaN
   return fail("`%s` must be %s, got %g", name, expected, value);

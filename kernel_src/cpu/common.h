@@ -2,6 +2,7 @@
 // the instruction set, threads, and walking rows.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "../kernels.h"
@@ -65,7 +66,9 @@ void parallel(void (*fn)(const Args &, int64_t, int64_t), const Args &args, int6
   fn(args, 0, units);
 }
 
-inline int64_t rows_grain(int64_t cols) { return cols >= kGrainElements ? 1 : kGrainElements / cols; }
+inline int64_t rows_grain(int64_t cols) {
+  return cols >= kGrainElements ? 1 : kGrainElements / cols;
+}
 
 // Walks the element offsets of consecutive rows without a division per row.
 class RowCursor {

@@ -208,7 +208,7 @@ HFP_INLINE vf load_n(const char *p, int64_t n) {
   }
 #else
   char buffer[HFP_SIMD_BYTES] = {};
-  __builtin_memcpy(buffer, p, static_cast<size_t>(n * size_of(T)));
+  __builtin_memcpy(buffer, p, static_cast<std::size_t>(n * size_of(T)));
   return load<T>(buffer);
 #endif
 }
@@ -226,7 +226,7 @@ HFP_INLINE void store_n(char *p, vf v, int64_t n) {
 #else
   char buffer[HFP_SIMD_BYTES];
   store<T>(buffer, v);
-  __builtin_memcpy(p, buffer, static_cast<size_t>(n * size_of(T)));
+  __builtin_memcpy(p, buffer, static_cast<std::size_t>(n * size_of(T)));
 #endif
 }
 

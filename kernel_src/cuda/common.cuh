@@ -207,19 +207,13 @@ __device__ __forceinline__ void round_any(float (&value)[N], DType type) {
 // ---------------------------------------------------------------------------------------------
 // Row addressing
 
-// Two 64-bit divisions, kept out of line: most tensors have one row stride.
-static __device__ __noinline__ int64_t outer_row_offset(int64_t row, int64_t n1, int64_t n2,
-                                                        int64_t s0, int64_t s1, int64_t s2) {
-  const uint64_t outer = static_cast<uint64_t>(row) / static_cast<uint64_t>(n2);
-  const uint64_t i0 = outer / static_cast<uint64_t>(n1);
-  const int64_t i1 = static_cast<int64_t>(outer - i0 * static_cast<uint64_t>(n1));
-  const int64_t i2 = row - static_cast<int64_t>(outer) * n2;
-  return static_cast<int64_t>(i0) * s0 + i1 * s1 + i2 * s2;
-}
-
 __device__ __forceinline__ int64_t row_offset(const Rows &r, int64_t row) {
-  if (r.n2 >= r.rows) return row * r.s2;
-  return outer_row_offset(row, r.n1, r.n2, r.s0, r.s1, r.s2);
+  if (r.n2 >= r.rows) return row * r.s2;  // most tensors: no divisions
+  const uint64_t outer = static_cast<uint64_t>(row) / static_cast<uint64_t>(r.n2);
+  const uint64_t i0 = outer / static_cast<uint64_t>(r.n1);
+  const int64_t i1 = static_cast<int64_t>(outer - i0 * static_cast<uint64_t>(r.n1));
+  const int64_t i2 = row - static_cast<int64_t>(outer) * r.n2;
+  return static_cast<int64_t>(i0) * r.s0 + i1 * r.s1 + i2 * r.s2;
 }
 
 // The most elements (a power of two, up to 16 bytes of x) that can be moved by one instruction
@@ -238,7 +232,8 @@ inline int widest_vector(const Rows &r, int element_bytes) {
 inline int narrow_to_pointer(int n, const void *pointer, int64_t element_bytes) {
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
   auto aligned = [&](int64_t bytes) {
-    return (address & static_cast<uint64_t>((bytes < kVectorBytes ? bytes : kVectorBytes) - 1)) == 0;
+    const int64_t step = bytes < kVectorBytes ? bytes : kVectorBytes;
+    return (address & static_cast<uint64_t>(step - 1)) == 0;
   };
   while (n > 1 && !aligned(n * element_bytes)) n /= 2;
   return n;

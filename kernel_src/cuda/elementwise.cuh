@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(kElementwiseThreads)
       const int64_t col = (at - row * p.row_vectors) * N;
 #pragma unroll
       for (int k = 0; k < F::kInputs; ++k) {
-        v[u][k].template load<Cache::kStream>(static_cast<const T *>(p.in[k]) +
-                                              row_offset(p.rows[k], row) + col);
+        const int64_t from = row_offset(p.rows[k], row) + col;
+        v[u][k].template load<Cache::kStream>(static_cast<const T *>(p.in[k]) + from);
       }
     }
   }

@@ -159,12 +159,21 @@ constexpr char kOp[] = "layer_norm";
 
 template <class T, class W, int N>
 struct Kernels {
+  static constexpr int words() { return Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords; }
   template <int kThreads, int kVectors>
   static auto kernel() {
     return &layer_norm_kernel<T, W, N, kThreads, kVectors>;
   }
   static auto loop() { return &layer_norm_loop_kernel<T, N>; }
 };
+
+// Vectors of 16 bytes, a row that registers hold.
+template <class T, class W>
+int32_t launch_fast(LayerNormParams &p, void *stream) {
+  using K = Kernels<T, W, kVectorBytes / static_cast<int>(sizeof(T))>;
+  const RowPlan plan = plan_rows(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
+  return launch_rows(select_kernel<K>(plan.shape), plan, p, stream, kOp);
+}
 
 template <class T, int N>
 int32_t launch_general(LayerNormParams &p, void *stream) {
@@ -185,17 +194,10 @@ int32_t launch_typed(LayerNormParams &p, DType type, void *stream) {
 
   if (n == kWidest) {
     p.vectors = p.x_rows.cols / n;
-    const RowPlan plan = plan_rows(p.vectors, p.x_rows.rows);
-    if (plan.shape != Shape::kLoop && p.weight_type == p.bias_type) {
-      if (p.weight_type == type) {
-        return launch_rows(select_kernel<Kernels<T, T, kWidest>>(plan.shape), plan, p, stream,
-                           kOp);
-      }
+    if (p.vectors <= kMaxHeldVectors && p.weight_type == p.bias_type) {
+      if (p.weight_type == type) return launch_fast<T, T>(p, stream);
       if constexpr (!std::is_same_v<T, float>) {
-        if (p.weight_type == DType::F32) {
-          return launch_rows(select_kernel<Kernels<T, float, kWidest>>(plan.shape), plan, p,
-                             stream, kOp);
-        }
+        if (p.weight_type == DType::F32) return launch_fast<T, float>(p, stream);
       }
     }
     return launch_general<T, kWidest>(p, stream);

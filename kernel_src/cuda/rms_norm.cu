@@ -176,12 +176,21 @@ constexpr char kOp[] = "rms_norm";
 
 template <class T, class W, int N>
 struct Kernels {
+  static constexpr int words() { return Vec<T, N>::kWords + ParamVec<W, N>::kWords; }
   template <int kThreads, int kVectors>
   static auto kernel() {
     return &rms_norm_kernel<T, W, N, kThreads, kVectors>;
   }
   static auto loop() { return &rms_norm_loop_kernel<T, N>; }
 };
+
+// Vectors of 16 bytes, a row that registers hold.
+template <class T, class W>
+int32_t launch_fast(RmsNormParams &p, void *stream) {
+  using K = Kernels<T, W, kVectorBytes / static_cast<int>(sizeof(T))>;
+  const RowPlan plan = plan_rows(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
+  return launch_rows(select_kernel<K>(plan.shape), plan, p, stream, kOp);
+}
 
 template <class T, int N>
 int32_t launch_general(RmsNormParams &p, void *stream) {
@@ -202,17 +211,10 @@ int32_t launch_typed(RmsNormParams &p, DType x_type, void *stream) {
 
   if (n == kWidest) {
     p.vectors = p.x_rows.cols / n;
-    const RowPlan plan = plan_rows(p.vectors, p.x_rows.rows);
-    if (plan.shape != Shape::kLoop && p.bias == nullptr) {
-      if (p.weight_type == x_type && p.out_type == x_type) {
-        return launch_rows(select_kernel<Kernels<T, T, kWidest>>(plan.shape), plan, p, stream,
-                           kOp);
-      }
+    if (p.vectors <= kMaxHeldVectors && p.bias == nullptr) {
+      if (p.weight_type == x_type && p.out_type == x_type) return launch_fast<T, T>(p, stream);
       if constexpr (!std::is_same_v<T, float>) {
-        if (p.weight_type == DType::F32) {
-          return launch_rows(select_kernel<Kernels<T, float, kWidest>>(plan.shape), plan, p,
-                             stream, kOp);
-        }
+        if (p.weight_type == DType::F32) return launch_fast<T, float>(p, stream);
       }
     }
     return launch_general<T, kWidest>(p, stream);

@@ -21,6 +21,7 @@ inline constexpr int kRowThreads = 128;
 inline constexpr int kMaxThreadsX4 = 512;
 inline constexpr int kMaxThreadsX8 = 768;
 inline constexpr int kMaxThreads = 1024;
+inline constexpr int64_t kMaxHeldVectors = 8 * kMaxThreadsX8;
 
 // Up to so many vectors in the whole tensor, all can be on their way at once with one per thread
 // (a GPU runs 80,000 to 300,000 threads): the time is then the latency of one thread's work, which
@@ -42,7 +43,8 @@ constexpr int cta_threads(int64_t vectors, int per_thread) {
 // that a CTA holds many rows, each thread has two loads in flight, and the sum takes few shuffles.
 // Up to a warp of 8 vectors a row needs no barrier. Beyond that a CTA per row, 4 vectors a thread,
 // cut to the row's length in whole warps, so that no width wastes more than a warp.
-constexpr RowPlan plan_rows(int64_t vectors, int64_t rows) {
+// `warp_of_8` says whether a warp of 8 vectors can hold the parameters too: see kWarpOf8.
+constexpr RowPlan plan_rows(int64_t vectors, int64_t rows, bool warp_of_8) {
   if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
   if (vectors <= 32) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
   if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
@@ -50,9 +52,9 @@ constexpr RowPlan plan_rows(int64_t vectors, int64_t rows) {
     return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
   }
   if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
-  if (vectors <= 256) return {Shape::k32x8, kRowThreads, kRowThreads / 32};
+  if (vectors <= 256 && warp_of_8) return {Shape::k32x8, kRowThreads, kRowThreads / 32};
   if (vectors <= 4 * kMaxThreadsX4) return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
-  if (vectors <= 8 * kMaxThreadsX8) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
+  if (vectors <= kMaxHeldVectors) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
   return {Shape::kLoop, kMaxThreads, 1};
 }
 
@@ -60,7 +62,7 @@ constexpr RowPlan plan_rows(int64_t vectors, int64_t rows) {
 constexpr RowPlan plan_rows_general(int64_t vectors) {
   if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
   if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
-  if (vectors <= 8 * kMaxThreadsX8) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
+  if (vectors <= kMaxHeldVectors) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
   return {Shape::kLoop, kMaxThreads, 1};
 }
 
@@ -72,7 +74,15 @@ constexpr int max_threads(int row_threads, int vectors) {
   return vectors == 4 ? kMaxThreadsX4 : vectors == 8 ? kMaxThreadsX8 : kMaxThreads;
 }
 
-// K::kernel<threads per row, vectors per thread>() and K::loop() are pointers to its kernels.
+// Registers that a thread may fill with row and parameters before the parameters are left in
+// memory (L1, mostly) until they are used. 64 leaves 16 warps or more per SM.
+inline constexpr int kHoldWords = 64;
+
+template <int kWordsPerVector>
+inline constexpr bool kWarpOf8 = 8 * kWordsPerVector <= kHoldWords;
+
+// K::kernel<threads per row, vectors per thread>() and K::loop() are pointers to its kernels,
+// K::words() the registers of one vector of the row and its parameters.
 template <class K>
 auto select_kernel(Shape shape) {
   switch (shape) {
@@ -80,11 +90,15 @@ auto select_kernel(Shape shape) {
     case Shape::k16x2: return K::template kernel<16, 2>();
     case Shape::k32x2: return K::template kernel<32, 2>();
     case Shape::k32x4: return K::template kernel<32, 4>();
-    case Shape::k32x8: return K::template kernel<32, 8>();
+    case Shape::k32x8:
+      // Never planned where the condition is false; then its kernel is not built either.
+      if constexpr (kWarpOf8<K::words()>) return K::template kernel<32, 8>();
+      break;
     case Shape::kCtaX1: return K::template kernel<kCta, 1>();
     case Shape::kCtaX4: return K::template kernel<kCta, 4>();
-    default: return K::template kernel<kCta, 8>();
+    default: break;
   }
+  return K::template kernel<kCta, 8>();
 }
 
 template <class K>
@@ -148,10 +162,6 @@ template <int N>
 struct ParamVec<AnyType, N> {
   static constexpr int kWords = N;
 };
-
-// Registers that a thread may fill with row and parameters before the parameters are left in
-// memory (L1, mostly) until they are used. 64 leaves 16 warps or more per SM.
-inline constexpr int kHoldWords = 64;
 
 template <class W, int kThreads, int kVectors, int kWordsPerVector>
 inline constexpr bool kHoldParams = !std::is_same_v<W, AnyType> &&

@@ -13,8 +13,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def _kernels(kernels_module: object) -> None:
-    """The compiled kernels must be there: these tests are about them."""
+def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels must be there; convolutions in true fp32, or TF32 hides everything."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def to_cuda(inputs: dict[str, object]) -> dict[str, object]:

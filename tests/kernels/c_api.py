@@ -7,9 +7,14 @@ DLTensors that point to their memory.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
+import os
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,3 +172,14 @@ def build(folder: Path, compiler: str = "g++", jobs: int = 2) -> Path:
         [compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(library)], check=True
     )
     return library
+
+
+@functools.cache
+def built_library() -> Path | None:
+    """`build` with $CXX or g++, once per process; None without a compiler."""
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(compiler):
+        return None
+    folder = tempfile.mkdtemp(prefix="hfpatch-c-api-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build(Path(folder), compiler)

@@ -1,0 +1,145 @@
+"""Step times of full-size models, random weights: eager, hfpatch, torch.compile, in one run.
+
+    python benchmarks/models.py --output benchmarks/results/models-h100.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hfpatch
+from hfpatch.bench.timing import step_milliseconds
+from hfpatch.env import versions
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+def ltx(frames: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any]]:
+    """LTX-Video 2B, 512 x 768, batch 2 (classifier-free guidance)."""
+    from diffusers import LTXVideoTransformer3DModel
+
+    with torch.device(DEVICE):
+        model = LTXVideoTransformer3DModel().to(DTYPE).eval()
+    f, h, w = (frames - 1) // 8 + 1, 512 // 32, 768 // 32
+    inputs = {
+        "hidden_states": torch.randn(2, f * h * w, 128, device=DEVICE, dtype=DTYPE),
+        "encoder_hidden_states": torch.randn(2, 128, 4096, device=DEVICE, dtype=DTYPE),
+        "timestep": torch.tensor([500, 500], device=DEVICE),
+        "encoder_attention_mask": torch.ones(2, 128, device=DEVICE, dtype=DTYPE),
+        "num_frames": f, "height": h, "width": w,
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+        "return_dict": False,
+    }
+    return model, lambda m: m(**inputs)
+
+
+def llama_8b(tokens: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any]]:
+    """Llama-8B shape: a prefill of `tokens`, or one decoding step after 512 for tokens == 1."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+    )
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM(config).to(DTYPE).eval()
+    if tokens > 1:
+        ids = torch.randint(0, 128256, (1, tokens), device=DEVICE)
+        return model, lambda m: m(ids, use_cache=False, logits_to_keep=1)
+    prompt = torch.randint(0, 128256, (1, 512), device=DEVICE)
+    token = prompt[:, :1]
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+
+    def step(m: torch.nn.Module) -> Any:
+        logits = m(token, past_key_values=cache).logits
+        cache.crop(512)
+        return (logits,)
+
+    return model, step
+
+
+CASES: dict[str, Callable[[], tuple[torch.nn.Module, Callable[[torch.nn.Module], Any]]]] = {
+    "ltx-video 49 frames": lambda: ltx(49),
+    "ltx-video 161 frames": lambda: ltx(161),
+    "llama-8b prefill 2048": lambda: llama_8b(2048),
+    "llama-8b decode": lambda: llama_8b(1),
+}
+
+
+def launches(call: Callable[[], Any]) -> int:
+    """CUDA kernels that one call launches."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(e.count for e in profile.key_averages() if e.device_type.name == "CUDA")
+
+
+def measure(name: str, compiled: bool) -> dict[str, Any]:
+    model, step = CASES[name]()
+    row: dict[str, Any] = {"case": name}
+    with torch.no_grad():
+        reference = step(model)[0].float()
+        row["eager_ms"] = step_milliseconds(lambda: step(model))
+        row["eager_launches"] = launches(lambda: step(model))
+        report = hfpatch.apply(model)
+        row["swaps"], row["apply_s"] = len(report.swaps), report.plan.seconds
+        row["patched_ms"] = step_milliseconds(lambda: step(model))
+        row["patched_launches"] = launches(lambda: step(model))
+        patched = step(model)[0].float()
+        row["relative_difference"] = ((patched - reference).norm() / reference.norm()).item()
+        hfpatch.restore(model)
+        row["eager_again_ms"] = step_milliseconds(lambda: step(model), warmup=1, steps=5)
+        if compiled:
+            torch._dynamo.reset()
+            fast = torch.compile(model, dynamic=False)
+            start = time.perf_counter()
+            step(fast)
+            torch.cuda.synchronize()
+            row["compile_s"] = time.perf_counter() - start
+            row["compiled_ms"] = step_milliseconds(lambda: step(fast))
+    row["speedup"] = row["eager_ms"] / row["patched_ms"]
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", action="append", choices=list(CASES))
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--commit", help="commit that was measured; default: git's HEAD")
+    args = parser.parse_args()
+    rows = []
+    for name in args.only or CASES:
+        rows.append(measure(name, not args.no_compile and name != "llama-8b decode"))
+        print(json.dumps(rows[-1]), flush=True)
+    head = args.commit or subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    result = {
+        "suite": "models", "device": torch.cuda.get_device_name(), "commit": head,
+        "versions": versions() | {"cuda": torch.version.cuda or ""}, "dtype": "bfloat16",
+        "rows": rows,
+    }
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measuring: one timer, the peers, the suites."""

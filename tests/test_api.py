@@ -1,0 +1,471 @@
+"""The public API on small modules: arguments, contracts, registration, report, bad input."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import zoo
+from expect import assert_same_dicts, snapshot
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hfpatch
+from hfpatch.errors import VerificationError
+from hfpatch.plan import forget_proofs
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.first, self.second = LlamaRMSNorm(dim), LlamaRMSNorm(dim)
+        self.ln = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ln(self.second(self.first(x)))
+
+
+def randomized(dim: int = 64) -> Block:
+    block = Block(dim)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.copy_(torch.randn(p.shape))
+    return block.requires_grad_(False)
+
+
+# ------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize("bad", [None, 3, "gpt2", [nn.LayerNorm(4)], torch.ones(2)], ids=repr)
+def test_not_a_module(bad: object) -> None:
+    for call in (hfpatch.apply, hfpatch.plan, hfpatch.restore, hfpatch.status):
+        with pytest.raises(TypeError, match="`model` must be a torch.nn.Module.*got " +
+                           type(bad).__name__):
+            call(bad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mode": "fast"}, ValueError, "`mode` must be one of 'inference', 'training'"),
+        ({"kernels": {"rmsnorm": "local"}}, ValueError, "unknown op `rmsnorm`; the ops are: .*gelu"),
+        ({"kernels": 3}, TypeError, "`kernels` must be None, a source name"),
+        ({"kernels": {"silu": 3}}, TypeError, r"`kernels\['silu'\]` must be a source name"),
+        ({"kernels": "nowhere"}, ValueError, "unknown kernel source 'nowhere'"),
+        ({"kernels": {"silu": "mine"}}, ValueError, "or a registered name"),
+        ({"kernels": "org/kernels@main"}, ValueError, "not a pinned Hub kernel"),
+        ({"kernels": "org/kernels"}, ValueError, "not a pinned Hub kernel"),
+        ({"include": "nothing.*"}, ValueError, "'nothing.*' in `include`/`exclude` matches no"),
+        ({"exclude": ["ln", 3]}, TypeError, "`exclude` must be a glob"),
+    ],
+)
+def test_bad_arguments_leave_the_model_alone(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    model = Block()
+    before = snapshot(model)
+    for call in (hfpatch.apply, hfpatch.plan):
+        with pytest.raises(error, match=message):
+            call(model, **arguments)  # type: ignore[arg-type]
+    assert_same_dicts(before, model)
+
+
+def test_include_exclude_and_replanning() -> None:
+    model = randomized()
+    assert [s.path for s in hfpatch.apply(model, include="LlamaRMSNorm").swaps] == [
+        "first", "second"]
+    report = hfpatch.apply(model, exclude=["first", "ln*"])
+    assert [s.path for s in report.swaps] == ["second"]
+    assert {(s.path, s.kind) for s in report.skips} == {("first", "excluded"), ("ln", "excluded")}
+    assert [s.path for s in hfpatch.status(model).swaps] == ["second"]
+    assert "forward" not in model.first.__dict__
+    hfpatch.apply(model)
+    assert len(hfpatch.status(model).swaps) == 3
+    assert hfpatch.restore(model) == 3 and hfpatch.restore(model) == 0
+
+
+def test_idempotent() -> None:
+    model = randomized()
+    before, x = snapshot(model), torch.randn(3, 64)
+    first = hfpatch.apply(model)
+    y = model(x)
+    second = hfpatch.apply(model)
+    assert first.swaps == second.swaps and torch.equal(model(x), y)
+    assert len(hfpatch.status(model).swaps) == len(first.swaps)
+    hfpatch.restore(model)
+    assert_same_dicts(before, model)
+
+
+def test_only_the_instance_is_patched() -> None:
+    model, other = randomized(), randomized()
+    forward = LlamaRMSNorm.forward
+    hfpatch.apply(model)
+    assert LlamaRMSNorm.forward is forward
+    assert "forward" not in other.first.__dict__ and not hfpatch.status(other).swaps
+
+
+def test_kernels_choices() -> None:
+    model = randomized()
+    assert {s.source for s in hfpatch.apply(model, kernels="torch").swaps} == {"torch"}
+    report = hfpatch.apply(model, kernels={"layer_norm": None, "rms_norm": "local"})
+    assert {s.op: s.source for s in report.swaps} == {"rms_norm": "local"}
+    assert [(s.path, s.kind) for s in report.skips] == [("ln", "off")]
+
+
+# ------------------------------------------------------------------------------ contracts
+
+
+def test_calls_outside_the_contract_go_to_the_original() -> None:
+    model = randomized()
+    wide = model.first
+    x = torch.randn(2, 64, dtype=torch.float64)
+    expected = wide(x)
+    hfpatch.apply(model)
+    with pytest.warns(RuntimeWarning, match="LlamaRMSNorm was called with float64 input"):
+        assert torch.equal(wide(x), expected)
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        wide(x)
+
+
+def test_keyword_and_wrong_calls_behave_as_the_original() -> None:
+    model = randomized()
+    x = torch.randn(2, 64)
+    hfpatch.apply(model)
+    assert torch.equal(model.first(hidden_states=x), model.first(x))
+    for args, kwargs in (((), {}), ((x, x), {}), ((), {"nope": x})):
+        with pytest.raises(TypeError):
+            model.first(*args, **kwargs)
+
+
+def test_gradients_flow_in_either_mode() -> None:
+    model = randomized().requires_grad_(True)
+    x = torch.randn(4, 64, requires_grad=True)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in (*model.parameters(), x)]
+    for mode in ("inference", "training"):
+        hfpatch.apply(model, mode=mode)
+        model.zero_grad()
+        x.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if mode == "inference" else "error", RuntimeWarning)
+            model(x).sum().backward()
+        for got, want in zip([p.grad for p in (*model.parameters(), x)], expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_inference_mode_says_once_that_autograd_records() -> None:
+    forget_proofs()  # it is said once per class in a process
+    model = randomized().requires_grad_(True)
+    hfpatch.apply(model)
+    with pytest.warns(RuntimeWarning, match=r"no_grad\(\) or mode='training'"):
+        model(torch.randn(2, 64))
+
+
+def test_training_needs_a_differentiable_kernel() -> None:
+    def silent(x: Tensor, weight: Tensor, bias: None, **_: object) -> Tensor:
+        return torch.empty_like(x)
+
+    report = hfpatch.apply(randomized(), mode="training", kernels={"rms_norm": silent})
+    assert [s.path for s in report.swaps] == ["ln"]
+    assert {s.kind for s in report.skips} == {"unsupported"}
+    assert "not differentiable" in report.skips[0].reason
+
+
+def test_live_parameters() -> None:
+    model = randomized()
+    x = torch.randn(2, 64)
+    hfpatch.apply(model)
+    with torch.no_grad():
+        model.first.weight.mul_(2)
+        a = model.first(x)
+        model.first.weight = nn.Parameter(torch.full((64,), 0.5))
+        b = model.first(x)
+        hfpatch.restore(model)
+        torch.testing.assert_close(model.first(x), b)
+        assert not torch.equal(a, b)
+        hfpatch.apply(model)
+        model.to(torch.bfloat16)
+        y = model(x.bfloat16())
+        hfpatch.restore(model)
+        assert torch.equal(model(x.bfloat16()), y)
+
+
+def test_autocast_goes_to_the_original() -> None:
+    model = randomized()
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(x)
+        hfpatch.apply(model)
+        got = model(x)
+    assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+def test_zero_rows_strides_misalignment_nan() -> None:
+    model = randomized()
+    originals = randomized()
+    originals.load_state_dict(model.state_dict())
+    hfpatch.apply(model)
+    base = torch.randn(6, 5, 130)
+    nan = torch.randn(3, 64)
+    nan[0, 5], nan[1, 6] = float("nan"), float("inf")
+    for x in (torch.empty(0, 64), torch.empty(2, 0, 64), base[:, :, :64], base[:, :, 3:67],
+              base.transpose(0, 1)[..., 1:65], base[::2, :, 2:66], base.mT[:, :64].mT, nan,
+              torch.randn(1, 64).expand(5, 64)):
+        a, b = model(x), originals(x)
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_weight_of_the_wrong_size() -> None:
+    model = randomized()
+    hfpatch.apply(model)
+    model.first.weight = nn.Parameter(torch.ones(32), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"`weight` must have shape \[64\].*\[32\]"):
+        model.first(torch.randn(2, 64))
+    model.first.weight = nn.Parameter(torch.ones(64), requires_grad=False)
+    model.first(torch.randn(2, 64))  # still usable
+
+
+# ------------------------------------------------------------------------------ states
+
+
+def test_meta_device_is_skipped_with_the_reason() -> None:
+    with torch.device("meta"):
+        model = Block()
+    report = hfpatch.apply(model)
+    assert not report.swaps and {s.kind for s in report.skips} == {"unsupported"}
+    assert "meta device; load them" in report.skips[0].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float64], ids=str)
+def test_dtype_without_a_kernel_is_skipped(dtype: torch.dtype) -> None:
+    report = hfpatch.apply(Block().to(dtype))
+    assert not report.swaps
+    assert f"`weight` is {dtype}; the kernels take float32" in report.skips[0].reason
+
+
+def test_int8_weight_is_skipped() -> None:
+    model = Block()
+    model.first.weight = nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False)
+    report = hfpatch.apply(model)
+    (skip,) = report.skips
+    assert skip.path == "first" and "not a floating-point tensor" in skip.reason
+
+
+def test_parametrized_and_foreign_modules_are_left_alone() -> None:
+    model = randomized()
+    torch.nn.utils.parametrize.register_parametrization(model.first, "weight", nn.Identity())
+    model.second.forward = lambda x: x * 2
+    report = hfpatch.apply(model)
+    assert [s.path for s in report.swaps] == ["ln"]
+    reasons = {s.path: (s.kind, s.reason) for s in report.skips}
+    assert reasons["second"][0] == "foreign" and "already replaced by" in reasons["second"][1]
+    hfpatch.restore(model)
+    assert torch.equal(model.second(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_hooks_fire_as_before() -> None:
+    model = zoo.ENTRIES["llama"].build(torch.float32)
+    inputs = zoo.ENTRIES["llama"].inputs(model, torch.float32)
+    hfpatch.apply(model)
+    seen: list[str] = []
+    mlp = model.model.layers[0].mlp
+    model.model.norm.register_forward_hook(lambda *a: seen.append("norm"))
+    model.model.norm.register_forward_pre_hook(lambda *a: seen.append("pre"))
+    mlp.act_fn.register_forward_hook(lambda *a: seen.append("act"))  # inside a fused module
+    mlp.gate_proj.register_forward_hook(lambda *a: seen.append("gate"))
+    zoo.ENTRIES["llama"].run(model, inputs)
+    assert sorted(seen) == ["act", "gate", "norm", "pre"]
+    # and one that is hooked before is not fused over
+    hfpatch.restore(model)
+    report = hfpatch.apply(model)
+    assert any("has hooks" in s.reason for s in report.skips)
+
+
+def test_a_copy_is_patched_and_works_alone() -> None:
+    model = randomized()
+    x = torch.randn(3, 64)
+    hfpatch.apply(model)
+    twin = copy.deepcopy(model)
+    assert len(hfpatch.status(twin).swaps) == 3
+    with torch.no_grad():
+        twin.first.weight.zero_()
+    assert not torch.equal(model(x), twin(x))
+    assert twin.first.forward.__self__ is twin.first
+    hfpatch.restore(twin)
+    assert len(hfpatch.status(model).swaps) == 3 and "forward" not in twin.first.__dict__
+
+
+def test_signature_and_repr_are_the_originals() -> None:
+    model = randomized()
+    signature, text = inspect.signature(model.first.forward), repr(model)
+    hfpatch.apply(model)
+    assert inspect.signature(model.first.forward) == signature and repr(model) == text
+    assert type(model.first) is LlamaRMSNorm
+
+
+def test_compiled_without_a_graph_break() -> None:
+    model = randomized()
+    x = torch.randn(3, 64)
+    hfpatch.apply(model)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(model)(x)
+    assert explained.graph_break_count == 0 and explained.graph_count == 1
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------ registration
+
+
+def test_a_users_kernel_is_verified_then_used() -> None:
+    calls = []
+
+    def mine(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+             eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "none") -> Tensor:
+        calls.append(cast)
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        if cast == "input" and weight is not None:
+            return y.to(x.dtype) * weight
+        return (y * (weight.float() + weight_offset)).to(x.dtype)
+
+    registered = hfpatch.register(op="rms_norm", kernel=mine, name="mine")
+    model = randomized()
+    report = hfpatch.apply(model, kernels={"rms_norm": "mine"})
+    assert {s.source for s in report.swaps if s.op == "rms_norm"} == {"mine"}
+    calls.clear()
+    model(torch.randn(2, 64))
+    assert calls == ["input", "input"]
+    registered.remove()
+    with pytest.raises(ValueError, match="unknown kernel source 'mine'"):
+        hfpatch.apply(model, kernels={"rms_norm": "mine"})
+
+
+@pytest.mark.parametrize("fault", ["garbage", "zeros", "shape", "dtype", "raises", "in place",
+                                   "nearly", "none"])
+def test_a_wrong_kernel_is_rejected(fault: str) -> None:
+    from hfpatch.ops.rms_norm import rms_norm
+
+    def wrong(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        y = rms_norm(x, *args, **kwargs)  # type: ignore[arg-type]
+        if fault == "raises":
+            raise ZeroDivisionError("oops")
+        if fault == "in place":
+            x.zero_()
+        return {"garbage": torch.randn_like(y), "zeros": torch.zeros_like(y), "shape": y[..., :1],
+                "dtype": y.double(), "nearly": y * 1.02, "none": None}.get(fault, y)  # type: ignore
+
+    model = randomized()
+    before = snapshot(model)
+    report = hfpatch.apply(model, kernels={"rms_norm": wrong}, include="LlamaRMSNorm")
+    assert not report.swaps and {s.kind for s in report.skips} == {"rejected"}
+    assert "kernel `wrong` for `rms_norm`" in report.skips[0].reason
+    assert_same_dicts(before, model)
+    with pytest.raises(VerificationError, match="`first`.*kernel `wrong`"):
+        hfpatch.apply(model, kernels={"rms_norm": wrong}, strict=True)
+    assert_same_dicts(before, model)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.scale, y + 1
+
+
+def test_registering_a_forward_for_a_class() -> None:
+    def fused(module: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.mul(x, module.scale), torch.add(y, 1)
+
+    def sample(module: nn.Module) -> tuple[Tensor, Tensor]:
+        return torch.randn(3, 4), torch.randn(2)
+
+    model = nn.Sequential(Odd())
+    handle = hfpatch.register("^Odd$", forward=fused, sample=sample)
+    (swap,) = hfpatch.apply(model).swaps
+    assert swap.source == "registered" and swap.formula == "fused"
+    with torch.no_grad():
+        assert torch.equal(model[0](torch.ones(4), torch.ones(1))[0], torch.full((4,), 2.0))
+    handle.remove()
+    hfpatch.restore(model)
+
+    handle = hfpatch.register("^Odd$", forward=lambda m, x, y: (x, y), sample=sample)
+    (skip,) = hfpatch.apply(model).skips
+    assert skip.kind == "rejected" and "differs from the original" in skip.reason
+    handle.remove()
+    assert not hfpatch.apply(model).skips
+
+
+def test_registering_a_class_for_a_family() -> None:
+    named = type("Zorm", (LlamaRMSNorm,), {})
+    model = nn.Sequential(named(64).requires_grad_(False))
+    assert not hfpatch.plan(model).swaps
+    handle = hfpatch.register("Zorm", family="norm")
+    assert [s.op for s in hfpatch.plan(model).swaps] == ["rms_norm"]
+    handle.remove()
+    assert not hfpatch.plan(model).swaps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs a `class_name` pattern"),
+        ({"class_name": "("}, "not a regular expression"),
+        ({"class_name": "X", "family": "norms"}, "`family` must be one of 'activation'"),
+        ({"op": "rms_norm"}, "`op=`, `kernel=` and `name=` together"),
+        ({"op": "nope", "kernel": print, "name": "a"}, "unknown op `nope`"),
+        ({"op": "silu", "kernel": print, "name": "local"}, "reserved"),
+    ],
+)
+def test_bad_registrations(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hfpatch.register(**arguments)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------ report, import
+
+
+def test_report_as_table_json_and_html() -> None:
+    model = zoo.ENTRIES["ltx"].build(torch.bfloat16)
+    report = hfpatch.apply(model)
+    text = str(report)
+    for part in ("LTXVideoTransformer3DModel", "RMSNorm", "rms_norm(eps=1e-06", "local", "count",
+                 "probe error", "left alone", "no gain", f"torch {torch.__version__}", "diffusers"):
+        assert part in text, part
+    assert max(map(len, text.splitlines())) <= 110
+    data = json.loads(report.to_json())
+    assert len(data["swaps"]) == len(report.swaps) and data["versions"]["torch"]
+    assert data["swaps"][0].keys() >= {"path", "class_name", "op", "source", "max_rel_error"}
+    markup = report._repr_html_()
+    assert markup.count("<table>") == 2 and "RMSNorm" in markup
+    assert str(hfpatch.plan(model)).splitlines()[0].endswith("s")
+
+
+def test_import_is_light() -> None:
+    code = """
+import sys, time, torch
+start = time.perf_counter()
+import hfpatch
+took = time.perf_counter() - start
+heavy = [m for m in ("transformers", "diffusers", "kernels", "accelerate", "rich") if m in sys.modules]
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+print(took)
+"""
+    times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                                  check=True).stdout) for _ in range(3)]
+    assert min(times) < 0.1, times

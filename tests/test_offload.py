@@ -1,0 +1,175 @@
+"""Hooks of accelerate and diffusers, before and after apply. (On a GPU: tests/gpu.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers.hooks import HookRegistry
+from diffusers.hooks import ModelHook as DiffusersHook
+from expect import assert_same_dicts, expected_swaps, snapshot
+from torch import nn
+
+import hfpatch
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+class Counting(ModelHook):
+    calls = 0
+
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object):  # type: ignore
+        self.calls += 1
+        return args, kwargs
+
+
+def hook_every_module(model: nn.Module, directory: Path) -> Counting:
+    """All but the activations inside gated MLPs: a hook there is a reason not to fuse over them."""
+    hook = Counting()
+    for path, module in model.named_modules():
+        if not path.endswith("act_fn"):
+            add_hook_to_module(module, hook)
+    return hook
+
+
+PLACEMENTS: dict[str, Callable[[nn.Module, Path], object]] = {
+    "sequential offload": lambda m, d: cpu_offload(m, "cpu"),
+    "model offload": lambda m, d: cpu_offload_with_hook(m, "cpu"),
+    "disk offload": lambda m, d: disk_offload(m, str(d), "cpu"),
+    "hooks everywhere": hook_every_module,
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("order", ["patch first", "hooks first"])
+@pytest.mark.parametrize("name", ["llama", "ltx"])
+def test_accelerate_hooks_in_either_order(
+    name: str, order: str, placement: str, tmp_path: Path
+) -> None:
+    entry = zoo.ENTRIES[name]
+    plain = entry.build(torch.float32)
+    inputs = entry.inputs(plain, torch.float32)
+    hfpatch.apply(plain)
+    expected = entry.run(plain, inputs)  # the same kernels, no hooks: must be equal bit for bit
+    hfpatch.restore(plain)
+    original = entry.run(plain, inputs)
+
+    model = entry.build(torch.float32)
+    if order == "patch first":
+        hfpatch.apply(model)
+        hook = PLACEMENTS[placement](model, tmp_path)
+        hooked = None
+    else:
+        hook = PLACEMENTS[placement](model, tmp_path)
+        hooked = snapshot(model)
+        hfpatch.apply(model)
+    assert len(hfpatch.status(model).swaps) == len(expected_swaps(model))
+    if placement in ("sequential offload", "disk offload"):
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert torch.equal(entry.run(model, inputs), expected)
+    if isinstance(hook, Counting):
+        # every module that is called fires its hook, the patched ones too
+        assert hook.calls >= len(expected_swaps(model))
+
+    assert hfpatch.restore(model) == len(expected_swaps(model))
+    if hooked is not None:
+        assert_same_dicts(hooked, model, tensors=False)
+    assert torch.equal(entry.run(model, inputs), original)
+    if placement == "hooks everywhere":
+        assert "_hf_hook" in model.get_submodule(next(iter(expected_swaps(model)))).__dict__
+
+
+@pytest.mark.parametrize("order", ["patch first", "hooks first"])
+def test_removing_the_hooks_leaves_the_patch(order: str) -> None:
+    entry = zoo.ENTRIES["llama"]
+    model = entry.build(torch.float32)
+    inputs = entry.inputs(model, torch.float32)
+    original = entry.run(model, inputs)
+    if order == "patch first":
+        hfpatch.apply(model)
+        hook_every_module(model, Path())
+    else:
+        hook_every_module(model, Path())
+        hfpatch.apply(model)
+    patched = entry.run(model, inputs)
+    remove_hook_from_module(model, recurse=True)
+    assert len(hfpatch.status(model).swaps) == len(expected_swaps(model))
+    assert torch.equal(entry.run(model, inputs), patched)
+    hfpatch.restore(model)
+    assert torch.equal(entry.run(model, inputs), original)
+    assert not hfpatch.status(model).swaps
+
+
+class Doubling(DiffusersHook):
+    """A diffusers hook that changes the output, so that losing it shows."""
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return output * 2
+
+
+class Replacing(DiffusersHook):
+    """One that wraps the forward itself, as layerwise casting and group offload do."""
+
+    def new_forward(self, module: nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.fn_ref.original_forward(*args, **kwargs) + 1
+
+
+@pytest.mark.parametrize("hooks", [(Doubling,), (Replacing,), (Doubling, Replacing),
+                                   (Replacing, Doubling)])
+@pytest.mark.parametrize("order", ["patch first", "hooks first"])
+def test_diffusers_hooks_in_either_order(order: str, hooks: tuple[type[DiffusersHook], ...]) -> None:
+    model = nn.Sequential(nn.LayerNorm(64)).requires_grad_(False)
+    x = torch.randn(3, 64)
+
+    def register() -> None:
+        registry = HookRegistry.check_if_exists_or_initialize(model[0])
+        for i, hook in enumerate(hooks):
+            registry.register_hook(hook(), f"hook {i}")
+
+    expected = model(x)
+    for hook in hooks:
+        expected = expected * 2 if hook is Doubling else expected + 1
+    if order == "patch first":
+        hfpatch.apply(model)
+        register()
+    else:
+        register()
+        hfpatch.apply(model)
+    assert len(hfpatch.status(model).swaps) == 1
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    assert hfpatch.restore(model) == 1
+    torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+    registry = model[0]._diffusers_hook
+    for i in reversed(range(len(hooks))):
+        registry.remove_hook(f"hook {i}", recurse=False)
+    assert torch.equal(model(x), nn.functional.layer_norm(x, (64,), *model[0].parameters()))
+
+
+def test_layerwise_casting_and_group_offload_of_a_transformer() -> None:
+    from diffusers.hooks import apply_layerwise_casting
+
+    entry = zoo.ENTRIES["ltx"]
+    for order in ("patch first", "hooks first"):
+        model = entry.build(torch.float32)
+        inputs = entry.inputs(model, torch.float32)
+        reference = entry.build(torch.float32)
+        apply_layerwise_casting(reference, torch.bfloat16, torch.float32)
+        expected = entry.run(reference, inputs)
+        if order == "patch first":
+            hfpatch.apply(model)
+            apply_layerwise_casting(model, torch.bfloat16, torch.float32)
+        else:
+            apply_layerwise_casting(model, torch.bfloat16, torch.float32)
+            hfpatch.apply(model)
+        assert hfpatch.status(model).swaps
+        torch.testing.assert_close(entry.run(model, inputs), expected, rtol=1e-4, atol=1e-4)
+        hfpatch.restore(model)
+        assert torch.equal(entry.run(model, inputs), expected)
