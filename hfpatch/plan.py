@@ -299,12 +299,13 @@ def forget_proofs() -> None:
 
 def _probe_devices(site: Site) -> tuple[str, ...] | probe.Refusal:
     """Device types to prove on: where the weights are, and where a hook will move the input."""
-    found = {site.execution} if site.execution is not None else {site.home}
+    found = {site.execution} if site.execution is not None else set()
     for child in site.module.modules():
         hook = _execution_device(child) or site.execution
         for p in child._parameters.values():
             if p is not None:  # an offload hook brings weights that are on the meta device now
                 found.add(hook if hook is not None and p.is_meta else p.device.type)
+    found = found or {site.home}
     if "meta" in found:
         return probe.Refusal(
             "unsupported", "its weights are on the meta device; load them, then call apply again"
