@@ -1,6 +1,6 @@
 """Step times of full-size models, random weights: eager, hfpatch, torch.compile, in one run.
 
-    python benchmarks/models.py --output benchmarks/results/models-h100.json
+python benchmarks/models.py --output benchmarks/results/models-h100.json
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def ltx(frames: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any]]
         "encoder_hidden_states": torch.randn(2, 128, 4096, device=DEVICE, dtype=DTYPE),
         "timestep": torch.tensor([500, 500], device=DEVICE),
         "encoder_attention_mask": torch.ones(2, 128, device=DEVICE, dtype=DTYPE),
-        "num_frames": f, "height": h, "width": w,
+        "num_frames": f,
+        "height": h,
+        "width": w,
         "rope_interpolation_scale": (8 / 25, 32, 32),
         "return_dict": False,
     }
@@ -47,8 +49,13 @@ def llama_8b(tokens: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], 
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
         rms_norm_eps=1e-5,
     )
     with torch.device(DEVICE):
@@ -111,9 +118,6 @@ def measure(name: str, compiled: bool) -> dict[str, Any]:
             row["compile_s"] = time.perf_counter() - start
             row["compiled_ms"] = step_milliseconds(lambda: step(fast))
     row["speedup"] = row["eager_ms"] / row["patched_ms"]
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
     return row
 
 
@@ -127,13 +131,21 @@ def main() -> None:
     rows = []
     for name in args.only or CASES:
         rows.append(measure(name, not args.no_compile and name != "llama-8b decode"))
+        gc.collect()  # the model of the last case
+        torch.cuda.empty_cache()
         print(json.dumps(rows[-1]), flush=True)
-    head = args.commit or subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    head = (
+        args.commit
+        or subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     result = {
-        "suite": "models", "device": torch.cuda.get_device_name(), "commit": head,
-        "versions": versions() | {"cuda": torch.version.cuda or ""}, "dtype": "bfloat16",
+        "suite": "models",
+        "device": torch.cuda.get_device_name(),
+        "commit": head,
+        "versions": versions() | {"cuda": torch.version.cuda or ""},
+        "dtype": "bfloat16",
         "rows": rows,
     }
     if args.output:

@@ -26,12 +26,26 @@ from hfpatch.env import versions
 from hfpatch.sources import local_package
 
 SHAPES = [
-    (1, 1024, 2048), (4, 1024, 2048), (2, 4096, 3072), (4, 4096, 3072), (1, 8064, 2048),
-    (1, 4096, 8192), (1, 16384, 128), (8, 1, 4096), (1, 1, 2048), (1, 32768, 64), (1, 4096, 1000),
-    (1, 4096, 5120), (1, 4096, 7168), (1, 2048, 16384), (1, 65536, 2048),
+    (1, 1024, 2048),
+    (4, 1024, 2048),
+    (2, 4096, 3072),
+    (4, 4096, 3072),
+    (1, 8064, 2048),
+    (1, 4096, 8192),
+    (1, 16384, 128),
+    (8, 1, 4096),
+    (1, 1, 2048),
+    (1, 32768, 64),
+    (1, 4096, 1000),
+    (1, 4096, 5120),
+    (1, 4096, 7168),
+    (1, 2048, 16384),
+    (1, 65536, 2048),
 ]
-EXTRA_DTYPES = {torch.float32: [(4, 1024, 2048), (1, 4096, 8192)],
-                torch.float16: [(4, 1024, 2048), (1, 4096, 8192)]}
+EXTRA_DTYPES = {
+    torch.float32: [(4, 1024, 2048), (1, 4096, 8192)],
+    torch.float16: [(4, 1024, 2048), (1, 4096, 8192)],
+}
 
 
 class LlamaNorm(nn.Module):
@@ -78,55 +92,112 @@ def peers(k: Any) -> Iterator[tuple[str, int, dict[str, Callable[..., Tensor]], 
     """(op, tensors moved in units of x, {peer: call(x, y, w, b)}, kind of shapes)."""
     lib = liger()
 
-    def add(calls: dict[str, Callable[..., Tensor]], op: str, pick: Callable[..., Any]
-            ) -> dict[str, Callable[..., Tensor]]:
+    def add(
+        calls: dict[str, Callable[..., Tensor]], op: str, pick: Callable[..., Any]
+    ) -> dict[str, Callable[..., Tensor]]:
         if op in lib:
             calls["liger"] = lambda x, y, w, b: lib[op](*pick(x, y, w, b))
         return calls
 
-    yield "rms_norm", 2, add({
-        "hfpatch": lambda x, y, w, b: k.rms_norm(x, w, None, 1e-6, 0.0, "input"),
-        "eager": lambda x, y, w, b: eager_rms(x, w),
-        "torch": lambda x, y, w, b: F.rms_norm(x, w.shape, w, 1e-6),
-        "compile": compiled(lambda x, y, w, b: eager_rms(x, w)),
-    }, "rms_norm", lambda x, y, w, b: (x, w)), "norm"
-    yield "layer_norm", 2, add({
-        "hfpatch": lambda x, y, w, b: k.layer_norm(x, w, b, 1e-5),
-        "torch": lambda x, y, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
-        "compile": compiled(lambda x, y, w, b: F.layer_norm(x, w.shape, w, b, 1e-5)),
-    }, "layer_norm", lambda x, y, w, b: (x, w, b)), "norm"
-    yield "gelu", 2, {
-        "hfpatch": lambda x, y, w, b: k.gelu(x, "tanh"),
-        "torch": lambda x, y, w, b: F.gelu(x, approximate="tanh"),
-    }, "few"
-    yield "gelu erf", 2, {
-        "hfpatch": lambda x, y, w, b: k.gelu(x),
-        "torch": lambda x, y, w, b: F.gelu(x),
-    }, "few"
-    yield "silu", 2, {
-        "hfpatch": lambda x, y, w, b: k.silu(x),
-        "torch": lambda x, y, w, b: F.silu(x),
-    }, "few"
-    yield "gated silu", 3, add({
-        "hfpatch": lambda x, y, w, b: k.gated(x, y, "silu"),
-        "eager": lambda x, y, w, b: F.silu(x) * y,
-        "compile": compiled(lambda x, y, w, b: F.silu(x) * y),
-    }, "gated silu", lambda x, y, w, b: (x, y)), "few"
-    yield "gated gelu_tanh", 3, add({
-        "hfpatch": lambda x, y, w, b: k.gated(x, y, "gelu_tanh"),
-        "eager": lambda x, y, w, b: F.gelu(x, approximate="tanh") * y,
-        "compile": compiled(lambda x, y, w, b: F.gelu(x, approximate="tanh") * y),
-    }, "gated gelu_tanh", lambda x, y, w, b: (x, y)), "few"
+    yield (
+        "rms_norm",
+        2,
+        add(
+            {
+                "hfpatch": lambda x, y, w, b: k.rms_norm(x, w, None, 1e-6, 0.0, "input"),
+                "eager": lambda x, y, w, b: eager_rms(x, w),
+                "torch": lambda x, y, w, b: F.rms_norm(x, w.shape, w, 1e-6),
+                "compile": compiled(lambda x, y, w, b: eager_rms(x, w)),
+            },
+            "rms_norm",
+            lambda x, y, w, b: (x, w),
+        ),
+        "norm",
+    )
+    yield (
+        "layer_norm",
+        2,
+        add(
+            {
+                "hfpatch": lambda x, y, w, b: k.layer_norm(x, w, b, 1e-5),
+                "torch": lambda x, y, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+                "compile": compiled(lambda x, y, w, b: F.layer_norm(x, w.shape, w, b, 1e-5)),
+            },
+            "layer_norm",
+            lambda x, y, w, b: (x, w, b),
+        ),
+        "norm",
+    )
+    yield (
+        "gelu",
+        2,
+        {
+            "hfpatch": lambda x, y, w, b: k.gelu(x, "tanh"),
+            "torch": lambda x, y, w, b: F.gelu(x, approximate="tanh"),
+        },
+        "few",
+    )
+    yield (
+        "gelu erf",
+        2,
+        {
+            "hfpatch": lambda x, y, w, b: k.gelu(x),
+            "torch": lambda x, y, w, b: F.gelu(x),
+        },
+        "few",
+    )
+    yield (
+        "silu",
+        2,
+        {
+            "hfpatch": lambda x, y, w, b: k.silu(x),
+            "torch": lambda x, y, w, b: F.silu(x),
+        },
+        "few",
+    )
+    yield (
+        "gated silu",
+        3,
+        add(
+            {
+                "hfpatch": lambda x, y, w, b: k.gated(x, y, "silu"),
+                "eager": lambda x, y, w, b: F.silu(x) * y,
+                "compile": compiled(lambda x, y, w, b: F.silu(x) * y),
+            },
+            "gated silu",
+            lambda x, y, w, b: (x, y),
+        ),
+        "few",
+    )
+    yield (
+        "gated gelu_tanh",
+        3,
+        add(
+            {
+                "hfpatch": lambda x, y, w, b: k.gated(x, y, "gelu_tanh"),
+                "eager": lambda x, y, w, b: F.gelu(x, approximate="tanh") * y,
+                "compile": compiled(lambda x, y, w, b: F.gelu(x, approximate="tanh") * y),
+            },
+            "gated gelu_tanh",
+            lambda x, y, w, b: (x, y),
+        ),
+        "few",
+    )
 
     def packed(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return first * F.gelu(second)
 
-    yield "gated_packed gelu", 3, {
-        "hfpatch": lambda x, y, w, b: k.gated_packed(x, "gelu", False),
-        "eager": lambda x, y, w, b: packed(x),
-        "compile": compiled(lambda x, y, w, b: packed(x)),
-    }, "few"
+    yield (
+        "gated_packed gelu",
+        3,
+        {
+            "hfpatch": lambda x, y, w, b: k.gated_packed(x, "gelu", False),
+            "eager": lambda x, y, w, b: packed(x),
+            "compile": compiled(lambda x, y, w, b: packed(x)),
+        },
+        "few",
+    )
 
 
 def copy_bandwidth() -> float:
@@ -198,7 +269,8 @@ def host_times() -> dict[str, float]:
             "F.rms_norm": host_microseconds(lambda: F.rms_norm(x, (2048,), w, 1e-6)),
             "hfpatch op": host_microseconds(lambda: raw(x, w, None, 1e-6, 0.0, 1)),
             "hfpatch op, out variant": host_microseconds(
-                lambda: k.ops.rms_norm_out.default(out, x, w, None, 1e-6, 0.0, 1)),
+                lambda: k.ops.rms_norm_out.default(out, x, w, None, 1e-6, 0.0, 1)
+            ),
             "x * x": host_microseconds(lambda: x * x),
         }
 
@@ -217,13 +289,20 @@ def main() -> None:
     host = host_times()
     for name, us in host.items():
         print(f"host {name:30} {us:6.2f} us")
-    head = args.commit or subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    head = (
+        args.commit
+        or subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     result = {
-        "suite": "ops", "device": torch.cuda.get_device_name(), "commit": head,
+        "suite": "ops",
+        "device": torch.cuda.get_device_name(),
+        "commit": head,
         "versions": versions() | {"cuda": torch.version.cuda or ""},
-        "copy_bytes_per_s": copy_bandwidth(), "host_us": host, "rows": rows,
+        "copy_bytes_per_s": copy_bandwidth(),
+        "host_us": host,
+        "rows": rows,
     }
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

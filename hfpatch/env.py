@@ -40,16 +40,21 @@ def describe() -> dict[str, Any]:
     from hfpatch.sources import local_package, unsupported_capability
 
     devices: list[dict[str, Any]] = [
-        {"device": "cpu", "name": platform.processor() or platform.machine(),
-         "threads": torch.get_num_threads()}
+        {
+            "device": "cpu",
+            "name": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
     ]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
-            devices.append({
-                "device": f"cuda:{i}",
-                "name": torch.cuda.get_device_name(i),
-                "capability": ".".join(map(str, torch.cuda.get_device_capability(i))),
-            })
+            devices.append(
+                {
+                    "device": f"cuda:{i}",
+                    "name": torch.cuda.get_device_name(i),
+                    "capability": ".".join(map(str, torch.cuda.get_device_capability(i))),
+                }
+            )
     build: dict[str, Any]
     try:
         package = local_package()

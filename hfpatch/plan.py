@@ -124,8 +124,7 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _matches(patterns: Sequence[str], path: str, class_name: str) -> bool:
-    return any(fnmatch.fnmatchcase(path, p) or fnmatch.fnmatchcase(class_name, p)
-               for p in patterns)
+    return any(fnmatch.fnmatchcase(path, p) or fnmatch.fnmatchcase(class_name, p) for p in patterns)
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,10 @@ def make_plan(
     draft.prepared.sort(key=lambda p: order_of[p.swap.path])
     draft.skips.sort(key=lambda s: order_of[s.path])
     plan = Plan(
-        name, settings.mode, tuple(p.swap for p in draft.prepared), tuple(draft.skips),
+        name,
+        settings.mode,
+        tuple(p.swap for p in draft.prepared),
+        tuple(draft.skips),
         tuple(settings.sources.notes),
     )
     return plan, draft.prepared
@@ -330,8 +332,11 @@ def _prepare(
     for device in devices:
         if device not in proofs:
             proofs[device] = probe.prove(
-                subject, settings.sources, device,
-                verify=settings.verify, training=settings.training,
+                subject,
+                settings.sources,
+                device,
+                verify=settings.verify,
+                training=settings.training,
             )
             if isinstance(proof := proofs[device], probe.Proof):
                 probe.fill(contract, proof, device)
@@ -342,9 +347,15 @@ def _prepare(
     proof = good.get(site.execution or "", next(iter(good.values())))
     formula = proof.formulas[subject.main_combo()]
     entry = Swap(
-        path, type(module).__name__, formula.op, str(formula),
-        proof.kernels[0].source, proof.kernels[0].version, tuple(good),
-        max(p.max_abs_error for p in good.values()), max(p.max_rel_error for p in good.values()),
+        path,
+        type(module).__name__,
+        formula.op,
+        str(formula),
+        proof.kernels[0].source,
+        proof.kernels[0].version,
+        tuple(good),
+        max(p.max_abs_error for p in good.values()),
+        max(p.max_rel_error for p in good.values()),
     )
     return Prepared(module, lambda: subject.forward(original, contract), entry)
 
@@ -375,11 +386,20 @@ def _contract(
     ops = {f.op for f in subject.formulas()}
     kernels = tuple(
         (op, k.source, k.version, settings.sources.explicit(op))
-        if (k := settings.sources.kernel(op)) is not None else (op, None)
-        for op in OPS if op in ops
+        if (k := settings.sources.kernel(op)) is not None
+        else (op, None)
+        for op in OPS
+        if op in ops
     )
-    key = (probe.distinct_code(module), family.name, subject.key, subject.main_combo(), kernels,
-           settings.training, settings.verify)
+    key = (
+        probe.distinct_code(module),
+        family.name,
+        subject.key,
+        subject.main_combo(),
+        kernels,
+        settings.training,
+        settings.verify,
+    )
     if key not in _contracts:
         # Held by the cache, so it must not hold the model: a replica stands in for the module.
         stand_in = family.examine(
@@ -390,8 +410,11 @@ def _contract(
             if not isinstance(stand_in, Subject):
                 return
             proof = probe.prove(
-                stand_in, settings.sources, device,
-                verify=settings.verify, training=settings.training,
+                stand_in,
+                settings.sources,
+                device,
+                verify=settings.verify,
+                training=settings.training,
             )
             if isinstance(proof, probe.Proof):
                 probe.fill(contract, proof, device)

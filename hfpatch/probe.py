@@ -59,11 +59,11 @@ class Proof:
     dropped: dict[Combo, Refusal] = field(default_factory=dict)
 
 
-class _KernelCounter(TorchDispatchMode):
+class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators of a call that launch work (views do not)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(
@@ -121,7 +121,7 @@ class _Trial:
             for name, b in ours._buffers.items():
                 if b is not None and b.is_floating_point():
                     theirs._buffers[name] = b.double()
-        self.original: Tensor = type(self.module).forward(self.module, self.x)
+        self.original: Any = type(self.module).forward(self.module, self.x)
 
     def truth(self, subject: Subject, formula: Formula) -> Tensor:
         compute = subject.compute(reference_kernel(formula.op), formula)
@@ -156,7 +156,9 @@ def _prove(
     except Exception as e:
         return Refusal("mismatch", f"`{name}` could not be probed: {type(e).__name__}: {e}")
     if not isinstance(trial.original, Tensor):
-        return Refusal("mismatch", f"`{name}` returns {type(trial.original).__name__}, not a tensor")
+        return Refusal(
+            "mismatch", f"`{name}` returns {type(trial.original).__name__}, not a tensor"
+        )
 
     matches, nearest = _matching(subject, trial)
     if not matches:
@@ -165,11 +167,11 @@ def _prove(
     proof = Proof({}, {}, ())
     trials: dict[Combo, tuple[_Trial, dict[Formula, int]]] = {}
     for combo in subject.combos():
-        fits = _fits(subject, combo, matches, device)
-        if isinstance(fits, Refusal):
-            proof.dropped[combo] = fits
+        tried = _fits(subject, combo, matches, device)
+        if isinstance(tried, Refusal):
+            proof.dropped[combo] = tried
         else:
-            trials[combo] = fits
+            trials[combo] = tried
     order = _by_consistency(matches, [fits for _, fits in trials.values()])
     for combo, (combo_trial, fits) in trials.items():
         formula = next(f for f in order if f in fits)
@@ -305,7 +307,7 @@ def _verify(
     compute: Forward,
     proof: Proof,
 ) -> Refusal | None:
-    """Run the kernel; it may be no farther from the fp64 value than the original plus a rounding."""
+    """Run the kernel: no farther from the fp64 value than the original, plus one rounding."""
     what = f"kernel `{kernel.source}` for `{formula.op}`"
     before = trial.x.clone()
     try:
@@ -339,7 +341,8 @@ def _verify(
 
 
 def _count(call: Callable[[], Any]) -> list[str]:
-    with _KernelCounter() as counter:
+    counter = _KernelCounter()
+    with counter:
         call()
     return counter.names
 

@@ -50,12 +50,13 @@ def register(
 ) -> Registration:
     """Teach hfpatch a class or a kernel. Three forms:
 
-    - ``register("MyNorm", family="norm")``: modules whose class name matches the regular expression
-      are nominated for a built-in family ("norm", "gated mlp", "activation"). The probe finds the
+    - ``register("MyNorm", family="norm")``: modules whose class name matches the regular
+      expression are nominated for a built-in family ("norm", "gated mlp", "activation"). The
+      probe finds the
       formula.
     - ``register("MyBlock", forward=fn, sample=make_inputs)``: your own forward for a class.
-      ``fn(module, *inputs)`` replaces the forward; ``make_inputs(module)`` returns a tuple of inputs
-      on the module's device, on which `fn` is compared with the original before it is used.
+      ``fn(module, *inputs)`` replaces the forward; ``make_inputs(module)`` returns a tuple of
+      inputs on the module's device, on which `fn` is compared with the original before it is used.
     - ``register(op="rms_norm", kernel=fn, name="mine")``: a kernel (a plain function, a Triton
       launcher, a Hub kernel's function) for ``kernels={"rms_norm": "mine"}``. It is called with the
       signature of ``hfpatch.ops.OPS[op].reference`` and verified like every kernel.

@@ -101,9 +101,7 @@ def as_text(plan: Plan, applied: bool) -> str:
     console = Console(width=110, no_color=True, highlight=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(Text(_headline(plan, applied)))
-        for columns, rows in (
-            (_SWAP_COLUMNS, _swap_rows(plan)), (_SKIP_COLUMNS, _skip_rows(plan))
-        ):
+        for columns, rows in ((_SWAP_COLUMNS, _swap_rows(plan)), (_SKIP_COLUMNS, _skip_rows(plan))):
             if not rows:
                 continue
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,8 +103,14 @@ def register_kernel(
         raise ValueError(
             f"`name` {name!r} is reserved: pick one without '/' that is not 'local' or 'torch'"
         )
-    kernel = Kernel(op, fn, name, f"{fn.__module__}.{getattr(fn, '__qualname__', name)}#{id(fn)}",
-                    devices=devices, differentiable=differentiable)
+    kernel = Kernel(
+        op,
+        fn,
+        name,
+        f"{fn.__module__}.{getattr(fn, '__qualname__', name)}#{id(fn)}",
+        devices=devices,
+        differentiable=differentiable,
+    )
     _registered[f"{op}:{name}"] = kernel
     return kernel
 
@@ -136,8 +142,9 @@ class KernelPackage:
             )
         packet = getattr(getattr(self.module, "ops", None), op, None)
         raw = getattr(packet, "default", None)
-        return Kernel(op, fn, self.source, self.variant, raw=raw, devices=self.devices,
-                      archs=self.archs)
+        return Kernel(
+            op, fn, self.source, self.variant, raw=raw, devices=self.devices, archs=self.archs
+        )
 
 
 def local_package(root: Path | None = None) -> KernelPackage:
@@ -149,7 +156,7 @@ def local_package(root: Path | None = None) -> KernelPackage:
     return _load_local(root or LOCAL_BUILD)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load_local(root: Path) -> KernelPackage:
     reason_file = root / "REASON.json"
     if not (root / "build").is_dir():
@@ -182,12 +189,15 @@ def _load_local(root: Path) -> KernelPackage:
     except Exception as e:
         raise KernelLoadError(
             f"the local kernel build `{path.name}` could not be loaded: {e}. "
-            "It may have been built for another torch; rebuild with `pip install --force-reinstall .`"
+            "It may be for another torch; rebuild with `pip install --force-reinstall .`"
         ) from e
     info = metadata.get("backend", {})
     devices = {"cpu", "cuda"} if info.get("type") == "cuda" else {"cpu"}
     return KernelPackage(
-        module, "local", f"{path.name}:{metadata['id']}", frozenset(devices),
+        module,
+        "local",
+        f"{path.name}:{metadata['id']}",
+        frozenset(devices),
         tuple(info.get("archs") or ()),
     )
 
@@ -315,8 +325,13 @@ class Sources:
         choice = self.choices.get(op, "local")
         try:
             if callable(choice):
-                return Kernel(op, choice, getattr(choice, "__name__", "function"),
-                              f"#{id(choice)}", differentiable=False)
+                return Kernel(
+                    op,
+                    choice,
+                    getattr(choice, "__name__", "function"),
+                    f"#{id(choice)}",
+                    differentiable=False,
+                )
             assert isinstance(choice, str)
             if choice == "torch":
                 return torch_kernel(op)

@@ -32,7 +32,7 @@ class Slot:
         return self.owner.__dict__.get(self.attribute)
 
     def set(self, value: Any) -> None:
-        # straight into __dict__: nn.Module.__setattr__ would treat a module-valued forward as a child
+        # straight into __dict__: nn.Module.__setattr__ would make a child of a module-valued one
         self.owner.__dict__[self.attribute] = value
 
     def clear(self) -> None:
@@ -97,7 +97,7 @@ def swapped(module: nn.Module) -> Swapped | None:
 
 
 def _innermost(module: nn.Module) -> Slot | None:
-    """The slot of the native forward or of our adapter; None if the class's own forward runs bare."""
+    """The slot of the native forward or of our adapter; None if the class's forward runs bare."""
     for slot in slots(module):
         forward = slot.get()
         if forward is not None and (is_native(module, forward) or adapter_of(forward) is not None):

@@ -10,7 +10,10 @@ from torch import nn
 
 #: Activation classes that launch several kernels in eager PyTorch, so that a fused one gains.
 COMPOSED_ACTIVATIONS = {
-    "NewGELUActivation", "FastGELUActivation", "QuickGELUActivation", "AccurateGELUActivation",
+    "NewGELUActivation",
+    "FastGELUActivation",
+    "QuickGELUActivation",
+    "AccurateGELUActivation",
     "ApproximateGELU",
 }
 
@@ -21,13 +24,15 @@ def expected_swaps(model: nn.Module) -> dict[str, str]:
     for path, module in model.named_modules():
         name = type(module).__name__
         children = set(module._modules)
-        if not children and "RMSNorm" in name or name == "T5LayerNorm":
+        if (not children and "RMSNorm" in name) or name == "T5LayerNorm":
             found[path] = "rms_norm"
         elif not children and "LayerNorm" in name:
             found[path] = "layer_norm"
-        elif {"gate_proj", "up_proj", "down_proj"} <= children:
-            found[path] = "gated"
-        elif {"wi_0", "wi_1", "wo"} <= children:
+        elif {"gate_proj", "up_proj", "down_proj"} <= children or {
+            "wi_0",
+            "wi_1",
+            "wo",
+        } <= children:
             found[path] = "gated"
         elif "gate_up_proj" in children or name in ("GEGLU", "SwiGLU"):
             found[path] = "gated_packed"
@@ -43,6 +48,7 @@ def relative_error(y: torch.Tensor, truth: torch.Tensor) -> float:
 
 def snapshot(model: nn.Module) -> dict[str, dict[str, object]]:
     """Every module's `__dict__`, one level deep copied: what `restore` must give back."""
+
     def freeze(value: object) -> object:
         return dict(value) if isinstance(value, dict) else value
 

@@ -50,8 +50,9 @@ def randomized(dim: int = 64) -> Block:
 @pytest.mark.parametrize("bad", [None, 3, "gpt2", [nn.LayerNorm(4)], torch.ones(2)], ids=repr)
 def test_not_a_module(bad: object) -> None:
     for call in (hfpatch.apply, hfpatch.plan, hfpatch.restore, hfpatch.status):
-        with pytest.raises(TypeError, match="`model` must be a torch.nn.Module.*got " +
-                           type(bad).__name__):
+        with pytest.raises(
+            TypeError, match="`model` must be a torch.nn.Module.*got " + type(bad).__name__
+        ):
             call(bad)
 
 
@@ -59,7 +60,11 @@ def test_not_a_module(bad: object) -> None:
     ("arguments", "error", "message"),
     [
         ({"mode": "fast"}, ValueError, "`mode` must be one of 'inference', 'training'"),
-        ({"kernels": {"rmsnorm": "local"}}, ValueError, "unknown op `rmsnorm`; the ops are: .*gelu"),
+        (
+            {"kernels": {"rmsnorm": "local"}},
+            ValueError,
+            "unknown op `rmsnorm`; the ops are: .*gelu",
+        ),
         ({"kernels": 3}, TypeError, "`kernels` must be None, a source name"),
         ({"kernels": {"silu": 3}}, TypeError, r"`kernels\['silu'\]` must be a source name"),
         ({"kernels": "nowhere"}, ValueError, "unknown kernel source 'nowhere'"),
@@ -84,7 +89,9 @@ def test_bad_arguments_leave_the_model_alone(
 def test_include_exclude_and_replanning() -> None:
     model = randomized()
     assert [s.path for s in hfpatch.apply(model, include="LlamaRMSNorm").swaps] == [
-        "first", "second"]
+        "first",
+        "second",
+    ]
     report = hfpatch.apply(model, exclude=["first", "ln*"])
     assert [s.path for s in report.swaps] == ["second"]
     assert {(s.path, s.kind) for s in report.skips} == {("first", "excluded"), ("ln", "excluded")}
@@ -220,9 +227,17 @@ def test_zero_rows_strides_misalignment_nan() -> None:
     base = torch.randn(6, 5, 130)
     nan = torch.randn(3, 64)
     nan[0, 5], nan[1, 6] = float("nan"), float("inf")
-    for x in (torch.empty(0, 64), torch.empty(2, 0, 64), base[:, :, :64], base[:, :, 3:67],
-              base.transpose(0, 1)[..., 1:65], base[::2, :, 2:66], base.mT[:, :64].mT, nan,
-              torch.randn(1, 64).expand(5, 64)):
+    for x in (
+        torch.empty(0, 64),
+        torch.empty(2, 0, 64),
+        base[:, :, :64],
+        base[:, :, 3:67],
+        base.transpose(0, 1)[..., 1:65],
+        base[::2, :, 2:66],
+        base.mT[:, :64].mT,
+        nan,
+        torch.randn(1, 64).expand(5, 64),
+    ):
         a, b = model(x), originals(x)
         assert a.shape == b.shape
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
@@ -333,8 +348,14 @@ def test_compiled_without_a_graph_break() -> None:
 def test_a_users_kernel_is_verified_then_used() -> None:
     calls = []
 
-    def mine(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-             eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "none") -> Tensor:
+    def mine(
+        x: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-6,
+        weight_offset: float = 0.0,
+        cast: str = "none",
+    ) -> Tensor:
         calls.append(cast)
         y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         if cast == "input" and weight is not None:
@@ -353,8 +374,9 @@ def test_a_users_kernel_is_verified_then_used() -> None:
         hfpatch.apply(model, kernels={"rms_norm": "mine"})
 
 
-@pytest.mark.parametrize("fault", ["garbage", "zeros", "shape", "dtype", "raises", "in place",
-                                   "nearly", "none"])
+@pytest.mark.parametrize(
+    "fault", ["garbage", "zeros", "shape", "dtype", "raises", "in place", "nearly", "none"]
+)
 def test_a_wrong_kernel_is_rejected(fault: str) -> None:
     from hfpatch.ops.rms_norm import rms_norm
 
@@ -364,8 +386,14 @@ def test_a_wrong_kernel_is_rejected(fault: str) -> None:
             raise ZeroDivisionError("oops")
         if fault == "in place":
             x.zero_()
-        return {"garbage": torch.randn_like(y), "zeros": torch.zeros_like(y), "shape": y[..., :1],
-                "dtype": y.double(), "nearly": y * 1.02, "none": None}.get(fault, y)  # type: ignore
+        return {
+            "garbage": torch.randn_like(y),
+            "zeros": torch.zeros_like(y),
+            "shape": y[..., :1],
+            "dtype": y.double(),
+            "nearly": y * 1.02,
+            "none": None,
+        }.get(fault, y)  # type: ignore
 
     model = randomized()
     before = snapshot(model)
@@ -373,7 +401,7 @@ def test_a_wrong_kernel_is_rejected(fault: str) -> None:
     assert not report.swaps and {s.kind for s in report.skips} == {"rejected"}
     assert "kernel `wrong` for `rms_norm`" in report.skips[0].reason
     assert_same_dicts(before, model)
-    with pytest.raises(VerificationError, match="`first`.*kernel `wrong`"):
+    with pytest.raises(VerificationError, match=r"`first`.*kernel `wrong`"):
         hfpatch.apply(model, kernels={"rms_norm": wrong}, strict=True)
     assert_same_dicts(before, model)
 
@@ -443,8 +471,18 @@ def test_report_as_table_json_and_html() -> None:
     model = zoo.ENTRIES["ltx"].build(torch.bfloat16)
     report = hfpatch.apply(model)
     text = str(report)
-    for part in ("LTXVideoTransformer3DModel", "RMSNorm", "rms_norm(eps=1e-06", "local", "count",
-                 "probe error", "left alone", "no gain", f"torch {torch.__version__}", "diffusers"):
+    for part in (
+        "LTXVideoTransformer3DModel",
+        "RMSNorm",
+        "rms_norm(eps=1e-06",
+        "local",
+        "count",
+        "probe error",
+        "left alone",
+        "no gain",
+        f"torch {torch.__version__}",
+        "diffusers",
+    ):
         assert part in text, part
     assert max(map(len, text.splitlines())) <= 110
     data = json.loads(report.to_json())
@@ -461,11 +499,17 @@ import sys, time, torch
 start = time.perf_counter()
 import hfpatch
 took = time.perf_counter() - start
-heavy = [m for m in ("transformers", "diffusers", "kernels", "accelerate", "rich") if m in sys.modules]
+heavy = {"transformers", "diffusers", "kernels", "accelerate", "rich"} & sys.modules.keys()
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 print(took)
 """
-    times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                                  check=True).stdout) for _ in range(3)]
+    times = [
+        float(
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for _ in range(3)
+    ]
     assert min(times) < 0.1, times

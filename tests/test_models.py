@@ -1,4 +1,4 @@
-"""`hfpatch.apply` on the real classes: what is swapped, how far the numbers move, what comes back."""
+"""`hfpatch.apply` on the real classes: what is swapped, how the numbers move, what comes back."""
 
 from __future__ import annotations
 
@@ -125,8 +125,11 @@ def test_one_name_several_formulas(name: str, formula: str) -> None:
 def test_ltx_has_weightless_norms_without_a_tensor_of_ones() -> None:
     entry = zoo.ENTRIES["ltx"]
     model = entry.build(torch.float32)
-    weightless = [p for p, m in model.named_modules()
-                  if "RMSNorm" in type(m).__name__ and getattr(m, "weight", None) is None]
+    weightless = [
+        p
+        for p, m in model.named_modules()
+        if "RMSNorm" in type(m).__name__ and getattr(m, "weight", None) is None
+    ]
     assert weightless
     paths = {s.path for s in hfpatch.apply(model).swaps}
     assert paths.issuperset(weightless)

@@ -122,10 +122,13 @@ class Replacing(DiffusersHook):
         return self.fn_ref.original_forward(*args, **kwargs) + 1
 
 
-@pytest.mark.parametrize("hooks", [(Doubling,), (Replacing,), (Doubling, Replacing),
-                                   (Replacing, Doubling)])
+@pytest.mark.parametrize(
+    "hooks", [(Doubling,), (Replacing,), (Doubling, Replacing), (Replacing, Doubling)]
+)
 @pytest.mark.parametrize("order", ["patch first", "hooks first"])
-def test_diffusers_hooks_in_either_order(order: str, hooks: tuple[type[DiffusersHook], ...]) -> None:
+def test_diffusers_hooks_in_either_order(
+    order: str, hooks: tuple[type[DiffusersHook], ...]
+) -> None:
     model = nn.Sequential(nn.LayerNorm(64)).requires_grad_(False)
     x = torch.randn(3, 64)
 

@@ -77,8 +77,15 @@ class TwoInputRMSNorm(_Norm):
 
 @pytest.mark.parametrize(
     "cls",
-    [EpsOutsideRMSNorm, UnbiasedLayerNorm, PartialRMSNorm, ClampedRMSNorm, ScaledRMSNorm,
-     TupleRMSNorm, TwoInputRMSNorm],
+    [
+        EpsOutsideRMSNorm,
+        UnbiasedLayerNorm,
+        PartialRMSNorm,
+        ClampedRMSNorm,
+        ScaledRMSNorm,
+        TupleRMSNorm,
+        TwoInputRMSNorm,
+    ],
 )
 def test_misleading_name_is_left_alone_with_the_reason(cls: type[nn.Module]) -> None:
     model = Root(cls())
@@ -178,8 +185,13 @@ def test_mixed_dtypes_behave_as_the_original(
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-    cls = {"llama": LlamaRMSNorm, "olmo2": Olmo2RMSNorm, "gemma": Gemma2RMSNorm,
-           "t5": T5LayerNorm, "mochi": MochiRMSNorm}[rule]
+    cls = {
+        "llama": LlamaRMSNorm,
+        "olmo2": Olmo2RMSNorm,
+        "gemma": Gemma2RMSNorm,
+        "t5": T5LayerNorm,
+        "mochi": MochiRMSNorm,
+    }[rule]
     norm = cls(128, eps=1e-6)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(128))

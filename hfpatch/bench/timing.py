@@ -12,7 +12,9 @@ import torch
 Call = Callable[[], Any]
 
 
-def gpu_microseconds(calls: Sequence[Call], *, replays: int = 7, target_us: float = 3000.0) -> float:
+def gpu_microseconds(
+    calls: Sequence[Call], *, replays: int = 7, target_us: float = 3000.0
+) -> float:
     """Median GPU time of one call, microseconds.
 
     `calls` are the same work on different buffers: enough of them that together they exceed the L2
@@ -22,7 +24,7 @@ def gpu_microseconds(calls: Sequence[Call], *, replays: int = 7, target_us: floa
     for call in calls:
         call()
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -38,7 +40,10 @@ def gpu_microseconds(calls: Sequence[Call], *, replays: int = 7, target_us: floa
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph, loops: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
     torch.cuda.synchronize()
     start.record()
     for _ in range(loops):
@@ -48,9 +53,13 @@ def _replay_us(graph: torch.cuda.CUDAGraph, loops: int) -> float:
     return float(start.elapsed_time(end) * 1e3)
 
 
+def _synchronizer() -> Call:
+    return torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+
 def host_microseconds(call: Call, *, calls: int = 300, rounds: int = 7) -> float:
     """Host time of one eager call, microseconds: the best of several rounds, the GPU kept idle."""
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    sync = _synchronizer()
     for _ in range(20):
         call()
     best = float("inf")
@@ -66,7 +75,7 @@ def host_microseconds(call: Call, *, calls: int = 300, rounds: int = 7) -> float
 
 def step_milliseconds(call: Call, *, warmup: int = 3, steps: int = 10) -> float:
     """Median wall time of a model step in milliseconds, the device synchronized around each."""
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    sync = _synchronizer()
     for _ in range(warmup):
         call()
     times = []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
-
 import torch
+import torch.nn.functional as F
 
 from hfpatch.ops.base import Op, Tensor, compute_dtype
 
@@ -49,4 +48,9 @@ def encode(params: dict[str, Any]) -> tuple[Any, ...]:
 
 
 OP = Op(
-    "layer_norm", layer_norm, layer_norm_aten, encode, beats_single_kernel=frozenset({"cuda", "cpu"}))
+    "layer_norm",
+    layer_norm,
+    layer_norm_aten,
+    encode,
+    beats_single_kernel=frozenset({"cuda", "cpu"}),
+)

@@ -47,9 +47,7 @@ def rms_norm(
         return x_hat.to(x.dtype)
     if cast == "input":
         x_hat = x_hat.to(x.dtype)
-    elif weight.dtype in (torch.float16, torch.bfloat16):
-        x_hat = x_hat.to(weight.dtype)
-    elif x.dtype != torch.float64:
+    elif weight.dtype in (torch.float16, torch.bfloat16) or x.dtype != torch.float64:
         x_hat = x_hat.to(weight.dtype)
     y = x_hat * weight
     return y if bias is None else y + bias

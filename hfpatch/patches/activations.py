@@ -1,4 +1,4 @@
-"""Activations on their own (`NewGELUActivation`, `QuickGELU`) or behind a projection (diffusers)."""
+"""Activations alone (`NewGELUActivation`, `QuickGELU`) or behind a projection (diffusers)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class ActivationSubject(Subject):
         # `act` of the transformers classes is a plain function held as an attribute
         functions = tuple(
             (k, str(getattr(v, "__qualname__", v)))
-            for k, v in sorted(self.module.__dict__.items()) if callable(v) and k == "act"
+            for k, v in sorted(self.module.__dict__.items())
+            if callable(v) and k == "act"
         )
         return (self.projection, functions, scalar_settings(self.module))
 

@@ -203,7 +203,8 @@ def scalar_settings(module: nn.Module) -> tuple[Any, ...]:
     """Every plain attribute of a module that its forward could read, hashable."""
     kinds = (int, float, bool, str, type(None), torch.Size, tuple, torch.dtype)
     return tuple(
-        (k, v) for k, v in sorted(module.__dict__.items())
+        (k, v)
+        for k, v in sorted(module.__dict__.items())
         if isinstance(v, kinds) and k != "training" and _hashable(v)
     )
 
@@ -220,8 +221,12 @@ def is_hooked(module: nn.Module) -> bool:
     """Whether calling `module` would run somebody's hook."""
     d = module.__dict__
     return bool(
-        d.get("_forward_hooks") or d.get("_forward_pre_hooks") or d.get("_backward_hooks")
-        or d.get("_backward_pre_hooks") or "_hf_hook" in d or "_diffusers_hook" in d
+        d.get("_forward_hooks")
+        or d.get("_forward_pre_hooks")
+        or d.get("_backward_hooks")
+        or d.get("_backward_pre_hooks")
+        or "_hf_hook" in d
+        or "_diffusers_hook" in d
     )
 
 
@@ -249,7 +254,7 @@ def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None
 def random_like(
     t: Tensor, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """A random stand-in for a norm's parameter, far enough from 0 and 1 to tell `w` from `1 + w`."""
+    """A random stand-in for a norm's parameter, far enough from 0 and 1 to tell `w` from `1+w`."""
     values = 1.0 + 0.5 * torch.randn(t.shape, generator=generator)
     return values.to(device, dtype)
 

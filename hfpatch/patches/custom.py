@@ -36,7 +36,7 @@ class CustomSubject(Subject):
     def compare(self) -> tuple[float, float] | str:
         """(largest absolute, largest relative error), or why the replacement is wrong."""
         with torch.no_grad():
-            inputs = self.family.sample(self.module)
+            inputs: Any = self.family.sample(self.module)
             if not isinstance(inputs, tuple):
                 return f"`sample` returned {type(inputs).__name__}, expected a tuple of inputs"
             expected = pytree.tree_leaves(type(self.module).forward(self.module, *inputs))

@@ -1,6 +1,6 @@
-"""Gated MLPs: `down(act(gate(x)) * up(x))` from two projections or from a packed one; GEGLU, SwiGLU.
+"""Gated MLPs: `down(act(gate(x)) * up(x))` from two projections or a packed one; GEGLU, SwiGLU.
 
-The projections are called as modules, never read: a hook, an adapter or a quantizer may stand there.
+The projections are called as modules, never read: a hook, an adapter, a quantizer may stand there.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class GatedSubject(Subject):
         """dtype of the last projection when it differs from the first (T5 keeps `wo` in fp32)."""
         if self.roles.down is None:
             return None
-        dtypes = [getattr(getattr(self._child(n), "weight", None), "dtype", None)
-                  for n in (self.roles.gate, self.roles.down)]
+        dtypes = [
+            getattr(getattr(self._child(n), "weight", None), "dtype", None)
+            for n in (self.roles.gate, self.roles.down)
+        ]
         return dtypes[1] if dtypes[0] != dtypes[1] and dtypes[1] in KERNEL_DTYPES else None
 
     def formulas(self) -> list[Formula]:
@@ -88,7 +90,8 @@ class GatedSubject(Subject):
             return [Formula("gated", {"activation": a}) for a in ACTIVATIONS]
         return [
             Formula("gated_packed", {"activation": a, "gate_first": first})
-            for a in ACTIVATIONS for first in (True, False)
+            for a in ACTIVATIONS
+            for first in (True, False)
         ]
 
     def combos(self) -> list[Combo]:
@@ -129,11 +132,14 @@ class GatedSubject(Subject):
         # where autograd needs the product and the kernel has none: the same formula on ATen
         differentiable = call if training else torch_kernel(formula.op).bind(dict(formula.params))
         gate, up, down, dropout = (
-            self.roles.gate, self.roles.up, self.roles.down, self.roles.dropout
+            self.roles.gate,
+            self.roles.up,
+            self.roles.down,
+            self.roles.dropout,
         )
         cast_down = self._down_dtype() is not None
 
-        def compute(module: nn.Module, x: Tensor) -> Tensor:
+        def compute(module: nn.Module, x: Tensor) -> Any:
             m = module._modules
             h = m[gate](x)  # type: ignore[misc]
             if up is None:
@@ -146,10 +152,8 @@ class GatedSubject(Subject):
                 h = m[dropout](h)  # type: ignore[misc]
             if down is None:
                 return h
-            last = m[down]
-            if cast_down:
-                h = h.to(last.weight.dtype)  # type: ignore[union-attr, arg-type]
-            return last(h)  # type: ignore[misc, no-any-return]
+            last: Any = m[down]
+            return last(h.to(last.weight.dtype) if cast_down else h)
 
         return compute
 
@@ -163,8 +167,7 @@ class GatedSubject(Subject):
                 return original(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if (
-                type(x) is Tensor
-                and not (act is not None and is_hooked(self._modules[act]))  # type: ignore[arg-type]
+                type(x) is Tensor and not (act is not None and is_hooked(self._modules[act]))  # type: ignore[arg-type]
             ):
                 on_cuda = x.is_cuda
                 if not autocast("cuda" if on_cuda else "cpu"):

@@ -33,28 +33,32 @@ _DEFAULT_WIDTH = 96  # of the probe's input when a norm has no weight that says 
 
 
 class NormSubject(Subject):
-    def __init__(
-        self, module: nn.Module, weight: str | None, bias: str | None, width: int | None
-    ) -> None:
+    def __init__(self, module: nn.Module, weight: str, bias: str, width: int | None) -> None:
         super().__init__(module)
         self.weight, self.bias, self.width = weight, bias, width
 
-    def _param(self, name: str | None) -> Tensor | None:
-        return None if name is None else self.module._parameters.get(name)
+    def _param(self, name: str) -> Tensor | None:
+        return self.module._parameters.get(name)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        dtypes = tuple(None if (p := self._param(n)) is None else p.dtype
-                       for n in (self.weight, self.bias))
-        buffers = tuple((n, tuple(b.shape)) for n, b in self.module._buffers.items()
-                        if b is not None)
+        dtypes = tuple(
+            None if (p := self._param(n)) is None else p.dtype for n in (self.weight, self.bias)
+        )
+        buffers = tuple(
+            (n, tuple(b.shape)) for n, b in self.module._buffers.items() if b is not None
+        )
         return (self.weight, self.bias, self.width, dtypes, buffers, scalar_settings(self.module))
 
     def _epsilons(self) -> list[float]:
-        found = [v for k, v in self.module.__dict__.items()
-                 if isinstance(v, float) and 0.0 <= v < 0.1 and "eps" in k]
-        others = [v for v in self.module.__dict__.values()
-                  if isinstance(v, float) and 0.0 <= v < 0.1]
+        found = [
+            v
+            for k, v in self.module.__dict__.items()
+            if isinstance(v, float) and 0.0 <= v < 0.1 and "eps" in k
+        ]
+        others = [
+            v for v in self.module.__dict__.values() if isinstance(v, float) and 0.0 <= v < 0.1
+        ]
         # torch.nn.RMSNorm(eps=None) takes the machine epsilon of the input's or the compute dtype
         defaults = [1e-6, 1e-5, 1e-12, *(torch.finfo(t).eps for t in KERNEL_DTYPES)]
         return list(dict.fromkeys([*found, *others, *([] if found else defaults)]))
@@ -88,12 +92,18 @@ class NormSubject(Subject):
     def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
         copy = replicate(self.module)
         for name, p in self.module._parameters.items():
-            copy._parameters[name] = None if p is None else nn.Parameter(
-                random_like(p, combo.param or combo.x, device, generator), requires_grad=False
+            copy._parameters[name] = (
+                None
+                if p is None
+                else nn.Parameter(
+                    random_like(p, combo.param or combo.x, device, generator), requires_grad=False
+                )
             )
         for name, b in self.module._buffers.items():
-            copy._buffers[name] = b if b is None or not b.is_floating_point() else random_like(
-                b, combo.param or b.dtype, device, generator
+            copy._buffers[name] = (
+                b
+                if b is None or not b.is_floating_point()
+                else random_like(b, combo.param or b.dtype, device, generator)
             )
         return copy
 
@@ -122,7 +132,7 @@ class NormSubject(Subject):
         return compute
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
-        weight, bias, width = self.weight, self.bias, self.width
+        weight, width = self.weight, self.width
         checked_width = width if self._param(weight) is None else None
         name = input_name(self.module)
         training = contract.training
@@ -136,11 +146,10 @@ class NormSubject(Subject):
             if type(x) is Tensor:
                 p = self._parameters
                 w = p.get(weight)
-                if w is None:
-                    wants_grad = x.requires_grad
-                    key = (x.dtype, None)
-                else:
-                    wants_grad = x.requires_grad or w.requires_grad
+                wants_grad = x.requires_grad
+                key: tuple[torch.dtype, torch.dtype | None] = (x.dtype, None)
+                if w is not None:
+                    wants_grad = wants_grad or w.requires_grad
                     key = (x.dtype, w.dtype)
                     if not plain(w):
                         return original(self, *args, **kwargs)

@@ -42,8 +42,9 @@ def wide(*args: Any) -> tuple[Any, ...]:
 def run(module: ModuleType, op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """(kernel's result, fp64 truth)."""
     y = getattr(module, op)(*args, **kwargs)
-    truth = OPS[op].reference(*wide(*args), **{k: v.double() if isinstance(v, Tensor) else v
-                                               for k, v in kwargs.items()})
+    truth = OPS[op].reference(
+        *wide(*args), **{k: v.double() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    )
     return y, truth
 
 
@@ -75,9 +76,12 @@ def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 17), (5, 1000), (64, 4096), (3, 7, 4099)],
-                         ids=str)
-def test_activations(kernels_module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", [(1,), (3,), (2, 17), (5, 1000), (64, 4096), (3, 7, 4099)], ids=str
+)
+def test_activations(
+    kernels_module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = randn(*shape, dtype=dtype) * 4
     up = randn(*shape, dtype=dtype)
     packed = randn(*shape[:-1], 2 * shape[-1], dtype=dtype) * 4
@@ -156,9 +160,11 @@ def test_output_is_written_wholly_and_nothing_else(kernels_module: ModuleType) -
             out.fill_(float("nan"))
             calls = {
                 "rms_norm": lambda x=x, w=w, out=out: ops.rms_norm_out.default(
-                    out, x, w, None, 1e-6, 0.0, 1),
+                    out, x, w, None, 1e-6, 0.0, 1
+                ),
                 "layer_norm": lambda x=x, w=w, out=out: ops.layer_norm_out.default(
-                    out, x, w, w, 1e-5),
+                    out, x, w, w, 1e-5
+                ),
                 "gelu": lambda x=x, out=out: ops.gelu_out.default(out, x, 0),
                 "gated": lambda x=x, out=out: ops.gated_out.default(out, x, x, 3),
             }
@@ -230,7 +236,8 @@ def test_cuda_graph_replays_follow_their_input(kernels_module: ModuleType) -> No
         graph.replay()
         if i % 100 == 0:
             expected = kernels_module.gated(
-                kernels_module.rms_norm(x, w), kernels_module.layer_norm(x, w))
+                kernels_module.rms_norm(x, w), kernels_module.layer_norm(x, w)
+            )
             assert torch.equal(y, expected)
 
 

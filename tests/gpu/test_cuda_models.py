@@ -100,8 +100,14 @@ def test_device_map_dispatch() -> None:
         model = entry.build(torch.float32)
         inputs = entry.inputs(model, torch.float32)
         expected = entry.run(model, inputs)
-        device_map = {"model.embed_tokens": "cpu", "model.layers.0": 0, "model.layers.1": "cpu",
-                      "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
+        device_map = {
+            "model.embed_tokens": "cpu",
+            "model.layers.0": 0,
+            "model.layers.1": "cpu",
+            "model.norm": 0,
+            "model.rotary_emb": 0,
+            "lm_head": 0,
+        }
         if first:
             hfpatch.apply(model)
         model = dispatch_model(model, device_map, main_device="cuda:0", force_hooks=True)

@@ -1,0 +1,142 @@
+"""The command line, on local configurations: no network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from expect import expected_swaps
+
+from hfpatch import cli
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    model = zoo.ENTRIES["llama"].build(torch.float32)
+    model.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    zoo.PIPELINES["ltx-pipeline"].build(torch.float32).save_pretrained(tmp_path / "ltx")
+    return tmp_path / "ltx"
+
+
+def test_plan_of_a_config_needs_no_weights(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for weights in llama.glob("*.safetensors"):
+        weights.unlink()
+    assert cli.main(["plan", str(llama / "config.json"), "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "7 to swap" in out
+    assert "LlamaRMSNorm" in out
+    assert "gated(activation=silu)" in out
+
+
+def test_plan_of_a_large_model_takes_no_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", str(tmp_path), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["swaps"]) == 80 * 3 + 1
+    assert data["applied"] is False
+
+
+def test_plan_of_a_pipeline_and_of_its_part(
+    pipeline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(pipeline), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert {s["path"].split(".")[0] for s in whole["swaps"]} >= {"transformer"}
+    assert cli.main(["plan", str(pipeline), "--subfolder", "transformer", "--json"]) == 0
+    part = json.loads(capsys.readouterr().out)
+    paths = {
+        s["path"].removeprefix("transformer.")
+        for s in whole["swaps"]
+        if s["path"].startswith("transformer.")
+    }
+    assert {s["path"] for s in part["swaps"]} == paths
+
+
+def test_apply_check_with_weights_and_without(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for extra in ([], ["--random-weights"]):
+        assert cli.main(["apply-check", str(llama), "--json", *extra]) == 0
+        (result,) = json.loads(capsys.readouterr().out)
+        assert result["swapped"] == len(expected_swaps(zoo.ENTRIES["llama"].build(torch.float32)))
+        assert result["state_dict untouched"]
+        assert result["bit-equal after restore"]
+        assert 0 <= result["relative difference"] < 1e-4
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch          {torch.__version__}" in text
+    assert "torch-stable-abi211-" in text
+    assert cli.main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["local build"]["ops"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "{}/nothing.json"], "nothing.json"),
+        (["plan", "{}"], "has neither a config.json nor a model_index.json"),
+        (["plan", "{}/bad"], "names no class of this transformers version"),
+        (["plan", "{}/vae"], "is not a diffusers model"),
+        (["plan", "{}/bad", "--kernels", "main"], "names no class"),
+    ],
+)
+def test_bad_input_is_said_in_a_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, config in (
+        ("bad", {"architectures": ["NoSuchModel"]}),
+        ("vae", {"_class_name": "NoSuchVae"}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert cli.main([a.format(tmp_path) for a in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hfpatch plan: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hfpatch", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "apply-check" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "hfpatch", "plan"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2

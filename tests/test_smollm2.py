@@ -1,0 +1,101 @@
+"""Real weights: SmolLM2-135M-Instruct answers the same, patched and not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hfpatch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import _smollm2
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain photosynthesis to a child.",
+    "List three uses of copper.",
+    "Translate 'good morning' into Spanish.",
+    "Who wrote Romeo and Juliet?",
+    "What is 12 times 12?",
+    "Give me a recipe for pancakes.",
+    "Why is the sky blue?",
+    "Name the planets of the solar system.",
+]
+TEXT = Path(__file__).resolve().parent.parent / "LICENSE"  # 2,000 tokens of real English
+
+
+@pytest.fixture(scope="module")
+def smollm2(kernels_module: object) -> tuple[Any, Any]:
+    try:
+        _smollm2.gguf_file()
+    except FileNotFoundError as e:
+        pytest.skip(str(e))
+    return _smollm2.load(torch.float32)
+
+
+def answer(model: Any, tokenizer: Any, prompt: str) -> list[int]:
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.no_grad():
+        out = model.generate(**ids, max_new_tokens=64, do_sample=False)
+    return out[0, ids["input_ids"].shape[1] :].tolist()
+
+
+def test_greedy_answers_are_identical(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    for prompt in PROMPTS:
+        hfpatch.restore(model)
+        expected = answer(model, tokenizer, prompt)
+        report = hfpatch.apply(model)
+        assert len(report.swaps) == 30 * 3 + 1 == 3 * model.config.num_hidden_layers + 1
+        got = answer(model, tokenizer, prompt)
+        assert got == expected, prompt
+        assert len(expected) > 3
+    hfpatch.restore(model)
+    assert "Paris" in tokenizer.decode(answer(model, tokenizer, PROMPTS[0]))
+
+
+def test_perplexity_is_equal(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    ids = tokenizer(TEXT.read_text(), return_tensors="pt")["input_ids"][:, :2000]
+    assert ids.shape[1] == 2000
+
+    def perplexity() -> float:
+        with torch.no_grad():
+            return torch.exp(model(input_ids=ids, labels=ids).loss.double()).item()
+
+    hfpatch.restore(model)
+    expected = perplexity()
+    hfpatch.apply(model)
+    got = perplexity()
+    hfpatch.restore(model)
+    assert 1.0 < expected < 100
+    assert abs(got - expected) / expected < 1e-4
+
+
+def test_bf16_logits_are_no_farther_from_fp32(smollm2: tuple[Any, Any]) -> None:
+    """Pooled over 2,000 tokens: one flipped rounding early on changes all later ones, so that the
+    error of a single passage goes up or down by a tenth. 3 % is what is left of that here.
+    """
+    model, tokenizer = smollm2
+    hfpatch.restore(model)
+    ids = tokenizer(TEXT.read_text(), return_tensors="pt")["input_ids"][:, :2000]
+    half, _ = _smollm2.load(torch.bfloat16)
+    errors = {"original": 0.0, "patched": 0.0}
+    with torch.no_grad():
+        for passage in ids.split(250, dim=1):
+            truth = model(input_ids=passage).logits.double()
+            for name, change in (("original", hfpatch.restore), ("patched", hfpatch.apply)):
+                change(half)
+                logits = half(input_ids=passage).logits.double()
+                errors[name] += ((logits - truth).norm() / truth.norm()).item() ** 2
+    assert errors["patched"] ** 0.5 <= 1.03 * errors["original"] ** 0.5, errors
