@@ -53,6 +53,7 @@ class Proof:
 
     formulas: dict[Combo, Formula]
     computes: dict[Combo, Forward]
+    entries: dict[Combo, Forward]
     kernels: tuple[Kernel, ...]
     max_abs_error: float = 0.0
     max_rel_error: float = 0.0
@@ -164,7 +165,7 @@ def _prove(
     if not matches:
         return Refusal("mismatch", _explain(name, nearest))
 
-    proof = Proof({}, {}, ())
+    proof = Proof({}, {}, {}, ())
     trials: dict[Combo, tuple[_Trial, dict[Formula, int]]] = {}
     for combo in subject.combos():
         tried = _fits(subject, combo, matches, device)
@@ -296,6 +297,7 @@ def _prove_combo(
             return verdict
     proof.formulas[trial.combo] = formula
     proof.computes[trial.combo] = compute
+    proof.entries[trial.combo] = subject.entry(kernel, formula, training)
     return None
 
 
@@ -376,8 +378,8 @@ def _no_gain(
 def fill(contract: Contract, proof: Proof, device: str) -> None:
     """Give a contract what was proven on `device`."""
     table = contract.table(device)
-    for combo, compute in proof.computes.items():
-        table[(combo.x, combo.param)] = compute
+    for combo, entry in proof.entries.items():
+        table[(combo.x, combo.param)] = entry
     contract.proven(device)
 
 

@@ -97,6 +97,10 @@ class Subject(ABC):
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         """`compute(...)(module, x)`: the module's result through `kernel`, nothing checked."""
 
+    def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Forward:
+        """What the contract's tables hold for this formula, for `forward` to call."""
+        return self.compute(kernel, formula, training)
+
     @abstractmethod
     def forward(self, original: Forward, contract: Contract) -> Forward:
         """The function that replaces the module's forward."""
@@ -120,7 +124,7 @@ class Family(ABC):
 
 
 class Contract:
-    """Which calls an adapter may take, and what it does for them: (device, dtypes) -> compute.
+    """Which calls an adapter may take, and what it does for them: (device, dtypes) -> entry.
 
     One contract serves every module of equal class, settings and source. A device that was not
     proven when the model was patched (weights still on the CPU) is proven at its first call.
@@ -179,7 +183,7 @@ def _describe(key: Any) -> str:
 
 def plain(x: Any) -> bool:
     """Whether `x` is an ordinary tensor: no subclass (DTensor, FakeTensor, quantized)."""
-    return type(x) is Tensor or type(x) is nn.Parameter
+    return type(x) is nn.Parameter or type(x) is Tensor
 
 
 def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -131,39 +131,55 @@ class NormSubject(Subject):
 
         return compute
 
+    def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Forward:
+        """Called with (x, weight, bias): one Python frame less per call than `compute`."""
+        return kernel.bind(dict(formula.params), training)
+
     def forward(self, original: Forward, contract: Contract) -> Forward:
-        weight, width = self.weight, self.width
+        weight, bias, width = self.weight, self.bias, self.width
         checked_width = width if self._param(weight) is None else None
         name = input_name(self.module)
         training = contract.training
         cpu, cuda = contract.cpu, contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+        missing = object()
 
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Norms are called hundreds of times per step and last microseconds: this is written for
+        # few frames, few attribute look-ups and no work that a plain call does not need.
+        def forward(self: nn.Module, x: Any = missing, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses a norm with its neighbours
-                return original(self, *args, **kwargs)
-            x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
+                return original(self, *(() if x is missing else (x,)), *args, **kwargs)
+            if x is missing:
+                x = first_argument((), kwargs, name)
+            elif args or kwargs:
+                return original(self, x, *args, **kwargs)
             if type(x) is Tensor:
                 p = self._parameters
                 w = p.get(weight)
-                wants_grad = x.requires_grad
-                key: tuple[torch.dtype, torch.dtype | None] = (x.dtype, None)
-                if w is not None:
-                    wants_grad = wants_grad or w.requires_grad
-                    key = (x.dtype, w.dtype)
-                    if not plain(w):
-                        return original(self, *args, **kwargs)
-                if wants_grad and not training and grad_enabled():
+                b = p.get(bias)
+                if (
+                    not training
+                    and grad_enabled()
+                    and (
+                        x.requires_grad
+                        or (w is not None and w.requires_grad)
+                        or (b is not None and b.requires_grad)
+                    )
+                ):
                     contract.needs_grad()
-                elif checked_width is None or x.shape[-1] == checked_width:
-                    on_cuda = x.is_cuda
-                    if not autocast("cuda" if on_cuda else "cpu"):
-                        run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
-                        if run is None:
-                            run = contract.late(x, key)
-                        if run is not None:
-                            return run(self, x)
-            return original(self, *args, **kwargs)
+                elif (w is None or type(w) is nn.Parameter or plain(w)) and (
+                    checked_width is None or x.shape[-1] == checked_width
+                ):
+                    key = (x.dtype, None if w is None else w.dtype)
+                    if x.is_cuda:
+                        run = None if autocast() else cuda.get(key) or contract.late(x, key)
+                    elif x.is_cpu:
+                        run = None if autocast("cpu") else cpu.get(key) or contract.late(x, key)
+                    else:
+                        run = None
+                    if run is not None:
+                        return run(x, w, b)
+            return original(self, **kwargs) if x is None else original(self, x)
 
         return forward
 
