@@ -125,9 +125,7 @@ LINKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "target"), LINKS, ids=[f"{p.name}-{t}" for p, t in LINKS]
-)
+@pytest.mark.parametrize(("path", "target"), LINKS, ids=[f"{p.name}-{t}" for p, t in LINKS])
 def test_links_lead_somewhere(path: Path, target: str) -> None:
     name, _, anchor = target.partition("#")
     file = (path.parent / name).resolve() if name else path
@@ -152,7 +150,9 @@ def test_files_named_exist(path: Path) -> None:
     files = [f"/{p.name}" for p in ROOT.iterdir() if p.is_file()]
     files += [
         f"/{p.relative_to(ROOT).as_posix()}"
-        for top in tops for p in (ROOT / top).rglob("*") if p.is_file()
+        for top in tops
+        for p in (ROOT / top).rglob("*")
+        if p.is_file()
     ]
     files += [f"/requirements/{p.name}" for p in (ROOT / "requirements").iterdir()]
     missing = {n for n in named if not any(f.endswith(f"/{n}") for f in files)}
@@ -239,8 +239,11 @@ def test_op_table_is_the_headers() -> None:
 def test_statuses_and_codes_are_the_headers() -> None:
     header = (ROOT / "kernel_src" / "hfpatch.h").read_text(encoding="utf-8")
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    statuses = dict(re.findall(r"^  (HFP_\w+) = (-\d|0)\b", header.split("HFP_MAX_OUTER")[0],
-                               re.MULTILINE))
+    statuses = dict(
+        re.findall(
+            r"^  (HFP_\w+) = (-\d|0)\b", header.split("#define HFP_MAX_OUTER")[0], re.MULTILINE
+        )
+    )
     shown = {r[0].strip("`"): r[1].replace("−", "-") for r in rows(section(text, "Errors"))}
     assert shown == statuses
     activations = re.findall(r"HFP_ACT_(?!COUNT)\w+ = (\d)", header)
