@@ -64,8 +64,8 @@ def models_section() -> str:
         )
     lines += [
         "",
-        "`hfpatch` here is `hfpatch.apply(model)` alone: no compilation, at the first call. The first "
-        "`apply` of a process includes loading the kernel library; later ones reuse its proofs.\n",
+        "`hfpatch` is `hfpatch.apply(model)` alone: nothing is compiled. The first `apply` of a "
+        "process includes loading the kernel library; later ones reuse its proofs.\n",
     ]
     return "\n".join(lines)
 
