@@ -42,8 +42,9 @@ def apply(
     Args:
         model: a `torch.nn.Module`, a diffusers pipeline (each of its modules is patched), or a
             transformers pipeline.
-        mode: "inference" (calls that autograd records go to the original forward) or "training"
-            (kernels with a backward are used under autograd too).
+        mode: "inference" (what autograd records is computed by the original forward, or by the same
+            formula on PyTorch's operators) or "training" (kernels with a backward are used under
+            autograd too).
         kernels: where kernels come from: None (the local build, else torch's own operators), one
             source for every op ("local", "torch", a pinned Hub kernel "org/name@v1"), or a dict of
             op to source, function, or None (leave the op alone).
@@ -68,8 +69,8 @@ def apply(
     decided, prepared = make_plan(roots, name, settings)
     _commit(roots, prepared)
     decided = replace(decided, seconds=time.perf_counter() - started)
-    for _, root in roots:
-        _last[root] = decided
+    for prefix, root in roots:
+        _last[root] = _part(decided, prefix)
     return Report(decided, applied=True)
 
 
@@ -110,17 +111,40 @@ def status(model: Any) -> Report:
         for path, module in root.named_modules():
             mark = swap.swapped(module)
             if mark is not None:
-                full = f"{prefix}.{path}" if prefix and path else prefix or path
-                found.append(replace(mark.details, path=full))
-    known = next((p for _, root in roots if (p := _last.get(root)) is not None), None)
+                found.append(replace(mark.details, path=_join(prefix, path)))
+    known = [(prefix, p) for prefix, root in roots if (p := _last.get(root)) is not None]
     decided = Plan(
         name,
-        known.mode if known else "inference",
+        known[0][1].mode if known else "inference",
         tuple(found),
-        known.skips if known else (),
-        known.notes if known else (),
+        tuple(replace(s, path=_join(prefix, s.path)) for prefix, p in known for s in p.skips),
+        known[0][1].notes if known else (),
     )
     return Report(decided, applied=True)
+
+
+def _part(decided: Plan, prefix: str) -> Plan:
+    """What a plan of several roots says of the one under `prefix`, with paths of its own."""
+    if not prefix:
+        return decided
+    start = f"{prefix}."
+    return replace(
+        decided,
+        swaps=tuple(
+            replace(s, path=s.path.removeprefix(start))
+            for s in decided.swaps
+            if s.path.startswith(start)
+        ),
+        skips=tuple(
+            replace(s, path=s.path.removeprefix(start))
+            for s in decided.skips
+            if s.path.startswith(start)
+        ),
+    )
+
+
+def _join(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix and path else prefix or path
 
 
 def _commit(roots: list[tuple[str, nn.Module]], prepared: list[Prepared]) -> None:

@@ -12,14 +12,14 @@ from torch import nn
 
 from hfpatch import probe, registry, swap
 from hfpatch.ops import KERNEL_DTYPES, OPS
-from hfpatch.patches.base import Contract, Family, Forward, Subject, is_hooked
+from hfpatch.patches.base import Contract, Family, Forward, Subject, code_of, is_hooked
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.sources import Sources
 
 MODES = ("inference", "training")
 #: `Skip.kind` to its meaning, for the report and the docs.
 SKIP_KINDS = {
-    "excluded": "left out by `include=` or `exclude=`",
+    "excluded": "left out by `exclude=`",
     "off": "its op is switched off by `kernels=`",
     "no gain": "the original is already as fast",
     "unsupported": "a class, dtype, device or state without a kernel",
@@ -33,8 +33,8 @@ SKIP_KINDS = {
 class Swap:
     """One module whose forward a kernel takes over.
 
-    `max_abs_error` and `max_rel_error` are the probe's: kernel against original, over all proven
-    dtypes, relative to each row's largest value.
+    `max_abs_error` and `max_rel_error` are the probe's, in the model's own dtypes: kernel against
+    original, relative to each row's largest value; 0 without `verify`.
     """
 
     path: str
@@ -73,6 +73,17 @@ class Plan:
         from hfpatch.report import as_text
 
         return as_text(self, applied=False)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Settings, versions, every swap and skip, as JSON."""
+        from hfpatch.report import Report
+
+        return Report(self, applied=False).to_json(indent)
+
+    def _repr_html_(self) -> str:
+        from hfpatch.report import as_html
+
+        return as_html(self, applied=False)
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,13 @@ def make_plan(
         ValueError: an `include` or `exclude` pattern matches no module.
         VerificationError: under `strict`, a kernel failed its verification.
     """
+    with torch.device("cpu"):  # whatever the user's default device is: probes draw on the CPU
+        return _make_plan(roots, name, settings)
+
+
+def _make_plan(
+    roots: Sequence[tuple[str, nn.Module]], name: str, settings: Settings
+) -> tuple[Plan, list[Prepared]]:
     draft = _Draft(settings)
     sites = [
         site for prefix, root in roots for site in _sites(prefix, root, settings.assume_device)
@@ -346,6 +364,7 @@ def _prepare(
         return refusals[0]
     proof = good.get(site.execution or "", next(iter(good.values())))
     formula = proof.formulas[subject.main_combo()]
+    errors = [p.errors.get(subject.main_combo(), (0.0, 0.0)) for p in good.values()]
     entry = Swap(
         path,
         type(module).__name__,
@@ -354,8 +373,8 @@ def _prepare(
         proof.kernels[0].source,
         proof.kernels[0].version,
         tuple(good),
-        max(p.max_abs_error for p in good.values()),
-        max(p.max_rel_error for p in good.values()),
+        max(e[0] for e in errors),
+        max(e[1] for e in errors),
     )
     return Prepared(module, lambda: subject.forward(original, contract), entry)
 
@@ -392,7 +411,7 @@ def _contract(
         if op in ops
     )
     key = (
-        probe.distinct_code(module),
+        code_of(module),
         family.name,
         subject.key,
         subject.main_combo(),
@@ -406,9 +425,9 @@ def _contract(
             subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
         )
 
-        def prove_late(device: str) -> None:
+        def prove_late(device: str) -> str | None:
             if not isinstance(stand_in, Subject):
-                return
+                return "its replica could not be examined"
             proof = probe.prove(
                 stand_in,
                 settings.sources,
@@ -416,8 +435,10 @@ def _contract(
                 verify=settings.verify,
                 training=settings.training,
             )
-            if isinstance(proof, probe.Proof):
-                probe.fill(contract, proof, device)
+            if isinstance(proof, probe.Refusal):
+                return proof.reason
+            probe.fill(contract, proof, device)
+            return None
 
         contract = Contract(type(module).__name__, prove_late, settings.training)
         _contracts[key] = (contract, {})

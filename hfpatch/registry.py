@@ -81,7 +81,8 @@ def register(
         TypeError: `kernel` or `forward` is not callable.
     """
     if op is not None or kernel is not None:
-        if op is None or kernel is None or name is None or class_name or family or forward:
+        others = (class_name, family, forward, sample)
+        if op is None or kernel is None or name is None or any(o is not None for o in others):
             raise ValueError("a kernel is registered by `op=`, `kernel=` and `name=` together")
         added = sources.register_kernel(
             op, kernel, name, frozenset(devices) if devices is not None else None, differentiable
@@ -93,6 +94,8 @@ def register(
         pattern = re.compile(class_name)
     except re.error as e:
         raise ValueError(f"`class_name` {class_name!r} is not a regular expression: {e}") from e
+    if name is not None or devices is not None:
+        raise ValueError("`name=` and `devices=` belong to a kernel: give `op=` and `kernel=` too")
     if forward is not None:
         if family is not None:
             raise ValueError("give either `family=` or `forward=`, not both")
@@ -103,6 +106,8 @@ def register(
             )
         row = _Nomination(pattern, CustomFamily(pattern, forward, sample, differentiable))
     else:
+        if sample is not None:
+            raise ValueError("`sample=` belongs to `forward=`: a family makes its own inputs")
         families = {f.name: f for f in FAMILIES}
         if family not in families:
             raise ValueError(

@@ -167,7 +167,8 @@ def _load_local(root: Path) -> KernelPackage:
             reason = str(json.loads(reason_file.read_text())["reason"])
         raise KernelLoadError(
             f"no compiled kernels in this installation: {reason}. "
-            "Install a C++ compiler (and nvcc for CUDA) and run `pip install --force-reinstall .`"
+            "Install a C++ compiler (and nvcc for CUDA) and run "
+            "`pip install --force-reinstall --no-deps .`"
         )
     from kernels.variants import get_variants_local, resolve_variant, variants_trace_str
 
@@ -180,7 +181,7 @@ def _load_local(root: Path) -> KernelPackage:
     if variant is None:
         raise KernelLoadError(
             f"no local kernel build fits this system:\n{variants_trace_str(trace or cpu_trace)}\n"
-            "Rebuild for this torch with `pip install --force-reinstall .`"
+            "Rebuild for this torch with `pip install --force-reinstall --no-deps .`"
         )
     path = root / "build" / variant.variant_str
     metadata = _verified_metadata(path)
@@ -191,7 +192,7 @@ def _load_local(root: Path) -> KernelPackage:
     except Exception as e:
         raise KernelLoadError(
             f"the local kernel build `{path.name}` could not be loaded: {e}. "
-            "It may be for another torch; rebuild with `pip install --force-reinstall .`"
+            "It may be for another torch; rebuild with `pip install --force-reinstall --no-deps .`"
         ) from e
     info = metadata.get("backend", {})
     devices = {"cpu", "cuda"} if info.get("type") == "cuda" else {"cpu"}
@@ -218,12 +219,12 @@ def _verified_metadata(path: Path) -> dict[str, Any]:
             if got != expected:
                 raise KernelLoadError(
                     f"`{path.name}/{name}` is damaged: {digest['algorithm']} is {got}, expected "
-                    f"{expected}. Rebuild with `pip install --force-reinstall .`"
+                    f"{expected}. Rebuild with `pip install --force-reinstall --no-deps .`"
                 )
     except (OSError, KeyError, ValueError, AttributeError) as e:
         raise KernelLoadError(
             f"the local kernel build `{path.name}` is damaged ({type(e).__name__}: {e}). "
-            "Rebuild with `pip install --force-reinstall .`"
+            "Rebuild with `pip install --force-reinstall --no-deps .`"
         ) from e
     return metadata
 

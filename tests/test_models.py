@@ -147,6 +147,9 @@ def test_pipeline_argument_patches_each_module() -> None:
     expected = {f"{k}.{p}" for k, m in parts.items() for p in expected_swaps(m)}
     assert {s.path for s in report.swaps} == expected
     assert {p.split(".")[0] for p in expected} >= {"transformer"}
+    part = hfpatch.status(pipe.transformer)
+    assert {s.path for s in part.swaps} == set(expected_swaps(pipe.transformer))
+    assert all(not s.path.startswith(("transformer.", "vae")) for s in part.skips)
     after = entry.run(pipe, inputs)
     assert relative_error(after, before) < 1e-4
     assert hfpatch.restore(pipe) == len(expected)

@@ -231,3 +231,73 @@ def test_classes_changed_after_a_probe_are_probed_again() -> None:
     assert len(hfpatch.plan(Root(TrickyRMSNorm())).swaps) == 1
     TrickyRMSNorm.forward = ScaledRMSNorm.forward  # type: ignore[method-assign]
     assert not hfpatch.plan(Root(TrickyRMSNorm())).swaps
+
+
+class Attribute(_Norm):
+    """What it computes hangs on an attribute that is no number."""
+
+    def __init__(self, how: object) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        if isinstance(self.how, dict):
+            y = y.clamp(-self.how["limit"], self.how["limit"])
+        elif callable(self.how):
+            y = self.how(y)
+        return self.weight * y.to(x.dtype)
+
+
+AttributeRMSNorm = type("AttributeRMSNorm", (Attribute,), {})
+
+
+def test_modules_of_one_class_that_differ_in_an_attribute_are_probed_apart() -> None:
+    factor = 2.0
+    same, other = {"limit": 1e9}, {"limit": 1.0}
+    for good, bad in (
+        (same, other),
+        (torch.clone, torch.neg),
+        (lambda y: y, lambda y: y * factor),
+        (nn.Identity(), nn.Tanh()),
+        (nn.Sequential(nn.Identity()), nn.Sequential(nn.Tanh())),
+    ):
+        model = nn.Sequential(AttributeRMSNorm(good), AttributeRMSNorm(bad))
+        found = {s.path for s in hfpatch.plan(model).swaps}
+        # children of a norm are a reason to leave it alone altogether
+        assert found == (set() if isinstance(good, nn.Module) else {"0"}), (good, bad)
+
+
+def test_an_activation_replaced_after_apply_is_noticed() -> None:
+    model = Root(type("SomeMLP", (GluLookalike,), {"forward": _swiglu})())
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        assert len(hfpatch.apply(model).swaps) == 1
+        model.inner.act_fn = nn.GELU()
+        got = model(x)
+        hfpatch.restore(model)
+        torch.testing.assert_close(got, model(x))
+
+
+def _swiglu(self: GluLookalike, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_probing_a_mlp_leaves_the_random_state_alone() -> None:
+    from hfpatch.plan import forget_proofs
+
+    forget_proofs()
+    model = Root(type("SomeMLP", (GluLookalike,), {"forward": _swiglu})())
+    before = torch.get_rng_state()
+    assert len(hfpatch.apply(model).swaps) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_apply_under_a_default_device() -> None:
+    from hfpatch.plan import forget_proofs
+
+    forget_proofs()
+    model = Root(nn.LayerNorm(64))
+    with torch.device("meta"):
+        assert len(hfpatch.apply(model).swaps) == 1

@@ -18,10 +18,11 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    fingerprint,
     first_argument,
+    forward_ad,
     input_name,
     replicate,
-    scalar_settings,
 )
 from hfpatch.sources import Kernel, torch_kernel
 
@@ -40,13 +41,8 @@ class ActivationSubject(Subject):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        # `act` of the transformers classes is a plain function held as an attribute
-        functions = tuple(
-            (k, str(getattr(v, "__qualname__", v)))
-            for k, v in sorted(self.module.__dict__.items())
-            if callable(v) and k == "act"
-        )
-        return (self.projection, functions, scalar_settings(self.module))
+        own, _ = fingerprint(self.module)  # `act` of the transformers classes is among these
+        return (self.projection, own)
 
     def formulas(self) -> list[Formula]:
         return list(_FORMULAS)
@@ -91,6 +87,7 @@ class ActivationSubject(Subject):
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if (
                 type(x) is Tensor
+                and not forward_ad()
                 and x.is_contiguous()  # a channels-last input keeps its layout in the original
             ):
                 on_cuda = x.is_cuda

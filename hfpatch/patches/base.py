@@ -6,8 +6,12 @@ module's place. It decides nothing: `hfpatch.probe` runs the original against ea
 
 from __future__ import annotations
 
+import functools
 import re
+import threading
+import types
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad as _forward_ad
 
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import Kernel
@@ -130,20 +135,21 @@ class Contract:
     proven when the model was patched (weights still on the CPU) is proven at its first call.
     """
 
-    def __init__(self, name: str, prove: Callable[[str], None], training: bool) -> None:
+    def __init__(self, name: str, prove: Callable[[str], str | None], training: bool) -> None:
         self.name = name
         self.training = training
         self.cpu: dict[Any, Forward] = {}
         self.cuda: dict[Any, Forward] = {}
         self._prove = prove
-        self._proven: set[str] = set()
+        self._proven: dict[str, str | None] = {}  # device: why it cannot be served, or None
+        self._lock = threading.Lock()
         self._warned: set[str] = set()
 
     def table(self, device: str) -> dict[Any, Forward]:
         return self.cpu if device == "cpu" else self.cuda
 
     def proven(self, device: str) -> None:
-        self._proven.add(device)
+        self._proven[device] = None
 
     def late(self, x: Tensor, key: Any) -> Forward | None:
         """Slow path of a call that the tables do not know: prove the device, or warn once."""
@@ -151,14 +157,16 @@ class Contract:
         if device in ("cpu", "cuda") and device not in self._proven:
             if device == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
-            self._proven.add(device)
-            self._prove(device)
+            with self._lock:
+                if device not in self._proven:
+                    self._proven[device] = self._prove(device)
             found = self.table(device).get(key)
             if found is not None:
                 return found
+        why = self._proven.get(device) or "its kernel was not proven for that"
         self._warn_once(
-            f"{self.name} was called with {_describe(key)} on {device}, which its kernel was not "
-            "proven for; such calls use the original forward"
+            f"{self.name} was called with {_describe(key)} on {device}; such calls use the "
+            f"original forward: {why}"
         )
         return None
 
@@ -179,6 +187,11 @@ class Contract:
 
 def _describe(key: Any) -> str:
     return str(Combo(*key)) if isinstance(key, tuple) else str(key)
+
+
+def forward_ad() -> bool:
+    """Whether forward-mode differentiation is on, which the kernels do not take part in."""
+    return bool(_forward_ad._current_level >= 0)
 
 
 def plain(x: Any) -> bool:
@@ -203,22 +216,78 @@ def input_name(module: nn.Module) -> str:
     return str(code.co_varnames[1])
 
 
-def scalar_settings(module: nn.Module) -> tuple[Any, ...]:
-    """Every plain attribute of a module that its forward could read, hashable."""
-    kinds = (int, float, bool, str, type(None), torch.Size, tuple, torch.dtype)
-    return tuple(
-        (k, v)
+class _Same:
+    """An object in a key by its identity, for as long as it lives."""
+
+    def __init__(self, value: Any) -> None:
+        self.id = id(value)
+        try:
+            self.ref: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.ref = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.ref() is not None and self.ref() is other.ref()
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+def fingerprint(module: nn.Module) -> tuple[Any, ...]:
+    """Everything but tensors that decides what a module's forward does, hashable.
+
+    Its own attributes (functions by their code and what they close over, containers by content,
+    other objects by identity) and, for each child module, its class, code and attributes.
+    """
+    blank = _BLANK.__dict__
+    own = tuple(
+        (k, _fingerprint_value(v, 4))
         for k, v in sorted(module.__dict__.items())
-        if isinstance(v, kinds) and k != "training" and _hashable(v)
+        if k not in blank and k not in _OWNED_BY_WRAPPERS
     )
+    children = tuple(
+        (name, None if child is None else (*code_of(child), *fingerprint(child)))
+        for name, child in module._modules.items()
+    )
+    return (own, children)
 
 
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+def code_of(module: nn.Module) -> tuple[Any, ...]:
+    """Identity of the code that a module's forward can run: its class and every method's code."""
+    bases = [b for b in type(module).__mro__ if b not in (nn.Module, object)]
+    codes = tuple(
+        hash(code)
+        for base in bases
+        for value in vars(base).values()
+        if (code := getattr(value, "__code__", None)) is not None
+    )
+    return (type(module), *codes)
+
+
+def _fingerprint_value(value: Any, depth: int) -> Any:
+    if isinstance(value, (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)):
+        return (type(value), value)
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return (functools.partial, *(_fingerprint_value(p, depth - 1) for p in parts))
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        return (types.MethodType, _fingerprint_value(value.__func__, depth))
+    if isinstance(value, types.FunctionType) and depth > 0:
+        cells = [c.cell_contents for c in value.__closure__ or ()]
+        rest = (cells, value.__defaults__, value.__kwdefaults__)
+        return (value.__code__, *(_fingerprint_value(r, depth - 1) for r in rest))
+    if isinstance(value, (tuple, list)) and depth > 0:
+        return (type(value), *(_fingerprint_value(v, depth - 1) for v in value))
+    if isinstance(value, dict) and depth > 0:
+        return (
+            dict,
+            *(
+                (k, _fingerprint_value(v, depth - 1))
+                for k, v in value.items()
+                if isinstance(k, (str, int))
+            ),
+        )
+    return _Same(value)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -238,6 +307,11 @@ def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None and t.is_floating_point()]
 
 
+_BLANK = nn.Module()
+#: What hooks and patches put on an instance: no part of what the module computes.
+_OWNED_BY_WRAPPERS = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook"}
+
+
 def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None) -> nn.Module:
     """A copy that shares no tensor, hook or instance forward with `module`.
 
@@ -246,8 +320,9 @@ def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None
     """
     copy = object.__new__(type(module))
     blank = nn.Module().__dict__
-    skip = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook"}
-    state = {k: v for k, v in module.__dict__.items() if k not in blank and k not in skip}
+    state = {
+        k: v for k, v in module.__dict__.items() if k not in blank and k not in _OWNED_BY_WRAPPERS
+    }
     copy.__dict__.update(blank)
     copy.__dict__.update(state)
     copy.__dict__["training"] = False

@@ -23,11 +23,13 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    code_of,
+    fingerprint,
     first_argument,
+    forward_ad,
     input_name,
     is_hooked,
     replicate,
-    scalar_settings,
 )
 from hfpatch.sources import Kernel, torch_kernel
 
@@ -72,8 +74,9 @@ class GatedSubject(Subject):
     @property
     def key(self) -> tuple[Any, ...]:
         act = self.module._modules.get(self.act) if self.act else None
-        kind = (type(act), scalar_settings(act)) if act is not None else None
-        return (self.roles, self.act, kind, self._down_dtype(), scalar_settings(self.module))
+        kind = (*code_of(act), *fingerprint(act)) if act is not None else None
+        own, _ = fingerprint(self.module)  # the projections are called, whatever they are
+        return (self.roles, self.act, kind, self._down_dtype(), own)
 
     def _down_dtype(self) -> torch.dtype | None:
         """dtype of the last projection when it differs from the first (T5 keeps `wo` in fp32)."""
@@ -105,7 +108,10 @@ class GatedSubject(Subject):
     def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
         def linear(n_in: int, n_out: int, name: str, dtype: torch.dtype) -> nn.Linear:
             bias = getattr(self._child(name), "bias", None) is not None
-            layer = nn.Linear(n_in, n_out, bias=bias, device="cpu")
+            # skip_init: the constructor's own draws would advance the user's random state
+            layer: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
+                nn.Linear, n_in, n_out, bias=bias, device="cpu"
+            )
             with torch.no_grad():
                 for p in layer.parameters():
                     p.copy_(torch.randn(p.shape, generator=generator) * n_in**-0.5)
@@ -159,16 +165,22 @@ class GatedSubject(Subject):
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         name, act = input_name(self.module), self.act
+        act_type = type(self.module._modules[act]) if act is not None else None
         cpu, cuda = contract.cpu, contract.cuda
         autocast = torch.is_autocast_enabled
+
+        def untouched(self: nn.Module) -> bool:
+            """Whether the activation, which is not called, is still the one that was proven."""
+            if act is None:
+                return True
+            child = self._modules[act]
+            return type(child) is act_type and child is not None and not is_hooked(child)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the product into one pointwise kernel
                 return original(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
-            if (
-                type(x) is Tensor and not (act is not None and is_hooked(self._modules[act]))  # type: ignore[arg-type]
-            ):
+            if type(x) is Tensor and not forward_ad() and untouched(self):
                 on_cuda = x.is_cuda
                 if not autocast("cuda" if on_cuda else "cpu"):
                     key = (x.dtype, x.dtype)

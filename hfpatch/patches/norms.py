@@ -18,13 +18,14 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    fingerprint,
     first_argument,
     floating_params,
+    forward_ad,
     input_name,
     plain,
     random_like,
     replicate,
-    scalar_settings,
 )
 from hfpatch.sources import Kernel
 
@@ -48,7 +49,7 @@ class NormSubject(Subject):
         buffers = tuple(
             (n, tuple(b.shape)) for n, b in self.module._buffers.items() if b is not None
         )
-        return (self.weight, self.bias, self.width, dtypes, buffers, scalar_settings(self.module))
+        return (self.weight, self.bias, self.width, dtypes, buffers, fingerprint(self.module))
 
     def _epsilons(self) -> list[float]:
         found = [
@@ -146,14 +147,14 @@ class NormSubject(Subject):
 
         # Norms are called hundreds of times per step and last microseconds: this is written for
         # few frames, few attribute look-ups and no work that a plain call does not need.
-        def forward(self: nn.Module, x: Any = missing, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses a norm with its neighbours
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
             if x is missing:
                 x = first_argument((), kwargs, name)
             elif args or kwargs:
                 return original(self, x, *args, **kwargs)
-            if type(x) is Tensor:
+            if type(x) is Tensor and not forward_ad():
                 p = self._parameters
                 w = p.get(weight)
                 b = p.get(bias)
