@@ -231,4 +231,167 @@ int32_t hfp_gated_packed(DLTensor *out, const DLTensor *x, int64_t activation, i
   return check.run(o, args, &hfp::cpu::gated, HFP_CUDA(gated), stream);
 }
 
+// What the functions with a norm and a modulation share; `sum` may be absent.
+static bool modulated_norm(Check &check, const Tensor &a, const DLTensor *scale,
+                           const DLTensor *shift, const DLTensor *weight, const DLTensor *bias,
+                           double eps, int64_t norm_type, int64_t cast, hfp::FusedNormArgs *args,
+                           Tensor *s) {
+  Tensor t, w, b;
+  const bool ok = check.modulation("scale", scale, a, s) &&
+                  check.modulation("shift", shift, a, &t) && check.same_type(*s, t) &&
+                  check.param("weight", weight, a, &w) && check.param("bias", bias, a, &b) &&
+                  check.same_type(w, b) && check.number("eps", eps, 0, "finite and >= 0") &&
+                  check.in_range("norm_type", norm_type, HFP_NORM_COUNT, "0 (rms) or 1 (layer)") &&
+                  check.in_range("cast", cast, HFP_CAST_WEIGHT, "0 (none) or 1 (input)");
+  if (!ok) return false;
+  args->weight = w.data;
+  args->bias = b.data;
+  args->scale = s->data;
+  args->shift = t.data;
+  args->type = a.type;
+  args->weight_type = w.present ? w.type : b.present ? b.type : a.type;
+  args->modulation_type = s->type;
+  args->scale_rows = s->rows;
+  args->shift_rows = t.rows;
+  args->eps = static_cast<float>(eps);
+  args->norm_type = static_cast<int>(norm_type);
+  args->cast = HFP_CAST_NONE;
+  args->eager = cast == HFP_CAST_INPUT;
+  return true;
+}
+
+int32_t hfp_norm_modulate(DLTensor *out, const DLTensor *x, const DLTensor *scale,
+                          const DLTensor *shift, const DLTensor *weight, const DLTensor *bias,
+                          double eps, int64_t norm_type, int64_t cast, void *stream) {
+  Check check("hfp_norm_modulate");
+  Tensor o, a, s;
+  hfp::FusedNormArgs args = {};
+  const bool ok =
+      check.input("x", x, &a) &&
+      modulated_norm(check, a, scale, shift, weight, bias, eps, norm_type, cast, &args, &s) &&
+      check.output(out, a, 1, args.eager ? promote(a.type, s.type) : a.type, &o);
+  if (!ok) return check.status();
+  args.out = o.data;
+  args.out_type = o.type;
+  args.x = a.data;
+  args.x_rows = a.rows;
+  return check.run(o, args, &hfp::cpu::fused_norm, HFP_CUDA(fused_norm), stream);
+}
+
+int32_t hfp_gate_residual(DLTensor *out, const DLTensor *residual, const DLTensor *gate,
+                          const DLTensor *x, int64_t cast, void *stream) {
+  Check check("hfp_gate_residual");
+  Tensor o, r, g, a;
+  const bool ok = check.in_range("cast", cast, HFP_CAST_WEIGHT, "0 (none) or 1 (input)") &&
+                  check.input("residual", residual, &r) && check.input("x", x, &a) &&
+                  check.same_shape(r, a) && check.same_type(r, a) &&
+                  check.modulation("gate", gate, r, &g) &&
+                  check.output(out, r, 1, cast ? promote(r.type, g.type) : r.type, &o);
+  if (!ok) return check.status();
+  hfp::GateResidualArgs args = {};
+  args.out = o.data;
+  args.residual = r.data;
+  args.gate = g.data;
+  args.x = a.data;
+  args.type = r.type;
+  args.gate_type = g.type;
+  args.out_type = o.type;
+  args.residual_rows = r.rows;
+  args.gate_rows = g.rows;
+  args.x_rows = a.rows;
+  args.eager = cast == HFP_CAST_INPUT;
+  return check.run(o, args, &hfp::cpu::gate_residual, HFP_CUDA(gate_residual), stream);
+}
+
+int32_t hfp_gate_residual_norm_modulate(DLTensor *sum, DLTensor *out, const DLTensor *residual,
+                                        const DLTensor *gate, const DLTensor *x,
+                                        const DLTensor *scale, const DLTensor *shift,
+                                        const DLTensor *weight, const DLTensor *bias, double eps,
+                                        int64_t norm_type, int64_t cast, void *stream) {
+  Check check("hfp_gate_residual_norm_modulate");
+  Tensor o, total, r, g, a, s;
+  hfp::FusedNormArgs args = {};
+  const bool ok =
+      check.input("residual", residual, &r) && check.input("x", x, &a) && check.same_shape(r, a) &&
+      check.same_type(r, a) && check.modulation("gate", gate, r, &g) &&
+      modulated_norm(check, r, scale, shift, weight, bias, eps, norm_type, cast, &args, &s) &&
+      check.same_type(s, g);
+  if (!ok) return check.status();
+  if (args.eager && g.type != r.type) {
+    check.fail("`gate` must have the dtype of `residual` (%s) unless `cast` is 0 (none), got %s",
+               hfp::name_of(r.type), hfp::name_of(g.type));
+    return check.status();
+  }
+  if (!check.output(sum, r, 1, r.type, &total, "sum") || !check.output(out, r, 1, r.type, &o)) {
+    return check.status();
+  }
+  args.out = o.data;
+  args.sum = total.data;
+  args.out_type = o.type;
+  args.x = a.data;
+  args.residual = r.data;
+  args.gate = g.data;
+  args.x_rows = a.rows;
+  args.residual_rows = r.rows;
+  args.gate_rows = g.rows;
+  return check.run(o, args, &hfp::cpu::fused_norm, HFP_CUDA(fused_norm), stream);
+}
+
+// x + residual and its norm; `cast` has been checked.
+static int32_t add_norm(Check &check, DLTensor *out, DLTensor *sum, const DLTensor *x,
+                        const DLTensor *residual, const DLTensor *weight, const DLTensor *bias,
+                        double eps, double weight_offset, int64_t cast, int norm_type,
+                        void *stream) {
+  Tensor o, total, a, r, w, b;
+  const bool ok = check.input("x", x, &a) && check.input("residual", residual, &r) &&
+                  check.same_shape(a, r) && check.same_type(a, r) &&
+                  check.param("weight", weight, a, &w) && check.param("bias", bias, a, &b) &&
+                  check.same_type(w, b) && check.number("eps", eps, 0, "finite and >= 0") &&
+                  check.output(out, a, 1, norm_result(cast, a, w), &o) &&
+                  check.output(sum, a, 1, a.type, &total, "sum");
+  if (!ok) return check.status();
+  hfp::FusedNormArgs args = {};
+  args.out = o.data;
+  args.sum = total.data;
+  args.x = a.data;
+  args.residual = r.data;
+  args.weight = w.data;
+  args.bias = b.data;
+  args.type = args.modulation_type = a.type;
+  args.out_type = o.type;
+  args.weight_type = w.present ? w.type : b.present ? b.type : a.type;
+  args.x_rows = a.rows;
+  args.residual_rows = r.rows;
+  args.eps = static_cast<float>(eps);
+  args.weight_offset = static_cast<float>(weight_offset);
+  args.norm_type = norm_type;
+  args.cast = w.present ? static_cast<int>(cast) : HFP_CAST_NONE;
+  return check.run(o, args, &hfp::cpu::fused_norm, HFP_CUDA(fused_norm), stream);
+}
+
+int32_t hfp_add_rms_norm(DLTensor *out, DLTensor *sum, const DLTensor *x, const DLTensor *residual,
+                         const DLTensor *weight, const DLTensor *bias, double eps,
+                         double weight_offset, int64_t cast, void *stream) {
+  Check check("hfp_add_rms_norm");
+  const bool ok =
+      check.number("weight_offset", weight_offset, -FLT_MAX, "finite") &&
+      check.in_range("cast", cast, HFP_CAST_COUNT, "0 (none), 1 (input) or 2 (weight)");
+  if (!ok) return check.status();
+  if (cast != HFP_CAST_NONE && weight_offset != 0) {
+    check.fail("`weight_offset` must be 0 unless `cast` is 0 (none), got %g with `cast` %lld",
+               weight_offset, static_cast<long long>(cast));
+    return check.status();
+  }
+  return add_norm(check, out, sum, x, residual, weight, bias, eps, weight_offset, cast,
+                  HFP_NORM_RMS, stream);
+}
+
+int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTensor *x,
+                           const DLTensor *residual, const DLTensor *weight, const DLTensor *bias,
+                           double eps, void *stream) {
+  Check check("hfp_add_layer_norm");
+  return add_norm(check, out, sum, x, residual, weight, bias, eps, 0, HFP_CAST_NONE,
+                  HFP_NORM_LAYER, stream);
+}
+
 }  // extern "C"

@@ -38,11 +38,15 @@ class Check {
   bool input(const char *name, const DLTensor *raw, Tensor *tensor);
   // An optional [size] input; `like` names the tensor whose last dimension that is.
   bool param(const char *name, const DLTensor *raw, const Tensor &like, Tensor *tensor);
+  // An input that applies to every row of `like`: see "modulation tensor" in hfpatch.h. Its `rows`
+  // are those of `like`, with stride 0 where it is broadcast.
+  bool modulation(const char *name, const DLTensor *raw, const Tensor &like, Tensor *tensor);
   // Both present: the same dtype, the same shape.
   bool same_type(const Tensor &a, const Tensor &b);
   bool same_shape(const Tensor &a, const Tensor &b);
   // The contiguous result: the shape of `like`, its last dimension divided by `divisor`.
-  bool output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type, Tensor *tensor);
+  bool output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type, Tensor *tensor,
+              const char *name = "out");
 
   bool in_range(const char *name, int64_t value, int64_t count, const char *choices);
   // Finite, also as a float, and at least `low`.
@@ -327,11 +331,48 @@ inline bool Check::same_shape(const Tensor &a, const Tensor &b) {
               ShapeText(*a.raw).text, ShapeText(*b.raw).text);
 }
 
+inline bool Check::modulation(const char *name, const DLTensor *raw, const Tensor &like,
+                              Tensor *tensor) {
+  *tensor = Tensor();
+  // The first parse finds what is wrong with the tensor itself, the second its rows.
+  if (!parse(name, raw, tensor)) return false;
+  const DLTensor &x = *like.raw, &t = *raw;
+  const bool per_sample = t.ndim == 2 && x.ndim > 2;
+  bool fits = t.ndim == 1 || t.ndim == x.ndim || per_sample;
+  fits = fits && t.shape[t.ndim - 1] == like.last();
+  int64_t strides[kMaxDims];
+  int64_t stride = 1;  // of a contiguous tensor; meaningless, and not used, if `t` is empty
+  for (int32_t i = x.ndim - 1; fits && i >= 0; --i) {
+    strides[i] = 0;
+    const int32_t last = x.ndim - 1;
+    const int32_t from = i == last ? t.ndim - 1 : per_sample ? (i == 0 ? 0 : -1)
+                                              : t.ndim == 1  ? -1
+                                                             : i;
+    if (from < 0) continue;
+    fits = t.shape[from] == x.shape[i] || t.shape[from] == 1;
+    if (t.shape[from] != 1) strides[i] = t.strides ? t.strides[from] : stride;
+    if (tensor->numel > 0) stride *= t.shape[from];
+  }
+  if (!fits) {
+    return fail("`%s` must have shape [%lld], [B, %lld], or that of `%s` %s with sizes 1 where it is"
+                " broadcast, got %s",
+                name, static_cast<long long>(like.last()), static_cast<long long>(like.last()),
+                like.name, ShapeText(x).text, ShapeText(t).text);
+  }
+  DLTensor broadcast = t;
+  broadcast.ndim = x.ndim;
+  broadcast.shape = x.shape;
+  broadcast.strides = strides;
+  if (!parse(name, &broadcast, tensor)) return false;
+  tensor->raw = raw;
+  return true;
+}
+
 inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type,
-                          Tensor *tensor) {
-  if (!parse("out", raw, tensor)) return false;
+                          Tensor *tensor, const char *name) {
+  if (!parse(name, raw, tensor)) return false;
   if (tensor->type != type) {
-    return fail("`out` must be %s, got %s", name_of(type), name_of(tensor->type));
+    return fail("`%s` must be %s, got %s", name, name_of(type), name_of(tensor->type));
   }
   bool same = raw->ndim == like.raw->ndim;
   for (int32_t i = 0; same && i < raw->ndim; ++i) {
@@ -339,10 +380,12 @@ inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DT
     same = raw->shape[i] == (i + 1 == raw->ndim ? size / divisor : size);
   }
   if (!same) {
-    return fail("`out` must have shape %s to match `%s`, got %s",
+    return fail("`%s` must have shape %s to match `%s`, got %s", name,
                 ShapeText(*like.raw, divisor).text, like.name, ShapeText(*raw).text);
   }
-  if (!tensor->contiguous) return fail("`out` must be contiguous, got a strided tensor");
+  if (!tensor->contiguous) {
+    return fail("`%s` must be contiguous, got a strided tensor", name);
+  }
   return true;
 }
 

@@ -132,12 +132,64 @@ HFP_EXPORT int32_t hfp_gated_packed(DLTensor *out, const DLTensor *x, int64_t ac
                                     int64_t gate_first, void *stream);
 
 /*
+ * Adaptive layer norm (AdaLN; Peebles & Xie, arXiv:2212.09748) and residual sums.
+ *
+ * A modulation tensor (scale, shift, gate) applies to x [..., D] if it has
+ *   - shape [D];
+ *   - as many dimensions as x, each of the size of x's or 1, the last one D: [B, 1, D] is one vector
+ *     per sample, [B, S, D] one per token;
+ *   - shape [B, D] where x has 3 dimensions or more: one vector per sample.
+ * Views are taken as they are (chunks of [B, 6, D] or [B, 6 D]); the last stride is 1.
+ *
+ * `cast` says where sums and products round:
+ *   HFP_CAST_INPUT: after each step, as eager PyTorch does: the norm to the dtype of x; 1 + scale to
+ *     its dtype; products and sums to the promoted dtype, which is also the result's (Flux, LTX).
+ *   HFP_CAST_NONE: once, to the dtype of x; all between is fp32 (Wan).
+ * norm_type: HFP_NORM_*. weight, bias: [D] or NULL, one dtype; they belong to the norm.
+ */
+enum { HFP_NORM_RMS = 0, HFP_NORM_LAYER = 1, HFP_NORM_COUNT = 2 };
+
+/* norm(x) * (1 + scale) + shift. scale, shift: one dtype. */
+HFP_EXPORT int32_t hfp_norm_modulate(DLTensor *out, const DLTensor *x, const DLTensor *scale,
+                                     const DLTensor *shift, const DLTensor *weight,
+                                     const DLTensor *bias, double eps, int64_t norm_type,
+                                     int64_t cast, void *stream);
+
+/* residual + gate * x. x has the shape and dtype of residual. */
+HFP_EXPORT int32_t hfp_gate_residual(DLTensor *out, const DLTensor *residual, const DLTensor *gate,
+                                     const DLTensor *x, int64_t cast, void *stream);
+
+/*
+ * Both: sum = residual + gate * x, rounded to the dtype of residual, and
+ * out = norm(sum) * (1 + scale) + shift. gate, scale and shift have one dtype: that of residual,
+ * or any under HFP_CAST_NONE.
+ */
+HFP_EXPORT int32_t hfp_gate_residual_norm_modulate(
+    DLTensor *sum, DLTensor *out, const DLTensor *residual, const DLTensor *gate, const DLTensor *x,
+    const DLTensor *scale, const DLTensor *shift, const DLTensor *weight, const DLTensor *bias,
+    double eps, int64_t norm_type, int64_t cast, void *stream);
+
+/*
+ * sum = x + residual, rounded to their dtype; out = rms_norm(sum) or layer_norm(sum), the arguments
+ * as there, except that weight and bias have one dtype.
+ */
+HFP_EXPORT int32_t hfp_add_rms_norm(DLTensor *out, DLTensor *sum, const DLTensor *x,
+                                    const DLTensor *residual, const DLTensor *weight,
+                                    const DLTensor *bias, double eps, double weight_offset,
+                                    int64_t cast, void *stream);
+HFP_EXPORT int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTensor *x,
+                                      const DLTensor *residual, const DLTensor *weight,
+                                      const DLTensor *bias, double eps, void *stream);
+
+/*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
  * outer parentheses, in the order of the C parameters between `out` and `stream`; `result` says what a
  * caller must allocate for `out`:
  *   "x"       shape and dtype of the first tensor argument
  *   "norm"    shape of the first tensor argument; dtype by HFP_CAST_* (the `cast` argument)
  *   "halved"  dtype of the first tensor argument; its shape with the last dimension halved
+ *   "modulated"  shape of the first tensor argument; its dtype, under HFP_CAST_INPUT promoted with
+ *             that of the second
  */
 #define HFP_OP_TABLE(X)                                                                            \
   X(rms_norm, hfp_rms_norm, "norm",                                                                \
@@ -146,7 +198,20 @@ HFP_EXPORT int32_t hfp_gated_packed(DLTensor *out, const DLTensor *x, int64_t ac
   X(gelu, hfp_gelu, "x", "Tensor x, int approximate")                                              \
   X(silu, hfp_silu, "x", "Tensor x")                                                               \
   X(gated, hfp_gated, "x", "Tensor gate, Tensor up, int activation")                               \
-  X(gated_packed, hfp_gated_packed, "halved", "Tensor x, int activation, int gate_first")
+  X(gated_packed, hfp_gated_packed, "halved", "Tensor x, int activation, int gate_first")          \
+  X(norm_modulate, hfp_norm_modulate, "modulated",                                                 \
+    "Tensor x, Tensor scale, Tensor shift, Tensor? weight, Tensor? bias, float eps, "              \
+    "int norm_type, int cast")                                                                     \
+  X(gate_residual, hfp_gate_residual, "modulated",                                                 \
+    "Tensor residual, Tensor gate, Tensor x, int cast")                                            \
+  X(gate_residual_norm_modulate, hfp_gate_residual_norm_modulate, "x, x",                          \
+    "Tensor residual, Tensor gate, Tensor x, Tensor scale, Tensor shift, Tensor? weight, "         \
+    "Tensor? bias, float eps, int norm_type, int cast")                                            \
+  X(add_rms_norm, hfp_add_rms_norm, "norm, x",                                                     \
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float weight_offset, "    \
+    "int cast")                                                                                    \
+  X(add_layer_norm, hfp_add_layer_norm, "x, x",                                                    \
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps")
 
 #ifdef __cplusplus
 }

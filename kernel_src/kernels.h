@@ -64,12 +64,41 @@ struct GatedArgs {
   int activation;
 };
 
+// sum = residual + gate * x; out = norm(sum or x), modulated: what hfp_norm_modulate,
+// hfp_gate_residual_norm_modulate, hfp_add_rms_norm and hfp_add_layer_norm have in common.
+struct FusedNormArgs {
+  void *out;
+  void *sum;  // null: no residual, the norm is of x
+  const void *x, *residual;
+  const void *gate;  // null: sum = residual + x
+  const void *weight, *bias;
+  const void *scale, *shift;  // both or none
+  DType type, out_type;       // x, residual and sum have `type`
+  DType weight_type;          // also the bias's
+  DType modulation_type;      // of gate, scale and shift
+  Rows x_rows, residual_rows, gate_rows, scale_rows, shift_rows;  // broadcast: rows with stride 0
+  float eps, weight_offset;
+  int norm_type;  // HFP_NORM_*
+  int cast;       // HFP_CAST_* of norm and weight; HFP_CAST_NONE when there is no weight
+  bool eager;     // gate, scale and shift round after each step (else once, at the end)
+};
+
+struct GateResidualArgs {
+  void *out;
+  const void *residual, *gate, *x;
+  DType type, gate_type, out_type;
+  Rows residual_rows, gate_rows, x_rows;
+  bool eager;  // round the product to out_type
+};
+
 // Each returns HFP_OK, or a status after set_error().
 namespace cpu {
 int32_t rms_norm(const RmsNormArgs &);
 int32_t layer_norm(const LayerNormArgs &);
 int32_t activation(const ActivationArgs &);
 int32_t gated(const GatedArgs &);
+int32_t fused_norm(const FusedNormArgs &);
+int32_t gate_residual(const GateResidualArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -78,6 +107,8 @@ int32_t rms_norm(const RmsNormArgs &, int device, void *stream);
 int32_t layer_norm(const LayerNormArgs &, int device, void *stream);
 int32_t activation(const ActivationArgs &, int device, void *stream);
 int32_t gated(const GatedArgs &, int device, void *stream);
+int32_t fused_norm(const FusedNormArgs &, int device, void *stream);
+int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

@@ -106,12 +106,13 @@ struct Signature<int32_t (*)(Parameters...)> {
 // ---------------------------------------------------------------------------------------------
 // Result rules: what the functional operator allocates
 
-enum class Rule { LikeFirst, Norm, Halved, Invalid };
+enum class Rule { LikeFirst, Norm, Halved, Modulated, Invalid };
 
 constexpr Rule parse_rule(std::string_view text) {
   if (text == "x") return Rule::LikeFirst;
   if (text == "norm") return Rule::Norm;
   if (text == "halved") return Rule::Halved;
+  if (text == "modulated") return Rule::Modulated;
   return Rule::Invalid;
 }
 
@@ -429,6 +430,13 @@ struct Binding {
       contiguous_strides(ndim, shape, strides);
       int32_t dtype = views[0].dtype;
       if constexpr (rule == Rule::Norm) dtype = norm_dtype();
+      if constexpr (rule == Rule::Modulated) {
+        constexpr int cast = find("cast");
+        static_assert(cast >= 0 && kArguments > 1 && kArgs[1].kind == Kind::Tensor,
+                      "result rule \"modulated\": needs a second tensor and `cast`");
+        // Any two different floating types here promote to fp32.
+        if (ints[cast] == HFP_CAST_INPUT && views[1].dtype != dtype) dtype = codes.f32;
+      }
       AtenTensorHandle result = nullptr;
       HFP_SHIM(Op::name,
                aoti_torch_empty_strided(ndim, shape, strides, dtype, views[0].device_type,

@@ -8,13 +8,15 @@
 
 namespace hfp::cuda {
 
-inline constexpr int kElementwiseThreads = 256;
+// Small CTAs, so that the last wave is short.
+inline constexpr int kElementwiseThreads = 128;
 
-// Vectors of each input that a thread has on their way at once. Two, with 2048 threads on an SM,
-// are about twice what covers the latency of HBM at full speed; a small tensor is spread over more
-// threads instead.
-inline constexpr int kVectorsPerThread = 2;
-inline constexpr int64_t kSmallVectors = int64_t{1} << 17;
+// Vectors of each input that a thread has on their way at once. Two in all, with 2048 threads on an
+// SM, are about twice what covers the latency of HBM at full speed: more would only take registers,
+// hence threads. A tensor that one wave of an H100 covers is spread over more threads instead.
+template <int kInputs>
+inline constexpr int kVectorsPerThread = kInputs == 1 ? 2 : 1;
+inline constexpr int64_t kSmallVectors = int64_t{1} << 18;
 
 // n / d as a multiplication, for n < 2^31 and 1 <= d < 2^31. Granlund & Montgomery,
 // doi:10.1145/178243.178249.
@@ -99,12 +101,13 @@ __global__ void __launch_bounds__(kElementwiseThreads)
 template <class T, class F, int N>
 __global__ void __launch_bounds__(kElementwiseThreads)
     strided_kernel(const __grid_constant__ ElementwiseParams<F::kInputs> p) {
+  constexpr int kUnroll = kVectorsPerThread<F::kInputs>;
   const int64_t first =
-      static_cast<int64_t>(blockIdx.x) * (kElementwiseThreads * kVectorsPerThread) + threadIdx.x;
+      static_cast<int64_t>(blockIdx.x) * (kElementwiseThreads * kUnroll) + threadIdx.x;
 
-  Vec<T, N> v[kVectorsPerThread][F::kInputs];
+  Vec<T, N> v[kUnroll][F::kInputs];
 #pragma unroll
-  for (int u = 0; u < kVectorsPerThread; ++u) {
+  for (int u = 0; u < kUnroll; ++u) {
     const int64_t at = first + u * kElementwiseThreads;
     if (at < p.vectors) {
       const int64_t row = p.fast_division
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(kElementwiseThreads)
     }
   }
 #pragma unroll
-  for (int u = 0; u < kVectorsPerThread; ++u) {
+  for (int u = 0; u < kUnroll; ++u) {
     const int64_t at = first + u * kElementwiseThreads;
     if (at < p.vectors) {
       float a[F::kInputs][N];
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(kElementwiseThreads)
 // ---------------------------------------------------------------------------------------------
 // Launchers
 
-// No grid limit is in the way: 2^31 CTAs of 512 elements or more are beyond any memory.
+// No grid limit is in the way: 2^31 CTAs of 128 elements or more are beyond any memory.
 template <int kInputs>
 int32_t launch_elementwise(void (*kernel)(ElementwiseParams<kInputs>), int unroll,
                            ElementwiseParams<kInputs> &p, void *stream, const char *op) {
@@ -150,7 +153,8 @@ int32_t launch_strided(ElementwiseParams<F::kInputs> &p, void *stream) {
   p.vectors = p.rows[0].rows * p.row_vectors;
   p.fast_division = p.vectors < (int64_t{1} << 31);
   if (p.fast_division) p.divisor = FastDivisor(p.row_vectors);
-  return launch_elementwise(&strided_kernel<T, F, N>, kVectorsPerThread, p, stream, F::name());
+  return launch_elementwise(&strided_kernel<T, F, N>, kVectorsPerThread<F::kInputs>, p, stream,
+                            F::name());
 }
 
 // p.out, p.in and p.rows are given; the rest is filled in here.
@@ -175,8 +179,8 @@ int32_t launch_elementwise(ElementwiseParams<F::kInputs> &p, void *stream) {
     if (p.vectors <= kSmallVectors) {
       return launch_elementwise(&flat_kernel<T, F, 1>, 1, p, stream, F::name());
     }
-    return launch_elementwise(&flat_kernel<T, F, kVectorsPerThread>, kVectorsPerThread, p, stream,
-                              F::name());
+    constexpr int kUnroll = kVectorsPerThread<F::kInputs>;
+    return launch_elementwise(&flat_kernel<T, F, kUnroll>, kUnroll, p, stream, F::name());
   }
   if (n == kWidest) return launch_strided<T, F, kWidest>(p, stream);
   if constexpr (kWidest == 8) {

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   using G = Group<kThreads>;
   constexpr bool kHold =
       kHoldParams<W, kThreads, kVectors, Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords>;
-  __shared__ float partial_sum[32], partial_square[32];
+  __shared__ float partial_sum[kPartials], partial_square[kPartials];
 
   const int64_t row = G::row(p.first_row);
   const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
@@ -82,19 +82,20 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     load_params<G>(b, p.bias, vectors, kNoBias);
   }
 
-  float sum = 0.0f;
+  float sums[kVectors];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) sum += sum_of(v[i]);
-  const float mean = G::sum(sum, partial_sum) * p.inverse_cols;
+  for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
+  // __fmul_rn: the product must not melt into a multiply-add in some layouts only.
+  const float mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
 
-  sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
     // Past the end of the row there are zeros, which are no deviations.
-    if (G::index() + i * G::stride() < vectors) sum += sum_of_squared_deviations(v[i], mean);
+    const bool inside = G::index() + i * G::stride() < vectors;
+    sums[i] = inside ? sum_of_squared_deviations(v[i], mean) : 0.0f;
   }
-  sum = G::sum(sum, partial_square);
+  const float sum = G::sum(sums, partial_square);
   const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
 
 #pragma unroll
@@ -119,27 +120,27 @@ template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     layer_norm_loop_kernel(const __grid_constant__ LayerNormParams p) {
   using G = Group<kCta>;
-  __shared__ float partial_sum[32], partial_square[32];
+  __shared__ float partial_sum[kPartials], partial_square[kPartials];
   const int64_t row = G::row(p.first_row);
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
 
-  float sum = 0.0f;
+  float own[1] = {0.0f};
 #pragma unroll 4
   for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
     Vec<T, N> v;
     v.template load<Cache::kStream>(x + at * N);
-    sum += sum_of(v);
+    own[0] += sum_of(v);
   }
-  const float mean = G::sum(sum, partial_sum) * p.inverse_cols;
+  const float mean = __fmul_rn(G::sum(own, partial_sum), p.inverse_cols);
 
-  sum = 0.0f;
+  own[0] = 0.0f;
 #pragma unroll 4
   for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
     Vec<T, N> v;
     v.template load<Cache::kStream>(x + at * N);
-    sum += sum_of_squared_deviations(v, mean);
+    own[0] += sum_of_squared_deviations(v, mean);
   }
-  sum = G::sum(sum, partial_square);
+  const float sum = G::sum(own, partial_square);
   const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
 
   for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {

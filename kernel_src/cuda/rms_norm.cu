@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   using G = Group<kThreads>;
   constexpr bool kHold =
       kHoldParams<W, kThreads, kVectors, Vec<T, N>::kWords + ParamVec<W, N>::kWords>;
-  __shared__ float partial[32];
+  __shared__ float partial[kPartials];
 
   const int64_t row = G::row(p.first_row);
   const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
@@ -127,10 +127,10 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   ParamVec<W, N> w[kHold ? kVectors : 1];
   if constexpr (kHold) load_params<G>(w, p.weight, vectors, 1.0f);
 
-  float sum = 0.0f;
+  float squares[kVectors];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) sum += sum_of_squares(v[i]);
-  sum = G::sum(sum, partial);
+  for (int i = 0; i < kVectors; ++i) squares[i] = sum_of_squares(v[i]);
+  const float sum = G::sum(squares, partial);
   const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
 
   if (std::is_same_v<W, AnyType> || !p.two_step) {
@@ -148,18 +148,18 @@ template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     rms_norm_loop_kernel(const __grid_constant__ RmsNormParams p) {
   using G = Group<kCta>;
-  __shared__ float partial[32];
+  __shared__ float partial[kPartials];
   const int64_t row = G::row(p.first_row);
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
 
-  float sum = 0.0f;
+  float own[1] = {0.0f};
 #pragma unroll 4
   for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
     Vec<T, N> v;
     v.template load<Cache::kStream>(x + at * N);
-    sum += sum_of_squares(v);
+    own[0] += sum_of_squares(v);
   }
-  sum = G::sum(sum, partial);
+  const float sum = G::sum(own, partial);
   const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
 
   for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {

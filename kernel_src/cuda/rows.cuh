@@ -16,17 +16,21 @@ enum class Shape { k8x2, k16x2, k32x2, k32x4, k32x8, kCtaX1, kCtaX4, kCtaX8, kLo
 // CTA size where a CTA holds several rows. Small, so that the last wave is short.
 inline constexpr int kRowThreads = 128;
 
+// Sums of 32 vectors in the widest row whose threads hold four vectors: 4 * kMaxThreadsX4 / 32.
+inline constexpr int kPartials = 64;
+
 // Largest CTA that holds a row. What bounds it is the register file, 65536 per SM: x4 keeps the
 // parameters in registers too (128 per thread), x8 the row only (80); x1 needs 32.
 inline constexpr int kMaxThreadsX4 = 512;
 inline constexpr int kMaxThreadsX8 = 768;
 inline constexpr int kMaxThreads = 1024;
 inline constexpr int64_t kMaxHeldVectors = 8 * kMaxThreadsX8;
+static_assert(4 * kMaxThreadsX4 / 32 <= kPartials && kMaxThreads / 32 <= kPartials);
 
-// Up to so many vectors in the whole tensor, all can be on their way at once with one per thread
-// (a GPU runs 80,000 to 300,000 threads): the time is then the latency of one thread's work, which
-// is shortest with one vector.
-inline constexpr int64_t kLatencyVectors = int64_t{1} << 17;
+// Up to so many vectors in the whole tensor, all are on their way at once with one per thread (an
+// H100 runs 270,000 threads): the time is then the latency of one thread's work, which is shortest
+// with one vector.
+inline constexpr int64_t kLatencyVectors = int64_t{1} << 18;
 
 struct RowPlan {
   Shape shape;
@@ -39,7 +43,10 @@ constexpr int cta_threads(int64_t vectors, int per_thread) {
   return static_cast<int>((vectors + per_warp - 1) / per_warp * 32);
 }
 
-// For rows of `vectors` vectors. Narrow rows: as few threads as still read whole 128-byte lines, so
+// For rows of `vectors` vectors. The number of rows may choose between layouts that add in one order
+// only (see Group::sum), so that the bits of a row do not depend on the batch around it.
+//
+// Narrow rows: as few threads as still read whole 128-byte lines, so
 // that a CTA holds many rows, each thread has two loads in flight, and the sum takes few shuffles.
 // Up to a warp of 8 vectors a row needs no barrier. Beyond that a CTA per row, 4 vectors a thread,
 // cut to the row's length in whole warps, so that no width wastes more than a warp.
@@ -136,18 +143,67 @@ struct Group {
     return v;
   }
 
-  // Every thread of the CTA calls it, also those whose row is past the end. The order of the sum
-  // depends on the shape only: same input, same bits. `partial`: 32 floats of shared memory that
-  // no other sum of the same row uses, so that one barrier is enough.
-  __device__ static float sum(float v, float *partial) {
-    v = sum_lanes(v);
-    if constexpr (kWholeCta) {
-      const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
-      if (lane == 0) partial[warp] = v;
-      __syncthreads();
-      v = sum_lanes(lane < warps ? partial[lane] : 0.0f);
+  // Sums each of K values over the warp, K a power of two: lane l returns the sum of
+  // v[l / (32 / K)], added up in the order of sum_lanes. In each of the first steps a lane keeps
+  // half of its values and hands over the others, so that this takes K - 1 shuffles and the rest
+  // of one sum instead of K sums.
+  template <int K>
+  __device__ static float sum_lanes_of_each(float (&v)[K]) {
+    const int lane = threadIdx.x % 32u;
+#pragma unroll
+    for (int half = K / 2, bit = 16; half > 0; half /= 2, bit /= 2) {
+      const bool upper = (lane & bit) != 0;
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        const float keep = upper ? v[i + half] : v[i], give = upper ? v[i] : v[i + half];
+        v[i] = keep + __shfl_xor_sync(~0u, give, bit);
+      }
     }
-    return v;
+#pragma unroll
+    for (int bit = 16 / K; bit > 0; bit /= 2) v[0] += __shfl_xor_sync(~0u, v[0], bit);
+    return v[0];
+  }
+
+  // The sum over the row of one value per vector; v[i] is that of vector index() + i * stride().
+  // Every thread of the CTA calls it, also those whose row is past the end. `partial`:
+  // kPartials floats of shared memory that no other sum of the same row uses, so that one barrier
+  // is enough.
+  //
+  // Same input, same bits: the order depends on the columns alone. Up to 1024 vectors several
+  // layouts can hold a row, and all of them add in one order: first the 32 vectors 32 g, 32 g + 1,
+  // ... of each g, which one warp always holds, as sum_lanes does; then these sums over g, as
+  // sum_lanes does too, with g for the lane. Where the width leaves no choice of layout (half a
+  // warp or less; eight vectors in each thread of a CTA) a thread adds up its own vectors first.
+  template <int K>
+  __device__ static float sum(float (&v)[K], float *partial) {
+    if constexpr (kLanes < 32 || (kWholeCta && K == 8)) {
+      float own = 0.0f;
+#pragma unroll
+      for (int i = 0; i < K; ++i) own += v[i];
+      own = sum_lanes(own);
+      if constexpr (kWholeCta) {
+        const int lane = threadIdx.x % 32u, warps = blockDim.x / 32u;
+        if (lane == 0) partial[threadIdx.x / 32u] = own;
+        __syncthreads();
+        own = sum_lanes(lane < warps ? partial[lane] : 0.0f);
+      }
+      return own;
+    } else {
+      float of_32 = sum_lanes_of_each(v);  // the vectors of g = l / (32 / K)
+      if constexpr (kWholeCta) {
+        const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
+        if (lane % (32 / K) == 0) partial[warp + lane / (32 / K) * warps] = of_32;
+        __syncthreads();
+        of_32 = lane < K * warps ? partial[lane] : 0.0f;
+        if constexpr (K > 1) {
+          if (lane + 32 < K * warps) of_32 += partial[lane + 32];
+        }
+        return sum_lanes(of_32);
+      }
+#pragma unroll
+      for (int bit = 16; bit >= 32 / K; bit /= 2) of_32 += __shfl_xor_sync(~0u, of_32, bit);
+      return of_32;
+    }
   }
 };
 

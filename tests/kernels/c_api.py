@@ -92,12 +92,15 @@ class Op:
         kinds = {"float": ctypes.c_double, "int": ctypes.c_int64}
         tensor = ctypes.POINTER(DLTensor)
         middle = [kinds.get(kind, tensor) for kind, _ in self.arguments]
-        return [tensor, *middle, ctypes.c_void_p]
+        outputs = [tensor] * len(self.result.split(","))
+        return [*outputs, *middle, ctypes.c_void_p]
 
 
 def read_ops(header: Path = HEADER) -> dict[str, Op]:
     table = header.read_text().split("#define HFP_OP_TABLE(X)", 1)[1]
-    row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"(\w+)\"\s*,[\s\\]*\"([^\"]*)\"\s*\)")
+    # Adjacent string literals are one.
+    table = re.sub(r"\"[\s\\]*\"", "", table)
+    row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"([\w, ]+)\"\s*,[\s\\]*\"([^\"]*)\"\s*\)")
     ops = {}
     for name, function, result, arguments in row.findall(table):
         pairs = tuple(tuple(part.split()) for part in arguments.split(","))
@@ -141,7 +144,7 @@ class Library:
         return self.dll.hfp_last_error().decode()
 
     def status(self, name: str, *arguments: Any, stream: int | None = None) -> int:
-        """The status of a call with `out` first; torch tensors, DLTensors, numbers or None."""
+        """The status of a call, outputs first; torch tensors, DLTensors, numbers or None."""
         kept = [dltensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
         passed = [ctypes.byref(a) if isinstance(a, DLTensor) else a for a in kept]
         return getattr(self.dll, OPS[name].function)(*passed, stream)

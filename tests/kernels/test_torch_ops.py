@@ -27,6 +27,13 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
+X, V, D = (2, 3, 16), (2, 1, 16), (16,)
+
+
+def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [tensor(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
 RAW: dict[str, Case] = {
     "rms_norm": lambda t: (tensor(2, 3, 16, dtype=t), tensor(16, dtype=t), None, 1e-6, 0.0, 1),
     "layer_norm": lambda t: (tensor(2, 3, 16, dtype=t), tensor(16, dtype=t), None, 1e-5),
@@ -34,6 +41,11 @@ RAW: dict[str, Case] = {
     "silu": lambda t: (tensor(2, 3, 16, dtype=t),),
     "gated": lambda t: (tensor(2, 3, 16, dtype=t), tensor(2, 3, 16, dtype=t, seed=1), 3),
     "gated_packed": lambda t: (tensor(2, 3, 16, dtype=t), 0, 1),
+    "norm_modulate": lambda t: (*tensors(t, X, V, V), None, None, 1e-6, 1, 1),
+    "gate_residual": lambda t: (*tensors(t, X, V, X), 1),
+    "gate_residual_norm_modulate": lambda t: (*tensors(t, X, V, X, V, V, D), None, 1e-6, 0, 1),
+    "add_rms_norm": lambda t: (*tensors(t, X, X, D), None, 1e-6, 0.0, 1),
+    "add_layer_norm": lambda t: (*tensors(t, X, X, D, D), 1e-5),
 }
 
 
@@ -66,23 +78,27 @@ def test_cases_cover_every_operator(kernels_module: ModuleType) -> None:
     assert names == set(RAW) | {name + "_out" for name in RAW}
 
 
+def results(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", RAW)
 def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
     args = RAW[name](dtype)
     functional = getattr(kernels_module.ops, name).default
     torch.library.opcheck(functional, args)
-    out = torch.empty_like(functional(*args))
-    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (out, *args))
+    outs = [torch.empty_like(result) for result in results(functional(*args))]
+    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (*outs, *args))
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_out_variant_is_the_functional_one(name: str, kernels_module: ModuleType) -> None:
     args = RAW[name](torch.bfloat16)
-    expected = getattr(kernels_module.ops, name).default(*args)
-    out = torch.full_like(expected, float("nan"))
-    assert getattr(kernels_module.ops, name + "_out").default(out, *args) is None
-    assert torch.equal(out, expected)
+    expected = results(getattr(kernels_module.ops, name).default(*args))
+    outs = [torch.full_like(result, float("nan")) for result in expected]
+    assert getattr(kernels_module.ops, name + "_out").default(*outs, *args) is None
+    assert all(map(torch.equal, outs, expected))
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gelu", "silu", "gated"])

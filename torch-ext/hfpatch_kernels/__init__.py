@@ -9,16 +9,28 @@ have no autograd, and writing to `out` does not raise its version counter. `laye
 
 from . import _fakes as _fakes
 from . import layers
+from ._adaln import (
+    add_layer_norm,
+    add_rms_norm,
+    gate_residual,
+    gate_residual_norm_modulate,
+    norm_modulate,
+)
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._ops import add_op_namespace_prefix, ops
 
 __all__ = [
+    "add_layer_norm",
     "add_op_namespace_prefix",
+    "add_rms_norm",
+    "gate_residual",
+    "gate_residual_norm_modulate",
     "gated",
     "gated_packed",
     "gelu",
     "layer_norm",
     "layers",
+    "norm_modulate",
     "ops",
     "rms_norm",
     "silu",

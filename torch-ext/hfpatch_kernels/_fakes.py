@@ -28,6 +28,21 @@ def _halved(x, *_):
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
+def _modulated(x, modulation, *rest):
+    dtype = x.dtype
+    if rest[-1] == CAST_INPUT:
+        dtype = torch.promote_types(x.dtype, modulation.dtype)
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def _like_twice(x, *_):
+    return _like(x), _like(x)
+
+
+def _add_rms_norm(x, residual, *rest):
+    return _rms_norm(x, *rest), _like(x)
+
+
 def _nothing(*_):
     return None
 
@@ -39,6 +54,11 @@ _FUNCTIONAL = {
     "silu": _like,
     "gated": _like,
     "gated_packed": _halved,
+    "norm_modulate": _modulated,
+    "gate_residual": _modulated,
+    "gate_residual_norm_modulate": _like_twice,
+    "add_rms_norm": _add_rms_norm,
+    "add_layer_norm": _like_twice,
 }
 
 

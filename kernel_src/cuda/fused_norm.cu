@@ -1,0 +1,431 @@
+// fused_norm.cu: norms with a residual sum before them, a modulation after them, or both, in one
+// pass over memory; hfp_norm_modulate, hfp_gate_residual_norm_modulate, hfp_add_rms_norm and
+// hfp_add_layer_norm on CUDA. AdaLN: Peebles & Xie, arXiv:2212.09748. Where it rounds: HFP_CAST_*
+// in hfpatch.h.
+//
+// What a call asks for (which norm, which parameters, where it rounds) is decided at run time: such
+// a branch is the same in the whole grid and costs an instruction, while each template parameter
+// doubles the size of the library.
+#include "rows.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+struct FusedNormParams {
+  void *out, *sum;
+  const void *x, *residual, *gate, *weight, *bias, *scale, *shift;
+  Rows x_rows, residual_rows, gate_rows, scale_rows, shift_rows;
+  int64_t first_row;
+  int64_t vectors;  // per row
+  float inverse_cols, eps, weight_offset;
+  DType out_type, weight_type, modulation_type;
+  DType round_type;  // of xhat if two_step; F32: not at all
+  bool layer;        // the norm subtracts the mean
+  bool two_step;     // HFP_CAST_INPUT, _WEIGHT: round xhat, multiply, round, add
+  bool eager;        // round after each step of the modulation and the gate
+  uint32_t zero;     // 0; see Vec::stay_packed
+};
+
+// ---------------------------------------------------------------------------------------------
+// Steps on one vector. P: the dtype of all parameters, or AnyType.
+
+// The dtype of a product of T and P.
+template <class T, class P>
+using Promoted = std::conditional_t<std::is_same_v<T, P>, T, float>;
+
+template <class T, int N>
+__device__ __forceinline__ float sum_of(const Vec<T, N> &v) {
+  float x[N], sum = 0.0f;
+  v.get(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += x[i];
+  return sum;
+}
+
+// The squares themselves for mean == 0.
+template <class T, int N>
+__device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, float mean) {
+  float x[N], sum = 0.0f;
+  v.get(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
+  return sum;
+}
+
+// v = residual + gate * v, rounded to T.
+template <class T, int N>
+__device__ __forceinline__ void add_residual(Vec<T, N> &v, const Vec<T, N> &residual,
+                                             const float (&gate)[N], bool gated, bool eager) {
+  float y[N], r[N];
+  v.get(y);
+  residual.get(r);
+  if (gated) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(gate[i], y[i]);
+    if (eager) round_to<T>(y);  // the gate has the dtype of x then
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = __fadd_rn(r[i], y[i]);
+  v.set(y);
+}
+
+// y * (1 + scale) + shift, and the store.
+template <class T, class P, int N>
+__device__ __forceinline__ void modulate(const FusedNormParams &p, float (&y)[N],
+                                         float (&scale)[N], const float (&shift)[N], int64_t at) {
+  constexpr bool kAny = std::is_same_v<P, AnyType>;
+#pragma unroll
+  for (int i = 0; i < N; ++i) scale[i] += 1.0f;
+  if (p.eager) {
+    round_to<T>(y);
+    if constexpr (kAny) round_any(scale, p.modulation_type);
+    else round_to<P>(scale);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], scale[i]);
+    if constexpr (kAny) round_any(y, p.out_type);
+    else round_to<Promoted<T, P>>(y);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], scale[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = __fadd_rn(y[i], shift[i]);
+  if constexpr (kAny) {
+    store_any(p.out, p.out_type, at, y);
+  } else if (!std::is_same_v<T, P> && p.eager) {
+    store_as<Promoted<T, P>>(p.out, at, y);
+  } else {
+    store_as<T>(p.out, at, y);
+  }
+}
+
+// y * (weight + weight_offset) + bias in one rounding or none, as layer_norm.cu and rms_norm.cu.
+template <int N>
+__device__ __forceinline__ void affine(const FusedNormParams &p, float (&y)[N],
+                                       const float (&w)[N], const float (&b)[N]) {
+  if (p.layer) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], w[i], b[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fadd_rn(__fmul_rn(y[i], w[i] + p.weight_offset), b[i]);
+  }
+}
+
+// The end of a norm without modulation.
+template <class T, class P, int N>
+__device__ __forceinline__ void finish_affine(const FusedNormParams &p, float (&y)[N],
+                                              const float (&w)[N], const float (&b)[N],
+                                              int64_t at) {
+  constexpr bool kAny = std::is_same_v<P, AnyType>;
+  if (p.two_step) {
+    if constexpr (kAny) round_any(y, p.round_type);
+    else if (p.round_type != DType::F32) round_to<T>(y);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], w[i]);
+    if constexpr (kAny) round_any(y, p.out_type);
+    else round_to<Promoted<T, P>>(y);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fadd_rn(y[i], b[i]);
+  } else {
+    affine(p, y, w, b);
+  }
+  if constexpr (kAny) {
+    store_any(p.out, p.out_type, at, y);
+  } else if (!std::is_same_v<T, P> && p.two_step) {
+    store_as<Promoted<T, P>>(p.out, at, y);
+  } else {
+    store_as<T>(p.out, at, y);
+  }
+}
+
+// -0: y + -0 is y for every y, also for -0.
+constexpr float kNoBias = -0.0f;
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+// The row in registers. kSum: residual is there.
+template <class T, class P, int N, int kThreads, int kVectors, bool kSum>
+__global__ void __launch_bounds__(max_threads(kThreads, kVectors))
+    fused_norm_kernel(const __grid_constant__ FusedNormParams p) {
+  using G = Group<kThreads>;
+  constexpr bool kHold =
+      kHoldParams<P, kThreads, kVectors, Vec<T, N>::kWords + 2 * ParamVec<P, N>::kWords>;
+  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+
+  const int64_t row = G::row(p.first_row);
+  const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
+  const int64_t known_row = vectors > 0 ? row : 0;
+  const int64_t to = known_row * p.x_rows.cols;
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, known_row);
+
+  Vec<T, N> v[kVectors], residual[kSum ? kVectors : 1];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    v[i].zero();
+    if (at < vectors) v[i].template load<Cache::kStream>(x + at * N);
+  }
+  if constexpr (kSum) {
+    const T *r = static_cast<const T *>(p.residual) + row_offset(p.residual_rows, known_row);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = G::index() + i * G::stride();
+      residual[i].zero();
+      if (at < vectors) residual[i].template load<Cache::kStream>(r + at * N);
+    }
+  }
+  // What the row meets last: scale and shift where there is a modulation, weight and bias
+  // otherwise. Asked for before the sum waits for x, so that the latencies overlap.
+  const bool modulated = p.scale != nullptr;
+  const P *multiplier = static_cast<const P *>(p.weight), *addend = static_cast<const P *>(p.bias);
+  if (modulated) {
+    multiplier = static_cast<const P *>(p.scale) + row_offset(p.scale_rows, known_row);
+    addend = static_cast<const P *>(p.shift) + row_offset(p.shift_rows, known_row);
+  }
+  ParamVec<P, N> m[kHold ? kVectors : 1], a[kHold ? kVectors : 1];
+  if constexpr (kHold) {
+    load_params<G>(m, multiplier, vectors, 1.0f);
+    load_params<G>(a, addend, vectors, kNoBias);
+  }
+
+  if constexpr (kSum) {
+    const P *gate = static_cast<const P *>(p.gate);
+    if (gate != nullptr) gate += row_offset(p.gate_rows, known_row);
+    T *sum = static_cast<T *>(p.sum) + to;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int at = G::index() + i * G::stride();
+      if (at < vectors) {
+        float g[N];
+        load_param<P>(g, gate, p.modulation_type, at * N, 1.0f);
+        add_residual(v[i], residual[i], g, gate != nullptr, p.eager);
+        v[i].store(sum + at * N);
+      }
+    }
+  }
+
+  float sums[kVectors], mean = 0.0f;
+  if (p.layer) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
+    mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
+    const bool inside = G::index() + i * G::stride() < vectors;
+    sums[i] = inside ? sum_of_squared_deviations(v[i], mean) : 0.0f;
+  }
+  const float square = G::sum(sums, partial_square);
+  const float scale = rsqrtf(fmaf(square, p.inverse_cols, p.eps));
+
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    if (at >= vectors) break;
+    if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
+    float y[N], mul[N], add[N];
+    v[i].get(y);
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * scale;
+    if constexpr (kHold) {
+      m[i].get(mul);
+      a[i].get(add);
+    } else {
+      load_param<P>(mul, multiplier, DType::F32, at * N, 1.0f);
+      load_param<P>(add, addend, DType::F32, at * N, kNoBias);
+    }
+    if (modulated) {
+      if (p.weight != nullptr || p.bias != nullptr) {
+        float w[N], b[N];
+        load_param<P>(w, p.weight, p.weight_type, at * N, 1.0f);
+        load_param<P>(b, p.bias, p.weight_type, at * N, kNoBias);
+        affine(p, y, w, b);
+      }
+      modulate<T, P>(p, y, mul, add, to + at * N);
+    } else {
+      finish_affine<T, P>(p, y, mul, add, to + at * N);
+    }
+  }
+}
+
+// Any width, any alignment, any mix of dtypes: the row is read two or three times, from L2 mostly
+// after the first. A thread reads of `sum` what it wrote itself.
+template <class T, int N>
+__global__ void __launch_bounds__(kMaxThreads)
+    fused_norm_loop_kernel(const __grid_constant__ FusedNormParams p) {
+  using G = Group<kCta>;
+  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+  const int64_t row = G::row(p.first_row);
+  const int64_t to = row * p.x_rows.cols;
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
+
+  if (p.sum != nullptr) {
+    const T *residual = static_cast<const T *>(p.residual) + row_offset(p.residual_rows, row);
+    const int64_t gate_row = p.gate != nullptr ? row_offset(p.gate_rows, row) : 0;
+    T *sum = static_cast<T *>(p.sum) + to;
+    for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+      Vec<T, N> v, r;
+      v.template load<Cache::kStream>(x + at * N);
+      r.template load<Cache::kStream>(residual + at * N);
+      float g[N];
+      load_param<AnyType>(g, p.gate, p.modulation_type, gate_row + at * N, 1.0f);
+      add_residual(v, r, g, p.gate != nullptr, p.eager);
+      v.store(sum + at * N);
+    }
+    x = sum;
+  }
+
+  float own[1] = {0.0f}, mean = 0.0f;
+  if (p.layer) {
+#pragma unroll 4
+    for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+      Vec<T, N> v;
+      v.template load<Cache::kStream>(x + at * N);
+      own[0] += sum_of(v);
+    }
+    mean = __fmul_rn(G::sum(own, partial_sum), p.inverse_cols);
+    own[0] = 0.0f;
+  }
+#pragma unroll 4
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    own[0] += sum_of_squared_deviations(v, mean);
+  }
+  const float square = G::sum(own, partial_square);
+  const float scale = rsqrtf(fmaf(square, p.inverse_cols, p.eps));
+
+  const bool modulated = p.scale != nullptr;
+  const int64_t scale_row = modulated ? row_offset(p.scale_rows, row) : 0;
+  const int64_t shift_row = modulated ? row_offset(p.shift_rows, row) : 0;
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    float y[N], w[N], b[N];
+    v.get(y);
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * scale;
+    load_param<AnyType>(w, p.weight, p.weight_type, at * N, 1.0f);
+    load_param<AnyType>(b, p.bias, p.weight_type, at * N, kNoBias);
+    if (modulated) {
+      if (p.weight != nullptr || p.bias != nullptr) affine(p, y, w, b);
+      float mul[N], add[N];
+      load_param<AnyType>(mul, p.scale, p.modulation_type, scale_row + at * N, 0.0f);
+      load_param<AnyType>(add, p.shift, p.modulation_type, shift_row + at * N, 0.0f);
+      modulate<T, AnyType>(p, y, mul, add, to + at * N);
+    } else {
+      finish_affine<T, AnyType>(p, y, w, b, to + at * N);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr char kOp[] = "fused_norm";
+
+// Half of rows.cuh's, since these kernels have twice its registers.
+constexpr int64_t kLatencyFused = kLatencyVectors / 2;
+
+// Fewer shapes than plan_rows, to build less.
+constexpr RowPlan plan_fused(int64_t vectors, int64_t rows) {
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
+    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
+  }
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
+
+template <class T, class P, bool kSum>
+int32_t launch_fast(FusedNormParams &p, void *stream) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  const RowPlan plan = plan_fused(p.vectors, p.x_rows.rows);
+  void (*kernel)(FusedNormParams) = &fused_norm_kernel<T, P, N, kCta, 4, kSum>;
+  if (plan.shape == Shape::k32x2) kernel = &fused_norm_kernel<T, P, N, 32, 2, kSum>;
+  if (plan.shape == Shape::kCtaX1) kernel = &fused_norm_kernel<T, P, N, kCta, 1, kSum>;
+  return launch_rows(kernel, plan, p, stream, kOp);
+}
+
+template <class T, class P>
+int32_t launch_fast(FusedNormParams &p, void *stream) {
+  return p.sum != nullptr ? launch_fast<T, P, true>(p, stream)
+                          : launch_fast<T, P, false>(p, stream);
+}
+
+template <class T, int N>
+int32_t launch_loop(FusedNormParams &p, void *stream) {
+  p.vectors = p.x_rows.cols / N;
+  const int threads = p.vectors < kMaxThreads ? cta_threads(p.vectors, 1) : kMaxThreads;
+  return launch_rows(&fused_norm_loop_kernel<T, N>, {Shape::kLoop, threads, 1}, p, stream, kOp);
+}
+
+template <class T>
+int32_t launch_typed(FusedNormParams &p, DType type, void *stream) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  const int64_t parameter = size_of(p.modulation_type);
+  const bool aligned =
+      p.x_rows.cols % N == 0 && rows_aligned(p.x_rows, p.x, sizeof(T)) &&
+      rows_aligned(p.residual_rows, p.residual, sizeof(T)) &&
+      rows_aligned(p.gate_rows, p.gate, parameter) &&
+      rows_aligned(p.scale_rows, p.scale, parameter) &&
+      rows_aligned(p.shift_rows, p.shift, parameter) && pointer_aligned(p.weight) &&
+      pointer_aligned(p.bias) && pointer_aligned(p.out) && pointer_aligned(p.sum);
+  if (!aligned) return launch_loop<T, 1>(p, stream);
+  p.vectors = p.x_rows.cols / N;
+  if (p.vectors <= kMaxFusedVectors && p.weight_type == p.modulation_type) {
+    if (p.weight_type == type) return launch_fast<T, T>(p, stream);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (p.weight_type == DType::F32) return launch_fast<T, float>(p, stream);
+    }
+  }
+  return launch_loop<T, N>(p, stream);
+}
+
+}  // namespace
+
+int32_t fused_norm(const FusedNormArgs &a, int device, void *stream) {
+  if (a.x_rows.rows <= 0 || a.x_rows.cols <= 0) return HFP_OK;
+  FusedNormParams p{};
+  p.out = a.out;
+  p.sum = a.sum;
+  p.x = a.x;
+  p.residual = a.residual;
+  p.gate = a.gate;
+  p.weight = a.weight;
+  p.bias = a.bias;
+  p.scale = a.scale;
+  p.shift = a.shift;
+  p.x_rows = a.x_rows;
+  p.residual_rows = a.residual_rows;
+  p.gate_rows = a.gate_rows;
+  p.scale_rows = a.scale_rows;
+  p.shift_rows = a.shift_rows;
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.x_rows.cols));
+  p.eps = a.eps;
+  // Without a weight the kernels multiply by 1 + weight_offset, which then has to be 1.
+  p.weight_offset = a.weight != nullptr ? a.weight_offset : 0.0f;
+  p.out_type = a.out_type;
+  // Absent parameters take the dtype of the others, so that they do not ask for the general kernel.
+  const bool affine = a.weight != nullptr || a.bias != nullptr;
+  const bool modulation = a.scale != nullptr || a.gate != nullptr;
+  p.weight_type = affine ? a.weight_type : modulation ? a.modulation_type : a.type;
+  p.modulation_type = modulation ? a.modulation_type : p.weight_type;
+  p.layer = a.norm_type == HFP_NORM_LAYER;
+  p.two_step = a.cast != HFP_CAST_NONE;
+  p.round_type = a.cast == HFP_CAST_INPUT ? a.type : p.weight_type;
+  p.eager = a.eager;
+
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), kOp);
+  switch (a.type) {
+    case DType::F32: return launch_typed<float>(p, a.type, stream);
+    case DType::F16: return launch_typed<__half>(p, a.type, stream);
+    default: return launch_typed<__nv_bfloat16>(p, a.type, stream);
+  }
+}
+
+}  // namespace hfp::cuda
