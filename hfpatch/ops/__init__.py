@@ -1,6 +1,6 @@
 """The ops that kernels are written for: one file per op, one readable PyTorch formula each."""
 
-from hfpatch.ops import activation, gated, layer_norm, rms_norm
+from hfpatch.ops import activation, gated, layer_norm, rms_norm, rope
 from hfpatch.ops.base import KERNEL_DTYPES, Op
 
 #: Every op by name.
@@ -13,6 +13,9 @@ OPS: dict[str, Op] = {
         activation.SILU,
         gated.GATED,
         gated.GATED_PACKED,
+        rope.ROPE,
+        rope.ROPE_QK,
+        rope.QK_NORM_ROPE,
     )
 }
 

@@ -22,6 +22,7 @@ class Op:
         name: the op's name, as in `kernels={name: ...}` and in the C header's op table.
         reference: the formula in plain PyTorch: any floating dtype, any device, differentiable.
             fp64 inputs are computed in fp64 throughout, which makes it the probe's ground truth.
+            Returns a tensor, or a tuple of them for an op with several results.
         aten: the same with PyTorch's fused operators where it has them: what runs when no compiled
             kernel can be had.
         encode: keyword parameters of `reference` to the integer and float codes of the raw
@@ -32,8 +33,8 @@ class Op:
     """
 
     name: str
-    reference: Callable[..., Tensor]
-    aten: Callable[..., Tensor]
+    reference: Callable[..., Any]
+    aten: Callable[..., Any]
     encode: Callable[[dict[str, Any]], tuple[Any, ...]]
     beats_single_kernel: frozenset[str] = frozenset()
 

@@ -34,7 +34,20 @@ RAW: dict[str, Case] = {
     "silu": lambda t: (tensor(2, 3, 16, dtype=t),),
     "gated": lambda t: (tensor(2, 3, 16, dtype=t), tensor(2, 3, 16, dtype=t, seed=1), 3),
     "gated_packed": lambda t: (tensor(2, 3, 16, dtype=t), 0, 1),
+    "rope": lambda t: (tensor(2, 3, 4, 16, dtype=t), *tensor(2, 3, 8), 1, 1, 0, 0),
+    "rope_qk": lambda t: (
+        tensor(2, 4, 3, 16, dtype=t), tensor(2, 2, 3, 16, dtype=t, seed=1),
+        *tensor(2, 2, 3, 8, dtype=t), 2, 0, 8, 1,
+    ),
+    "qk_norm_rope": lambda t: (
+        tensor(2, 3, 4, 16, dtype=t), tensor(2, 3, 2, 16, dtype=t, seed=1),
+        tensor(16, dtype=t), tensor(16, dtype=t), *tensor(2, 3, 16), 1e-6, 0.0, 1, 0, 1, 0, 0, 0,
+    ),
 }
+
+
+def results(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def act(x: Tensor, name: str) -> Tensor:
@@ -72,17 +85,17 @@ def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> N
     args = RAW[name](dtype)
     functional = getattr(kernels_module.ops, name).default
     torch.library.opcheck(functional, args)
-    out = torch.empty_like(functional(*args))
-    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (out, *args))
+    outs = map(torch.empty_like, results(functional(*args)))
+    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (*outs, *args))
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_out_variant_is_the_functional_one(name: str, kernels_module: ModuleType) -> None:
     args = RAW[name](torch.bfloat16)
-    expected = getattr(kernels_module.ops, name).default(*args)
-    out = torch.full_like(expected, float("nan"))
-    assert getattr(kernels_module.ops, name + "_out").default(out, *args) is None
-    assert torch.equal(out, expected)
+    expected = results(getattr(kernels_module.ops, name).default(*args))
+    outs = [torch.full_like(e, float("nan")) for e in expected]
+    assert getattr(kernels_module.ops, name + "_out").default(*outs, *args) is None
+    assert all(map(torch.equal, outs, expected))
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gelu", "silu", "gated"])

@@ -1,4 +1,4 @@
-"""Fused normalizations and activations for transformers and diffusers models.
+"""Fused normalizations, activations and rotary embeddings for transformers and diffusers models.
 
 The functions take and return tensors and know autograd and `torch.compile`. `ops` holds the raw
 operators with integer codes (`ops.rms_norm.default(x, weight, bias, eps, weight_offset, cast)` and
@@ -11,6 +11,7 @@ from . import _fakes as _fakes
 from . import layers
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._ops import add_op_namespace_prefix, ops
+from ._rope import qk_norm_rope, rope, rope_qk
 
 __all__ = [
     "add_op_namespace_prefix",
@@ -20,6 +21,9 @@ __all__ = [
     "layer_norm",
     "layers",
     "ops",
+    "qk_norm_rope",
     "rms_norm",
+    "rope",
+    "rope_qk",
     "silu",
 ]

@@ -28,6 +28,10 @@ def _halved(x, *_):
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
+def _like_two(q, k, *_):
+    return _like(q), _like(k)
+
+
 def _nothing(*_):
     return None
 
@@ -39,6 +43,9 @@ _FUNCTIONAL = {
     "silu": _like,
     "gated": _like,
     "gated_packed": _halved,
+    "rope": _like,
+    "rope_qk": _like_two,
+    "qk_norm_rope": _like_two,
 }
 
 
