@@ -182,6 +182,43 @@ HFP_EXPORT int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTens
                                       const DLTensor *bias, double eps, void *stream);
 
 /*
+ * Rotary position embedding (Su et al., arXiv:2104.09864) of the first R columns of every head; the
+ * others are copied. Column pairs (a, b) become (a cos - b sin, b cos + a sin):
+ *   interleaved 0   the pair is columns i and i + R / 2 (transformers' rotate_half)
+ *   interleaved 1   the pair is columns 2 i and 2 i + 1 (GPT-J, Cohere, diffusers)
+ * x: 4 dimensions [B, S, H, D] or [B, H, S, D], 3 [B, S, D] or [S, H, D], 2 [S, D]; `seq_dim` is the
+ * dimension of S. rotary_dim: R, even; 0: D. cos, sin: one shape, one dtype, fp32 or the dtype of x,
+ * of the shape of x with dimensions of size 1 where they repeat, or [1 or B, S, *], or [S, *]; the
+ * last dimension is R / 2, or R with each value twice (as the pairs lie), of which either is read.
+ * round_products 0: fp32 throughout, one rounding (diffusers). 1: each product is first rounded to
+ * the promoted dtype of x and the tables, as x * cos + rotated * sin does in eager PyTorch
+ * (transformers). Unlike elsewhere `out` may be strided like an input, if no element repeats.
+ */
+HFP_EXPORT int32_t hfp_rope(DLTensor *out, const DLTensor *x, const DLTensor *cos,
+                            const DLTensor *sin, int64_t seq_dim, int64_t interleaved,
+                            int64_t rotary_dim, int64_t round_products, void *stream);
+
+/* The same of two tensors at once, which may differ in H only. */
+HFP_EXPORT int32_t hfp_rope_qk(DLTensor *q_out, DLTensor *k_out, const DLTensor *q,
+                               const DLTensor *k, const DLTensor *cos, const DLTensor *sin,
+                               int64_t seq_dim, int64_t interleaved, int64_t rotary_dim,
+                               int64_t round_products, void *stream);
+
+/*
+ * hfp_rms_norm, then hfp_rope, with the normalized value rounded to the dtype of q between them.
+ * norm_across_heads 0: over D, weights [D] (Qwen3, Flux); 1: over H D, weights [H D] (LTX, Wan).
+ * Weights: both or neither; HFP_CAST_INPUT and _WEIGHT need the dtype of q, and then are the same.
+ * cos, sin: both, or neither for the norm alone.
+ */
+HFP_EXPORT int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTensor *q,
+                                    const DLTensor *k, const DLTensor *q_weight,
+                                    const DLTensor *k_weight, const DLTensor *cos,
+                                    const DLTensor *sin, double eps, double weight_offset,
+                                    int64_t cast, int64_t norm_across_heads, int64_t seq_dim,
+                                    int64_t interleaved, int64_t rotary_dim,
+                                    int64_t round_products, void *stream);
+
+/*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
  * outer parentheses, in the order of the C parameters between `out` and `stream`; `result` says what a
  * caller must allocate for `out`:
@@ -190,6 +227,8 @@ HFP_EXPORT int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTens
  *   "halved"  dtype of the first tensor argument; its shape with the last dimension halved
  *   "modulated"  shape of the first tensor argument; its dtype, under HFP_CAST_INPUT promoted with
  *             that of the second
+ *   "=NAME"   shape and dtype of the tensor argument of that name
+ * A function with several outputs has one rule for each, separated by commas.
  */
 #define HFP_OP_TABLE(X)                                                                            \
   X(rms_norm, hfp_rms_norm, "norm",                                                                \
@@ -211,7 +250,17 @@ HFP_EXPORT int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTens
     "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float weight_offset, "    \
     "int cast")                                                                                    \
   X(add_layer_norm, hfp_add_layer_norm, "x, x",                                                    \
-    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps")
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps")                          \
+  X(rope, hfp_rope, "x",                                                                           \
+    "Tensor x, Tensor cos, Tensor sin, int seq_dim, int interleaved, int rotary_dim, "             \
+    "int round_products")                                                                          \
+  X(rope_qk, hfp_rope_qk, "=q, =k",                                                                \
+    "Tensor q, Tensor k, Tensor cos, Tensor sin, int seq_dim, int interleaved, int rotary_dim, "   \
+    "int round_products")                                                                          \
+  X(qk_norm_rope, hfp_qk_norm_rope, "=q, =k",                                                      \
+    "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, "           \
+    "float eps, float weight_offset, int cast, int norm_across_heads, int seq_dim, "               \
+    "int interleaved, int rotary_dim, int round_products")
 
 #ifdef __cplusplus
 }

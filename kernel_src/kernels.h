@@ -91,6 +91,36 @@ struct GateResidualArgs {
   bool eager;  // round the product to out_type
 };
 
+// q or k of rope: [batch, seq, heads, dim], any strides but 1 in dim.
+struct RopeTensor {
+  const void *x;
+  void *out;
+  const void *weight;  // of the norm: [dim], or [heads * dim] if across; null: none
+  int64_t x_batch, x_seq, x_head;        // strides
+  int64_t out_batch, out_seq, out_head;
+  int64_t heads;  // 0: there is no such tensor
+};
+
+// cos or sin; a stride is 0 where the table repeats.
+struct RopeTable {
+  const void *data;  // null in both: no rotation
+  int64_t batch, seq, head;
+};
+
+struct RopeArgs {
+  RopeTensor q, k;
+  RopeTable cos, sin;
+  DType type, table_type, weight_type;  // table_type: F32 or type
+  int64_t batch, seq, dim;
+  int64_t rotary;       // even, at most dim; 0 without tables
+  bool interleaved;
+  bool wide;            // interleaved only: the tables are [rotary], each value twice
+  bool round_products;  // to `type`; never set where the promoted dtype is fp32
+  bool norm, across;    // across: over heads * dim
+  bool round_hat;       // round xhat to `type` before the weight
+  float eps, weight_offset;  // weight_offset is 0 without weights
+};
+
 // Each returns HFP_OK, or a status after set_error().
 namespace cpu {
 int32_t rms_norm(const RmsNormArgs &);
@@ -99,6 +129,7 @@ int32_t activation(const ActivationArgs &);
 int32_t gated(const GatedArgs &);
 int32_t fused_norm(const FusedNormArgs &);
 int32_t gate_residual(const GateResidualArgs &);
+int32_t rope(const RopeArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -109,6 +140,8 @@ int32_t activation(const ActivationArgs &, int device, void *stream);
 int32_t gated(const GatedArgs &, int device, void *stream);
 int32_t fused_norm(const FusedNormArgs &, int device, void *stream);
 int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
+int32_t rope(const RopeArgs &, int device, void *stream);          // without norm
+int32_t qk_norm_rope(const RopeArgs &, int device, void *stream);  // with norm
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

@@ -106,9 +106,10 @@ struct Signature<int32_t (*)(Parameters...)> {
 // ---------------------------------------------------------------------------------------------
 // Result rules: what the functional operator allocates
 
-enum class Rule { LikeFirst, Norm, Halved, Modulated, Invalid };
+enum class Rule { LikeFirst, LikeNamed, Norm, Halved, Modulated, Invalid };
 
 constexpr Rule parse_rule(std::string_view text) {
+  if (!text.empty() && text.front() == '=') return Rule::LikeNamed;
   if (text == "x") return Rule::LikeFirst;
   if (text == "norm") return Rule::Norm;
   if (text == "halved") return Rule::Halved;
@@ -419,7 +420,11 @@ struct Binding {
     void allocate(Handle &handle, View &out) const {
       constexpr Rule rule = parse_rule(part(Op::result, O));
       static_assert(rule != Rule::Invalid, "HFP_OP_TABLE: unknown result rule");
-      const DLTensor &x = views[0].tensor;
+      constexpr int source =
+          rule == Rule::LikeNamed ? find(part(Op::result, O).substr(1)) : 0;
+      static_assert(source >= 0 && kArgs[source < 0 ? 0 : source].kind == Kind::Tensor,
+                    "HFP_OP_TABLE: a result rule names no Tensor argument");
+      const DLTensor &x = views[source].tensor;
       const int32_t ndim = x.ndim;
       check_dims(Op::name, ndim);
       int64_t shape[kMaxDims], strides[kMaxDims];
@@ -428,7 +433,7 @@ struct Binding {
         if (ndim > 0) shape[ndim - 1] /= 2;  // an odd size is the C function's to refuse
       }
       contiguous_strides(ndim, shape, strides);
-      int32_t dtype = views[0].dtype;
+      int32_t dtype = views[source].dtype;
       if constexpr (rule == Rule::Norm) dtype = norm_dtype();
       if constexpr (rule == Rule::Modulated) {
         constexpr int cast = find("cast");
@@ -439,7 +444,7 @@ struct Binding {
       }
       AtenTensorHandle result = nullptr;
       HFP_SHIM(Op::name,
-               aoti_torch_empty_strided(ndim, shape, strides, dtype, views[0].device_type,
+               aoti_torch_empty_strided(ndim, shape, strides, dtype, views[source].device_type,
                                         x.device.device_id, &result));
       handle.take(result);
       describe(Op::name, result, true, out);

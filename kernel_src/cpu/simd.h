@@ -40,6 +40,21 @@ HFP_INLINE vf at_least(vf x, float low) {
 }
 HFP_INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 
+// (b, a, d, c, ...) for (a, b, c, d, ...).
+HFP_INLINE vf swap_pairs(vf v) {
+#if HFP_SIMD_LEVEL == 2
+  return _mm512_permute_ps(v, 0xb1);
+#elif HFP_SIMD_LEVEL == 1
+  return _mm256_permute_ps(v, 0xb1);
+#elif defined(__x86_64__)
+  return _mm_shuffle_ps(v, v, 0xb1);
+#elif defined(__aarch64__)
+  return vrev64q_f32(v);
+#else
+  return vf{v[1], v[0], v[3], v[2]};
+#endif
+}
+
 // The sum of the lanes, in a fixed order.
 HFP_INLINE float sum_lanes(vf v) {
 #if defined(__x86_64__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import json
 import os
 import re
 import shutil
@@ -88,21 +89,23 @@ class Op:
     result: str
     arguments: tuple[tuple[str, str], ...]
 
+    @property
+    def outputs(self) -> int:
+        return self.result.count(",") + 1
+
     def ctypes_arguments(self) -> list[Any]:
         kinds = {"float": ctypes.c_double, "int": ctypes.c_int64}
         tensor = ctypes.POINTER(DLTensor)
         middle = [kinds.get(kind, tensor) for kind, _ in self.arguments]
-        outputs = [tensor] * len(self.result.split(","))
-        return [*outputs, *middle, ctypes.c_void_p]
+        return [tensor] * self.outputs + [*middle, ctypes.c_void_p]
 
 
 def read_ops(header: Path = HEADER) -> dict[str, Op]:
     table = header.read_text().split("#define HFP_OP_TABLE(X)", 1)[1]
-    # Adjacent string literals are one.
-    table = re.sub(r"\"[\s\\]*\"", "", table)
-    row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"([\w, ]+)\"\s*,[\s\\]*\"([^\"]*)\"\s*\)")
+    row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"([^\"]+)\"\s*,((?:[\s\\]*\"[^\"]*\")+)\s*\)")
     ops = {}
-    for name, function, result, arguments in row.findall(table):
+    for name, function, result, strings in row.findall(table):
+        arguments = "".join(re.findall(r'"([^"]*)"', strings))
         pairs = tuple(tuple(part.split()) for part in arguments.split(","))
         ops[name] = Op(name, function, result, pairs)  # type: ignore[arg-type]
     return ops
@@ -153,6 +156,22 @@ class Library:
         status = self.status(name, *arguments, stream=stream)
         if status != CONSTANTS["HFP_OK"]:
             raise KernelError(status, self.last_error())
+
+
+def held_to(library: Path, level: str) -> Library | None:
+    """A copy of the library held to one instruction set; None if this CPU lacks it."""
+    copy = library.with_name(f"libhfpatch_{level}.so")
+    shutil.copy(library, copy)
+    before = os.environ.get("HFPATCH_SIMD")
+    os.environ["HFPATCH_SIMD"] = level  # the copy decides for itself, once
+    try:
+        loaded = Library(copy)
+        used = json.loads(loaded.dll.hfp_build_info())["simd"]
+    finally:
+        os.environ.pop("HFPATCH_SIMD")
+        if before is not None:
+            os.environ["HFPATCH_SIMD"] = before
+    return loaded if used == level else None
 
 
 def build(folder: Path, compiler: str = "g++", jobs: int = 2) -> Path:

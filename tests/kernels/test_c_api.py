@@ -6,11 +6,8 @@ The library is built from the sources once per session and loaded once per instr
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 import platform
-import shutil
 import sys
 from pathlib import Path
 
@@ -55,19 +52,9 @@ def built() -> Path:
 
 @pytest.fixture(scope="session", params=["baseline", "avx2", "avx512"] if X86 else ["baseline"])
 def lib(request, built) -> Library:
-    """The library held to one instruction set: a copy of the file decides for itself, once."""
-    copy = built.with_name(f"libhfpatch_{request.param}.so")
-    shutil.copy(built, copy)
-    before = os.environ.get("HFPATCH_SIMD")
-    os.environ["HFPATCH_SIMD"] = request.param
-    try:
-        library = Library(copy)
-        level = json.loads(library.dll.hfp_build_info())["simd"]
-    finally:
-        os.environ.pop("HFPATCH_SIMD")
-        if before is not None:
-            os.environ["HFPATCH_SIMD"] = before
-    if level != request.param:
+    """The library held to one instruction set."""
+    library = c_api.held_to(built, request.param)
+    if library is None:
         pytest.skip(f"this CPU has no {request.param}")
     return library
 

@@ -46,7 +46,20 @@ RAW: dict[str, Case] = {
     "gate_residual_norm_modulate": lambda t: (*tensors(t, X, V, X, V, V, D), None, 1e-6, 0, 1),
     "add_rms_norm": lambda t: (*tensors(t, X, X, D), None, 1e-6, 0.0, 1),
     "add_layer_norm": lambda t: (*tensors(t, X, X, D, D), 1e-5),
+    "rope": lambda t: (tensor(2, 3, 4, 16, dtype=t), *tensor(2, 3, 8), 1, 1, 0, 0),
+    "rope_qk": lambda t: (
+        tensor(2, 4, 3, 16, dtype=t), tensor(2, 2, 3, 16, dtype=t, seed=1),
+        *tensor(2, 2, 3, 8, dtype=t), 2, 0, 8, 1,
+    ),
+    "qk_norm_rope": lambda t: (
+        tensor(2, 3, 4, 16, dtype=t), tensor(2, 3, 2, 16, dtype=t, seed=1),
+        tensor(16, dtype=t), tensor(16, dtype=t), *tensor(2, 3, 16), 1e-6, 0.0, 1, 0, 1, 0, 0, 0,
+    ),
 }
+
+
+def results(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def act(x: Tensor, name: str) -> Tensor:
@@ -88,7 +101,7 @@ def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> N
     args = RAW[name](dtype)
     functional = getattr(kernels_module.ops, name).default
     torch.library.opcheck(functional, args)
-    outs = [torch.empty_like(result) for result in results(functional(*args))]
+    outs = map(torch.empty_like, results(functional(*args)))
     torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (*outs, *args))
 
 
@@ -96,7 +109,7 @@ def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> N
 def test_out_variant_is_the_functional_one(name: str, kernels_module: ModuleType) -> None:
     args = RAW[name](torch.bfloat16)
     expected = results(getattr(kernels_module.ops, name).default(*args))
-    outs = [torch.full_like(result, float("nan")) for result in expected]
+    outs = [torch.full_like(e, float("nan")) for e in expected]
     assert getattr(kernels_module.ops, name + "_out").default(*outs, *args) is None
     assert all(map(torch.equal, outs, expected))
 

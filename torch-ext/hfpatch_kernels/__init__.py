@@ -1,4 +1,4 @@
-"""Fused normalizations and activations for transformers and diffusers models.
+"""Fused normalizations, activations and rotary embeddings for transformers and diffusers models.
 
 The functions take and return tensors and know autograd and `torch.compile`. `ops` holds the raw
 operators with integer codes (`ops.rms_norm.default(x, weight, bias, eps, weight_offset, cast)` and
@@ -18,6 +18,7 @@ from ._adaln import (
 )
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._ops import add_op_namespace_prefix, ops
+from ._rope import qk_norm_rope, rope, rope_qk
 
 __all__ = [
     "add_layer_norm",
@@ -32,6 +33,9 @@ __all__ = [
     "layers",
     "norm_modulate",
     "ops",
+    "qk_norm_rope",
     "rms_norm",
+    "rope",
+    "rope_qk",
     "silu",
 ]

@@ -43,6 +43,10 @@ def _add_rms_norm(x, residual, *rest):
     return _rms_norm(x, *rest), _like(x)
 
 
+def _like_two(q, k, *_):
+    return _like(q), _like(k)
+
+
 def _nothing(*_):
     return None
 
@@ -59,6 +63,9 @@ _FUNCTIONAL = {
     "gate_residual_norm_modulate": _like_twice,
     "add_rms_norm": _add_rms_norm,
     "add_layer_norm": _like_twice,
+    "rope": _like,
+    "rope_qk": _like_two,
+    "qk_norm_rope": _like_two,
 }
 
 

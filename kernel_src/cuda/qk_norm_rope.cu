@@ -1,0 +1,222 @@
+// qk_norm_rope.cu: RMS norm of q and k, per head or across heads, then rotary position embedding;
+// hfp_qk_norm_rope on CUDA. A head that a warp holds goes through rope_heads_kernel, anything
+// wider through a CTA per row. Zhang & Sennrich, arXiv:1910.07467; Su et al., arXiv:2104.09864.
+#include "rope.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+constexpr char kOp[] = "qk_norm_rope";
+
+// A row is what is normalized at once: all heads of one token of q or of k, or one head.
+struct Row {
+  HeadRow at;
+  uint32_t head;   // the first one
+  uint32_t units;  // of the row
+  float inverse;
+};
+
+// Row `index` of one token, of q's and k's; q first.
+template <class T>
+__device__ __forceinline__ Row row_at(const RopeParams &p, const Token &token, uint32_t index) {
+  const uint32_t q_heads = static_cast<uint32_t>(p.q.heads);
+  const bool second = p.across ? index > 0 : index >= q_heads;
+  Row row;
+  row.head = p.across ? 0 : second ? index - q_heads : index;
+  const uint32_t heads = !p.across ? 1 : static_cast<uint32_t>(second ? p.k.heads : p.q.heads);
+  row.units = heads * p.units;
+  row.inverse = second ? p.inverse_k : p.inverse_q;
+  row.at = second ? head_row<T>(p.k, token, row.head) : head_row<T>(p.q, token, row.head);
+  return row;
+}
+
+// Sums of kRows values over the CTA with one barrier; the order depends on its size only.
+template <int kRows>
+__device__ __forceinline__ void sum_cta(float (&v)[kRows], float (*partial)[32]) {
+  using G = Group<kCta>;
+  const unsigned lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    v[r] = G::sum_lanes(v[r]);
+    if (lane == 0) partial[r][warp] = v[r];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) v[r] = G::sum_lanes(lane < warps ? partial[r][lane] : 0.0f);
+}
+
+constexpr int max_row_threads(int units) { return units == 1 ? 512 : 768; }
+
+// The row in registers, kUnits units per thread. kRows == 2: the rows of q and k of one token,
+// which then are of one size, so that cos and sin are loaded once for both.
+template <class T, class Tab, class W, int N, bool kInterleaved, int kRows, int kUnits>
+__global__ void __launch_bounds__(max_row_threads(kUnits))
+    norm_rope_row_kernel(const __grid_constant__ RopeParams p) {
+  __shared__ float partial[kRows][32];
+  const uint32_t local = kRows == 2 ? blockIdx.x : blockIdx.x / p.groups;
+  const uint32_t first = kRows == 2 ? 0 : blockIdx.x - local * p.groups;
+  const Token token = token_at(p, p.first_token + local);
+  Row row[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) row[r] = row_at<T>(p, token, first + r);
+
+  Unit unit[kUnits];
+  uint32_t in_head[kUnits], head[kUnits];
+  Pair<T, N> v[kRows][kUnits];
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const uint32_t at = threadIdx.x + i * blockDim.x;
+    head[i] = at / p.units;
+    in_head[i] = at - head[i] * p.units;
+    unit[i] = unit_at<N>(p, in_head[i]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      v[r][i].zero();
+      if (at < row[r].units) {
+        v[r][i].load(reinterpret_cast<const T *>(row[r].at.x) + head[i] * row[r].at.x_head,
+                     unit[i]);
+      }
+    }
+  }
+
+  // With one unit they are asked for before the sum waits for x, so that the latencies overlap.
+  float cos[N] = {}, sin[N] = {};
+  const auto load_tables = [&](int i) {
+    if (!unit[i].rotated || threadIdx.x + i * blockDim.x >= row[0].units) return;
+    const uint32_t absolute = row[0].head + head[i];
+    load_table<Tab, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, token, absolute),
+                                     in_head[i]);
+    load_table<Tab, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, token, absolute),
+                                     in_head[i]);
+  };
+  if constexpr (kUnits == 1) load_tables(0);
+
+  float scale[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    scale[r] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) scale[r] += v[r][i].sum_of_squares();
+  }
+  sum_cta(scale, partial);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) scale[r] = rsqrtf(fmaf(scale[r], row[r].inverse, p.eps));
+
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    if (threadIdx.x + i * blockDim.x >= row[0].units) break;
+    if constexpr (kUnits > 1) load_tables(i);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      finish_unit<T, W, N, kInterleaved, true>(
+          p, v[r][i], unit[i], scale[r], row[r].at.weight, static_cast<int64_t>(head[i]) * p.dim,
+          cos, sin, reinterpret_cast<T *>(row[r].at.out) + head[i] * row[r].at.out_head);
+    }
+  }
+}
+
+// A row too wide for the registers of a CTA, or of narrow vectors, is read twice. A thread writes
+// what it has read itself and after the sum, so in place is safe.
+constexpr int kLoopThreads = 512;
+
+template <class T, int N, bool kInterleaved>
+__global__ void __launch_bounds__(kLoopThreads)
+    norm_rope_loop_kernel(const __grid_constant__ RopeParams p) {
+  __shared__ float partial[1][32];
+  const uint32_t local = blockIdx.x / p.groups;
+  const Token token = token_at(p, p.first_token + local);
+  const Row row = row_at<T>(p, token, blockIdx.x - local * p.groups);
+
+  float sum[1] = {0.0f};
+  for (uint32_t at = threadIdx.x; at < row.units; at += blockDim.x) {
+    const uint32_t head = at / p.units;
+    Pair<T, N> v;
+    v.zero();
+    v.load(reinterpret_cast<const T *>(row.at.x) + head * row.at.x_head,
+           unit_at<N>(p, at - head * p.units));
+    sum[0] += v.sum_of_squares();
+  }
+  sum_cta(sum, partial);
+  const float scale = rsqrtf(fmaf(sum[0], row.inverse, p.eps));
+
+  for (uint32_t at = threadIdx.x; at < row.units; at += blockDim.x) {
+    const uint32_t head = at / p.units, in_head = at - head * p.units;
+    const Unit unit = unit_at<N>(p, in_head);
+    Pair<T, N> v;
+    v.zero();
+    v.load(reinterpret_cast<const T *>(row.at.x) + head * row.at.x_head, unit);
+    float cos[N] = {}, sin[N] = {};
+    if (unit.rotated) {
+      const uint32_t absolute = row.head + head;
+      load_table<AnyType, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, token, absolute),
+                                           in_head);
+      load_table<AnyType, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, token, absolute),
+                                           in_head);
+    }
+    finish_unit<T, AnyType, N, kInterleaved, true>(
+        p, v, unit, scale, row.at.weight, static_cast<int64_t>(head) * p.dim, cos, sin,
+        reinterpret_cast<T *>(row.at.out) + head * row.at.out_head);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr int whole_warps(uint32_t threads) { return static_cast<int>((threads + 31) / 32 * 32); }
+
+template <class T, class Tab, class W, int N, bool kInterleaved>
+int32_t launch_row_kernel(const RopeArgs &a, void *stream) {
+  RopeParams p = rope_params(a, N);
+  const int64_t q_units = a.across ? a.q.heads * p.units : p.units;
+  const int64_t k_units = a.across ? a.k.heads * p.units : p.units;
+  const int64_t most = q_units > k_units ? q_units : k_units;
+  p.groups = a.across ? 2 : p.heads;  // rows per token
+
+  if constexpr (!std::is_same_v<Tab, AnyType>) {
+    if (a.across && q_units == k_units && most <= max_row_threads(1)) {
+      const int threads = whole_warps(static_cast<uint32_t>(most));
+      return each_token_range(a, p, 1, [&](int64_t tokens) {
+        return launch(&norm_rope_row_kernel<T, Tab, W, N, kInterleaved, 2, 1>, tokens, threads, p,
+                      stream, kOp);
+      });
+    }
+    if (most <= max_row_threads(1)) {
+      const int threads = whole_warps(static_cast<uint32_t>(most));
+      return each_token_range(a, p, p.groups, [&](int64_t tokens) {
+        return launch(&norm_rope_row_kernel<T, Tab, W, N, kInterleaved, 1, 1>, tokens * p.groups,
+                      threads, p, stream, kOp);
+      });
+    }
+    if (most <= 2 * max_row_threads(2)) {
+      const int threads = whole_warps(static_cast<uint32_t>((most + 1) / 2));
+      return each_token_range(a, p, p.groups, [&](int64_t tokens) {
+        return launch(&norm_rope_row_kernel<T, Tab, W, N, kInterleaved, 1, 2>, tokens * p.groups,
+                      threads, p, stream, kOp);
+      });
+    }
+  }
+  const int threads = most < kLoopThreads ? whole_warps(static_cast<uint32_t>(most)) : kLoopThreads;
+  return each_token_range(a, p, p.groups, [&](int64_t tokens) {
+    return launch(&norm_rope_loop_kernel<T, N, kInterleaved>, tokens * p.groups, threads, p,
+                  stream, kOp);
+  });
+}
+
+struct NormRopeLaunch {
+  template <class T, class Tab, class W, int N, bool kInterleaved>
+  static int32_t run(const RopeArgs &a, void *stream) {
+    const bool one_head = a.q.heads <= 1 && a.k.heads <= 1;
+    if ((!a.across || one_head) && rope_params(a, N).units <= 32) {
+      return launch_heads<T, Tab, W, N, kInterleaved, true>(a, stream, kOp);
+    }
+    return launch_row_kernel<T, Tab, W, N, kInterleaved>(a, stream);
+  }
+};
+
+}  // namespace
+
+int32_t qk_norm_rope(const RopeArgs &a, int device, void *stream) {
+  return dispatch_rope<NormRopeLaunch>(a, device, stream, kOp);
+}
+
+}  // namespace hfp::cuda
