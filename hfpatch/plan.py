@@ -13,6 +13,7 @@ from torch import nn
 from hfpatch import probe, registry, swap
 from hfpatch.ops import KERNEL_DTYPES, OPS
 from hfpatch.patches.base import Contract, Family, Forward, Subject, code_of, is_hooked
+from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.sources import Sources
 
@@ -271,7 +272,7 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
         outcome = _unfit(module, subject) or _prepare(site, family, subject, settings)
         if isinstance(outcome, Prepared):
             draft.prepared.append(outcome)
-            draft.covered.update(id(module._modules[n]) for n in subject.bypassed)
+            draft.covered.update(id(m) for m in subject.covers())
             return
         if outcome.kind == "rejected" and settings.strict:
             from hfpatch.errors import VerificationError
@@ -315,6 +316,7 @@ _contracts: dict[Any, tuple[Contract, dict[str, probe.Proof | probe.Refusal]]] =
 def forget_proofs() -> None:
     """Drop every cached proof; the next `apply` probes afresh."""
     _contracts.clear()
+    _blocks.clear()
 
 
 def _probe_devices(site: Site) -> tuple[str, ...] | probe.Refusal:
@@ -346,6 +348,8 @@ def _prepare(
     devices = _probe_devices(site)
     if isinstance(devices, probe.Refusal):
         return devices
+    if isinstance(subject, BlockSubject):
+        return _prepare_block(path, module, subject, devices, settings)
     contract, proofs = _contract(module, family, subject, settings)
     for device in devices:
         if device not in proofs:
@@ -377,6 +381,69 @@ def _prepare(
         max(e[1] for e in errors),
     )
     return Prepared(module, lambda: subject.forward(original, contract), entry)
+
+
+# Like `_contracts`, for blocks, which are proven as a whole.
+_blocks: dict[Any, tuple[Contract, dict[str, BlockProof | str]]] = {}
+
+
+def _prepare_block(
+    path: str,
+    module: nn.Module,
+    subject: BlockSubject,
+    devices: tuple[str, ...],
+    settings: Settings,
+) -> Prepared | probe.Refusal:
+    if settings.training:
+        return probe.Refusal("unsupported", "the fused block has no backward")
+    sources = settings.sources
+    kernels = tuple(
+        (op, k.source, k.version, sources.explicit(op))
+        for op in subject.ops
+        if (k := sources.kernel(op)) is not None
+    )
+    key = (code_of(module), subject.key, subject.main_combo(), kernels, settings.verify)
+    if key not in _blocks:
+        stand_in = type(subject)(subject.tiny(torch.Generator().manual_seed(0)))
+
+        def prove_late(device: str) -> str | None:
+            proof = stand_in.prove_block(sources, device, settings.verify)
+            if isinstance(proof, str):
+                return proof
+            _fill_block(contract, proof, device)
+            return None
+
+        contract = Contract(type(module).__name__, prove_late, training=False)
+        _blocks[key] = (contract, {})
+    contract, proofs = _blocks[key]
+    for device in devices:
+        if device not in proofs:
+            proof = proofs[device] = subject.prove_block(sources, device, settings.verify)
+            if isinstance(proof, BlockProof):
+                _fill_block(contract, proof, device)
+    good = {d: p for d in devices if isinstance(p := proofs[d], BlockProof)}
+    if not good:
+        reason = str(proofs[devices[0]])
+        return probe.Refusal("unsupported" if "no compiled" in reason else "rejected", reason)
+    entry = Swap(
+        path,
+        type(module).__name__,
+        "block",
+        subject.title,
+        ", ".join(sorted({k[1] for k in kernels})),
+        kernels[0][2],
+        tuple(good),
+        max(p.max_abs_error for p in good.values()),
+        max(p.max_rel_error for p in good.values()),
+    )
+    original = type(module).forward
+    return Prepared(module, lambda: subject.forward(original, contract), entry)
+
+
+def _fill_block(contract: Contract, proof: BlockProof, device: str) -> None:
+    for dtype, forward in proof.forwards.items():
+        contract.table(device)[(dtype, None)] = forward
+    contract.proven(device)
 
 
 def _prepare_custom(

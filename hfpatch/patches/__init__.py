@@ -3,11 +3,15 @@
 from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
+from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
 
 FAMILIES: tuple[Family, ...] = tuple(
-    sorted((AttentionProcessors(), GatedMlps(), Norms(), Activations()), key=lambda f: f.rank)
+    sorted(
+        (LtxBlocks(), AttentionProcessors(), GatedMlps(), Norms(), Activations()),
+        key=lambda f: f.rank,
+    )
 )
 
 __all__ = ["FAMILIES", "Family"]

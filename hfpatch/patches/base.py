@@ -102,6 +102,10 @@ class Subject(ABC):
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         """`compute(...)(module, x)`: the module's result through `kernel`, nothing checked."""
 
+    def covers(self) -> list[nn.Module]:
+        """Modules inside that the adapter never calls, so that they are no sites of their own."""
+        return [m for n in self.bypassed if (m := self.module._modules[n]) is not None]
+
     def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Forward:
         """What the contract's tables hold for this formula, for `forward` to call."""
         return self.compute(kernel, formula, training)

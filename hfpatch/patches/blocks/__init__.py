@@ -1,0 +1,1 @@
+"""Whole transformer blocks: one file per model family."""

@@ -1,0 +1,217 @@
+"""What every fused transformer block shares: how it is proven and when it steps aside."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.base import (
+    Combo,
+    Contract,
+    Formula,
+    Forward,
+    Subject,
+    Tensor,
+    code_of,
+    fingerprint,
+    forward_ad,
+    is_hooked,
+)
+from hfpatch.sources import Kernel, Sources
+
+
+@dataclass(frozen=True)
+class BlockProof:
+    """A fused block that reproduces the original: {dtype: forward}, and its largest error."""
+
+    forwards: dict[torch.dtype, Forward]
+    max_abs_error: float
+    max_rel_error: float
+
+
+class BlockSubject(Subject):
+    """A block as a whole: many inputs, one fused forward, several ops.
+
+    A subclass says which ops it needs, builds a small replica with sample inputs, and writes the
+    fused forward in terms of bound kernels. Its children's projections are called as modules.
+    """
+
+    #: Ops that the fused forward calls, with their parameters per call site.
+    ops: tuple[str, ...]
+    #: How the report describes it.
+    title: str
+
+    #: Errors of the fused block against fp64 may exceed the original's by this factor and by one
+    #: epsilon: both round at the same places, except where fusing keeps fp32 longer.
+    tolerance = 1.25
+
+    @abstractmethod
+    def tiny(self, generator: torch.Generator) -> nn.Module:
+        """A small block of the same class and settings with random parameters, fp32, on the CPU."""
+
+    @abstractmethod
+    def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+        """Keyword arguments of a call of `tiny()`'s block, fp32, on the CPU."""
+
+    @abstractmethod
+    def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
+        """The fused forward; `bind(op, **params)` gives a callable of the op's tensors."""
+
+    @abstractmethod
+    def idle(self) -> list[nn.Module]:
+        """Modules of the block that the fused forward never calls."""
+
+    @abstractmethod
+    def ready(self, block: nn.Module) -> bool:
+        """Whether a block is still as it was proven: processors, no hooks on idle modules."""
+
+    def covers(self) -> list[nn.Module]:
+        return self.idle()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        own, _ = fingerprint(self.module)
+        return (
+            own,
+            *(
+                (
+                    type(m),
+                    *(fingerprint(m)[0]),
+                    *(str(p.dtype) for p in m._parameters.values() if p is not None),
+                )
+                for m in self.idle()
+            ),
+            code_of(self.module),
+        )
+
+    def prove_block(self, sources: Sources, device: str, verify: bool) -> BlockProof | str:
+        """Compare the fused with the original forward in every dtype; or why it cannot be used."""
+        kernels: dict[str, Kernel] = {}
+        for op in self.ops:
+            kernel = sources.kernel(op)
+            if kernel is None:
+                return f"op `{op}` is switched off by `kernels=`"
+            if kernel.source == "torch" and not sources.explicit(op):
+                return f"no compiled kernel for `{op}`"
+            if (why := kernel.refuses(device)) is not None:
+                return why
+            kernels[op] = kernel
+
+        def bind(op: str, **params: Any) -> Callable[..., Any]:
+            return kernels[op].bind(params)
+
+        fused = self.fuse(bind)
+        if not verify:
+            return BlockProof(dict.fromkeys(KERNEL_DTYPES, fused), 0.0, 0.0)
+        forwards: dict[torch.dtype, Forward] = {}
+        worst = (0.0, 0.0)
+        reason = ""
+        for dtype in KERNEL_DTYPES:
+            outcome = self._compare(fused, torch.device(device), dtype)
+            if isinstance(outcome, str):
+                reason = outcome
+                continue
+            forwards[dtype] = fused
+            worst = (max(worst[0], outcome[0]), max(worst[1], outcome[1]))
+        if self.main_combo().x not in forwards:
+            return reason
+        return BlockProof(forwards, *worst)
+
+    def _compare(
+        self, fused: Forward, device: torch.device, dtype: torch.dtype
+    ) -> tuple[float, float] | str:
+        def cast(value: Any, to: torch.dtype) -> Any:
+            if isinstance(value, Tensor):
+                # tables in fp32 stay what they are: the model makes them in fp32 in every dtype
+                return value.to(device, to) if value.is_floating_point() else value.to(device)
+            if isinstance(value, tuple):
+                return tuple(v.to(device) for v in value)
+            return value
+
+        with torch.no_grad(), torch.device("cpu"):
+            generator = torch.Generator().manual_seed(0)
+            block = self.tiny(generator).eval().requires_grad_(False)
+            inputs = self.sample(block, generator)
+            original = type(block).forward
+            low = {k: cast(v, dtype) for k, v in inputs.items()}
+            block = block.to(device, dtype)
+            before = {k: v.clone() for k, v in low.items() if isinstance(v, Tensor)}
+            try:
+                theirs = original(block, **low)
+                ours = fused(block, **low)
+            except Exception as e:
+                return f"with {dtype} the fused block failed: {type(e).__name__}: {e}"
+            wide = {
+                k: cast(v, torch.float64)
+                if isinstance(v, Tensor)
+                else tuple(t.double() for t in v)
+                if isinstance(v, tuple)
+                else v
+                for k, v in low.items()
+            }
+            truth = original(block.double(), **wide)
+        if any(not torch.equal(before[k], low[k]) for k in before):
+            return "the fused block wrote to its input"
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"the fused block returned {tuple(ours.shape)} {ours.dtype}"
+        norm = truth.norm()
+        error = ((ours.double() - truth).norm() / norm).item()
+        limit = ((theirs.double() - truth).norm() / norm).item() * self.tolerance
+        limit += torch.finfo(dtype).eps
+        if not error <= limit:
+            return f"with {dtype} the fused block is off by {error:.2e}, expected <= {limit:.2e}"
+        difference = (ours.double() - theirs.double()).abs().max().item()
+        return difference, difference / theirs.double().abs().max().item()
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        cpu, cuda = contract.cpu, contract.cuda
+        autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
+        ready = self.ready
+
+        def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():  # inductor fuses the original's pieces itself
+                return original(self, hidden_states, *args, **kwargs)
+            if type(hidden_states) is Tensor and not forward_ad() and ready(self):
+                if grad_enabled() and _records(self, hidden_states):
+                    contract.needs_grad()
+                elif not autocast("cuda" if hidden_states.is_cuda else "cpu"):
+                    key = (hidden_states.dtype, None)
+                    table = cuda if hidden_states.is_cuda else cpu
+                    run = table.get(key) or contract.late(hidden_states, key)
+                    if run is not None:
+                        return run(self, hidden_states, *args, **kwargs)
+            return original(self, hidden_states, *args, **kwargs)
+
+        return forward
+
+    # A block is proven as a whole, by `prove_block`.
+    def formulas(self) -> list[Formula]:
+        return [Formula(op, {}) for op in self.ops]
+
+    def combos(self) -> list[Combo]:
+        return [Combo(t, None) for t in KERNEL_DTYPES]
+
+    def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
+        return self.tiny(generator).to(device, combo.x)
+
+    def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
+        raise NotImplementedError("a block has several inputs: see `sample`")
+
+    def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
+        raise NotImplementedError("a block calls several kernels: see `fuse`")
+
+
+def _records(block: nn.Module, x: Tensor) -> bool:
+    return x.requires_grad or any(p.requires_grad for p in block.parameters())
+
+
+def unhooked(*modules: nn.Module) -> bool:
+    """Whether none of the modules, which are not called, has a hook that would not fire."""
+    return not any(is_hooked(m) for m in modules)

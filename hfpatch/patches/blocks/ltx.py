@@ -1,0 +1,229 @@
+"""LTX-Video's transformer block: AdaLN, q/k norm and RoPE, gates and the FFN's GELU fused.
+
+One block is `h + gate·attn(modulate(norm(h)))`, `+ cross_attn`, `+ gate·ffn(modulate(norm(h)))`
+(diffusers, `LTXVideoTransformerBlock`). Its projections, and whatever stands in their place (LoRA,
+quantized linears, offload hooks), are called as modules.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
+from hfpatch.patches.blocks.base import BlockSubject, unhooked
+
+_PROCESSOR = "LTXVideoAttnProcessor"
+
+
+class LtxSubject(BlockSubject):
+    ops = (
+        "norm_modulate",
+        "qk_norm_rope",
+        "gate_residual",
+        "gate_residual_norm_modulate",
+        "rms_norm",
+    )
+    title = "fused block: AdaLN, qk norm + RoPE, gates"
+
+    def main_combo(self) -> Combo:
+        return Combo(self.module.attn1.to_out[0].weight.dtype, None)  # type: ignore[union-attr,index]
+
+    def idle(self) -> list[nn.Module]:
+        m: Any = self.module
+        return _idle(m)
+
+    def ready(self, block: nn.Module) -> bool:
+        return _ready(block)
+
+    def tiny(self, generator: torch.Generator) -> nn.Module:
+        m: Any = self.module
+        with torch.random.fork_rng(devices=[]):  # constructors draw from the global generator
+            block: Any = type(m)(
+                dim=64,
+                num_attention_heads=4,
+                attention_head_dim=16,
+                cross_attention_dim=48,
+                activation_fn=_activation(m),
+                attention_bias=m.attn1.to_q.bias is not None,
+                attention_out_bias=m.attn1.to_out[0].bias is not None,
+                eps=m.norm1.eps,
+                elementwise_affine=m.norm1.weight is not None,
+            )
+        for attn, theirs in ((block.attn1, m.attn1), (block.attn2, m.attn2)):
+            attn.norm_q.eps, attn.norm_k.eps = theirs.norm_q.eps, theirs.norm_k.eps
+        with torch.no_grad():
+            for p in block.parameters():
+                scale = p.shape[-1] ** -0.5 if p.ndim > 1 else 1.0
+                offset = 1.0 if p.ndim == 1 else 0.0
+                p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
+        result: nn.Module = block
+        return result
+
+    def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        angles = draw(2, 10, 32).repeat_interleave(2, -1)
+        mask = torch.zeros(2, 1, 6)
+        mask[1, :, 4:] = -10000.0
+        return {
+            "hidden_states": draw(2, 10, 64),
+            "encoder_hidden_states": draw(2, 6, 48),
+            "temb": draw(2, 1, 6 * 64),
+            "image_rotary_emb": (angles.cos(), angles.sin()),
+            "encoder_attention_mask": mask,
+        }
+
+    def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        m: Any = self.module
+        modulate = bind("norm_modulate", eps=m.norm1.eps, norm="rms", cast="input")
+        gate = bind("gate_residual", cast="input")
+        gate_modulate = bind(
+            "gate_residual_norm_modulate", eps=m.norm2.eps, norm="rms", cast="input"
+        )
+        self_norm_rope = bind(
+            "qk_norm_rope", eps=m.attn1.norm_q.eps, norm_across_heads=True, interleaved=True
+        )
+        cross_norm = bind("rms_norm", eps=m.attn2.norm_q.eps, cast="none")
+        tables = _Tables()
+
+        def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            heads = attn.heads
+            out = dispatch_attention_fn(
+                q.unflatten(2, (heads, -1)),
+                k.unflatten(2, (heads, -1)),
+                v.unflatten(2, (heads, -1)),
+                attn_mask=mask,
+                backend=attn.processor._attention_backend or _fastest(q, mask, heads),
+            )
+            h = attn.to_out[0](out.flatten(2, 3))
+            return h if attn.to_out[1].p == 0.0 else attn.to_out[1](h)  # type: ignore[no-any-return]
+
+        def fused(
+            block: Any,
+            hidden_states: Tensor,
+            encoder_hidden_states: Tensor,
+            temb: Tensor,
+            image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+            encoder_attention_mask: Tensor | None = None,
+        ) -> Tensor:
+            h = hidden_states
+            batch = h.shape[0]
+            ada = block.scale_shift_table + temb.reshape(batch, temb.shape[1], 6, -1)
+            shift1, scale1, gate1, shift2, scale2, gate2 = ada.unbind(2)
+            x = modulate(h, scale1, shift1, block.norm1.weight, None)
+            a1, a2 = block.attn1, block.attn2
+            cos, sin = (None, None) if image_rotary_emb is None else tables(image_rotary_emb)
+            q, k = self_norm_rope(
+                a1.to_q(x), a1.to_k(x), a1.norm_q.weight, a1.norm_k.weight, cos, sin
+            )
+            h = gate(h, gate1, attend(a1, q, k, a1.to_v(x), None))
+
+            text = encoder_hidden_states
+            q = cross_norm(a2.to_q(h), a2.norm_q.weight, None)
+            k = cross_norm(a2.to_k(text), a2.norm_k.weight, None)
+            mask = encoder_attention_mask
+            if mask is not None:
+                mask = a2.prepare_attention_mask(mask, text.shape[1], batch)
+                mask = mask.view(batch, a2.heads, -1, mask.shape[-1])
+            crossed = attend(a2, q, k, a2.to_v(text), mask)
+            h, x = gate_modulate(
+                h, tables.ones(h), crossed, scale2, shift2, block.norm2.weight, None
+            )
+            return gate(h, gate2, block.ff(x))  # type: ignore[no-any-return]
+
+        return fused
+
+
+class _Tables:
+    """The RoPE tables as the kernel reads them best: each value once, made once per step."""
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._compact: tuple[Tensor, Tensor] | None = None
+        self._ones: Tensor | None = None
+
+    def __call__(self, wide: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        held = self._compact
+        if held is not None and self._of is not None and self._of() is wide[0]:
+            return held
+        made = (wide[0][..., ::2].contiguous(), wide[1][..., ::2].contiguous())
+        self._of, self._compact = weakref.ref(wide[0]), made
+        return made
+
+    def ones(self, like: Tensor) -> Tensor:
+        """A gate of ones: the sum after cross-attention has none, and 1 * x is exact."""
+        held = self._ones
+        if (
+            held is None
+            or held.dtype != like.dtype
+            or held.device != like.device
+            or (held.shape[0] != like.shape[-1])
+        ):
+            held = self._ones = torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
+        return held
+
+
+def _fastest(q: Tensor, mask: Tensor | None, heads: int) -> str | None:
+    """diffusers' name of the fastest attention here, or None for its default.
+
+    cuDNN's is 1.6 times faster than flash attention at head dim 64 on Hopper, and slower on Ampere
+    (docs/performance.md).
+    """
+    if mask is not None or not q.is_cuda or q.dtype == torch.float32:
+        return None
+    if torch.cuda.get_device_capability(q.device)[0] < 9 or q.shape[-1] // heads > 128:
+        return None
+    return "_native_cudnn"
+
+
+def _activation(m: Any) -> str:
+    return "gelu-approximate" if m.ff.net[0].approximate == "tanh" else "gelu"
+
+
+def _idle(m: Any) -> list[nn.Module]:
+    found: list[nn.Module] = [m.norm1, m.norm2]
+    for attn in (m.attn1, m.attn2):
+        found += [attn, attn.norm_q, attn.norm_k]
+    return found
+
+
+def _ready(m: Any) -> bool:
+    for attn in (m.attn1, m.attn2):
+        processor = attn.processor
+        if type(processor).__name__ != _PROCESSOR or processor._parallel_config is not None:
+            return False
+    return unhooked(*_idle(m))
+
+
+class LtxBlocks(Family):
+    name = "block"
+    pattern = re.compile(r"^LTXVideoTransformerBlock$")
+    rank = 5
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        m: Any = module
+        try:
+            idle = _idle(m)
+            approximate = m.ff.net[0].approximate
+            dtypes = {p.dtype for part in idle for p in part._parameters.values() if p is not None}
+            projection = m.attn1.to_out[0].weight.dtype
+        except (AttributeError, IndexError, TypeError) as e:
+            return f"not the block it is named after: {e}"
+        if any(type(a.processor).__name__ != _PROCESSOR for a in (m.attn1, m.attn2)):
+            return f"its attention processor is `{type(m.attn1.processor).__name__}`"
+        if not unhooked(*idle):
+            return "a module inside has hooks, which the fused forward would not run"
+        if approximate not in ("tanh", "none"):
+            return f"its FFN uses gelu(approximate={approximate!r})"
+        if dtypes - {projection}:
+            return f"its norms are {', '.join(map(str, dtypes))}, its projections {projection}"
+        return LtxSubject(module)
