@@ -182,6 +182,18 @@ HFP_EXPORT int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTens
                                       const DLTensor *bias, double eps, void *stream);
 
 /*
+ * The gated norm of Mamba-2 (Dao & Gu, arXiv:2405.21060), over each group of group_size columns (0:
+ * all D; else it divides D); xhat = v * rsqrt(mean(v^2) + eps), all in fp32.
+ *   norm_before_gate == 0: v = x * silu(gate);  out = xhat rounded, * weight rounded      (Bamba)
+ *   norm_before_gate == 1: v = x;  out = xhat rounded, * weight rounded, * silu(gate) rounded
+ *                                                                                   (Qwen3-Next)
+ * gate: shape of x; weight: [D] or NULL; all of one dtype.
+ */
+HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gate,
+                                      const DLTensor *weight, double eps, int64_t group_size,
+                                      int64_t norm_before_gate, void *stream);
+
+/*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
  * outer parentheses, in the order of the C parameters between `out` and `stream`; `result` says what a
  * caller must allocate for `out`:
@@ -211,7 +223,9 @@ HFP_EXPORT int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTens
     "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float weight_offset, "    \
     "int cast")                                                                                    \
   X(add_layer_norm, hfp_add_layer_norm, "x, x",                                                    \
-    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps")
+    "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps")                          \
+  X(gated_rms_norm, hfp_gated_rms_norm, "x",                                                       \
+    "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate")
 
 #ifdef __cplusplus
 }

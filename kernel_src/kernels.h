@@ -91,6 +91,18 @@ struct GateResidualArgs {
   bool eager;  // round the product to out_type
 };
 
+// A row is one group of columns. All tensors have `type`.
+struct GatedNormArgs {
+  void *out;
+  const void *x, *gate;
+  const void *weight;  // null: none
+  DType type;
+  Rows x_rows, gate_rows;  // rows * groups of cols / groups
+  Rows weight_rows;        // the same rows; stride 0 but over the groups
+  float eps;
+  bool norm_before_gate;
+};
+
 // Each returns HFP_OK, or a status after set_error().
 namespace cpu {
 int32_t rms_norm(const RmsNormArgs &);
@@ -99,6 +111,7 @@ int32_t activation(const ActivationArgs &);
 int32_t gated(const GatedArgs &);
 int32_t fused_norm(const FusedNormArgs &);
 int32_t gate_residual(const GateResidualArgs &);
+int32_t gated_norm(const GatedNormArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -109,6 +122,7 @@ int32_t activation(const ActivationArgs &, int device, void *stream);
 int32_t gated(const GatedArgs &, int device, void *stream);
 int32_t fused_norm(const FusedNormArgs &, int device, void *stream);
 int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
+int32_t gated_norm(const GatedNormArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

@@ -1,6 +1,6 @@
 """The ops that kernels are written for: one file per op, one readable PyTorch formula each."""
 
-from hfpatch.ops import activation, adaln, add_norm, gated, layer_norm, rms_norm
+from hfpatch.ops import activation, adaln, add_norm, gated, gated_norm, layer_norm, rms_norm
 from hfpatch.ops.base import KERNEL_DTYPES, Op
 
 #: Every op by name.
@@ -18,6 +18,7 @@ OPS: dict[str, Op] = {
         adaln.GATE_RESIDUAL_NORM_MODULATE,
         add_norm.ADD_RMS_NORM,
         add_norm.ADD_LAYER_NORM,
+        gated_norm.OP,
     )
 }
 

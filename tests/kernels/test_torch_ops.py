@@ -46,6 +46,7 @@ RAW: dict[str, Case] = {
     "gate_residual_norm_modulate": lambda t: (*tensors(t, X, V, X, V, V, D), None, 1e-6, 0, 1),
     "add_rms_norm": lambda t: (*tensors(t, X, X, D), None, 1e-6, 0.0, 1),
     "add_layer_norm": lambda t: (*tensors(t, X, X, D, D), 1e-5),
+    "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1),
 }
 
 

@@ -59,6 +59,7 @@ _FUNCTIONAL = {
     "gate_residual_norm_modulate": _like_twice,
     "add_rms_norm": _add_rms_norm,
     "add_layer_norm": _like_twice,
+    "gated_rms_norm": _like,
 }
 
 
