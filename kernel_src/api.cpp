@@ -394,4 +394,43 @@ int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTensor *x,
                   HFP_NORM_LAYER, stream);
 }
 
+int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gate,
+                           const DLTensor *weight, double eps, int64_t group_size,
+                           int64_t norm_before_gate, void *stream) {
+  Check check("hfp_gated_rms_norm");
+  Tensor o, a, g, w;
+  const bool ok = check.input("x", x, &a) && check.input("gate", gate, &g) &&
+                  check.same_shape(a, g) && check.same_type(a, g) &&
+                  check.param("weight", weight, a, &w) && check.same_type(a, w) &&
+                  check.number("eps", eps, 0, "finite and >= 0") &&
+                  check.in_range("norm_before_gate", norm_before_gate, 2, "0 or 1") &&
+                  check.output(out, a, 1, a.type, &o);
+  if (!ok) return check.status();
+  if (group_size < 0 || (group_size > 0 && a.last() % group_size != 0)) {
+    check.fail("`group_size` must be 0 or divide the last dimension of `x` (%lld), got %lld",
+               static_cast<long long>(a.last()), static_cast<long long>(group_size));
+    return check.status();
+  }
+  if (o.numel == 0) return HFP_OK;  // no group to cut
+  const int64_t size = group_size > 0 ? group_size : a.last();
+  hfp::GatedNormArgs args = {};
+  if (!check.groups(a, size, &args.x_rows) || !check.groups(g, size, &args.gate_rows)) {
+    return check.status();
+  }
+  args.out = o.data;
+  args.x = a.data;
+  args.gate = g.data;
+  args.weight = w.data;
+  args.type = a.type;
+  // Row r has the weights of group r % groups.
+  args.weight_rows.rows = args.x_rows.rows;
+  args.weight_rows.cols = size;
+  args.weight_rows.n2 = a.last() / size;
+  args.weight_rows.n1 = args.x_rows.rows / args.weight_rows.n2;
+  args.weight_rows.s2 = size;
+  args.eps = static_cast<float>(eps);
+  args.norm_before_gate = norm_before_gate != 0;
+  return check.run(o, args, &hfp::cpu::gated_norm, HFP_CUDA(gated_norm), stream);
+}
+
 }  // extern "C"

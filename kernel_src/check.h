@@ -41,6 +41,8 @@ class Check {
   // An input that applies to every row of `like`: see "modulation tensor" in hfpatch.h. Its `rows`
   // are those of `like`, with stride 0 where it is broadcast.
   bool modulation(const char *name, const DLTensor *raw, const Tensor &like, Tensor *tensor);
+  // The rows of `tensor`, each cut into groups of `size` columns, which divides them.
+  bool groups(const Tensor &tensor, int64_t size, Rows *rows);
   // Both present: the same dtype, the same shape.
   bool same_type(const Tensor &a, const Tensor &b);
   bool same_shape(const Tensor &a, const Tensor &b);
@@ -386,6 +388,30 @@ inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DT
   if (!tensor->contiguous) {
     return fail("`%s` must be contiguous, got a strided tensor", name);
   }
+  return true;
+}
+
+inline bool Check::groups(const Tensor &tensor, int64_t size, Rows *rows) {
+  *rows = tensor.rows;
+  const int64_t count = tensor.last() / size;
+  rows->cols = size;
+  if (count == 1) return true;
+  rows->rows *= count;
+  if (rows->n2 == 1 || rows->s2 == tensor.last()) {  // evenly spaced throughout
+    rows->n2 *= count;
+    rows->s2 = size;
+    return true;
+  }
+  if (tensor.rows.rows > rows->n1 * rows->n2) {
+    return fail("`%s` must have leading dimensions that merge into at most %d strides beside its"
+                " groups, got shape %s; call .contiguous()",
+                tensor.name, HFP_MAX_OUTER_DIMS - 1, ShapeText(*tensor.raw).text);
+  }
+  rows->s0 = rows->s1;
+  rows->n1 = rows->n2;
+  rows->s1 = rows->s2;
+  rows->n2 = count;
+  rows->s2 = size;
   return true;
 }
 

@@ -219,6 +219,18 @@ HFP_EXPORT int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTe
                                     int64_t round_products, void *stream);
 
 /*
+ * The gated norm of Mamba-2 (Dao & Gu, arXiv:2405.21060), over each group of group_size columns (0:
+ * all D; else it divides D); xhat = v * rsqrt(mean(v^2) + eps), all in fp32.
+ *   norm_before_gate == 0: v = x * silu(gate);  out = xhat rounded, * weight rounded      (Bamba)
+ *   norm_before_gate == 1: v = x;  out = xhat rounded, * weight rounded, * silu(gate) rounded
+ *                                                                                   (Qwen3-Next)
+ * gate: shape of x; weight: [D] or NULL; all of one dtype.
+ */
+HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gate,
+                                      const DLTensor *weight, double eps, int64_t group_size,
+                                      int64_t norm_before_gate, void *stream);
+
+/*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
  * outer parentheses, in the order of the C parameters between `out` and `stream`; `result` says what a
  * caller must allocate for `out`:
@@ -260,7 +272,9 @@ HFP_EXPORT int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTe
   X(qk_norm_rope, hfp_qk_norm_rope, "=q, =k",                                                      \
     "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, "           \
     "float eps, float weight_offset, int cast, int norm_across_heads, int seq_dim, "               \
-    "int interleaved, int rotary_dim, int round_products")
+    "int interleaved, int rotary_dim, int round_products")                                         \
+  X(gated_rms_norm, hfp_gated_rms_norm, "x",                                                       \
+    "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate")
 
 #ifdef __cplusplus
 }

@@ -121,6 +121,18 @@ struct RopeArgs {
   float eps, weight_offset;  // weight_offset is 0 without weights
 };
 
+// A row is one group of columns. All tensors have `type`.
+struct GatedNormArgs {
+  void *out;
+  const void *x, *gate;
+  const void *weight;  // null: none
+  DType type;
+  Rows x_rows, gate_rows;  // rows * groups of cols / groups
+  Rows weight_rows;        // the same rows; stride 0 but over the groups
+  float eps;
+  bool norm_before_gate;
+};
+
 // Each returns HFP_OK, or a status after set_error().
 namespace cpu {
 int32_t rms_norm(const RmsNormArgs &);
@@ -130,6 +142,7 @@ int32_t gated(const GatedArgs &);
 int32_t fused_norm(const FusedNormArgs &);
 int32_t gate_residual(const GateResidualArgs &);
 int32_t rope(const RopeArgs &);
+int32_t gated_norm(const GatedNormArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -142,6 +155,7 @@ int32_t fused_norm(const FusedNormArgs &, int device, void *stream);
 int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
 int32_t rope(const RopeArgs &, int device, void *stream);          // without norm
 int32_t qk_norm_rope(const RopeArgs &, int device, void *stream);  // with norm
+int32_t gated_norm(const GatedNormArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

@@ -1,6 +1,15 @@
 """The ops that kernels are written for: one file per op, one readable PyTorch formula each."""
 
-from hfpatch.ops import activation, adaln, add_norm, gated, layer_norm, rms_norm, rope
+from hfpatch.ops import (
+    activation,
+    adaln,
+    add_norm,
+    gated,
+    gated_norm,
+    layer_norm,
+    rms_norm,
+    rope,
+)
 from hfpatch.ops.base import KERNEL_DTYPES, Op
 
 #: Every op by name.
@@ -21,6 +30,7 @@ OPS: dict[str, Op] = {
         rope.ROPE,
         rope.ROPE_QK,
         rope.QK_NORM_ROPE,
+        gated_norm.OP,
     )
 }
 

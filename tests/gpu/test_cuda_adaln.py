@@ -214,6 +214,24 @@ def test_in_place_and_nothing_else_is_written(kernels_module: ModuleType) -> Non
                 assert (g[-128:] == 7).all()
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_rms_norm(kernels_module: ModuleType, dtype: torch.dtype, norm_first: bool) -> None:
+    k = kernels_module
+    for cols, group in [(1, 0), (17, 0), (96, 32), (128, 0), (1024, 128), (60, 12), (8192, 0),
+                        (8192, 1024), (3072, 0), (40000, 20000)]:  # fmt: skip
+        packed = torch.randn(2, 301, 2 * cols, device="cuda").to(dtype)
+        x, gate = packed.chunk(2, -1)
+        for weight in (None, torch.randn(cols, device="cuda").to(dtype)):
+            tail = (weight, 1e-6, group, norm_first)
+            y = k.gated_rms_norm(x, gate, *tail)
+            assert_like(y, OPS["gated_rms_norm"].reference(x, gate, *tail), dtype)
+            x2, gate2 = x.contiguous(), gate.contiguous()
+            if cols % 8 == 0:
+                assert torch.equal(k.gated_rms_norm(x2, gate2, *tail), y)
+                assert torch.equal(k.gated_rms_norm(x2[:1, :3], gate2[:1, :3], *tail), y[:1, :3])
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 64), (2, 0, 64), (2, 4, 0)], ids=str)
 def test_zero_size(kernels_module: ModuleType, shape: tuple[int, int, int]) -> None:
     given = inputs(shape, torch.bfloat16, torch.bfloat16)

@@ -55,6 +55,7 @@ RAW: dict[str, Case] = {
         tensor(2, 3, 4, 16, dtype=t), tensor(2, 3, 2, 16, dtype=t, seed=1),
         tensor(16, dtype=t), tensor(16, dtype=t), *tensor(2, 3, 16), 1e-6, 0.0, 1, 0, 1, 0, 0, 0,
     ),
+    "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1),
 }
 
 

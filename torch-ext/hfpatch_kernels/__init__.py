@@ -17,6 +17,7 @@ from ._adaln import (
     norm_modulate,
 )
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
+from ._gated_norm import gated_rms_norm
 from ._ops import add_op_namespace_prefix, ops
 from ._rope import qk_norm_rope, rope, rope_qk
 
@@ -28,6 +29,7 @@ __all__ = [
     "gate_residual_norm_modulate",
     "gated",
     "gated_packed",
+    "gated_rms_norm",
     "gelu",
     "layer_norm",
     "layers",

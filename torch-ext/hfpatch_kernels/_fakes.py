@@ -66,6 +66,7 @@ _FUNCTIONAL = {
     "rope": _like,
     "rope_qk": _like_two,
     "qk_norm_rope": _like_two,
+    "gated_rms_norm": _like,
 }
 
 

@@ -1,0 +1,92 @@
+// gated_norm.cpp: rms norm of groups of columns with a gate. Dao & Gu, arXiv:2405.21060.
+#if !defined(HFP_SIMD)
+
+#define HFP_SIMD_SOURCE "gated_norm.cpp"
+#include "foreach_simd.h"
+
+namespace hfp {
+namespace cpu {
+
+int32_t gated_norm(const GatedNormArgs &args) {
+  parallel(HFP_FOR_SIMD(gated_norm_kernel)(args.type), args, args.x_rows.rows,
+           rows_grain(args.x_rows.cols), 1);
+  return HFP_OK;
+}
+
+}  // namespace cpu
+}  // namespace hfp
+
+#else  // compiled once per instruction set
+
+#include "any_type.h"
+#include "simd_math.h"
+
+namespace hfp {
+namespace cpu {
+namespace HFP_SIMD {
+
+// What is normalized: x, or x * silu(gate). Past the end of the row there is 0 * 0.
+template <DType X>
+HFP_INLINE vf gated_input(const char *x, const char *gate, int64_t i, int64_t n, bool norm_first) {
+  vf y = load_up_to<X>(x + i * size_of(X), n);
+  if (!norm_first) y *= activate<HFP_ACT_SILU, X>(load_up_to<X>(gate + i * size_of(X), n));
+  return y;
+}
+
+// In blocks, which are added in double, as `reduce` does.
+template <DType X>
+HFP_INLINE double gated_squares(const char *x, const char *gate, int64_t cols, bool norm_first) {
+  double total = 0;
+  for (int64_t block = 0; block < cols; block += 16 * kLanes) {
+    const int64_t end = cols - block < 16 * kLanes ? cols : block + 16 * kLanes;
+    vf sum = {};
+    for (int64_t i = block; i < end; i += kLanes) {
+      const vf y = gated_input<X>(x, gate, i, end - i < kLanes ? end - i : kLanes, norm_first);
+      sum = fma(y, y, sum);
+    }
+    total += sum_lanes(sum);
+  }
+  return total;
+}
+
+template <DType X>
+static void gated_norm_rows(const GatedNormArgs &args, int64_t begin, int64_t end) {
+  const int64_t cols = args.x_rows.cols;
+  const bool norm_first = args.norm_before_gate;
+  const double eps = args.eps, count = static_cast<double>(cols);
+  RowCursor x_row(args.x_rows, begin), gate_row(args.gate_rows, begin);
+  RowCursor weight_row(args.weight_rows, begin);
+  for (int64_t r = begin; r < end; ++r, x_row.next(), gate_row.next(), weight_row.next()) {
+    const char *x = at(args.x, x_row.offset(), X);
+    const char *gate = at(args.gate, gate_row.offset(), X);
+    const char *weight = args.weight ? at(args.weight, weight_row.offset(), X) : nullptr;
+    char *out = at(args.out, r * cols, X);
+    const double square = gated_squares<X>(x, gate, cols, norm_first) / count;
+    const vf rstd = splat(static_cast<float>(1.0 / __builtin_sqrt(square + eps)));
+    for (int64_t i = 0; i < cols; i += kLanes) {
+      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
+      vf y = gated_input<X>(x, gate, i, n, norm_first) * rstd;
+      if (weight || norm_first) y = round_to<X>(y);
+      if (weight) {
+        y *= load_up_to<X>(weight + i * size_of(X), n);
+        if (norm_first) y = round_to<X>(y);
+      }
+      if (norm_first) y *= activate<HFP_ACT_SILU, X>(load_up_to<X>(gate + i * size_of(X), n));
+      store_up_to<X>(out + i * size_of(X), y, n);
+    }
+  }
+}
+
+using GatedNormKernel = void (*)(const GatedNormArgs &, int64_t, int64_t);
+
+static GatedNormKernel gated_norm_kernel(DType type) {
+  return type == DType::F32   ? gated_norm_rows<DType::F32>
+         : type == DType::F16 ? gated_norm_rows<DType::F16>
+                              : gated_norm_rows<DType::BF16>;
+}
+
+}  // namespace HFP_SIMD
+}  // namespace cpu
+}  // namespace hfp
+
+#endif

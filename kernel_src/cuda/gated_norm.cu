@@ -1,0 +1,207 @@
+// gated_norm.cu: rms norm of groups of columns with a gate, silu(gate) before or after the norm;
+// hfp_gated_rms_norm on CUDA. Dao & Gu, arXiv:2405.21060 (Mamba-2).
+#include "activations.cuh"
+#include "rows.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+struct GatedNormParams {
+  void *out;
+  const void *x, *gate, *weight;
+  Rows x_rows, gate_rows, weight_rows;  // a row is one group
+  int64_t first_row;
+  int64_t vectors;  // per row
+  float inverse_cols, eps;
+  bool norm_first;
+  uint32_t zero;  // 0; see Vec::stay_packed
+};
+
+// ---------------------------------------------------------------------------------------------
+// Steps on one vector
+
+template <class T, int N>
+__device__ __forceinline__ void times_silu(float (&y)[N], const Vec<T, N> &gate) {
+  float g[N];
+  gate.get(g);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] *= activate<HFP_ACT_SILU, sizeof(T) == 4>(g[i]);
+}
+
+// What is normalized: x, or x * silu(gate) in fp32.
+template <class T, int N>
+__device__ __forceinline__ void input(const GatedNormParams &p, float (&y)[N], const Vec<T, N> &v,
+                                      const Vec<T, N> &gate) {
+  v.get(y);
+  if (!p.norm_first) times_silu(y, gate);
+}
+
+template <class T, int N>
+__device__ __forceinline__ float sum_of_squares(const GatedNormParams &p, const Vec<T, N> &v,
+                                                const Vec<T, N> &gate) {
+  float y[N], sum = 0.0f;
+  input(p, y, v, gate);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(y[i], y[i], sum);
+  return sum;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void finish(const GatedNormParams &p, const Vec<T, N> &v,
+                                       const Vec<T, N> &gate, float scale, const T *weight,
+                                       int64_t col, int64_t at) {
+  float y[N];
+  input(p, y, v, gate);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] *= scale;
+  if (weight != nullptr || p.norm_first) round_to<T>(y);
+  if (weight != nullptr) {
+    Vec<T, N> packed;
+    packed.template load<Cache::kReadOnly>(weight + col);
+    float w[N];
+    packed.get(w);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] *= w[i];
+    if (p.norm_first) round_to<T>(y);
+  }
+  if (p.norm_first) times_silu(y, gate);
+  store_as<T>(p.out, at, y);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+// The row in registers.
+template <class T, int N, int kThreads, int kVectors>
+__global__ void __launch_bounds__(max_threads(kThreads, kVectors))
+    gated_norm_kernel(const __grid_constant__ GatedNormParams p) {
+  using G = Group<kThreads>;
+  __shared__ float partial[kPartials];
+
+  const int64_t row = G::row(p.first_row);
+  const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
+  const int64_t known_row = vectors > 0 ? row : 0;
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, known_row);
+  const T *g = static_cast<const T *>(p.gate) + row_offset(p.gate_rows, known_row);
+
+  Vec<T, N> v[kVectors], gate[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    v[i].zero();
+    gate[i].zero();
+    if (at < vectors) {
+      v[i].template load<Cache::kStream>(x + at * N);
+      gate[i].template load<Cache::kStream>(g + at * N);
+    }
+  }
+  float squares[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) squares[i] = sum_of_squares(p, v[i], gate[i]);
+  const float scale = rsqrtf(fmaf(G::sum(squares, partial), p.inverse_cols, p.eps));
+
+  const T *weight = static_cast<const T *>(p.weight);
+  if (weight != nullptr) weight += row_offset(p.weight_rows, known_row);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    if (at >= vectors) break;
+    if constexpr (kVectors >= 4) v[i].stay_packed(p.zero), gate[i].stay_packed(p.zero);
+    finish(p, v[i], gate[i], scale, weight, at * N, row * p.x_rows.cols + at * N);
+  }
+}
+
+// Any width and alignment: the row is read twice, the second time from L2 mostly.
+template <class T, int N>
+__global__ void __launch_bounds__(kMaxThreads)
+    gated_norm_loop_kernel(const __grid_constant__ GatedNormParams p) {
+  using G = Group<kCta>;
+  __shared__ float partial[kPartials];
+  const int64_t row = G::row(p.first_row);
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
+  const T *g = static_cast<const T *>(p.gate) + row_offset(p.gate_rows, row);
+
+  float own[1] = {0.0f};
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v, gate;
+    v.template load<Cache::kStream>(x + at * N);
+    gate.template load<Cache::kStream>(g + at * N);
+    own[0] += sum_of_squares(p, v, gate);
+  }
+  const float scale = rsqrtf(fmaf(G::sum(own, partial), p.inverse_cols, p.eps));
+
+  const T *weight = static_cast<const T *>(p.weight);
+  if (weight != nullptr) weight += row_offset(p.weight_rows, row);
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v, gate;
+    v.template load<Cache::kStream>(x + at * N);
+    gate.template load<Cache::kStream>(g + at * N);
+    finish(p, v, gate, scale, weight, at * N, row * p.x_rows.cols + at * N);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr char kOp[] = "gated_rms_norm";
+
+// By the width alone: few rows are not worth a shape of their own here.
+template <class T, int N>
+int32_t launch_fast(GatedNormParams &p, void *stream) {
+  if (p.vectors <= 16) {
+    return launch_rows(&gated_norm_kernel<T, N, 8, 2>,
+                       {Shape::k8x2, kRowThreads, kRowThreads / 8}, p, stream, kOp);
+  }
+  if (p.vectors <= 64) {
+    return launch_rows(&gated_norm_kernel<T, N, 32, 2>,
+                       {Shape::k32x2, kRowThreads, kRowThreads / 32}, p, stream, kOp);
+  }
+  return launch_rows(&gated_norm_kernel<T, N, kCta, 4>,
+                     {Shape::kCtaX4, cta_threads(p.vectors, 4), 1}, p, stream, kOp);
+}
+
+template <class T, int N>
+int32_t launch_loop(GatedNormParams &p, void *stream) {
+  p.vectors = p.x_rows.cols / N;
+  const int threads = p.vectors < kMaxThreads ? cta_threads(p.vectors, 1) : kMaxThreads;
+  return launch_rows(&gated_norm_loop_kernel<T, N>, {Shape::kLoop, threads, 1}, p, stream, kOp);
+}
+
+template <class T>
+int32_t launch_typed(GatedNormParams &p, void *stream) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  const bool aligned = p.x_rows.cols % N == 0 && rows_aligned(p.x_rows, p.x, sizeof(T)) &&
+                       rows_aligned(p.gate_rows, p.gate, sizeof(T)) &&
+                       pointer_aligned(p.weight) && pointer_aligned(p.out);
+  if (!aligned) return launch_loop<T, 1>(p, stream);
+  p.vectors = p.x_rows.cols / N;
+  if (p.vectors <= 4 * kMaxThreadsX4) return launch_fast<T, N>(p, stream);
+  return launch_loop<T, N>(p, stream);
+}
+
+}  // namespace
+
+int32_t gated_norm(const GatedNormArgs &a, int device, void *stream) {
+  if (a.x_rows.rows <= 0 || a.x_rows.cols <= 0) return HFP_OK;
+  GatedNormParams p{};
+  p.out = a.out;
+  p.x = a.x;
+  p.gate = a.gate;
+  p.weight = a.weight;
+  p.x_rows = a.x_rows;
+  p.gate_rows = a.gate_rows;
+  p.weight_rows = a.weight_rows;
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.x_rows.cols));
+  p.eps = a.eps;
+  p.norm_first = a.norm_before_gate;
+
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), kOp);
+  switch (a.type) {
+    case DType::F32: return launch_typed<float>(p, stream);
+    case DType::F16: return launch_typed<__half>(p, stream);
+    default: return launch_typed<__nv_bfloat16>(p, stream);
+  }
+}
+
+}  // namespace hfp::cuda
