@@ -2,7 +2,7 @@
 // them. Su et al., arXiv:2104.09864.
 //
 // A head is cut into units: the 2 N elements that one thread moves at once, as the vectors A and B.
-// In the rotated part B lies R / 2 columns after A, so that each load of a warp is contiguous, and in
+// In the rotated part B lies R / 2 columns after A, so that each load of a warp is contiguous; in
 // the half style A and B are the two sides of N pairs; interleaved, each holds N / 2 whole pairs.
 // The columns that are not rotated make units of their own. With N == 1 an interleaved unit is one
 // pair, so that the arithmetic is that of the half style.
@@ -220,8 +220,8 @@ template <class T, class Tab, class W, int N, bool kInterleaved, bool kNorm, int
 __global__ void __launch_bounds__(kHeadThreads)
     rope_heads_kernel(const __grid_constant__ RopeParams p) {
   const uint32_t lane = threadIdx.x & (p.lanes - 1);
-  const uint32_t slot =
-      blockIdx.x * (static_cast<uint32_t>(kHeadThreads) >> p.lane_bits) + (threadIdx.x >> p.lane_bits);
+  const uint32_t slots = static_cast<uint32_t>(kHeadThreads) >> p.lane_bits;  // of the CTA
+  const uint32_t slot = blockIdx.x * slots + (threadIdx.x >> p.lane_bits);
   const uint32_t outer = slot / p.groups;
   const uint32_t group = slot - outer * p.groups;
   uint32_t token = outer, chunk = 0;

@@ -41,7 +41,8 @@ def check(name: str, module: ModuleType, args: tuple[Any, ...], params: dict[str
     truth = OPS[name].reference(*map(wide, args), **params)
     pairs = [(ours, truth)] if isinstance(ours, Tensor) else list(zip(ours, truth, strict=True))
     for y, t in pairs:
-        assert y.shape == t.shape and y.dtype == args[0].dtype and y.is_contiguous()
+        assert (y.shape, y.dtype) == (t.shape, args[0].dtype)
+        assert y.is_contiguous()
         if y.numel() == 0:
             continue
         eps = 1e-6 if y.dtype == torch.float32 else 2.1 * torch.finfo(y.dtype).eps
@@ -52,8 +53,22 @@ def check(name: str, module: ModuleType, args: tuple[Any, ...], params: dict[str
 
 # A head's threads: a part of a warp, several passes of one, vectors of 16 and 8 bytes and single
 # elements; D, R.
-WIDTHS = [(64, 0), (128, 0), (96, 0), (72, 0), (80, 32), (256, 64), (2, 0), (6, 2), (33, 10),
-          (127, 126), (1024, 0), (2048, 0), (2056, 1024), (6000, 0)]
+WIDTHS = [
+    (64, 0),
+    (128, 0),
+    (96, 0),
+    (72, 0),
+    (80, 32),
+    (256, 64),
+    (2, 0),
+    (6, 2),
+    (33, 10),
+    (127, 126),
+    (1024, 0),
+    (2048, 0),
+    (2056, 1024),
+    (6000, 0),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,7 +80,9 @@ def test_rope(
     dim, rotary = width
     r = rotary or dim
     q, k = randn(2, 37, 6, dim, dtype=dtype), randn(2, 37, 2, dim, dtype=dtype)
-    for table, repeated, rounded in itertools.product({torch.float32, dtype}, (0, 1), (False, True)):
+    for table, repeated, rounded in itertools.product(
+        {torch.float32, dtype}, (False, True), (False, True)
+    ):
         cos, sin = tables(2, 37, r // 2, dtype=table)
         if repeated:
             cos, sin = twice(cos, interleaved), twice(sin, interleaved)
@@ -86,9 +103,16 @@ def test_rope(
 def test_table_shapes(kernels_module: ModuleType, interleaved: bool, dtype: torch.dtype) -> None:
     b, s, h, d = 3, 11, 5, 64
     for shape, seq_dim, lead in [
-        ((b, s, h, d), 1, (s,)), ((b, s, h, d), 1, (b, s)), ((b, s, h, d), 1, (1, s, 1)),
-        ((b, s, h, d), 1, (b, s, h)), ((b, h, s, d), 2, (b, s)), ((b, h, s, d), 2, (1, h, s)),
-        ((b, s, d), 1, (b, s)), ((b, s, d), 1, (s,)), ((s, h, d), 0, (s, 1)), ((s, d), 0, (s,)),
+        ((b, s, h, d), 1, (s,)),
+        ((b, s, h, d), 1, (b, s)),
+        ((b, s, h, d), 1, (1, s, 1)),
+        ((b, s, h, d), 1, (b, s, h)),
+        ((b, h, s, d), 2, (b, s)),
+        ((b, h, s, d), 2, (1, h, s)),
+        ((b, s, d), 1, (b, s)),
+        ((b, s, d), 1, (s,)),
+        ((s, h, d), 0, (s, 1)),
+        ((s, d), 0, (s,)),
         ((b, 1, h, d), 1, (b, 1)),
     ]:
         x, table = randn(*shape, dtype=dtype), tables(*lead, d // 2)
@@ -104,9 +128,20 @@ def test_qk_norm_rope(
 ) -> None:
     # H, KV, D, R: the rows of q and k in one CTA or apart, in registers or read twice
     for (h, kv, d, rotary), angles in itertools.product(
-        [(32, 32, 64, 0), (12, 12, 128, 0), (40, 40, 128, 0), (16, 4, 128, 64), (3, 3, 72, 24),
-         (2, 1, 37, 10), (1, 1, 2048, 0), (8, 8, 1536, 0), (2, 2, 10000, 0), (160, 80, 128, 0),
-         (300, 300, 128, 0), (64, 8, 96, 0)],
+        [
+            (32, 32, 64, 0),
+            (12, 12, 128, 0),
+            (40, 40, 128, 0),
+            (16, 4, 128, 64),
+            (3, 3, 72, 24),
+            (2, 1, 37, 10),
+            (1, 1, 2048, 0),
+            (8, 8, 1536, 0),
+            (2, 2, 10000, 0),
+            (160, 80, 128, 0),
+            (300, 300, 128, 0),
+            (64, 8, 96, 0),
+        ],
         ("table", "heads", None),
     ):
         r = rotary or d
@@ -124,11 +159,21 @@ def test_qk_norm_rope(
             (torch.float32, {"cast": "none"}),
         ]
         for weight_type, rule in rules:
-            weights = [None if weight_type is None else randn(n).abs().to(weight_type) + 0.5
-                       for n in sizes]
-            check("qk_norm_rope", kernels_module, (q, k, *weights, cos, sin),
-                  {"norm_across_heads": across, "interleaved": interleaved,
-                   "rotary_dim": rotary, "eps": 1e-5, **rule})
+            weights = [
+                None if weight_type is None else randn(n).abs().to(weight_type) + 0.5 for n in sizes
+            ]
+            check(
+                "qk_norm_rope",
+                kernels_module,
+                (q, k, *weights, cos, sin),
+                {
+                    "norm_across_heads": across,
+                    "interleaved": interleaved,
+                    "rotary_dim": rotary,
+                    "eps": 1e-5,
+                    **rule,
+                },
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -143,8 +188,7 @@ def test_many_tokens(kernels_module: ModuleType, dtype: torch.dtype) -> None:
             w = randn(2, d, dtype=dtype).abs() + 0.5
             params = {"interleaved": interleaved, "cast": "input"}
             y = check("qk_norm_rope", kernels_module, (q, k, *w, cos, sin), params)
-            again = kernels_module.qk_norm_rope(
-                q[:, :7], k[:, :7], *w, cos[:7], sin[:7], **params)
+            again = kernels_module.qk_norm_rope(q[:, :7], k[:, :7], *w, cos[:7], sin[:7], **params)
             assert all(torch.equal(a, t[:, :7]) for a, t in zip(again, y, strict=True))
 
 
@@ -165,7 +209,8 @@ def test_in_place_in_a_packed_buffer(
         weights = randn(2, h * d if across else d, dtype=dtype)
         codes = (1e-6, 0.0, 1, across, 1, interleaved, 0, 0)
         expected = ops.qk_norm_rope.default(
-            q.contiguous(), k.contiguous(), *weights.clone(), cos, sin, *codes)
+            q.contiguous(), k.contiguous(), *weights.clone(), cos, sin, *codes
+        )
         ops.qk_norm_rope_out.default(q, k, q, k, *weights, cos, sin, *codes)
         for a, e in zip((q, k), expected, strict=True):
             # The order of the sum may follow the alignment.
@@ -199,7 +244,8 @@ def test_llama_and_ltx_as_eager(kernels_module: ModuleType, dtype: torch.dtype) 
     x = randn(2, 336, 2048, dtype=dtype)
     cos, sin = (twice(t, True) for t in tables(2, 336, 1024))
     assert torch.equal(
-        kernels_module.rope(x, cos, sin, interleaved=True), apply_rotary_emb(x, (cos, sin)))
+        kernels_module.rope(x, cos, sin, interleaved=True), apply_rotary_emb(x, (cos, sin))
+    )
 
 
 def test_zero_size(kernels_module: ModuleType) -> None:
@@ -209,8 +255,12 @@ def test_zero_size(kernels_module: ModuleType) -> None:
         assert kernels_module.rope(x, cos, sin).shape == x.shape
         assert kernels_module.qk_norm_rope(x, x, None, None, cos, sin)[1].shape == x.shape
     k = randn(2, 3, 1, 64)
-    check("qk_norm_rope", kernels_module, (k[:, :, :0], k, None, None, cos, sin),
-          {"norm_across_heads": True})
+    check(
+        "qk_norm_rope",
+        kernels_module,
+        (k[:, :, :0], k, None, None, cos, sin),
+        {"norm_across_heads": True},
+    )
 
 
 def test_more_than_two_to_the_31_elements(kernels_module: ModuleType) -> None:
@@ -225,11 +275,19 @@ def test_more_than_two_to_the_31_elements(kernels_module: ModuleType) -> None:
     del y
     w = randn(h * d, dtype=torch.bfloat16)
     y, _ = kernels_module.qk_norm_rope(
-        x, x[:, :, :1], w, w[:d], cos, sin, norm_across_heads=True, interleaved=True)
+        x, x[:, :, :1], w, w[:d], cos, sin, norm_across_heads=True, interleaved=True
+    )
     for part in (slice(0, 3), slice(-3, None)):
         few, _ = kernels_module.qk_norm_rope(
-            x[:, part], x[:, part, :1], w, w[:d], cos[part], sin[part], norm_across_heads=True,
-            interleaved=True)
+            x[:, part],
+            x[:, part, :1],
+            w,
+            w[:d],
+            cos[part],
+            sin[part],
+            norm_across_heads=True,
+            interleaved=True,
+        )
         assert torch.equal(y[:, part], few)
 
 
@@ -239,7 +297,8 @@ def test_cuda_graph(kernels_module: ModuleType) -> None:
 
     def call() -> tuple[Tensor, Tensor]:
         return kernels_module.qk_norm_rope(
-            q, k, *w, cos, sin, norm_across_heads=True, interleaved=True)
+            q, k, *w, cos, sin, norm_across_heads=True, interleaved=True
+        )
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -258,8 +317,7 @@ def test_opcheck_and_gradients(kernels_module: ModuleType, dtype: torch.dtype) -
     table, w = tables(3, 32), randn(2, 64, dtype=dtype)
     torch.library.opcheck(ops.rope.default, (q, *table, 1, 0, 0, 1))
     torch.library.opcheck(ops.rope_qk.default, (q, k, *table, 1, 1, 0, 0))
-    torch.library.opcheck(
-        ops.qk_norm_rope.default, (q, k, *w, *table, 1e-6, 0.0, 1, 0, 1, 0, 0, 0))
+    torch.library.opcheck(ops.qk_norm_rope.default, (q, k, *w, *table, 1e-6, 0.0, 1, 0, 1, 0, 0, 0))
     x = q.clone().requires_grad_()
     y = kernels_module.rope(x, *table, interleaved=True)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))

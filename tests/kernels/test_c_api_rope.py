@@ -26,8 +26,9 @@ ROUNDING = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
 SUBNORMAL = {F32: 2.0**-150, F16: 2.0**-25, BF16: 2.0**-134}
 # fp32 arithmetic: two products and a sum; the norm's reduction, rsqrt and products.
 ROPE_FP32, NORM_FP32 = 3 * 2.0**-24, 12 * 2.0**-24
-LEVELS = ["baseline", "avx2", "avx512"] if platform.machine() in ("x86_64", "AMD64") else [
-    "baseline"]
+LEVELS = (
+    ["baseline", "avx2", "avx512"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -67,9 +68,7 @@ def rotate(x, cos, sin, interleaved, r):
     part = x[..., :r]
     a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
     turned = torch.complex(a, b) * turn
-    size = torch.complex(
-        (a * cos).abs() + (b * sin).abs(), (b * cos).abs() + (a * sin).abs()
-    )
+    size = torch.complex((a * cos).abs() + (b * sin).abs(), (b * cos).abs() + (a * sin).abs())
     out = []
     for z, rest in ((turned, x[..., r:]), (size, x[..., r:].abs())):
         halves = (z.real, z.imag)
@@ -93,8 +92,19 @@ def rope_bound(y, size, dtype, table, rounded):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_rope_widths(lib, dtype, interleaved):
-    cases = [(2, 0), (6, 0), (64, 0), (72, 0), (80, 32), (128, 0), (127, 20), (33, 2), (256, 64),
-             (4096, 0), (4100, 4098)]
+    cases = [
+        (2, 0),
+        (6, 0),
+        (64, 0),
+        (72, 0),
+        (80, 32),
+        (128, 0),
+        (127, 20),
+        (33, 2),
+        (256, 64),
+        (4096, 0),
+        (4100, 4098),
+    ]
     for (dim, rotary), table, wide, rounded in itertools.product(
         cases, {F32, dtype}, (False, True), (0, 1)
     ):
@@ -175,7 +185,9 @@ def test_strided_and_in_place_equal_contiguous(lib, dtype):
             moved = list(rest)
             moved[-4] = 2
             lib.call(name, *outs, *turned, *moved)
-            assert all(torch.equal(o.transpose(1, 2), e) for o, e in zip(outs, expected)), name
+            assert all(
+                torch.equal(o.transpose(1, 2), e) for o, e in zip(outs, expected, strict=True)
+            ), name
             # into the packed buffer, and nothing but q and k of it
             lib.call(name, q, k, q, k, *rest)
             assert all(map(torch.equal, (q, k), expected)), name
@@ -214,7 +226,8 @@ def norm_rope_expected(x, weight, offset, cast, across, cos, sin, interleaved, r
 def test_qk_norm_rope(lib, dtype, interleaved, across):
     for (h, kv, d, rotary), weight_type, angles in itertools.product(
         [(4, 2, 64, 0), (3, 3, 72, 24), (2, 2, 37, 10), (32, 32, 64, 0), (1, 1, 2048, 0)],
-        (None, *{F32, dtype}), (True, False),
+        (None, *{F32, dtype}),
+        (True, False),
     ):
         r = rotary or d
         q, k = torch.randn(2, 3, h, d, dtype=dtype), torch.randn(2, 3, kv, d, dtype=dtype) * 4
@@ -230,11 +243,26 @@ def test_qk_norm_rope(lib, dtype, interleaved, across):
         for cast, offset in casts:
             outs = [torch.full_like(t, float("nan")) for t in (q, k)]
             passed = (cos, sin) if angles else (None, None)
-            lib.call("qk_norm_rope", *outs, q, k, *weights, *passed, 1e-5, offset, cast, across,
-                     1, interleaved, rotary, 0)
-            for out, x, w in zip(outs, (q, k), weights):
+            lib.call(
+                "qk_norm_rope",
+                *outs,
+                q,
+                k,
+                *weights,
+                *passed,
+                1e-5,
+                offset,
+                cast,
+                across,
+                1,
+                interleaved,
+                rotary,
+                0,
+            )
+            for out, x, w in zip(outs, (q, k), weights, strict=True):
                 y, bound = norm_rope_expected(
-                    x, w, offset, cast, across, *broadcast, interleaved, r, dtype)
+                    x, w, offset, cast, across, *broadcast, interleaved, r, dtype
+                )
                 assert_close(out, y, bound, (h, d, weight_type, angles, cast, offset))
 
 
@@ -251,7 +279,7 @@ def test_bits_do_not_depend_on_threads(lib, dtype):
             seen.append(outs)
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for outs in seen[1:] for a, b in zip(outs, seen[0]))
+    assert all(all(map(torch.equal, outs, seen[0])) for outs in seen[1:])
 
 
 def test_zero_size(lib):
@@ -276,11 +304,39 @@ def rope(out=OUT, x=X, cos=T, sin=T, seq_dim=1, interleaved=0, rotary_dim=0, rou
     return ("rope", out, x, cos, sin, seq_dim, interleaved, rotary_dim, rounded)
 
 
-def norm(q=X, k=X, q_weight=None, k_weight=None, cos=T, sin=T, eps=1e-6, offset=0.0, cast=0,
-         across=0, k_out=None):
+def norm(
+    q=X,
+    k=X,
+    q_weight=None,
+    k_weight=None,
+    cos=T,
+    sin=T,
+    eps=1e-6,
+    offset=0.0,
+    cast=0,
+    across=0,
+    k_out=None,
+):
     k_out = torch.empty_like(k) if k_out is None else k_out
-    return ("qk_norm_rope", OUT, k_out, q, k, q_weight, k_weight, cos, sin, eps, offset, cast,
-            across, 1, 0, 0, 0)
+    return (
+        "qk_norm_rope",
+        OUT,
+        k_out,
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        eps,
+        offset,
+        cast,
+        across,
+        1,
+        0,
+        0,
+        0,
+    )
 
 
 W, W32 = torch.ones(8), torch.ones(32)
@@ -295,14 +351,20 @@ BAD_CALLS = [
     (rope(rotary_dim=7), r"`rotary_dim` must be even and 2 to 8, .* got 7"),
     (rope(rotary_dim=10), r"`rotary_dim` must be even and 2 to 8, .* got 10"),
     (rope(rotary_dim=-2), r"`rotary_dim` must be even and 2 to 8, .* got -2"),
-    (rope(x=torch.ones(3, 4, 7), out=torch.ones(3, 4, 7), seq_dim=0),
-     r"`x` must have an even last dimension, got 7; or pass `rotary_dim`"),
+    (
+        rope(x=torch.ones(3, 4, 7), out=torch.ones(3, 4, 7), seq_dim=0),
+        r"`x` must have an even last dimension, got 7; or pass `rotary_dim`",
+    ),
     (rope(cos=None), r"`cos` must be a tensor, got NULL"),
-    (rope(cos=T.half(), sin=T.half()),
-     r"`cos` must be float32 or have the dtype of `x` \(float32\), got float16"),
+    (
+        rope(cos=T.half(), sin=T.half()),
+        r"`cos` must be float32 or have the dtype of `x` \(float32\), got float16",
+    ),
     (rope(sin=torch.ones(3, 8)), r"`sin` must have the shape of `cos` \[3, 4\], got \[3, 8\]"),
-    (rope(cos=torch.ones(2, 4), sin=torch.ones(2, 4)),
-     r"`cos` must have the shape of `x` \[2, 3, 4, 8\] or .* 4 or 8 columns, got \[2, 4\]"),
+    (
+        rope(cos=torch.ones(2, 4), sin=torch.ones(2, 4)),
+        r"`cos` must have the shape of `x` \[2, 3, 4, 8\] or .* 4 or 8 columns, got \[2, 4\]",
+    ),
     (rope(cos=torch.ones(3, 5), sin=torch.ones(3, 5)), r"`cos` must .* got \[3, 5\]"),
     (rope(cos=torch.ones(3, 3, 4), sin=torch.ones(3, 3, 4)), r"`cos` must .* got \[3, 3, 4\]"),
     (rope(out=torch.ones(2, 3, 4, 9)), r"`out` must have shape \[2, 3, 4, 8\] to match `x`"),
@@ -313,8 +375,10 @@ BAD_CALLS = [
     (norm(q_weight=W), r"`k_weight` must be NULL exactly when `q_weight` is"),
     (norm(q_weight=W32, k_weight=W), r"`q_weight` must have shape \[8\] to match `q`, got \[32\]"),
     (norm(q_weight=W32, k_weight=W, across=1), r"`k_weight` must have shape \[32\]"),
-    (norm(q_weight=W.half(), k_weight=W.half(), cast=INPUT),
-     r"`q_weight` must have the dtype of `q` \(float32\) unless"),
+    (
+        norm(q_weight=W.half(), k_weight=W.half(), cast=INPUT),
+        r"`q_weight` must have the dtype of `q` \(float32\) unless",
+    ),
     (norm(sin=None), r"`sin` must be NULL exactly when `cos` is"),
     (norm(eps=-1.0), r"`eps` must be finite and >= 0"),
     (norm(cast=3), r"`cast` must be"),

@@ -96,7 +96,8 @@ def test_gptj(kernels_module: ModuleType, dtype: torch.dtype) -> None:
         torch.cat((apply_rotary_pos_emb(t[..., :24], sin, cos), t[..., 24:]), -1) for t in (q, k)
     ]
     ours = kernels_module.rope_qk(
-        q, k, cos, sin, interleaved=True, rotary_dim=24, round_products=True)
+        q, k, cos, sin, interleaved=True, rotary_dim=24, round_products=True
+    )
     assert_same(ours, theirs)
 
 
@@ -109,8 +110,7 @@ def test_phi(kernels_module: ModuleType, dtype: torch.dtype) -> None:
     cos, sin = half_table(dtype, 32)
     turned = apply_rotary_pos_emb(q[..., :32], k[..., :32], cos, sin)
     theirs = [torch.cat((t, x[..., 32:]), -1) for t, x in zip(turned, (q, k), strict=True)]
-    ours = kernels_module.rope_qk(
-        q, k, cos, sin, seq_dim=2, rotary_dim=32, round_products=True)
+    ours = kernels_module.rope_qk(q, k, cos, sin, seq_dim=2, rotary_dim=32, round_products=True)
     assert_same(ours, theirs)
 
 
@@ -137,8 +137,17 @@ def test_head_norms(kernels_module: ModuleType, model: str, dtype: torch.dtype) 
         normed = [n(t).transpose(1, 2) for n, t in zip(norms, (q, k), strict=True)]
         theirs = apply_rotary_pos_emb(*normed, cos, sin)
         ours = kernels_module.qk_norm_rope(
-            q.transpose(1, 2), k.transpose(1, 2), norms[0].weight, norms[1].weight, cos, sin,
-            1e-5, **rule, seq_dim=2, round_products=True)
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            norms[0].weight,
+            norms[1].weight,
+            cos,
+            sin,
+            1e-5,
+            **rule,
+            seq_dim=2,
+            round_products=True,
+        )
     assert_same(ours, theirs, 2e-2)
 
 
@@ -162,7 +171,8 @@ def test_flux(kernels_module: ModuleType, dtype: torch.dtype) -> None:
             for n, t in zip(norms, (q, k), strict=True)
         ]
         ours = kernels_module.qk_norm_rope(
-            q, k, norms[0].weight, norms[1].weight, cos, sin, interleaved=True)
+            q, k, norms[0].weight, norms[1].weight, cos, sin, interleaved=True
+        )
     assert_same(ours, theirs, 1e-2)
     cos, sin = (t[0] for t in half_table(torch.float32, batch=1))
     theirs = apply_rotary_emb(q, (cos, sin), use_real_unbind_dim=-2, sequence_dim=1)
@@ -220,18 +230,22 @@ def test_ltx(
         again = kernels_module.qk_norm_rope(*heads, *weights, *compact, *rule, interleaved=True)
         assert all(map(torch.equal, again, ours))
         flat = kernels_module.qk_norm_rope(
-            q, k, *weights, *tables, 1e-5, 0.0, "none", interleaved=True)  # one head of H D
+            q, k, *weights, *tables, 1e-5, 0.0, "none", interleaved=True
+        )  # one head of H D
         assert_same([t.unflatten(-1, (H, D)) for t in flat], record.qk, 1e-2)
         # In place in the packed buffer.
         kernels_module.ops.qk_norm_rope_out.default(
-            *heads, *heads, *weights, *compact, 1e-5, 0.0, 0, 1, 1, 1, 0, 0)
+            *heads, *heads, *weights, *compact, 1e-5, 0.0, 0, 1, 1, 1, 0, 0
+        )
         assert all(map(torch.equal, heads, ours))
 
 
 @pytest.mark.parametrize("table_dtype", [torch.float32, None], ids=["fp32 table", "same dtype"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wan(
-    kernels_module: ModuleType, dtype: torch.dtype, table_dtype: torch.dtype | None,
+    kernels_module: ModuleType,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from diffusers.models.transformers import transformer_wan as wan
@@ -249,8 +263,16 @@ def test_wan(
         attn(x, rotary_emb=tables)
         q, k = (m(x).unflatten(-1, (H, D)) for m in (attn.to_q, attn.to_k))
         ours = kernels_module.qk_norm_rope(
-            q, k, attn.norm_q.weight, attn.norm_k.weight, *tables, attn.norm_q.eps,
-            norm_across_heads=True, interleaved=True, round_products=True)
+            q,
+            k,
+            attn.norm_q.weight,
+            attn.norm_k.weight,
+            *tables,
+            attn.norm_q.eps,
+            norm_across_heads=True,
+            interleaved=True,
+            round_products=True,
+        )
     assert_same(ours, record.qk, 1e-2)
 
 
@@ -266,8 +288,12 @@ def test_reference(
 ) -> None:
     """The formulas in `hfpatch.ops`, through the codes that `encode` gives the raw operator."""
     q, k = randn(B, H, S, D, dtype=dtype), randn(B, KV, S, D, dtype=dtype)
-    params = {"seq_dim": 2, "interleaved": interleaved, "rotary_dim": 48,
-              "round_products": round_products}
+    params = {
+        "seq_dim": 2,
+        "interleaved": interleaved,
+        "rotary_dim": 48,
+        "round_products": round_products,
+    }
     cos, sin = (t[..., :24].contiguous() for t in half_table(dtype, 48))
     qkn = {"eps": 1e-5, "cast": "input", "norm_across_heads": True, **params}
     weights = randn(H * D, dtype=dtype), randn(KV * D, dtype=dtype)
@@ -309,18 +335,22 @@ def test_gradients(
     for name, inputs, call in (
         ("rope", [q], lambda f, c, s: lambda x: f(x, c, s, **rule)),
         ("rope_qk", [q, k], lambda f, c, s: lambda x, y: f(x, y, c, s, **rule)),
-        ("qk_norm_rope", [q, k, *weights],
-         lambda f, c, s: lambda x, y, v, w: f(x, y, v, w, c, s, **norm)),
+        (
+            "qk_norm_rope",
+            [q, k, *weights],
+            lambda f, c, s: lambda x, y, v, w: f(x, y, v, w, c, s, **norm),
+        ),
     ):
         ours = gradients(call(getattr(kernels_module, name), cos, sin), inputs)
         wide_inputs = [i.double() for i in inputs]
         torch.manual_seed(1)
         formula = call(OPS[name].reference, cos.double(), sin.double())
         leaves = [i.requires_grad_() for i in wide_inputs]
-        y = formula(*leaves)
-        y = y if isinstance(y, tuple) else (y,)
-        seeds = [torch.randn(t.shape).to(dtype).double() for t in y]
-        for a, e, i in zip(ours, torch.autograd.grad(y, leaves, seeds), inputs, strict=True):
+        truth = formula(*leaves)
+        truth = truth if isinstance(truth, tuple) else (truth,)
+        seeds = [torch.randn(t.shape).to(dtype).double() for t in truth]
+        expected = torch.autograd.grad(truth, leaves, seeds)
+        for a, e, i in zip(ours, expected, inputs, strict=True):
             assert a.dtype == i.dtype
             # Rounded once by each of two operators, and the values that they multiply once each.
             assert (a.double() - e).abs().max() <= 4 * eps * e.abs().max(), name

@@ -180,8 +180,20 @@ def qk_norm_rope(
                 return q, k
             return rope_qk(q, k, cos, sin, seq_dim, interleaved, rotary_dim, round_products)
     return _qk_norm_rope(
-        q, k, q_weight, k_weight, cos, sin, eps, weight_offset, code, int(norm_across_heads),
-        seq_dim, int(interleaved), rotary_dim, int(round_products),
+        q,
+        k,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        eps,
+        weight_offset,
+        code,
+        int(norm_across_heads),
+        seq_dim,
+        int(interleaved),
+        rotary_dim,
+        int(round_products),
     )
 
 
