@@ -106,12 +106,27 @@ struct Signature<int32_t (*)(Parameters...)> {
 // ---------------------------------------------------------------------------------------------
 // Result rules: what the functional operator allocates
 
-enum class Rule { LikeFirst, Norm, Halved, Invalid };
+enum class Rule {
+  LikeFirst,
+  Norm,
+  Halved,
+  Like,      // "like_A"
+  Rows,
+  Weight,    // gradients of norms
+  Bias,
+  Partials,
+  Invalid
+};
 
 constexpr Rule parse_rule(std::string_view text) {
   if (text == "x") return Rule::LikeFirst;
   if (text == "norm") return Rule::Norm;
   if (text == "halved") return Rule::Halved;
+  if (text.substr(0, 5) == "like_") return Rule::Like;
+  if (text == "rows") return Rule::Rows;
+  if (text == "dweight") return Rule::Weight;
+  if (text == "dbias") return Rule::Bias;
+  if (text == "partials") return Rule::Partials;
   return Rule::Invalid;
 }
 
@@ -414,21 +429,55 @@ struct Binding {
       }
     }
 
+    // The gradients of a norm's parameters, and the sums that they are made of; see hfpatch.h.
+    template <Rule rule>
+    void parameter_gradient(const DLTensor &x, int64_t *shape, int32_t &dtype) const {
+      constexpr int needs = find("needs");
+      constexpr int parameter = find(rule == Rule::Bias ? "bias" : "weight");
+      static_assert(needs >= 0 && parameter >= 0,
+                    "result rules of norms: need `needs`, `weight` and `bias`");
+      const int64_t cols = x.ndim > 0 ? x.shape[x.ndim - 1] : 0;
+      if constexpr (rule == Rule::Partials) {
+        int64_t rows = 1;
+        for (int32_t i = 0; i + 1 < x.ndim; ++i) rows *= x.shape[i];
+        const int64_t wanted = (ints[needs] & 1) + (ints[needs] >> 1 & 1);
+        shape[0] = wanted > 0 ? hfp_partial_rows(rows, cols) : 0;
+        shape[1] = wanted * cols;
+        dtype = codes.f32;
+      } else {
+        constexpr int64_t bit = rule == Rule::Bias ? HFP_NEED_BIAS : HFP_NEED_WEIGHT;
+        const bool wanted = (ints[needs] & bit) != 0 && handles[parameter].get() != nullptr;
+        shape[0] = wanted ? cols : 0;
+        if (wanted) dtype = views[parameter].dtype;
+      }
+    }
+
     template <std::size_t O>
     void allocate(Handle &handle, View &out) const {
-      constexpr Rule rule = parse_rule(part(Op::result, O));
+      constexpr std::string_view text = part(Op::result, O);
+      constexpr Rule rule = parse_rule(text);
       static_assert(rule != Rule::Invalid, "HFP_OP_TABLE: unknown result rule");
-      const DLTensor &x = views[0].tensor;
-      const int32_t ndim = x.ndim;
+      constexpr int like = rule == Rule::Like ? find(text.substr(5)) : 0;
+      static_assert(like >= 0 && kArgs[like].kind == Kind::Tensor,
+                    "result rule \"like_A\": A must be a Tensor argument");
+      const DLTensor &x = views[like].tensor;
+      int32_t ndim = x.ndim;
       check_dims(Op::name, ndim);
       int64_t shape[kMaxDims], strides[kMaxDims];
       for (int32_t i = 0; i < ndim; ++i) shape[i] = x.shape[i];
+      int32_t dtype = views[like].dtype;
       if constexpr (rule == Rule::Halved) {
         if (ndim > 0) shape[ndim - 1] /= 2;  // an odd size is the C function's to refuse
+      } else if constexpr (rule == Rule::Norm) {
+        dtype = norm_dtype();
+      } else if constexpr (rule == Rule::Rows) {
+        if (ndim > 0) --ndim;
+        dtype = codes.f32;
+      } else if constexpr (rule == Rule::Weight || rule == Rule::Bias || rule == Rule::Partials) {
+        parameter_gradient<rule>(x, shape, dtype);
+        ndim = rule == Rule::Partials ? 2 : 1;
       }
       contiguous_strides(ndim, shape, strides);
-      int32_t dtype = views[0].dtype;
-      if constexpr (rule == Rule::Norm) dtype = norm_dtype();
       AtenTensorHandle result = nullptr;
       HFP_SHIM(Op::name,
                aoti_torch_empty_strided(ndim, shape, strides, dtype, views[0].device_type,

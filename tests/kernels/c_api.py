@@ -92,14 +92,18 @@ class Op:
         kinds = {"float": ctypes.c_double, "int": ctypes.c_int64}
         tensor = ctypes.POINTER(DLTensor)
         middle = [kinds.get(kind, tensor) for kind, _ in self.arguments]
-        return [tensor, *middle, ctypes.c_void_p]
+        outputs = [tensor] * len(self.result.split(","))
+        return [*outputs, *middle, ctypes.c_void_p]
 
 
 def read_ops(header: Path = HEADER) -> dict[str, Op]:
     table = header.read_text().split("#define HFP_OP_TABLE(X)", 1)[1]
-    row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"(\w+)\"\s*,[\s\\]*\"([^\"]*)\"\s*\)")
+    row = re.compile(
+        r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"([\w, ]+)\"\s*,[\s\\]*((?:\"[^\"]*\"[\s\\]*)+)\)"
+    )
     ops = {}
-    for name, function, result, arguments in row.findall(table):
+    for name, function, result, literals in row.findall(table):
+        arguments = "".join(re.findall(r'"([^"]*)"', literals))
         pairs = tuple(tuple(part.split()) for part in arguments.split(","))
         ops[name] = Op(name, function, result, pairs)  # type: ignore[arg-type]
     return ops
@@ -132,6 +136,8 @@ class Library:
         self.dll.hfp_last_error.restype = ctypes.c_char_p
         self.dll.hfp_build_info.restype = ctypes.c_char_p
         self.dll.hfp_abi_version.restype = ctypes.c_int32
+        self.dll.hfp_partial_rows.restype = ctypes.c_int64
+        self.dll.hfp_partial_rows.argtypes = [ctypes.c_int64, ctypes.c_int64]
         for op in OPS.values():
             function = getattr(self.dll, op.function)
             function.argtypes = op.ctypes_arguments()

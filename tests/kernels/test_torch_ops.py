@@ -34,7 +34,32 @@ RAW: dict[str, Case] = {
     "silu": lambda t: (tensor(2, 3, 16, dtype=t),),
     "gated": lambda t: (tensor(2, 3, 16, dtype=t), tensor(2, 3, 16, dtype=t, seed=1), 3),
     "gated_packed": lambda t: (tensor(2, 3, 16, dtype=t), 0, 1),
+    "rms_norm_backward": lambda t: (
+        *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
+        tensor(16, dtype=t), None, 1e-6, 0.0, 1, 1,
+    ),
+    "layer_norm_backward": lambda t: (
+        *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
+        tensor(16, dtype=t), tensor(16), 1e-5, 3,
+    ),
+    "gelu_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)), 1),
+    "silu_backward": lambda t: tuple(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
+    "gated_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(3)), 3),
+    "gated_packed_backward": lambda t: (
+        tensor(2, 3, 8, dtype=t), tensor(2, 3, 16, dtype=t, seed=1), 0, 1,
+    ),
+    "cross_entropy": lambda t: (
+        tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3), 4, 0.1, 30.0,
+    ),
+    "cross_entropy_backward": lambda t: (
+        tensor(2, 3), tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3),
+        tensor(2, 3, 16, dtype=t).float().logsumexp(-1), 4, 0.1, 0.0,
+    ),
 }
+
+
+def outputs(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def act(x: Tensor, name: str) -> Tensor:
@@ -72,17 +97,17 @@ def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> N
     args = RAW[name](dtype)
     functional = getattr(kernels_module.ops, name).default
     torch.library.opcheck(functional, args)
-    out = torch.empty_like(functional(*args))
-    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (out, *args))
+    outs = [torch.empty_like(y) for y in outputs(functional(*args))]
+    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (*outs, *args))
 
 
 @pytest.mark.parametrize("name", RAW)
 def test_out_variant_is_the_functional_one(name: str, kernels_module: ModuleType) -> None:
     args = RAW[name](torch.bfloat16)
     expected = getattr(kernels_module.ops, name).default(*args)
-    out = torch.full_like(expected, float("nan"))
-    assert getattr(kernels_module.ops, name + "_out").default(out, *args) is None
-    assert torch.equal(out, expected)
+    outs = [torch.full_like(y, float("nan")) for y in outputs(expected)]
+    assert getattr(kernels_module.ops, name + "_out").default(*outs, *args) is None
+    assert all(torch.equal(a, b) for a, b in zip(outs, outputs(expected), strict=True))
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gelu", "silu", "gated"])

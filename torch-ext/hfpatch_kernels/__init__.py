@@ -10,10 +10,12 @@ have no autograd, and writing to `out` does not raise its version counter. `laye
 from . import _fakes as _fakes
 from . import layers
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
+from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
 
 __all__ = [
     "add_op_namespace_prefix",
+    "cross_entropy",
     "gated",
     "gated_packed",
     "gelu",
