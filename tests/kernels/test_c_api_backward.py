@@ -67,14 +67,12 @@ def norm_backward(lib, op, grad, x, weight, bias, *codes, needs=3):
     cols = x.shape[-1]
     rows = math.prod(x.shape[:-1])
     wide = cols * ((needs & 1) + (needs >> 1))
-    dx, = canaries((x.shape, x.dtype))
+    (dx,) = canaries((x.shape, x.dtype))
     dw = Canary((cols,), weight.dtype) if needs & 1 else None
     db = Canary((cols,), bias.dtype) if needs & 2 else None
     parts = Canary((lib.dll.hfp_partial_rows(rows, cols), wide), F32) if needs else None
     outs = [dx, dw, db, parts]
-    lib.call(
-        op, *(o and o.out for o in outs), grad, x, weight, bias, *codes, needs
-    )
+    lib.call(op, *(o and o.out for o in outs), grad, x, weight, bias, *codes, needs)
     return [o and o.check() for o in outs][:3]
 
 
@@ -104,9 +102,13 @@ def check_norm(lib, op, x, weight, bias, grad, codes, formula, offset=0.0, hat_r
         hat = hat + r * x64.abs().mean(-1, keepdim=True)
     mean_h, rms_h = h.mean(-1, keepdim=True), h.square().mean(-1, keepdim=True).sqrt()
     size = r * (h + mean_h + hat * rms_h * (1 + hat.square().mean(-1, keepdim=True).sqrt()))
-    what = f"{op} {tuple(x.shape)} {x.dtype} {grad.dtype} {None if weight is None else weight.dtype}"
+    what = (
+        f"{op} {tuple(x.shape)} {x.dtype} {grad.dtype} {None if weight is None else weight.dtype}"
+    )
     bound = DX_FP32 * size
-    assert_close(dx, edx, bound + ROUNDING[x.dtype] * (edx.abs() + bound) + SUBNORMAL[x.dtype], what)
+    assert_close(
+        dx, edx, bound + ROUNDING[x.dtype] * (edx.abs() + bound) + SUBNORMAL[x.dtype], what
+    )
     flat = (-1, x.shape[-1])
     for actual, expected, terms in (
         (dw, edw, grad.double().abs() * hat),
@@ -128,11 +130,22 @@ def test_rms_norm_backward_shapes(lib, dtype):  # noqa: F811
     for rows, cols in itertools.product((1, 7, 64, 300), COLS):
         x, grad = torch.randn(2, rows, cols, dtype=dtype)
         weight, bias = torch.randn(2, cols, dtype=dtype)
-        for w, b, offset in ((weight, None, 0.0), (None, None, 0.0), (weight, bias, 1.0),
-                             (None, bias, 0.0)):
+        for w, b, offset in (
+            (weight, None, 0.0),
+            (None, None, 0.0),
+            (weight, bias, 1.0),
+            (None, bias, 0.0),
+        ):
             check_norm(
-                lib, "rms_norm_backward", x, w, b, grad, (1e-6, offset, NONE),
-                lambda x, w, b, o=offset: rms_norm(x, w, b, 1e-6, o), offset,
+                lib,
+                "rms_norm_backward",
+                x,
+                w,
+                b,
+                grad,
+                (1e-6, offset, NONE),
+                lambda x, w, b, o=offset: rms_norm(x, w, b, 1e-6, o),
+                offset,
             )
 
 
@@ -145,8 +158,15 @@ def test_rms_norm_backward_mixed_dtypes(lib, dtype, weight_type):  # noqa: F811
         grad = torch.randn(9, cols, dtype=rms_result(x, weight, cast))
         hat = 0.0 if cast == NONE else ROUNDING[dtype if cast == INPUT else weight_type]
         check_norm(
-            lib, "rms_norm_backward", x, weight, None, grad, (1e-6, 0.0, cast),
-            lambda x, w, b: rms_norm(x, w, b, 1e-6), hat_rounding=hat,
+            lib,
+            "rms_norm_backward",
+            x,
+            weight,
+            None,
+            grad,
+            (1e-6, 0.0, cast),
+            lambda x, w, b: rms_norm(x, w, b, 1e-6),
+            hat_rounding=hat,
         )
 
 
@@ -154,11 +174,13 @@ def test_rms_norm_backward_rounds_xhat_as_the_forward(lib):  # noqa: F811
     """One row and grad 1: dweight is xhat itself, which INPUT has rounded to the dtype."""
     x, weight = torch.randn(1, 512, dtype=BF16), torch.ones(512)
     grad = torch.ones(1, 512)
-    _, dw, _ = norm_backward(lib, "rms_norm_backward", grad, x, weight, None, 1e-6, 0.0, INPUT,
-                             needs=1)
+    _, dw, _ = norm_backward(
+        lib, "rms_norm_backward", grad, x, weight, None, 1e-6, 0.0, INPUT, needs=1
+    )
     assert torch.equal(dw, dw.to(BF16).float())
-    _, dw, _ = norm_backward(lib, "rms_norm_backward", grad, x, weight, None, 1e-6, 0.0, WEIGHT,
-                             needs=1)
+    _, dw, _ = norm_backward(
+        lib, "rms_norm_backward", grad, x, weight, None, 1e-6, 0.0, WEIGHT, needs=1
+    )
     assert not torch.equal(dw, dw.to(BF16).float())
 
 
@@ -168,8 +190,16 @@ def test_layer_norm_backward(lib, dtype):  # noqa: F811
         x, grad = torch.randn(2, rows, cols, dtype=dtype)
         weight, bias = torch.randn(2, cols, dtype=dtype)
         for w, b in ((weight, bias), (None, None), (weight.float(), bias.half()), (weight, None)):
-            check_norm(lib, "layer_norm_backward", x + 1, w, b, grad, (1e-3,),
-                       lambda x, w, b: layer_norm(x, w, b, 1e-3))
+            check_norm(
+                lib,
+                "layer_norm_backward",
+                x + 1,
+                w,
+                b,
+                grad,
+                (1e-3,),
+                lambda x, w, b: layer_norm(x, w, b, 1e-3),
+            )
 
 
 def test_norm_backward_needs(lib):  # noqa: F811
@@ -222,7 +252,9 @@ def test_sums_do_not_depend_on_the_threads(built):  # noqa: F811
         subprocess.run(
             [sys.executable, "-c", code, str(built), str(Path(__file__).parent)],
             env={**os.environ, "OMP_NUM_THREADS": threads},
-            check=True, capture_output=True, text=True,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
         for threads in ("1", "4")
     }
@@ -258,7 +290,9 @@ def test_activation_backward(lib, dtype, name):  # noqa: F811
         assert_close(canary.check(), expected, bound, f"{name} {dtype}")
         again = grad.clone()
         arguments = () if name == "silu" else (ACTIVATIONS[name],)
-        lib.call("silu_backward" if name == "silu" else "gelu_backward", again, again, x, *arguments)
+        lib.call(
+            "silu_backward" if name == "silu" else "gelu_backward", again, again, x, *arguments
+        )
         assert same_bits(again, canary.out)
 
 
@@ -286,8 +320,12 @@ def test_gated_backward(lib, dtype, name):  # noqa: F811
         egate, eup = truth(lambda g, u: activate(g, name) * u, grad, gate, up)
         g = grad.double().abs()
         bound = SLOPE_FP32[dtype] * (g * up.double().abs()) * (1 + gate.double().abs().clamp_max(4))
-        assert_close(dgate.check(), egate, bound + ROUNDING[dtype] * egate.abs() + SUBNORMAL[dtype],
-                     f"dgate {name} {dtype}")
+        assert_close(
+            dgate.check(),
+            egate,
+            bound + ROUNDING[dtype] * egate.abs() + SUBNORMAL[dtype],
+            f"dgate {name} {dtype}",
+        )
         # act(gate) is rounded, then the product.
         bound = SLOPE_FP32[dtype] * g * gate.double().abs() + g * SUBNORMAL[dtype]
         bound = bound + 2.01 * ROUNDING[dtype] * eup.abs() + SUBNORMAL[dtype]
@@ -295,7 +333,7 @@ def test_gated_backward(lib, dtype, name):  # noqa: F811
         for gate_first in (0, 1):
             halves = (gate, up) if gate_first else (up, gate)
             x = torch.cat(halves, -1)
-            dx, = canaries((x.shape, dtype))
+            (dx,) = canaries((x.shape, dtype))
             lib.call("gated_packed_backward", dx.out, grad, x, ACTIVATIONS[name], gate_first)
             both = (dgate.out, dup.out) if gate_first else (dup.out, dgate.out)
             assert same_bits(dx.check(), torch.cat(both, -1))
@@ -335,16 +373,21 @@ def test_cross_entropy(lib, dtype, smoothing, cap):  # noqa: F811
         (edx,) = truth(lambda x: loss_formula(x, target, smoothing, cap), grad, logits)
         # A softmax has the error of its exponent, up to about twice that of lse.
         bound = grad.double().abs()[:, None] * 2 * LOSS_FP32 * size[:, None]
-        assert_close(dx.check(), edx, bound + ROUNDING[dtype] * edx.abs() + SUBNORMAL[dtype],
-                     f"dlogits {classes}")
+        assert_close(
+            dx.check(),
+            edx,
+            bound + ROUNDING[dtype] * edx.abs() + SUBNORMAL[dtype],
+            f"dlogits {classes}",
+        )
         lib.call("cross_entropy_backward", logits, grad, logits, target, lse.out, *codes)
         assert same_bits(logits, dx.out)
 
 
 def test_cross_entropy_odd_values(lib):  # noqa: F811
     inf = math.inf
-    logits = torch.tensor([[0.0, -inf, 1.0], [0.0, 1.0, 2.0], [1e4, -1e4, 0.0], [math.nan, 0, 0],
-                           [-inf, 0.0, 0.0]])
+    logits = torch.tensor(
+        [[0.0, -inf, 1.0], [0.0, 1.0, 2.0], [1e4, -1e4, 0.0], [math.nan, 0, 0], [-inf, 0.0, 0.0]]
+    )
     target = torch.tensor([2, 7, 0, 1, 0])
     loss, lse = torch.empty(5), torch.empty(5)
     lib.call("cross_entropy", loss, lse, logits, target, -100, 0.0, 0.0)
@@ -386,11 +429,18 @@ L, I64 = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
         (("gelu_backward", X, X, X, 3), ["`approximate`", "got 3"]),
         (("gated_backward", X, X[:, :4], X, X, X, SILU), ["`dup`"]),
         (("gated_packed_backward", X, X, X, SILU, 1), ["`grad`", "[4, 4]", "[4, 8]"]),
-        (("rms_norm_backward", X, W, None, P, X.half(), X, W, None, 1e-6, 0.0, 0, 1),
-         ["`grad`", "float32", "float16"]),
-        (("rms_norm_backward", X, W, None, P, X, X, None, None, 1e-6, 0.0, 0, 1),
-         ["`needs`", "`dweight`", "`weight`"]),
-        (("rms_norm_backward", X, W, None, P, X, X, W, None, 1e-6, 0.0, 0, 4), ["`needs`", "got 4"]),
+        (
+            ("rms_norm_backward", X, W, None, P, X.half(), X, W, None, 1e-6, 0.0, 0, 1),
+            ["`grad`", "float32", "float16"],
+        ),
+        (
+            ("rms_norm_backward", X, W, None, P, X, X, None, None, 1e-6, 0.0, 0, 1),
+            ["`needs`", "`dweight`", "`weight`"],
+        ),
+        (
+            ("rms_norm_backward", X, W, None, P, X, X, W, None, 1e-6, 0.0, 0, 4),
+            ["`needs`", "got 4"],
+        ),
         (("rms_norm_backward", X, W, None, P[:3], X, X, W, None, 1e-6, 0.0, 0, 1), ["`partials`"]),
         (("rms_norm_backward", X, W, None, None, X, X, W, None, 1e-6, 0.0, 0, 1), ["`partials`"]),
         (("layer_norm_backward", X, W.half(), None, P, X, X, W, None, 1e-6, 1), ["`dweight`"]),

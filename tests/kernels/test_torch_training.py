@@ -66,15 +66,18 @@ def test_symbolic_shapes_with_gradients(kernels_module: ModuleType) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda x, w: kernels_module.rms_norm(x, w, cast="input").sum(),
-        fullgraph=True, backend=counter, dynamic=True,
+        fullgraph=True,
+        backend=counter,
+        dynamic=True,
     )
     w = tensor(64).requires_grad_()
-    for rows in (5, 7, 3000):
+    # Few rows and many may be compiled apart (the number of partial rows has a limit), never more.
+    for rows in (100, 700, 900, 30000, 40000):
         x = tensor(rows, 64)
         (actual,) = torch.autograd.grad(compiled(x, w), w)
         (expected,) = torch.autograd.grad(kernels_module.rms_norm(x, w, cast="input").sum(), w)
         torch.testing.assert_close(actual, expected)
-    assert counter.frame_count == 1
+    assert counter.frame_count <= 2
 
 
 # -------------------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ def test_cross_entropy(
     expected = formula(wide)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-    seed = tensor(*loss.shape)
+    seed = tensor(1, *loss.shape)[0]
     (actual,) = torch.autograd.grad(loss, x, seed)
     (truth,) = torch.autograd.grad(expected, wide, seed.double())
     assert actual.dtype == dtype
@@ -129,6 +132,19 @@ def test_cross_entropy_of_ignored_rows(kernels_module: ModuleType) -> None:
     assert loss.isnan()  # as torch's
     loss.backward()
     assert (x.grad == 0).all()
+
+
+def test_cross_entropy_of_slices(kernels_module: ModuleType) -> None:
+    """Next tokens are a slice of the tokens; the logits lose their last position."""
+    logits, ids = tensor(3, 6, 20), torch.arange(18).view(3, 6)
+    results = []
+    for x, t in ((logits[:, :-1], ids[:, 1:]), (logits[:, :-1].clone(), ids[:, 1:].clone())):
+        x = x.detach().requires_grad_()
+        loss = kernels_module.cross_entropy(x, t, "none")
+        loss.backward(tensor(5, 3).t())
+        results.append((loss, x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_cross_entropy_gradient_over_the_logits(kernels_module: ModuleType) -> None:
@@ -163,10 +179,10 @@ def test_cross_entropy_errors(
 # A model
 
 
-def train(model: torch.nn.Module, loss_of: Any, steps: int = 20) -> list[float]:
+def train(model: torch.nn.Module, loss_of: Any, rate: float, steps: int = 20) -> list[float]:
     """The losses of `steps` steps of SGD, whose steps are proportional to the gradients: an Adam
     step would hide a gradient of the wrong size."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -178,9 +194,9 @@ def train(model: torch.nn.Module, loss_of: Any, steps: int = 20) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize(("name", "rate"), [("llama", 0.05), ("gemma3", 2e-3)])
 def test_a_patched_model_learns_the_same(
-    name: str, dtype: torch.dtype, kernels_module: ModuleType
+    name: str, rate: float, dtype: torch.dtype, kernels_module: ModuleType
 ) -> None:
     entry = zoo.ENTRIES[name]
     model = entry.build(dtype)
@@ -199,19 +215,21 @@ def test_a_patched_model_learns_the_same(
             logits = m(input_ids=ids, use_cache=False).logits[:, :-1]
             if patched:
                 return kernels_module.cross_entropy(logits, ids[:, 1:])
-            return F.cross_entropy(logits.flatten(0, 1).to(torch.promote_types(width, torch.float32)),
-                                   ids[:, 1:].flatten())
+            wide = logits.to(torch.promote_types(width, torch.float32))
+            return F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten())
 
-        losses = train(learner, loss_of)
+        losses = train(learner, loss_of, rate)
         return losses, {k: v.detach().double() for k, v in learner.named_parameters()}
 
     truth, wide = run(torch.float64, False)
     plain, unpatched = run(dtype, False)
     ours, trained = run(dtype, True)
-    assert truth[-1] < 0.7 * truth[0]  # it learns
+    assert truth[-1] < 0.8 * truth[0]  # it learns
     eps = torch.finfo(dtype).eps
-    for t, p, o in zip(truth, plain, ours, strict=True):
-        assert abs(o - t) <= 2 * abs(p - t) + 8 * eps * abs(t), (ours, plain, truth)
+    # How far rounding takes a trajectory in this dtype; at one step the two may by chance be close.
+    noise = max(abs(p - t) for p, t in zip(plain, truth, strict=True))
+    for t, o in zip(truth, ours, strict=True):
+        assert abs(o - t) <= 2 * noise + 4 * eps * abs(t), (ours, plain, truth)
     moved = {k: (wide[k] - start[k].double()).norm() for k in wide}
     for k, distance in moved.items():
         error = (trained[k] - wide[k]).norm()

@@ -20,7 +20,8 @@ def _parameter_needs(ctx):
 def _wanted(ctx, *gradients):
     """Those that autograd asked for; the kernels also compute a dx that it did not ask for."""
     return tuple(
-        g if need else None for g, need in zip(gradients, ctx.needs_input_grad)  # noqa: B905
+        g if need else None
+        for g, need in zip(gradients, ctx.needs_input_grad)  # noqa: B905
     )
 
 
@@ -116,5 +117,7 @@ class CrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        dlogits = ops.cross_entropy_backward.default(grad, *ctx.saved_tensors, *ctx.codes)
+        dlogits = ops.cross_entropy_backward.default(
+            grad.contiguous(), *ctx.saved_tensors, *ctx.codes
+        )
         return dlogits, None, None, None, None

@@ -44,6 +44,7 @@ def cross_entropy(
     """
     if reduction not in _REDUCTIONS:
         _codes.reject("reduction", reduction, _REDUCTIONS)
+    target = target.contiguous()  # often a slice, one token to the right
     if logits.requires_grad and is_grad_enabled():
         loss = _autograd.CrossEntropy.apply(logits, target, ignore_index, label_smoothing, softcap)
     else:
