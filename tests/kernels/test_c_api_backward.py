@@ -3,6 +3,8 @@
 The truth is autograd of the op's reference formula in fp64.
 """
 
+# ruff: noqa: F811  (fixtures of test_c_api)
+
 from __future__ import annotations
 
 import itertools
@@ -370,7 +372,7 @@ def test_cross_entropy(lib, dtype, smoothing, cap):  # noqa: F811
         size = 1 + logits.double().abs().amax(-1) + expected.abs()
         assert_close(loss.check(), expected, LOSS_FP32 * size, f"loss {classes}")
         lib.call("cross_entropy_backward", dx.out, grad, logits, target, lse.check(), *codes)
-        (edx,) = truth(lambda x: loss_formula(x, target, smoothing, cap), grad, logits)
+        (edx,) = truth(lambda x, t=target: loss_formula(x, t, smoothing, cap), grad, logits)
         # A softmax has the error of its exponent, up to about twice that of lse.
         bound = grad.double().abs()[:, None] * 2 * LOSS_FP32 * size[:, None]
         assert_close(

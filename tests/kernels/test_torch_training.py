@@ -1,4 +1,4 @@
-"""The torch operators of training: fakes, layouts, cross entropy, and a model that learns the same."""
+"""The operators of training: fakes, layouts, cross entropy, and a model that learns the same."""
 
 from __future__ import annotations
 
