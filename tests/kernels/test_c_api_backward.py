@@ -128,7 +128,7 @@ COLS = [1, 3, 17, 128, 1000, 4097]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_backward_shapes(lib, dtype):  # noqa: F811
+def test_rms_norm_backward_shapes(lib, dtype):
     for rows, cols in itertools.product((1, 7, 64, 300), COLS):
         x, grad = torch.randn(2, rows, cols, dtype=dtype)
         weight, bias = torch.randn(2, cols, dtype=dtype)
@@ -153,7 +153,7 @@ def test_rms_norm_backward_shapes(lib, dtype):  # noqa: F811
 
 @pytest.mark.parametrize("weight_type", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_backward_mixed_dtypes(lib, dtype, weight_type):  # noqa: F811
+def test_rms_norm_backward_mixed_dtypes(lib, dtype, weight_type):
     for cols, cast in itertools.product((5, 64, 200), (NONE, INPUT, WEIGHT)):
         x = torch.randn(9, cols, dtype=dtype)
         weight = torch.randn(cols, dtype=weight_type)
@@ -172,7 +172,7 @@ def test_rms_norm_backward_mixed_dtypes(lib, dtype, weight_type):  # noqa: F811
         )
 
 
-def test_rms_norm_backward_rounds_xhat_as_the_forward(lib):  # noqa: F811
+def test_rms_norm_backward_rounds_xhat_as_the_forward(lib):
     """One row and grad 1: dweight is xhat itself, which INPUT has rounded to the dtype."""
     x, weight = torch.randn(1, 512, dtype=BF16), torch.ones(512)
     grad = torch.ones(1, 512)
@@ -187,7 +187,7 @@ def test_rms_norm_backward_rounds_xhat_as_the_forward(lib):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_backward(lib, dtype):  # noqa: F811
+def test_layer_norm_backward(lib, dtype):
     for rows, cols in itertools.product((1, 7, 300), (2, *COLS[1:])):
         x, grad = torch.randn(2, rows, cols, dtype=dtype)
         weight, bias = torch.randn(2, cols, dtype=dtype)
@@ -204,7 +204,7 @@ def test_layer_norm_backward(lib, dtype):  # noqa: F811
             )
 
 
-def test_norm_backward_needs(lib):  # noqa: F811
+def test_norm_backward_needs(lib):
     """What is not asked for is not touched, and the rest is the same."""
     x, grad = torch.randn(2, 40, 96)
     weight, bias = torch.randn(2, 96)
@@ -216,7 +216,7 @@ def test_norm_backward_needs(lib):  # noqa: F811
                 assert b is None if i and not needs >> (i - 1) & 1 else same_bits(a, b)
 
 
-def test_norm_backward_of_no_rows(lib):  # noqa: F811
+def test_norm_backward_of_no_rows(lib):
     x, (weight, bias) = torch.randn(0, 96), torch.randn(2, 96, dtype=BF16)
     for op, codes in (("rms_norm_backward", (1e-6, 0.0, NONE)), ("layer_norm_backward", (1e-5,))):
         _, dw, db = norm_backward(lib, op, x, x, weight, bias, *codes)
@@ -224,7 +224,7 @@ def test_norm_backward_of_no_rows(lib):  # noqa: F811
         assert (db == 0).all()
 
 
-def test_norm_backward_in_place_and_strided(lib):  # noqa: F811
+def test_norm_backward_in_place_and_strided(lib):
     x, grad = torch.randn(2, 6, 5, 80)
     weight, bias = torch.randn(2, 80)
     for op, codes in (("rms_norm_backward", (1e-6, 0.0, NONE)), ("layer_norm_backward", (1e-5,))):
@@ -240,7 +240,7 @@ def test_norm_backward_in_place_and_strided(lib):  # noqa: F811
             assert same_bits(args[target], expected[0])
 
 
-def test_sums_do_not_depend_on_the_threads(built):  # noqa: F811
+def test_sums_do_not_depend_on_the_threads(built):
     """The same bits with 1 and with 4 threads."""
     code = (
         "import sys, hashlib, torch; sys.path.insert(0, sys.argv[2]); import c_api\n"
@@ -263,7 +263,7 @@ def test_sums_do_not_depend_on_the_threads(built):  # noqa: F811
     assert len(found) == 1
 
 
-def test_partial_rows(built):  # noqa: F811
+def test_partial_rows(built):
     library = Library(built)
     for rows, cols in itertools.product((0, 1, 5, 4096, 2**40), (1, 3, 512, 513, 3072, 10**6)):
         parts = library.dll.hfp_partial_rows(rows, cols)
@@ -276,7 +276,7 @@ def test_partial_rows(built):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "gelu_sigmoid", "silu"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_backward(lib, dtype, name):  # noqa: F811
+def test_activation_backward(lib, dtype, name):
     ramp = torch.linspace(-30, 30, 4003)
     for x in (torch.randn(7, 129) * 3, ramp, torch.randn(1), torch.randn(0, 4)):
         x = x.to(dtype)
@@ -299,7 +299,7 @@ def test_activation_backward(lib, dtype, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_slopes_far_out(lib, dtype):  # noqa: F811
+def test_slopes_far_out(lib, dtype):
     """0 or 1 exactly, and no NaN, where x^3 overflows."""
     x = torch.tensor([-1e38, -1e20, -300.0, 300.0, 1e20, 1e38], dtype=dtype)
     expected = torch.tensor([0.0, 0, 0, 1, 1, 1], dtype=dtype)
@@ -314,7 +314,7 @@ def test_slopes_far_out(lib, dtype):  # noqa: F811
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_backward(lib, dtype, name):  # noqa: F811
+def test_gated_backward(lib, dtype, name):
     for shape in ((5, 257), (3, 4, 64), (1, 1), (0, 8)):
         gate, up, grad = (torch.randn(shape).to(dtype) for _ in range(3))
         dgate, dup = canaries((shape, dtype), (shape, dtype))
@@ -359,7 +359,7 @@ LOSS_FP32 = 8 * 2.0**-24
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 0.0), (0.0, 30.0), (0.2, 5.0)])
-def test_cross_entropy(lib, dtype, smoothing, cap):  # noqa: F811
+def test_cross_entropy(lib, dtype, smoothing, cap):
     for rows, classes in itertools.product((1, 9), (1, 2, 31, 1000, 50257)):
         logits = (torch.randn(rows, classes) * 6).to(dtype)
         target = torch.randint(classes, (rows,))
@@ -385,7 +385,7 @@ def test_cross_entropy(lib, dtype, smoothing, cap):  # noqa: F811
         assert same_bits(logits, dx.out)
 
 
-def test_cross_entropy_odd_values(lib):  # noqa: F811
+def test_cross_entropy_odd_values(lib):
     inf = math.inf
     logits = torch.tensor(
         [[0.0, -inf, 1.0], [0.0, 1.0, 2.0], [1e4, -1e4, 0.0], [math.nan, 0, 0], [-inf, 0.0, 0.0]]
@@ -404,7 +404,7 @@ def test_cross_entropy_odd_values(lib):  # noqa: F811
     assert dx[0, 1] == 0
 
 
-def test_ignored_rows_are_not_read(lib):  # noqa: F811
+def test_ignored_rows_are_not_read(lib):
     logits = torch.full((2, 40), math.nan)
     target = torch.tensor([5, 5])
     loss, lse, dx = torch.ones(2), torch.ones(2), torch.ones(2, 40)
@@ -455,7 +455,7 @@ L, I64 = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
         (("cross_entropy_backward", X, L.half(), X, I64, L, -100, 0.0, 0.0), ["`grad`"]),
     ],
 )
-def test_bad_input(built, call, words):  # noqa: F811
+def test_bad_input(built, call, words):
     library = Library(built)
     name, *arguments = call
     if name == "rms_norm_backward":  # P depends on the shape: 8 columns, so 128 rows at once
