@@ -50,6 +50,13 @@ class Check {
   bool output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type, Tensor *tensor,
               const char *name = "out");
 
+  // The same for results and inputs of other names and shapes.
+  bool shaped(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape, DType type,
+              Tensor *tensor);
+  // A required contiguous int64 input of that shape; returns its elements in `data`.
+  bool indices(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape,
+               Tensor *tensor);
+
   bool in_range(const char *name, int64_t value, int64_t count, const char *choices);
   // Finite, also as a float, and at least `low`.
   bool number(const char *name, double value, double low, const char *expected);
@@ -412,6 +419,42 @@ inline bool Check::groups(const Tensor &tensor, int64_t size, Rows *rows) {
   rows->s1 = rows->s2;
   rows->n2 = count;
   rows->s2 = size;
+  return true;
+}
+
+inline bool Check::shaped(const char *name, const DLTensor *raw, int32_t ndim,
+                          const int64_t *shape, DType type, Tensor *tensor) {
+  if (!parse(name, raw, tensor)) return false;
+  if (tensor->type != type) {
+    return fail("`%s` must be %s, got %s", name, name_of(type), name_of(tensor->type));
+  }
+  bool same = raw->ndim == ndim;
+  for (int32_t i = 0; same && i < ndim; ++i) same = raw->shape[i] == shape[i];
+  if (!same) {
+    DLTensor expected = *raw;
+    expected.ndim = ndim;
+    expected.shape = const_cast<int64_t *>(shape);
+    return fail("`%s` must have shape %s, got %s", name, ShapeText(expected).text,
+                ShapeText(*raw).text);
+  }
+  if (!tensor->contiguous) return fail("`%s` must be contiguous, got a strided tensor", name);
+  return true;
+}
+
+inline bool Check::indices(const char *name, const DLTensor *raw, int32_t ndim,
+                           const int64_t *shape, Tensor *tensor) {
+  if (!raw) return fail("`%s` must be a tensor, got NULL", name);
+  if (raw->dtype.code != kDLInt || raw->dtype.bits != 64 || raw->dtype.lanes != 1) {
+    return fail("`%s` must be int64, got %s; convert it first", name, DTypeText(raw->dtype).text);
+  }
+  // Everything but the dtype is checked as for a float tensor of half the element size.
+  DLTensor as_float = *raw;
+  as_float.dtype = {kDLFloat, 32, 1};
+  if (!shaped(name, &as_float, ndim, shape, DType::F32, tensor)) return false;
+  tensor->raw = raw;
+  if (reinterpret_cast<uint64_t>(tensor->data) % sizeof(int64_t) != 0) {
+    return fail("`%s` must be aligned to its element size of 8 bytes; copy it", name);
+  }
   return true;
 }
 

@@ -231,6 +231,74 @@ HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DL
                                       int64_t norm_before_gate, void *stream);
 
 /*
+ * Gradients. `grad` is the gradient of the forward's result, of its shape and dtype; the results have
+ * the shapes and dtypes of what they are gradients of, fp32 inside and one rounding. dx may be the
+ * buffer of `grad` or of x (where the dtype is the same). The statistics of a row are computed from x
+ * again: x is read anyway.
+ *
+ * Norms: `needs` says which gradients are wanted besides dx: HFP_NEED_WEIGHT, HFP_NEED_BIAS, their
+ * sum, or 0. Those of parameters are sums over all rows: row p of `partials`, fp32 [P, K D], holds
+ * the sums over a part of the rows (the weight's D, then the bias's D; K is how many are wanted),
+ * P = hfp_partial_rows(rows, D), and then the P rows are added up. No atomics: same input, same bits.
+ * What is not wanted may be NULL or anything. Of `bias`, only the presence and the dtype count.
+ * With no rows at all the sums are 0.
+ */
+enum { HFP_NEED_WEIGHT = 1, HFP_NEED_BIAS = 2, HFP_NEED_COUNT = 4 };
+
+/* Rows of `partials` for an x of [rows, cols]; on every device the same. */
+HFP_EXPORT int64_t hfp_partial_rows(int64_t rows, int64_t cols);
+
+/* The weight's factor is xhat as the forward rounded it; see HFP_CAST_*. */
+HFP_EXPORT int32_t hfp_rms_norm_backward(DLTensor *dx, DLTensor *dweight, DLTensor *dbias,
+                                         DLTensor *partials, const DLTensor *grad,
+                                         const DLTensor *x, const DLTensor *weight,
+                                         const DLTensor *bias, double eps, double weight_offset,
+                                         int64_t cast, int64_t needs, void *stream);
+
+HFP_EXPORT int32_t hfp_layer_norm_backward(DLTensor *dx, DLTensor *dweight, DLTensor *dbias,
+                                           DLTensor *partials, const DLTensor *grad,
+                                           const DLTensor *x, const DLTensor *weight,
+                                           const DLTensor *bias, double eps, int64_t needs,
+                                           void *stream);
+
+/* grad * act'(x). approximate: HFP_ACT_GELU_ERF, _TANH or _SIGMOID. */
+HFP_EXPORT int32_t hfp_gelu_backward(DLTensor *dx, const DLTensor *grad, const DLTensor *x,
+                                     int64_t approximate, void *stream);
+
+HFP_EXPORT int32_t hfp_silu_backward(DLTensor *dx, const DLTensor *grad, const DLTensor *x,
+                                     void *stream);
+
+/* dgate = grad * up * act'(gate); dup = grad * act(gate), rounded as in the forward. */
+HFP_EXPORT int32_t hfp_gated_backward(DLTensor *dgate, DLTensor *dup, const DLTensor *grad,
+                                      const DLTensor *gate, const DLTensor *up, int64_t activation,
+                                      void *stream);
+
+/* The same with x and dx [..., 2 D], grad [..., D]. */
+HFP_EXPORT int32_t hfp_gated_packed_backward(DLTensor *dx, const DLTensor *grad, const DLTensor *x,
+                                             int64_t activation, int64_t gate_first, void *stream);
+
+/*
+ * Cross entropy of each row. logits [..., V], target [...] int64, loss and lse [...] fp32:
+ *   z = logits, or softcap * tanh(logits / softcap) if softcap > 0; lse = log(sum(exp(z)))
+ *   loss = lse - (1 - label_smoothing) z[target] - label_smoothing mean(z)
+ * as torch.nn.functional.cross_entropy without class weights (Szegedy et al., arXiv:1512.00567, for
+ * the smoothing). Where target is ignore_index, loss and lse are 0 and the row is not read; any other
+ * target outside of [0, V) gives NaN, since its value is not known before the launch.
+ */
+HFP_EXPORT int32_t hfp_cross_entropy(DLTensor *loss, DLTensor *lse, const DLTensor *logits,
+                                     const DLTensor *target, int64_t ignore_index,
+                                     double label_smoothing, double softcap, void *stream);
+
+/*
+ * dlogits of the above, in the dtype of the logits; grad and lse: [...] fp32, contiguous. dlogits may
+ * be the buffer of logits.
+ */
+HFP_EXPORT int32_t hfp_cross_entropy_backward(DLTensor *dlogits, const DLTensor *grad,
+                                              const DLTensor *logits, const DLTensor *target,
+                                              const DLTensor *lse, int64_t ignore_index,
+                                              double label_smoothing, double softcap, void *stream);
+
+/*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
  * outer parentheses, in the order of the C parameters between `out` and `stream`; `result` says what a
  * caller must allocate for `out`:
@@ -240,6 +308,9 @@ HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DL
  *   "modulated"  shape of the first tensor argument; its dtype, under HFP_CAST_INPUT promoted with
  *             that of the second
  *   "=NAME"   shape and dtype of the tensor argument of that name
+ *   "rows"    fp32, the shape of the first tensor argument without its last dimension
+ *   "dweight", "dbias"  [D] in the dtype of the weight or bias if `needs` asks for it, else [0]
+ *   "partials"  fp32 [hfp_partial_rows(rows, D), K D], see the gradients of norms
  * A function with several outputs has one rule for each, separated by commas.
  */
 #define HFP_OP_TABLE(X)                                                                            \
@@ -274,7 +345,23 @@ HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DL
     "float eps, float weight_offset, int cast, int norm_across_heads, int seq_dim, "               \
     "int interleaved, int rotary_dim, int round_products")                                         \
   X(gated_rms_norm, hfp_gated_rms_norm, "x",                                                       \
-    "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate")
+    "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate")      \
+  X(rms_norm_backward, hfp_rms_norm_backward, "=x, dweight, dbias, partials",                  \
+    "Tensor grad, Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, "        \
+    "int cast, int needs")                                                                         \
+  X(layer_norm_backward, hfp_layer_norm_backward, "=x, dweight, dbias, partials",              \
+    "Tensor grad, Tensor x, Tensor? weight, Tensor? bias, float eps, int needs")                   \
+  X(gelu_backward, hfp_gelu_backward, "=x", "Tensor grad, Tensor x, int approximate")          \
+  X(silu_backward, hfp_silu_backward, "=x", "Tensor grad, Tensor x")                           \
+  X(gated_backward, hfp_gated_backward, "=gate, =up",                                      \
+    "Tensor grad, Tensor gate, Tensor up, int activation")                                         \
+  X(gated_packed_backward, hfp_gated_packed_backward, "=x",                                    \
+    "Tensor grad, Tensor x, int activation, int gate_first")                                       \
+  X(cross_entropy, hfp_cross_entropy, "rows, rows",                                                \
+    "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap")        \
+  X(cross_entropy_backward, hfp_cross_entropy_backward, "=logits",                             \
+    "Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, "                    \
+    "float label_smoothing, float softcap")
 
 #ifdef __cplusplus
 }

@@ -133,6 +133,52 @@ struct GatedNormArgs {
   bool norm_before_gate;
 };
 
+// Gradients of rms_norm and layer_norm. dx is contiguous [rows, cols] in x_type. partials is
+// [partial_rows, K * cols]: the weight's columns if dweight is wanted (not null), then the bias's if
+// dbias is. With rows == 0, what is wanted becomes 0.
+struct NormBackwardArgs {
+  void *dx, *dweight, *dbias;
+  float *partials;
+  const void *grad, *x, *weight;
+  DType grad_type, x_type, weight_type, bias_type;
+  DType hat_type;  // what the forward rounded xhat to before the weight; F32: nothing
+  Rows grad_rows, x_rows;
+  int64_t partial_rows;
+  float eps, weight_offset;
+};
+
+struct ActivationBackwardArgs {
+  void *dx;
+  const void *grad, *x;
+  DType type;
+  Rows grad_rows, x_rows;  // the same rows and cols
+  int activation;
+};
+
+// Row i of dgate and of dup starts at element i * out_stride.
+struct GatedBackwardArgs {
+  void *dgate, *dup;
+  const void *grad, *gate, *up;
+  DType type;
+  Rows grad_rows, gate_rows, up_rows;  // the same rows and cols
+  int64_t out_stride;
+  int activation;
+};
+
+// One row per target. loss and lse, or grad and lse and dlogits (contiguous): see hfpatch.h.
+struct CrossEntropyArgs {
+  float *loss, *lse;      // forward
+  void *dlogits;          // backward
+  const float *grad;      // backward
+  const float *saved_lse; // backward
+  const void *logits;
+  const int64_t *target;
+  DType type;
+  Rows rows;
+  int64_t ignore_index;
+  float label_smoothing, softcap;
+};
+
 // Each returns HFP_OK, or a status after set_error().
 namespace cpu {
 int32_t rms_norm(const RmsNormArgs &);
@@ -143,6 +189,12 @@ int32_t fused_norm(const FusedNormArgs &);
 int32_t gate_residual(const GateResidualArgs &);
 int32_t rope(const RopeArgs &);
 int32_t gated_norm(const GatedNormArgs &);
+int32_t rms_norm_backward(const NormBackwardArgs &);
+int32_t layer_norm_backward(const NormBackwardArgs &);
+int32_t activation_backward(const ActivationBackwardArgs &);
+int32_t gated_backward(const GatedBackwardArgs &);
+int32_t cross_entropy(const CrossEntropyArgs &);
+int32_t cross_entropy_backward(const CrossEntropyArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -156,6 +208,12 @@ int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
 int32_t rope(const RopeArgs &, int device, void *stream);          // without norm
 int32_t qk_norm_rope(const RopeArgs &, int device, void *stream);  // with norm
 int32_t gated_norm(const GatedNormArgs &, int device, void *stream);
+int32_t rms_norm_backward(const NormBackwardArgs &, int device, void *stream);
+int32_t layer_norm_backward(const NormBackwardArgs &, int device, void *stream);
+int32_t activation_backward(const ActivationBackwardArgs &, int device, void *stream);
+int32_t gated_backward(const GatedBackwardArgs &, int device, void *stream);
+int32_t cross_entropy(const CrossEntropyArgs &, int device, void *stream);
+int32_t cross_entropy_backward(const CrossEntropyArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

@@ -106,7 +106,18 @@ struct Signature<int32_t (*)(Parameters...)> {
 // ---------------------------------------------------------------------------------------------
 // Result rules: what the functional operator allocates
 
-enum class Rule { LikeFirst, LikeNamed, Norm, Halved, Modulated, Invalid };
+enum class Rule {
+  LikeFirst,
+  LikeNamed,  // "=A"
+  Norm,
+  Halved,
+  Modulated,
+  Rows,
+  Weight,  // gradients of norms
+  Bias,
+  Partials,
+  Invalid
+};
 
 constexpr Rule parse_rule(std::string_view text) {
   if (!text.empty() && text.front() == '=') return Rule::LikeNamed;
@@ -114,6 +125,10 @@ constexpr Rule parse_rule(std::string_view text) {
   if (text == "norm") return Rule::Norm;
   if (text == "halved") return Rule::Halved;
   if (text == "modulated") return Rule::Modulated;
+  if (text == "rows") return Rule::Rows;
+  if (text == "dweight") return Rule::Weight;
+  if (text == "dbias") return Rule::Bias;
+  if (text == "partials") return Rule::Partials;
   return Rule::Invalid;
 }
 
@@ -416,32 +431,61 @@ struct Binding {
       }
     }
 
+    // The gradients of a norm's parameters, and the sums that they are made of; see hfpatch.h.
+    template <Rule rule>
+    void parameter_gradient(const DLTensor &x, int64_t *shape, int32_t &dtype) const {
+      constexpr int needs = find("needs");
+      constexpr int parameter = find(rule == Rule::Bias ? "bias" : "weight");
+      static_assert(needs >= 0 && parameter >= 0,
+                    "result rules of norms: need `needs`, `weight` and `bias`");
+      const int64_t cols = x.ndim > 0 ? x.shape[x.ndim - 1] : 0;
+      if constexpr (rule == Rule::Partials) {
+        int64_t rows = 1;
+        for (int32_t i = 0; i + 1 < x.ndim; ++i) rows *= x.shape[i];
+        const int64_t wanted = (ints[needs] & 1) + (ints[needs] >> 1 & 1);
+        shape[0] = wanted > 0 ? hfp_partial_rows(rows, cols) : 0;
+        shape[1] = wanted * cols;
+        dtype = codes.f32;
+      } else {
+        constexpr int64_t bit = rule == Rule::Bias ? HFP_NEED_BIAS : HFP_NEED_WEIGHT;
+        const bool wanted = (ints[needs] & bit) != 0 && handles[parameter].get() != nullptr;
+        shape[0] = wanted ? cols : 0;
+        if (wanted) dtype = views[parameter].dtype;
+      }
+    }
+
     template <std::size_t O>
     void allocate(Handle &handle, View &out) const {
-      constexpr Rule rule = parse_rule(part(Op::result, O));
+      constexpr std::string_view text = part(Op::result, O);
+      constexpr Rule rule = parse_rule(text);
       static_assert(rule != Rule::Invalid, "HFP_OP_TABLE: unknown result rule");
-      constexpr int source =
-          rule == Rule::LikeNamed ? find(part(Op::result, O).substr(1)) : 0;
+      constexpr int source = rule == Rule::LikeNamed ? find(text.substr(1)) : 0;
       static_assert(source >= 0 && kArgs[source < 0 ? 0 : source].kind == Kind::Tensor,
                     "HFP_OP_TABLE: a result rule names no Tensor argument");
       const DLTensor &x = views[source].tensor;
-      const int32_t ndim = x.ndim;
+      int32_t ndim = x.ndim;
       check_dims(Op::name, ndim);
       int64_t shape[kMaxDims], strides[kMaxDims];
       for (int32_t i = 0; i < ndim; ++i) shape[i] = x.shape[i];
+      int32_t dtype = views[source].dtype;
       if constexpr (rule == Rule::Halved) {
         if (ndim > 0) shape[ndim - 1] /= 2;  // an odd size is the C function's to refuse
-      }
-      contiguous_strides(ndim, shape, strides);
-      int32_t dtype = views[source].dtype;
-      if constexpr (rule == Rule::Norm) dtype = norm_dtype();
-      if constexpr (rule == Rule::Modulated) {
+      } else if constexpr (rule == Rule::Norm) {
+        dtype = norm_dtype();
+      } else if constexpr (rule == Rule::Modulated) {
         constexpr int cast = find("cast");
         static_assert(cast >= 0 && kArguments > 1 && kArgs[1].kind == Kind::Tensor,
                       "result rule \"modulated\": needs a second tensor and `cast`");
         // Any two different floating types here promote to fp32.
         if (ints[cast] == HFP_CAST_INPUT && views[1].dtype != dtype) dtype = codes.f32;
+      } else if constexpr (rule == Rule::Rows) {
+        if (ndim > 0) --ndim;
+        dtype = codes.f32;
+      } else if constexpr (rule == Rule::Weight || rule == Rule::Bias || rule == Rule::Partials) {
+        parameter_gradient<rule>(x, shape, dtype);
+        ndim = rule == Rule::Partials ? 2 : 1;
       }
+      contiguous_strides(ndim, shape, strides);
       AtenTensorHandle result = nullptr;
       HFP_SHIM(Op::name,
                aoti_torch_empty_strided(ndim, shape, strides, dtype, views[source].device_type,

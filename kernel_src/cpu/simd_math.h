@@ -87,9 +87,8 @@ HFP_INLINE vf times_sigmoid(vf x, vf z) {
 // from 4 u at 0 to 120 u at -10, where Q is 8e-24; for x >= 0 Phi is within 3 u. Where Q underflows
 // it is exactly 0.
 template <bool Half>
-HFP_INLINE vf times_normal_cdf(vf x) {
+HFP_INLINE vf normal_tail(vf x, vf e) {  // Q(|x|); e = exp(-x^2 / 2)
   const vf t = magnitude(x);
-  const vf e = exp2_product<Half>(x * x, -0.72134752f);  // -log2(e) / 2
   vf g;
   if constexpr (Half) {
     const vf w = 1.0f / fma(t, splat(0.43f), splat(1.0f));
@@ -108,7 +107,17 @@ HFP_INLINE vf times_normal_cdf(vf x) {
     g = fma(g, w, splat(0.15710887f));
     g = fma(g, w, splat(0.15970989f)) * w;
   }
-  const vf tail = e * g;
+  return e * g;
+}
+
+template <bool Half>
+HFP_INLINE vf exp_minus_half_square(vf x) {
+  return exp2_product<Half>(x * x, -0.72134752f);  // -log2(e) / 2
+}
+
+template <bool Half>
+HFP_INLINE vf times_normal_cdf(vf x) {
+  const vf tail = normal_tail<Half>(x, exp_minus_half_square<Half>(x));
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 

@@ -37,8 +37,7 @@ __device__ __forceinline__ float times_sigmoid(float x, float z) {
 // from erf, because 1 + erf cancels for x < 0. h = exp(-x^2 / 2) q(k), k = 1 / (1 + c |x|), q a
 // polynomial without constant term (the form of Abramowitz & Stegun 7.1.26) fitted for the least
 // relative error on |x| <= 13.5, beyond which h < 2^-126: 5e-6.
-__device__ __forceinline__ float fast_gelu_erf(float x) {
-  constexpr float kMinusHalfLog2E = -0.72134752f;
+__device__ __forceinline__ float fast_normal_tail(float x, float e) {  // h; e = exp(-x^2 / 2)
   const float k = fast_reciprocal(fmaf(0.31f, fabsf(x), 1.0f));
   float q = -0.073928338f;
   q = fmaf(q, k, 0.18044809f);
@@ -46,7 +45,16 @@ __device__ __forceinline__ float fast_gelu_erf(float x) {
   q = fmaf(q, k, 0.13342858f);
   q = fmaf(q, k, 0.12044156f);
   q = fmaf(q, k, 0.12386068f);
-  const float h = q * k * fast_exp2(x * x * kMinusHalfLog2E);
+  return q * k * e;
+}
+
+__device__ __forceinline__ float fast_exp_minus_half_square(float x) {
+  constexpr float kMinusHalfLog2E = -0.72134752f;
+  return fast_exp2(x * x * kMinusHalfLog2E);
+}
+
+__device__ __forceinline__ float fast_gelu_erf(float x) {
+  const float h = fast_normal_tail(x, fast_exp_minus_half_square(x));
   return x * (x < 0.0f ? h : 1.0f - h);
 }
 

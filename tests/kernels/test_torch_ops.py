@@ -56,6 +56,27 @@ RAW: dict[str, Case] = {
         tensor(16, dtype=t), tensor(16, dtype=t), *tensor(2, 3, 16), 1e-6, 0.0, 1, 0, 1, 0, 0, 0,
     ),
     "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1),
+    "rms_norm_backward": lambda t: (
+        *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
+        tensor(16, dtype=t), None, 1e-6, 0.0, 1, 1,
+    ),
+    "layer_norm_backward": lambda t: (
+        *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
+        tensor(16, dtype=t), tensor(16), 1e-5, 3,
+    ),
+    "gelu_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)), 1),
+    "silu_backward": lambda t: tuple(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
+    "gated_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(3)), 3),
+    "gated_packed_backward": lambda t: (
+        tensor(2, 3, 8, dtype=t), tensor(2, 3, 16, dtype=t, seed=1), 0, 1,
+    ),
+    "cross_entropy": lambda t: (
+        tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3), 4, 0.1, 30.0,
+    ),
+    "cross_entropy_backward": lambda t: (
+        tensor(2, 3), tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3),
+        tensor(2, 3, 16, dtype=t).float().logsumexp(-1), 4, 0.1, 0.0,
+    ),
 }
 
 

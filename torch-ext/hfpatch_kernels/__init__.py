@@ -18,6 +18,7 @@ from ._adaln import (
 )
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._gated_norm import gated_rms_norm
+from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
 from ._rope import qk_norm_rope, rope, rope_qk
 
@@ -25,6 +26,7 @@ __all__ = [
     "add_layer_norm",
     "add_op_namespace_prefix",
     "add_rms_norm",
+    "cross_entropy",
     "gate_residual",
     "gate_residual_norm_modulate",
     "gated",

@@ -13,6 +13,7 @@ NORMS = {"rms": 0, "layer": 1}
 
 GELU_ERF, GELU_TANH, GELU_SIGMOID, SILU, RELU = range(5)
 CAST_NONE, CAST_INPUT, CAST_WEIGHT = range(3)
+NEED_WEIGHT, NEED_BIAS = 1, 2
 
 
 def reject(argument, got, names):

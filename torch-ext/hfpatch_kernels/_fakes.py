@@ -2,7 +2,7 @@
 
 import torch
 
-from ._codes import CAST_INPUT, CAST_WEIGHT
+from ._codes import CAST_INPUT, CAST_WEIGHT, NEED_BIAS, NEED_WEIGHT
 from ._ops import add_op_namespace_prefix, ops
 
 
@@ -47,6 +47,54 @@ def _like_two(q, k, *_):
     return _like(q), _like(k)
 
 
+def _second(_, x, *__):
+    return _like(x)
+
+
+def _gated_backward(grad, gate, up, activation):
+    return _like(gate), _like(up)
+
+
+def _partial_rows(rows, cols):
+    """hfp_partial_rows of hfpatch.h, for sizes that may be symbols."""
+    width = torch.sym_max(cols, 1)
+    at_once = torch.sym_max(1024 // width, 1)
+    room = 4 if width <= 512 else 8
+    per_sm = torch.sym_min(torch.sym_max(8192 // width, 1), room)
+    return torch.sym_min((rows + at_once - 1) // at_once, 132 * per_sm)
+
+
+def _norm_backward(x, weight, bias, needs):
+    cols, rows = x.shape[-1], 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+
+    def gradient(parameter, bit):
+        if parameter is None or not needs & bit:
+            return torch.empty(0, dtype=x.dtype, device=x.device)
+        return torch.empty(cols, dtype=parameter.dtype, device=x.device)
+
+    wanted = (needs & 1) + (needs >> 1 & 1)
+    parts = _partial_rows(rows, cols) if wanted else 0
+    partials = torch.empty((parts, wanted * cols), dtype=torch.float32, device=x.device)
+    return _like(x), gradient(weight, NEED_WEIGHT), gradient(bias, NEED_BIAS), partials
+
+
+def _rms_norm_backward(grad, x, weight, bias, eps, weight_offset, cast, needs):
+    return _norm_backward(x, weight, bias, needs)
+
+
+def _layer_norm_backward(grad, x, weight, bias, eps, needs):
+    return _norm_backward(x, weight, bias, needs)
+
+
+def _cross_entropy(logits, *_):
+    def rows():
+        return torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+
+    return rows(), rows()
+
+
 def _nothing(*_):
     return None
 
@@ -67,6 +115,14 @@ _FUNCTIONAL = {
     "rope_qk": _like_two,
     "qk_norm_rope": _like_two,
     "gated_rms_norm": _like,
+    "rms_norm_backward": _rms_norm_backward,
+    "layer_norm_backward": _layer_norm_backward,
+    "gelu_backward": _second,
+    "silu_backward": _second,
+    "gated_backward": _gated_backward,
+    "gated_packed_backward": _second,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_backward": _second,
 }
 
 

@@ -1,0 +1,205 @@
+// cross_entropy.cpp: the loss of each row of logits, and its gradient; see hfp_cross_entropy.
+#if !defined(HFP_SIMD)
+
+#include <cmath>
+
+#define HFP_SIMD_SOURCE "cross_entropy.cpp"
+#include "foreach_simd.h"
+
+namespace hfp {
+namespace cpu {
+
+int32_t cross_entropy(const CrossEntropyArgs &args) {
+  parallel(HFP_FOR_SIMD(cross_entropy_kernel)(args), args, args.rows.rows,
+           rows_grain(args.rows.cols), 1);
+  return HFP_OK;
+}
+
+int32_t cross_entropy_backward(const CrossEntropyArgs &args) {
+  parallel(HFP_FOR_SIMD(cross_entropy_backward_kernel)(args), args, args.rows.rows,
+           rows_grain(args.rows.cols), 1);
+  return HFP_OK;
+}
+
+}  // namespace cpu
+}  // namespace hfp
+
+#else  // compiled once per instruction set
+
+#include "simd_math.h"
+
+namespace hfp {
+namespace cpu {
+namespace HFP_SIMD {
+
+// cap tanh(x / cap) = x' (1 - e) / (1 + e) with e = exp(-2 |x| / cap) and x' = +-cap. Its derivative
+// 1 - tanh^2 = 4 e / (1 + e)^2, which does not cancel.
+struct Capped {
+  vf value, slope;
+};
+
+HFP_INLINE Capped soft_cap(vf x, float cap) {
+  const vf u = magnitude(x) / cap;
+  const vf e = exp_nonpositive(-2.0f * u);
+  const vf r = 1.0f / (1.0f + e);
+  // Near 0, 1 - e cancels: the first terms of the series there, whose error is u^7.
+  const vf square = u * u;
+  const vf series = u * fma(square, fma(square, splat(2.0f / 15), splat(-1.0f / 3)), splat(1.0f));
+  const vf tanh = u < 0.05f ? series : (1.0f - e) * r;
+  const vf size = cap * tanh;
+  return {x < 0.0f ? -size : size, 4.0f * e * r * r};
+}
+
+template <bool Cap>
+HFP_INLINE vf capped(vf x, float cap) {
+  if constexpr (Cap) return soft_cap(x, cap).value;
+  else return x;
+}
+
+template <DType T>
+HFP_INLINE vf load_row(const char *x, int64_t i, int64_t n) {
+  return n == kLanes ? load<T>(x + i * size_of(T)) : load_n<T>(x + i * size_of(T), n);
+}
+
+HFP_INLINE vi lane_numbers() {
+  vi lane;
+  for (int k = 0; k < kLanes; ++k) lane[k] = k;
+  return lane;
+}
+
+template <DType T, bool Cap>
+static void cross_entropy_rows(const CrossEntropyArgs &args, int64_t begin, int64_t end) {
+  const int64_t cols = args.rows.cols;
+  const float cap = args.softcap, low = -__builtin_inff();
+  const double smoothing = args.label_smoothing;
+  const vi lanes = lane_numbers();
+  RowCursor cursor(args.rows, begin);
+  for (int64_t row = begin; row < end; ++row, cursor.next()) {
+    const int64_t target = args.target[row];
+    if (target == args.ignore_index) {
+      args.loss[row] = args.lse[row] = 0;
+      continue;
+    }
+    const char *x = at(args.logits, cursor.offset(), T);
+    // The maximum of each lane; a NaN passes by here and is caught by the sum.
+    vf most = splat(low);
+    for (int64_t i = 0; i < cols; i += kLanes) {
+      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
+      vf v = capped<Cap>(load_row<T>(x, i, n), cap);
+      if (n < kLanes) v = lanes < static_cast<int32_t>(n) ? v : splat(low);
+      most = v > most ? v : most;
+    }
+    float top = low;
+    for (int k = 0; k < kLanes; ++k) top = most[k] > top ? most[k] : top;
+    const float shift = top == low ? 0.0f : top;
+    double sum = 0, plain = 0;
+    for (int64_t block = 0; block < cols; block += kBlock) {
+      const int64_t stop = cols - block < kBlock ? cols : block + kBlock;
+      vf s = {}, p = {};
+      for (int64_t i = block; i < stop; i += kLanes) {
+        const int64_t n = stop - i < kLanes ? stop - i : kLanes;
+        const vf v = capped<Cap>(load_row<T>(x, i, n), cap);
+        vf e = exp_nonpositive(v - shift);
+        if (n < kLanes) e = lanes < static_cast<int32_t>(n) ? e : vf{};
+        s += e;
+        p += v;  // 0 past the end
+      }
+      sum += sum_lanes(s);
+      plain += sum_lanes(p);
+    }
+    const double lse = shift + std::log(sum);
+    args.lse[row] = static_cast<float>(lse);
+    if (target < 0 || target >= cols) {
+      args.loss[row] = __builtin_nanf("");
+      continue;
+    }
+    const double z = capped<Cap>(load_n<T>(x + target * size_of(T), 1), cap)[0];
+    double loss = lse - (1 - smoothing) * z;
+    if (smoothing > 0) loss -= smoothing * plain / static_cast<double>(cols);
+    args.loss[row] = static_cast<float>(loss);
+  }
+}
+
+template <DType T, bool Cap>
+static void cross_entropy_backward_rows(const CrossEntropyArgs &args, int64_t begin, int64_t end) {
+  const int64_t cols = args.rows.cols;
+  const float cap = args.softcap;
+  const float smooth = args.label_smoothing / static_cast<float>(cols);
+  RowCursor cursor(args.rows, begin);
+  for (int64_t row = begin; row < end; ++row, cursor.next()) {
+    const int64_t target = args.target[row];
+    const bool ignored = target == args.ignore_index;
+    const bool inside = target >= 0 && target < cols;
+    const char *x = at(args.logits, cursor.offset(), T);
+    char *dx = at(args.dlogits, row * cols, T);
+    const float grad = ignored ? 0.0f : inside ? args.grad[row] : __builtin_nanf("");
+    const vf lse = splat(args.saved_lse[row]);
+    // Read before dx, which may be the same memory, is written.
+    vf z_target = {};
+    if (inside) z_target = load_n<T>(x + target * size_of(T), 1);
+    for (int64_t i = 0; i < cols; i += kLanes) {
+      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
+      vf y = {};
+      if (!ignored) {
+        const vf v = load_row<T>(x, i, n);
+        vf slope = splat(grad);
+        vf z = v;
+        if constexpr (Cap) {
+          const Capped c = soft_cap(v, cap);
+          z = c.value;
+          slope *= c.slope;
+        }
+        // z - lse <= 0 but for rounding; exp_nonpositive bears that.
+        y = (exp_nonpositive(z - lse) - smooth) * slope;
+      }
+      if (n == kLanes) store<T>(dx + i * size_of(T), y);
+      else store_n<T>(dx + i * size_of(T), y, n);
+    }
+    if (inside && !ignored) {
+      vf slope = splat(grad);
+      vf z = z_target;
+      if constexpr (Cap) {
+        const Capped c = soft_cap(z_target, cap);
+        z = c.value;
+        slope *= c.slope;
+      }
+      const vf y = (exp_nonpositive(z - lse) - (1.0f - args.label_smoothing) - smooth) * slope;
+      store_n<T>(dx + target * size_of(T), y, 1);
+    }
+  }
+}
+
+using CrossEntropy = void (*)(const CrossEntropyArgs &, int64_t, int64_t);
+
+static CrossEntropy cross_entropy_kernel(const CrossEntropyArgs &args) {
+  const bool cap = args.softcap > 0;
+  switch (args.type) {
+    case DType::F32:
+      return cap ? cross_entropy_rows<DType::F32, true> : cross_entropy_rows<DType::F32, false>;
+    case DType::F16:
+      return cap ? cross_entropy_rows<DType::F16, true> : cross_entropy_rows<DType::F16, false>;
+    default:
+      return cap ? cross_entropy_rows<DType::BF16, true> : cross_entropy_rows<DType::BF16, false>;
+  }
+}
+
+static CrossEntropy cross_entropy_backward_kernel(const CrossEntropyArgs &args) {
+  const bool cap = args.softcap > 0;
+  switch (args.type) {
+    case DType::F32:
+      return cap ? cross_entropy_backward_rows<DType::F32, true>
+                 : cross_entropy_backward_rows<DType::F32, false>;
+    case DType::F16:
+      return cap ? cross_entropy_backward_rows<DType::F16, true>
+                 : cross_entropy_backward_rows<DType::F16, false>;
+    default:
+      return cap ? cross_entropy_backward_rows<DType::BF16, true>
+                 : cross_entropy_backward_rows<DType::BF16, false>;
+  }
+}
+
+}  // namespace HFP_SIMD
+}  // namespace cpu
+}  // namespace hfp
+
+#endif

@@ -1,0 +1,298 @@
+// cross_entropy.cu: the loss of each row of logits, and its gradient; hfp_cross_entropy and
+// hfp_cross_entropy_backward on CUDA.
+//
+// The forward reads a row once: each thread keeps the maximum of what it has seen and the sum of
+// exp(z - maximum), rescaled when the maximum rises (Milakov & Gimelshein, arXiv:1805.02867). All in
+// powers of two, z log2(e), which is what the hardware computes.
+#include "activations.cuh"
+#include "rows.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+struct CrossEntropyParams {
+  float *loss, *lse;
+  void *dlogits;
+  const float *grad, *saved_lse;
+  const void *logits;
+  const int64_t *target;
+  Rows x_rows;
+  int64_t first_row;
+  int64_t vectors;  // per row
+  int64_t ignore_index;
+  float label_smoothing, inverse_cols;
+  float softcap, inverse_softcap;  // softcap 0: none
+};
+
+constexpr int kCrossThreads = 512;
+constexpr int kCrossUnroll = 4;  // vectors that a thread has on their way
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.69314718f;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+
+// cap tanh(x / cap), and its derivative 4 e / (1 + e)^2 with e = exp(-2 |x| / cap). Near 0, where
+// 1 - e cancels, the series of tanh, whose error is of order u^7.
+struct Capped {
+  float value, slope;
+};
+
+__device__ __forceinline__ Capped soft_cap(float x, float cap, float inverse_cap) {
+  const float u = fabsf(x) * inverse_cap;
+  const float e = fast_exp2(u * (-2.0f * kLog2E));
+  const float r = fast_reciprocal(1.0f + e);
+  const float square = u * u;
+  const float series = u * fmaf(square, fmaf(square, 2.0f / 15, -1.0f / 3), 1.0f);
+  const float tanh = u < 0.05f ? series : (1.0f - e) * r;
+  return {copysignf(cap * tanh, x), 4.0f * e * r * r};
+}
+
+template <bool kCap>
+__device__ __forceinline__ float capped(const CrossEntropyParams &p, float x) {
+  if constexpr (kCap) return soft_cap(x, p.softcap, p.inverse_softcap).value;
+  return x;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+// sum(2^(z - most)) over what was seen. `most` of nothing is -inf, and its sum 0.
+struct Online {
+  float most = minus_infinity(), sum = 0.0f;
+
+  // What is subtracted in exponents: -inf - -inf would be NaN.
+  __device__ __forceinline__ static float shift(float most) {
+    return most == minus_infinity() ? 0.0f : most;
+  }
+
+  __device__ __forceinline__ void merge(float other_most, float other_sum) {
+    const float high = fmaxf(most, other_most), by = shift(high);
+    sum = sum * fast_exp2(most - by) + other_sum * fast_exp2(other_most - by);
+    most = high;
+  }
+
+  template <int N>
+  __device__ __forceinline__ void add(const float (&z)[N]) {
+    float high = most;
+#pragma unroll
+    for (int i = 0; i < N; ++i) high = fmaxf(high, z[i]);
+    const float by = shift(high);
+    float more = 0.0f;  // NaN passes by fmaxf, and stays in here
+#pragma unroll
+    for (int i = 0; i < N; ++i) more += fast_exp2(z[i] - by);
+    sum = fmaf(sum, fast_exp2(most - by), more);
+    most = high;
+  }
+};
+
+template <class T, int N, bool kCap>
+__device__ __forceinline__ void add_vector(const CrossEntropyParams &p, const Vec<T, N> &v,
+                                           Online &online, float &plain) {
+  float z[N];
+  v.get(z);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    z[i] = capped<kCap>(p, z[i]);
+    plain += z[i];
+    z[i] *= kLog2E;
+  }
+  online.add(z);
+}
+
+template <class T, int N, bool kCap>
+__global__ void __launch_bounds__(kCrossThreads)
+    cross_entropy_kernel(const __grid_constant__ CrossEntropyParams p) {
+  __shared__ float all_most[32], all_sum[32], all_plain[32];
+  const int64_t row = p.first_row + blockIdx.x;
+  const int64_t target = __ldg(p.target + row);
+  if (target == p.ignore_index) {
+    if (threadIdx.x == 0) p.loss[row] = p.lse[row] = 0.0f;
+    return;
+  }
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+
+  Online online;
+  float plain = 0.0f;
+  const int64_t block = static_cast<int64_t>(blockDim.x) * kCrossUnroll;
+  int64_t at = threadIdx.x;
+  for (; at + (kCrossUnroll - 1) * static_cast<int64_t>(blockDim.x) < p.vectors; at += block) {
+    Vec<T, N> v[kCrossUnroll];
+#pragma unroll
+    for (int u = 0; u < kCrossUnroll; ++u) {
+      v[u].template load<Cache::kStream>(x + (at + u * static_cast<int64_t>(blockDim.x)) * N);
+    }
+#pragma unroll
+    for (int u = 0; u < kCrossUnroll; ++u) add_vector<T, N, kCap>(p, v[u], online, plain);
+  }
+  for (; at < p.vectors; at += blockDim.x) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    add_vector<T, N, kCap>(p, v, online, plain);
+  }
+
+  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
+#pragma unroll
+  for (int across = 16; across > 0; across /= 2) {
+    const float most = __shfl_xor_sync(~0u, online.most, across);
+    const float sum = __shfl_xor_sync(~0u, online.sum, across);
+    online.merge(most, sum);
+    plain += __shfl_xor_sync(~0u, plain, across);
+  }
+  if (lane == 0) {
+    all_most[warp] = online.most;
+    all_sum[warp] = online.sum;
+    all_plain[warp] = plain;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < warps; ++i) {
+    online.merge(all_most[i], all_sum[i]);
+    plain += all_plain[i];
+  }
+  const float lse = fmaf(Online::shift(online.most), kLn2, logf(online.sum));
+  p.lse[row] = lse;
+  float loss = not_a_number();
+  if (target >= 0 && target < p.x_rows.cols) {
+    Vec<T, 1> one;
+    one.template load<Cache::kStream>(x + target);
+    float z[1];
+    one.get(z);
+    loss = fmaf(p.label_smoothing - 1.0f, capped<kCap>(p, z[0]), lse);
+    if (p.label_smoothing > 0.0f) loss -= p.label_smoothing * (plain * p.inverse_cols);
+  }
+  p.loss[row] = loss;
+}
+
+template <class T, int N, bool kCap>
+__device__ __forceinline__ void gradient(const CrossEntropyParams &p, const Vec<T, N> &v,
+                                         float lse, float grad, int64_t col, int64_t target,
+                                         T *to) {
+  const float smooth = p.label_smoothing * p.inverse_cols;
+  float y[N];
+  v.get(y);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float slope = grad, z = y[i];
+    if constexpr (kCap) {
+      const Capped c = soft_cap(z, p.softcap, p.inverse_softcap);
+      z = c.value;
+      slope *= c.slope;
+    }
+    float share = fast_exp2((z - lse) * kLog2E) - smooth;
+    if (col + i == target) share -= 1.0f - p.label_smoothing;
+    y[i] = share * slope;
+  }
+  store_as<T>(to, col, y);
+}
+
+// A CTA per row. dlogits may be logits: an element is written by the thread that has read it.
+template <class T, int N, bool kCap>
+__global__ void __launch_bounds__(kCrossThreads)
+    cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyParams p) {
+  const int64_t row = p.first_row + blockIdx.x;
+  const int64_t target = __ldg(p.target + row);
+  T *to = static_cast<T *>(p.dlogits) + row * p.x_rows.cols;
+  if (target == p.ignore_index) {
+    Vec<T, N> v;
+    v.zero();
+    for (int64_t at = threadIdx.x; at < p.vectors; at += blockDim.x) v.store(to + at * N);
+    return;
+  }
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+  const bool inside = target >= 0 && target < p.x_rows.cols;
+  const float grad = inside ? __ldg(p.grad + row) : not_a_number();
+  const float lse = __ldg(p.saved_lse + row);
+
+  const int64_t block = static_cast<int64_t>(blockDim.x) * kCrossUnroll;
+  int64_t at = threadIdx.x;
+  for (; at + (kCrossUnroll - 1) * static_cast<int64_t>(blockDim.x) < p.vectors; at += block) {
+    Vec<T, N> v[kCrossUnroll];
+#pragma unroll
+    for (int u = 0; u < kCrossUnroll; ++u) {
+      v[u].template load<Cache::kStream>(x + (at + u * static_cast<int64_t>(blockDim.x)) * N);
+    }
+#pragma unroll
+    for (int u = 0; u < kCrossUnroll; ++u) {
+      gradient<T, N, kCap>(p, v[u], lse, grad, (at + u * static_cast<int64_t>(blockDim.x)) * N,
+                           target, to);
+    }
+  }
+  for (; at < p.vectors; at += blockDim.x) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    gradient<T, N, kCap>(p, v, lse, grad, at * N, target, to);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+template <class T, int N, bool kCap, bool kBackward>
+int32_t launch_vectors(CrossEntropyParams &p, void *stream, const char *op) {
+  p.vectors = p.x_rows.cols / N;
+  // Whole rounds of kCrossUnroll vectors for narrow rows too.
+  const int64_t wanted = cta_threads(p.vectors < kCrossThreads * kCrossUnroll
+                                         ? p.vectors
+                                         : kCrossThreads * kCrossUnroll,
+                                     kCrossUnroll);
+  const RowPlan plan{Shape::kLoop, static_cast<int>(wanted > 32 ? wanted : 32), 1};
+  if constexpr (kBackward) {
+    return launch_rows(&cross_entropy_backward_kernel<T, N, kCap>, plan, p, stream, op);
+  } else {
+    return launch_rows(&cross_entropy_kernel<T, N, kCap>, plan, p, stream, op);
+  }
+}
+
+template <class T, bool kBackward>
+int32_t launch_typed(CrossEntropyParams &p, void *stream, const char *op) {
+  constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
+  int n = widest_vector(p.x_rows, sizeof(T));
+  n = narrow_to_pointer(n, p.logits, sizeof(T));
+  if (kBackward) n = narrow_to_pointer(n, p.dlogits, sizeof(T));
+  const bool cap = p.softcap > 0.0f;
+  if (n == kWidest) {
+    return cap ? launch_vectors<T, kWidest, true, kBackward>(p, stream, op)
+               : launch_vectors<T, kWidest, false, kBackward>(p, stream, op);
+  }
+  return cap ? launch_vectors<T, 1, true, kBackward>(p, stream, op)
+             : launch_vectors<T, 1, false, kBackward>(p, stream, op);
+}
+
+template <bool kBackward>
+int32_t launch(const CrossEntropyArgs &a, int device, void *stream, const char *op) {
+  if (a.rows.rows <= 0 || a.rows.cols <= 0) return HFP_OK;
+  CrossEntropyParams p{};
+  p.loss = a.loss;
+  p.lse = a.lse;
+  p.dlogits = a.dlogits;
+  p.grad = a.grad;
+  p.saved_lse = a.saved_lse;
+  p.logits = a.logits;
+  p.target = a.target;
+  p.x_rows = a.rows;
+  p.ignore_index = a.ignore_index;
+  p.label_smoothing = a.label_smoothing;
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.rows.cols));
+  p.softcap = a.softcap;
+  p.inverse_softcap = a.softcap > 0.0f ? 1.0f / a.softcap : 0.0f;
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), op);
+  switch (a.type) {
+    case DType::F32: return launch_typed<float, kBackward>(p, stream, op);
+    case DType::F16: return launch_typed<__half, kBackward>(p, stream, op);
+    default: return launch_typed<__nv_bfloat16, kBackward>(p, stream, op);
+  }
+}
+
+}  // namespace
+
+int32_t cross_entropy(const CrossEntropyArgs &a, int device, void *stream) {
+  return launch<false>(a, device, stream, "cross_entropy");
+}
+
+int32_t cross_entropy_backward(const CrossEntropyArgs &a, int device, void *stream) {
+  return launch<true>(a, device, stream, "cross_entropy_backward");
+}
+
+}  // namespace hfp::cuda

@@ -1,0 +1,45 @@
+// norm_backward.cu: the second launch of the norms' gradients: dweight, dbias = sum of partials.
+#include "norm_backward.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+constexpr int kSumThreads = 1024;
+constexpr int kSumCols = 32;  // per CTA; each warp adds up every 32nd row of these
+constexpr int kSumWarps = kSumThreads / kSumCols;
+
+__global__ void __launch_bounds__(kSumThreads)
+    sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {
+  __shared__ float all[kSumWarps][kSumCols + 1];
+  const int lane = threadIdx.x % kSumCols, warp = threadIdx.x / kSumCols;
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * kSumCols + lane;
+  float sum = 0.0f;
+  if (col < p.cols) {
+#pragma unroll 4
+    for (int64_t row = warp; row < p.rows; row += kSumWarps) {
+      sum += __ldcg(p.partials + row * p.cols + col);
+    }
+  }
+  all[warp][lane] = sum;
+  __syncthreads();
+  // Turned, so that a warp holds the sums of one column and adds them by shuffles.
+  sum = Group<32>::sum_lanes(all[lane][warp]);
+  const int64_t to = static_cast<int64_t>(blockIdx.x) * kSumCols + warp;
+  if (lane == 0 && to < p.cols) {
+    const float value[1] = {sum};
+    if (to < p.weight_cols) {
+      store_any(p.dweight, p.weight_type, to, value);
+    } else {
+      store_any(p.dbias, p.bias_type, to - p.weight_cols, value);
+    }
+  }
+}
+
+}  // namespace
+
+int32_t sum_partials(SumPartialsParams &p, void *stream, const char *op) {
+  return launch(&sum_partials_kernel, (p.cols + kSumCols - 1) / kSumCols, kSumThreads, p, stream,
+                op);
+}
+
+}  // namespace hfp::cuda

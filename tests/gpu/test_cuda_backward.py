@@ -1,0 +1,196 @@
+"""The CUDA gradients and losses against autograd of the reference formulas in fp64."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfpatch.ops import OPS
+from hfpatch.ops.activation import ACTIVATIONS, activate
+
+pytestmark = pytest.mark.gpu
+F = torch.nn.functional
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Every shape of kernel: parts of a warp, a warp, a CTA of one or four vectors, the loop, odd sizes.
+COLS = [1, 17, 64, 128, 512, 1000, 2048, 3072, 4097, 8192, 12288, 16384, 20000]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def gradients(function: Any, inputs: list[Tensor], seed: Tensor | None = None) -> tuple[Any, ...]:
+    leaves = [i.detach().clone().requires_grad_() for i in inputs]
+    y = function(*leaves)
+    seed = torch.ones_like(y) if seed is None else seed.to(y.dtype)
+    return y.detach(), torch.autograd.grad(y, leaves, seed)
+
+
+def check(actual: Tensor, truth: Tensor, dtype: torch.dtype, roundings: float = 1.0) -> None:
+    """Relative to the largest of a row: fp32 sums over a row or over the rows, then a rounding."""
+    assert actual.shape == truth.shape
+    if not truth.numel():
+        return
+    eps = 4e-6 + (0 if dtype == torch.float32 else roundings * torch.finfo(dtype).eps)
+    error = (actual.double() - truth).abs() / truth.abs().amax(-1, keepdim=True).clamp_min(1e-3)
+    assert error.max().item() <= eps, (error.max().item(), eps)  # false for NaN too
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", COLS)
+@pytest.mark.parametrize("rows", [1, 7, 600])
+def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dtype) -> None:
+    for w_dtype in {dtype, torch.float32}:
+        x, seed = randn(rows, cols, dtype=dtype) * 3, randn(rows, cols, dtype=dtype)
+        w, b = randn(2, cols, dtype=w_dtype)
+        for op, inputs, codes in (
+            ("rms_norm", [x, w], {"cast": "none", "weight_offset": 1.0}),
+            ("rms_norm", [x, w], {"cast": "input"}),
+            ("rms_norm", [x, w, b], {"cast": "weight"}),
+            ("rms_norm", [x], {}),
+            ("layer_norm", [x, w, b], {"eps": 1e-2}),
+            ("layer_norm", [x], {"eps": 1e-2}),
+        ):
+            if cols == 1:  # the gradient of a norm of one number is what rounding left
+                inputs = [i.abs() + 1 for i in inputs]
+            ours = getattr(kernels_module, op)
+            _, actual = gradients(lambda *a, f=ours, c=codes: f(*a, **c), inputs, seed)
+            formula = OPS[op].reference
+            wide = {k: v for k, v in codes.items() if k != "cast"}
+            _, truth = gradients(
+                lambda *a, f=formula, c=wide: f(*a, **c),
+                [i.double() for i in inputs],
+                seed.double(),
+            )
+            for a, t, i in zip(actual, truth, inputs, strict=True):
+                assert a.dtype == i.dtype
+                # xhat is rounded before the sum over rows where the forward rounds it.
+                if cols > 1 or i is not inputs[0]:
+                    check(a, t, min(dtype, a.dtype, key=lambda d: -torch.finfo(d).eps), 2.0)
+                else:
+                    assert not a.isnan().any()
+
+
+def test_norms_are_deterministic(kernels_module: ModuleType) -> None:
+    for cols in (128, 3072, 12288, 20000):
+        x, seed = randn(2, 3000, cols, dtype=torch.bfloat16)
+        w = randn(cols, dtype=torch.bfloat16)
+        operator = kernels_module.ops.layer_norm_backward.default
+        first = operator(seed, x, w, w, 1e-5, 3)
+        for _ in range(5):
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(operator(seed, x, w, w, 1e-5, 3), first, strict=True)
+            )
+
+
+def test_norms_strided_in_place_and_empty(kernels_module: ModuleType) -> None:
+    ops = kernels_module.ops
+    w = randn(128, dtype=torch.bfloat16)
+    for cut in (slice(8, 136), slice(3, 131)):  # aligned, and not
+        x, grad = randn(2, 6, 50, 160, dtype=torch.bfloat16)[..., cut].transpose(1, 2)
+        args = (1e-6, 0.0, 1, 1)
+        strided = ops.rms_norm_backward.default(grad, x, w, None, *args)
+        plain = ops.rms_norm_backward.default(grad.contiguous(), x.contiguous(), w, None, *args)
+        torch.testing.assert_close(strided[0], plain[0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(strided[1], plain[1], rtol=1e-2, atol=1e-2)
+    for target in (0, 1):
+        pair = [grad.contiguous(), x.contiguous()]
+        outs = [pair[target], torch.empty_like(w), w[:0], torch.empty_like(plain[3])]
+        ops.rms_norm_backward_out.default(*outs, *pair, w, None, *args)
+        assert torch.equal(outs[0], plain[0]) and torch.equal(outs[1], plain[1])
+    none = randn(0, 128, dtype=torch.bfloat16)
+    assert (ops.rms_norm_backward.default(none, none, w, None, *args)[1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 17), (5, 1000), (64, 4096), (3, 7, 4099)], ids=str)
+def test_activations(
+    kernels_module: ModuleType, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    k = kernels_module
+    x, up, seed = (randn(*shape, dtype=dtype) * s for s in (4, 1, 1))
+    approximations = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_sigmoid"}
+    cases = [(lambda x, a=a: k.gelu(x, a), n) for a, n in approximations.items()]
+    for ours, name in [*cases, (k.silu, "silu")]:
+        _, (actual,) = gradients(ours, [x], seed)
+        _, (truth,) = gradients(lambda x, n=name: activate(x, n), [x.double()], seed.double())
+        check(actual, truth, dtype)
+    for name in ACTIVATIONS:
+        _, actual = gradients(lambda g, u, n=name: k.gated(g, u, n), [x, up], seed)
+        _, truth = gradients(
+            lambda g, u, n=name: activate(g, n) * u, [x.double(), up.double()], seed.double()
+        )
+        for a, t in zip(actual, truth, strict=True):
+            check(a, t, dtype, 2.0)
+        for first in (True, False):
+            both = torch.cat([x, up] if first else [up, x], -1)
+            _, (packed,) = gradients(
+                lambda x, n=name, f=first: k.gated_packed(x, n, f), [both], seed
+            )
+            assert torch.equal(packed, torch.cat(actual if first else actual[::-1], -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [2, 31, 1000, 50257, 128256, 262144])
+@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 0.0), (0.0, 30.0)])
+def test_cross_entropy(
+    kernels_module: ModuleType, classes: int, smoothing: float, cap: float, dtype: torch.dtype
+) -> None:
+    logits = randn(9, classes, dtype=dtype) * 6
+    target = torch.randint(classes, (9,), device="cuda")
+    target[4] = -100
+
+    def formula(x: Tensor) -> Tensor:
+        z = cap * torch.tanh(x / cap) if cap else x
+        return F.cross_entropy(z, target, label_smoothing=smoothing)
+
+    y, (actual,) = gradients(
+        lambda x: kernels_module.cross_entropy(x, target, label_smoothing=smoothing, softcap=cap),
+        [logits],
+    )
+    wide, (truth,) = gradients(formula, [logits.double()])
+    assert abs(y.item() - wide.item()) <= 4e-6 * abs(wide.item()) + 1e-6
+    scale = torch.finfo(dtype)
+    bound = scale.eps * truth.abs() + 2e-5 * truth.abs().amax(-1, keepdim=True)
+    bound = bound + scale.smallest_normal * scale.eps
+    assert ((actual.double() - truth).abs() <= bound).all()
+    assert (actual[4] == 0).all()
+
+
+def test_cross_entropy_odd_values(kernels_module: ModuleType) -> None:
+    inf = float("inf")
+    logits = torch.tensor(
+        [
+            [0.0, -inf, 1.0],
+            [0.0, 1.0, 2.0],
+            [1e4, -1e4, 0.0],
+            [float("nan"), 0.0, 0.0],
+            [-inf, 0.0, 0.0],
+        ],
+        device="cuda",
+    )
+    target = torch.tensor([2, 7, 0, 1, 0], device="cuda")
+    loss = kernels_module.cross_entropy(logits, target, "none")
+    assert loss[[1, 3]].isnan().all() and loss[2] == 0 and loss[4] == inf
+    torch.testing.assert_close(loss[0], logits[0].logsumexp(0) - 1)
+
+
+def test_graph_and_second_launch(kernels_module: ModuleType) -> None:
+    """Both launches of a norm's gradient are in a CUDA graph, on the capturing stream."""
+    x, seed = randn(2, 512, 2048, dtype=torch.bfloat16)
+    w = randn(2048, dtype=torch.bfloat16)
+    operator = kernels_module.ops.rms_norm_backward.default
+    operator(seed, x, w, None, 1e-6, 0.0, 1, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = operator(seed, x, w, None, 1e-6, 0.0, 1, 1)
+    for _ in range(5):
+        x.normal_()
+        graph.replay()
+        expected = operator(seed, x, w, None, 1e-6, 0.0, 1, 1)
+        assert torch.equal(captured[0], expected[0]) and torch.equal(captured[1], expected[1])

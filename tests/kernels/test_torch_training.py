@@ -1,0 +1,237 @@
+"""The operators of training: fakes, layouts, cross entropy, and a model that learns the same."""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hfpatch
+
+F = torch.nn.functional
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradients of norms
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (5, 3), (700, 96), (40, 600), (2, 300, 5000)])
+@pytest.mark.parametrize("needs", [0, 1, 2, 3])
+def test_fake_has_the_sizes_of_the_real(
+    shape: tuple[int, ...], needs: int, kernels_module: ModuleType
+) -> None:
+    x, w, b = tensor(*shape), tensor(shape[-1]), tensor(shape[-1], dtype=torch.bfloat16)
+    operator = kernels_module.ops.layer_norm_backward.default
+    real = operator(x, x, w, b, 1e-5, needs)
+    mode = torch._subclasses.FakeTensorMode()
+    with mode:
+        convert = [mode.fake_tensor_converter.from_real_tensor(mode, t) for t in (x, x, w, b)]
+        fake = operator(*convert, 1e-5, needs)
+    for a, e in zip(fake, real, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (e.shape, e.dtype, e.stride())
+
+
+def test_expanded_gradient(kernels_module: ModuleType) -> None:
+    """`sum().backward()` hands down a gradient without memory of its own: strides of 0."""
+    for function in (
+        lambda x, w: kernels_module.rms_norm(x, w, cast="input"),
+        lambda x, w: kernels_module.layer_norm(x, w),
+        lambda x, w: kernels_module.silu(x) * w,
+        lambda x, w: kernels_module.gated(x, x * w),
+        lambda x, w: kernels_module.gated_packed(x),
+    ):
+        leaves = [tensor(6, 4, 10).requires_grad_(), tensor(10).requires_grad_()]
+        y = function(*leaves)
+        y.sum().backward()
+        seed = torch.ones(y.shape)
+        again = torch.autograd.grad(function(*leaves), leaves, seed, allow_unused=True)
+        for leaf, g in zip(leaves, again, strict=True):
+            assert (leaf.grad is None) == (g is None)
+            assert g is None or torch.equal(leaf.grad, g)
+
+
+def test_symbolic_shapes_with_gradients(kernels_module: ModuleType) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w: kernels_module.rms_norm(x, w, cast="input").sum(),
+        fullgraph=True,
+        backend=counter,
+        dynamic=True,
+    )
+    w = tensor(64).requires_grad_()
+    # Few rows and many may be compiled apart (the number of partial rows has a limit), never more.
+    for rows in (100, 700, 900, 30000, 40000):
+        x = tensor(rows, 64)
+        (actual,) = torch.autograd.grad(compiled(x, w), w)
+        (expected,) = torch.autograd.grad(kernels_module.rms_norm(x, w, cast="input").sum(), w)
+        torch.testing.assert_close(actual, expected)
+    assert counter.frame_count <= 2
+
+
+# -------------------------------------------------------------------------------------------------
+# Cross entropy
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 20.0)])
+def test_cross_entropy(
+    smoothing: float, cap: float, dtype: torch.dtype, reduction: str, kernels_module: ModuleType
+) -> None:
+    logits = (tensor(3, 4, 33, dtype=torch.float32) * 5).to(dtype)
+    target = torch.arange(12).view(3, 4)
+    target[1, 2] = -100
+
+    def formula(x: Tensor) -> Tensor:
+        z = cap * torch.tanh(x / cap) if cap else x
+        loss = F.cross_entropy(
+            z.flatten(0, 1), target.flatten(), reduction=reduction, label_smoothing=smoothing
+        )
+        return loss.view(3, 4) if reduction == "none" else loss
+
+    x = logits.clone().requires_grad_()
+    loss = kernels_module.cross_entropy(
+        x, target, reduction, label_smoothing=smoothing, softcap=cap
+    )
+    wide = logits.double().requires_grad_()
+    expected = formula(wide)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    seed = tensor(1, *loss.shape)[0]
+    (actual,) = torch.autograd.grad(loss, x, seed)
+    (truth,) = torch.autograd.grad(expected, wide, seed.double())
+    assert actual.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    bound = eps * truth.abs() + 1e-6 * truth.abs().max() + torch.finfo(dtype).smallest_normal * eps
+    assert ((actual.double() - truth).abs() <= bound).all()
+    with torch.no_grad():
+        assert torch.equal(
+            kernels_module.cross_entropy(
+                logits, target, reduction, label_smoothing=smoothing, softcap=cap
+            ),
+            loss,
+        )
+
+
+def test_cross_entropy_of_ignored_rows(kernels_module: ModuleType) -> None:
+    x = tensor(4, 9).requires_grad_()
+    target = torch.full((4,), -100)
+    loss = kernels_module.cross_entropy(x, target)
+    assert loss.isnan()  # as torch's
+    loss.backward()
+    assert (x.grad == 0).all()
+
+
+def test_cross_entropy_of_slices(kernels_module: ModuleType) -> None:
+    """Next tokens are a slice of the tokens; the logits lose their last position."""
+    logits, ids = tensor(3, 6, 20), torch.arange(18).view(3, 6)
+    results = []
+    for x, t in ((logits[:, :-1], ids[:, 1:]), (logits[:, :-1].clone(), ids[:, 1:].clone())):
+        x = x.detach().requires_grad_()
+        loss = kernels_module.cross_entropy(x, t, "none")
+        loss.backward(tensor(5, 3).t())
+        results.append((loss, x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_cross_entropy_gradient_over_the_logits(kernels_module: ModuleType) -> None:
+    """The out form may write over the logits, which saves their size in memory."""
+    x, target = tensor(5, 40, dtype=torch.bfloat16), torch.arange(5)
+    _, lse = kernels_module.ops.cross_entropy.default(x, target, -100, 0.0, 0.0)
+    args = (torch.ones(5), x, target, lse, -100, 0.0, 0.0)
+    expected = kernels_module.ops.cross_entropy_backward.default(*args)
+    kernels_module.ops.cross_entropy_backward_out.default(x, *args)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "word"),
+    [
+        ({"reduction": "avg"}, ValueError, "`reduction`: expected one of 'none'.*got 'avg'"),
+        ({"target": torch.zeros(3)}, RuntimeError, "`target` must be int64, got float32"),
+        ({"target": torch.zeros(2, dtype=torch.int64)}, RuntimeError, "`target` must have shape"),
+        ({"label_smoothing": 2.0}, RuntimeError, "`label_smoothing`"),
+        ({"logits": torch.zeros(3)}, RuntimeError, "`logits` must have at least 2 dimensions"),
+    ],
+)
+def test_cross_entropy_errors(
+    change: dict[str, Any], error: type[Exception], word: str, kernels_module: ModuleType
+) -> None:
+    arguments = {"logits": tensor(3, 5), "target": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(error, match=word):
+        kernels_module.cross_entropy(**{**arguments, **change})
+
+
+# -------------------------------------------------------------------------------------------------
+# A model
+
+
+def train(model: torch.nn.Module, loss_of: Any, rate: float, steps: int = 20) -> list[float]:
+    """The losses of `steps` steps of SGD, whose steps are proportional to the gradients: an Adam
+    step would hide a gradient of the wrong size."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "rate"), [("llama", 0.05), ("gemma3", 2e-3)])
+def test_a_patched_model_learns_the_same(
+    name: str, rate: float, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    entry = zoo.ENTRIES[name]
+    model = entry.build(dtype)
+    start = copy.deepcopy(model.state_dict())
+    ids = torch.randint(
+        model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1)
+    )
+
+    def run(width: torch.dtype, patched: bool) -> tuple[list[float], dict[str, Tensor]]:
+        learner = copy.deepcopy(model).to(width).train()
+        learner.load_state_dict(start)
+        if patched:
+            assert hfpatch.apply(learner, mode="training").swaps
+
+        def loss_of(m: torch.nn.Module) -> Tensor:
+            logits = m(input_ids=ids, use_cache=False).logits[:, :-1]
+            if patched:
+                return kernels_module.cross_entropy(logits, ids[:, 1:])
+            wide = logits.to(torch.promote_types(width, torch.float32))
+            return F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten())
+
+        losses = train(learner, loss_of, rate)
+        return losses, {k: v.detach().double() for k, v in learner.named_parameters()}
+
+    truth, wide = run(torch.float64, False)
+    plain, unpatched = run(dtype, False)
+    ours, trained = run(dtype, True)
+    assert truth[-1] < 0.8 * truth[0]  # it learns
+    eps = torch.finfo(dtype).eps
+    # How far rounding takes a trajectory in this dtype; at one step the two may by chance be close.
+    noise = max(abs(p - t) for p, t in zip(plain, truth, strict=True))
+    for t, o in zip(truth, ours, strict=True):
+        assert abs(o - t) <= 2 * noise + 4 * eps * abs(t), (ours, plain, truth)
+    moved = {k: (wide[k] - start[k].double()).norm() for k in wide}
+    for k, distance in moved.items():
+        error = (trained[k] - wide[k]).norm()
+        limit = (unpatched[k] - wide[k]).norm()
+        assert error <= 2 * limit + 8 * eps * (distance + wide[k].norm()), k
