@@ -421,8 +421,8 @@ class _Builder:
             includes = [f"-I{d}" for d in section.get("include", [])]
             if section is self.toml["torch"]:
                 includes += [f"-I{self.generated}", "-isystem", str(self.torch.include)]
-            command = self._nvcc_command(section) if src.endswith(".cu") else self._cxx_command(
-                section
+            command = (
+                self._nvcc_command(section) if src.endswith(".cu") else self._cxx_command(section)
             )
             if section is self.toml["torch"]:
                 command += [f"-DTORCH_EXTENSION_NAME={self.id}", self._target_version()]
@@ -676,9 +676,7 @@ def build(
             builder.package_variant(path, builder.compile())
             builder.say(f"wrote {path} in {time.perf_counter() - start:.1f} s")
         seconds = time.perf_counter() - start
-        variant = BuiltVariant(
-            path.name, path, backend, builder.id, tuple(builder.archs), seconds
-        )
+        variant = BuiltVariant(path.name, path, backend, builder.id, tuple(builder.archs), seconds)
         built.append(variant)
     return built
 
@@ -718,13 +716,23 @@ def build_available(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m hfpatch.kernel_build --out DIR [--backend cpu] [--archs 9.0]``"""
-    parser = argparse.ArgumentParser(prog="python -m hfpatch.kernel_build", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--project", default=str(Path(__file__).resolve().parent.parent),
-                        help="directory of build.toml (default: the source tree)")
+    parser = argparse.ArgumentParser(
+        prog="python -m hfpatch.kernel_build",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--project",
+        default=str(Path(__file__).resolve().parent.parent),
+        help="directory of build.toml (default: the source tree)",
+    )
     parser.add_argument("--out", required=True, help="build/<variant>/ is written here")
-    parser.add_argument("--backend", action="append", choices=["cpu", "cuda"],
-                        help="repeatable; default: what this machine can build")
+    parser.add_argument(
+        "--backend",
+        action="append",
+        choices=["cpu", "cuda"],
+        help="repeatable; default: what this machine can build",
+    )
     parser.add_argument("--archs", help="CUDA architectures: all, native, none or 8.0;9.0+PTX")
     parser.add_argument("--quiet", action="store_true")
     args = parser.parse_args(argv)

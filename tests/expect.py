@@ -17,14 +17,31 @@ COMPOSED_ACTIVATIONS = {
     "ApproximateGELU",
 }
 
+#: Blocks that are fused as a whole.
+FUSED_BLOCKS = {"LTXVideoTransformerBlock"}
+
+
+def is_fused_block(module: nn.Module) -> bool:
+    """A hook on a norm or an attention inside would not fire, so such a block is not fused."""
+    return type(module).__name__ in FUSED_BLOCKS and not any(
+        "_hf_hook" in m.__dict__
+        for path, m in module.named_modules()
+        if "norm" in path.rpartition(".")[2] or path in ("attn1", "attn2")
+    )
+
 
 def expected_swaps(model: nn.Module) -> dict[str, str]:
     """{path: op} of every module that a kernel must take over."""
     found: dict[str, str] = {}
+    blocks = [p for p, m in model.named_modules() if is_fused_block(m)]
     for path, module in model.named_modules():
         name = type(module).__name__
         children = set(module._modules)
-        if (not children and "RMSNorm" in name) or name == "T5LayerNorm":
+        if path in blocks:
+            found[path] = "block"
+        elif "norm" in path.rpartition(".")[2] and any(path.startswith(f"{b}.") for b in blocks):
+            continue  # part of the block's own kernels
+        elif (not children and "RMSNorm" in name) or name == "T5LayerNorm":
             found[path] = "rms_norm"
         elif not children and "LayerNorm" in name:
             found[path] = "layer_norm"

@@ -12,7 +12,7 @@ from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
-from expect import assert_same_dicts, expected_swaps, snapshot
+from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
 from torch import nn
 
 import hfpatch
@@ -64,27 +64,33 @@ def test_accelerate_hooks_in_either_order(
 
     model = entry.build(torch.float32)
     if order == "patch first":
+        swaps = expected_swaps(model)
         hfpatch.apply(model)
         hook = PLACEMENTS[placement](model, tmp_path)
         hooked = None
     else:
         hook = PLACEMENTS[placement](model, tmp_path)
         hooked = snapshot(model)
+        swaps = expected_swaps(model)
         hfpatch.apply(model)
-    assert len(hfpatch.status(model).swaps) == len(expected_swaps(model))
+    assert len(hfpatch.status(model).swaps) == len(swaps)
     if placement in ("sequential offload", "disk offload"):
         assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert torch.equal(entry.run(model, inputs), expected)
+    got = entry.run(model, inputs)
+    if name == "ltx":  # a fused block with hooks inside hands over to its parts: other roundings
+        assert relative_error(got, expected) < 1e-6
+    else:
+        assert torch.equal(got, expected)
     if isinstance(hook, Counting):
         # every module that is called fires its hook, the patched ones too
-        assert hook.calls >= len(expected_swaps(model))
+        assert hook.calls >= len(swaps)
 
-    assert hfpatch.restore(model) == len(expected_swaps(model))
+    assert hfpatch.restore(model) == len(swaps)
     if hooked is not None:
         assert_same_dicts(hooked, model, tensors=False)
     assert torch.equal(entry.run(model, inputs), original)
     if placement == "hooks everywhere":
-        assert "_hf_hook" in model.get_submodule(next(iter(expected_swaps(model)))).__dict__
+        assert "_hf_hook" in model.get_submodule(next(iter(swaps))).__dict__
 
 
 @pytest.mark.parametrize("order", ["patch first", "hooks first"])

@@ -50,6 +50,7 @@ def answer(model: Any, tokenizer: Any, prompt: str) -> list[int]:
     return out[0, ids["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.timeout(1500)  # twenty answers of 64 tokens: about a minute on two idle cores
 def test_greedy_answers_are_identical(smollm2: tuple[Any, Any]) -> None:
     model, tokenizer = smollm2
     for prompt in PROMPTS:
@@ -64,6 +65,7 @@ def test_greedy_answers_are_identical(smollm2: tuple[Any, Any]) -> None:
     assert "Paris" in tokenizer.decode(answer(model, tokenizer, PROMPTS[0]))
 
 
+@pytest.mark.timeout(900)
 def test_perplexity_is_equal(smollm2: tuple[Any, Any]) -> None:
     model, tokenizer = smollm2
     ids = tokenizer(TEXT.read_text(), return_tensors="pt")["input_ids"][:, :2000]
@@ -82,6 +84,7 @@ def test_perplexity_is_equal(smollm2: tuple[Any, Any]) -> None:
     assert abs(got - expected) / expected < 1e-4
 
 
+@pytest.mark.timeout(900)
 def test_bf16_logits_are_no_farther_from_fp32(smollm2: tuple[Any, Any]) -> None:
     """Pooled over 2,000 tokens, up to the noise of this model.
 

@@ -29,9 +29,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
     elif activation == "relu":
         y = F.relu(wide)
     else:
-        raise ValueError(
-            f"`activation` must be one of {sorted(ACTIVATIONS)}, got {activation!r}"
-        )
+        raise ValueError(f"`activation` must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
     return y.to(x.dtype)
 
 

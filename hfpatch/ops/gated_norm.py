@@ -36,7 +36,8 @@ def gated_rms_norm(
     y, silu = x.to(wide), F.silu(gate.to(wide))
     if not norm_before_gate:
         y = y * silu
-    grouped = y.unflatten(-1, (-1, group_size or x.shape[-1]))
+    width = group_size or x.shape[-1]
+    grouped = y.reshape(*x.shape[:-1], -1, width)
     grouped = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
     y = grouped.flatten(-2).to(x.dtype)
     if weight is not None:

@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -237,17 +237,18 @@ class _Same:
         return hash(self.id)
 
 
-def fingerprint(module: nn.Module) -> tuple[Any, ...]:
+def fingerprint(module: nn.Module, ignore: Container[str] = ()) -> tuple[Any, ...]:
     """Everything but tensors that decides what a module's forward does, hashable.
 
     Its own attributes (functions by their code and what they close over, containers by content,
-    other objects by identity) and, for each child module, its class, code and attributes.
+    other objects by identity) and, for each child module, its class, code and attributes. `ignore`
+    names attributes that the caller compares in another way.
     """
     blank = _BLANK.__dict__
     own = tuple(
         (k, _fingerprint_value(v, 4))
         for k, v in sorted(module.__dict__.items())
-        if k not in blank and k not in _OWNED_BY_WRAPPERS
+        if k not in blank and k not in _OWNED_BY_WRAPPERS and k not in ignore
     )
     children = tuple(
         (name, None if child is None else (*code_of(child), *fingerprint(child)))

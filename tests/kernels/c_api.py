@@ -160,6 +160,7 @@ class Library:
             raise KernelError(status, self.last_error())
 
 
+@functools.cache  # a second copy would overwrite a library that is in use
 def held_to(library: Path, level: str) -> Library | None:
     """A copy of the library held to one instruction set; None if this CPU lacks it."""
     copy = library.with_name(f"libhfpatch_{level}.so")

@@ -472,4 +472,4 @@ def test_no_new_tolerances():
     """The rounding table is that of the forward's tests."""
     assert set(ROUNDING) == set(SLOPE_FP32) == {F32, F16, BF16}
     assert CONSTANTS["HFP_NEED_COUNT"] == 4
-    assert c_api.OPS["rms_norm_backward"].result.split(", ")[0] == "like_x"
+    assert c_api.OPS["rms_norm_backward"].result.split(", ")[0] == "=x"

@@ -113,10 +113,6 @@ def test_cases_cover_every_operator(kernels_module: ModuleType) -> None:
     assert names == set(RAW) | {name + "_out" for name in RAW}
 
 
-def results(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", RAW)
 def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:

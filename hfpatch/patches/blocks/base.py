@@ -78,18 +78,17 @@ class BlockSubject(Subject):
     @property
     def key(self) -> tuple[Any, ...]:
         own, _ = fingerprint(self.module)
-        return (
-            own,
-            *(
-                (
-                    type(m),
-                    *(fingerprint(m)[0]),
-                    *(str(p.dtype) for p in m._parameters.values() if p is not None),
-                )
-                for m in self.idle()
-            ),
-            code_of(self.module),
+        # processors are told apart by their class, which `ready` checks too
+        idle = tuple(
+            (
+                *code_of(m),
+                *fingerprint(m, ignore=("processor",))[0],
+                type(getattr(m, "processor", None)),
+                tuple(p is not None and p.dtype for p in m._parameters.values()),
+            )
+            for m in self.idle()
         )
+        return (own, code_of(self.module), idle)
 
     def prove_block(self, sources: Sources, device: str, verify: bool) -> BlockProof | str:
         """Compare the fused with the original forward in every dtype; or why it cannot be used."""

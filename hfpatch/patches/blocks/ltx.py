@@ -96,11 +96,11 @@ class LtxSubject(BlockSubject):
         tables = _Tables()
 
         def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            heads = attn.heads
+            heads, head_dim = attn.heads, q.shape[-1] // attn.heads
             out = dispatch_attention_fn(
-                q.unflatten(2, (heads, -1)),
-                k.unflatten(2, (heads, -1)),
-                v.unflatten(2, (heads, -1)),
+                q.view(*q.shape[:2], heads, head_dim),
+                k.view(*k.shape[:2], heads, head_dim),
+                v.view(*v.shape[:2], heads, head_dim),
                 attn_mask=mask,
                 backend=attn.processor._attention_backend or _fastest(q, mask, heads),
             )
