@@ -387,7 +387,10 @@ int32_t launch_norm_backward(NormBackwardParams &p, DType type, int64_t grid, vo
   if (n < kWidest) return launch_loop<kCentred, T, 1>(p, grid, stream, op);
 
   p.vectors = p.x_rows.cols / kWidest;
-  if (p.vectors <= 4 * kMaxThreadsX4) {
+  // The kernel that holds rows keeps the sums of a bias for layer_norm only: an rms_norm with a bias
+  // is too rare for a shape of its own.
+  const bool rare = !kCentred && p.need_bias;
+  if (p.vectors <= 4 * kMaxThreadsX4 && !rare) {
     if (p.grad_type == type && p.weight_type == type) {
       return launch_held<kCentred, T, T, T>(p, grid, stream, op);
     }

@@ -147,15 +147,9 @@ class BlockSubject(Subject):
                 ours = fused(block, **low)
             except Exception as e:
                 return f"with {dtype} the fused block failed: {type(e).__name__}: {e}"
-            wide = {
-                k: cast(v, torch.float64)
-                if isinstance(v, Tensor)
-                else tuple(t.double() for t in v)
-                if isinstance(v, tuple)
-                else v
-                for k, v in low.items()
-            }
-            truth = original(block.double(), **wide)
+            # on the CPU: loading a GPU's fp64 kernels for this would take longer than all the rest
+            wide = {k: _to_fp64(v) for k, v in low.items()}
+            truth = original(block.cpu().double(), **wide).to(device)
         if any(not torch.equal(before[k], low[k]) for k in before):
             return "the fused block wrote to its input"
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
@@ -205,6 +199,13 @@ class BlockSubject(Subject):
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         raise NotImplementedError("a block calls several kernels: see `fuse`")
+
+
+def _to_fp64(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_to_fp64(v) for v in value)
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.cpu().double() if floating else value
 
 
 def _records(block: nn.Module, x: Tensor) -> bool:

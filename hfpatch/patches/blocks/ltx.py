@@ -176,8 +176,8 @@ class _Tables:
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of [B, S, H, D] tensors on PyTorch's fastest kernel for this GPU.
 
-    On Hopper that is cuDNN's: 1.6 times the speed of flash attention at head dim 64; on Ampere it is
-    slower. The views are passed as they are, and the result comes back in the layout of `q`.
+    On Hopper that is cuDNN's: 1.6 times the speed of flash attention at head dim 64; on Ampere it
+    is slower. The views are passed as they are, and the result comes back in the layout of `q`.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
