@@ -424,7 +424,8 @@ def _prepare_block(
     good = {d: p for d in devices if isinstance(p := proofs[d], BlockProof)}
     if not good:
         reason = str(proofs[devices[0]])
-        return probe.Refusal("unsupported" if "no compiled" in reason else "rejected", reason)
+        kind = "off" if "switched off" in reason else "rejected"
+        return probe.Refusal("unsupported" if "no compiled" in reason else kind, reason)
     entry = Swap(
         path,
         type(module).__name__,

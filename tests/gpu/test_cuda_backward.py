@@ -157,7 +157,8 @@ def test_cross_entropy(
     assert abs(y.item() - wide.item()) <= 4e-6 * abs(wide.item()) + 1e-6
     scale = torch.finfo(dtype)
     bound = scale.eps * truth.abs() + 2e-5 * truth.abs().amax(-1, keepdim=True)
-    bound = bound + scale.smallest_normal * scale.eps
+    # p - 1 of a near-certain class keeps the rounding of p; eight rows share the mean's gradient
+    bound = bound + scale.smallest_normal * scale.eps + 4e-7 / 8
     assert ((actual.double() - truth).abs() <= bound).all()
     assert (actual[4] == 0).all()
 

@@ -83,7 +83,14 @@ class LtxSubject(BlockSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
+        from diffusers.models.attention_dispatch import (
+            AttentionBackendName,
+            _AttentionBackendRegistry,
+            dispatch_attention_fn,
+        )
+
+        active_backend = _AttentionBackendRegistry.get_active_backend
+        default_backend = AttentionBackendName.NATIVE
 
         m: Any = self.module
         modulate = bind("norm_modulate", eps=m.norm1.eps, norm="rms", cast="input")
@@ -101,12 +108,11 @@ class LtxSubject(BlockSubject):
             heads, head_dim = attn.heads, q.shape[-1] // attn.heads
             q, k, v = (t.view(*t.shape[:2], heads, head_dim) for t in (q, k, v))
             backend = attn.processor._attention_backend
-            if backend is None and q.is_cuda:
+            if q.is_cuda and backend is None and active_backend()[0] == default_backend:
                 out = _attention(q, k, v, mask)
-            else:  # the user's choice
+            else:  # the user's choice, for this model or by diffusers' context manager
                 out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
-            h = attn.to_out[0](out.flatten(2, 3))
-            return h if attn.to_out[1].p == 0.0 else attn.to_out[1](h)  # type: ignore[no-any-return]
+            return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))  # type: ignore[no-any-return]
 
         def fused(
             block: Any,
