@@ -226,6 +226,8 @@ def buffers(shape: tuple[int, ...], dtype: torch.dtype, packed: bool) -> list[tu
 def measure(only: list[str] | None, quick: bool) -> Iterator[dict[str, Any]]:
     from tqdm import tqdm
 
+    # past the default of 8 shapes torch.compile gives up and runs eager: no peer at all
+    torch._dynamo.config.recompile_limit = 1000
     copy = copy_bandwidth()
     module = local_package().module
     for op, moved, calls, kind in peers(module):
