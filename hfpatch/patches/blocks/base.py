@@ -29,7 +29,8 @@ from hfpatch.sources import Kernel, Sources
 
 @dataclass(frozen=True)
 class BlockProof:
-    """A fused block that reproduces the original: {dtype: forward}, and its largest error."""
+    """A fused block that reproduces the original: {dtype: forward}, and its largest error in the
+    model's own dtype."""
 
     forwards: dict[torch.dtype, Forward]
     max_abs_error: float
@@ -110,7 +111,7 @@ class BlockSubject(Subject):
         if not verify:
             return BlockProof(dict.fromkeys(KERNEL_DTYPES, fused), 0.0, 0.0)
         forwards: dict[torch.dtype, Forward] = {}
-        worst = (0.0, 0.0)
+        errors: dict[torch.dtype, tuple[float, float]] = {}
         reason = ""
         for dtype in KERNEL_DTYPES:
             outcome = self._compare(fused, torch.device(device), dtype)
@@ -118,10 +119,9 @@ class BlockSubject(Subject):
                 reason = outcome
                 continue
             forwards[dtype] = fused
-            worst = (max(worst[0], outcome[0]), max(worst[1], outcome[1]))
-        if self.main_combo().x not in forwards:
-            return reason
-        return BlockProof(forwards, *worst)
+            errors[dtype] = outcome
+        main = self.main_combo().x
+        return BlockProof(forwards, *errors[main]) if main in forwards else reason
 
     def _compare(
         self, fused: Forward, device: torch.device, dtype: torch.dtype
