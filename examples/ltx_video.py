@@ -11,6 +11,7 @@ noise. On a CPU they come in a small size that finishes in seconds.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import zlib
 from dataclasses import asdict, dataclass
@@ -112,6 +113,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error(f"argument --output: expected a name ending in .mp4, got {str(args.output)!r}")
     if args.compare and not args.optimized:
         parser.error("argument --compare: needs the optimized kernels; drop --no-optimized-kernels")
+    if importlib.util.find_spec("imageio_ffmpeg") is None:  # said now, not after the generation
+        parser.error("writing the mp4 needs ffmpeg: run `pip install imageio-ffmpeg`")
 
 
 def load_pipeline(args: argparse.Namespace) -> Any:
