@@ -402,12 +402,12 @@ def _prepare_block(
         for op in subject.ops
         if (k := sources.kernel(op)) is not None
     )
-    key = (code_of(module), subject.key, subject.main_combo(), kernels, settings.verify)
+    key = (code_of(module), subject.key, subject.main_combo(), kernels)
     if key not in _blocks:
         stand_in = type(subject)(subject.tiny(torch.Generator().manual_seed(0)))
 
         def prove_late(device: str) -> str | None:
-            proof = stand_in.prove_block(sources, device, settings.verify)
+            proof = stand_in.prove_block(sources, device)
             if isinstance(proof, str):
                 return proof
             _fill_block(contract, proof, device)
@@ -418,7 +418,7 @@ def _prepare_block(
     contract, proofs = _blocks[key]
     for device in devices:
         if device not in proofs:
-            proof = proofs[device] = subject.prove_block(sources, device, settings.verify)
+            proof = proofs[device] = subject.prove_block(sources, device)
             if isinstance(proof, BlockProof):
                 _fill_block(contract, proof, device)
     good = {d: p for d in devices if isinstance(p := proofs[d], BlockProof)}

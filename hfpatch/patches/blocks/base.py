@@ -69,8 +69,9 @@ class BlockSubject(Subject):
     def idle(self) -> list[nn.Module]:
         """Modules of the block that the fused forward never calls."""
 
+    @staticmethod  # the adapter keeps it: bound, it would keep the module of the subject alive
     @abstractmethod
-    def ready(self, block: nn.Module) -> bool:
+    def ready(block: nn.Module) -> bool:
         """Whether a block is still as it was proven: processors, no hooks on idle modules."""
 
     def covers(self) -> list[nn.Module]:
@@ -91,8 +92,11 @@ class BlockSubject(Subject):
         )
         return (own, code_of(self.module), idle)
 
-    def prove_block(self, sources: Sources, device: str, verify: bool) -> BlockProof | str:
-        """Compare the fused with the original forward in every dtype; or why it cannot be used."""
+    def prove_block(self, sources: Sources, device: str) -> BlockProof | str:
+        """Compare the fused with the original forward in every dtype; or why it cannot be used.
+
+        Also without `verify`: for a block this is what identifies its formula.
+        """
         kernels: dict[str, Kernel] = {}
         for op in self.ops:
             kernel = sources.kernel(op)
@@ -108,8 +112,6 @@ class BlockSubject(Subject):
             return kernels[op].bind(params)
 
         fused = self.fuse(bind)
-        if not verify:
-            return BlockProof(dict.fromkeys(KERNEL_DTYPES, fused), 0.0, 0.0)
         forwards: dict[torch.dtype, Forward] = {}
         errors: dict[torch.dtype, tuple[float, float]] = {}
         reason = ""
@@ -174,11 +176,12 @@ class BlockSubject(Subject):
             if type(hidden_states) is Tensor and not forward_ad() and ready(self):
                 if grad_enabled() and _records(self, hidden_states):
                     contract.needs_grad()
-                elif not autocast("cuda" if hidden_states.is_cuda else "cpu"):
+                elif hidden_states.is_cuda or hidden_states.is_cpu:
                     key = (hidden_states.dtype, None)
                     table = cuda if hidden_states.is_cuda else cpu
                     run = table.get(key) or contract.late(hidden_states, key)
-                    if run is not None:
+                    device = "cuda" if hidden_states.is_cuda else "cpu"
+                    if run is not None and not autocast(device):
                         return run(self, hidden_states, *args, **kwargs)
             return original(self, hidden_states, *args, **kwargs)
 

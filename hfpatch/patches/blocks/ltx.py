@@ -40,7 +40,8 @@ class LtxSubject(BlockSubject):
         m: Any = self.module
         return _idle(m)
 
-    def ready(self, block: nn.Module) -> bool:
+    @staticmethod
+    def ready(block: nn.Module) -> bool:
         return _ready(block)
 
     def tiny(self, generator: torch.Generator) -> nn.Module:

@@ -1,0 +1,115 @@
+"""Fused blocks: what they take, when they step aside, and lookalikes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
+from torch import Tensor, nn
+
+import hfpatch
+
+NAME = "LTXVideoTransformerBlock"
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+class Root(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+
+def block(cls: type[nn.Module] = LTXVideoTransformerBlock) -> Root:
+    made = cls(64, 4, 16, 48, activation_fn="gelu-approximate")
+    return Root(zoo.randomize_(made).eval().requires_grad_(False))
+
+
+def inputs(tokens: int = 10, modulations: int = 1) -> dict[str, Any]:
+    angles = torch.randn(2, tokens, 32).repeat_interleave(2, -1)
+    return {
+        "hidden_states": torch.randn(2, tokens, 64),
+        "encoder_hidden_states": torch.randn(2, 6, 48),
+        "temb": torch.randn(2, modulations, 6 * 64),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+def compare(model: Root, call: dict[str, Any]) -> None:
+    expected = LTXVideoTransformerBlock.forward(model.block, **call)
+    torch.testing.assert_close(model.block(**call), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_paths_of_the_forward() -> None:
+    model = block()
+    (swap,) = hfpatch.apply(model).swaps
+    assert swap.op == "block"
+    mask = torch.zeros(2, 1, 6)
+    mask[0, :, 3:] = -10000.0
+    compare(model, inputs())
+    compare(model, inputs() | {"encoder_attention_mask": mask})
+    compare(model, inputs() | {"image_rotary_emb": None})
+    compare(model, inputs(modulations=10))  # a timestep per token
+    other = inputs(tokens=7)  # other tables than the step before
+    compare(model, other)
+    compare(copy.deepcopy(model), other)
+
+
+def test_steps_aside_for_hooks_processors_and_autograd() -> None:
+    model = block()
+    call = inputs()
+    hfpatch.apply(model)
+    seen: list[str] = []
+    handles = [
+        m.register_forward_hook(lambda *a: seen.append("hook"))
+        for m in (model.block.norm1, model.block.attn1, model.block.attn2.norm_k)
+    ]
+    compare(model, call)
+    assert len(seen) == 6  # three in the patched call, three in the original
+    for handle in handles:
+        handle.remove()
+
+    class Doubled(type(model.block.attn1.processor)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().__call__(*args, **kwargs) * 2
+
+    model.block.attn1.set_processor(Doubled())
+    compare(model, call)
+    hfpatch.restore(model)
+    assert NAME not in {s.class_name for s in hfpatch.apply(model).swaps}
+
+    model = block().requires_grad_(True)
+    hfpatch.apply(model)
+    with pytest.warns(RuntimeWarning, match="autograd records"):
+        model.block(**call).sum().backward()
+    assert all(p.grad is not None for p in model.block.attn1.parameters())
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_lookalike_is_left_alone(verify: bool) -> None:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return LTXVideoTransformerBlock.forward(self, hidden_states * 1.01, *args, **kwargs)
+
+    lookalike = type(NAME, (LTXVideoTransformerBlock,), {"forward": forward})
+    report = hfpatch.apply(block(lookalike), verify=verify)
+    assert [s.kind for s in report.skips if s.path == "block"] == ["rejected"]
+    assert "is off by" in next(s.reason for s in report.skips if s.path == "block")
+
+
+def test_a_copy_does_not_keep_the_first_alive() -> None:
+    model = block()
+    hfpatch.apply(model)
+    twin, first = copy.deepcopy(model), weakref.ref(model.block)
+    del model
+    gc.collect()
+    assert first() is None
+    compare(twin, inputs())
