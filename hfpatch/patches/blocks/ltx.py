@@ -8,17 +8,17 @@ quantized linears, offload hooks), are called as modules.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
+from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
+from hfpatch.patches.blocks.memo import StepMemo
+from hfpatch.patches.blocks.projections import feed_forward, project
 
 _PROCESSOR = "LTXVideoAttnProcessor"
 
@@ -84,15 +84,6 @@ class LtxSubject(BlockSubject):
         }
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        from diffusers.models.attention_dispatch import (
-            AttentionBackendName,
-            _AttentionBackendRegistry,
-            dispatch_attention_fn,
-        )
-
-        active_backend = _AttentionBackendRegistry.get_active_backend
-        default_backend = AttentionBackendName.NATIVE
-
         m: Any = self.module
         modulate = bind("norm_modulate", eps=m.norm1.eps, norm="rms", cast="input")
         gate = bind("gate_residual", cast="input")
@@ -103,16 +94,13 @@ class LtxSubject(BlockSubject):
             "qk_norm_rope", eps=m.attn1.norm_q.eps, norm_across_heads=True, interleaved=True
         )
         cross_norm = bind("rms_norm", eps=m.attn2.norm_q.eps, cast="none")
-        tables = _Tables()
+        compact = StepMemo(_compact)
+        ones = _Ones()
 
         def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             heads, head_dim = attn.heads, q.shape[-1] // attn.heads
             q, k, v = (t.view(*t.shape[:2], heads, head_dim) for t in (q, k, v))
-            backend = attn.processor._attention_backend
-            if q.is_cuda and backend is None and active_backend()[0] == default_backend:
-                out = _attention(q, k, v, mask)
-            else:  # the user's choice, for this model or by diffusers' context manager
-                out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
+            out = attention(q, k, v, mask, backend=attn.processor._attention_backend)
             return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))  # type: ignore[no-any-return]
 
         def fused(
@@ -129,103 +117,47 @@ class LtxSubject(BlockSubject):
             shift1, scale1, gate1, shift2, scale2, gate2 = ada.unbind(2)
             x = modulate(h, scale1, shift1, block.norm1.weight, None)
             a1, a2 = block.attn1, block.attn2
-            cos, sin = (None, None) if image_rotary_emb is None else tables(image_rotary_emb)
-            q, k = self_norm_rope(
-                a1.to_q(x), a1.to_k(x), a1.norm_q.weight, a1.norm_k.weight, cos, sin
-            )
-            h = gate(h, gate1, attend(a1, q, k, a1.to_v(x), None))
+            cos, sin = (None, None) if image_rotary_emb is None else compact(*image_rotary_emb)
+            q, k, v = project(x, (a1.to_q, a1.to_k, a1.to_v))
+            q, k = self_norm_rope(q, k, a1.norm_q.weight, a1.norm_k.weight, cos, sin)
+            h = gate(h, gate1, attend(a1, q, k, v, None))
 
             text = encoder_hidden_states
             q = cross_norm(a2.to_q(h), a2.norm_q.weight, None)
-            k = cross_norm(a2.to_k(text), a2.norm_k.weight, None)
+            k, v = project(text, (a2.to_k, a2.to_v))
+            k = cross_norm(k, a2.norm_k.weight, None)
             mask = encoder_attention_mask
             if mask is not None:
                 mask = a2.prepare_attention_mask(mask, text.shape[1], batch)
                 mask = mask.view(batch, a2.heads, -1, mask.shape[-1])
-            crossed = attend(a2, q, k, a2.to_v(text), mask)
-            h, x = gate_modulate(
-                h, tables.ones(h), crossed, scale2, shift2, block.norm2.weight, None
-            )
-            return gate(h, gate2, _feed_forward(block.ff, x))  # type: ignore[no-any-return]
+            crossed = attend(a2, q, k, v, mask)
+            h, x = gate_modulate(h, ones(h), crossed, scale2, shift2, block.norm2.weight, None)
+            return gate(h, gate2, feed_forward(block.ff, x))  # type: ignore[no-any-return]
 
         return fused
 
 
-class _Tables:
-    """The RoPE tables as the kernel reads them best: each value once, made once per step."""
+def _compact(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The RoPE tables as the kernel reads them best: each value, which stands twice, once."""
+    return cos[..., ::2].contiguous(), sin[..., ::2].contiguous()
+
+
+class _Ones:
+    """A gate of ones: the sum after cross-attention has none, and 1 * x is exact."""
 
     def __init__(self) -> None:
-        self._of: weakref.ref[Tensor] | None = None
-        self._compact: tuple[Tensor, Tensor] | None = None
-        self._ones: Tensor | None = None
+        self._held: Tensor | None = None
 
-    def __call__(self, wide: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        held = self._compact
-        if held is not None and self._of is not None and self._of() is wide[0]:
-            return held
-        made = (wide[0][..., ::2].contiguous(), wide[1][..., ::2].contiguous())
-        self._of, self._compact = weakref.ref(wide[0]), made
-        return made
-
-    def ones(self, like: Tensor) -> Tensor:
-        """A gate of ones: the sum after cross-attention has none, and 1 * x is exact."""
-        held = self._ones
+    def __call__(self, like: Tensor) -> Tensor:
+        held = self._held
         if (
             held is None
             or held.dtype != like.dtype
             or held.device != like.device
-            or (held.shape[0] != like.shape[-1])
+            or held.shape[0] != like.shape[-1]
         ):
-            held = self._ones = torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
+            held = self._held = torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
         return held
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of [B, S, H, D] tensors on PyTorch's fastest kernel for this GPU.
-
-    On Hopper that is cuDNN's: 1.6 times the speed of flash attention at head dim 64; on Ampere it
-    is slower. The views are passed as they are, and the result comes back in the layout of `q`.
-    """
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
-    if mask is None and hopper and q.dtype != torch.float32 and q.shape[-1] <= 128:
-        with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out.transpose(1, 2)
-
-
-_CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
-def _feed_forward(ff: Any, x: Tensor) -> Tensor:
-    """The FFN, with GELU in the epilogue of the first product where cuBLASLt offers it.
-
-    Only around a plain linear layer: with LoRA, a quantizer or a hook there the modules are called.
-    """
-    first, dropout, second = ff.net[0], ff.net[1], ff.net[-1]
-    linear = first.proj
-    if (
-        len(ff.net) == 3
-        and x.is_cuda
-        and x.dtype != torch.float32
-        and first.approximate == "tanh"  # what the epilogue computes on CUDA
-        and type(linear) is nn.Linear
-        and linear.bias is not None
-        and linear.weight.dtype == x.dtype
-        and not (dropout.training and dropout.p)
-        and "forward" not in linear.__dict__
-        and unhooked(ff, first, linear, dropout)
-    ):
-        h = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
-        return second(h.view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
-    return ff(x)  # type: ignore[no-any-return]
 
 
 def _activation(m: Any) -> str:
