@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,7 +41,30 @@ def table(call: Any, rows: int) -> str:
         f"{us / 1e3:9.3f} ms {us / busy:6.1%} {count[name]:5d}x {us / count[name]:8.1f} us  {name}"
         for name, us in total.most_common(rows)
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *gaps(kernels)])
+
+
+def gaps(kernels: list[Any], rows: int = 12) -> list[str]:
+    """Where the GPU waits: idle time by the kernel that ends it, and over the step's tenths."""
+    kernels = sorted(kernels, key=lambda e: e.time_range.start)
+    start, end = kernels[0].time_range.start, kernels[-1].time_range.end
+    idle: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    tenth = [0.0] * 10
+    for before, after in pairwise(kernels):
+        gap = max(0.0, after.time_range.start - before.time_range.end)
+        name = re.sub(r"<.*", "", after.name)[:60]
+        idle[name] += gap
+        count[name] += 1
+        at = (after.time_range.start - start) / (end - start)
+        tenth[min(9, int(at * 10))] += gap
+    return [
+        "idle ms over the step's tenths: " + " ".join(f"{us / 1e3:.2f}" for us in tenth),
+        *(
+            f"{us / 1e3:9.3f} ms idle before {count[name]:5d}x {us / count[name]:6.1f} us  {name}"
+            for name, us in idle.most_common(rows)
+        ),
+    ]
 
 
 def main() -> None:

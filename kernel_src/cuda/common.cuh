@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
@@ -312,17 +313,59 @@ inline int32_t check(cudaError_t status, const char *op) {
 
 inline constexpr int64_t kMaxGrid = 2147483647;  // gridDim.x, compute capability 3.0 and up
 
-// cudaLaunchKernel and not <<<>>>: it returns the status of this launch, so that an error that an
+// A kernel whose parameters declare `static constexpr bool kStartsEarly = true` is launched while
+// the one before it in the stream still runs (programmatic dependent launch, sm_90 and newer): its
+// CTAs are placed and wait here, which hides about a microsecond of launch latency per kernel. So
+// every thread of such a kernel must call this first, before it touches memory that anything wrote:
+// also the parameters, which an optimizer may just have updated.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  // Once all CTAs of this grid are here, none is left to place: the next grid takes nothing away.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+template <class Params, class = void>
+inline constexpr bool kStartsEarly = false;
+template <class Params>
+inline constexpr bool kStartsEarly<Params, std::void_t<decltype(Params::kStartsEarly)>> =
+    Params::kStartsEarly;
+
+// Whether the GPU can start a kernel early; the answer per device is kept.
+inline bool early_start_supported() {
+  constexpr int kDevices = 64;
+  static std::atomic<int8_t> known[kDevices];  // 0: not asked yet, 1: no, 2: yes
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  int8_t answer = known[device].load(std::memory_order_relaxed);
+  if (answer == 0) {
+    int major = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+      return false;
+    }
+    answer = major >= 9 ? 2 : 1;
+    known[device].store(answer, std::memory_order_relaxed);
+  }
+  return answer == 2;
+}
+
+// cudaLaunchKernelExC and not <<<>>>: it returns the status of this launch, so that an error that an
 // earlier caller left behind is neither reported here nor cleared.
 template <class Params>
 int32_t launch(void (*kernel)(Params), int64_t grid, int threads, Params &params, void *stream,
                const char *op) {
   void *arguments[] = {&params};
-  return check(cudaLaunchKernel(reinterpret_cast<const void *>(kernel),
-                                dim3(static_cast<unsigned>(grid)),
-                                dim3(static_cast<unsigned>(threads)), arguments, 0,
-                                static_cast<cudaStream_t>(stream)),
-               op);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = kStartsEarly<Params> && early_start_supported() ? 1 : 0;
+  return check(cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), arguments), op);
 }
 
 }  // namespace hfp::cuda

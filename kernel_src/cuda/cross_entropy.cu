@@ -11,6 +11,7 @@ namespace hfp::cuda {
 namespace {
 
 struct CrossEntropyParams {
+  static constexpr bool kStartsEarly = true;
   float *loss, *lse;
   void *dlogits;
   const float *grad, *saved_lse;
@@ -103,6 +104,7 @@ __device__ __forceinline__ void add_vector(const CrossEntropyParams &p, const Ve
 template <class T, int N, bool kCap>
 __global__ void __launch_bounds__(kCrossThreads)
     cross_entropy_kernel(const __grid_constant__ CrossEntropyParams p) {
+  wait_for_previous();
   __shared__ float all_most[32], all_sum[32], all_plain[32];
   const int64_t row = p.first_row + blockIdx.x;
   const int64_t target = __ldg(p.target + row);
@@ -190,6 +192,7 @@ __device__ __forceinline__ void gradient(const CrossEntropyParams &p, const Vec<
 template <class T, int N, bool kCap>
 __global__ void __launch_bounds__(kCrossThreads)
     cross_entropy_backward_kernel(const __grid_constant__ CrossEntropyParams p) {
+  wait_for_previous();
   const int64_t row = p.first_row + blockIdx.x;
   const int64_t target = __ldg(p.target + row);
   T *to = static_cast<T *>(p.dlogits) + row * p.x_rows.cols;

@@ -38,6 +38,7 @@ struct FastDivisor {
 
 template <int kInputs>
 struct ElementwiseParams {
+  static constexpr bool kStartsEarly = true;
   void *out;
   const void *in[kInputs];
   Rows rows[kInputs];  // the same rows and cols; not used by the flat kernel
@@ -55,6 +56,7 @@ struct ElementwiseParams {
 template <class T, class F, int kUnroll>
 __global__ void __launch_bounds__(kElementwiseThreads)
     flat_kernel(const __grid_constant__ ElementwiseParams<F::kInputs> p) {
+  wait_for_previous();
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * (kElementwiseThreads * kUnroll) + threadIdx.x;
@@ -101,6 +103,7 @@ __global__ void __launch_bounds__(kElementwiseThreads)
 template <class T, class F, int N>
 __global__ void __launch_bounds__(kElementwiseThreads)
     strided_kernel(const __grid_constant__ ElementwiseParams<F::kInputs> p) {
+  wait_for_previous();
   constexpr int kUnroll = kVectorsPerThread<F::kInputs>;
   const int64_t first =
       static_cast<int64_t>(blockIdx.x) * (kElementwiseThreads * kUnroll) + threadIdx.x;

@@ -12,6 +12,7 @@ namespace hfp::cuda {
 namespace {
 
 struct FusedNormParams {
+  static constexpr bool kStartsEarly = true;
   void *out, *sum;
   const void *x, *residual, *gate, *weight, *bias, *scale, *shift;
   Rows x_rows, residual_rows, gate_rows, scale_rows, shift_rows;
@@ -149,6 +150,7 @@ constexpr float kNoBias = -0.0f;
 template <class T, class P, int N, int kThreads, int kVectors, bool kSum>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     fused_norm_kernel(const __grid_constant__ FusedNormParams p) {
+  wait_for_previous();
   using G = Group<kThreads>;
   constexpr bool kHold =
       kHoldParams<P, kThreads, kVectors, Vec<T, N>::kWords + 2 * ParamVec<P, N>::kWords>;
@@ -256,6 +258,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     fused_norm_loop_kernel(const __grid_constant__ FusedNormParams p) {
+  wait_for_previous();
   using G = Group<kCta>;
   __shared__ float partial_sum[kPartials], partial_square[kPartials];
   const int64_t row = G::row(p.first_row);

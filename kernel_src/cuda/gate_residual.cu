@@ -6,6 +6,7 @@ namespace hfp::cuda {
 namespace {
 
 struct GateResidualParams {
+  static constexpr bool kStartsEarly = true;
   void *out;
   const void *residual, *gate, *x;
   Rows residual_rows, gate_rows, x_rows;
@@ -26,6 +27,7 @@ struct GateResidualParams {
 template <class T, int N, bool kSameType>
 __global__ void __launch_bounds__(kElementwiseThreads)
     gate_residual_kernel(const __grid_constant__ GateResidualParams p) {
+  wait_for_previous();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
   if (at >= p.vectors) return;
   const int64_t row = p.fast_division

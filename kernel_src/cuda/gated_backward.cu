@@ -7,6 +7,7 @@ namespace hfp::cuda {
 namespace {
 
 struct GatedBackwardParams {
+  static constexpr bool kStartsEarly = true;
   void *dgate, *dup;
   const void *grad, *gate, *up;
   Rows grad_rows, gate_rows, up_rows;
@@ -24,6 +25,7 @@ struct GatedBackwardParams {
 template <class T, int kActivation, int N>
 __global__ void __launch_bounds__(kElementwiseThreads)
     gated_backward_kernel(const __grid_constant__ GatedBackwardParams p) {
+  wait_for_previous();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
   if (at >= p.vectors) return;
   int64_t row = 0;

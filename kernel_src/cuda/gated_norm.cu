@@ -7,6 +7,7 @@ namespace hfp::cuda {
 namespace {
 
 struct GatedNormParams {
+  static constexpr bool kStartsEarly = true;
   void *out;
   const void *x, *gate, *weight;
   Rows x_rows, gate_rows, weight_rows;  // a row is one group
@@ -75,6 +76,7 @@ __device__ __forceinline__ void finish(const GatedNormParams &p, const Vec<T, N>
 template <class T, int N, int kThreads, int kVectors>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     gated_norm_kernel(const __grid_constant__ GatedNormParams p) {
+  wait_for_previous();
   using G = Group<kThreads>;
   __shared__ float partial[kPartials];
 
@@ -115,6 +117,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     gated_norm_loop_kernel(const __grid_constant__ GatedNormParams p) {
+  wait_for_previous();
   using G = Group<kCta>;
   __shared__ float partial[kPartials];
   const int64_t row = G::row(p.first_row);

@@ -10,6 +10,7 @@ namespace hfp::cuda {
 namespace {
 
 struct LayerNormParams {
+  static constexpr bool kStartsEarly = true;
   void *out;
   const void *x, *weight, *bias;
   Rows x_rows;
@@ -59,6 +60,7 @@ constexpr float kNoBias = -0.0f;
 template <class T, class W, int N, int kThreads, int kVectors>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     layer_norm_kernel(const __grid_constant__ LayerNormParams p) {
+  wait_for_previous();
   using G = Group<kThreads>;
   constexpr bool kHold =
       kHoldParams<W, kThreads, kVectors, Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords>;
@@ -119,6 +121,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     layer_norm_loop_kernel(const __grid_constant__ LayerNormParams p) {
+  wait_for_previous();
   using G = Group<kCta>;
   __shared__ float partial_sum[kPartials], partial_square[kPartials];
   const int64_t row = G::row(p.first_row);

@@ -10,6 +10,7 @@ constexpr int kSumWarps = kSumThreads / kSumCols;
 
 __global__ void __launch_bounds__(kSumThreads)
     sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {
+  wait_for_previous();
   __shared__ float all[kSumWarps][kSumCols + 1];
   const int lane = threadIdx.x % kSumCols, warp = threadIdx.x / kSumCols;
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kSumCols + lane;

@@ -15,6 +15,7 @@
 namespace hfp::cuda {
 
 struct NormBackwardParams {
+  static constexpr bool kStartsEarly = true;
   void *dx;
   float *partials;  // [gridDim.x, partial_cols]
   const void *grad, *x, *weight;
@@ -28,6 +29,7 @@ struct NormBackwardParams {
 };
 
 struct SumPartialsParams {
+  static constexpr bool kStartsEarly = true;
   void *dweight, *dbias;
   const float *partials;
   int64_t rows, cols;  // of partials
@@ -119,6 +121,7 @@ __device__ __forceinline__ void load_factor(float (&w)[N], const NormBackwardPar
 template <bool kCentred, class T, class Grad, class W, int N, int kThreads, int kVectors>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     norm_backward_kernel(const __grid_constant__ NormBackwardParams p) {
+  wait_for_previous();
   using G = Group<kThreads>;
   constexpr int kGroups = G::kWholeCta ? 1 : kRowThreads / G::kLanes;
   // A second row in registers only where they are enough.
@@ -265,6 +268,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 template <bool kCentred, class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_backward_loop_kernel(const __grid_constant__ NormBackwardParams p) {
+  wait_for_previous();
   using G = Group<kCta>;
   __shared__ float partial[2][4][32];
   ParamVec<AnyType, N> none;

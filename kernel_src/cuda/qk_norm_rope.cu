@@ -52,6 +52,7 @@ constexpr int max_row_threads(int units) { return units == 1 ? 512 : 768; }
 template <class T, class Tab, class W, int N, bool kInterleaved, int kRows, int kUnits>
 __global__ void __launch_bounds__(max_row_threads(kUnits))
     norm_rope_row_kernel(const __grid_constant__ RopeParams p) {
+  wait_for_previous();
   __shared__ float partial[kRows][32];
   const uint32_t local = kRows == 2 ? blockIdx.x : blockIdx.x / p.groups;
   const uint32_t first = kRows == 2 ? 0 : blockIdx.x - local * p.groups;
@@ -122,6 +123,7 @@ constexpr int kLoopThreads = 512;
 template <class T, int N, bool kInterleaved>
 __global__ void __launch_bounds__(kLoopThreads)
     norm_rope_loop_kernel(const __grid_constant__ RopeParams p) {
+  wait_for_previous();
   __shared__ float partial[1][32];
   const uint32_t local = blockIdx.x / p.groups;
   const Token token = token_at(p, p.first_token + local);

@@ -6,6 +6,7 @@ namespace hfp::cuda {
 namespace {
 
 struct RmsNormParams {
+  static constexpr bool kStartsEarly = true;
   void *out;
   const void *x, *weight, *bias;
   Rows x_rows;
@@ -107,6 +108,7 @@ __device__ __forceinline__ void finish_row(const RmsNormParams &p, Vec<T, N> (&v
 template <class T, class W, int N, int kThreads, int kVectors>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
+  wait_for_previous();
   using G = Group<kThreads>;
   constexpr bool kHold =
       kHoldParams<W, kThreads, kVectors, Vec<T, N>::kWords + ParamVec<W, N>::kWords>;
@@ -147,6 +149,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     rms_norm_loop_kernel(const __grid_constant__ RmsNormParams p) {
+  wait_for_previous();
   using G = Group<kCta>;
   __shared__ float partial[kPartials];
   const int64_t row = G::row(p.first_row);

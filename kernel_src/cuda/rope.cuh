@@ -15,6 +15,7 @@
 namespace hfp::cuda {
 
 struct RopeParams {
+  static constexpr bool kStartsEarly = true;
   RopeTensor q, k;
   RopeTable cos, sin;
   DType table_type, weight_type;
@@ -219,6 +220,7 @@ inline constexpr int kHeadThreads = 128;
 template <class T, class Tab, class W, int N, bool kInterleaved, bool kNorm, int kHeads>
 __global__ void __launch_bounds__(kHeadThreads)
     rope_heads_kernel(const __grid_constant__ RopeParams p) {
+  wait_for_previous();
   const uint32_t lane = threadIdx.x & (p.lanes - 1);
   const uint32_t slots = static_cast<uint32_t>(kHeadThreads) >> p.lane_bits;  // of the CTA
   const uint32_t slot = blockIdx.x * slots + (threadIdx.x >> p.lane_bits);
