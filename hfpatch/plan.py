@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch import probe, registry, swap
+from hfpatch import packing, probe, registry, swap
 from hfpatch.ops import KERNEL_DTYPES, OPS
 from hfpatch.patches.base import Contract, Family, Forward, Subject, code_of, is_hooked
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
+from hfpatch.patches.blocks.chain import Chain
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.sources import Sources
 
@@ -146,6 +147,8 @@ class Prepared:
     module: nn.Module
     make: Callable[[], Forward]
     swap: Swap
+    packs: tuple[tuple[nn.Module, ...], ...] = ()  # linear layers to pack, see `hfpatch.packing`
+    block: BlockSubject | None = None
 
 
 @dataclass
@@ -203,6 +206,7 @@ def _make_plan(
     order_of = {site.path: i for i, site in enumerate(sites)}
     draft.prepared.sort(key=lambda p: order_of[p.swap.path])
     draft.skips.sort(key=lambda s: order_of[s.path])
+    _link(draft.prepared)
     plan = Plan(
         name,
         settings.mode,
@@ -211,6 +215,19 @@ def _make_plan(
         tuple(settings.sources.notes),
     )
     return plan, draft.prepared
+
+
+def _link(prepared: list[Prepared]) -> None:
+    """Tell blocks that stand in one list of each other."""
+    lists: dict[tuple[str, Any], list[Prepared]] = {}
+    for p in prepared:
+        if p.block is not None:
+            parent = p.swap.path.rpartition(".")[0]
+            lists.setdefault((parent, type(p.block)), []).append(p)
+    for blocks in lists.values():
+        chain = Chain([p.module for p in blocks])
+        for p in blocks:
+            p.block.chain = chain  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -438,7 +455,10 @@ def _prepare_block(
         max(p.max_rel_error for p in good.values()),
     )
     original = type(module).forward
-    return Prepared(module, lambda: subject.forward(original, contract), entry)
+    packs = tuple(tuple(g) for g in subject.packs() if packing.can_pack(g))
+    return Prepared(
+        module, lambda: subject.forward(original, contract), entry, packs, block=subject
+    )
 
 
 def _fill_block(contract: Contract, proof: BlockProof, device: str) -> None:
@@ -460,8 +480,9 @@ def _prepare_custom(
             errors = f"comparing it with the original failed: {type(e).__name__}: {e}"
     if isinstance(errors, str):
         return probe.Refusal("rejected", errors)
-    name = getattr(subject.family.replacement, "__name__", "forward")
-    entry = Swap(path, type(module).__name__, "custom", name, "registered", "", (), *errors)
+    entry = Swap(
+        path, type(module).__name__, subject.op, subject.title, subject.source, "", (), *errors
+    )
     contract = Contract(type(module).__name__, lambda device: None, settings.training)
     original = type(module).forward
     return Prepared(module, lambda: subject.forward(original, contract), entry)

@@ -9,12 +9,15 @@ are, so their hooks go on firing, and whoever wraps the module later wraps the a
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from hfpatch import packing
 from hfpatch.errors import PatchError
 from hfpatch.patches.base import Forward
 
@@ -46,6 +49,7 @@ class Swapped:
     adapter: Forward  # the function that carries this: wrappers copy its attributes to themselves
     details: Any  # the report's `Swap`
     had_forward: bool  # whether the instance held a (native) forward in the slot before
+    packed: tuple[tuple[weakref.ref[nn.Parameter], ...], ...] = ()  # whose memory was moved
 
 
 def slots(module: nn.Module) -> Iterator[Slot]:
@@ -122,20 +126,56 @@ def _remember(slot: Slot) -> _Undo:
     return _Undo(slot, slot.attribute in slot.owner.__dict__, slot.get())
 
 
-def _write(module: nn.Module, forward: Forward, details: Any) -> _Undo:
+@dataclass(frozen=True)
+class Fresh:
+    """A swap to make."""
+
+    module: nn.Module
+    make: Callable[[], Forward]  # its adapter
+    details: Any  # the report's `Swap`
+    packs: Sequence[Sequence[nn.Module]] = ()  # linear layers whose weights shall be one
+
+
+def _pack(groups: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[nn.Parameter, ...]]:
+    for group in groups:
+        try:
+            yield from packing.pack(group)
+        except torch.cuda.OutOfMemoryError:
+            return  # a speed-up only: `project` calls the layers one by one
+
+
+def _unpack(module: nn.Module, mark: Swapped) -> None:
+    own = {id(p) for p in module.parameters()}  # a copy's are not those that were packed
+    for refs in mark.packed:
+        alive = [p for r in refs if (p := r()) is not None and id(p) in own]
+        packing.unpack(alive)
+
+
+def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
+    """Carry out one swap; appends what undoes it, step by step."""
+    module, forward = fresh.module, fresh.make()
     slot = _innermost(module)
     previous = adapter_of(slot.get()) if slot is not None else None
     if slot is None:
         slot, had = Slot(module, "forward"), False
     else:
         had = previous.had_forward if previous is not None else True
-    undo = _remember(slot)
+    packed: list[tuple[nn.Parameter, ...]] = []
+
+    def take_apart() -> None:
+        for group in packed:
+            packing.unpack(group)
+
+    done.append(take_apart)
+    packed.extend(_pack(fresh.packs))
+    kept = previous.packed if previous is not None else ()
+    packed_refs = kept + tuple(tuple(weakref.ref(p) for p in group) for group in packed)
+    done.append(_remember(slot))
     forward.__name__ = "forward"
     forward.__qualname__ = f"{type(module).__qualname__}.forward"
     forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]
-    setattr(forward, _MARK, Swapped(forward, details, had))
+    setattr(forward, _MARK, Swapped(forward, fresh.details, had, packed_refs))
     slot.set(types.MethodType(forward, module))
-    return undo
 
 
 def _erase(module: nn.Module) -> _Undo | None:
@@ -148,33 +188,32 @@ def _erase(module: nn.Module) -> _Undo | None:
             slot.clear()
         else:  # under a wrapper, which needs something to call
             slot.set(types.MethodType(type(module).forward, module))
+        _unpack(module, mark)
         return undo
     return None
 
 
-def commit(
-    stale: Iterable[nn.Module], fresh: Iterable[tuple[nn.Module, Callable[[], Forward], Any]]
-) -> None:
+def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
     """Take our adapters off `stale` modules and put new ones on; all of it or nothing.
 
     Args:
         stale: modules that carry an adapter and shall not.
-        fresh: (module, function that makes its adapter, details for the report).
+        fresh: what to put where.
 
     Raises:
         PatchError: something failed; the model is as it was.
     """
-    done: list[_Undo] = []
+    done: list[Callable[[], None]] = []
     try:
         for module in stale:
             undo = _erase(module)
             if undo is not None:
                 done.append(undo)
-        for module, make, details in fresh:
-            done.append(_write(module, make(), details))
+        for one in fresh:
+            _write(one, done)
     except BaseException as e:
-        for undo in reversed(done):
-            undo()
+        for undo_step in reversed(done):
+            undo_step()
         if not isinstance(e, Exception):
             raise
         raise PatchError(

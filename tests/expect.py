@@ -20,6 +20,9 @@ COMPOSED_ACTIVATIONS = {
 #: Blocks that are fused as a whole.
 FUSED_BLOCKS = {"LTXVideoTransformerBlock"}
 
+#: Modules whose results are kept between the steps of a denoiser.
+RECALLED = {"LTXVideoTransformer3DModel", "LTXVideoRotaryPosEmbed"}
+
 
 def is_fused_block(module: nn.Module) -> bool:
     """A hook on a norm or an attention inside would not fire, so such a block is not fused."""
@@ -39,6 +42,8 @@ def expected_swaps(model: nn.Module) -> dict[str, str]:
         children = set(module._modules)
         if path in blocks:
             found[path] = "block"
+        elif name in RECALLED:
+            found[path] = "recall"
         elif "norm" in path.rpartition(".")[2] and any(path.startswith(f"{b}.") for b in blocks):
             continue  # part of the block's own kernels
         elif (not children and "RMSNorm" in name) or name == "T5LayerNorm":

@@ -24,7 +24,7 @@ def test_swaps_what_the_model_has(name: str) -> None:
     model = zoo.ENTRIES[name].build(torch.float32)
     report = hfpatch.apply(model)
     assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
-    assert {s.source for s in report.swaps} == {"local"}
+    assert {s.source for s in report.swaps if s.op != "recall"} == {"local"}
     assert not report.notes
     # everything else that was nominated has a reason
     assert all(s.kind in ("no gain", "unsupported") and s.reason for s in report.skips)

@@ -6,10 +6,19 @@ from hfpatch.patches.base import Family
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
+from hfpatch.patches.recall import FullMasks, RopeTables
 
 FAMILIES: tuple[Family, ...] = tuple(
     sorted(
-        (LtxBlocks(), AttentionProcessors(), GatedMlps(), Norms(), Activations()),
+        (
+            LtxBlocks(),
+            RopeTables(),
+            FullMasks(),
+            AttentionProcessors(),
+            GatedMlps(),
+            Norms(),
+            Activations(),
+        ),
         key=lambda f: f.rank,
     )
 )

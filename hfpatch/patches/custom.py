@@ -28,10 +28,14 @@ class CustomSubject(Subject):
     #: How far the replacement may be from the original, in epsilons of the output's dtype relative
     #: to the largest value: a block's worth of roundings.
     limit: ClassVar[float] = 64.0
+    #: What the report calls it.
+    op: ClassVar[str] = "custom"
+    source: ClassVar[str] = "registered"
 
-    def __init__(self, module: nn.Module, family: CustomFamily) -> None:
+    def __init__(self, module: nn.Module, family: Any) -> None:
         super().__init__(module)
         self.family = family
+        self.title = getattr(family.replacement, "__name__", "forward")
 
     def compare(self) -> tuple[float, float] | str:
         """(largest absolute, largest relative error), or why the replacement is wrong."""

@@ -33,7 +33,8 @@ def test_numbers_and_restore(name: str, dtype: torch.dtype) -> None:
     before, original = snapshot(model), entry.run(model, inputs)
     report = hfpatch.apply(model)
     assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
-    assert all(s.source == "local" and s.devices == ("cuda",) for s in report.swaps)
+    kernels = [s for s in report.swaps if s.op != "recall"]
+    assert all(s.source == "local" and s.devices == ("cuda",) for s in kernels)
     patched = entry.run(model, inputs)
     error = relative_error(patched.cpu(), truth)
     limit = relative_error(original.cpu(), truth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from hfpatch.patches.base import (
     forward_ad,
     is_hooked,
 )
+from hfpatch.patches.blocks.chain import Chain
 from hfpatch.sources import Kernel, Sources
 
 
@@ -49,6 +50,11 @@ class BlockSubject(Subject):
     #: How the report describes it.
     title: str
 
+    #: The blocks that this one stands among, set before `forward` is called.
+    chain: Chain | None = None
+    #: Whether the fused forward takes `chain=`.
+    chained: ClassVar[bool] = False
+
     #: Errors of the fused block against fp64 may exceed the original's by this factor and by one
     #: epsilon: both round at the same places, except where fusing keeps fp32 longer.
     tolerance = 1.25
@@ -73,6 +79,10 @@ class BlockSubject(Subject):
     @abstractmethod
     def ready(block: nn.Module) -> bool:
         """Whether a block is still as it was proven: processors, no hooks on idle modules."""
+
+    def packs(self) -> list[list[nn.Module]]:
+        """Linear layers that `project` is called with: worth one product each."""
+        return []
 
     def covers(self) -> list[nn.Module]:
         return self.idle()
@@ -169,6 +179,7 @@ class BlockSubject(Subject):
         cpu, cuda = contract.cpu, contract.cuda
         autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
         ready = self.ready
+        chain = {"chain": self.chain} if self.chained else {}
 
         def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the original's pieces itself
@@ -182,7 +193,7 @@ class BlockSubject(Subject):
                     run = table.get(key) or contract.late(hidden_states, key)
                     device = "cuda" if hidden_states.is_cuda else "cpu"
                     if run is not None and not autocast(device):
-                        return run(self, hidden_states, *args, **kwargs)
+                        return run(self, hidden_states, *args, **kwargs, **chain)
             return original(self, hidden_states, *args, **kwargs)
 
         return forward

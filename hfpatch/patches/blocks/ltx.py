@@ -17,7 +17,8 @@ from torch import nn
 from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
-from hfpatch.patches.blocks.memo import StepMemo
+from hfpatch.patches.blocks.chain import Chain
+from hfpatch.patches.blocks.memo import StepMemo, companion
 from hfpatch.patches.blocks.projections import feed_forward, project
 
 _PROCESSOR = "LTXVideoAttnProcessor"
@@ -32,6 +33,11 @@ class LtxSubject(BlockSubject):
         "rms_norm",
     )
     title = "fused block: AdaLN, qk norm + RoPE, gates"
+    chained = True
+
+    def packs(self) -> list[list[nn.Module]]:
+        a1, a2 = self.module.attn1, self.module.attn2
+        return [[a1.to_q, a1.to_k, a1.to_v], [a2.to_k, a2.to_v]]  # type: ignore[union-attr,list-item]
 
     def main_combo(self) -> Combo:
         return Combo(self.module.attn1.to_out[0].weight.dtype, None)  # type: ignore[union-attr,index]
@@ -110,36 +116,67 @@ class LtxSubject(BlockSubject):
             temb: Tensor,
             image_rotary_emb: tuple[Tensor, Tensor] | None = None,
             encoder_attention_mask: Tensor | None = None,
+            chain: Chain | None = None,
         ) -> Tensor:
-            h = hidden_states
-            batch = h.shape[0]
-            ada = block.scale_shift_table + temb.reshape(batch, temb.shape[1], 6, -1)
+            h, text = hidden_states, encoder_hidden_states
+            here = None if chain is None else chain.at(block, temb)
+            ada = _add_table(block, temb) if here is None else here.sums
             shift1, scale1, gate1, shift2, scale2, gate2 = ada.unbind(2)
-            x = modulate(h, scale1, shift1, block.norm1.weight, None)
+            x = None if here is None else here.take(h)
+            if x is None:
+                x = modulate(h, scale1, shift1, block.norm1.weight, None)
+
             a1, a2 = block.attn1, block.attn2
             cos, sin = (None, None) if image_rotary_emb is None else compact(*image_rotary_emb)
             q, k, v = project(x, (a1.to_q, a1.to_k, a1.to_v))
             q, k = self_norm_rope(q, k, a1.norm_q.weight, a1.norm_k.weight, cos, sin)
             h = gate(h, gate1, attend(a1, q, k, v, None))
 
-            text = encoder_hidden_states
             q = cross_norm(a2.to_q(h), a2.norm_q.weight, None)
             k, v = project(text, (a2.to_k, a2.to_v))
             k = cross_norm(k, a2.norm_k.weight, None)
-            mask = encoder_attention_mask
-            if mask is not None:
-                mask = a2.prepare_attention_mask(mask, text.shape[1], batch)
-                mask = mask.view(batch, a2.heads, -1, mask.shape[-1])
-            crossed = attend(a2, q, k, v, mask)
+            crossed = attend(a2, q, k, v, _mask(a2, encoder_attention_mask, text))
             h, x = gate_modulate(h, ones(h), crossed, scale2, shift2, block.norm2.weight, None)
-            return gate(h, gate2, feed_forward(block.ff, x))  # type: ignore[no-any-return]
+            out = feed_forward(block.ff, x)
+
+            after = None if here is None else here.after()
+            if here is None or after is None or after[0].norm1.eps != block.norm2.eps:
+                return gate(h, gate2, out)  # type: ignore[no-any-return]
+            following, ada = after
+            h, x = gate_modulate(
+                h, gate2, out, ada[:, :, 1], ada[:, :, 0], following.norm1.weight, None
+            )
+            here.hand_over(h, x)
+            return h  # type: ignore[no-any-return]
 
         return fused
 
 
+def _add_table(block: Any, temb: Tensor) -> Tensor:
+    """The six modulation vectors of a block, [B, T, 6, D]."""
+    table = block.scale_shift_table
+    return table + temb.reshape(*temb.shape[:2], *table.shape)  # type: ignore[no-any-return]
+
+
+def _mask(attn: Any, mask: Tensor | None, text: Tensor) -> Tensor | None:
+    """The bias [B, 1, S] for each head, as the processor prepares it."""
+    if mask is None:
+        return None
+    batch, length = text.shape[:2]
+    if mask.ndim == 3 and mask.shape[0] == batch and mask.shape[-1] == length:
+        return mask[:, None].expand(batch, attn.heads, mask.shape[1], length)  # as a view
+    mask = attn.prepare_attention_mask(mask, length, batch)
+    return mask.view(batch, attn.heads, -1, mask.shape[-1])
+
+
 def _compact(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The RoPE tables as the kernel reads them best: each value, which stands twice, once."""
-    return cos[..., ::2].contiguous(), sin[..., ::2].contiguous()
+    return _halved(cos), _halved(sin)
+
+
+def _halved(table: Tensor) -> Tensor:
+    kept = companion(table)
+    return table[..., ::2].contiguous() if kept is None else kept
 
 
 class _Ones:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -13,28 +13,42 @@ from hfpatch.patches.base import Tensor
 T = TypeVar("T")
 
 
+def version(t: Tensor) -> int | None:
+    """How often `t` was written to; None for an inference tensor, which does not count."""
+    return None if t.is_inference() else t._version
+
+
+def stream_of(t: Tensor) -> int | None:
+    """The stream that work on `t`'s device is queued on now, 0 on the CPU; None under capture.
+
+    What is computed while a CUDA graph is captured exists only when that graph is replayed, and
+    what was computed before may be gone by then: nothing is kept across the border.
+    """
+    if not t.is_cuda:
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(t.device.index))
+
+
 class StepMemo(Generic[T]):
     """The last value of `make`, for as long as it is called with the very same tensors.
 
-    The same means: the same objects, not written to since, on the same stream. While a CUDA graph
-    is captured nothing is kept, so a graph never reads what another one, or nobody, computes.
-    Inference tensors count no writes, so nothing derived from them is kept either.
+    The same means: the same objects, not written to since, on the same stream. Nothing is kept of
+    inference tensors, whose writes are not counted, or while a CUDA graph is captured.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
-        self._held: tuple[tuple[weakref.ref[Tensor], ...], tuple[int, ...], int, T] | None = None
+        self._held: tuple[tuple[weakref.ref[Tensor], ...], tuple[int | None, ...], int, T] | None
+        self._held = None
 
     def __call__(self, *tensors: Tensor) -> T:
         """`make(*tensors)`, remembered."""
-        if any(t.is_inference() for t in tensors):
+        versions = tuple(version(t) for t in tensors)
+        stream = stream_of(tensors[0])
+        if stream is None or None in versions:
             return self._make(*tensors)
-        stream = 0
-        if tensors[0].is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return self._make(*tensors)
-            stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
-        versions = tuple(t._version for t in tensors)
         held = self._held
         if (
             held is not None
@@ -46,3 +60,21 @@ class StepMemo(Generic[T]):
         # one tuple, replaced in one assignment: other threads see the old or the new
         self._held = (tuple(weakref.ref(t) for t in tensors), versions, stream, made)
         return made
+
+
+_COMPANION = "_hfpatch_companion"
+
+
+def accompany(t: Tensor, value: Any) -> None:
+    """Remember on `t` something made from, or along with, it; a write to `t` voids it."""
+    counted, stream = version(t), stream_of(t)
+    if counted is not None and stream is not None:
+        setattr(t, _COMPANION, (counted, stream, value))
+
+
+def companion(t: Tensor) -> Any:
+    """What `accompany` remembered; None if `t` was written to since or the stream is another."""
+    held = getattr(t, _COMPANION, None)
+    if held is None or held[:2] != (version(t), stream_of(t)):
+        return None
+    return held[2]

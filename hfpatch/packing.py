@@ -1,0 +1,78 @@
+"""Several linear layers' weights in one storage, so that one product serves them all.
+
+The parameters stay the same objects with the same values: only their memory moves, one behind the
+other, so no second copy exists and whatever writes to a parameter (LoRA's merge, an optimizer,
+`load_state_dict`) writes to the packed weight. Whatever gives a parameter memory of its own (`.to`,
+offloading, a deep copy) unpacks it; `project` of the fused blocks looks at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hfpatch.patches.base import is_hooked
+
+#: Kernels read 16 bytes at a time: each piece starts at a multiple.
+_ALIGNMENT = 16
+
+
+def can_pack(linears: Sequence[nn.Module]) -> bool:
+    """Whether these layers are plain, alike, on a GPU, and own their memory."""
+    first = linears[0]
+    if type(first) is not nn.Linear:
+        return False
+    kind = _kind(first.weight), first.bias is None
+    seen = {id(linear.weight) for linear in linears}
+    return len(seen) == len(linears) and all(
+        type(linear) is nn.Linear
+        and "forward" not in linear.__dict__
+        and not is_hooked(linear)
+        and (_kind(linear.weight), linear.bias is None) == kind
+        and all(_own(p) for p in (linear.weight, linear.bias) if p is not None)
+        for linear in linears
+    )
+
+
+def _kind(p: torch.Tensor) -> tuple[object, ...]:
+    return (p.dtype, p.device, p.shape[-1] if p.ndim else 0)
+
+
+def _own(p: torch.Tensor) -> bool:
+    """A plain parameter on a GPU, alone in its storage: moving it frees what it had."""
+    return (
+        type(p) is nn.Parameter
+        and p.is_cuda
+        and p.is_contiguous()
+        and not p.is_inference()
+        and p.nbytes % _ALIGNMENT == 0
+        and p.untyped_storage().nbytes() == p.nbytes
+    )
+
+
+def pack(linears: Sequence[nn.Module]) -> list[tuple[nn.Parameter, ...]]:
+    """Move the layers' weights, and their biases, one behind the other; returns what moved."""
+    return [
+        _move([m._parameters[name] for m in linears])  # type: ignore[misc]
+        for name in ("weight", "bias")
+        if linears[0]._parameters[name] is not None
+    ]
+
+
+def _move(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    packed = torch.cat([p.detach() for p in parameters])
+    start = 0
+    for p in parameters:
+        p.data = packed[start : start + p.shape[0]]
+        start += p.shape[0]
+    return tuple(parameters)
+
+
+def unpack(parameters: Sequence[nn.Parameter]) -> None:
+    """Give each of these its own memory again, where it still shares it."""
+    storages = [p.untyped_storage().data_ptr() for p in parameters]
+    for p, storage in zip(parameters, storages, strict=True):
+        if storages.count(storage) > 1:
+            p.data = p.data.clone()

@@ -1,0 +1,111 @@
+"""Blocks that run one after the other: what one of them may compute for all, or for the next."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.patches.base import Tensor
+from hfpatch.patches.blocks.memo import StepMemo, stream_of, version
+
+#: Modulation sums of all blocks at once are kept for a step: not where each token has its own.
+_MAX_SUMS = 1 << 22
+
+
+class Chain:
+    """The fused blocks of one `nn.ModuleList`, in order.
+
+    Nothing here changes a result. A value for all blocks, or for the next one, is used only where
+    it was made from the very tensors that the block was called with; else the block computes it
+    itself. So skipped, reordered, copied or unpatched blocks, hooks and callbacks are all safe.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = [weakref.ref(b) for b in blocks]
+        self._index = {id(b): i for i, b in enumerate(blocks)}
+        self._sums = StepMemo(self._add_tables)
+        self._handed: _Handed | None = None
+
+    def at(self, block: nn.Module, temb: Tensor) -> Place | None:
+        """Where `block` stands, with the modulation sums of its step.
+
+        Args:
+            block: of this chain; for another one, as the copies of a model are, there is no place.
+            temb: [B, T, N * D], to be added to each block's `scale_shift_table` of [N, D].
+
+        Returns:
+            None also where sums cannot be kept for the step, or the tables are not all at hand.
+        """
+        i = self._index.get(id(block))
+        if i is None or self._blocks[i]() is not block:
+            return None
+        if version(temb) is None or stream_of(temb) is None:
+            return None
+        sums = self._sums(temb)
+        return None if sums is None else Place(self, i, sums)
+
+    def _add_tables(self, temb: Tensor) -> tuple[Tensor, ...] | None:
+        tables = [getattr(r(), "scale_shift_table", None) for r in self._blocks]
+        first = tables[0]
+        if (
+            not isinstance(first, Tensor)
+            or len(tables) * temb.numel() > _MAX_SUMS
+            or any(
+                type(t) is not nn.Parameter
+                or (t.shape, t.dtype, t.device) != (first.shape, first.dtype, temb.device)
+                for t in tables
+            )
+        ):
+            return None
+        batch, steps, _ = temb.shape
+        all_tables = torch.stack(tables)[:, None, None]  # type: ignore[arg-type]
+        return (all_tables + temb.reshape(1, batch, steps, *first.shape)).unbind(0)
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """The next block's modulated norm of `h`, made with its modulation sums `ada`."""
+
+    h: weakref.ref[Tensor]
+    version: int
+    ada: Tensor
+    x: Tensor
+
+
+class Place:
+    """One block's place in its chain, during one call."""
+
+    __slots__ = ("_chain", "_index", "_sums")
+
+    def __init__(self, chain: Chain, index: int, sums: tuple[Tensor, ...]) -> None:
+        self._chain, self._index, self._sums = chain, index, sums
+
+    @property
+    def sums(self) -> Tensor:
+        """This block's `scale_shift_table + temb`, [B, T, N, D]."""
+        return self._sums[self._index]
+
+    def after(self) -> tuple[Any, Tensor] | None:
+        """The next block and its sums."""
+        i = self._index + 1
+        block = self._chain._blocks[i]() if i < len(self._sums) else None
+        return None if block is None else (block, self._sums[i])
+
+    def hand_over(self, h: Tensor, x: Tensor) -> None:
+        """The next block will be called with `h`; `x` is its modulated norm."""
+        counted = version(h)
+        if counted is not None:
+            ada = self._sums[self._index + 1]
+            self._chain._handed = _Handed(weakref.ref(h), counted, ada, x)
+
+    def take(self, h: Tensor) -> Tensor | None:
+        """What was handed over for this very call, if anything."""
+        held, self._chain._handed = self._chain._handed, None
+        if held is None or held.h() is not h or held.version != version(h):
+            return None
+        return held.x if held.ada is self.sums else None

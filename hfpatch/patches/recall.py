@@ -1,0 +1,170 @@
+"""What a denoiser computes anew at every step although it is the same: kept between the steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor
+from hfpatch.patches.blocks.memo import StepMemo, accompany, stream_of, version
+from hfpatch.patches.custom import CustomSubject
+
+
+class RecallSubject(CustomSubject):
+    """A module whose own forward still runs, on less or less often; the results are the same."""
+
+    op = "recall"
+    source = "hfpatch"
+
+    def __init__(
+        self, module: nn.Module, title: str, make: Callable[[Forward], Forward], family: Any
+    ) -> None:
+        super().__init__(module, family)
+        self.title = title
+        self._make = make
+
+    def compare(self) -> tuple[float, float] | str:
+        return self.family.compare(self.module)  # type: ignore[no-any-return]
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        return self._make(original)
+
+
+class RopeTables(Family):
+    """LTX-Video's RoPE tables: 25 small kernels in fp32 a step, from sizes that do not change.
+
+    Kept is each value once, as the fused blocks read them; the doubled tables that the module
+    returns are made from these, for blocks that are not fused.
+    """
+
+    name = "rope tables"
+    pattern = re.compile(r"^LTXVideoRotaryPosEmbed$")
+    rank = 6
+    replacement: ClassVar[Any] = None
+    differentiable = True
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+            return "it holds tensors, so its tables may change"
+        return RecallSubject(module, "RoPE tables kept between steps", _recalling_tables, self)
+
+    def compare(self, module: nn.Module) -> tuple[float, float] | str:
+        """Tables of small sizes, first made and then recalled, against the module's own."""
+        x = torch.empty(2, 1, 1)
+        original = type(module).forward
+        forward = _recalling_tables(original)
+        for sizes in ((2, 3, 4), (2, 3, 4), (3, 2, 2)):
+            expected = original(module, x, *sizes, (0.5, 32, 32))
+            got = forward(module, x, *sizes, (0.5, 32, 32))
+            if any(not torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+                return "its tables do not hold each value twice"
+        return 0.0, 0.0
+
+
+def _recalling_tables(original: Forward) -> Forward:
+    held: tuple[Any, Tensor, Tensor] | None = None
+
+    def forward(
+        self: nn.Module,
+        hidden_states: Any,
+        num_frames: Any = None,
+        height: Any = None,
+        width: Any = None,
+        rope_interpolation_scale: Any = None,
+        video_coords: Any = None,
+    ) -> Any:
+        nonlocal held
+        sizes = (num_frames, height, width)
+        scale = rope_interpolation_scale
+        stream = None
+        if (
+            not is_compiling()
+            and type(hidden_states) is Tensor
+            and video_coords is None
+            and all(type(s) is int for s in sizes)
+            and (scale is None or all(type(s) in (int, float) for s in scale))
+        ):
+            stream = stream_of(hidden_states)
+        if stream is None:
+            rest = (num_frames, height, width, rope_interpolation_scale, video_coords)
+            return original(self, hidden_states, *rest)
+        settings = tuple(v for k, v in self.__dict__.items() if type(v) in (int, float))
+        key = (hidden_states.device, stream, sizes, scale and tuple(scale), settings)
+        recalled = held
+        if recalled is None or recalled[0] != key:
+            with torch.inference_mode(False):
+                wide = original(self, torch.empty_like(hidden_states[:1, :0]), *sizes, scale)
+                cos, sin = (t[..., ::2].contiguous() for t in wide)
+            recalled = held = (key, cos, sin)
+        _, cos, sin = recalled
+        batch = hidden_states.shape[0]
+        doubled = tuple(t.repeat_interleave(2, -1).expand(batch, -1, -1) for t in (cos, sin))
+        for whole, compact in zip(doubled, (cos, sin), strict=True):
+            accompany(whole, compact)
+        return doubled
+
+    return forward
+
+
+class FullMasks(Family):
+    """A text mask that masks nothing is left out: attention without a bias has faster kernels.
+
+    Looking costs one synchronization per mask, not per step: pipelines pass the same tensor.
+    """
+
+    name = "full masks"
+    pattern = re.compile(r"^LTXVideoTransformer3DModel$")
+    rank = 1
+    replacement: ClassVar[Any] = None
+    differentiable = True
+    #: Class name to (name of the mask, its position among the arguments after self).
+    masks: ClassVar[dict[str, tuple[str, int]]] = {
+        "LTXVideoTransformer3DModel": ("encoder_attention_mask", 3)
+    }
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        name, place = self.masks[type(module).__name__]
+        code = getattr(_unwrapped(type(module).forward), "__code__", None)
+        if code is None or code.co_varnames[place + 1] != name:
+            return f"its forward does not take `{name}` as argument {place + 1}"
+
+        def make(original: Forward) -> Forward:
+            return _without_full_mask(original, name, place)
+
+        return RecallSubject(module, f"`{name}` left out where it masks nothing", make, self)
+
+    def compare(self, module: nn.Module) -> tuple[float, float] | str:
+        return 0.0, 0.0  # the argument is optional in these classes, and a bias of zeros adds none
+
+
+def _unwrapped(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _without_full_mask(original: Forward, name: str, place: int) -> Forward:
+    is_full = StepMemo(lambda mask: bool((mask == 1).all()))
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get(name) if name in kwargs or len(args) <= place else args[place]
+        if (
+            not is_compiling()
+            and type(mask) is Tensor
+            and mask.ndim == 2
+            and version(mask) is not None
+            and stream_of(mask) is not None
+            and is_full(mask)
+        ):
+            if name in kwargs:
+                kwargs[name] = None
+            else:
+                args = (*args[:place], None, *args[place + 1 :])
+        return original(self, *args, **kwargs)
+
+    return forward

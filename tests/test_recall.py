@@ -1,0 +1,191 @@
+"""What is kept between a denoiser's steps: the same results, and only from the same inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
+from torch import nn
+
+import hfpatch
+from hfpatch.patches.blocks.memo import StepMemo, accompany, companion
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about models that use them."""
+
+
+class Root(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.rope = child
+
+
+CALLS: list[tuple[Any, ...]] = [
+    (2, 3, 4, (8 / 25, 32, 32)),
+    (2, 3, 4, (8 / 25, 32, 32)),  # recalled
+    (2, 3, 4, None),
+    (2, 3, 4, (0.5, 32, 32)),
+    (3, 3, 4, (0.5, 32, 32)),
+    (3, 3, 4, (torch.tensor(0.25), 32, 32)),  # a tensor may change: not kept
+]
+
+
+@pytest.mark.parametrize("dim", [128, 132])
+def test_rope_tables_equal_the_originals(dim: int) -> None:
+    model = Root(LTXVideoRotaryPosEmbed(dim))
+    (swap,) = hfpatch.apply(model).swaps
+    assert swap.op == "recall"
+    for batch in (1, 2, 3):
+        x = torch.randn(batch, 24, 8)
+        for call in CALLS:
+            expected = LTXVideoRotaryPosEmbed.forward(model.rope, x, *call)
+            got = model.rope(x, *call)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), call
+    model.rope.theta = 500.0  # a setting of the module is part of the key
+    again = model.rope(x, *CALLS[0])
+    expected = LTXVideoRotaryPosEmbed.forward(model.rope, x, *CALLS[0])
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    coords = torch.rand(2, 3, 24)
+    got = model.rope(x, video_coords=coords)
+    expected = LTXVideoRotaryPosEmbed.forward(model.rope, x, video_coords=coords)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_writing_to_a_table_changes_nothing_kept() -> None:
+    model = Root(LTXVideoRotaryPosEmbed(128))
+    hfpatch.apply(model)
+    x = torch.randn(1, 24, 8)
+    cos, _ = model.rope(x, *CALLS[0])
+    before = cos.clone()
+    assert companion(cos) is not None
+    cos.zero_()
+    assert companion(cos) is None  # a block would read the table itself
+    assert torch.equal(model.rope(x, *CALLS[0])[0], before)
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs, return_dict=False)[0]
+
+
+def test_a_mask_that_masks_nothing_is_left_out() -> None:
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build(torch.float32)
+    inputs = entry.inputs(model, torch.float32)
+    padded = inputs["encoder_attention_mask"]
+    seen: list[Any] = []
+    hfpatch.apply(model, include=["LTXVideoTransformer3DModel"])
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["encoder_attention_mask"])
+
+    model.transformer_blocks[0].register_forward_pre_hook(look, with_kwargs=True)
+    ones = torch.ones_like(padded)
+    for mask, kept in ((padded, True), (ones, False), (ones, False), (ones.bool(), False)):
+        got = run(model, inputs | {"encoder_attention_mask": mask})
+        assert (seen[-1] is not None) == kept
+        expected = type(model).forward(model, **inputs | {"encoder_attention_mask": mask})
+        torch.testing.assert_close(got, expected[0])
+    ones[0, -1] = 0  # written to: looked at again
+    run(model, inputs | {"encoder_attention_mask": ones})
+    assert seen[-1] is not None
+    ready_made = (1 - padded[:, None]) * -10000.0  # a bias, 3-D, is none of ours
+    run(model, inputs | {"encoder_attention_mask": ready_made})
+    assert seen[-1] is ready_made
+
+
+def test_by_position_and_in_inference_mode() -> None:
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build(torch.float32)
+    inputs = entry.inputs(model, torch.float32)
+    inputs["encoder_attention_mask"] = torch.ones_like(inputs["encoder_attention_mask"])
+    names = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask")
+    expected = run(model, inputs)
+    hfpatch.apply(model)
+    rest = {k: v for k, v in inputs.items() if k not in names}
+    with torch.no_grad():
+        got = model(*(inputs[n] for n in names), **rest, return_dict=False)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    with torch.inference_mode():
+        got = model(
+            **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        )
+    torch.testing.assert_close(got.sample, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_of_changing_inputs() -> None:
+    """Sums, tables and handed-over norms of one step never reach the next."""
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build(torch.float32)
+    steps = []
+    for seed in range(4):
+        inputs = entry.inputs(model, torch.float32)
+        g = torch.Generator().manual_seed(seed)
+        inputs["hidden_states"] = torch.randn(inputs["hidden_states"].shape, generator=g)
+        inputs["timestep"] = torch.tensor([900 - seed, 300 + 100 * seed])
+        steps.append((inputs, run(model, inputs)))
+    hfpatch.apply(model)
+    for inputs, expected in steps * 2:
+        torch.testing.assert_close(run(model, inputs), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():  # parameters are read at each call
+        model.transformer_blocks[1].scale_shift_table.mul_(-2)
+        model.transformer_blocks[1].attn1.to_k.weight.mul_(0.5)
+    got = run(model, steps[0][0])
+    assert not torch.allclose(got, steps[0][1], atol=1e-2)
+    hfpatch.restore(model)
+    torch.testing.assert_close(got, run(model, steps[0][0]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 0), (1,), (0, 1, 0, 1)])
+def test_blocks_in_another_order(order: tuple[int, ...]) -> None:
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build(torch.float32)
+    inputs = entry.inputs(model, torch.float32)
+    first, second = model.transformer_blocks
+    blocks = [(first, second)[i] for i in order]
+    hfpatch.apply(model)
+    model.transformer_blocks = nn.ModuleList(blocks)
+    got = run(model, inputs)
+    hfpatch.restore(model)
+    torch.testing.assert_close(got, run(model, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_callback_that_changes_the_states_between_blocks() -> None:
+    entry = zoo.ENTRIES["ltx"]
+    for change in (lambda h: h + 1, lambda h: h.add_(1)):
+        model = entry.build(torch.float32)
+        inputs = entry.inputs(model, torch.float32)
+
+        def hook(module: nn.Module, args: Any, h: torch.Tensor, change: Any = change) -> Any:
+            return change(h)
+
+        model.transformer_blocks[0].register_forward_hook(hook)
+        expected = run(model, inputs)
+        hfpatch.apply(model)
+        torch.testing.assert_close(run(model, inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_step_memo() -> None:
+    made = []
+
+    def make(a: torch.Tensor, b: torch.Tensor) -> int:
+        made.append(1)
+        return len(made)
+
+    memo = StepMemo(make)
+    a, b = torch.ones(2), torch.ones(2)
+    assert memo(a, b) == memo(a, b) == 1
+    assert memo(b, a) == 2
+    assert memo(a, b) == 3
+    a.add_(1)
+    assert memo(a, b) == 4
+    with torch.inference_mode():
+        c = torch.ones(2)
+        assert memo(a, c) == 5 and memo(a, c) == 6
+    accompany(a, "x")
+    assert companion(a) == "x" and companion(b) is None and companion(a.view(2)) is None
