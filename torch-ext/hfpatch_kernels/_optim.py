@@ -1,6 +1,6 @@
 """Training: the AdamW step, and the norm and clipping of gradients, over lists of tensors."""
 
-from typing import Iterable, List, Optional, Sequence, Union
+from typing import Iterable, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -116,7 +116,10 @@ def clip_grads(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> 
 
 
 def clip_grad_norm_(
-    parameters: Union[Tensor, Iterable[Tensor]], max_norm: float, norm_type: float = 2.0
+    parameters: Union[Tensor, Iterable[Tensor]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients so that their total norm is at most ``max_norm``, without a synchronization.
 
@@ -124,19 +127,21 @@ def clip_grad_norm_(
 
     Args:
         parameters: those without a gradient are passed over; on one device or several.
-        max_norm: at least 0, may be infinite (then only the norm is computed).
+        max_norm: at least 0, may be infinite (then a finite norm changes nothing).
         norm_type: 2 or infinity.
+        error_if_nonfinite: raise if the norm is NaN or infinite, which waits for the device.
 
     Returns:
         The total norm before clipping: fp32, 0 dimensions, on the first gradient's device.
 
     Raises:
         ValueError: another ``norm_type``.
-        RuntimeError: gradients that the kernel refuses; says which.
+        RuntimeError: gradients that the kernel refuses; says which. Or ``error_if_nonfinite``, and
+            the norm is not finite: then nothing is changed.
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
-    by_device = {}  # type: dict[torch.device, List[Tensor]]
+    by_device = {}
     for parameter in parameters:
         if parameter.grad is not None:
             by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
@@ -147,6 +152,11 @@ def clip_grad_norm_(
     if len(norms) > 1:
         here = [norm.to(total.device, non_blocking=True) for norm in norms]
         total = torch.linalg.vector_norm(torch.stack(here), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            "the total norm of the gradients is {}, expected a finite one; look for NaN or "
+            "overflow, or pass `error_if_nonfinite=False`".format(total.item())
+        )
     for device, grads in by_device.items():
         clip_grads(grads, total.to(device, non_blocking=True), max_norm)
     return total
