@@ -57,7 +57,8 @@ bool same_layout(const DLTensor &a, const DLTensor &b) {
   return true;
 }
 
-// Tensor i of a list, whatever its shape, as one row of elements in the order of memory.
+// Tensor i of a list (or, if i < 0, an argument of its own), whatever its shape, as one row of elements
+// in the order of memory.
 bool list_tensor(Check &check, const char *list, int64_t i, const DLTensor *raw, Tensor *tensor) {
   const auto fails = [&](const char *name) {
     if (!raw) return !check.fail("`%s` must be a tensor, got NULL", name);
@@ -82,6 +83,7 @@ bool list_tensor(Check &check, const char *list, int64_t i, const DLTensor *raw,
   };
   // The name with the index only when it is needed: formatting costs as much as the check.
   if (!fails(list)) return true;
+  if (i < 0) return false;
   char name[64];
   std::snprintf(name, sizeof name, "%s[%lld]", list, static_cast<long long>(i));
   fails(name);
@@ -136,7 +138,7 @@ bool scalar(Check &check, const char *function, const char *name, int64_t i, con
   const bool host = raw->device.device_type == kDLCPU;
   Check &checks = host && like.raw->device.device_type != kDLCPU ? on_host : check;
   Tensor t;
-  const bool ok = list_tensor(checks, name, i < 0 ? 0 : i, raw, &t);
+  const bool ok = list_tensor(checks, name, i, raw, &t);
   if (ok && (t.type != DType::F32 || t.numel != 1)) {
     checks.fail("`%s` must be float32 of one element%s, got %s of shape %s", name,
                 i < 0 ? "" : " each", hfp::name_of(t.type), hfp::ShapeText(*raw).text);
@@ -319,7 +321,7 @@ int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTensorList *t
     Tensor t;
     ok = list_tensor(check, "tensors", i, tensors->tensors[i], &t);
   }
-  ok = ok && list_tensor(check, "norm", 0, norm, &out);
+  ok = ok && list_tensor(check, "norm", -1, norm, &out);
   if (ok && (out.type != DType::F32 || out.numel != 1)) {
     ok = check.fail("`norm` must be float32 of one element, got %s of shape %s",
                     hfp::name_of(out.type), hfp::ShapeText(*norm).text);
@@ -347,7 +349,7 @@ int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *total_norm, d
     ok = list_tensor(check, "grads", i, grads->tensors[i], &t);
     if (ok && t.numel > all.numel) all.numel = t.numel;
   }
-  ok = ok && list_tensor(check, "total_norm", 0, total_norm, &norm);
+  ok = ok && list_tensor(check, "total_norm", -1, total_norm, &norm);
   if (ok && (norm.type != DType::F32 || norm.numel != 1)) {
     ok = check.fail("`total_norm` must be float32 of one element, got %s of shape %s",
                     hfp::name_of(norm.type), hfp::ShapeText(*total_norm).text);

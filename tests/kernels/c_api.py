@@ -99,7 +99,10 @@ def tensor_list(tensors: Iterable[Any]) -> HfpTensorList:
 
 @dataclass(frozen=True)
 class Op:
-    """One row of HFP_OP_TABLE or HFP_LIST_OP_TABLE; `arguments` are (type, name) pairs such as ("Tensor?", "weight")."""
+    """One row of HFP_OP_TABLE or HFP_LIST_OP_TABLE.
+
+    `arguments` are (type, name) pairs such as ("Tensor?", "weight").
+    """
 
     name: str
     function: str
@@ -135,8 +138,8 @@ def read_ops(name: str = "HFP_OP_TABLE", header: Path = HEADER) -> dict[str, Op]
 def read_constants(header: Path = HEADER) -> dict[str, int]:
     """Every HFP_* enumerator and integer macro."""
     text = header.read_text()
-    found = re.findall(r"\b(HFP_[A-Z_]+)\s*=\s*(-?\d+)", text)
-    found += re.findall(r"#define (HFP_[A-Z_]+) (\d+)", text)
+    found = re.findall(r"\b(HFP_[A-Z0-9_]+)\s*=\s*(-?\d+)", text)
+    found += re.findall(r"#define (HFP_[A-Z0-9_]+) (\d+)", text)
     return {name: int(value) for name, value in found}
 
 

@@ -64,6 +64,8 @@ def adamw_step(
     Raises:
         RuntimeError: lists, dtypes, devices, shapes or values that the kernel refuses; says which.
     """
+    if not params and not steps:
+        return  # the dispatcher finds no kernel for no tensors
     lr_tensor = lr if isinstance(lr, Tensor) else None
     with torch.no_grad():
         _adamw_step(
@@ -89,12 +91,14 @@ def grad_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         fp32, 0 dimensions, on the device of the tensors. NaN if there is a NaN.
 
     Raises:
-        ValueError: another ``norm_type``.
-        RuntimeError: no tensors, or a dtype, device or layout that the kernel refuses.
+        ValueError: another ``norm_type``, or no tensors.
+        RuntimeError: a dtype, device or layout that the kernel refuses; says which.
     """
     code = _codes.GRAD_NORMS.get(float(norm_type))
     if code is None:
         _codes.reject("norm_type", norm_type, _codes.GRAD_NORMS)
+    if not tensors:
+        raise ValueError("`tensors`: expected at least one tensor, got none")
     with torch.no_grad():
         return _grad_norm(tensors, code)[0]
 
