@@ -269,7 +269,10 @@ def _number(lr: float | Tensor) -> float | Tensor:
 
 
 def _scalar(value: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if value is None else value.to(device, torch.float32, non_blocking=True)
+    if value is None:
+        return None
+    # a copy to the host must have arrived when the CPU reads it
+    return value.to(device, torch.float32, non_blocking=device.type == "cuda")
 
 
 _warned_clip: set[str] = set()

@@ -75,13 +75,14 @@ __device__ __forceinline__ void update(const Parameter<P, G, M> &t, const AdamWS
   packed_top.get(top);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const float grad = g[i] * t.grad_factor;
-    m[i] = fmaf(s.one_minus_beta1, grad - m[i], m[i]);
-    v[i] = fmaf(s.beta2, v[i], s.one_minus_beta2 * grad * grad);
+    // Each rounding is written out: vectors and single elements must come to the same bits.
+    const float grad = __fmul_rn(g[i], t.grad_factor);
+    m[i] = fmaf(s.one_minus_beta1, __fsub_rn(grad, m[i]), m[i]);
+    v[i] = fmaf(s.beta2, v[i], __fmul_rn(__fmul_rn(s.one_minus_beta2, grad), grad));
     // max(top, v), NaN if either is
     top[i] = !s.amsgrad || v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];
     const float ratio = m[i] / fmaf(sqrtf(top[i]), t.root_correction, s.eps);
-    p[i] -= fmaf(t.decay, p[i], t.step_size * ratio);
+    p[i] = __fsub_rn(p[i], fmaf(t.decay, p[i], __fmul_rn(t.step_size, ratio)));
   }
   store_as<M>(t.exp_avg, at, m);
   store_as<M>(t.exp_avg_sq, at, v);

@@ -154,13 +154,16 @@ def clip_grad_norm_(
     norms = [grad_norm(grads, norm_type) for grads in by_device.values()]
     total = norms[0]
     if len(norms) > 1:
-        here = [norm.to(total.device, non_blocking=True) for norm in norms]
-        total = torch.linalg.vector_norm(torch.stack(here), norm_type)
+        to = total.device
+        gathered = [norm.to(to, non_blocking=to.type == "cuda") for norm in norms]
+        total = torch.linalg.vector_norm(torch.stack(gathered), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             "the total norm of the gradients is {}, expected a finite one; look for NaN or "
             "overflow, or pass `error_if_nonfinite=False`".format(total.item())
         )
     for device, grads in by_device.items():
-        clip_grads(grads, total.to(device, non_blocking=True), max_norm)
+        # a copy to the host must have arrived when the CPU reads it
+        here = total.to(device, non_blocking=device.type == "cuda")
+        clip_grads(grads, here, max_norm)
     return total
