@@ -299,6 +299,59 @@ HFP_EXPORT int32_t hfp_cross_entropy_backward(DLTensor *dlogits, const DLTensor 
                                               double label_smoothing, double softcap, void *stream);
 
 /*
+ * Training: functions over lists of tensors (HFP_LIST_OP_TABLE). The tensors of a list may have any
+ * shape, also none (0 dimensions) or zero size, and any strides that leave neither gaps nor overlaps;
+ * what belongs to one parameter has one shape and one set of strides. `Tensor[]` in a schema is:
+ */
+typedef struct {
+  DLTensor *const *tensors; /* may be NULL if count is 0 */
+  int64_t count;
+} HfpTensorList;
+
+/*
+ * One step of AdamW (Loshchilov & Hutter, arXiv:1711.05101), in place, as torch.optim.AdamW has it:
+ *   g = grad * clip_coef / grad_scale, negated if `maximize`
+ *   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2;  w = max(w, v) with max_exp_avg_sqs
+ *   p -= lr weight_decay p + lr / (1 - beta1^t) m / (sqrt(w or v) / sqrt(1 - beta2^t) + eps)
+ * all in fp32, each result rounded once. Lists of one length: params; grads, in the params' dtype or,
+ * with masters, fp32; exp_avgs (m) and exp_avg_sqs (v), in the params' dtype or fp32; steps (t), one
+ * fp32 element each, already counting this step. Empty or of that length: max_exp_avg_sqs (AMSGrad,
+ * Reddi et al., arXiv:1904.09237), of the moments' dtype; masters, fp32, with half params: they are
+ * p, and params receives them rounded; the moments are then fp32. Each list has one dtype.
+ * One fp32 element or NULL: lr_tensor, instead of lr; clip_coef and grad_scale (NULL: 1); found_inf:
+ * if not 0, nothing is changed. They and the steps lie on the device of the params, where the kernel
+ * reads them (so that a captured graph sees new values), or on the CPU, where this call reads them.
+ */
+HFP_EXPORT int32_t hfp_adamw_step(const HfpTensorList *params, const HfpTensorList *grads,
+                                  const HfpTensorList *exp_avgs, const HfpTensorList *exp_avg_sqs,
+                                  const HfpTensorList *max_exp_avg_sqs,
+                                  const HfpTensorList *masters, const HfpTensorList *steps,
+                                  const DLTensor *lr_tensor, const DLTensor *clip_coef,
+                                  const DLTensor *grad_scale, const DLTensor *found_inf, double lr,
+                                  double beta1, double beta2, double eps, double weight_decay,
+                                  int64_t maximize, void *stream);
+
+/*
+ * norm = the norm of all elements of `tensors`, whose dtypes may differ: HFP_GRAD_NORM_L2 or the
+ * largest magnitude, NaN if there is a NaN. norm: one fp32 element. partials: fp32
+ * [hfp_norm_partials(tensors)], one per HFP_NORM_CHUNK elements of a tensor, each a sum in fp32; their
+ * sum is in fp64, in order, so that the same input gives the same bits.
+ */
+enum { HFP_GRAD_NORM_L2 = 0, HFP_GRAD_NORM_INF = 1, HFP_GRAD_NORM_COUNT = 2 };
+#define HFP_NORM_CHUNK 16384
+
+HFP_EXPORT int64_t hfp_norm_partials(const HfpTensorList *tensors);
+HFP_EXPORT int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTensorList *tensors,
+                                 int64_t norm_type, void *stream);
+
+/*
+ * grads *= min(1, max_norm / (total_norm + 1e-6)), in place, as torch.nn.utils.clip_grad_norm_ does;
+ * NaN if total_norm is. total_norm: one fp32 element on the device of the grads.
+ */
+HFP_EXPORT int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *total_norm,
+                                  double max_norm, void *stream);
+
+/*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
  * outer parentheses, in the order of the C parameters between `out` and `stream`; `result` says what a
  * caller must allocate for `out`:
@@ -362,6 +415,21 @@ HFP_EXPORT int32_t hfp_cross_entropy_backward(DLTensor *dlogits, const DLTensor 
   X(cross_entropy_backward, hfp_cross_entropy_backward, "=logits",                             \
     "Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, "                    \
     "float label_smoothing, float softcap")
+
+/*
+ * The same for functions over lists; `Tensor(a!)[]` is changed in place. Result rules besides:
+ *   "none"    nothing is returned
+ *   "scalar"  fp32 [], on the device of the first tensor of the first list
+ *   "chunks"  fp32 [hfp_norm_partials(tensors)]
+ */
+#define HFP_LIST_OP_TABLE(X)                                                                       \
+  X(adamw_step, hfp_adamw_step, "none",                                                            \
+    "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "       \
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor[] steps, Tensor? lr_tensor, "      \
+    "Tensor? clip_coef, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, "            \
+    "float beta2, float eps, float weight_decay, int maximize")                                    \
+  X(grad_norm, hfp_grad_norm, "scalar, chunks", "Tensor[] tensors, int norm_type")                 \
+  X(clip_grads, hfp_clip_grads, "none", "Tensor(a!)[] grads, Tensor total_norm, float max_norm")
 
 #ifdef __cplusplus
 }

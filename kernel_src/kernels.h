@@ -179,6 +179,57 @@ struct CrossEntropyArgs {
   float label_smoothing, softcap;
 };
 
+// A value of one element: at `pointer` on the device of the call or, if that is null, `value`. The CPU
+// backend gets values only.
+struct Scalar {
+  const float *pointer = nullptr;
+  float value = 0.0f;
+};
+
+// One parameter of adamw_step: all of `numel` elements in the same order.
+struct AdamWTensor {
+  void *param;
+  float *master;  // null: the step is made on param
+  const void *grad;
+  void *exp_avg, *exp_avg_sq;
+  void *max_exp_avg_sq;  // null: no AMSGrad
+  Scalar step;
+  int64_t numel;
+};
+
+struct AdamWArgs {
+  const HfpTensorList *params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters, *steps;
+  DType param_type, grad_type, moment_type;
+  Scalar lr, clip_coef, grad_scale, found_inf;  // absent: lr, 1, 1, 0
+  float beta2, one_minus_beta1, one_minus_beta2;
+  float log_beta1, log_beta2;  // 1 - beta^t = -expm1(t log(beta)) does not cancel in fp32
+  float eps, weight_decay;
+  bool maximize;
+
+  AdamWTensor operator[](int64_t i) const;  // api_optim.cpp
+};
+
+// The elements of one tensor of a list, which lie in memory without gaps.
+struct FlatTensor {
+  void *data;
+  DType type;
+  int64_t numel;
+};
+FlatTensor flat_tensor(const HfpTensorList &list, int64_t i);  // api_optim.cpp
+
+struct GradNormArgs {
+  float *norm, *partials;
+  int64_t count;  // of partials
+  const HfpTensorList *tensors;
+  int norm_type;  // HFP_GRAD_NORM_*
+};
+
+struct ClipGradsArgs {
+  const HfpTensorList *grads;
+  const float *total_norm;
+  float max_norm;
+};
+
 // Each returns HFP_OK, or a status after set_error().
 namespace cpu {
 int32_t rms_norm(const RmsNormArgs &);
@@ -195,6 +246,9 @@ int32_t activation_backward(const ActivationBackwardArgs &);
 int32_t gated_backward(const GatedBackwardArgs &);
 int32_t cross_entropy(const CrossEntropyArgs &);
 int32_t cross_entropy_backward(const CrossEntropyArgs &);
+int32_t adamw_step(const AdamWArgs &);
+int32_t grad_norm(const GradNormArgs &);
+int32_t clip_grads(const ClipGradsArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -214,6 +268,9 @@ int32_t activation_backward(const ActivationBackwardArgs &, int device, void *st
 int32_t gated_backward(const GatedBackwardArgs &, int device, void *stream);
 int32_t cross_entropy(const CrossEntropyArgs &, int device, void *stream);
 int32_t cross_entropy_backward(const CrossEntropyArgs &, int device, void *stream);
+int32_t adamw_step(const AdamWArgs &, int device, void *stream);
+int32_t grad_norm(const GradNormArgs &, int device, void *stream);
+int32_t clip_grads(const ClipGradsArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

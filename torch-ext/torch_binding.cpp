@@ -1,6 +1,7 @@
-// torch_binding.cpp: the torch operators, made from HFP_OP_TABLE. Stable ABI only.
+// torch_binding.cpp: the torch operators, made from HFP_OP_TABLE and HFP_LIST_OP_TABLE. Stable ABI
+// only.
 //
-// Each row of the table becomes two operators:
+// Each row of the tables becomes two operators, or the first alone if it has no result:
 //
 //   name(<arguments>) -> Tensor                          allocates its result by the result rule
 //   name_out(Tensor(a!) out, <arguments>) -> ()          writes to the caller's tensor
@@ -18,6 +19,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -40,7 +42,7 @@ constexpr int kMaxDims = 64;  // at::TensorIterator's own limit
 // ---------------------------------------------------------------------------------------------
 // The schema string, at compile time
 
-enum class Kind { Tensor, OptionalTensor, Float, Int, Invalid };
+enum class Kind { Tensor, OptionalTensor, List, MutableList, Float, Int, Invalid };
 
 struct Argument {
   Kind kind = Kind::Invalid;
@@ -75,6 +77,9 @@ constexpr Argument parse_argument(std::string_view text) {
   const std::string_view name = trim(text.substr(space + 1));
   if (type == "Tensor") return {Kind::Tensor, name};
   if (type == "Tensor?") return {Kind::OptionalTensor, name};
+  if (type == "Tensor[]") return {Kind::List, name};
+  if (type.substr(0, 7) == "Tensor(" && type.find("!)[]") != std::string_view::npos)
+    return {Kind::MutableList, name};
   if (type == "float") return {Kind::Float, name};
   if (type == "int") return {Kind::Int, name};
   return {Kind::Invalid, name};
@@ -87,6 +92,8 @@ template <class T>
 constexpr bool matches(Kind kind) {
   if (std::is_same_v<T, const DLTensor *>)
     return kind == Kind::Tensor || kind == Kind::OptionalTensor;
+  if (std::is_same_v<T, const HfpTensorList *>)
+    return kind == Kind::List || kind == Kind::MutableList;
   if (std::is_same_v<T, double>) return kind == Kind::Float;
   if (std::is_same_v<T, int64_t>) return kind == Kind::Int;
   return false;
@@ -116,6 +123,8 @@ enum class Rule {
   Weight,  // gradients of norms
   Bias,
   Partials,
+  Scalar,  // of lists
+  Chunks,
   Invalid
 };
 
@@ -129,6 +138,8 @@ constexpr Rule parse_rule(std::string_view text) {
   if (text == "dweight") return Rule::Weight;
   if (text == "dbias") return Rule::Bias;
   if (text == "partials") return Rule::Partials;
+  if (text == "scalar") return Rule::Scalar;
+  if (text == "chunks") return Rule::Chunks;
   return Rule::Invalid;
 }
 
@@ -232,6 +243,44 @@ inline void describe(const char *operation, AtenTensorHandle handle, bool writab
   if (t.device.device_type == kDLCPU) t.device.device_id = 0;  // torch says -1
 }
 
+// A list argument. The C functions take its tensors as they are, or refuse them: nothing is copied.
+class List {
+ public:
+  // Takes over the list and every tensor in it, whatever happens.
+  void take(const char *operation, StableListHandle list) {
+    std::size_t size = 0;
+    AOTITorchError status = torch_list_size(list, &size);
+    if (status == AOTI_TORCH_SUCCESS) {
+      handles_ = std::make_unique<Handle[]>(size);
+      views_ = std::make_unique<View[]>(size);
+      pointers_ = std::make_unique<DLTensor *[]>(size);
+      for (std::size_t i = 0; i < size && status == AOTI_TORCH_SUCCESS; ++i) {
+        StableIValue item = 0;
+        status = torch_list_get_item(list, i, &item);
+        handles_[i].take(reinterpret_cast<AtenTensorHandle>(static_cast<uintptr_t>(item)));
+        pointers_[i] = &views_[i].tensor;
+      }
+      tensors = {pointers_.get(), static_cast<int64_t>(size)};
+    }
+    torch_delete_list(list);
+    if (status != AOTI_TORCH_SUCCESS) fail(operation, "torch_list_get_item");
+  }
+
+  void describe_all(const char *operation, bool writable) {
+    for (int64_t i = 0; i < tensors.count; ++i)
+      describe(operation, handles_[i].get(), writable, views_[i]);
+  }
+
+  const View *first() const { return tensors.count > 0 ? &views_[0] : nullptr; }
+
+  HfpTensorList tensors = {nullptr, 0};
+
+ private:
+  std::unique_ptr<Handle[]> handles_;
+  std::unique_ptr<View[]> views_;
+  std::unique_ptr<DLTensor *[]> pointers_;
+};
+
 // Whether the kernels can walk it: unit last stride, and few enough outer dimensions after merging
 // those that are evenly spaced.
 inline bool walkable(const DLTensor &t) {
@@ -329,6 +378,17 @@ struct Binding {
     return args;
   }();
 
+  static constexpr bool is_list(std::size_t i) {
+    return kArgs[i].kind == Kind::List || kArgs[i].kind == Kind::MutableList;
+  }
+  // How many of the first `end` arguments are lists.
+  static constexpr std::size_t lists_before(std::size_t end) {
+    std::size_t n = 0;
+    for (std::size_t i = 0; i < end; ++i) n += is_list(i) ? 1 : 0;
+    return n;
+  }
+  static constexpr std::size_t kLists = lists_before(kArguments);
+
   // -1: there is none of that name.
   static constexpr int find(std::string_view name) {
     for (std::size_t i = 0; i < kArguments; ++i)
@@ -345,9 +405,10 @@ struct Binding {
                 "HFP_OP_TABLE: the schema and the C function differ in the number of arguments");
   static_assert(parameters_match(std::make_index_sequence<kArguments>{}),
                 "HFP_OP_TABLE: the schema and the C function differ in the type of an argument");
-  static_assert(kArguments > 0 && kArgs[0].kind == Kind::Tensor,
-                "HFP_OP_TABLE: the first argument must be a Tensor");
-  static_assert(count_parts(Op::result) == kOutputs,
+  static_assert(kArguments > 0 && (kArgs[0].kind == Kind::Tensor || is_list(0)),
+                "HFP_OP_TABLE: the first argument must be a Tensor or a list");
+  static_assert(kOutputs == 0 ? std::string_view(Op::result) == "none"
+                              : count_parts(Op::result) == kOutputs,
                 "HFP_OP_TABLE: one result rule per output, separated by commas");
 
   // The arguments of one call, taken off the boxed stack: it owns every handle there.
@@ -356,6 +417,7 @@ struct Binding {
     View views[kArguments];
     double floats[kArguments];
     int64_t ints[kArguments];
+    std::array<List, kLists> lists;
 
     explicit Call(const StableIValue *stack) {
       // Own everything first, so that an exception below leaks nothing.
@@ -371,6 +433,9 @@ struct Binding {
               delete cell;
             }
             break;
+          case Kind::List:
+          case Kind::MutableList:
+            break;  // below: taking them may throw
           case Kind::Float:
             std::memcpy(&floats[i], &stack[i], sizeof(double));
             break;
@@ -378,12 +443,30 @@ struct Binding {
             std::memcpy(&ints[i], &stack[i], sizeof(int64_t));
         }
       }
+      if constexpr (kLists > 0) take_lists(stack);
       for (std::size_t i = 0; i < kArguments; ++i) {
         if (handles[i].get() == nullptr) continue;
         describe(Op::name, handles[i].get(), false, views[i]);
         if (__builtin_expect(!walkable(views[i].tensor), 0))
           make_contiguous(Op::name, handles[i], views[i]);
       }
+    }
+
+    void take_lists(const StableIValue *stack) {
+      for (std::size_t i = 0; i < kArguments; ++i) {
+        if (is_list(i))
+          lists[lists_before(i)].take(Op::name, pointer<StableListHandle>(stack[i]));
+      }
+      for (std::size_t i = 0; i < kArguments; ++i) {
+        if (is_list(i))
+          lists[lists_before(i)].describe_all(Op::name, kArgs[i].kind == Kind::MutableList);
+      }
+    }
+
+    // The tensor whose device the call runs on; null if its list is empty.
+    const View *anchor() const {
+      if constexpr (is_list(0)) return lists[0].first();
+      else return &views[0];
     }
 
     template <class T>
@@ -397,6 +480,9 @@ struct Binding {
         return floats[I];
       } else if constexpr (kArgs[I].kind == Kind::Int) {
         return ints[I];
+      } else if constexpr (is_list(I)) {
+        const HfpTensorList *list = &lists[lists_before(I)].tensors;
+        return list;
       } else {
         const DLTensor *tensor = handles[I].get() != nullptr ? &views[I].tensor : nullptr;
         return tensor;
@@ -405,7 +491,8 @@ struct Binding {
 
     template <std::size_t... O, std::size_t... I>
     void run(View *outs, std::index_sequence<O...>, std::index_sequence<I...>) {
-      const Launch launch(Op::name, views[0].tensor);
+      const View *first = anchor();
+      const Launch launch(Op::name, first != nullptr ? first->tensor : DLTensor{});
       const int32_t status =
           Op::function(&outs[O].tensor..., argument<I>()..., launch.stream);
       if (__builtin_expect(status != HFP_OK, 0)) throw std::runtime_error(hfp_last_error());
@@ -456,6 +543,34 @@ struct Binding {
 
     template <std::size_t O>
     void allocate(Handle &handle, View &out) const {
+      constexpr Rule rule = parse_rule(part(Op::result, O));
+      if constexpr (rule == Rule::Scalar || rule == Rule::Chunks) allocate_of_list<O>(handle, out);
+      else allocate_of_tensor<O>(handle, out);
+    }
+
+    template <std::size_t O>
+    void allocate_of_list(Handle &handle, View &out) const {
+      constexpr Rule rule = parse_rule(part(Op::result, O));
+      static_assert(is_list(0), "result rules \"scalar\" and \"chunks\": need a list first");
+      const View *first = anchor();
+      if (first == nullptr) {
+        throw std::runtime_error(std::string("hfpatch: `") + Op::name + "`: `" +
+                                 std::string(kArgs[0].name) +
+                                 "`: expected at least one tensor, got an empty list");
+      }
+      const int64_t size = rule == Rule::Chunks ? hfp_norm_partials(&lists[0].tensors) : 1;
+      const int64_t stride = 1;
+      AtenTensorHandle result = nullptr;
+      HFP_SHIM(Op::name,
+               aoti_torch_empty_strided(rule == Rule::Chunks ? 1 : 0, &size, &stride, codes.f32,
+                                        first->device_type, first->tensor.device.device_id,
+                                        &result));
+      handle.take(result);
+      describe(Op::name, result, true, out);
+    }
+
+    template <std::size_t O>
+    void allocate_of_tensor(Handle &handle, View &out) const {
       constexpr std::string_view text = part(Op::result, O);
       constexpr Rule rule = parse_rule(text);
       static_assert(rule != Rule::Invalid, "HFP_OP_TABLE: unknown result rule");
@@ -496,8 +611,8 @@ struct Binding {
 
     template <std::size_t... O>
     void functional(StableIValue *stack, std::index_sequence<O...>) {
-      Handle results[kOutputs];
-      View outs[kOutputs];
+      Handle results[kOutputs + 1];  // an array of none is not C++
+      View outs[kOutputs + 1];
       (allocate<O>(results[O], outs[O]), ...);
       run(outs);
       for (std::size_t i = 0; i < kOutputs; ++i)
@@ -511,6 +626,7 @@ struct Binding {
   }
 
   static void out(StableIValue *stack, uint64_t, uint64_t) {
+    static_assert(kOutputs > 0);
     Handle results[kOutputs];
     for (std::size_t i = 0; i < kOutputs; ++i)
       results[i].take(reinterpret_cast<AtenTensorHandle>(static_cast<uintptr_t>(stack[i])));
@@ -523,7 +639,7 @@ struct Binding {
 
   // "rms_norm(Tensor x, ...) -> Tensor"
   static std::string schema() {
-    std::string result = "Tensor";
+    std::string result = kOutputs == 0 ? "()" : "Tensor";
     if (kOutputs > 1) {
       result = "(Tensor";
       for (std::size_t i = 1; i < kOutputs; ++i) result += ", Tensor";
@@ -552,26 +668,41 @@ struct Binding {
     static constexpr const char *arguments = ARGUMENTS;      \
   };
 HFP_OP_TABLE(HFP_OP)
+HFP_LIST_OP_TABLE(HFP_OP)
 #undef HFP_OP
+
+template <class Op>
+void define(torch::stable::detail::StableLibrary &ops) {
+  ops.def(Binding<Op>::schema().c_str());
+  if constexpr (Binding<Op>::kOutputs > 0) ops.def(Binding<Op>::out_schema().c_str());
+}
+
+template <class Op>
+void implement(torch::stable::detail::StableLibrary &ops) {
+  ops.impl(Op::name, &Binding<Op>::functional);
+  if constexpr (Binding<Op>::kOutputs > 0) ops.impl(Op::out_name, &Binding<Op>::out);
+}
 
 }  // namespace
 
+#define HFP_DEFINE(NAME, ...) define<NAME##_op>(ops);
+#define HFP_IMPLEMENT(NAME, ...) implement<NAME##_op>(ops);
+
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
-#define HFP_DEFINE(NAME, FUNCTION, RESULT, ARGUMENTS)   \
-  ops.def(Binding<NAME##_op>::schema().c_str());        \
-  ops.def(Binding<NAME##_op>::out_schema().c_str());
   HFP_OP_TABLE(HFP_DEFINE)
-#undef HFP_DEFINE
+  HFP_LIST_OP_TABLE(HFP_DEFINE)
 }
 
-#define HFP_IMPLEMENT(NAME, FUNCTION, RESULT, ARGUMENTS)                 \
-  ops.impl(NAME##_op::name, &Binding<NAME##_op>::functional);            \
-  ops.impl(NAME##_op::out_name, &Binding<NAME##_op>::out);
-
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { HFP_OP_TABLE(HFP_IMPLEMENT) }
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+  HFP_OP_TABLE(HFP_IMPLEMENT)
+  HFP_LIST_OP_TABLE(HFP_IMPLEMENT)
+}
 
 #if defined(CUDA_KERNEL)
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { HFP_OP_TABLE(HFP_IMPLEMENT) }
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+  HFP_OP_TABLE(HFP_IMPLEMENT)
+  HFP_LIST_OP_TABLE(HFP_IMPLEMENT)
+}
 #endif
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

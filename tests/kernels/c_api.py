@@ -47,6 +47,13 @@ class DLTensor(ctypes.Structure):
     ]
 
 
+class HfpTensorList(ctypes.Structure):
+    _fields_ = [
+        ("tensors", ctypes.POINTER(ctypes.POINTER(DLTensor))),
+        ("count", ctypes.c_int64),
+    ]
+
+
 def _dtype_codes() -> dict[torch.dtype, tuple[int, int]]:
     floats = {torch.float16: 16, torch.float32: 32, torch.float64: 64}
     ints = {torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}
@@ -80,9 +87,22 @@ def dltensor(tensor: torch.Tensor) -> DLTensor:
     )
 
 
+def tensor_list(tensors: Iterable[Any]) -> HfpTensorList:
+    """A list of torch tensors, DLTensors or None."""
+    views = [dltensor(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+    pointer = ctypes.POINTER(DLTensor)
+    pointers = (pointer * len(views))(*(v if v is None else ctypes.pointer(v) for v in views))
+    found = HfpTensorList(ctypes.cast(pointers, ctypes.POINTER(pointer)), len(views))
+    found.keep = (views, pointers)  # type: ignore[attr-defined]  # as long as the list
+    return found
+
+
 @dataclass(frozen=True)
 class Op:
-    """One row of HFP_OP_TABLE; `arguments` are (type, name) pairs such as ("Tensor?", "weight")."""
+    """One row of HFP_OP_TABLE or HFP_LIST_OP_TABLE.
+
+    `arguments` are (type, name) pairs such as ("Tensor?", "weight").
+    """
 
     name: str
     function: str
@@ -91,17 +111,21 @@ class Op:
 
     @property
     def outputs(self) -> int:
-        return self.result.count(",") + 1
+        return 0 if self.result == "none" else self.result.count(",") + 1
 
     def ctypes_arguments(self) -> list[Any]:
         kinds = {"float": ctypes.c_double, "int": ctypes.c_int64}
         tensor = ctypes.POINTER(DLTensor)
-        middle = [kinds.get(kind, tensor) for kind, _ in self.arguments]
+        lists = ctypes.POINTER(HfpTensorList)
+        middle = [
+            lists if kind.endswith("[]") else kinds.get(kind, tensor) for kind, _ in self.arguments
+        ]
         return [tensor] * self.outputs + [*middle, ctypes.c_void_p]
 
 
-def read_ops(header: Path = HEADER) -> dict[str, Op]:
-    table = header.read_text().split("#define HFP_OP_TABLE(X)", 1)[1]
+def read_ops(name: str = "HFP_OP_TABLE", header: Path = HEADER) -> dict[str, Op]:
+    text = header.read_text().split(f"#define {name}(X)", 1)[1]
+    table = re.match(r"(?:.*\\\n)*.*\n", text)[0]  # type: ignore[index]  # up to a line without \
     row = re.compile(r"X\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\"([^\"]+)\"\s*,((?:[\s\\]*\"[^\"]*\")+)\s*\)")
     ops = {}
     for name, function, result, strings in row.findall(table):
@@ -114,12 +138,13 @@ def read_ops(header: Path = HEADER) -> dict[str, Op]:
 def read_constants(header: Path = HEADER) -> dict[str, int]:
     """Every HFP_* enumerator and integer macro."""
     text = header.read_text()
-    found = re.findall(r"\b(HFP_[A-Z_]+)\s*=\s*(-?\d+)", text)
-    found += re.findall(r"#define (HFP_[A-Z_]+) (\d+)", text)
+    found = re.findall(r"\b(HFP_[A-Z0-9_]+)\s*=\s*(-?\d+)", text)
+    found += re.findall(r"#define (HFP_[A-Z0-9_]+) (\d+)", text)
     return {name: int(value) for name, value in found}
 
 
 OPS = read_ops()
+LIST_OPS = read_ops("HFP_LIST_OP_TABLE")
 CONSTANTS = read_constants()
 
 
@@ -140,7 +165,9 @@ class Library:
         self.dll.hfp_abi_version.restype = ctypes.c_int32
         self.dll.hfp_partial_rows.restype = ctypes.c_int64
         self.dll.hfp_partial_rows.argtypes = [ctypes.c_int64, ctypes.c_int64]
-        for op in OPS.values():
+        self.dll.hfp_norm_partials.restype = ctypes.c_int64
+        self.dll.hfp_norm_partials.argtypes = [ctypes.POINTER(HfpTensorList)]
+        for op in (*OPS.values(), *LIST_OPS.values()):
             function = getattr(self.dll, op.function)
             function.argtypes = op.ctypes_arguments()
             function.restype = ctypes.c_int32
@@ -149,10 +176,11 @@ class Library:
         return self.dll.hfp_last_error().decode()
 
     def status(self, name: str, *arguments: Any, stream: int | None = None) -> int:
-        """The status of a call, outputs first; torch tensors, DLTensors, numbers or None."""
+        """The status of a call, outputs first; torch tensors, DLTensors, lists, numbers or None."""
         kept = [dltensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        passed = [ctypes.byref(a) if isinstance(a, DLTensor) else a for a in kept]
-        return getattr(self.dll, OPS[name].function)(*passed, stream)
+        kept = [tensor_list(a) if isinstance(a, (list, tuple)) else a for a in kept]
+        passed = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in kept]
+        return getattr(self.dll, (OPS | LIST_OPS)[name].function)(*passed, stream)
 
     def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
         status = self.status(name, *arguments, stream=stream)

@@ -160,8 +160,9 @@ def test_build_info_and_table(built):
     assert info["devices"] == ["cpu"]
     assert info["cuda_archs"] == []
     assert info["compiler"]
-    functions = set(re.findall(r"int32_t (hfp_\w+)\(\s*DLTensor", c_api.HEADER.read_text()))
-    assert functions == {op.function for op in c_api.OPS.values()}
+    first = r"int32_t (hfp_\w+)\(\s*(?:DLTensor|const HfpTensorList)"
+    functions = set(re.findall(first, c_api.HEADER.read_text()))
+    assert functions == {op.function for op in (c_api.OPS | c_api.LIST_OPS).values()}
 
 
 SIZES = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 8, 2**31, 2**62, 2**63 - 1])
@@ -203,6 +204,29 @@ def test_hostile_calls(built, data):
     good = torch.empty(4, 8)
     lib.call("silu", good, X)
     torch.testing.assert_close(good, torch.nn.functional.silu(X))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_hostile_lists(built, data):
+    """The same with lists; the float64 steps, norm and total_norm are never valid."""
+    lib = Library(built)
+    never = [OUT.double()]
+    lists = st.lists(hostile_tensor() | st.just(X) | st.just(W), min_size=1, max_size=3)
+    lists = st.none() | st.just(lists).flatmap(lambda drawn: drawn)
+    params = data.draw(lists)
+    others = [data.draw(lists | st.just(params)) for _ in range(5)]
+    scalars = [data.draw(st.none() | hostile_tensor()) for _ in range(4)]
+    floats = [data.draw(FLOATS) for _ in range(5)]
+    calls = {
+        "adamw_step": (params, *others, never, *scalars, *floats, data.draw(INTS)),
+        "grad_norm": (*never, data.draw(hostile_tensor()), params, data.draw(INTS)),
+        "clip_grads": (params, *never, data.draw(FLOATS)),
+    }
+    for name, arguments in calls.items():
+        assert lib.status(name, *arguments) == INVALID
+        assert lib.last_error().startswith(f"hfp_{name}: `")
+    assert (X == 1).all() and (W == 1).all()
 
 
 def test_message_is_per_thread(built):

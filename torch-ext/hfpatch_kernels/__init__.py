@@ -20,12 +20,16 @@ from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._gated_norm import gated_rms_norm
 from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
+from ._optim import adamw_step, clip_grad_norm_, clip_grads, grad_norm
 from ._rope import qk_norm_rope, rope, rope_qk
 
 __all__ = [
+    "adamw_step",
     "add_layer_norm",
     "add_op_namespace_prefix",
     "add_rms_norm",
+    "clip_grad_norm_",
+    "clip_grads",
     "cross_entropy",
     "gate_residual",
     "gate_residual_norm_modulate",
@@ -33,6 +37,7 @@ __all__ = [
     "gated_packed",
     "gated_rms_norm",
     "gelu",
+    "grad_norm",
     "layer_norm",
     "layers",
     "norm_modulate",

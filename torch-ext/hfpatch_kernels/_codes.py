@@ -10,10 +10,12 @@ ACTIVATIONS = {
 GELU_APPROXIMATIONS = {"none": 0, "tanh": 1, "sigmoid": 2}
 CASTS = {"none": 0, "input": 1, "weight": 2}
 NORMS = {"rms": 0, "layer": 1}
+GRAD_NORMS = {2.0: 0, float("inf"): 1}
 
 GELU_ERF, GELU_TANH, GELU_SIGMOID, SILU, RELU = range(5)
 CAST_NONE, CAST_INPUT, CAST_WEIGHT = range(3)
 NEED_WEIGHT, NEED_BIAS = 1, 2
+NORM_CHUNK = 16384
 
 
 def reject(argument, got, names):

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._codes import CAST_INPUT, CAST_WEIGHT, NEED_BIAS, NEED_WEIGHT
+from ._codes import CAST_INPUT, CAST_WEIGHT, NEED_BIAS, NEED_WEIGHT, NORM_CHUNK
 from ._ops import add_op_namespace_prefix, ops
 
 
@@ -95,6 +95,13 @@ def _cross_entropy(logits, *_):
     return rows(), rows()
 
 
+def _grad_norm(tensors, norm_type):
+    chunks = sum((t.numel() + NORM_CHUNK - 1) // NORM_CHUNK for t in tensors)
+    device = tensors[0].device
+    norm = torch.empty((), dtype=torch.float32, device=device)
+    return norm, torch.empty(chunks, dtype=torch.float32, device=device)
+
+
 def _nothing(*_):
     return None
 
@@ -123,7 +130,9 @@ _FUNCTIONAL = {
     "gated_packed_backward": _second,
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _second,
+    "grad_norm": _grad_norm,
 }
+_IN_PLACE = ("adamw_step", "clip_grads")
 
 
 def register():
@@ -133,6 +142,8 @@ def register():
     for name, fake in _FUNCTIONAL.items():
         torch.library.register_fake(add_op_namespace_prefix(name), fake)
         torch.library.register_fake(add_op_namespace_prefix(name + "_out"), _nothing)
+    for name in _IN_PLACE:
+        torch.library.register_fake(add_op_namespace_prefix(name), _nothing)
     ops._fakes_registered = True
 
 

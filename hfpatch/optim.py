@@ -1,0 +1,325 @@
+"""`hfpatch.optim.AdamW` and `clip_grad_norm_`: PyTorch's, on the fused kernels.
+
+Import it by name (`import hfpatch.optim`): `import hfpatch` alone does not load it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from hfpatch.errors import KernelLoadError
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.sources import Kernel, local_package
+
+__all__ = ["AdamW", "clip_grad_norm_"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_List = list[Tensor]
+_Lists = tuple[_List, _List, _List, _List, _List, _List]
+_Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+
+
+@cache
+def _kernel(op: str, device: str) -> Kernel | str:
+    """The local kernel for a device type, or why there is none."""
+    try:
+        kernel = local_package().kernel(op)
+    except KernelLoadError as e:
+        return str(e)
+    return kernel.refuses(device) or kernel
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether the strides leave neither gaps nor overlaps."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _tensor_refusal(tensor: Tensor) -> str | None:
+    """Why no kernel takes this tensor, or None."""
+    if type(tensor) not in _PLAIN:
+        return f"`{type(tensor).__name__}` is a tensor subclass"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.dtype not in KERNEL_DTYPES:
+        return f"dtype {tensor.dtype}"
+    kernel = _kernel("adamw_step", tensor.device.type)
+    if isinstance(kernel, str):
+        return kernel
+    return None if _dense(tensor) else "strides with gaps or overlaps"
+
+
+def _warn(who: str, reasons: Iterable[str]) -> None:
+    listed = "; ".join(f"{n} × {why}" for why, n in Counter(reasons).items())
+    warnings.warn(
+        f"`hfpatch.optim.{who}` hands over to PyTorch's own implementation: {listed}",
+        stacklevel=4,
+    )
+
+
+class _Bucket:
+    """Parameters that one launch can update, with their state."""
+
+    def __init__(self) -> None:
+        self.params: _List = []
+        self.grads: _List = []
+        self.exp_avgs: _List = []
+        self.exp_avg_sqs: _List = []
+        self.max_exp_avg_sqs: _List = []
+        self.steps: _List = []
+
+    def lists(self) -> _Lists:
+        """In the order of `torch.optim.adamw.adamw`'s arguments."""
+        return (
+            self.params, self.grads, self.exp_avgs, self.exp_avg_sqs,
+            self.max_exp_avg_sqs, self.steps,
+        )  # fmt: skip
+
+    def rows(self) -> Iterable[_Row]:
+        tops: Sequence[Tensor | None] = self.max_exp_avg_sqs or [None] * len(self.params)
+        return zip(
+            self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, tops, self.steps, strict=True
+        )
+
+    def append(self, row: _Row) -> None:
+        for values, value in zip(self.lists(), row, strict=True):
+            if value is not None:
+                values.append(value)
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` whose step is one kernel launch over all parameters of a group.
+
+    A subclass with the same constructor, state and `state_dict`, so checkpoints go both ways. The
+    formula is the same, in fp32 whatever the dtypes, each result rounded once (as
+    ``torch.optim.AdamW(fused=True)`` has it); of fp16 and bf16 parameters the moments have that
+    dtype, as PyTorch's do. Without a kernel for them, parameters are handed over to PyTorch's own
+    implementation, with one warning per optimizer: other dtypes (fp64, complex), tensor subclasses
+    (DTensor), layouts with gaps or with a gradient laid out otherwise, ``differentiable=True``, a
+    device or machine without our kernels. Sparse gradients are an error, as in PyTorch.
+
+    ``fused=True`` keeps its meaning for `torch.amp.GradScaler` (gradients are unscaled, and a step
+    with infinities is passed over, on the device; here the gradients themselves stay scaled), and
+    like ``capturable=True`` puts the step counts on the device, which a captured CUDA graph needs.
+    ``foreach`` concerns only what is handed over.
+    """
+
+    _told = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured and a group is neither capturable nor fused; or a
+                gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        reasons: list[str] = []
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            for group in self.param_groups:
+                self._step_group(group, reasons)
+        if reasons and not self._told:
+            self._told = True
+            _warn("AdamW", reasons)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], reasons: list[str]) -> None:
+        everything = _Bucket()
+        has_complex = self._init_group(group, *everything.lists())  # type: ignore[no-untyped-call]
+        if not everything.params:
+            return
+        _check_capture(group)
+        if torch.compiler.is_compiling():  # inductor fuses PyTorch's own formula
+            self._hand_over(group, everything, has_complex)
+            return
+        ours: defaultdict[tuple[Any, ...], _Bucket] = defaultdict(_Bucket)
+        theirs = _Bucket()
+        whole_group = _group_refusal(group)
+        for row in everything.rows():
+            why = whole_group or _refusal(*row)
+            if why is not None:
+                theirs.append(row)
+                reasons.append(why)
+                continue
+            p, _, m, *_ = row
+            ours[p.device, p.dtype, m.dtype].append(row)
+        for bucket in ours.values():
+            self._launch(group, bucket)
+        if theirs.params:
+            self._hand_over(group, theirs, has_complex)
+
+    def _launch(self, group: dict[str, Any], bucket: _Bucket) -> None:
+        device = bucket.params[0].device
+        kernel = _kernel("adamw_step", device.type)
+        assert isinstance(kernel, Kernel)
+        torch._foreach_add_(bucket.steps, 1)
+        found_inf = _scalar(getattr(self, "found_inf", None), device)
+        kernel.fn(
+            bucket.params,
+            bucket.grads,
+            bucket.exp_avgs,
+            bucket.exp_avg_sqs,
+            bucket.steps,
+            bucket.max_exp_avg_sqs,
+            lr=_number(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            grad_scale=_scalar(getattr(self, "grad_scale", None), device),
+            found_inf=found_inf,
+        )
+        if found_inf is not None:  # a step that was passed over does not count
+            torch._foreach_sub_(bucket.steps, [found_inf] * len(bucket.steps))
+
+    def _hand_over(self, group: dict[str, Any], bucket: _Bucket, has_complex: bool) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            *bucket.lists(),
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            has_complex=has_complex,
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+def _group_refusal(group: dict[str, Any]) -> str | None:
+    """Why no parameter of the group can have the kernel, or None."""
+    if group["differentiable"]:
+        return "differentiable=True"
+    if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group["betas"]):
+        return "`betas` on a device"
+    return None
+
+
+def _refusal(
+    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, top: Tensor | None, step: Tensor
+) -> str | None:
+    """Why the kernel cannot update this parameter, or None."""
+    why = _tensor_refusal(p)
+    if why is not None:
+        return why
+    state = (m, v) if top is None else (m, v, top)
+    if type(grad) not in _PLAIN or grad.dtype != p.dtype:
+        return f"a gradient of {type(grad).__name__}, {grad.dtype} for {p.dtype}"
+    if m.dtype not in (p.dtype, torch.float32) or any(s.dtype != m.dtype for s in state):
+        return f"a state of {m.dtype} for {p.dtype}"
+    if any(t.device != p.device for t in (grad, *state)):
+        return "a gradient or state on another device"
+    if step.dtype != torch.float32 or step.device not in (p.device, torch.device("cpu")):
+        return f"a step count of {step.dtype} on {step.device}"
+    stride = p.stride()
+    if any(t.stride() != stride for t in (grad, *state)) and not all(
+        t.is_contiguous() for t in (p, grad, *state)
+    ):
+        return "a gradient or state with other strides than its parameter"
+    return None
+
+
+def _check_capture(group: dict[str, Any]) -> None:
+    if group["capturable"] or group["fused"] or not torch.cuda.is_available():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being captured, and a group of `AdamW` has its step counts on the "
+            "CPU: every replay would be the same step. Use `AdamW(..., capturable=True)`"
+        )
+
+
+def _number(lr: float | Tensor) -> float | Tensor:
+    """A learning rate as the kernel takes it: a tensor stays one where it is on a device."""
+    if not isinstance(lr, Tensor):
+        return lr
+    return float(lr) if lr.device.type == "cpu" else lr.to(torch.float32)
+
+
+def _scalar(value: Tensor | None, device: torch.device) -> Tensor | None:
+    if value is None:
+        return None
+    # a copy to the host must have arrived when the CPU reads it
+    return value.to(device, torch.float32, non_blocking=device.type == "cuda")
+
+
+_warned_clip: set[str] = set()
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` on the fused kernels, without a synchronization.
+
+    Gradients are multiplied by ``min(1, max_norm / (total_norm + 1e-6))``. The norm is summed in
+    fp32 and fp64; the same gradients give the same bits.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        max_norm: at least 0, may be infinite (then only the norm is computed).
+        norm_type: 2 and infinity have kernels; other norms, and gradients that no kernel takes, are
+            PyTorch's, with a warning the first time.
+        error_if_nonfinite: raise if the norm is NaN or infinite, which waits for the device.
+        foreach: as in PyTorch, where it takes over.
+
+    Returns:
+        The total norm before clipping, 0 dimensions; fp32, also of fp16 and bf16 gradients.
+
+    Raises:
+        RuntimeError: `error_if_nonfinite`, and the norm is not finite.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    why = None if torch.compiler.is_compiling() else _clip_refusal(grads, norm_type)
+    if why is not None and why not in _warned_clip:
+        _warned_clip.add(why)
+        _warn("clip_grad_norm_", [why])
+    if why is not None or not grads or torch.compiler.is_compiling():
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    clip = local_package().module.clip_grad_norm_
+    total: Tensor = clip(parameters, float(max_norm), norm_type, error_if_nonfinite)
+    return total
+
+
+def _clip_refusal(grads: list[Tensor], norm_type: float) -> str | None:
+    if float(norm_type) not in (2.0, float("inf")):
+        return f"norm_type={norm_type}"
+    return next((why for g in grads if (why := _tensor_refusal(g)) is not None), None)

@@ -1,0 +1,213 @@
+// adamw.cu: one step of AdamW over a list of parameters; hfp_adamw_step on CUDA.
+#include "tensor_list.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+constexpr int kRounds = 4;  // vectors of a thread, one after the other
+
+struct AdamWScalars {
+  Scalar lr, clip_coef, grad_scale;
+  const float *found_inf;  // null: none
+  float beta2, one_minus_beta1, one_minus_beta2;
+  float log_beta1, log_beta2;
+  float eps, weight_decay;
+  bool maximize, amsgrad;
+};
+
+template <int kBytes>
+struct AdamWTable {
+  static constexpr int kEntry = 7 * 8 + 8 + 4 + 4 + 4;
+  static constexpr int kCapacity = (kBytes - static_cast<int>(sizeof(AdamWScalars)) - 16) / kEntry;
+  AdamWScalars s;
+  int count;
+  void *param[kCapacity];
+  const void *grad[kCapacity];
+  void *exp_avg[kCapacity], *exp_avg_sq[kCapacity], *max_exp_avg_sq[kCapacity];
+  float *master[kCapacity];
+  const float *step[kCapacity];  // null: step_value
+  int64_t numel[kCapacity];
+  float step_value[kCapacity];
+  uint32_t first[kCapacity];
+  int aligned[kCapacity];  // to 16 bytes, all of them
+};
+
+__device__ __forceinline__ float value_of(const Scalar &s) {
+  return s.pointer ? __ldg(s.pointer) : s.value;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+// The pointers of one parameter, and what its elements have in common.
+template <class P, class G, class M>
+struct Parameter {
+  P *param;
+  const G *grad;
+  M *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+  float *master;
+  float grad_factor, decay, step_size, root_correction;
+};
+
+// Elements [at, at + N).
+template <class P, class G, class M, bool kMaster, int N>
+__device__ __forceinline__ void update(const Parameter<P, G, M> &t, const AdamWScalars &s,
+                                       int64_t at) {
+  using W = std::conditional_t<kMaster, float, P>;
+  W *weight;
+  if constexpr (kMaster) weight = t.master;
+  else weight = t.param;
+  Vec<W, N> packed_p;
+  Vec<G, N> packed_g;
+  Vec<M, N> packed_m, packed_v, packed_top;
+  packed_g.template load<Cache::kStream>(t.grad + at);
+  packed_m.template load<Cache::kStream>(t.exp_avg + at);
+  packed_v.template load<Cache::kStream>(t.exp_avg_sq + at);
+  packed_p.template load<Cache::kStream>(weight + at);
+  if (s.amsgrad) packed_top.template load<Cache::kStream>(t.max_exp_avg_sq + at);
+  else packed_top.zero();
+
+  float p[N], g[N], m[N], v[N], top[N];
+  packed_g.get(g);
+  packed_m.get(m);
+  packed_v.get(v);
+  packed_p.get(p);
+  packed_top.get(top);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    // Each rounding is written out: vectors and single elements must come to the same bits.
+    const float grad = __fmul_rn(g[i], t.grad_factor);
+    m[i] = fmaf(s.one_minus_beta1, __fsub_rn(grad, m[i]), m[i]);
+    v[i] = fmaf(s.beta2, v[i], __fmul_rn(__fmul_rn(s.one_minus_beta2, grad), grad));
+    // max(top, v), NaN if either is
+    top[i] = !s.amsgrad || v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];
+    const float ratio = m[i] / fmaf(sqrtf(top[i]), t.root_correction, s.eps);
+    p[i] = __fsub_rn(p[i], fmaf(t.decay, p[i], __fmul_rn(t.step_size, ratio)));
+  }
+  store_as<M>(t.exp_avg, at, m);
+  store_as<M>(t.exp_avg_sq, at, v);
+  if (s.amsgrad) store_as<M>(t.max_exp_avg_sq, at, top);
+  if constexpr (kMaster) store_as<float>(t.master, at, p);
+  store_as<P>(t.param, at, p);
+}
+
+// fp32 values are moved by 16 bytes a thread, half values by 16 where all are, else by 8.
+template <class G, class M>
+inline constexpr int kAdamWVector = sizeof(G) == 2 && sizeof(M) == 2 ? 8 : 4;
+
+template <class G, class M>
+inline constexpr int kAdamWChunk = kListThreads * kAdamWVector<G, M> * kRounds;
+
+template <class P, class G, class M, bool kMaster, int kBytes>
+__global__ void __launch_bounds__(kListThreads)
+    adamw_kernel(const __grid_constant__ AdamWTable<kBytes> table) {
+  constexpr int N = kAdamWVector<G, M>;
+  const AdamWScalars &s = table.s;
+  if (s.found_inf && __ldg(s.found_inf) != 0.0f) return;
+  const int i = find_tensor(table, blockIdx.x);
+  const float count = table.step[i] ? __ldg(table.step[i]) : table.step_value[i];
+  const float lr = value_of(s.lr), factor = value_of(s.clip_coef) / value_of(s.grad_scale);
+
+  Parameter<P, G, M> t;
+  t.param = static_cast<P *>(table.param[i]);
+  t.grad = static_cast<const G *>(table.grad[i]);
+  t.exp_avg = static_cast<M *>(table.exp_avg[i]);
+  t.exp_avg_sq = static_cast<M *>(table.exp_avg_sq[i]);
+  t.max_exp_avg_sq = static_cast<M *>(table.max_exp_avg_sq[i]);
+  t.master = table.master[i];
+  t.grad_factor = s.maximize ? -factor : factor;
+  t.decay = lr * s.weight_decay;
+  // 1 - beta^t
+  t.step_size = lr / -expm1f(count * s.log_beta1);
+  t.root_correction = 1.0f / sqrtf(-expm1f(count * s.log_beta2));
+
+  const int64_t begin = static_cast<int64_t>(blockIdx.x - table.first[i]) * kAdamWChunk<G, M>;
+  const int64_t left = table.numel[i] - begin;
+  const int n = static_cast<int>(left < kAdamWChunk<G, M> ? left : kAdamWChunk<G, M>);
+  const int whole = table.aligned[i] ? n / N * N : 0;
+  for (int at = threadIdx.x * N; at < whole; at += kListThreads * N) {
+    update<P, G, M, kMaster, N>(t, s, begin + at);
+  }
+  for (int at = whole + threadIdx.x; at < n; at += kListThreads) {
+    update<P, G, M, kMaster, 1>(t, s, begin + at);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+template <class P, class G, class M, bool kMaster>
+struct AdamWSource {
+  const AdamWArgs &args;
+  void *stream;
+
+  int64_t chunks(int64_t i) const {
+    return (flat_tensor(*args.params, i).numel + kAdamWChunk<G, M> - 1) / kAdamWChunk<G, M>;
+  }
+
+  template <class Table>
+  void put(Table &table, int at, int64_t i) const {
+    const AdamWTensor t = args[i];
+    table.param[at] = t.param;
+    table.grad[at] = t.grad;
+    table.exp_avg[at] = t.exp_avg;
+    table.exp_avg_sq[at] = t.exp_avg_sq;
+    table.max_exp_avg_sq[at] = t.max_exp_avg_sq;
+    table.master[at] = t.master;
+    table.step[at] = t.step.pointer;
+    table.step_value[at] = t.step.value;
+    table.numel[at] = t.numel;
+    table.aligned[at] = pointer_aligned(t.param) && pointer_aligned(t.grad) &&
+                        pointer_aligned(t.exp_avg) && pointer_aligned(t.exp_avg_sq) &&
+                        pointer_aligned(t.max_exp_avg_sq) && pointer_aligned(t.master);
+  }
+
+  template <int kBytes>
+  int32_t launch(AdamWTable<kBytes> &table, int64_t grid) const {
+    return cuda::launch(&adamw_kernel<P, G, M, kMaster, kBytes>, grid, kListThreads, table, stream,
+                        "adamw_step");
+  }
+};
+
+template <class P, class G, class M, bool kMaster, int kBytes>
+int32_t run(const AdamWArgs &a, void *stream) {
+  AdamWTable<kBytes> table;
+  static_assert(sizeof table <= kBytes, "the table is larger than it may be");
+  table.s = {a.lr,        a.clip_coef, a.grad_scale, a.found_inf.pointer,
+             a.beta2,     a.one_minus_beta1, a.one_minus_beta2,
+             a.log_beta1, a.log_beta2, a.eps,        a.weight_decay,
+             a.maximize,  a.max_exp_avg_sqs->count > 0};
+  return launch_tables(AdamWSource<P, G, M, kMaster>{a, stream}, a.params->count, table);
+}
+
+template <class P, class G, class M, bool kMaster>
+int32_t run(const AdamWArgs &a, void *stream) {
+  if (a.params->count <= AdamWTable<kSmallTable>::kCapacity) {
+    return run<P, G, M, kMaster, kSmallTable>(a, stream);
+  }
+  return run<P, G, M, kMaster, kLargeTable>(a, stream);
+}
+
+template <class P>
+int32_t run_half(const AdamWArgs &a, void *stream) {
+  if (a.masters->count > 0) {
+    return a.grad_type == DType::F32 ? run<P, float, float, true>(a, stream)
+                                     : run<P, P, float, true>(a, stream);
+  }
+  return a.moment_type == DType::F32 ? run<P, P, float, false>(a, stream)
+                                     : run<P, P, P, false>(a, stream);
+}
+
+}  // namespace
+
+int32_t adamw_step(const AdamWArgs &a, int device, void *stream) {
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), "adamw_step");
+  switch (a.param_type) {
+    case DType::F32: return run<float, float, float, false>(a, stream);
+    case DType::F16: return run_half<__half>(a, stream);
+    default: return run_half<__nv_bfloat16>(a, stream);
+  }
+}
+
+}  // namespace hfp::cuda

@@ -1,0 +1,305 @@
+"""AdamW, the gradient norm and clipping through the C interface on the CPU, against fp64."""
+
+# ruff: noqa: F811  (fixtures of test_c_api)
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from c_api import CONSTANTS, HfpTensorList, Library, tensor_list
+from test_c_api import (  # noqa: F401  (fixtures)
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    INVALID,
+    ROUNDING,
+    SUBNORMAL,
+    Canary,
+    assert_close,
+    built,
+    lib,
+    same_bits,
+    seed,
+)
+
+SHAPES = [(300, 257), (7,), (), (0, 3), (4097,), (2, 3, 64), (1,)]
+# Roundings of fp32 arithmetic in a step, relative to the terms: the gradient's factor, three or
+# four operations for a moment; root, quotient, correction and two products for the parameter.
+STEP_FP32 = 12 * 2.0**-24
+HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+#: (params, grads, moments, with masters)
+TYPES = [
+    (F32, F32, F32, False),
+    *[(t, t, t, False) for t in (F16, BF16)],
+    *[(t, t, F32, False) for t in (F16, BF16)],
+    *[(t, t, F32, True) for t in (F16, BF16)],
+    *[(t, F32, F32, True) for t in (F16, BF16)],
+]
+
+
+class State:
+    """The lists of one call, all between canaries."""
+
+    def __init__(self, p_type, g_type, m_type, master, amsgrad, shapes=SHAPES, step=3.0):
+        def fill(dtype, make):
+            found = [Canary(shape, dtype) for shape in shapes]
+            for c in found:
+                c.out.copy_(make(c.out.shape))
+            return found
+
+        self.masters = fill(F32, torch.randn) if master else []
+        self.params = fill(p_type, torch.randn)
+        self.grads = fill(g_type, torch.randn)
+        self.exp_avgs = fill(m_type, torch.randn)
+        self.exp_avg_sqs = fill(m_type, torch.rand)
+        self.tops = fill(m_type, torch.rand) if amsgrad else []
+        self.steps = [torch.tensor(step + i) for i, _ in enumerate(shapes)]
+
+    def lists(self):
+        names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "tops", "masters")
+        return [[c.check() for c in getattr(self, name)] for name in names]
+
+    def run(self, lib, maximize=0, tensors=(None,) * 4, **changed):
+        numbers = (HYPER | changed).values()
+        lib.call("adamw_step", *self.lists(), self.steps, *tensors, *numbers, maximize)
+        self.lists()  # the canaries
+
+
+def expected(state, factor, lr):
+    """Per parameter (p, m, v, top) in fp64, and the sizes of the terms of p and m."""
+    params, grads, ms, vs, tops, masters = state.lists()
+    for i, t in enumerate(state.steps):
+        p = (masters or params)[i].double()
+        g, m0, v0 = grads[i].double() * factor, ms[i].double(), vs[i].double()
+        m = m0 + (1 - HYPER["beta1"]) * (g - m0)
+        v = HYPER["beta2"] * v0 + (1 - HYPER["beta2"]) * g * g
+        top = torch.maximum(tops[i].double(), v) if tops else v
+        c1, c2 = 1 - HYPER["beta1"] ** t.double(), 1 - HYPER["beta2"] ** t.double()
+        slope = lr / c1 / (top.sqrt() / c2.sqrt() + HYPER["eps"])
+        after = p - lr * HYPER["weight_decay"] * p - slope * m
+        yield after, m, v, top, p.abs() + slope * (m0.abs() + g.abs()), m0.abs() + g.abs()
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_step(lib, types, amsgrad):
+    p_type, _, m_type, master = types
+    for maximize, scaled in itertools.product((0, 1), (False, True)):
+        state = State(*types, amsgrad)
+        lr, coef, scale = 3e-3, 0.37, 8.0
+        tensors = (torch.tensor(lr), torch.tensor(coef), torch.tensor(scale), torch.tensor(0.0))
+        factor = (coef / scale if scaled else 1.0) * (-1 if maximize else 1)
+        truth = list(expected(state, factor, lr if scaled else HYPER["lr"]))
+        grads = [g.clone() for g in state.lists()[1]]
+        state.run(lib, maximize, tensors if scaled else (None,) * 4)
+        params, after_grads, ms, vs, tops, masters = state.lists()
+        assert all(map(torch.equal, grads, after_grads))
+        for i, (p, m, v, top, size, m_size) in enumerate(truth):
+            what = f"{types} {amsgrad} {tuple(p.shape)}"
+
+            def half(y, dtype):
+                return ROUNDING[dtype] * y.abs() + SUBNORMAL[dtype]
+
+            bound = STEP_FP32 * size
+            assert_close(params[i], p, bound + 1.01 * half(p, p_type), what + " p")
+            assert_close(ms[i], m, STEP_FP32 * m_size + half(m, m_type), what + " m")
+            assert_close(vs[i], v, STEP_FP32 * v + half(v, m_type), what + " v")
+            if amsgrad:
+                assert_close(tops[i], top, STEP_FP32 * top + half(top, m_type), what + " top")
+            if master:
+                assert_close(masters[i], p, bound, what + " master")
+                assert same_bits(params[i], masters[i].to(p_type))
+
+
+def test_first_step_of_small_gradients(lib):
+    """Bias correction must not cancel: after one step from nothing, p moves by lr, whatever g."""
+    for scale in (1e-30, 1e-4, 1e4):
+        p, g = torch.zeros(100), torch.full((100,), scale)
+        m, v = torch.zeros(100), torch.zeros(100)
+        hyper = HYPER | {"eps": 0.0, "weight_decay": 0.0, "beta2": 0.9999999}
+        lists = ([p], [g], [m], [v], [], [], [torch.tensor(1.0)])
+        if scale * scale * 1e-7 < 1e-37:  # v is subnormal or 0: its root has no digits left
+            continue
+        lib.call("adamw_step", *lists, None, None, None, None, *hyper.values(), 0)
+        assert_close(p, torch.full((100,), -1e-2).double(), 1e-2 * 2.0**-19, str(scale))
+
+
+def test_found_inf_changes_nothing(lib):
+    state = State(F32, F32, F32, False, True)
+    before = [[t.clone() for t in some] for some in state.lists()]
+    state.run(lib, tensors=(None, None, None, torch.tensor(1.0)))
+    for old, new in zip(before, state.lists(), strict=True):
+        assert all(map(torch.equal, old, new))
+
+
+def test_nan_and_infinity(lib):
+    p, m, v, top = torch.ones(4), torch.zeros(4), torch.zeros(4), torch.ones(4)
+    g = torch.tensor([math.nan, math.inf, 1.0, -math.inf])
+    lists = ([p], [g], [m], [v], [top], [], [torch.tensor(1.0)])
+    lib.call("adamw_step", *lists, None, None, None, None, *HYPER.values(), 0)
+    assert p.isnan().tolist() == [True, True, False, True]
+    assert top.isnan().tolist() == [True, False, False, False]
+
+
+def test_strided_alike(lib):
+    """Any dense layout: the elements of a parameter meet in the order of memory."""
+    base = State(F32, F32, F32, False, False, shapes=[(4, 6, 5)])
+    turned = [[t.permute(2, 0, 1) for t in some] for some in base.lists()]
+    want = [[t.clone() for t in some] for some in base.lists()]
+    numbers = (None,) * 4 + tuple(HYPER.values()) + (0,)
+    lib.call("adamw_step", *turned, base.steps, *numbers)
+    lib.call("adamw_step", *want, base.steps, *numbers)
+    for some, other in zip(base.lists(), want, strict=True):
+        assert all(map(torch.equal, some, other))
+
+
+# --- the norm, and clipping ---------------------------------------------------------------------
+
+
+def norm_of(lib, tensors, kind=CONSTANTS["HFP_GRAD_NORM_L2"]):
+    norm = Canary((), F32)
+    count = lib.dll.hfp_norm_partials(tensor_list(tensors))
+    partials = Canary((count,), F32)
+    lib.call("grad_norm", norm.out, partials.out, list(tensors), kind)
+    partials.check()
+    return norm.check()
+
+
+LISTS = [
+    [(3, 5), (), (0,), (100_003,), (16384,), (16385,), (40, 1000)],
+    [(1,)],
+    [(0, 4)],
+]
+
+
+@pytest.mark.parametrize("shapes", LISTS, ids=str)
+@pytest.mark.parametrize("dtypes", [*[[t] for t in DTYPES], DTYPES], ids=str)
+def test_norm(lib, shapes, dtypes):
+    tensors = [torch.randn(s).to(t) for s, t in zip(shapes, itertools.cycle(dtypes), strict=False)]
+    flat = torch.cat([t.flatten().double() for t in tensors])
+    got = norm_of(lib, tensors)
+    # sums of positive terms: a few roundings for each of kBlock / (4 lanes) additions in a row
+    truth = flat.norm()
+    assert_close(got, truth, 12 * 2.0**-24 * truth, "L2")
+    assert same_bits(got, norm_of(lib, tensors))
+    largest = flat.abs().max() if flat.numel() else torch.tensor(0.0)
+    assert norm_of(lib, tensors, CONSTANTS["HFP_GRAD_NORM_INF"]).item() == largest.item()
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_norm_of_nan_and_infinity(lib, kind):
+    for at in (0, 17, 39_999):
+        x = torch.randn(40_000)
+        x[at] = math.inf
+        assert norm_of(lib, [torch.randn(5), x], kind).item() == math.inf
+        x[at // 2] = math.nan
+        assert norm_of(lib, [torch.randn(5), x], kind).isnan()
+
+
+def test_clip(lib):
+    for dtype, max_norm in itertools.product(DTYPES, (0.0, 0.5, 1e9, math.inf)):
+        grads = [Canary(shape, dtype) for shape in SHAPES]
+        for g in grads:
+            g.out.copy_(torch.randn(g.out.shape))
+        before = [g.out.clone() for g in grads]
+        norm = norm_of(lib, [g.out for g in grads])
+        lib.call("clip_grads", [g.out for g in grads], norm, max_norm)
+        factor = min(1.0, max_norm / (norm.double().item() + 1e-6))
+        for g, old in zip(grads, before, strict=True):
+            truth = old.double() * factor
+            bound = 4 * 2.0**-24 * truth.abs() + ROUNDING[dtype] * truth.abs() + SUBNORMAL[dtype]
+            assert_close(g.check(), truth, bound, f"{dtype} {max_norm}")
+            if factor == 1:
+                assert same_bits(g.out, old)
+
+
+def test_clip_by_nan(lib):
+    g = torch.randn(100)
+    lib.call("clip_grads", [g], torch.tensor(math.nan), 1.0)
+    assert g.isnan().all()
+
+
+# --- bad calls ----------------------------------------------------------------------------------
+
+P, G, M, V = (torch.ones(4, 8) for _ in range(4))
+
+
+def step_call(params=(P,), grads=(G,), ms=(M,), vs=(V,), tops=(), masters=(), **changed):
+    steps = changed.pop("steps", [torch.tensor(1.0)])
+    names = ("lr_tensor", "clip_coef", "grad_scale", "found_inf")
+    tensors = [changed.pop(name, None) for name in names]
+    maximize = changed.pop("maximize", 0)
+    lists = [list(x) for x in (params, grads, ms, vs, tops, masters)]
+    return ("adamw_step", *lists, steps, *tensors, *(HYPER | changed).values(), maximize)
+
+
+BAD = [
+    (step_call(grads=()), r"hfp_adamw_step: `grads` must have 1 tensors like `params`, got 0"),
+    (step_call(params=[None]), r"`params\[0\]` must be a tensor, got NULL"),
+    (step_call([P, P], [G, None], [M] * 2, [V] * 2), r"`grads\[1\]` must be a tensor, got NULL"),
+    (
+        step_call(grads=[G.half()]),
+        r"`grads` must have the dtype of `params` \(float32\), got",
+    ),
+    (
+        step_call(ms=[M.half()]),
+        r"`exp_avgs` must be of the dtype of `params` or float32, got",
+    ),
+    (step_call(vs=[V.half()]), r"`exp_avg_sqs` must have the dtype of `exp_avgs`"),
+    (step_call(tops=[V.half()]), r"`max_exp_avg_sqs` must have the dtype of `exp_avgs`"),
+    (step_call(tops=[V, V]), r"`max_exp_avg_sqs` must have no or 1 tensors like `params`, got 2"),
+    (step_call(masters=[P]), r"`masters` must be empty for float32 params"),
+    (
+        step_call(params=[P.double()]),
+        r"`params\[0\]` must be float32, float16 or bfloat16, got",
+    ),
+    (step_call([P, P.half()], [G] * 2, [M] * 2, [V] * 2), r"`params` must have one dtype"),
+    (step_call(grads=[G[:2]]), r"`grads\[0\]` must have the shape and strides of `params\[0\]`"),
+    (step_call(grads=[G.t()]), r"must have the shape and strides of `params\[0\]` \[4, 8\]"),
+    (step_call(params=[torch.ones(8, 8)[::2]]), r"`params\[0\]` must have strides without gaps"),
+    (step_call(grads=[torch.ones(1).expand(4, 8)]), r"without gaps or overlaps.*; copy it"),
+    (step_call(steps=[]), r"`steps` must have 1 tensors like `params`, got 0"),
+    (step_call(steps=[torch.ones(2)]), r"`steps` must be float32 of one element each"),
+    (step_call(steps=[torch.ones((), dtype=F16)]), r"`steps` must be float32 of one element each"),
+    (step_call(lr_tensor=torch.ones(2)), r"`lr_tensor` must be float32 of one element"),
+    (step_call(found_inf=torch.ones(1, dtype=F16)), r"`found_inf` must be float32 of one element"),
+    (step_call(lr=-1.0), r"`lr` must be finite and >= 0, got -1"),
+    (step_call(beta1=1.0), r"`beta1` must be at least 0 and below 1, got 1"),
+    (step_call(beta2=math.nan), r"`beta2` must be at least 0 and below 1"),
+    (step_call(eps=-1e-8), r"`eps` must be finite and >= 0"),
+    (step_call(weight_decay=math.inf), r"`weight_decay` must be finite and >= 0"),
+    (step_call(maximize=2), r"`maximize` must be 0 or 1, got 2"),
+    (("grad_norm", torch.ones(()), torch.ones(0), [], 0), r"`tensors` must hold at least one"),
+    (("grad_norm", torch.ones(()), torch.ones(2), [P], 0), r"`partials` must have shape \[1\]"),
+    (("grad_norm", torch.ones(2), torch.ones(1), [P], 0), r"`norm` must be float32 of one element"),
+    (("grad_norm", torch.ones(()), torch.ones(1), [P], 2), r"`norm_type` must be 0 \(L2\) or 1"),
+    (("clip_grads", [P], torch.ones(()), -1.0), r"`max_norm` must be >= 0, got -1"),
+    (("clip_grads", [P], None, 1.0), r"`total_norm` must be a tensor, got NULL"),
+    (("clip_grads", HfpTensorList(None, 2), torch.ones(()), 1.0), r"`grads` must hold its tensors"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), BAD, ids=[words[:48] for _, words in BAD])
+def test_bad_input(built, call, words):
+    library = Library(built)
+    before = [t.clone() for t in (P, G, M, V)]
+    assert library.status(*call) == INVALID
+    message = library.last_error()
+    assert re.search(words, message), message
+    assert all(map(torch.equal, before, (P, G, M, V)))
+
+
+def test_empty_lists(built):
+    library = Library(built)
+    library.call(*step_call((), (), (), (), steps=[]))
+    library.call("clip_grads", [], torch.ones(()), 1.0)

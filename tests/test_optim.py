@@ -1,0 +1,295 @@
+"""`hfpatch.optim` against PyTorch's: numbers, checkpoints, scalers, schedulers, what it leaves."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from expect import relative_error
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hfpatch.optim
+from hfpatch import optim
+
+HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+SHAPES = [(60, 33), (7,), (), (0, 3), (2000,), (4, 3, 8)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiled kernels must be there, and nothing is handed over without a test saying so."""
+    monkeypatch.setattr(optim, "_warned_clip", set())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*hands over to PyTorch")
+        yield
+
+
+def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def set_gradients(params: list[nn.Parameter], seed: int, dtype: torch.dtype) -> None:
+    """The same values whatever the dtype of the parameters, representable in `dtype`."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(dtype).to(p.dtype)
+
+
+def train(
+    make: Callable[..., torch.optim.Optimizer],
+    dtype: torch.dtype,
+    steps: int = 100,
+    values: torch.dtype | None = None,
+    **hyper: Any,
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    params = parameters(values or dtype)
+    params = [nn.Parameter(p.detach().to(dtype)) for p in params]
+    optimizer = make(params, **(HYPER | hyper))
+    for step in range(steps):
+        set_gradients(params, step, values or dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hyper", [{}, {"amsgrad": True}, {"maximize": True}], ids=str)
+def test_hundred_steps(dtype: torch.dtype, hyper: dict[str, Any]) -> None:
+    """No farther from fp64 than PyTorch's own optimizer in that dtype, and one rounding."""
+    truth, _ = train(torch.optim.AdamW, torch.float64, values=dtype, foreach=False, **hyper)
+    theirs, _ = train(torch.optim.AdamW, dtype, foreach=False, **hyper)
+    ours, _ = train(optim.AdamW, dtype, **hyper)
+    again, _ = train(optim.AdamW, dtype, **hyper)
+    assert all(map(torch.equal, ours, again))
+    a, b, t = (torch.cat([p.detach().flatten() for p in some]) for some in (ours, theirs, truth))
+    assert relative_error(a, t) <= relative_error(b, t) + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("hyper", [{}, {"amsgrad": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_state_dicts_go_both_ways(hyper: dict[str, Any], ours_first: bool) -> None:
+    makers = [optim.AdamW, torch.optim.AdamW]
+    first, second = makers if ours_first else makers[::-1]
+    params, before = train(first, torch.float32, steps=5, **hyper)
+    other = [nn.Parameter(p.detach().clone()) for p in params]
+    after = second(other, lr=0.5)
+    saved = before.state_dict()
+    after.load_state_dict(copy.deepcopy(saved))
+    loaded = after.state_dict()
+    assert loaded["param_groups"] == saved["param_groups"]
+    assert list(loaded["state"]) == list(saved["state"])
+    for i, values in saved["state"].items():
+        assert list(loaded["state"][i]) == list(values)
+        for name, value in values.items():
+            got = loaded["state"][i][name]
+            assert got.dtype == value.dtype and torch.equal(got, value), name
+    for step in range(5):
+        for some, optimizer in ((params, before), (other, after)):
+            set_gradients(some, 50 + step, torch.float32)
+            optimizer.step()
+    for a, b in zip(params, other, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_groups_and_a_scheduler() -> None:
+    def run(make: Callable[..., torch.optim.Optimizer]) -> list[nn.Parameter]:
+        params = parameters()
+        groups: list[dict[str, Any]] = [
+            {"params": params[:2], "weight_decay": 0.0, "lr": 1e-3},
+            {"params": params[2:], "betas": (0.8, 0.9), "amsgrad": True},
+        ]
+        optimizer = make(groups, **HYPER)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        for step in range(10):
+            set_gradients(params, step, torch.float32)
+            if step % 3 == 0:
+                params[0].grad = None  # its steps are behind the others'
+            optimizer.step()
+            scheduler.step()
+        return params
+
+    for a, b in zip(run(optim.AdamW), run(torch.optim.AdamW), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_learning_rate_that_is_a_tensor() -> None:
+    ours, _ = train(optim.AdamW, torch.float32, steps=3, lr=torch.tensor(1e-2))
+    number, _ = train(optim.AdamW, torch.float32, steps=3)
+    assert all(map(torch.equal, ours, number))
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_grad_scaler_and_clipping(fused: bool | None, overflow: bool) -> None:
+    def run(make: Callable[..., Any], clip: Callable[..., Tensor], unscale: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+        optimizer = make(model.parameters(), fused=fused, **HYPER)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            if overflow and step == 2:
+                loss = loss * torch.tensor(float("inf"))
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                clip(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        counts = [s["step"] for s in optimizer.state.values()]
+        assert {c.item() for c in counts} == {3.0 if overflow else 4.0}
+        return [*model.parameters(), torch.tensor(scaler.get_scale())]
+
+    for unscale in (False, True):
+        ours = run(optim.AdamW, optim.clip_grad_norm_, unscale)
+        theirs = run(torch.optim.AdamW, nn.utils.clip_grad_norm_, unscale)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_layouts() -> None:
+    """Dense layouts have the kernel; a gradient laid out otherwise is PyTorch's, and right."""
+
+    def run(make: Callable[..., Any], mixed: bool) -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(6, 5).t()),
+            nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        ]
+        optimizer = make(params, **HYPER)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+                if mixed:
+                    p.grad = p.grad.contiguous()
+            optimizer.step()
+        return params
+
+    for mixed in (False, True):
+        theirs = run(torch.optim.AdamW, mixed)
+        if mixed:
+            with pytest.warns(UserWarning, match="2 × a gradient or state with other strides"):
+                ours = run(optim.AdamW, mixed)
+        else:
+            ours = run(optim.AdamW, mixed)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.stride() == b.stride()
+            torch.testing.assert_close(a, b)
+
+
+class Wrapped(Tensor):
+    """A tensor subclass, as a sharded or quantized parameter is one."""
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.randn(4, dtype=torch.float64), "dtype torch.float64"),
+        (lambda: torch.randn(4, dtype=torch.complex64), "dtype torch.complex64"),
+        (lambda: torch.randn(4).as_subclass(Wrapped), "`Wrapped` is a tensor subclass"),
+        (lambda: torch.randn(8)[::2], "strides with gaps or overlaps"),
+    ],
+    ids=["fp64", "complex", "subclass", "gaps"],
+)
+def test_what_is_handed_over(make: Callable[[], Tensor], why: str) -> None:
+    def run(kind: Callable[..., Any], value: Tensor) -> list[Tensor]:
+        plain = nn.Parameter(torch.ones(5))
+        other = value.clone() if value.is_contiguous() else torch.zeros(8)[::2].copy_(value)
+        other.requires_grad_()
+        optimizer = kind([plain, other], **HYPER)
+        for _ in range(2):
+            plain.grad, other.grad = torch.ones(5), torch.ones_like(other.detach())
+            optimizer.step()
+        return [plain.detach(), other.detach()]
+
+    torch.manual_seed(0)
+    value = make()
+    with pytest.warns(UserWarning, match="hands over") as caught:
+        ours = run(optim.AdamW, value)
+    messages = [str(w.message) for w in caught if "hands over" in str(w.message)]
+    assert len(messages) == 1 and f"1 × {why}" in messages[0]
+    for a, b in zip(ours, run(torch.optim.AdamW, value), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sparse_gradients_are_the_error_of_pytorch() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = optim.AdamW(table.parameters())
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+
+
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "_kernel", lambda op, device: "no compiled kernels here")
+    with pytest.warns(UserWarning, match=r"6 × no compiled kernels here"):
+        ours, _ = train(optim.AdamW, torch.float32, steps=3)
+    theirs, _ = train(torch.optim.AdamW, torch.float32, steps=3)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_clip_hands_over_other_norms() -> None:
+    ours, theirs = parameters(), parameters()
+    for some in (ours, theirs):
+        set_gradients(some, 0, torch.float32)
+    with pytest.warns(UserWarning, match=r"1 × norm_type=1.0"):
+        got = optim.clip_grad_norm_(ours, 1.0, 1.0)
+    assert torch.equal(got, nn.utils.clip_grad_norm_(theirs, 1.0, 1.0))
+    optim.clip_grad_norm_(ours, 1.0, 1.0)  # the second time without a warning
+    assert optim.clip_grad_norm_([], 1.0).item() == 0
+
+
+def test_closure_hooks_and_pickle() -> None:
+    (p,) = params = [nn.Parameter(torch.ones(3))]
+    optimizer = optim.AdamW(params)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3
+    assert calls == ["before", "after"]
+    again = copy.deepcopy(optimizer)
+    assert again.state_dict()["state"][0]["step"] == 1
+    assert isinstance(again, torch.optim.AdamW)
+
+
+def test_a_model_learns_the_same() -> None:
+    """Twenty steps of a small Llama, with clipping: the same losses within fp32 noise."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+
+    def losses(make: Callable[..., Any], clip: Callable[..., Tensor]) -> list[float]:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        optimizer = make(model.parameters(), lr=3e-3)
+        tokens = torch.randint(64, (4, 16))
+        found = []
+        for _ in range(20):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            clip(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    ours = losses(hfpatch.optim.AdamW, hfpatch.optim.clip_grad_norm_)
+    theirs = losses(torch.optim.AdamW, nn.utils.clip_grad_norm_)
+    assert ours[-1] < ours[0] - 1
+    # a relative difference of 2^-24 in a step grows with the steps: 20 x 2^-24 x a few
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
