@@ -21,11 +21,13 @@ from ._gated_norm import gated_rms_norm
 from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
 from ._rope import qk_norm_rope, rope, rope_qk
+from ._rowops import argmax, sample, softmax, topk
 
 __all__ = [
     "add_layer_norm",
     "add_op_namespace_prefix",
     "add_rms_norm",
+    "argmax",
     "cross_entropy",
     "gate_residual",
     "gate_residual_norm_modulate",
@@ -41,5 +43,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_qk",
+    "sample",
     "silu",
+    "softmax",
+    "topk",
 ]
