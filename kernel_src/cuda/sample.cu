@@ -155,7 +155,7 @@ struct Row {
 };
 
 template <class T, DType kType, bool kAligned, bool kCluster>
-__global__ void __launch_bounds__(kSampleThreads)
+__global__ void __launch_bounds__(kSampleThreads, 1)
     sample_kernel(const __grid_constant__ SampleParams p) {
   __shared__ SelectShared s;
   using CTAs = Team<kCluster>;
