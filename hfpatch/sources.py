@@ -140,7 +140,7 @@ class KernelPackage:
         packet = getattr(getattr(self.module, "ops", None), op, None)
         raw = getattr(packet, "default", None)
         # the dispatcher's own entry: an OpOverload adds a Python frame to every call
-        raw = getattr(raw, "_op", raw)
+        raw = getattr(raw, "_op", raw) if OPS[op].direct else None
         return Kernel(
             op, fn, self.source, self.variant, raw=raw, devices=self.devices, archs=self.archs
         )

@@ -350,6 +350,59 @@ HFP_EXPORT int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTe
  */
 HFP_EXPORT int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *total_norm,
                                   double max_norm, void *stream);
+ * Operations on rows: the last dimension, V columns, of a tensor with one or more rows.
+ *
+ * `workspace`: int64, contiguous, [hfp_row_workspace(rows, V)]; holds what the parts of a row that is
+ * shared among CTAs hand over. It needs no initial value and is not read afterwards. Every result is
+ * a function of its own row: not of the other rows, nor of how a row was shared out.
+ */
+HFP_EXPORT int64_t hfp_row_workspace(int64_t rows, int64_t cols);
+
+/*
+ * out = softmax(scale * x + mask) over the last dimension, fp32 inside, rounded once. mask: NULL or a
+ * tensor of fp32, fp16 or bf16 that is broadcast as a modulation tensor is (see above). A row whose
+ * greatest value is not finite becomes NaN.
+ */
+HFP_EXPORT int32_t hfp_softmax(DLTensor *out, DLTensor *workspace, const DLTensor *x,
+                               const DLTensor *mask, double scale, void *stream);
+
+/* dx = scale * y * (grad - sum(grad * y)), y the result of hfp_softmax; dx may be grad or y. */
+HFP_EXPORT int32_t hfp_softmax_backward(DLTensor *dx, DLTensor *workspace, const DLTensor *grad,
+                                        const DLTensor *y, double scale, void *stream);
+
+/*
+ * The order of values is that of torch: NaN above +inf, -0 equal to 0. x has two dimensions or more
+ * and fewer than 2^31 columns (hfp_sample: up to 2^23); a row must have one.
+ *
+ * argmax: out [...] int64, the first index of the greatest value.
+ * topk: values [..., k] and indices [..., k] int64 of the k greatest values, descending, equal values
+ * in the order of their indices. 1 <= k <= min(V, HFP_MAX_TOPK).
+ */
+#define HFP_MAX_TOPK 2048
+HFP_EXPORT int32_t hfp_argmax(DLTensor *out, DLTensor *workspace, const DLTensor *x, void *stream);
+HFP_EXPORT int32_t hfp_topk(DLTensor *values, DLTensor *indices, const DLTensor *x, int64_t k,
+                            void *stream);
+
+/*
+ * One token of each row of logits [..., V], at random: out [...] int64. Of z = logits / temperature,
+ * in fp32, these tokens are kept, each step applied to what the one before it has kept:
+ *   top_k  z >= the top_k-th greatest z (so all that equal it); 0: all
+ *   top_p  sorted by (z, index), descending: the tokens before which the probabilities add up to less
+ *          than top_p; the first one always. 1: all. Probabilities are those of the kept tokens.
+ *   min_p  exp(z - max z) >= min_p; 0: all
+ * and one of them is drawn by its probability: the greatest z - log(E), where E is exponentially
+ * distributed, made of word i % 4 of Philox-4x32-10 (Salmon et al., SC 2011) under the key `seed` at
+ * the counter (i / 4, 0, position). temperature 0, or a greatest z that is not finite: argmax.
+ * seeds, positions: [...] int64. Each parameter is that of its tensor ([...], fp32, or int64 top_ks)
+ * if that is not NULL, else the number. A tensor's values are not known before the launch: they are
+ * read as temperature 0 if not above 0, no top_k if not above 0, top_p and min_p cut to [0, 1], NaN
+ * as 0, top_p's as 1.
+ */
+HFP_EXPORT int32_t hfp_sample(DLTensor *out, const DLTensor *logits, const DLTensor *seeds,
+                              const DLTensor *positions, const DLTensor *temperatures,
+                              const DLTensor *top_ks, const DLTensor *top_ps,
+                              const DLTensor *min_ps, double temperature, int64_t top_k,
+                              double top_p, double min_p, void *stream);
 
 /*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
@@ -364,6 +417,10 @@ HFP_EXPORT int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *to
  *   "rows"    fp32, the shape of the first tensor argument without its last dimension
  *   "dweight", "dbias"  [D] in the dtype of the weight or bias if `needs` asks for it, else [0]
  *   "partials"  fp32 [hfp_partial_rows(rows, D), K D], see the gradients of norms
+ *   "indices" int64, the shape of the first tensor argument without its last dimension
+ *   "workspace"  int64 [hfp_row_workspace(rows, V)] of the first tensor argument
+ *   "topk", "topk_indices"  the shape of the first tensor argument, the last dimension `k`; of its
+ *             dtype, or int64
  * A function with several outputs has one rule for each, separated by commas.
  */
 #define HFP_OP_TABLE(X)                                                                            \
@@ -414,7 +471,14 @@ HFP_EXPORT int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *to
     "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap")        \
   X(cross_entropy_backward, hfp_cross_entropy_backward, "=logits",                             \
     "Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, "                    \
-    "float label_smoothing, float softcap")
+    "float label_smoothing, float softcap")                                                        \
+  X(softmax, hfp_softmax, "x, workspace", "Tensor x, Tensor? mask, float scale")                   \
+  X(softmax_backward, hfp_softmax_backward, "x, workspace", "Tensor grad, Tensor y, float scale")  \
+  X(argmax, hfp_argmax, "indices, workspace", "Tensor x")                                          \
+  X(topk, hfp_topk, "topk, topk_indices", "Tensor x, int k")                                       \
+  X(sample, hfp_sample, "indices",                                                                 \
+    "Tensor logits, Tensor seeds, Tensor? positions, Tensor? temperatures, Tensor? top_ks, "       \
+    "Tensor? top_ps, Tensor? min_ps, float temperature, int top_k, float top_p, float min_p")
 
 /*
  * The same for functions over lists; `Tensor(a!)[]` is changed in place. Result rules besides:

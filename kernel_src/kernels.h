@@ -228,6 +228,59 @@ struct ClipGradsArgs {
   const HfpTensorList *grads;
   const float *total_norm;
   float max_norm;
+// A wide row is reduced in parts, by one warp each, whose results are then added in their order: the
+// bits are the same whether one CTA takes all parts or many CTAs share them (few, wide rows), which
+// takes a workspace of one 8-byte entry per part.
+inline constexpr int64_t kPartCols = 2048, kMaxParts = 1024;
+inline constexpr int64_t kSplitRows = 256, kSplitCols = 16384;
+
+inline int64_t part_cols(int64_t cols) {
+  return kPartCols * ((cols + kPartCols * kMaxParts - 1) / (kPartCols * kMaxParts));
+}
+inline int64_t row_parts(int64_t cols) { return (cols + part_cols(cols) - 1) / part_cols(cols); }
+inline bool split_rows(int64_t rows, int64_t cols) {
+  return rows > 0 && rows <= kSplitRows && cols >= kSplitCols;
+}
+
+// out, dx: contiguous. The forward reads x and mask, the backward grad and y.
+struct SoftmaxArgs {
+  void *out;
+  float *workspace;
+  const void *x, *mask;   // forward; mask may be null
+  const void *grad, *y;   // backward
+  DType type, mask_type;
+  Rows x_rows, mask_rows;  // forward; the same rows and cols
+  Rows grad_rows, y_rows;  // backward
+  float scale;
+};
+
+struct ArgmaxArgs {
+  int64_t *out;
+  uint64_t *workspace;
+  const void *x;
+  DType type;
+  Rows rows;
+};
+
+struct TopkArgs {
+  void *values;
+  int64_t *indices;
+  const void *x;
+  DType type;
+  Rows rows;
+  int k;
+};
+
+// Per row where the pointer is not null.
+struct SampleArgs {
+  int64_t *out;
+  const void *logits;
+  DType type;
+  Rows rows;
+  const int64_t *seeds, *positions, *top_ks;
+  const float *temperatures, *top_ps, *min_ps;
+  float temperature, top_p, min_p;
+  int64_t top_k;
 };
 
 // Each returns HFP_OK, or a status after set_error().
@@ -249,6 +302,11 @@ int32_t cross_entropy_backward(const CrossEntropyArgs &);
 int32_t adamw_step(const AdamWArgs &);
 int32_t grad_norm(const GradNormArgs &);
 int32_t clip_grads(const ClipGradsArgs &);
+int32_t softmax(const SoftmaxArgs &);
+int32_t softmax_backward(const SoftmaxArgs &);
+int32_t argmax(const ArgmaxArgs &);
+int32_t topk(const TopkArgs &);
+int32_t sample(const SampleArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -271,6 +329,11 @@ int32_t cross_entropy_backward(const CrossEntropyArgs &, int device, void *strea
 int32_t adamw_step(const AdamWArgs &, int device, void *stream);
 int32_t grad_norm(const GradNormArgs &, int device, void *stream);
 int32_t clip_grads(const ClipGradsArgs &, int device, void *stream);
+int32_t softmax(const SoftmaxArgs &, int device, void *stream);
+int32_t softmax_backward(const SoftmaxArgs &, int device, void *stream);
+int32_t argmax(const ArgmaxArgs &, int device, void *stream);
+int32_t topk(const TopkArgs &, int device, void *stream);
+int32_t sample(const SampleArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

@@ -125,6 +125,10 @@ enum class Rule {
   Partials,
   Scalar,  // of lists
   Chunks,
+  Indices,  // row operations
+  Workspace,
+  Topk,
+  TopkIndices,
   Invalid
 };
 
@@ -140,6 +144,10 @@ constexpr Rule parse_rule(std::string_view text) {
   if (text == "partials") return Rule::Partials;
   if (text == "scalar") return Rule::Scalar;
   if (text == "chunks") return Rule::Chunks;
+  if (text == "indices") return Rule::Indices;
+  if (text == "workspace") return Rule::Workspace;
+  if (text == "topk") return Rule::Topk;
+  if (text == "topk_indices") return Rule::TopkIndices;
   return Rule::Invalid;
 }
 
@@ -148,6 +156,7 @@ struct Codes {
   int32_t f32 = aoti_torch_dtype_float32();
   int32_t f16 = aoti_torch_dtype_float16();
   int32_t bf16 = aoti_torch_dtype_bfloat16();
+  int32_t i64 = aoti_torch_dtype_int64();
   int32_t cuda = aoti_torch_device_type_cuda();
   int32_t cpu = aoti_torch_device_type_cpu();
   DLDataType dlpack[64] = {};
@@ -170,7 +179,7 @@ struct Codes {
     put(aoti_torch_dtype_int8(), kDLInt, 8);
     put(aoti_torch_dtype_int16(), kDLInt, 16);
     put(aoti_torch_dtype_int32(), kDLInt, 32);
-    put(aoti_torch_dtype_int64(), kDLInt, 64);
+    put(i64, kDLInt, 64);
     put(aoti_torch_dtype_bool(), kBool, 8);
     put(aoti_torch_dtype_complex32(), kComplex, 32);
     put(aoti_torch_dtype_complex64(), kComplex, 64);
@@ -518,6 +527,12 @@ struct Binding {
       }
     }
 
+    static int64_t rows_of(const DLTensor &x) {
+      int64_t rows = 1;
+      for (int32_t i = 0; i + 1 < x.ndim; ++i) rows *= x.shape[i];
+      return rows;
+    }
+
     // The gradients of a norm's parameters, and the sums that they are made of; see hfpatch.h.
     template <Rule rule>
     void parameter_gradient(const DLTensor &x, int64_t *shape, int32_t &dtype) const {
@@ -527,8 +542,7 @@ struct Binding {
                     "result rules of norms: need `needs`, `weight` and `bias`");
       const int64_t cols = x.ndim > 0 ? x.shape[x.ndim - 1] : 0;
       if constexpr (rule == Rule::Partials) {
-        int64_t rows = 1;
-        for (int32_t i = 0; i + 1 < x.ndim; ++i) rows *= x.shape[i];
+        const int64_t rows = rows_of(x);
         const int64_t wanted = (ints[needs] & 1) + (ints[needs] >> 1 & 1);
         shape[0] = wanted > 0 ? hfp_partial_rows(rows, cols) : 0;
         shape[1] = wanted * cols;
@@ -599,6 +613,19 @@ struct Binding {
       } else if constexpr (rule == Rule::Weight || rule == Rule::Bias || rule == Rule::Partials) {
         parameter_gradient<rule>(x, shape, dtype);
         ndim = rule == Rule::Partials ? 2 : 1;
+      } else if constexpr (rule == Rule::Indices) {
+        if (ndim > 0) --ndim;
+        dtype = codes.i64;
+      } else if constexpr (rule == Rule::Workspace) {
+        shape[0] = hfp_row_workspace(rows_of(x), x.ndim > 0 ? x.shape[x.ndim - 1] : 0);
+        ndim = 1;
+        dtype = codes.i64;
+      } else if constexpr (rule == Rule::Topk || rule == Rule::TopkIndices) {
+        constexpr int k = find("k");
+        static_assert(k >= 0, "result rule \"topk\": needs `k`");
+        // A k out of range is the C function's to refuse, before it looks at the results.
+        if (ndim > 0 && ints[k] < x.shape[ndim - 1]) shape[ndim - 1] = ints[k] < 0 ? 0 : ints[k];
+        if (rule == Rule::TopkIndices) dtype = codes.i64;
       }
       contiguous_strides(ndim, shape, strides);
       AtenTensorHandle result = nullptr;

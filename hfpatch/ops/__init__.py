@@ -9,6 +9,9 @@ from hfpatch.ops import (
     layer_norm,
     rms_norm,
     rope,
+    sample,
+    search,
+    softmax,
 )
 from hfpatch.ops.base import KERNEL_DTYPES, Op
 
@@ -31,6 +34,10 @@ OPS: dict[str, Op] = {
         rope.ROPE_QK,
         rope.QK_NORM_ROPE,
         gated_norm.OP,
+        softmax.OP,
+        search.ARGMAX,
+        search.TOPK,
+        sample.OP,
     )
 }
 

@@ -30,6 +30,9 @@ class Op:
         beats_single_kernel: device types on which our kernel was measured faster than the single
             fused ATen kernel of the same formula (docs/performance.md). Elsewhere a module that is
             one ATen kernel already is left alone: swapping it would only add host time.
+        direct: whether the raw operator takes the reference's tensors, then the codes, and returns
+            what the reference does. Otherwise (a workspace, more tensors) only the package's
+            function is called.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Op:
     aten: Callable[..., Any]
     encode: Callable[[dict[str, Any]], tuple[Any, ...]]
     beats_single_kernel: frozenset[str] = frozenset()
+    direct: bool = True
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:

@@ -22,6 +22,7 @@ from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
 from ._optim import adamw_step, clip_grad_norm_, clip_grads, grad_norm
 from ._rope import qk_norm_rope, rope, rope_qk
+from ._rowops import argmax, sample, softmax, topk
 
 __all__ = [
     "adamw_step",
@@ -30,6 +31,7 @@ __all__ = [
     "add_rms_norm",
     "clip_grad_norm_",
     "clip_grads",
+    "argmax",
     "cross_entropy",
     "gate_residual",
     "gate_residual_norm_modulate",
@@ -46,5 +48,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_qk",
+    "sample",
     "silu",
+    "softmax",
+    "topk",
 ]

@@ -100,6 +100,34 @@ def _grad_norm(tensors, norm_type):
     device = tensors[0].device
     norm = torch.empty((), dtype=torch.float32, device=device)
     return norm, torch.empty(chunks, dtype=torch.float32, device=device)
+def _workspace(x):
+    """hfp_row_workspace of hfpatch.h: one entry per part of a row, where few rows are shared out."""
+    cols, rows = x.shape[-1], 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    entries = 0
+    if cols >= 16384 and rows <= 256:
+        part = 2048 * ((cols + 2048 * 1024 - 1) // (2048 * 1024))
+        entries = rows * ((cols + part - 1) // part)
+    return torch.empty(entries, dtype=torch.int64, device=x.device)
+
+
+def _indices(x, *_):
+    return torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
+
+
+def _softmax(x, *_):
+    return _like(x), _workspace(x)
+
+
+def _argmax(x):
+    return _indices(x), _workspace(x)
+
+
+def _topk(x, k):
+    shape = (*x.shape[:-1], k)
+    values = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return values, torch.empty(shape, dtype=torch.int64, device=x.device)
 
 
 def _nothing(*_):
@@ -131,6 +159,11 @@ _FUNCTIONAL = {
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _second,
     "grad_norm": _grad_norm,
+    "softmax": _softmax,
+    "softmax_backward": _softmax,
+    "argmax": _argmax,
+    "topk": _topk,
+    "sample": _indices,
 }
 _IN_PLACE = ("adamw_step", "clip_grads")
 

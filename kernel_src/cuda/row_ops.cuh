@@ -1,0 +1,107 @@
+// row_ops.cuh: what softmax, argmax, topk and sample share: vectors of a row of any alignment and
+// length, and the plan of rows and parts.
+//
+// A row is always cut into the same vectors of 16 bytes, also where it is not aligned or ends within
+// one; those are then read element by element. So a row's bits do not depend on its alignment.
+#pragma once
+
+#include "activations.cuh"
+#include "rows.cuh"
+
+namespace hfp::cuda {
+
+__device__ __forceinline__ float minus_inf() { return __int_as_float(0xff800000); }
+
+template <class T>
+inline constexpr int kVectorOf = kVectorBytes / static_cast<int>(sizeof(T));
+
+// Vector `at` of a row of `cols` elements; what lies past its end is 0.
+template <class T, bool kAligned, Cache kCache = Cache::kStream, class Index>
+__device__ __forceinline__ void load_vector(Vec<T, kVectorOf<T>> &v, const T *row, Index at,
+                                            Index cols) {
+  constexpr int N = kVectorOf<T>;
+  if constexpr (kAligned) {
+    v.template load<kCache>(row + at * N);
+  } else {
+    v.zero();
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Index col = at * N + i;
+      if (col >= cols) continue;
+      if constexpr (sizeof(T) == 4) {
+        v.word[i] = __ldca(reinterpret_cast<const unsigned int *>(row) + col);
+      } else {
+        const uint32_t half = __ldca(reinterpret_cast<const unsigned short *>(row) + col);
+        v.word[i / 2] |= half << (i % 2 * 16);
+      }
+    }
+  }
+}
+
+template <class T, bool kAligned>
+__device__ __forceinline__ void store_vector(T *row, int64_t at, int64_t cols,
+                                             const float (&value)[kVectorOf<T>]) {
+  constexpr int N = kVectorOf<T>;
+  if constexpr (kAligned) {
+    store_as<T>(row, at * N, value);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float one[1] = {value[i]};
+      if (at * N + i < cols) store_as<T>(row, at * N + i, one);
+    }
+  }
+}
+
+// Whether whole vectors can be loaded and stored throughout.
+inline bool rows_of_vectors(const Rows &r, const void *pointer, int element_bytes) {
+  const int n = kVectorBytes / element_bytes;
+  return narrow_to_pointer(widest_vector(r, element_bytes), pointer, element_bytes) == n;
+}
+
+// exp(d). Half types need 2^-11 or 2^-8 only.
+template <class T>
+__device__ __forceinline__ float exp_of(float d) {
+  if constexpr (sizeof(T) == 4) return expf(d);
+  else return fast_exp2(d * 1.4426950408889634f);
+}
+
+template <int kLanes>
+__device__ __forceinline__ float max_lanes(float v) {
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, lane));
+  return v;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Plans
+
+// Rows that stay in registers from the load to the store; wider ones go by parts.
+inline constexpr int64_t kMostHeld = 4 * kMaxThreadsX4;
+
+constexpr RowPlan plan_held(int64_t vectors) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+
+inline constexpr int kPartThreads = 512;       // a CTA that takes all parts of a row
+inline constexpr int kSplitThreads = 128;      // a CTA that takes four parts
+inline constexpr int kSplitVectors = 4;        // of each thread, where the results are written
+inline constexpr int kWaveVectors = 4;         // of each lane at a time
+
+// Where a row's parts are: part i has the columns [i * cols, (i + 1) * cols).
+struct Parts {
+  int64_t cols;
+  int count;
+  int ctas;  // per row, where the parts are split
+};
+
+inline Parts parts_of(int64_t cols) {
+  const int count = static_cast<int>(row_parts(cols));
+  return {part_cols(cols), count, (count + kSplitThreads / 32 - 1) / (kSplitThreads / 32)};
+}
+
+
+}  // namespace hfp::cuda
