@@ -7,6 +7,7 @@ from hfpatch.ops import (
     gated,
     gated_norm,
     layer_norm,
+    pointwise,
     rms_norm,
     rope,
 )
@@ -31,6 +32,9 @@ OPS: dict[str, Op] = {
         rope.ROPE_QK,
         rope.QK_NORM_ROPE,
         gated_norm.OP,
+        pointwise.ADD_GELU,
+        pointwise.ADD_SILU,
+        pointwise.MUL_ADD,
     )
 }
 

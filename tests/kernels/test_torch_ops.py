@@ -55,7 +55,7 @@ RAW: dict[str, Case] = {
         tensor(2, 3, 4, 16, dtype=t), tensor(2, 3, 2, 16, dtype=t, seed=1),
         tensor(16, dtype=t), tensor(16, dtype=t), *tensor(2, 3, 16), 1e-6, 0.0, 1, 0, 1, 0, 0, 0,
     ),
-    "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1),
+    "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1, 1, 0),
     "rms_norm_backward": lambda t: (
         *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
         tensor(16, dtype=t), None, 1e-6, 0.0, 1, 1,
@@ -77,7 +77,18 @@ RAW: dict[str, Case] = {
         tensor(2, 3), tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3),
         tensor(2, 3, 16, dtype=t).float().logsumexp(-1), 4, 0.1, 0.0,
     ),
+    "add_gelu": lambda t: (*tensors(t, X, D), 1),
+    "add_silu": lambda t: tuple(tensors(t, X, D)),
+    "mul_add": lambda t: (*tensors(t, X, V, D), 1),
+    "add_gelu_backward": lambda t: (*tensors(t, X, X, D), 1, 2),
+    "add_silu_backward": lambda t: (*tensors(t, X, X, D), 0),
+    "mul_add_backward": lambda t: (*tensors(t, X, X, V), 1, 3),
 }
+# The rows of HFP_IN_PLACE_TABLE.
+IN_PLACE = (
+    "rms_norm", "layer_norm", "gelu", "silu", "add_gelu", "add_silu", "mul_add", "gate_residual",
+    "add_rms_norm", "add_layer_norm", "rope", "rope_qk", "qk_norm_rope",
+)
 
 
 def results(value: Any) -> tuple[Tensor, ...]:
@@ -110,7 +121,7 @@ def test_cases_cover_every_operator(kernels_module: ModuleType) -> None:
         for n in torch._C._dispatch_get_all_op_names()
         if n.startswith(namespace + "::")
     }
-    assert names == set(RAW) | {name + "_out" for name in RAW}
+    assert names == {*RAW, *(name + "_out" for name in RAW), *(name + "_" for name in IN_PLACE)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
