@@ -49,9 +49,7 @@ def _kernels(kernels_module: ModuleType) -> None:
 
 
 def norm(module: str, name: str, settings: dict[str, object]) -> nn.Sequential:
-    cls = getattr(
-        importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name
-    )
+    cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
     model = nn.Sequential(cls(WIDTH, eps=1e-5, **settings))
     return zoo.randomize_(model).eval()
 
@@ -202,8 +200,9 @@ def test_a_model_in_training() -> None:
 
 
 def test_axk2s_own_structure_is_left_to_its_parts() -> None:
-    from hfpatch.patches.gated_norms import GatedNorms
     from transformers.models.axk2 import modeling_axk2
+
+    from hfpatch.patches.gated_norms import GatedNorms
 
     module = modeling_axk2.AXK2GatedRMSNorm.__new__(modeling_axk2.AXK2GatedRMSNorm)
     nn.Module.__init__(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from hfpatch.ops.base import Op, Tensor, compute_dtype
 
 #: Activations of the gate; the codes are HFP_GATE_* of `kernel_src/hfpatch.h`.
 GATES = {"silu": 0, "sigmoid": 1}
-_GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def gated_rms_norm(

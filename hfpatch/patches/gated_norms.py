@@ -114,9 +114,7 @@ class GatedNormSubject(NormSubject):
                 and not forward_ad()
             ):
                 # Under autograd the op is its formula in PyTorch, which gains nothing.
-                if grad_enabled() and (
-                    x.requires_grad or gate.requires_grad or w.requires_grad
-                ):
+                if grad_enabled() and (x.requires_grad or gate.requires_grad or w.requires_grad):
                     if not training:
                         contract.needs_grad()
                 elif not autocast("cuda" if x.is_cuda else "cpu"):

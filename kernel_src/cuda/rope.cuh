@@ -127,15 +127,20 @@ template <class Tab, int N, bool kInterleaved>
 __device__ __forceinline__ void load_table(float (&value)[N], const RopeParams &p,
                                            const void *table, int64_t at, uint32_t u, bool odd) {
   if constexpr (kInterleaved && N > 1) {
-    if (p.wide) {
+    if (p.wide && odd) {  // a branch of its own: selecting would keep both columns in registers
+      float a[N];
+      load_param<Tab>(a, table, p.table_type, at + u * N, 0.0f);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) value[i] = a[2 * i + 1];
+      load_param<Tab>(a, table, p.table_type, at + p.half + u * N, 0.0f);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) value[N / 2 + i] = a[2 * i + 1];
+    } else if (p.wide) {
       float a[N], b[N];
       load_param<Tab>(a, table, p.table_type, at + u * N, 0.0f);
       load_param<Tab>(b, table, p.table_type, at + p.half + u * N, 0.0f);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        value[i] = odd ? a[2 * i + 1] : a[2 * i];
-        value[N / 2 + i] = odd ? b[2 * i + 1] : b[2 * i];
-      }
+      for (int i = 0; i < N / 2; ++i) value[i] = a[2 * i], value[N / 2 + i] = b[2 * i];
     } else {
       float a[N / 2], b[N / 2];
       load_param<Tab>(a, table, p.table_type, at + u * (N / 2), 0.0f);

@@ -32,7 +32,6 @@ from test_c_api import (
     seed,  # noqa: F401
 )
 
-
 INPUT, SILU = 1, 0
 
 
@@ -143,7 +142,10 @@ def test_bad_calls(lib):
         ((x, x, w.half(), 1e-6, 4, 0, 1, 0), r"`weight` must have the dtype of `x`"),
         ((x, x[:1], w, 1e-6, 4, 0, 1, 0), r"`gate` must have the shape of `x`"),
         ((x, x, w[:3], 1e-6, 4, 0, 1, 0), r"`weight` must have shape \[12\]"),
-        ((strided, strided, w, 1e-6, 4, 0, 1, 0), r"merge into at most 2 strides beside its groups"),
+        (
+            (strided, strided, w, 1e-6, 4, 0, 1, 0),
+            r"merge into at most 2 strides beside its groups",
+        ),
         ((x, x, w, 1e-6, 4, 0, 2, 0), r"`cast` must be 0 \(none\) or 1 \(input\), got 2"),
         ((x, x, w, 1e-6, 4, 0, 1, 2), r"`gate_activation` must be 0 \(silu\) or 1 .*, got 2"),
     ):

@@ -133,7 +133,7 @@ def test_a_saved_tensor_that_was_written_over_is_noticed(kernels_module: ModuleT
 def test_in_place_in_views_of_a_packed_buffer(kernels_module: ModuleType) -> None:
     packed = draw(2, 3, 3 * 4 * 16)
     before = packed.clone()
-    q, k, v = (t.unflatten(-1, (4, 16)) for t in packed.chunk(3, -1))
+    q, k, _ = (t.unflatten(-1, (4, 16)) for t in packed.chunk(3, -1))
     expected = kernels_module.rope_qk(q, k, *TABLES)
     assert kernels_module.rope_qk_(q, k, *TABLES)[0] is q
     assert all(map(torch.equal, (q, k), expected))
@@ -189,7 +189,7 @@ def overlapping() -> list[tuple[str, tuple[Any, ...], str | None]]:
         ("mul_add", (rows, rows, w, w, 1), None),
         ("add_rms_norm", (rows, rows, memory(16, 8), memory(16, 8), None, None, 1e-6, 0.0, 0),
          "`out` must not overlap `sum`"),
-        ("add_rms_norm", (rows, memory(16, 8), memory(16, 8), rows, None, None, 1e-6, 0.0, 0), None),
+        ("add_layer_norm", (rows, memory(16, 8), memory(16, 8), rows, None, None, 1e-6), None),
         ("rope_qk", (q, k, q, k, *tables, 1, 0, 0, 0), None),
         ("rope_qk", (k, q, q, k, *tables, 1, 0, 0, 0), "`q_out` must not overlap `k`"),
         ("rope_qk", (packed[..., 2:10], packed[..., 16:], q, k, *tables, 1, 0, 0, 0),

@@ -1,4 +1,4 @@
-"""`add_gelu`, `add_silu`, `mul_add` on the CPU: against fp64, rounding, gradients, layouts, errors."""
+"""`add_gelu`, `add_silu`, `mul_add` on the CPU: fp64, rounding, gradients, layouts, errors."""
 
 from __future__ import annotations
 

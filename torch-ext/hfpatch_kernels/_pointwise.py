@@ -130,8 +130,8 @@ def mul_add(a: Tensor, b: Tensor, c: Tensor, cast: str = "input") -> Tensor:
 
     Args:
         a: ``[..., D]``; fp32, fp16 or bf16.
-        b: ``[D]``; or ``[B, D]``, one vector per sample, where ``a`` has 3 dimensions or more; or as
-            many dimensions as ``a`` with sizes 1 where it is broadcast (``[B, 1, D]``,
+        b: ``[D]``; or ``[B, D]``, one vector per sample, where ``a`` has 3 dimensions or more; or
+            as many dimensions as ``a`` with sizes 1 where it is broadcast (``[B, 1, D]``,
             ``[B, S, D]``).
         c: like ``b``, same dtype; its shape may be another.
         cast: ``"input"`` or ``"none"``.
