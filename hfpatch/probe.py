@@ -124,7 +124,7 @@ class _Trial:
             for name, b in ours._buffers.items():
                 if b is not None and b.is_floating_point():
                     theirs._buffers[name] = b.double()
-        self.original: Any = type(self.module).forward(self.module, self.x)
+        self.original: Any = subject.run(self.module, self.x)
 
     def truth(self, subject: Subject, formula: Formula) -> Tensor:
         compute = subject.compute(reference_kernel(formula.op), formula)
@@ -375,7 +375,7 @@ def _no_gain(
     if formula is None or sources.explicit(formula.op):
         return None
     compute = proof.computes[trial.combo]
-    theirs = _count(lambda: type(trial.module).forward(trial.module, trial.x))
+    theirs = _count(lambda: subject.run(trial.module, trial.x))
     ours = _count(lambda: compute(trial.module, trial.x))
     kernel = sources.kernel(formula.op)
     assert kernel is not None

@@ -396,14 +396,19 @@ int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTensor *x,
 
 int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gate,
                            const DLTensor *weight, double eps, int64_t group_size,
-                           int64_t norm_before_gate, void *stream) {
+                           int64_t norm_before_gate, int64_t cast, int64_t gate_activation,
+                           void *stream) {
   Check check("hfp_gated_rms_norm");
   Tensor o, a, g, w;
   const bool ok = check.input("x", x, &a) && check.input("gate", gate, &g) &&
                   check.same_shape(a, g) && check.same_type(a, g) &&
-                  check.param("weight", weight, a, &w) && check.same_type(a, w) &&
+                  check.param("weight", weight, a, &w) &&
+                  check.in_range("cast", cast, HFP_CAST_WEIGHT, "0 (none) or 1 (input)") &&
+                  (cast == HFP_CAST_NONE || check.same_type(a, w)) &&
                   check.number("eps", eps, 0, "finite and >= 0") &&
                   check.in_range("norm_before_gate", norm_before_gate, 2, "0 or 1") &&
+                  check.in_range("gate_activation", gate_activation, HFP_GATE_COUNT,
+                                 "0 (silu) or 1 (sigmoid)") &&
                   check.output(out, a, 1, a.type, &o);
   if (!ok) return check.status();
   if (group_size < 0 || (group_size > 0 && a.last() % group_size != 0)) {
@@ -430,6 +435,9 @@ int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gat
   args.weight_rows.s2 = size;
   args.eps = static_cast<float>(eps);
   args.norm_before_gate = norm_before_gate != 0;
+  args.weight_type = w.present ? w.type : a.type;
+  args.once = cast == HFP_CAST_NONE;
+  args.sigmoid = gate_activation == HFP_GATE_SIGMOID;
   return check.run(o, args, &hfp::cpu::gated_norm, HFP_CUDA(gated_norm), stream);
 }
 

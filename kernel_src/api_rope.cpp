@@ -57,7 +57,7 @@ bool same_but(const DLTensor &a, const DLTensor &b, int32_t skipped) {
 
 // The shape, dtype and device of `like`; any strides that do not repeat an element.
 bool output(Check &check, const char *name, DLTensor *raw, const Tensor &like, Tensor *out) {
-  if (!check.input(name, raw, out)) return false;
+  if (!check.parsed(name, raw, out)) return false;
   if (out->type != like.type) {
     return check.fail("`%s` must be %s, got %s", name, hfp::name_of(like.type),
                       hfp::name_of(out->type));
@@ -72,7 +72,7 @@ bool output(Check &check, const char *name, DLTensor *raw, const Tensor &like, T
                         name, i, ShapeText(*raw).text);
     }
   }
-  return true;
+  return check.writes(*out);
 }
 
 bool check_options(Check &check, const Options &o) {
@@ -189,10 +189,53 @@ void merge_tokens(RopeArgs *a) {
   if (even) r.seq *= r.batch, r.batch = 1;
 }
 
+// cos and sin; or, without sin, one complex table, given as its real view [..., R / 2, 2], which is
+// read as a table of R columns. `shape` and `strides` are room for that.
+struct Tables {
+  Tensor cos, sin;
+  bool paired = false;
+  DLTensor merged;
+  int64_t shape[8], strides[8];
+
+  bool parse(Check &check, const DLTensor *c, const DLTensor *s, int64_t interleaved) {
+    if (s) {
+      return check.input("cos", c, &cos, nullptr) && check.input("sin", s, &sin, nullptr);
+    }
+    if (!check.input("cos", c, &sin, nullptr)) return false;  // finds what is wrong with it
+    const int32_t n = c->ndim;
+    const bool pairs = n >= 3 && n <= 5 && c->shape[n - 1] == 2 &&
+                       (!c->strides || c->shape[n - 2] <= 1 || c->strides[n - 2] == 2);
+    if (!pairs) {
+      return check.fail("`cos` without `sin` must be the real view [..., %s, 2] of a complex table,"
+                        " its last two dimensions contiguous, got shape %s; or pass `sin`",
+                        "rotary_dim / 2", ShapeText(*c).text);
+    }
+    if (!interleaved) {
+      return check.fail("`interleaved` must be 1 for a complex table, got 0; pass its real and"
+                        " imaginary parts as `cos` and `sin`");
+    }
+    merged = *c;
+    merged.ndim = n - 1;
+    for (int32_t i = 0; i + 1 < n; ++i) {
+      shape[i] = c->shape[i];
+      strides[i] = c->strides ? c->strides[i] : 0;
+    }
+    shape[n - 2] *= 2;
+    strides[n - 2] = 1;
+    merged.shape = shape;
+    merged.strides = c->strides ? strides : nullptr;
+    paired = true;
+    if (!check.input("cos", &merged, &cos, nullptr)) return false;
+    sin = cos;
+    return true;
+  }
+};
+
 // All arguments but the norm's; the tensors of k are absent for hfp_rope.
 bool fill(Check &check, RopeArgs *args, const Tensor &q, const Tensor &k, const Tensor &q_out,
-          const Tensor &k_out, const Tensor &q_weight, const Tensor &k_weight, const Tensor &cos,
-          const Tensor &sin, const Options &o) {
+          const Tensor &k_out, const Tensor &q_weight, const Tensor &k_weight,
+          const Tables &tables, const Options &o) {
+  const Tensor &cos = tables.cos, &sin = tables.sin;
   const Dims dims(q.raw->ndim, o.seq_dim);
   args->type = q.type;
   args->batch = size_at(*q.raw, dims.batch);
@@ -205,6 +248,11 @@ bool fill(Check &check, RopeArgs *args, const Tensor &q, const Tensor &k, const 
     const bool empty = q.numel == 0 && !(k.present && k.numel > 0);
     if (!empty) args->rotary = rotary(check, q, o.rotary_dim);
     if (!empty && args->rotary == 0) return false;
+    if (!empty && tables.paired && width != args->rotary) {
+      return check.fail("`cos`, a complex table, must have %lld columns, got %lld",
+                        static_cast<long long>(args->rotary / 2),
+                        static_cast<long long>(width / 2));
+    }
     if (!empty && !(table_strides(check, cos, q, dims, args->rotary, &args->cos) &&
                     table_strides(check, sin, q, dims, args->rotary, &args->sin) &&
                     (!k.present || table_strides(check, cos, k, dims, args->rotary, &args->cos)))) {
@@ -213,6 +261,7 @@ bool fill(Check &check, RopeArgs *args, const Tensor &q, const Tensor &k, const 
     args->table_type = cos.type;
     args->interleaved = o.interleaved != 0;
     args->wide = args->interleaved && width == args->rotary;
+    args->paired = tables.paired;
     args->round_products = o.round_products != 0 && cos.type == q.type && q.type != DType::F32;
   }
   if (q.numel > 0 || (k.present && k.numel > 0)) merge_tokens(args);
@@ -231,7 +280,7 @@ bool check_qk(Check &check, const Tensor &q, const Tensor &k, int64_t seq_dim) {
 bool weight(Check &check, const char *name, const DLTensor *raw, const Tensor &like, int64_t size,
             Tensor *tensor) {
   if (!raw) return true;
-  if (!check.input(name, raw, tensor)) return false;
+  if (!check.input(name, raw, tensor, nullptr)) return false;
   if (raw->ndim == 1 && raw->shape[0] == size) return true;
   return check.fail("`%s` must have shape [%lld] to match `%s`, got %s", name,
                     static_cast<long long>(size), like.name, ShapeText(*raw).text);
@@ -255,13 +304,13 @@ int32_t hfp_rope(DLTensor *out, const DLTensor *x, const DLTensor *cos, const DL
                  void *stream) {
   Check check("hfp_rope");
   const Options options = {seq_dim, interleaved, rotary_dim, round_products};
-  Tensor a, o, c, s, none;
+  Tensor a, o, none;
+  Tables t;
   RopeArgs args = {};
   const bool ok = check_options(check, options) && check.input("x", x, &a) &&
-                  check_dims(check, a, seq_dim) && check.input("cos", cos, &c) &&
-                  check.input("sin", sin, &s) && check_table_types(check, c, s, a) &&
-                  output(check, "out", out, a, &o) &&
-                  fill(check, &args, a, none, o, none, none, none, c, s, options);
+                  check_dims(check, a, seq_dim) && t.parse(check, cos, sin, interleaved) &&
+                  check_table_types(check, t.cos, t.sin, a) && output(check, "out", out, a, &o) &&
+                  fill(check, &args, a, none, o, none, none, none, t, options);
   if (!ok) return check.status();
   return check.run(o, args, &hfp::cpu::rope, HFP_CUDA(rope), stream);
 }
@@ -272,15 +321,16 @@ int32_t hfp_rope_qk(DLTensor *q_out, DLTensor *k_out, const DLTensor *q, const D
                     void *stream) {
   Check check("hfp_rope_qk");
   const Options options = {seq_dim, interleaved, rotary_dim, round_products};
-  Tensor a, b, a_out, b_out, c, s, none;
+  Tensor a, b, a_out, b_out, none;
+  Tables t;
   RopeArgs args = {};
   const bool ok =
-      check_options(check, options) && check.input("q", q, &a) && check.input("k", k, &b) &&
-      check_dims(check, a, seq_dim) && check_qk(check, a, b, seq_dim) &&
-      check_dims(check, b, seq_dim) && check.input("cos", cos, &c) &&
-      check.input("sin", sin, &s) && check_table_types(check, c, s, a) &&
+      check_options(check, options) && check.input("q", q, &a, "q_out") &&
+      check.input("k", k, &b, "k_out") && check_dims(check, a, seq_dim) &&
+      check_qk(check, a, b, seq_dim) && check_dims(check, b, seq_dim) &&
+      t.parse(check, cos, sin, interleaved) && check_table_types(check, t.cos, t.sin, a) &&
       output(check, "q_out", q_out, a, &a_out) && output(check, "k_out", k_out, b, &b_out) &&
-      fill(check, &args, a, b, a_out, b_out, none, none, c, s, options);
+      fill(check, &args, a, b, a_out, b_out, none, none, t, options);
   if (!ok) return check.status();
   return check.run(filled(a_out, b_out), args, &hfp::cpu::rope, HFP_CUDA(rope), stream);
 }
@@ -292,14 +342,15 @@ int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTensor *q, co
                          int64_t rotary_dim, int64_t round_products, void *stream) {
   Check check("hfp_qk_norm_rope");
   const Options options = {seq_dim, interleaved, rotary_dim, round_products};
-  Tensor a, b, a_out, b_out, a_weight, b_weight, c, s;
+  Tensor a, b, a_out, b_out, a_weight, b_weight;
+  Tables t;
   RopeArgs args = {};
   bool ok = check_options(check, options) &&
             check.in_range("norm_across_heads", norm_across_heads, 2, kBool) &&
             check.in_range("cast", cast, HFP_CAST_COUNT, "0 (none), 1 (input) or 2 (weight)") &&
             check.number("eps", eps, 0, "finite and >= 0") &&
             check.number("weight_offset", weight_offset, -FLT_MAX, "finite") &&
-            check.input("q", q, &a) && check.input("k", k, &b) &&
+            check.input("q", q, &a, "q_out") && check.input("k", k, &b, "k_out") &&
             check_dims(check, a, seq_dim) && check_qk(check, a, b, seq_dim) &&
             check_dims(check, b, seq_dim);
   if (!ok) return check.status();
@@ -314,9 +365,10 @@ int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTensor *q, co
   ok = weight(check, "q_weight", q_weight, a, q_size, &a_weight) &&
        weight(check, "k_weight", k_weight, b, k_size, &b_weight) &&
        both_or_none(check, a_weight, b_weight, "q_weight", "k_weight") &&
-       check.same_type(a_weight, b_weight) && (!cos || check.input("cos", cos, &c)) &&
-       (!sin || check.input("sin", sin, &s)) && both_or_none(check, c, s, "cos", "sin") &&
-       (!c.present || check_table_types(check, c, s, a));
+       check.same_type(a_weight, b_weight) &&
+       (cos || !sin || check.fail("`cos` must be a tensor where `sin` is one, got NULL")) &&
+       (!cos || (t.parse(check, cos, sin, interleaved) &&
+                 check_table_types(check, t.cos, t.sin, a)));
   if (!ok) return check.status();
   if (cast != HFP_CAST_NONE && a_weight.present && a_weight.type != a.type) {
     check.fail("`q_weight` must have the dtype of `q` (%s) unless `cast` is 0 (none), got %s",
@@ -324,7 +376,7 @@ int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTensor *q, co
     return check.status();
   }
   ok = output(check, "q_out", q_out, a, &a_out) && output(check, "k_out", k_out, b, &b_out) &&
-       fill(check, &args, a, b, a_out, b_out, a_weight, b_weight, c, s, options);
+       fill(check, &args, a, b, a_out, b_out, a_weight, b_weight, t, options);
   if (!ok) return check.status();
   args.weight_type = a_weight.present ? a_weight.type : a.type;
   args.norm = true;

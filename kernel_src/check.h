@@ -8,9 +8,11 @@
 #include <cstdarg>
 #include <cstddef>
 #include <cstdio>
+#include <cstring>
 #include <type_traits>
 
 #include "kernels.h"
+#include "overlap.h"
 
 namespace hfp {
 
@@ -35,7 +37,13 @@ class Check {
   explicit Check(const char *function) : function_(function) {}
 
   // A required input of any shape with at least one dimension. The first one sets the device.
-  bool input(const char *name, const DLTensor *raw, Tensor *tensor);
+  // `replaced_by` names the only result that may be the same view; kAny: every one; nullptr: none.
+  static constexpr const char *kAny = "";
+  bool input(const char *name, const DLTensor *raw, Tensor *tensor, const char *replaced_by = kAny);
+  // A tensor of which nothing is known yet; `writes` for a result.
+  bool parsed(const char *name, const DLTensor *raw, Tensor *tensor) {
+    return parse(name, raw, tensor);
+  }
   // An optional [size] input; `like` names the tensor whose last dimension that is.
   bool param(const char *name, const DLTensor *raw, const Tensor &like, Tensor *tensor);
   // An input that applies to every row of `like`: see "modulation tensor" in hfpatch.h. Its `rows`
@@ -50,9 +58,13 @@ class Check {
   bool output(DLTensor *raw, const Tensor &like, int64_t divisor, DType type, Tensor *tensor,
               const char *name = "out");
 
-  // The same for results and inputs of other names and shapes.
+  // The same for results (not const) and inputs of other names and shapes.
+  bool shaped(const char *name, DLTensor *raw, int32_t ndim, const int64_t *shape, DType type,
+              Tensor *tensor);
   bool shaped(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape, DType type,
               Tensor *tensor);
+  // Notes that the call writes to `tensor`; `output` and `shaped` do it themselves.
+  bool writes(const Tensor &tensor);
   // A required contiguous int64 input of that shape; returns its elements in `data`.
   bool indices(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape,
                Tensor *tensor);
@@ -69,6 +81,7 @@ class Check {
   int32_t run(const Tensor &out, const Args &args, int32_t (*cpu)(const Args &), Cuda cuda,
               void *stream) {
     if (out.numel == 0) return HFP_OK;
+    if (!disjoint()) return status_;
     if (device_.device_type == kDLCPU) return cpu(args);
     if constexpr (!std::is_null_pointer<Cuda>::value) {
       return cuda(args, device_.device_id, stream);
@@ -84,11 +97,23 @@ class Check {
  private:
   bool parse(const char *name, const DLTensor *raw, Tensor *tensor);
   bool strides(Tensor *tensor);
+  void reads(const Tensor &tensor, const char *replaced_by);
+  // No result overlaps another tensor, but for the same view where that is allowed.
+  bool disjoint();
 
   const char *function_;
   int32_t status_ = HFP_OK;
   const char *device_owner_ = nullptr;
   DLDevice device_ = {};
+
+  struct Access {
+    const char *name, *replaced_by;  // nullptr, kAny, or the name of a result
+    bool written;
+    Span span;
+  };
+  static constexpr int kMaxAccesses = 16;  // the tensors of any function
+  Access accesses_[kMaxAccesses];
+  int count_ = 0;
 };
 
 // Elementwise kernels see contiguous tensors as a single row.
@@ -310,8 +335,45 @@ inline bool Check::strides(Tensor *tensor) {
   return true;
 }
 
-inline bool Check::input(const char *name, const DLTensor *raw, Tensor *tensor) {
-  return parse(name, raw, tensor);
+inline Span span_of(const Tensor &t) { return Span(t.data, size_of(t.type), t.rows, t.contiguous); }
+
+inline void Check::reads(const Tensor &tensor, const char *replaced_by) {
+  if (tensor.numel == 0 || count_ == kMaxAccesses) return;
+  accesses_[count_++] = {tensor.name, replaced_by, false, span_of(tensor)};
+}
+
+inline bool Check::writes(const Tensor &tensor) {
+  if (tensor.numel > 0 && count_ < kMaxAccesses) {
+    accesses_[count_++] = {tensor.name, nullptr, true, span_of(tensor)};
+  }
+  return true;
+}
+
+inline bool Check::disjoint() {
+  for (int i = 0; i < count_; ++i) {
+    if (!accesses_[i].written) continue;
+    for (int j = 0; j < count_; ++j) {
+      const Access &out = accesses_[i], &in = accesses_[j];
+      if (i == j || (in.written && j < i) || !overlap(out.span, in.span)) continue;
+      const bool allowed = in.replaced_by && (in.replaced_by == kAny ||
+                                              std::strcmp(in.replaced_by, out.name) == 0);
+      if (allowed && out.span.same_as(in.span)) continue;
+      if (allowed) {
+        return fail("`%s` must be exactly the view `%s` (in place) or not overlap it, got tensors"
+                    " that share memory in part; clone one of them", out.name, in.name);
+      }
+      return fail("`%s` must not overlap `%s`, got tensors that share memory; clone one of them",
+                  out.name, in.name);
+    }
+  }
+  return true;
+}
+
+inline bool Check::input(const char *name, const DLTensor *raw, Tensor *tensor,
+                         const char *replaced_by) {
+  if (!parse(name, raw, tensor)) return false;
+  reads(*tensor, replaced_by);
+  return true;
 }
 
 inline bool Check::param(const char *name, const DLTensor *raw, const Tensor &like,
@@ -323,6 +385,7 @@ inline bool Check::param(const char *name, const DLTensor *raw, const Tensor &li
     return fail("`%s` must have shape [%lld] to match the last dimension of `%s`, got %s", name,
                 static_cast<long long>(like.last()), like.name, ShapeText(*raw).text);
   }
+  reads(*tensor, nullptr);
   return true;
 }
 
@@ -374,6 +437,7 @@ inline bool Check::modulation(const char *name, const DLTensor *raw, const Tenso
   broadcast.strides = strides;
   if (!parse(name, &broadcast, tensor)) return false;
   tensor->raw = raw;
+  reads(*tensor, nullptr);
   return true;
 }
 
@@ -395,7 +459,7 @@ inline bool Check::output(DLTensor *raw, const Tensor &like, int64_t divisor, DT
   if (!tensor->contiguous) {
     return fail("`%s` must be contiguous, got a strided tensor", name);
   }
-  return true;
+  return writes(*tensor);
 }
 
 inline bool Check::groups(const Tensor &tensor, int64_t size, Rows *rows) {
@@ -422,6 +486,14 @@ inline bool Check::groups(const Tensor &tensor, int64_t size, Rows *rows) {
   return true;
 }
 
+inline bool Check::shaped(const char *name, DLTensor *raw, int32_t ndim, const int64_t *shape,
+                          DType type, Tensor *tensor) {
+  const int before = count_;
+  if (!shaped(name, static_cast<const DLTensor *>(raw), ndim, shape, type, tensor)) return false;
+  count_ = before;
+  return writes(*tensor);
+}
+
 inline bool Check::shaped(const char *name, const DLTensor *raw, int32_t ndim,
                           const int64_t *shape, DType type, Tensor *tensor) {
   if (!parse(name, raw, tensor)) return false;
@@ -438,6 +510,7 @@ inline bool Check::shaped(const char *name, const DLTensor *raw, int32_t ndim,
                 ShapeText(*raw).text);
   }
   if (!tensor->contiguous) return fail("`%s` must be contiguous, got a strided tensor", name);
+  reads(*tensor, nullptr);
   return true;
 }
 
@@ -450,7 +523,10 @@ inline bool Check::indices(const char *name, const DLTensor *raw, int32_t ndim,
   // Everything but the dtype is checked as for a float tensor of half the element size.
   DLTensor as_float = *raw;
   as_float.dtype = {kDLFloat, 32, 1};
-  if (!shaped(name, &as_float, ndim, shape, DType::F32, tensor)) return false;
+  const DLTensor *read = &as_float;  // not a result
+  const int before = count_;
+  if (!shaped(name, read, ndim, shape, DType::F32, tensor)) return false;
+  if (count_ > before) accesses_[before].span = Span(tensor->data, 8, tensor->rows, true);
   tensor->raw = raw;
   if (reinterpret_cast<uint64_t>(tensor->data) % sizeof(int64_t) != 0) {
     return fail("`%s` must be aligned to its element size of 8 bytes; copy it", name);

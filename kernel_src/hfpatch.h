@@ -18,8 +18,12 @@
  *   - Inputs may be strided as long as the last dimension has stride 1 and the leading dimensions
  *     collapse to at most HFP_MAX_OUTER_DIMS; any alignment to the element size is accepted
  *     (16-byte aligned rows are the fast path). `out` is contiguous.
- *   - `out` may be exactly the same buffer as an input of the same dtype, shape and strides
- *     (in place); any other overlap is undefined.
+ *   - In place: a result may be exactly the view (data, dtype, shape and strides) of an input that
+ *     has its shape, so also its dtype: x, residual, gate, up, a, grad. For rope_qk and
+ *     qk_norm_rope q_out may be q and k_out k, not the other way round; rope's may be strided. A
+ *     result may not overlap anything else: parameters, what is broadcast (scale, shift, gate, b,
+ *     c), tables, `partials`, another result, or a part of an input. Such overlaps are refused
+ *     where they are certain; of two views with gaps, only the first and last rows are compared.
  */
 #ifndef HFPATCH_H_
 #define HFPATCH_H_
@@ -31,7 +35,7 @@ extern "C" {
 #endif
 
 /* Bumped when a function changes; adding one is compatible. */
-#define HFP_ABI_VERSION 1
+#define HFP_ABI_VERSION 2
 
 #if defined(_WIN32)
 #define HFP_EXPORT __declspec(dllexport)
@@ -190,6 +194,8 @@ HFP_EXPORT int32_t hfp_add_layer_norm(DLTensor *out, DLTensor *sum, const DLTens
  * dimension of S. rotary_dim: R, even; 0: D. cos, sin: one shape, one dtype, fp32 or the dtype of x,
  * of the shape of x with dimensions of size 1 where they repeat, or [1 or B, S, *], or [S, *]; the
  * last dimension is R / 2, or R with each value twice (as the pairs lie), of which either is read.
+ * A complex table e^(i angle) is given as its real view [..., R / 2, 2] in `cos`, with sin == NULL;
+ * then interleaved is 1, since x is a view of complex numbers too (Llama's own code, Z-Image).
  * round_products 0: fp32 throughout, one rounding (diffusers). 1: each product is first rounded to
  * the promoted dtype of x and the tables, as x * cos + rotated * sin does in eager PyTorch
  * (transformers). Unlike elsewhere `out` may be strided like an input, if no element repeats.
@@ -208,7 +214,7 @@ HFP_EXPORT int32_t hfp_rope_qk(DLTensor *q_out, DLTensor *k_out, const DLTensor 
  * hfp_rms_norm, then hfp_rope, with the normalized value rounded to the dtype of q between them.
  * norm_across_heads 0: over D, weights [D] (Qwen3, Flux); 1: over H D, weights [H D] (LTX, Wan).
  * Weights: both or neither; HFP_CAST_INPUT and _WEIGHT need the dtype of q, and then are the same.
- * cos, sin: both, or neither for the norm alone.
+ * cos, sin: as in hfp_rope, or both NULL for the norm alone.
  */
 HFP_EXPORT int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTensor *q,
                                     const DLTensor *k, const DLTensor *q_weight,
@@ -220,15 +226,19 @@ HFP_EXPORT int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTe
 
 /*
  * The gated norm of Mamba-2 (Dao & Gu, arXiv:2405.21060), over each group of group_size columns (0:
- * all D; else it divides D); xhat = v * rsqrt(mean(v^2) + eps), all in fp32.
- *   norm_before_gate == 0: v = x * silu(gate);  out = xhat rounded, * weight rounded      (Bamba)
- *   norm_before_gate == 1: v = x;  out = xhat rounded, * weight rounded, * silu(gate) rounded
+ * all D; else it divides D); xhat = v * rsqrt(mean(v^2) + eps), all in fp32. act: silu or sigmoid,
+ * by gate_activation. `cast` is HFP_CAST_INPUT:
+ *   norm_before_gate == 0: v = x * act(gate);  out = xhat rounded, * weight rounded       (Bamba)
+ *   norm_before_gate == 1: v = x;  out = xhat rounded, * weight rounded, * act(gate) rounded
  *                                                                                   (Qwen3-Next)
- * gate: shape of x; weight: [D] or NULL; all of one dtype.
+ * or HFP_CAST_NONE: the same, rounded once, at the end             (Falcon-H1; Kimi Linear: sigmoid)
+ * gate: shape and dtype of x; weight: [D] or NULL, in the dtype of x, or any under HFP_CAST_NONE.
  */
+enum { HFP_GATE_SILU = 0, HFP_GATE_SIGMOID = 1, HFP_GATE_COUNT = 2 };
 HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gate,
                                       const DLTensor *weight, double eps, int64_t group_size,
-                                      int64_t norm_before_gate, void *stream);
+                                      int64_t norm_before_gate, int64_t cast,
+                                      int64_t gate_activation, void *stream);
 
 /*
  * Gradients. `grad` is the gradient of the forward's result, of its shape and dtype; the results have
@@ -403,6 +413,62 @@ HFP_EXPORT int32_t hfp_sample(DLTensor *out, const DLTensor *logits, const DLTen
                               const DLTensor *top_ks, const DLTensor *top_ps,
                               const DLTensor *min_ps, double temperature, int64_t top_k,
                               double top_p, double min_p, void *stream);
+ * act(x + bias), the sum rounded to the dtype first, as eager PyTorch does. bias: [D], the dtype of
+ * x. The rest as hfp_gelu and hfp_silu.
+ */
+HFP_EXPORT int32_t hfp_add_gelu(DLTensor *out, const DLTensor *x, const DLTensor *bias,
+                                int64_t approximate, void *stream);
+HFP_EXPORT int32_t hfp_add_silu(DLTensor *out, const DLTensor *x, const DLTensor *bias,
+                                void *stream);
+
+/*
+ * a * b + c. b and c, of one dtype, apply to a [..., D] as a modulation tensor does, each in its own
+ * shape. HFP_CAST_INPUT: the product and the sum are rounded to the promoted dtype, which is the
+ * result's, as eager PyTorch does; HFP_CAST_NONE: one rounding, to the dtype of a.
+ */
+HFP_EXPORT int32_t hfp_mul_add(DLTensor *out, const DLTensor *a, const DLTensor *b,
+                               const DLTensor *c, int64_t cast, void *stream);
+
+/*
+ * Their gradients. `needs`: HFP_NEED_BIAS for dbias; of mul_add HFP_NEED_WEIGHT for db and
+ * HFP_NEED_BIAS for dc, which has the shape and dtype of db. They are sums over the rows that share
+ * a row of bias or b; `partials` is fp32 [hfp_sum_partial_rows(rows, D, sums), K D], where sums is
+ * the number of rows of bias (1) or b. No atomics: same input, same bits. b must be broadcast over
+ * adjacent dimensions, as [D], [B, D], [B, 1, D], [1, S, D] or not at all.
+ */
+HFP_EXPORT int32_t hfp_add_gelu_backward(DLTensor *dx, DLTensor *dbias, DLTensor *partials,
+                                         const DLTensor *grad, const DLTensor *x,
+                                         const DLTensor *bias, int64_t approximate, int64_t needs,
+                                         void *stream);
+HFP_EXPORT int32_t hfp_add_silu_backward(DLTensor *dx, DLTensor *dbias, DLTensor *partials,
+                                         const DLTensor *grad, const DLTensor *x,
+                                         const DLTensor *bias, int64_t needs, void *stream);
+HFP_EXPORT int32_t hfp_mul_add_backward(DLTensor *da, DLTensor *db, DLTensor *dc,
+                                        DLTensor *partials, const DLTensor *grad,
+                                        const DLTensor *a, const DLTensor *b, int64_t cast,
+                                        int64_t needs, void *stream);
+
+/* Rows of `partials` for `sums` sums over the rows of [rows, cols]; 0 where none are needed. */
+HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums);
+
+/*
+ * The ops that also have an in-place operator NAME_, and which arguments its results replace, in
+ * their order.
+ */
+#define HFP_IN_PLACE_TABLE(X)                                                                      \
+  X(rms_norm, "x")                                                                                 \
+  X(layer_norm, "x")                                                                               \
+  X(gelu, "x")                                                                                     \
+  X(silu, "x")                                                                                     \
+  X(add_gelu, "x")                                                                                 \
+  X(add_silu, "x")                                                                                 \
+  X(mul_add, "a")                                                                                  \
+  X(gate_residual, "residual")                                                                     \
+  X(add_rms_norm, "x, residual")                                                                   \
+  X(add_layer_norm, "x, residual")                                                                 \
+  X(rope, "x")                                                                                     \
+  X(rope_qk, "q, k")                                                                               \
+  X(qk_norm_rope, "q, k")
 
 /*
  * The op table. X(name, function, result, arguments): `arguments` is a PyTorch schema without the
@@ -421,6 +487,8 @@ HFP_EXPORT int32_t hfp_sample(DLTensor *out, const DLTensor *logits, const DLTen
  *   "workspace"  int64 [hfp_row_workspace(rows, V)] of the first tensor argument
  *   "topk", "topk_indices"  the shape of the first tensor argument, the last dimension `k`; of its
  *             dtype, or int64
+ *   "=NAME&BIT"  as "=NAME" if `needs` has BIT (one digit), else [0]
+ *   "sums=NAME"  fp32 [hfp_sum_partial_rows(rows, D, rows of NAME), K D], see hfp_mul_add_backward
  * A function with several outputs has one rule for each, separated by commas.
  */
 #define HFP_OP_TABLE(X)                                                                            \
@@ -445,17 +513,18 @@ HFP_EXPORT int32_t hfp_sample(DLTensor *out, const DLTensor *logits, const DLTen
   X(add_layer_norm, hfp_add_layer_norm, "x, x",                                                    \
     "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps")                          \
   X(rope, hfp_rope, "x",                                                                           \
-    "Tensor x, Tensor cos, Tensor sin, int seq_dim, int interleaved, int rotary_dim, "             \
+    "Tensor x, Tensor cos, Tensor? sin, int seq_dim, int interleaved, int rotary_dim, "             \
     "int round_products")                                                                          \
   X(rope_qk, hfp_rope_qk, "=q, =k",                                                                \
-    "Tensor q, Tensor k, Tensor cos, Tensor sin, int seq_dim, int interleaved, int rotary_dim, "   \
+    "Tensor q, Tensor k, Tensor cos, Tensor? sin, int seq_dim, int interleaved, int rotary_dim, "  \
     "int round_products")                                                                          \
   X(qk_norm_rope, hfp_qk_norm_rope, "=q, =k",                                                      \
     "Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? cos, Tensor? sin, "           \
     "float eps, float weight_offset, int cast, int norm_across_heads, int seq_dim, "               \
     "int interleaved, int rotary_dim, int round_products")                                         \
   X(gated_rms_norm, hfp_gated_rms_norm, "x",                                                       \
-    "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate")      \
+    "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate, "     \
+    "int cast, int gate_activation")                                                               \
   X(rms_norm_backward, hfp_rms_norm_backward, "=x, dweight, dbias, partials",                  \
     "Tensor grad, Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, "        \
     "int cast, int needs")                                                                         \
@@ -478,7 +547,16 @@ HFP_EXPORT int32_t hfp_sample(DLTensor *out, const DLTensor *logits, const DLTen
   X(topk, hfp_topk, "topk, topk_indices", "Tensor x, int k")                                       \
   X(sample, hfp_sample, "indices",                                                                 \
     "Tensor logits, Tensor seeds, Tensor? positions, Tensor? temperatures, Tensor? top_ks, "       \
-    "Tensor? top_ps, Tensor? min_ps, float temperature, int top_k, float top_p, float min_p")
+    "Tensor? top_ps, Tensor? min_ps, float temperature, int top_k, float top_p, float min_p")      \
+  X(add_gelu, hfp_add_gelu, "x", "Tensor x, Tensor bias, int approximate")                         \
+  X(add_silu, hfp_add_silu, "x", "Tensor x, Tensor bias")                                          \
+  X(mul_add, hfp_mul_add, "modulated", "Tensor a, Tensor b, Tensor c, int cast")                   \
+  X(add_gelu_backward, hfp_add_gelu_backward, "=x, =bias&2, sums=bias",                            \
+    "Tensor grad, Tensor x, Tensor bias, int approximate, int needs")                              \
+  X(add_silu_backward, hfp_add_silu_backward, "=x, =bias&2, sums=bias",                            \
+    "Tensor grad, Tensor x, Tensor bias, int needs")                                               \
+  X(mul_add_backward, hfp_mul_add_backward, "=a, =b&1, =b&2, sums=b",                              \
+    "Tensor grad, Tensor a, Tensor b, int cast, int needs")
 
 /*
  * The same for functions over lists; `Tensor(a!)[]` is changed in place. Result rules besides:

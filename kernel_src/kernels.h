@@ -115,6 +115,7 @@ struct RopeArgs {
   int64_t rotary;       // even, at most dim; 0 without tables
   bool interleaved;
   bool wide;            // interleaved only: the tables are [rotary], each value twice
+  bool paired;          // wide, and one table: cos and sin in turns; `cos` and `sin` both name it
   bool round_products;  // to `type`; never set where the promoted dtype is fp32
   bool norm, across;    // across: over heads * dim
   bool round_hat;       // round xhat to `type` before the weight
@@ -126,11 +127,13 @@ struct GatedNormArgs {
   void *out;
   const void *x, *gate;
   const void *weight;  // null: none
-  DType type;
+  DType type, weight_type;  // weight_type is `type` unless `once`
   Rows x_rows, gate_rows;  // rows * groups of cols / groups
   Rows weight_rows;        // the same rows; stride 0 but over the groups
   float eps;
   bool norm_before_gate;
+  bool once;     // one rounding, at the end
+  bool sigmoid;  // of the gate; else silu
 };
 
 // Gradients of rms_norm and layer_norm. dx is contiguous [rows, cols] in x_type. partials is
@@ -281,6 +284,40 @@ struct SampleArgs {
   const float *temperatures, *top_ps, *min_ps;
   float temperature, top_p, min_p;
   int64_t top_k;
+// out = act(x + bias), the sum rounded to `type` first.
+struct AddActivationArgs {
+  void *out;
+  const void *x, *bias;  // bias: contiguous [cols]
+  DType type;
+  Rows x_rows;
+  int activation;
+};
+
+// out = a * b + c
+struct MulAddArgs {
+  void *out;
+  const void *a, *b, *c;
+  DType type, param_type, out_type;  // of a; of b and c; of out
+  Rows a_rows, b_rows, c_rows;       // the same rows; b and c with stride 0 where they repeat
+  bool eager;                        // round the product to out_type
+};
+
+// Gradients of what is broadcast over rows. Row (o * reduced + r) * inner + i of x has the row
+// o * inner + i of the parameter. `activation` < 0: of a * b + c, where x is a and param is b:
+//   dx = grad * param; first = sum over r of grad * x; second = sum over r of grad
+// else of act(x + bias), where param is bias and rows have no `first`:
+//   dx = grad * act'(x + bias); second = sum over r of dx
+// first, second: contiguous, null where not wanted. With parts > 1 each sum is of `parts` sums over
+// parts of its rows: partials is [outer * inner * parts, K * cols], K how many are wanted. reduced
+// may be 0: the sums are.
+struct BroadcastBackwardArgs {
+  void *dx, *first, *second;
+  float *partials;
+  const void *grad, *x, *param;
+  DType type, grad_type, param_type;
+  Rows grad_rows, x_rows, param_rows;
+  int64_t outer, reduced, inner, parts;
+  int activation;
 };
 
 // Each returns HFP_OK, or a status after set_error().
@@ -307,6 +344,9 @@ int32_t softmax_backward(const SoftmaxArgs &);
 int32_t argmax(const ArgmaxArgs &);
 int32_t topk(const TopkArgs &);
 int32_t sample(const SampleArgs &);
+int32_t add_activation(const AddActivationArgs &);
+int32_t mul_add(const MulAddArgs &);
+int32_t broadcast_backward(const BroadcastBackwardArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -334,6 +374,9 @@ int32_t softmax_backward(const SoftmaxArgs &, int device, void *stream);
 int32_t argmax(const ArgmaxArgs &, int device, void *stream);
 int32_t topk(const TopkArgs &, int device, void *stream);
 int32_t sample(const SampleArgs &, int device, void *stream);
+int32_t add_activation(const AddActivationArgs &, int device, void *stream);
+int32_t mul_add(const MulAddArgs &, int device, void *stream);
+int32_t broadcast_backward(const BroadcastBackwardArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

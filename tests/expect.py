@@ -46,6 +46,8 @@ def expected_swaps(model: nn.Module) -> dict[str, str]:
             found[path] = "recall"
         elif "norm" in path.rpartition(".")[2] and any(path.startswith(f"{b}.") for b in blocks):
             continue  # part of the block's own kernels
+        elif not children and "RMSNormGated" in name:
+            found[path] = "gated_rms_norm"
         elif (not children and "RMSNorm" in name) or name == "T5LayerNorm":
             found[path] = "rms_norm"
         elif not children and "LayerNorm" in name:

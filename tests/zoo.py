@@ -165,6 +165,30 @@ ENTRIES: Mapping[str, Entry] = _table(
     ),
     Entry("olmo2", models.decoder("Olmo2"), models.causal, models.logits),
     Entry("phi3", models.decoder("Phi3"), models.causal, models.logits),
+    Entry(
+        "bamba",
+        models.decoder("Bamba", attn_layer_indices=[1], **models.MAMBA),
+        models.causal,
+        models.logits,
+    ),
+    Entry(
+        "falcon-h1",
+        models.decoder("FalconH1", mamba_d_ssm=192, mamba_rms_norm=True, **models.MAMBA),
+        models.causal,
+        models.logits,
+    ),
+    Entry(
+        "qwen3-next",
+        models.decoder("Qwen3Next", **models.QWEN3_NEXT),
+        models.causal,
+        models.logits,
+    ),
+    Entry(
+        "kimi-linear",
+        models.decoder("KimiLinear", **models.KIMI_LINEAR),
+        models.causal,
+        models.logits,
+    ),
     Entry("falcon", models.falcon, models.causal, models.logits),
     Entry("t5-encoder", models.t5("T5EncoderModel", "relu"), models.masked_text, models.hidden),
     Entry(

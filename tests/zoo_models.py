@@ -88,6 +88,43 @@ def decoder(family: str, config: str | None = None, **settings: Any) -> Callable
     return make
 
 
+#: The state-space half of Bamba and Falcon-H1.
+MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+
+#: One layer of linear attention, one of full attention.
+HYBRID = ["linear_attention", "full_attention"]
+
+QWEN3_NEXT = {
+    "head_dim": 24,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 0,
+    "layer_types": HYBRID,
+}
+
+KIMI_LINEAR = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "linear_head_dim": 16,
+    "linear_num_heads": 6,
+    "layer_types": HYBRID,
+    "mlp_layer_types": ["dense", "dense"],
+}
+
+
 def falcon() -> nn.Module:
     from transformers import FalconConfig, FalconForCausalLM
 

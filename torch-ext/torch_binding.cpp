@@ -6,6 +6,11 @@
 //   name(<arguments>) -> Tensor                          allocates its result by the result rule
 //   name_out(Tensor(a!) out, <arguments>) -> ()          writes to the caller's tensor
 //
+// and each row of HFP_IN_PLACE_TABLE
+//
+//   name_(Tensor(a!) x, ...) -> ()                       writes over that argument; no result, since
+//                                                        torch.compile takes no result that is an alias
+//
 // The row's schema is parsed at compile time and checked against the C function's parameters. A new
 // operator therefore needs no line here, unless it brings a new result rule (`Rule` below).
 //
@@ -129,11 +134,16 @@ enum class Rule {
   Workspace,
   Topk,
   TopkIndices,
+  LikeIfNeeded,  // "=A&1"
+  Sums,          // "sums=A"
   Invalid
 };
 
 constexpr Rule parse_rule(std::string_view text) {
-  if (!text.empty() && text.front() == '=') return Rule::LikeNamed;
+  if (!text.empty() && text.front() == '=') {
+    return text.find('&') == std::string_view::npos ? Rule::LikeNamed : Rule::LikeIfNeeded;
+  }
+  if (text.substr(0, 5) == "sums=") return Rule::Sums;
   if (text == "x") return Rule::LikeFirst;
   if (text == "norm") return Rule::Norm;
   if (text == "halved") return Rule::Halved;
@@ -149,6 +159,13 @@ constexpr Rule parse_rule(std::string_view text) {
   if (text == "topk") return Rule::Topk;
   if (text == "topk_indices") return Rule::TopkIndices;
   return Rule::Invalid;
+}
+
+// The argument that a rule names: "A" of "=A", "=A&1" and "sums=A".
+constexpr std::string_view named(std::string_view rule) {
+  const std::size_t equals = rule.find('=');
+  if (equals == std::string_view::npos) return {};
+  return rule.substr(equals + 1, rule.find('&') - equals - 1);
 }
 
 // What libtorch calls the dtypes and devices; asked once: the numbers are not part of its ABI.
@@ -428,7 +445,8 @@ struct Binding {
     int64_t ints[kArguments];
     std::array<List, kLists> lists;
 
-    explicit Call(const StableIValue *stack) {
+    // `replaced`: a bit for each argument that the call writes over, which must stay the caller's.
+    explicit Call(const StableIValue *stack, uint64_t replaced = 0) {
       // Own everything first, so that an exception below leaks nothing.
       for (std::size_t i = 0; i < kArguments; ++i) {
         switch (kArgs[i].kind) {
@@ -455,8 +473,9 @@ struct Binding {
       if constexpr (kLists > 0) take_lists(stack);
       for (std::size_t i = 0; i < kArguments; ++i) {
         if (handles[i].get() == nullptr) continue;
-        describe(Op::name, handles[i].get(), false, views[i]);
-        if (__builtin_expect(!walkable(views[i].tensor), 0))
+        const bool own = (replaced >> i & 1) != 0;
+        describe(Op::name, handles[i].get(), own, views[i]);
+        if (__builtin_expect(!own && !walkable(views[i].tensor), 0))
           make_contiguous(Op::name, handles[i], views[i]);
       }
     }
@@ -505,6 +524,20 @@ struct Binding {
       const int32_t status =
           Op::function(&outs[O].tensor..., argument<I>()..., launch.stream);
       if (__builtin_expect(status != HFP_OK, 0)) throw std::runtime_error(hfp_last_error());
+    }
+
+    // Sums over the rows that share a row of the parameter; see hfp_mul_add_backward.
+    void sum_partials(const DLTensor &parameter, int64_t *shape) const {
+      constexpr int needs = find("needs");
+      static_assert(needs >= 0, "result rule \"sums\": needs `needs`");
+      const DLTensor &x = views[0].tensor;
+      const int64_t cols = x.ndim > 0 ? x.shape[x.ndim - 1] : 0;
+      int64_t rows = 1, sums = 1;
+      for (int32_t i = 0; i + 1 < x.ndim; ++i) rows *= x.shape[i];
+      for (int32_t i = 0; i + 1 < parameter.ndim; ++i) sums *= parameter.shape[i];
+      const int64_t wanted = (ints[needs] & 1) + (ints[needs] >> 1 & 1);
+      shape[0] = wanted > 0 ? hfp_sum_partial_rows(rows, cols, sums) : 0;
+      shape[1] = wanted * cols;
     }
 
     void run(View *outs) {
@@ -588,7 +621,9 @@ struct Binding {
       constexpr std::string_view text = part(Op::result, O);
       constexpr Rule rule = parse_rule(text);
       static_assert(rule != Rule::Invalid, "HFP_OP_TABLE: unknown result rule");
-      constexpr int source = rule == Rule::LikeNamed ? find(text.substr(1)) : 0;
+      constexpr bool has_name =
+          rule == Rule::LikeNamed || rule == Rule::LikeIfNeeded || rule == Rule::Sums;
+      constexpr int source = has_name ? find(named(text)) : 0;
       static_assert(source >= 0 && kArgs[source < 0 ? 0 : source].kind == Kind::Tensor,
                     "HFP_OP_TABLE: a result rule names no Tensor argument");
       const DLTensor &x = views[source].tensor;
@@ -609,6 +644,14 @@ struct Binding {
         if (ints[cast] == HFP_CAST_INPUT && views[1].dtype != dtype) dtype = codes.f32;
       } else if constexpr (rule == Rule::Rows) {
         if (ndim > 0) --ndim;
+        dtype = codes.f32;
+      } else if constexpr (rule == Rule::LikeIfNeeded) {
+        constexpr int needs = find("needs");
+        static_assert(needs >= 0, "result rule \"=NAME&BIT\": needs `needs`");
+        if ((ints[needs] & (text.back() - '0')) == 0) shape[0] = 0, ndim = 1;
+      } else if constexpr (rule == Rule::Sums) {
+        sum_partials(x, shape);
+        ndim = 2;
         dtype = codes.f32;
       } else if constexpr (rule == Rule::Weight || rule == Rule::Bias || rule == Rule::Partials) {
         parameter_gradient<rule>(x, shape, dtype);
@@ -686,6 +729,61 @@ struct Binding {
   }
 };
 
+// The operator that writes over arguments; `Replaced::names` says which, one per result.
+template <class Op, class Replaced>
+struct InPlace {
+  using Functional = Binding<Op>;
+  static constexpr std::size_t kOutputs = Functional::kOutputs;
+
+  static constexpr int argument(std::size_t output) {
+    return Functional::find(part(Replaced::names, output));
+  }
+
+  static constexpr bool valid() {
+    for (std::size_t i = 0; i < kOutputs; ++i) {
+      if (argument(i) < 0 || Functional::kArgs[argument(i)].kind != Kind::Tensor) return false;
+    }
+    return count_parts(Replaced::names) == kOutputs;
+  }
+  static_assert(valid(), "HFP_IN_PLACE_TABLE: one Tensor argument per result");
+
+  static constexpr uint64_t mask() {
+    uint64_t bits = 0;
+    for (std::size_t i = 0; i < kOutputs; ++i) bits |= uint64_t{1} << argument(i);
+    return bits;
+  }
+
+  static void run(StableIValue *stack, uint64_t, uint64_t) {
+    typename Functional::Call call(stack, mask());
+    View outs[kOutputs];
+    for (std::size_t i = 0; i < kOutputs; ++i) outs[i] = call.views[argument(i)];
+    try {
+      call.run(outs);
+    } catch (const std::runtime_error &error) {
+      throw std::runtime_error(std::string(error.what()) + " (in place: the result is `" +
+                               Replaced::names + "`)");
+    }
+  }
+
+  // "rope_qk_(Tensor(a!) q, Tensor(b!) k, Tensor cos, ...) -> ()"
+  static std::string schema() {
+    std::string text = std::string(Op::name) + "_(";
+    for (std::size_t i = 0; i < Functional::kArguments; ++i) {
+      if (i > 0) text += ", ";
+      char alias = 0;
+      for (std::size_t o = 0; o < kOutputs; ++o) {
+        if (argument(o) == static_cast<int>(i)) alias = static_cast<char>('a' + o);
+      }
+      if (alias == 0) {
+        text += std::string(part(Op::arguments, i));
+      } else {
+        text += std::string("Tensor(") + alias + "!) " + std::string(Functional::kArgs[i].name);
+      }
+    }
+    return text + ") -> ()";
+  }
+};
+
 #define HFP_OP(NAME, FUNCTION, RESULT, ARGUMENTS)            \
   struct NAME##_op {                                         \
     static constexpr const char *name = #NAME;               \
@@ -710,25 +808,40 @@ void implement(torch::stable::detail::StableLibrary &ops) {
   if constexpr (Binding<Op>::kOutputs > 0) ops.impl(Op::out_name, &Binding<Op>::out);
 }
 
+#define HFP_IN_PLACE(NAME, ARGUMENTS)                        \
+  struct NAME##_replaced {                                   \
+    static constexpr const char *name = #NAME "_";           \
+    static constexpr const char *names = ARGUMENTS;          \
+  };
+HFP_IN_PLACE_TABLE(HFP_IN_PLACE)
+#undef HFP_IN_PLACE
+
 }  // namespace
 
 #define HFP_DEFINE(NAME, ...) define<NAME##_op>(ops);
 #define HFP_IMPLEMENT(NAME, ...) implement<NAME##_op>(ops);
+#define HFP_DEFINE_IN_PLACE(NAME, ARGUMENTS) \
+  ops.def(InPlace<NAME##_op, NAME##_replaced>::schema().c_str());
+#define HFP_IMPLEMENT_IN_PLACE(NAME, ARGUMENTS) \
+  ops.impl(NAME##_replaced::name, &InPlace<NAME##_op, NAME##_replaced>::run);
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   HFP_OP_TABLE(HFP_DEFINE)
   HFP_LIST_OP_TABLE(HFP_DEFINE)
+  HFP_IN_PLACE_TABLE(HFP_DEFINE_IN_PLACE)
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   HFP_OP_TABLE(HFP_IMPLEMENT)
   HFP_LIST_OP_TABLE(HFP_IMPLEMENT)
+  HFP_IN_PLACE_TABLE(HFP_IMPLEMENT_IN_PLACE)
 }
 
 #if defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   HFP_OP_TABLE(HFP_IMPLEMENT)
   HFP_LIST_OP_TABLE(HFP_IMPLEMENT)
+  HFP_IN_PLACE_TABLE(HFP_IMPLEMENT_IN_PLACE)
 }
 #endif
 

@@ -7,6 +7,7 @@ from hfpatch.ops import (
     gated,
     gated_norm,
     layer_norm,
+    pointwise,
     rms_norm,
     rope,
     sample,
@@ -38,6 +39,9 @@ OPS: dict[str, Op] = {
         search.ARGMAX,
         search.TOPK,
         sample.OP,
+        pointwise.ADD_GELU,
+        pointwise.ADD_SILU,
+        pointwise.MUL_ADD,
     )
 }
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from hfpatch.ops.adaln import MODULATION_CASTS
 from hfpatch.ops.base import Op, Tensor, compute_dtype
+
+#: Activations of the gate; the codes are HFP_GATE_* of `kernel_src/hfpatch.h`.
+GATES = {"silu": 0, "sigmoid": 1}
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def gated_rms_norm(
@@ -17,32 +23,39 @@ def gated_rms_norm(
     eps: float = 1e-6,
     group_size: int = 0,
     norm_before_gate: bool = False,
+    cast: str = "input",
+    gate_activation: str = "silu",
 ) -> Tensor:
     """RMSNorm of groups of columns with a gate (Dao & Gu, arXiv:2405.21060).
 
     Args:
         x, gate: `[..., D]`, one floating dtype.
-        weight: `[D]` in that dtype, or None.
+        weight: `[D]` or None; in that dtype, or any under `cast="none"`.
         eps: added to the mean square.
         group_size: columns that are normalized together; 0: all.
-        norm_before_gate: True is `weight * norm(x) * silu(gate)` (Qwen3-Next), False is
-            `weight * norm(x * silu(gate))` (Bamba).
+        norm_before_gate: True is `weight * norm(x) * act(gate)` (Qwen3-Next), False is
+            `weight * norm(x * act(gate))` (Bamba).
+        cast: "input" rounds the norm to the dtype of `x` before the weight, and the product with
+            the weight before the gate; "none" rounds once, at the end (Falcon-H1, Kimi Linear).
+        gate_activation: "silu" or "sigmoid".
 
     Returns:
-        `[..., D]` in the dtype of `x`; the norm and the gate are in fp32, and the norm is rounded
-        before the weight.
+        `[..., D]` in the dtype of `x`; the norm and the gate are in fp32.
     """
     wide = compute_dtype(x)
-    y, silu = x.to(wide), F.silu(gate.to(wide))
+    dtype = x.dtype if cast == "input" else wide
+    y, gate = x.to(wide), _GATES[gate_activation](gate.to(wide))
     if not norm_before_gate:
-        y = y * silu
+        y = y * gate
     width = group_size or x.shape[-1]
     grouped = y.reshape(*x.shape[:-1], -1, width)
     grouped = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
-    y = grouped.flatten(-2).to(x.dtype)
+    y = grouped.flatten(-2).to(dtype)
     if weight is not None:
-        y = y * weight
-    return (y * silu).to(x.dtype) if norm_before_gate else y
+        y = y * (weight if cast == "input" else weight.to(dtype))
+    if norm_before_gate:
+        y = y * gate
+    return y.to(x.dtype) if norm_before_gate or cast == "none" else y
 
 
 def encode(params: dict[str, Any]) -> tuple[Any, ...]:
@@ -50,6 +63,8 @@ def encode(params: dict[str, Any]) -> tuple[Any, ...]:
         params["eps"],
         params.get("group_size", 0),
         int(params.get("norm_before_gate", False)),
+        MODULATION_CASTS[params.get("cast", "input")],
+        GATES[params.get("gate_activation", "silu")],
     )
 
 

@@ -14,7 +14,7 @@ from hfpatch.ops.rms_norm import CASTS, rms_norm, rms_norm_aten
 def rope(
     x: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None = None,
     seq_dim: int = 1,
     interleaved: bool = False,
     rotary_dim: int = 0,
@@ -28,7 +28,9 @@ def rope(
         x: `[B, S, H, D]`, `[B, H, S, D]`, `[B, S, D]`, `[S, H, D]` or `[S, D]`, floating.
         cos, sin: the shape of `x` with dimensions of size 1 where they repeat, or `[1 or B, S, *]`,
             or `[S, *]`; the last dimension is `rotary_dim / 2`, or `rotary_dim` with each value
-            twice, as the pairs lie. fp32 or the dtype of `x`.
+            twice, as the pairs lie. fp32 or the dtype of `x`. Or one complex table of
+            `rotary_dim / 2` columns in `cos`, complex or its real view `[..., 2]`, without `sin`;
+            it needs `interleaved`.
         seq_dim: the dimension of `x` that is S.
         interleaved: pairs are columns 2i and 2i + 1 (GPT-J, diffusers) or, if false, columns i and
             i + rotary_dim / 2 (transformers' rotate_half).
@@ -40,6 +42,8 @@ def rope(
     Returns:
         the shape and dtype of `x`.
     """
+    if sin is None:
+        cos, sin = (torch.view_as_real(cos) if cos.is_complex() else cos).unbind(-1)
     width = rotary_dim or x.shape[-1]
     rotated_part, rest = x[..., :width], x[..., width:]
     cos = _like_pairs(cos, x, seq_dim, interleaved, width)
@@ -73,7 +77,7 @@ def rope_qk(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None = None,
     seq_dim: int = 1,
     interleaved: bool = False,
     rotary_dim: int = 0,
@@ -108,7 +112,7 @@ def qk_norm_rope(
     Args:
         q, k: as `x` of `rope`; they may differ in the number of heads.
         q_weight, k_weight: `[D]`, or `[H * D]` with `norm_across_heads`; both or neither.
-        cos, sin: as in `rope`; None for the norm alone.
+        cos, sin: as in `rope`; both None for the norm alone.
         eps, weight_offset, cast: as in `rms_norm`; "input" and "weight" need weights of the dtype
             of `q`.
         norm_across_heads: normalize over all heads of a token (LTX, Wan) instead of each one.
@@ -120,7 +124,7 @@ def qk_norm_rope(
     norm = (eps, weight_offset, cast, norm_across_heads, seq_dim)
     q = _norm_heads(rms_norm, q, q_weight, *norm)
     k = _norm_heads(rms_norm, k, k_weight, *norm)
-    if cos is None or sin is None:
+    if cos is None:
         return q, k
     return rope_qk(q, k, cos, sin, seq_dim, interleaved, rotary_dim, round_products)
 
@@ -145,7 +149,7 @@ def qk_norm_rope_aten(
     norm = (eps, weight_offset, cast, norm_across_heads, seq_dim)
     q = _norm_heads(rms_norm_aten, q, q_weight, *norm)
     k = _norm_heads(rms_norm_aten, k, k_weight, *norm)
-    if cos is None or sin is None:
+    if cos is None:
         return q, k
     return rope_qk(q, k, cos, sin, seq_dim, interleaved, rotary_dim, round_products)
 

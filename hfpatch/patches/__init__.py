@@ -4,6 +4,7 @@ from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
 from hfpatch.patches.blocks.ltx import LtxBlocks
+from hfpatch.patches.gated_norms import GatedNorms
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
 from hfpatch.patches.recall import FullMasks, RopeTables
@@ -16,6 +17,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             FullMasks(),
             AttentionProcessors(),
             GatedMlps(),
+            GatedNorms(),
             Norms(),
             Activations(),
         ),

@@ -98,6 +98,10 @@ class Subject(ABC):
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
         """A random input for the replica that tells the candidates apart."""
 
+    def run(self, module: nn.Module, x: Tensor) -> Any:
+        """The class's own forward on what `inputs` made."""
+        return type(module).forward(module, x)
+
     @abstractmethod
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         """`compute(...)(module, x)`: the module's result through `kernel`, nothing checked."""

@@ -66,6 +66,14 @@ static void fill_angles(Angles &angles, const RopeArgs &args, const char *cos, c
   if constexpr (!Interleaved) {
     fill_plain(angles.cos, cos + begin * size_of(type), type, count);
     fill_plain(angles.sin, sin + begin * size_of(type), type, count);
+  } else if (args.paired) {
+    fill_plain(angles.cos, cos + begin * size_of(type), type, count);
+    for (int64_t i = 0; i < count; i += 2) {
+      const float s = angles.cos[i + 1];
+      angles.cos[i + 1] = angles.cos[i];
+      angles.sin[i] = -s;
+      angles.sin[i + 1] = s;
+    }
   } else if (args.wide) {
     fill_plain(angles.cos, cos + begin * size_of(type), type, count);
     fill_plain(angles.sin, sin + begin * size_of(type), type, count);

@@ -1,4 +1,4 @@
-// gated_norm.cu: rms norm of groups of columns with a gate, silu(gate) before or after the norm;
+// gated_norm.cu: rms norm of groups of columns with a gate, act(gate) before or after the norm;
 // hfp_gated_rms_norm on CUDA. Dao & Gu, arXiv:2405.21060 (Mamba-2).
 #include "activations.cuh"
 #include "rows.cuh"
@@ -14,7 +14,8 @@ struct GatedNormParams {
   int64_t first_row;
   int64_t vectors;  // per row
   float inverse_cols, eps;
-  bool norm_first;
+  bool norm_first, once, sigmoid;
+  DType weight_type;
   uint32_t zero;  // 0; see Vec::stay_packed
 };
 
@@ -22,19 +23,20 @@ struct GatedNormParams {
 // Steps on one vector
 
 template <class T, int N>
-__device__ __forceinline__ void times_silu(float (&y)[N], const Vec<T, N> &gate) {
+__device__ __forceinline__ void times_gate(const GatedNormParams &p, float (&y)[N],
+                                           const Vec<T, N> &gate) {
   float g[N];
   gate.get(g);
 #pragma unroll
-  for (int i = 0; i < N; ++i) y[i] *= activate<HFP_ACT_SILU, sizeof(T) == 4>(g[i]);
+  for (int i = 0; i < N; ++i) y[i] *= times_sigmoid<sizeof(T) == 4>(p.sigmoid ? 1.0f : g[i], g[i]);
 }
 
-// What is normalized: x, or x * silu(gate) in fp32.
+// What is normalized: x, or x * act(gate) in fp32.
 template <class T, int N>
 __device__ __forceinline__ void input(const GatedNormParams &p, float (&y)[N], const Vec<T, N> &v,
                                       const Vec<T, N> &gate) {
   v.get(y);
-  if (!p.norm_first) times_silu(y, gate);
+  if (!p.norm_first) times_gate(p, y, gate);
 }
 
 template <class T, int N>
@@ -49,23 +51,22 @@ __device__ __forceinline__ float sum_of_squares(const GatedNormParams &p, const 
 
 template <class T, int N>
 __device__ __forceinline__ void finish(const GatedNormParams &p, const Vec<T, N> &v,
-                                       const Vec<T, N> &gate, float scale, const T *weight,
+                                       const Vec<T, N> &gate, float scale, int64_t weight_row,
                                        int64_t col, int64_t at) {
   float y[N];
   input(p, y, v, gate);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] *= scale;
-  if (weight != nullptr || p.norm_first) round_to<T>(y);
-  if (weight != nullptr) {
-    Vec<T, N> packed;
-    packed.template load<Cache::kReadOnly>(weight + col);
+  const bool weighted = p.weight != nullptr;
+  if (!p.once && (weighted || p.norm_first)) round_to<T>(y);
+  if (weighted) {
     float w[N];
-    packed.get(w);
+    load_any(w, p.weight, p.weight_type, weight_row + col);
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] *= w[i];
-    if (p.norm_first) round_to<T>(y);
+    if (!p.once && p.norm_first) round_to<T>(y);
   }
-  if (p.norm_first) times_silu(y, gate);
+  if (p.norm_first) times_gate(p, y, gate);
   store_as<T>(p.out, at, y);
 }
 
@@ -102,14 +103,13 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   for (int i = 0; i < kVectors; ++i) squares[i] = sum_of_squares(p, v[i], gate[i]);
   const float scale = rsqrtf(fmaf(G::sum(squares, partial), p.inverse_cols, p.eps));
 
-  const T *weight = static_cast<const T *>(p.weight);
-  if (weight != nullptr) weight += row_offset(p.weight_rows, known_row);
+  const int64_t weight_row = p.weight != nullptr ? row_offset(p.weight_rows, known_row) : 0;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = G::index() + i * G::stride();
     if (at >= vectors) break;
     if constexpr (kVectors >= 4) v[i].stay_packed(p.zero), gate[i].stay_packed(p.zero);
-    finish(p, v[i], gate[i], scale, weight, at * N, row * p.x_rows.cols + at * N);
+    finish(p, v[i], gate[i], scale, weight_row, at * N, row * p.x_rows.cols + at * N);
   }
 }
 
@@ -133,13 +133,12 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   const float scale = rsqrtf(fmaf(G::sum(own, partial), p.inverse_cols, p.eps));
 
-  const T *weight = static_cast<const T *>(p.weight);
-  if (weight != nullptr) weight += row_offset(p.weight_rows, row);
+  const int64_t weight_row = p.weight != nullptr ? row_offset(p.weight_rows, row) : 0;
   for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
     Vec<T, N> v, gate;
     v.template load<Cache::kStream>(x + at * N);
     gate.template load<Cache::kStream>(g + at * N);
-    finish(p, v, gate, scale, weight, at * N, row * p.x_rows.cols + at * N);
+    finish(p, v, gate, scale, weight_row, at * N, row * p.x_rows.cols + at * N);
   }
 }
 
@@ -175,7 +174,8 @@ int32_t launch_typed(GatedNormParams &p, void *stream) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
   const bool aligned = p.x_rows.cols % N == 0 && rows_aligned(p.x_rows, p.x, sizeof(T)) &&
                        rows_aligned(p.gate_rows, p.gate, sizeof(T)) &&
-                       pointer_aligned(p.weight) && pointer_aligned(p.out);
+                       rows_aligned(p.weight_rows, p.weight, size_of(p.weight_type)) &&
+                       pointer_aligned(p.out);
   if (!aligned) return launch_loop<T, 1>(p, stream);
   p.vectors = p.x_rows.cols / N;
   if (p.vectors <= 4 * kMaxThreadsX4) return launch_fast<T, N>(p, stream);
@@ -197,6 +197,9 @@ int32_t gated_norm(const GatedNormArgs &a, int device, void *stream) {
   p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.x_rows.cols));
   p.eps = a.eps;
   p.norm_first = a.norm_before_gate;
+  p.once = a.once;
+  p.sigmoid = a.sigmoid;
+  p.weight_type = a.weight_type;
 
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), kOp);

@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
     if (!unit[i].rotated || threadIdx.x + i * blockDim.x >= row[0].units) return;
     const uint32_t absolute = row[0].head + head[i];
     load_table<Tab, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, token, absolute),
-                                     in_head[i]);
+                                     in_head[i], false);
     load_table<Tab, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, token, absolute),
-                                     in_head[i]);
+                                     in_head[i], p.paired);
   };
   if constexpr (kUnits == 1) load_tables(0);
 
@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kLoopThreads)
     if (unit.rotated) {
       const uint32_t absolute = row.head + head;
       load_table<AnyType, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, token, absolute),
-                                           in_head);
+                                           in_head, false);
       load_table<AnyType, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, token, absolute),
-                                           in_head);
+                                           in_head, p.paired);
     }
     finish_unit<T, AnyType, N, kInterleaved, true>(
         p, v, unit, scale, row.at.weight, static_cast<int64_t>(head) * p.dim, cos, sin,

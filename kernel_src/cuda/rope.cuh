@@ -33,6 +33,7 @@ struct RopeParams {
   uint32_t dim;
   bool interleaved;  // counts for N == 1; else the template says it
   bool wide, round_products, round_hat, across;
+  bool paired;  // one table, cos and sin in turns
   float eps, weight_offset, inverse_q, inverse_k;  // 1 / elements of a norm
 };
 
@@ -121,12 +122,21 @@ struct Pair {
   }
 };
 
-// cos or sin of a unit's N pairs, the pairs of A before those of B if they are apart.
+// cos or sin of a unit's N pairs, the pairs of A before those of B if they are apart. `odd`: the
+// second of two columns, the sin of a paired table.
 template <class Tab, int N, bool kInterleaved>
 __device__ __forceinline__ void load_table(float (&value)[N], const RopeParams &p,
-                                           const void *table, int64_t at, uint32_t u) {
+                                           const void *table, int64_t at, uint32_t u, bool odd) {
   if constexpr (kInterleaved && N > 1) {
-    if (p.wide) {
+    if (p.wide && odd) {  // a branch of its own: selecting would keep both columns in registers
+      float a[N];
+      load_param<Tab>(a, table, p.table_type, at + u * N, 0.0f);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) value[i] = a[2 * i + 1];
+      load_param<Tab>(a, table, p.table_type, at + p.half + u * N, 0.0f);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) value[N / 2 + i] = a[2 * i + 1];
+    } else if (p.wide) {
       float a[N], b[N];
       load_param<Tab>(a, table, p.table_type, at + u * N, 0.0f);
       load_param<Tab>(b, table, p.table_type, at + p.half + u * N, 0.0f);
@@ -140,7 +150,7 @@ __device__ __forceinline__ void load_table(float (&value)[N], const RopeParams &
       for (int i = 0; i < N / 2; ++i) value[i] = a[i], value[N / 2 + i] = b[i];
     }
   } else {
-    load_param<Tab>(value, table, p.table_type, at + (p.wide ? 2 * u : u * N), 0.0f);
+    load_param<Tab>(value, table, p.table_type, at + odd + (p.wide ? 2 * u : u * N), 0.0f);
   }
 }
 
@@ -254,8 +264,9 @@ __global__ void __launch_bounds__(kHeadThreads)
     if constexpr (kHeads == 1) {
       head = group >= p.q.heads ? group - static_cast<uint32_t>(p.q.heads) : group;
     }
-    load_table<Tab, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, where, head), unit);
-    load_table<Tab, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, where, head), unit);
+    load_table<Tab, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, where, head), unit, false);
+    load_table<Tab, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, where, head), unit,
+                                     p.paired);
   }
 
   float scale[kHeads];
@@ -325,7 +336,7 @@ inline RopeParams rope_params(const RopeArgs &a, int n) {
   p.rest_vectors = (p.dim - p.rest) / n;
   p.rest_units = (p.rest_vectors + 1) / 2;
   p.units = p.rotary_units + p.rest_units;
-  p.interleaved = a.interleaved, p.wide = a.wide;
+  p.interleaved = a.interleaved, p.wide = a.wide, p.paired = a.paired;
   p.round_products = a.round_products, p.round_hat = a.round_hat, p.across = a.across;
   p.eps = a.eps, p.weight_offset = a.weight_offset;
   const auto inverse = [&](const RopeTensor &t) {

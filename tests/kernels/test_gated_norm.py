@@ -32,12 +32,20 @@ from test_c_api import (
     seed,  # noqa: F401
 )
 
+INPUT, SILU = 1, 0
 
-def gated64(x, gate, weight, eps, group, norm_first):
+
+def gated64(x, gate, weight, eps, group, norm_first, cast, sigmoid):
     """fp64 value, and the bound that the rounding points of the header allow."""
     dtype, y, g = x.dtype, x.double(), gate.double()
-    silu = g * torch.sigmoid(g)
-    silu_error = ACT_FP32[dtype] * g.abs()
+    silu = torch.sigmoid(g) if sigmoid else g * torch.sigmoid(g)
+    silu_error = ACT_FP32[dtype] * (torch.ones_like(g) if sigmoid else g.abs())
+
+    def rounded(y, error, last):
+        if not last and not cast:
+            return error + ROUNDING[F32] * y.abs()
+        return error + ROUNDING[dtype] * (y.abs() + error) + SUBNORMAL[dtype]
+
     error = torch.zeros_like(y)
     if not norm_first:
         error, y = y.abs() * silu_error, y * silu
@@ -49,26 +57,28 @@ def gated64(x, gate, weight, eps, group, norm_first):
     error = ((errors + moved) * rstd).flatten(-2)
     y = (groups * rstd).flatten(-2)
     error = error + NORM_FP32 * y.abs()
-    error = error + ROUNDING[dtype] * (y.abs() + error) + SUBNORMAL[dtype]
+    error = rounded(y, error, weight is None and not norm_first)
     if weight is not None:
         y, error = y * weight.double(), error * weight.double().abs()
-        error = error + ROUNDING[dtype] * (y.abs() + error) + SUBNORMAL[dtype]
+        error = rounded(y, error, not norm_first)
     if norm_first:
         y, error = y * silu, error * silu.abs() + (y.abs() + error) * silu_error
-        error = error + ROUNDING[dtype] * (y.abs() + error) + SUBNORMAL[dtype]
+        error = rounded(y, error, True)
     return y, error + ROUNDING[F32] * y.abs()
 
 
+@pytest.mark.parametrize("cast", [0, 1])
+@pytest.mark.parametrize("sigmoid", [0, 1])
 @pytest.mark.parametrize("norm_first", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_against_fp64(lib, dtype, norm_first):
+def test_against_fp64(lib, dtype, norm_first, sigmoid, cast):
     for rows, (cols, group) in itertools.product(
         (1, 9, 0), [(1, 0), (17, 0), (96, 32), (60, 12), (1000, 250), (4098, 2049)]
     ):
         x, gate = torch.randn(2, rows, cols, dtype=dtype) * 2
         weight = torch.randn(cols, dtype=dtype)
         for w in (weight, None):
-            args = (x, gate, w, 1e-6, group, norm_first)
+            args = (x, gate, w, 1e-6, group, norm_first, cast, sigmoid)
             y, bound = gated64(*args)
             out = call(lib, "gated_rms_norm", *args)
             assert_close(out, y, bound, f"{rows}x{cols} groups of {group}")
@@ -80,7 +90,12 @@ def test_rounds_where_eager_does(lib, dtype, norm_first):
     x, gate = torch.randn(2, 64, 512, dtype=dtype)
     weight = torch.randn(512, dtype=dtype)
     expected = OPS["gated_rms_norm"].reference(x, gate, weight, 1e-6, 128, bool(norm_first))
-    out = call(lib, "gated_rms_norm", x, gate, weight, 1e-6, 128, norm_first)
+    out = call(lib, "gated_rms_norm", x, gate, weight, 1e-6, 128, norm_first, INPUT, SILU)
+    for w in (weight, weight.float()):  # rounded once, the weight of any dtype
+        args = (x, gate, w, 1e-6, 128)
+        kernel = call(lib, "gated_rms_norm", *args, norm_first, 0, SILU)
+        formula = OPS["gated_rms_norm"].reference(*args, bool(norm_first), "none")
+        assert kernel.dtype == formula.dtype and (kernel != formula).float().mean() < 0.01
     assert (out != expected).float().mean() < 0.01
     once = OPS["gated_rms_norm"].reference(
         x.float(), gate.float(), weight.float(), 1e-6, 128, bool(norm_first)
@@ -101,7 +116,7 @@ def test_layouts_and_split(lib, dtype):
     ):
         x, g = view(base), view(gate)
         for group in (0, 8, 24):
-            tail = (weight, 1e-6, group, 0)
+            tail = (weight, 1e-6, group, 0, INPUT, SILU)
             out = call(lib, "gated_rms_norm", x, g, *tail)
             plain = call(lib, "gated_rms_norm", x.contiguous(), g.contiguous(), *tail)
             assert same_bits(out, plain)
@@ -112,21 +127,27 @@ def test_layouts_and_split(lib, dtype):
             )
             assert same_bits(alone, out[:1] if x.dim() > 1 else out)
     in_place = base.clone()
-    lib.call("gated_rms_norm", in_place, in_place, gate, None, 1e-6, 8, 1)
-    assert same_bits(in_place, call(lib, "gated_rms_norm", base, gate, None, 1e-6, 8, 1))
+    lib.call("gated_rms_norm", in_place, in_place, gate, None, 1e-6, 8, 1, INPUT, SILU)
+    plain = call(lib, "gated_rms_norm", base, gate, None, 1e-6, 8, 1, INPUT, SILU)
+    assert same_bits(in_place, plain)
 
 
 def test_bad_calls(lib):
     x, w = torch.ones(2, 3, 4, 12), torch.ones(12)
     strided = torch.ones(4, 4, 7, 16)[::2, :3, ::2][:, :, :, :12]
     for args, message in (
-        ((x, x, w, 1e-6, 5, 0), r"`group_size` must be 0 or divide .* \(12\), got 5"),
-        ((x, x, w, 1e-6, -4, 0), r"`group_size` must be 0 or divide"),
-        ((x, x, w, 1e-6, 4, 2), r"`norm_before_gate` must be 0 or 1, got 2"),
-        ((x, x, w.half(), 1e-6, 4, 0), r"`weight` must have the dtype of `x`"),
-        ((x, x[:1], w, 1e-6, 4, 0), r"`gate` must have the shape of `x`"),
-        ((x, x, w[:3], 1e-6, 4, 0), r"`weight` must have shape \[12\]"),
-        ((strided, strided, w, 1e-6, 4, 0), r"merge into at most 2 strides beside its groups"),
+        ((x, x, w, 1e-6, 5, 0, 1, 0), r"`group_size` must be 0 or divide .* \(12\), got 5"),
+        ((x, x, w, 1e-6, -4, 0, 1, 0), r"`group_size` must be 0 or divide"),
+        ((x, x, w, 1e-6, 4, 2, 1, 0), r"`norm_before_gate` must be 0 or 1, got 2"),
+        ((x, x, w.half(), 1e-6, 4, 0, 1, 0), r"`weight` must have the dtype of `x`"),
+        ((x, x[:1], w, 1e-6, 4, 0, 1, 0), r"`gate` must have the shape of `x`"),
+        ((x, x, w[:3], 1e-6, 4, 0, 1, 0), r"`weight` must have shape \[12\]"),
+        (
+            (strided, strided, w, 1e-6, 4, 0, 1, 0),
+            r"merge into at most 2 strides beside its groups",
+        ),
+        ((x, x, w, 1e-6, 4, 0, 2, 0), r"`cast` must be 0 \(none\) or 1 \(input\), got 2"),
+        ((x, x, w, 1e-6, 4, 0, 1, 2), r"`gate_activation` must be 0 \(silu\) or 1 .*, got 2"),
     ):
         out = torch.full(args[0].shape, 7.0)
         with pytest.raises(KernelError, match=message):
@@ -134,16 +155,20 @@ def test_bad_calls(lib):
         assert (out == 7).all()
 
 
+@pytest.mark.parametrize("act", ["silu", "sigmoid"])
+@pytest.mark.parametrize("cast", ["none", "input"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_function(dtype: torch.dtype, norm_first: bool, kernels_module: ModuleType) -> None:
+def test_torch_function(
+    dtype: torch.dtype, norm_first: bool, cast: str, act: str, kernels_module: ModuleType
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     plain = [randn(2, 5, 32), randn(2, 5, 32), randn(32)]
-    tail = (1e-6, 8, norm_first)
+    tail = (1e-6, 8, norm_first, cast, act)
     y = kernels_module.gated_rms_norm(*plain, *tail)
     leaves = [t.clone().requires_grad_() for t in plain]
     formula = kernels_module.gated_rms_norm(*leaves, *tail)

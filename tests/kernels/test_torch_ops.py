@@ -71,7 +71,7 @@ RAW: dict[str, Case] = {
         0,
         0,
     ),
-    "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1),
+    "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1, 1, 0),
     "rms_norm_backward": lambda t: (
         *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
         tensor(16, dtype=t),
@@ -123,7 +123,18 @@ RAW: dict[str, Case] = {
         tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3), None, torch.rand(2, 3), None, None,
         None, 1.0, 5, 0.9, 0.01,
     ),
+    "add_gelu": lambda t: (*tensors(t, X, D), 1),
+    "add_silu": lambda t: tuple(tensors(t, X, D)),
+    "mul_add": lambda t: (*tensors(t, X, V, D), 1),
+    "add_gelu_backward": lambda t: (*tensors(t, X, X, D), 1, 2),
+    "add_silu_backward": lambda t: (*tensors(t, X, X, D), 0),
+    "mul_add_backward": lambda t: (*tensors(t, X, X, V), 1, 3),
 }
+# The rows of HFP_IN_PLACE_TABLE.
+IN_PLACE = (
+    "rms_norm", "layer_norm", "gelu", "silu", "add_gelu", "add_silu", "mul_add", "gate_residual",
+    "add_rms_norm", "add_layer_norm", "rope", "rope_qk", "qk_norm_rope",
+)
 
 
 def results(value: Any) -> tuple[Tensor, ...]:
@@ -157,7 +168,8 @@ def test_cases_cover_every_operator(kernels_module: ModuleType) -> None:
         if n.startswith(namespace + "::")
     }
     lists = {"adamw_step", "clip_grads", "grad_norm", "grad_norm_out"}  # test_torch_optim.py
-    assert names == set(RAW) | {name + "_out" for name in RAW} | lists
+    written = {name + "_" for name in IN_PLACE}
+    assert names == set(RAW) | {name + "_out" for name in RAW} | written | lists
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

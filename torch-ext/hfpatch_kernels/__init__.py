@@ -3,7 +3,8 @@
 The functions take and return tensors and know autograd and `torch.compile`. `ops` holds the raw
 operators with integer codes (`ops.rms_norm.default(x, weight, bias, eps, weight_offset, cast)` and
 `ops.rms_norm_out.default(out, x, ...)`), for paths where each microsecond of the host counts; they
-have no autograd, and writing to `out` does not raise its version counter. `layers` are modules for
+have no autograd, and writing to `out` does not raise its version counter. Functions that end in an
+underscore write over their input. `layers` are modules for
 `kernels.LayerRepository`.
 """
 
@@ -18,38 +19,71 @@ from ._adaln import (
 )
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._gated_norm import gated_rms_norm
+from ._in_place import (
+    add_gelu_,
+    add_layer_norm_,
+    add_rms_norm_,
+    add_silu_,
+    gate_residual_,
+    gelu_,
+    layer_norm_,
+    mul_add_,
+    qk_norm_rope_,
+    rms_norm_,
+    rope_,
+    rope_qk_,
+    silu_,
+)
 from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
 from ._optim import adamw_step, clip_grad_norm_, clip_grads, grad_norm
+from ._pointwise import add_gelu, add_silu, mul_add
 from ._rope import qk_norm_rope, rope, rope_qk
 from ._rowops import argmax, sample, softmax, topk
 
 __all__ = [
     "adamw_step",
+    "add_gelu",
+    "add_gelu_",
     "add_layer_norm",
+    "add_layer_norm_",
     "add_op_namespace_prefix",
     "add_rms_norm",
     "clip_grad_norm_",
     "clip_grads",
     "argmax",
+    "add_rms_norm_",
+    "add_silu",
+    "add_silu_",
     "cross_entropy",
     "gate_residual",
+    "gate_residual_",
     "gate_residual_norm_modulate",
     "gated",
     "gated_packed",
     "gated_rms_norm",
     "gelu",
     "grad_norm",
+    "gelu_",
     "layer_norm",
+    "layer_norm_",
     "layers",
+    "mul_add",
+    "mul_add_",
     "norm_modulate",
     "ops",
     "qk_norm_rope",
+    "qk_norm_rope_",
     "rms_norm",
+    "rms_norm_",
     "rope",
+    "rope_",
     "rope_qk",
     "sample",
     "silu",
     "softmax",
     "topk",
+    "rope_qk_",
+    "silu",
+    "silu_",
 ]

@@ -13,7 +13,7 @@ from ._ops import ops
 
 _NORMS = _codes.NORMS
 _CASTS = _codes.CASTS
-_MODULATION_CASTS = {name: _CASTS[name] for name in ("none", "input")}
+_MODULATION_CASTS = _codes.MODULATION_CASTS
 
 _norm_modulate = ops.norm_modulate.default
 _gate_residual = ops.gate_residual.default

@@ -9,8 +9,10 @@ ACTIVATIONS = {
 }
 GELU_APPROXIMATIONS = {"none": 0, "tanh": 1, "sigmoid": 2}
 CASTS = {"none": 0, "input": 1, "weight": 2}
+MODULATION_CASTS = {"none": 0, "input": 1}
 NORMS = {"rms": 0, "layer": 1}
 GRAD_NORMS = {2.0: 0, float("inf"): 1}
+GATES = {"silu": 0, "sigmoid": 1}
 
 GELU_ERF, GELU_TANH, GELU_SIGMOID, SILU, RELU = range(5)
 CAST_NONE, CAST_INPUT, CAST_WEIGHT = range(3)

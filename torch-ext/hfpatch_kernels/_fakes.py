@@ -88,6 +88,43 @@ def _layer_norm_backward(grad, x, weight, bias, eps, needs):
     return _norm_backward(x, weight, bias, needs)
 
 
+def _sum_partial_rows(rows, cols, sums):
+    """hfp_sum_partial_rows of hfpatch.h."""
+    if sums < 1 or rows <= sums:
+        return 0
+    parts = _partial_rows(rows, cols) // sums
+    return 0 if parts < 2 else torch.sym_min(parts, rows // sums) * sums
+
+
+def _product(sizes):
+    total = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def _if_needed(parameter, needed):
+    shape = parameter.shape if needed else (0,)
+    return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def _sums(x, parameter, needs):
+    rows, cols = _product(x.shape[:-1]), x.shape[-1]
+    wanted = (needs & 1) + (needs >> 1 & 1)
+    parts = _sum_partial_rows(rows, cols, _product(parameter.shape[:-1])) if wanted else 0
+    return torch.empty((parts, wanted * cols), dtype=torch.float32, device=x.device)
+
+
+def _add_activation_backward(grad, x, bias, *rest):
+    needs = rest[-1]
+    return _like(x), _if_needed(bias, needs & NEED_BIAS), _sums(grad, bias, needs)
+
+
+def _mul_add_backward(grad, a, b, cast, needs):
+    db, dc = _if_needed(b, needs & NEED_WEIGHT), _if_needed(b, needs & NEED_BIAS)
+    return _like(a), db, dc, _sums(grad, b, needs)
+
+
 def _cross_entropy(logits, *_):
     def rows():
         return torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
@@ -166,6 +203,29 @@ _FUNCTIONAL = {
     "sample": _indices,
 }
 _IN_PLACE = ("adamw_step", "clip_grads")
+    "add_gelu": _like,
+    "add_silu": _like,
+    "mul_add": _modulated,
+    "add_gelu_backward": _add_activation_backward,
+    "add_silu_backward": _add_activation_backward,
+    "mul_add_backward": _mul_add_backward,
+}
+#: HFP_IN_PLACE_TABLE of hfpatch.h
+_IN_PLACE = (
+    "rms_norm",
+    "layer_norm",
+    "gelu",
+    "silu",
+    "add_gelu",
+    "add_silu",
+    "mul_add",
+    "gate_residual",
+    "add_rms_norm",
+    "add_layer_norm",
+    "rope",
+    "rope_qk",
+    "qk_norm_rope",
+)
 
 
 def register():
@@ -177,6 +237,7 @@ def register():
         torch.library.register_fake(add_op_namespace_prefix(name + "_out"), _nothing)
     for name in _IN_PLACE:
         torch.library.register_fake(add_op_namespace_prefix(name), _nothing)
+        torch.library.register_fake(add_op_namespace_prefix(name + "_"), _nothing)
     ops._fakes_registered = True
 
 

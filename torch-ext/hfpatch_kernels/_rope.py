@@ -16,6 +16,24 @@ _qk_norm_rope = ops.qk_norm_rope.default
 _grad_enabled = torch.is_grad_enabled
 
 
+def tables(cos, sin):
+    """What the operators take: a complex table as its real view in ``cos``, without ``sin``."""
+    if cos is None or not cos.is_complex():
+        return cos, sin
+    if sin is not None:
+        raise RuntimeError(
+            "`sin`: expected None next to a complex `cos`, which holds both, got a tensor"
+        )
+    return torch.view_as_real(cos.resolve_conj()), None
+
+
+def _opposite(cos, sin):
+    """The tables of the opposite angles."""
+    if sin is not None:
+        return cos, -sin
+    return cos * cos.new_tensor([1.0, -1.0]), None
+
+
 class Rope(Function):
     """A rotation's transpose is the rotation by the opposite angle: rope with -sin."""
 
@@ -28,8 +46,7 @@ class Rope(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _rope(grad, cos, -sin, *ctx.codes), None, None, None
+        return _rope(grad, *_opposite(*ctx.saved_tensors), *ctx.codes), None, None, None
 
 
 class RopeQK(Function):
@@ -42,13 +59,13 @@ class RopeQK(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_q, grad_k):
-        cos, sin = ctx.saved_tensors
-        grad_q, grad_k = _rope_qk(grad_q, grad_k, cos, -sin, *ctx.codes)
+        opposite = _opposite(*ctx.saved_tensors)
+        grad_q, grad_k = _rope_qk(grad_q, grad_k, *opposite, *ctx.codes)
         return grad_q, grad_k, None, None, None
 
 
 def _refuse_table_gradients(cos, sin):
-    if cos.requires_grad or sin.requires_grad:
+    if cos.requires_grad or (sin is not None and sin.requires_grad):
         raise RuntimeError(
             "`{}`: expected a table that needs no gradient, got requires_grad=True; "
             "call .detach()".format("cos" if cos.requires_grad else "sin")
@@ -58,7 +75,7 @@ def _refuse_table_gradients(cos, sin):
 def rope(
     x: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Optional[Tensor] = None,
     seq_dim: int = 1,
     interleaved: bool = False,
     rotary_dim: int = 0,
@@ -74,7 +91,9 @@ def rope(
         cos, sin: fp32 or the dtype of ``x``. The shape of ``x`` with dimensions of size 1 where
             they repeat, or ``[1 or B, S, *]``, or ``[S, *]``. The last dimension is
             ``rotary_dim / 2``, or ``rotary_dim`` with each value twice, as the pairs lie; either
-            of the two is read.
+            of the two is read. Or a complex table ``exp(i angle)`` of ``rotary_dim / 2`` columns in
+            ``cos``, complex64 or its real view ``[..., 2]``, without ``sin``; it needs
+            ``interleaved=True`` (Llama's own code, Z-Image, Qwen-Image).
         seq_dim: the dimension of ``x`` that is ``S``.
         interleaved: pairs are columns ``2 i`` and ``2 i + 1`` (GPT-J, Cohere, diffusers); if false,
             columns ``i`` and ``i + rotary_dim / 2`` (transformers' ``rotate_half``).
@@ -90,6 +109,7 @@ def rope(
         RuntimeError: a dtype, device, shape or value that the kernel refuses, or a table that
             needs a gradient.
     """
+    cos, sin = tables(cos, sin)
     codes = (seq_dim, int(interleaved), rotary_dim, int(round_products))
     if _grad_enabled():
         _refuse_table_gradients(cos, sin)
@@ -102,7 +122,7 @@ def rope_qk(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Optional[Tensor] = None,
     seq_dim: int = 1,
     interleaved: bool = False,
     rotary_dim: int = 0,
@@ -120,6 +140,7 @@ def rope_qk(
     Raises:
         RuntimeError: as `rope`.
     """
+    cos, sin = tables(cos, sin)
     codes = (seq_dim, int(interleaved), rotary_dim, int(round_products))
     if _grad_enabled():
         _refuse_table_gradients(cos, sin)
@@ -152,7 +173,7 @@ def qk_norm_rope(
         q, k: as ``x`` of `rope`, for example views of a packed projection; they may differ in the
             number of heads.
         q_weight, k_weight: ``[D]``, or ``[H * D]`` with ``norm_across_heads``; both or neither.
-        cos, sin: as in `rope`; None for the norm alone.
+        cos, sin: as in `rope`; both None for the norm alone.
         eps, weight_offset, cast: as in `rms_norm`; ``"input"`` and ``"weight"`` need weights of the
             dtype of ``q``, and are then the same.
         norm_across_heads: normalize all heads of a token together (LTX, Wan), not each (Qwen3,
@@ -170,13 +191,14 @@ def qk_norm_rope(
     code = _codes.CASTS.get(cast)
     if code is None:
         _codes.reject("cast", cast, _codes.CASTS)
+    cos, sin = tables(cos, sin)
     if _grad_enabled():
-        if cos is not None and sin is not None:
+        if cos is not None:
             _refuse_table_gradients(cos, sin)
         if any(t is not None and t.requires_grad for t in (q, k, q_weight, k_weight)):
             norm = (eps, weight_offset, cast, norm_across_heads, seq_dim)
             q, k = _norm_heads(q, q_weight, *norm), _norm_heads(k, k_weight, *norm)
-            if cos is None or sin is None:
+            if cos is None:
                 return q, k
             return rope_qk(q, k, cos, sin, seq_dim, interleaved, rotary_dim, round_products)
     return _qk_norm_rope(

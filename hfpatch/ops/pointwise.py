@@ -1,0 +1,60 @@
+"""`add_gelu`, `add_silu`: bias and activation; `mul_add`: product and sum."""
+
+from __future__ import annotations
+
+from hfpatch.ops.activation import APPROXIMATIONS, activate, activate_aten, encode_gelu, encode_silu
+from hfpatch.ops.adaln import broadcast, encode_gate_residual
+from hfpatch.ops.base import Op, Tensor, compute_dtype
+
+
+def add_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    """`gelu(x + bias)`, the sum rounded to the dtype first.
+
+    Args:
+        x: `[..., D]`, floating.
+        bias: `[D]`, the dtype of `x`.
+        approximate: as in `gelu`.
+
+    Returns:
+        the shape and dtype of `x`.
+    """
+    return activate(x + bias, APPROXIMATIONS[approximate])
+
+
+def add_silu(x: Tensor, bias: Tensor) -> Tensor:
+    """`silu(x + bias)`, the sum rounded to the dtype first; `bias`: `[D]`, the dtype of `x`."""
+    return activate(x + bias, "silu")
+
+
+def mul_add(a: Tensor, b: Tensor, c: Tensor, cast: str = "input") -> Tensor:
+    """`a * b + c`.
+
+    Args:
+        a: `[..., D]`, floating.
+        b, c: each like `scale` of `norm_modulate`, one dtype.
+        cast: "input" rounds the product and the sum to the promoted dtype; "none" rounds once, to
+            the dtype of `a`.
+
+    Returns:
+        the shape of `a`.
+    """
+    b, c = broadcast(b, a), broadcast(c, a)
+    if cast == "input":
+        return a * b + c
+    wide = compute_dtype(a, b, c)
+    return (a.to(wide) * b.to(wide) + c.to(wide)).to(a.dtype)
+
+
+def add_gelu_aten(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    """`add_gelu` on ATen's kernels."""
+    return activate_aten(x + bias, APPROXIMATIONS[approximate])
+
+
+def add_silu_aten(x: Tensor, bias: Tensor) -> Tensor:
+    """`add_silu` on ATen's kernels."""
+    return activate_aten(x + bias, "silu")
+
+
+ADD_GELU = Op("add_gelu", add_gelu, add_gelu_aten, encode_gelu)
+ADD_SILU = Op("add_silu", add_silu, add_silu_aten, encode_silu)
+MUL_ADD = Op("mul_add", mul_add, mul_add, encode_gate_residual)

@@ -1,0 +1,280 @@
+// broadcast_backward.cu: the gradients of a * b + c and of act(x + bias), whose b, c and bias are the
+// same for many rows: see BroadcastBackwardArgs. hfp_mul_add_backward, hfp_add_gelu_backward and
+// hfp_add_silu_backward on CUDA.
+//
+// One pass over x and grad. A CTA has a part of the rows of one sum, and up to kThreads vectors of
+// their columns; a thread has one vector of columns, keeps the sums of its rows in registers, and
+// asks for its next row before it computes the present one. With parts > 1 these sums are a row of
+// `partials`, which a second, small launch adds up. No atomics, and the number of CTAs depends on
+// the shape only: same input, same bits.
+#include "activations_grad.cuh"
+#include "rows.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr char kOp[] = "broadcast_backward";
+
+struct BackwardParams {
+  void *dx, *first, *second;
+  float *partials;
+  const void *grad, *x, *param;
+  Rows grad_rows, x_rows, param_rows;
+  int64_t reduced, inner, parts, first_unit, units;
+  int64_t wide;  // of a row of partials
+  int vectors;   // per row
+  int chunks;    // of a row; each has `lanes` vectors
+  int lanes, groups;  // groups of threads, each with other rows
+  DType grad_type, param_type;
+};
+
+// ---------------------------------------------------------------------------------------------
+// Functions: F::apply(grad, x, param, first, second) leaves dx in grad and adds to the sums
+
+struct MulAdd {
+  template <class T, int N>
+  __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
+                                               const float (&p)[N], float (&first)[N],
+                                               float (&second)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      first[i] = fmaf(g[i], x[i], first[i]);
+      second[i] += g[i];
+      g[i] *= p[i];
+    }
+  }
+};
+
+template <int kActivation>
+struct AddActivation {
+  template <class T, int N>
+  __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
+                                               const float (&p)[N], float (&)[N],
+                                               float (&second)[N]) {
+    float y[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = __fadd_rn(x[i], p[i]);
+    round_to<T>(y);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      g[i] *= activate_slope<kActivation, sizeof(T) == 4>(y[i]).slope;
+      second[i] += g[i];
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+// One row's x and grad as they lie in memory. Grad: T or float.
+template <class T, class Grad, int N>
+struct Held {
+  Vec<T, N> x;
+  Vec<Grad, N> grad;
+
+  __device__ __forceinline__ void load(const BackwardParams &p, int64_t row, int64_t col) {
+    x.template load<Cache::kStream>(static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + col);
+    grad.template load<Cache::kStream>(static_cast<const Grad *>(p.grad) +
+                                       row_offset(p.grad_rows, row) + col);
+  }
+};
+
+// Where the sums of the CTA belong; null where they are not wanted.
+template <int N>
+__device__ __forceinline__ void put_sums(const BackwardParams &p, void *to, bool after_first,
+                                         int64_t unit, int64_t col, const float (&sums)[N]) {
+  if (to == nullptr) return;
+  if (p.parts > 1) {
+    const int64_t at = unit * p.wide + col + (after_first ? p.x_rows.cols : 0);
+    store_as<float>(p.partials, at, sums);
+  } else {
+    store_any(to, p.param_type, unit * p.x_rows.cols + col, sums);
+  }
+}
+
+template <class T, class Grad, class F, int N>
+__global__ void __launch_bounds__(kThreads)
+    broadcast_backward_kernel(const __grid_constant__ BackwardParams p) {
+  __shared__ __align__(16) float all[2][kThreads * N];
+  const int64_t local = blockIdx.x / static_cast<unsigned>(p.chunks);
+  const int chunk = static_cast<int>(blockIdx.x - local * p.chunks);
+  const int64_t unit = p.first_unit + local;
+  const int64_t sum = unit / p.parts, part = unit - sum * p.parts;
+  const int64_t outer = sum / p.inner, inner = sum - outer * p.inner;
+  const int group = threadIdx.x / static_cast<unsigned>(p.lanes);
+  const int lane = threadIdx.x - group * p.lanes;
+  const int vector = chunk * p.lanes + lane;
+  const bool active = group < p.groups && vector < p.vectors;
+  const int64_t col = static_cast<int64_t>(vector) * N;
+  const int64_t step = p.parts * p.groups;
+  const int64_t row_0 = outer * p.reduced * p.inner + inner;
+
+  float first[N], second[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
+  int64_t r = part * p.groups + group;
+  if (active && r < p.reduced) {
+    float param[N];
+    load_any(param, p.param, p.param_type, row_offset(p.param_rows, row_0) + col);
+    Held<T, Grad, N> now;
+    now.load(p, row_0 + r * p.inner, col);
+    while (r < p.reduced) {
+      Held<T, Grad, N> next = now;
+      if (r + step < p.reduced) next.load(p, row_0 + (r + step) * p.inner, col);
+      float x[N], g[N];
+      now.x.get(x);
+      now.grad.get(g);
+      F::template apply<T, N>(g, x, param, first, second);
+      store_as<T>(p.dx, (row_0 + r * p.inner) * p.x_rows.cols + col, g);
+      now = next;
+      r += step;
+    }
+  }
+
+  if (p.groups > 1) {  // the same for the whole grid: the barrier is safe
+    store_as<float>(all[0], threadIdx.x * N, first);
+    store_as<float>(all[1], threadIdx.x * N, second);
+    __syncthreads();
+    if (group > 0 || !active) return;
+    for (int other = 1; other < p.groups; ++other) {
+      const int from = (other * p.lanes + lane) * N;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        first[i] += all[0][from + i];
+        second[i] += all[1][from + i];
+      }
+    }
+  } else if (!active) {
+    return;
+  }
+  put_sums(p, p.first, false, unit, col, first);
+  put_sums(p, p.second, p.first != nullptr, unit, col, second);
+}
+
+// Adds up the parts of each sum: 32 columns of one sum in a CTA, every 32nd part in a warp.
+constexpr int kSumCols = 32, kSumWarps = 32;
+
+__global__ void __launch_bounds__(kSumCols *kSumWarps)
+    sum_parts_kernel(const __grid_constant__ BackwardParams p) {
+  __shared__ float all[kSumWarps][kSumCols + 1];
+  const int64_t chunks = (p.wide + kSumCols - 1) / kSumCols;
+  const int64_t local = blockIdx.x / chunks, sum = p.first_unit + local;
+  const int lane = threadIdx.x % kSumCols, warp = threadIdx.x / kSumCols;
+  const int64_t start = (blockIdx.x - local * chunks) * kSumCols, col = start + lane;
+  float total = 0.0f;
+  if (col < p.wide) {
+    const float *partials = p.partials + sum * p.parts * p.wide + col;
+#pragma unroll 4
+    for (int64_t part = warp; part < p.parts; part += kSumWarps) {
+      total += __ldcg(partials + part * p.wide);
+    }
+  }
+  all[warp][lane] = total;
+  __syncthreads();
+  // Turned, so that a warp holds the sums of one column and adds them by shuffles.
+  total = Group<32>::sum_lanes(all[lane][warp]);
+  const int64_t to = start + warp, cols = p.x_rows.cols;
+  if (lane == 0 && to < p.wide) {
+    const float value[1] = {total};
+    const bool to_first = p.first != nullptr && to < cols;
+    const int64_t own = to_first || p.first == nullptr ? to : to - cols;
+    store_any(to_first ? p.first : p.second, p.param_type, sum * cols + own, value);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+// `units` CTAs' worth of work, each of `ctas` CTAs, in launches that a grid can have.
+int32_t launch_units(void (*kernel)(BackwardParams), BackwardParams &p, int64_t units,
+                     int64_t ctas, int threads, void *stream) {
+  const int64_t per_launch = kMaxGrid / ctas;
+  for (p.first_unit = 0; p.first_unit < units; p.first_unit += per_launch) {
+    const int64_t left = units - p.first_unit;
+    const int32_t status =
+        launch(kernel, (left < per_launch ? left : per_launch) * ctas, threads, p, stream, kOp);
+    if (status != HFP_OK) return status;
+  }
+  return HFP_OK;
+}
+
+template <class T, class Grad, class F, int N>
+int32_t launch_vectors(BackwardParams &p, void *stream) {
+  const int64_t vectors = p.x_rows.cols / N;
+  p.chunks = static_cast<int>((vectors + kThreads - 1) / kThreads);
+  p.vectors = static_cast<int>(vectors);
+  p.lanes = static_cast<int>((vectors + p.chunks - 1) / p.chunks);
+  p.groups = kThreads / p.lanes;
+  if (p.groups > p.reduced) p.groups = p.reduced > 0 ? static_cast<int>(p.reduced) : 1;
+  const int threads = (p.lanes * p.groups + 31) / 32 * 32;
+  const int32_t status = launch_units(&broadcast_backward_kernel<T, Grad, F, N>, p, p.units,
+                                      p.chunks, threads, stream);
+  if (status != HFP_OK || p.parts == 1) return status;
+  return launch_units(&sum_parts_kernel, p, p.units / p.parts,
+                      (p.wide + kSumCols - 1) / kSumCols, kSumCols * kSumWarps, stream);
+}
+
+template <class T, class Grad, class F>
+int32_t launch_function(BackwardParams &p, void *stream) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  const bool aligned = p.x_rows.cols % N == 0 && rows_aligned(p.x_rows, p.x, sizeof(T)) &&
+                       rows_aligned(p.grad_rows, p.grad, sizeof(Grad)) &&
+                       rows_aligned(p.param_rows, p.param, size_of(p.param_type)) &&
+                       pointer_aligned(p.dx) && pointer_aligned(p.first) &&
+                       pointer_aligned(p.second) && pointer_aligned(p.partials);
+  if (aligned) return launch_vectors<T, Grad, F, N>(p, stream);
+  return launch_vectors<T, Grad, F, 1>(p, stream);
+}
+
+template <class T>
+int32_t launch_typed(BackwardParams &p, DType type, int activation, void *stream) {
+  switch (activation) {
+    case HFP_ACT_GELU_ERF:
+      return launch_function<T, T, AddActivation<HFP_ACT_GELU_ERF>>(p, stream);
+    case HFP_ACT_GELU_TANH:
+      return launch_function<T, T, AddActivation<HFP_ACT_GELU_TANH>>(p, stream);
+    case HFP_ACT_GELU_SIGMOID:
+      return launch_function<T, T, AddActivation<HFP_ACT_GELU_SIGMOID>>(p, stream);
+    case HFP_ACT_SILU:
+      return launch_function<T, T, AddActivation<HFP_ACT_SILU>>(p, stream);
+    default:
+      // The gradient of a * b + c has the dtype of a or, promoted, fp32.
+      if (p.grad_type == type) return launch_function<T, T, MulAdd>(p, stream);
+      return launch_function<T, float, MulAdd>(p, stream);
+  }
+}
+
+}  // namespace
+
+int32_t broadcast_backward(const BroadcastBackwardArgs &a, int device, void *stream) {
+  const int64_t units = a.outer * a.inner * a.parts;
+  if (units <= 0 || a.x_rows.cols <= 0) return HFP_OK;
+  BackwardParams p{};
+  p.dx = a.dx;
+  p.first = a.first;
+  p.second = a.second;
+  p.partials = a.partials;
+  p.grad = a.grad;
+  p.x = a.x;
+  p.param = a.param;
+  p.grad_rows = a.grad_rows;
+  p.x_rows = a.x_rows;
+  p.param_rows = a.param_rows;
+  p.reduced = a.reduced;
+  p.inner = a.inner;
+  p.parts = a.parts;
+  p.units = units;
+  p.wide = a.x_rows.cols * ((a.first != nullptr) + (a.second != nullptr));
+  p.grad_type = a.grad_type;
+  p.param_type = a.param_type;
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), kOp);
+  switch (a.type) {
+    case DType::F32: return launch_typed<float>(p, a.type, a.activation, stream);
+    case DType::F16: return launch_typed<__half>(p, a.type, a.activation, stream);
+    default: return launch_typed<__nv_bfloat16>(p, a.type, a.activation, stream);
+  }
+}
+
+}  // namespace hfp::cuda
