@@ -32,6 +32,13 @@ def add_parser(commands: Any) -> None:
         help="eager, torch, compile, max-autotune, liger or all; repeatable",
     )
     parser.add_argument("--threads", type=int, default=2, help="on the CPU; default 2")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes that compile for torch.compile before the measuring; default: half the "
+        "cores, up to 8, on a GPU machine, else 1",
+    )
     parser.add_argument("--output", type=Path, metavar="JSON", help="with both suites: a folder")
     parser.add_argument("--commit", help="what was measured; default: git's HEAD")
     parser.add_argument("--list", action="store_true", help="show what would be measured")
@@ -96,7 +103,7 @@ def _ops(args: argparse.Namespace, package: Any, device: Any, console: Any) -> d
 
     from rich.console import Console
 
-    from hfpatch.bench import ops, show
+    from hfpatch.bench import compiling, ops, show
     from hfpatch.bench.peers import choose
     from hfpatch.bench.timing import copy_bytes_per_second
 
@@ -108,9 +115,14 @@ def _ops(args: argparse.Namespace, package: Any, device: Any, console: Any) -> d
         for task in tasks:
             console.print(str(task), highlight=False)
         return {"rows": []}
-    copy = copy_bytes_per_second() if device.type == "cuda" else None
     rows: list[dict[str, Any]] = []
     with _progress(Console(stderr=True)) as progress:
+        jobs = compiling.default_jobs(device.type) if args.jobs is None else args.jobs
+        bar = progress.add_task("compiling", total=compiling.count(tasks, peers), visible=jobs > 1)
+        for line in compiling.compile_ahead(tasks, peers, device.type, jobs):
+            progress.update(bar, advance=1, description=f"compiled: {line}")
+        progress.remove_task(bar)
+        copy = copy_bytes_per_second() if device.type == "cuda" else None
         bar = progress.add_task("", total=len(tasks))
         for _, group in itertools.groupby(tasks, key=lambda task: task.case.name):
             here = []

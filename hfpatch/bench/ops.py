@@ -124,11 +124,9 @@ def measure(
     """
     case = task.case
     torch._dynamo.reset()
-    # the graph of a gradient's forward is kept: the gradient runs many times
-    torch._functorch.config.donated_buffer = False
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     with torch.no_grad(), torch.cuda.stream(stream):
-        first = _inputs(task, device)
+        first = inputs_of(task, device)
         results = _tensors(case.ours(package, *first))
         if case.mode != "train":
             results = results[: case.outputs]
@@ -193,10 +191,11 @@ def _sets(
         count = max(2, min(_MAX_SETS, math.ceil(2 * cache / max(moved, 1))))
     else:
         count = max(1, min(8, math.ceil(2**26 / max(moved, 1))))
-    return [first, *(_inputs(task, device) for _ in range(count - 1))]
+    return [first, *(inputs_of(task, device) for _ in range(count - 1))]
 
 
-def _inputs(task: Task, device: torch.device) -> tuple[Tensor, ...]:
+def inputs_of(task: Task, device: torch.device) -> tuple[Tensor, ...]:
+    """Fresh random inputs."""
     inputs = make_inputs(task.case.inputs, task.shape, task.dtype, device)
     return inputs if task.case.adjust is None else tuple(task.case.adjust(*inputs))
 

@@ -19,6 +19,8 @@ Tensor = torch.Tensor
 PEERS = ("eager", "torch", "compile", "max-autotune", "liger")
 OURS = "hfpatch"
 
+#: CUDA graphs are the benchmark's own.
+_MODES = {"compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 _DEFAULT = {"cuda": ("eager", "torch", "compile", "liger"), "cpu": ("eager", "torch")}
 
 
@@ -66,10 +68,11 @@ def function_of(peer: str, case: Case, package: Any) -> Function | None:
         return case.torch
     if peer == "liger":
         return case.liger
-    if peer == "compile":
-        return torch.compile(case.eager, dynamic=False)
-    if peer == "max-autotune":
-        return torch.compile(case.eager, dynamic=False, mode="max-autotune-no-cudagraphs")
+    if peer in _MODES:
+        # the graph of a gradient's forward is kept: the gradient runs many times
+        torch._functorch.config.donated_buffer = False
+        compiled: Function = torch.compile(case.eager, dynamic=False, mode=_MODES[peer])
+        return compiled
     return case.eager
 
 

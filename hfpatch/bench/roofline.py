@@ -48,9 +48,8 @@ def draw(
     axes = figure.subplots()
     points = sorted((row["floor_us"] * 1e-6 * copy, cold(row)) for row in _distinct(rows))
     sizes = [size for size, _ in points]
-    edge = copy * shortest_us * 1e-6
     low, high = sizes[0] / 1.5, sizes[-1] * 1.5
-    roof = sorted({low, *([edge] if low < edge < high else []), high})
+    roof = [low * (high / low) ** (i / 60) for i in range(61)]
     axes.plot(
         [size / 1e6 for size in roof],
         [min(copy, size / (shortest_us * 1e-6)) / 1e12 for size in roof],
@@ -75,7 +74,7 @@ def draw(
                 label=name,
             )
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("MB read and written")
     axes.set_ylabel("TB/s")
     axes.minorticks_off()
