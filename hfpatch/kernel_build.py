@@ -751,7 +751,7 @@ def resources(
     if shutil.which("c++filt"):
         names = "\n".join(kernel["kernel"] for kernel in found)
         done = subprocess.run(["c++filt"], input=names, text=True, stdout=subprocess.PIPE)
-        for kernel, name in zip(found, done.stdout.splitlines()):  # noqa: B905  (Python 3.9)
+        for kernel, name in zip(found, done.stdout.splitlines(), strict=True):
             name = name.replace("(anonymous namespace)::", "").replace("hfp::cuda::", "")
             kernel["kernel"] = re.sub(r"^void |\([^()]*\)$", "", name)
     return found

@@ -328,19 +328,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 constexpr char kOp[] = "fused_norm";
 
-// Half of rows.cuh's, since these kernels have twice its registers.
-constexpr int64_t kLatencyFused = kLatencyVectors / 2;
-
-// Fewer shapes than plan_rows, to build less.
-constexpr RowPlan plan_fused(int64_t vectors, int64_t rows) {
-  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
-  if (vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
-    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
-  }
-  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
-}
-constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
-
 template <class T, class P, bool kSum>
 int32_t launch_fast(FusedNormParams &p, void *stream) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
