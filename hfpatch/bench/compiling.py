@@ -73,3 +73,6 @@ def _compile(order: Order) -> None:
             prepare(peer, case, fn, inputs_of(Task(case, shape, dtype), torch.device(device)))()
     except Exception:  # met again, and reported, where it is measured
         return
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the other processes need room too
