@@ -1,4 +1,4 @@
-"""The command line: `hfpatch plan`, `hfpatch apply-check`, `hfpatch env`."""
+"""The command line: `hfpatch plan`, `apply-check`, `env` and `bench`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hfpatch.bench import command as bench
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -48,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     env = commands.add_parser("env", help="versions, devices, and the kernel build in use")
     env.add_argument("--json", action="store_true")
+    bench.add_parser(commands)
     return parser
 
 
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "env":
             return _env(args)
+        if args.command == "bench":
+            return bench.run(args)
         return _plan(args) if args.command == "plan" else _apply_check(args)
     except (OSError, ValueError, TypeError, RuntimeError) as e:
         print(f"hfpatch {args.command}: {e}", file=sys.stderr)

@@ -55,6 +55,7 @@ __all__ = [
     "digest",
     "find_torch",
     "main",
+    "resources",
 ]
 
 MIN_TORCH = (2, 11)
@@ -459,6 +460,7 @@ class _Builder:
         assert self.nvcc is not None
         host = [f for f in self._host_flags() if not f.startswith(("-O", "-std"))]
         command = [self.nvcc.path, "-O3", "-std=c++17", "-cudart", "static", "-DCUDA_KERNEL"]
+        command.append("-Xptxas=-v")  # for `resources`
         command += ["-ccbin", self.cxx, *(f"-Xcompiler={flag}" for flag in host)]
         for arch in self.archs:
             number = arch.replace("+PTX", "").replace(".", "")
@@ -505,11 +507,21 @@ class _Builder:
         depfile = unit.object.with_suffix(".d")
         partial = unit.object.with_suffix(f".{os.getpid()}.o")
         command = [*unit.command[:-1], str(partial), "-MMD", "-MF", str(depfile)]
-        _run(command, cwd=self.project)
+        said = _run(command, cwd=self.project)
         deps = _parse_depfile(depfile.read_text(encoding="utf-8"))
         os.replace(partial, unit.object)
-        _write(state, json.dumps({"key": self._key(unit, deps), "deps": deps}))
+        record = {"key": self._key(unit, deps), "deps": deps, "kernels": _parse_ptxas(said)}
+        _write(state, json.dumps(record))
         return True
+
+    def resources(self) -> list[dict[str, Any]]:
+        """What ptxas said of every kernel when it was compiled; see `_parse_ptxas`."""
+        found = []
+        for unit in self.units():
+            if unit.command[0] == (self.nvcc.path if self.nvcc else None):
+                record = json.loads(unit.object.with_suffix(".json").read_text(encoding="utf-8"))
+                found += [{"file": unit.object.stem, **kernel} for kernel in record["kernels"]]
+        return found
 
     def _key(self, unit: _Unit, deps: list[str]) -> str:
         sha = hashlib.sha256("\0".join(unit.command).encode())
@@ -625,6 +637,39 @@ def _parse_depfile(text: str) -> list[str]:
     return sorted({n.replace("\\ ", " ") for n in re.split(r"(?<!\\)\s+", names) if n})
 
 
+def _parse_ptxas(text: str) -> list[dict[str, Any]]:
+    """What `ptxas -v` says of each kernel.
+
+    Returns:
+        A dict for each kernel and architecture: `kernel` (mangled), `arch` ("sm_90"), `registers`
+        (per thread), `stack`, `spill_stores`, `spill_loads` (bytes per thread), `shared` (bytes per
+        block).
+    """
+    found = []
+    for entry in re.split(r"Compiling entry function ", text)[1:]:
+        name = re.match(r"'(\w+)' for '(sm_\w+)'", entry)
+        frame = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry
+        )
+        used = re.search(r"Used (\d+) registers", entry)
+        if name is None or frame is None or used is None:
+            raise KernelBuildError(f"`ptxas -v` said what was not expected: {entry[:300]}")
+        shared = re.search(r"(\d+) bytes smem", entry)
+        stack, stores, loads = map(int, frame.groups())
+        found.append(
+            {
+                "kernel": name[1],
+                "arch": name[2],
+                "registers": int(used[1]),
+                "stack": stack,
+                "spill_stores": stores,
+                "spill_loads": loads,
+                "shared": int(shared[1]) if shared else 0,
+            }
+        )
+    return found
+
+
 def digest(variant: Path) -> dict[str, Any]:
     """The ``digest`` entry of ``metadata.json``: base64 SHA-256 of each file of ``variant``."""
     files = {}
@@ -681,6 +726,54 @@ def build(
     return built
 
 
+def resources(
+    project_dir: str | os.PathLike[str], archs: str | None = None, verbose: bool = True
+) -> list[dict[str, Any]]:
+    """Registers, spills and shared memory of every CUDA kernel, as ptxas reports them.
+
+    Compiles what is not up to date.
+
+    Args:
+        project_dir, archs, verbose: as in `build`.
+
+    Returns:
+        A dict for each kernel and architecture: `file`, `kernel` (its name, demangled where
+        ``c++filt`` is installed), `arch` ("sm_90"), `registers` per thread, `stack`,
+        `spill_stores` and `spill_loads` in bytes per thread, `shared` in bytes per block.
+
+    Raises:
+        ToolchainMissing: the machine lacks what the backend needs.
+        KernelBuildError: a compiler failed.
+    """
+    builder = _Builder(Path(project_dir).resolve(), "cuda", archs, verbose)
+    builder.compile()
+    found = builder.resources()
+    if shutil.which("c++filt"):
+        names = "\n".join(kernel["kernel"] for kernel in found)
+        done = subprocess.run(["c++filt"], input=names, text=True, stdout=subprocess.PIPE)
+        for kernel, name in zip(found, done.stdout.splitlines(), strict=True):
+            name = name.replace("(anonymous namespace)::", "").replace("hfp::cuda::", "")
+            kernel["kernel"] = re.sub(r"^void |\([^()]*\)$", "", name)
+    return found
+
+
+def _print_resources(found: list[dict[str, Any]]) -> int:
+    """A line for each kernel; returns how many spill."""
+    print("file arch registers spill_stores spill_loads stack shared kernel")
+    spilling = 0
+    for k in found:
+        spills = k["spill_stores"] or k["spill_loads"]
+        spilling += bool(spills)
+        numbers = " ".join(
+            f"{k[name]:>4}"
+            for name in ("registers", "spill_stores", "spill_loads", "stack", "shared")
+        )
+        mark = "  <- spills" if spills else ""
+        print(f"{k['file']} {k['arch']} {numbers} {k['kernel']}{mark}")
+    print(f"{len(found)} kernels, {spilling} with spills")
+    return spilling
+
+
 def build_available(
     project_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
@@ -726,7 +819,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=str(Path(__file__).resolve().parent.parent),
         help="directory of build.toml (default: the source tree)",
     )
-    parser.add_argument("--out", required=True, help="build/<variant>/ is written here")
+    parser.add_argument("--out", help="build/<variant>/ is written here")
+    parser.add_argument(
+        "--resources",
+        action="store_true",
+        help="print registers, spills and shared memory of every CUDA kernel instead; fails on "
+        "spills",
+    )
     parser.add_argument(
         "--backend",
         action="append",
@@ -736,7 +835,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--archs", help="CUDA architectures: all, native, none or 8.0;9.0+PTX")
     parser.add_argument("--quiet", action="store_true")
     args = parser.parse_args(argv)
+    if not (args.out or args.resources):
+        parser.error("`--out` or `--resources` is needed")
     try:
+        if args.resources:
+            found = resources(args.project, args.archs, not args.quiet)
+            return int(_print_resources(found) > 0)
         if args.backend:
             build(args.project, args.out, args.backend, args.archs, not args.quiet)
             return 0

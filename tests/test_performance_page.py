@@ -12,9 +12,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_the_page_is_generated_from_the_results() -> None:
-    script = ROOT / "benchmarks" / "page.py"
-    done = subprocess.run([sys.executable, str(script), "--check"], check=False)
-    assert done.returncode == 0, "run `python benchmarks/page.py` and commit docs/performance.md"
+    command = [sys.executable, "-m", "hfpatch", "bench", "--page", "--check"]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    assert done.returncode == 0, "run `hfpatch bench --page` and commit docs"
 
 
 def test_results_say_where_they_come_from() -> None:

@@ -10,14 +10,12 @@
 #include <type_traits>
 
 #include "../kernels.h"
+#include "tuning.cuh"
 
 namespace hfp::cuda {
 
 // ---------------------------------------------------------------------------------------------
 // Vector I/O
-
-// Bytes of the widest load or store that every supported architecture has.
-inline constexpr int kVectorBytes = 16;
 
 // kStream skips L1: every byte of an activation is read once, so it would only evict the weights.
 // It is a plain (coherent) load, because `out` may be the buffer that is read.

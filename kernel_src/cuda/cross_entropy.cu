@@ -25,8 +25,6 @@ struct CrossEntropyParams {
   float softcap, inverse_softcap;  // softcap 0: none
 };
 
-constexpr int kCrossThreads = 512;
-constexpr int kCrossUnroll = 4;  // vectors that a thread has on their way
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.69314718f;
 

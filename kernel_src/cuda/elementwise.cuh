@@ -8,16 +8,6 @@
 
 namespace hfp::cuda {
 
-// Small CTAs, so that the last wave is short.
-inline constexpr int kElementwiseThreads = 128;
-
-// Vectors of each input that a thread has on their way at once. Two in all, with 2048 threads on an
-// SM, are about twice what covers the latency of HBM at full speed: more would only take registers,
-// hence threads. A tensor that one wave of an H100 covers is spread over more threads instead.
-template <int kInputs>
-inline constexpr int kVectorsPerThread = kInputs == 1 ? 2 : 1;
-inline constexpr int64_t kSmallVectors = int64_t{1} << 18;
-
 // n / d as a multiplication, for n < 2^31 and 1 <= d < 2^31. Granlund & Montgomery,
 // doi:10.1145/178243.178249.
 struct FastDivisor {

@@ -255,8 +255,9 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 
 // Any width, any alignment, any mix of dtypes: the row is read two or three times, from L2 mostly
 // after the first. A thread reads of `sum` what it wrote itself.
+// At least one CTA per SM, said for ptxas: left to itself it aims at two on sm_80, and spills.
 template <class T, int N>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     fused_norm_loop_kernel(const __grid_constant__ FusedNormParams p) {
   wait_for_previous();
   using G = Group<kCta>;
@@ -329,19 +330,6 @@ __global__ void __launch_bounds__(kMaxThreads)
 // Launchers
 
 constexpr char kOp[] = "fused_norm";
-
-// Half of rows.cuh's, since these kernels have twice its registers.
-constexpr int64_t kLatencyFused = kLatencyVectors / 2;
-
-// Fewer shapes than plan_rows, to build less.
-constexpr RowPlan plan_fused(int64_t vectors, int64_t rows) {
-  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
-  if (vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
-    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
-  }
-  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
-}
-constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
 
 template <class T, class P, bool kSum>
 int32_t launch_fast(FusedNormParams &p, void *stream) {

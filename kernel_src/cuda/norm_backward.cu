@@ -4,8 +4,6 @@
 namespace hfp::cuda {
 namespace {
 
-constexpr int kSumThreads = 1024;
-constexpr int kSumCols = 32;  // per CTA; each warp adds up every 32nd row of these
 constexpr int kSumWarps = kSumThreads / kSumCols;
 
 __global__ void __launch_bounds__(kSumThreads)

@@ -118,8 +118,6 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
 
 // A row too wide for the registers of a CTA, or of narrow vectors, is read twice. A thread writes
 // what it has read itself and after the sum, so in place is safe.
-constexpr int kLoopThreads = 512;
-
 template <class T, int N, bool kInterleaved>
 __global__ void __launch_bounds__(kLoopThreads)
     norm_rope_loop_kernel(const __grid_constant__ RopeParams p) {

@@ -225,8 +225,6 @@ __device__ __forceinline__ void finish_unit(const RopeParams &p, Pair<T, N> &v, 
 //
 // cos and sin are loaded once for all of them; with kHeads > 1 they must be the same for all heads.
 // With a norm, the lanes hold one head wholly (chunks == 1).
-inline constexpr int kHeadThreads = 128;
-
 template <class T, class Tab, class W, int N, bool kInterleaved, bool kNorm, int kHeads>
 __global__ void __launch_bounds__(kHeadThreads)
     rope_heads_kernel(const __grid_constant__ RopeParams p) {
@@ -389,9 +387,6 @@ int32_t each_token_range(const RopeArgs &a, RopeParams &p, int64_t per_token, La
   }
   return HFP_OK;
 }
-
-// From so many threads on the GPU is full without one for each head.
-inline constexpr int64_t kFullThreads = int64_t{1} << 19;
 
 template <class T, class Tab, class W, int N, bool kInterleaved, bool kNorm>
 int32_t launch_heads(const RopeArgs &a, void *stream, const char *op) {

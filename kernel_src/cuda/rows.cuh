@@ -6,72 +6,7 @@
 namespace hfp::cuda {
 
 // ---------------------------------------------------------------------------------------------
-// The table: threads per row x vectors per thread
-//
-// A row lies in the registers of its threads from the first load to the last store, so memory is
-// passed over once. k<A>x<B>: A threads (8, 16, 32: a part of a warp or a warp; Cta: one CTA per
-// row, its size set at the launch) of B vectors (16 bytes where aligned) each.
-enum class Shape { k8x2, k16x2, k32x2, k32x4, k32x8, kCtaX1, kCtaX4, kCtaX8, kLoop };
-
-// CTA size where a CTA holds several rows. Small, so that the last wave is short.
-inline constexpr int kRowThreads = 128;
-
-// Sums of 32 vectors in the widest row whose threads hold four vectors: 4 * kMaxThreadsX4 / 32.
-inline constexpr int kPartials = 64;
-
-// Largest CTA that holds a row. What bounds it is the register file, 65536 per SM: x4 keeps the
-// parameters in registers too (128 per thread), x8 the row only (80); x1 needs 32.
-inline constexpr int kMaxThreadsX4 = 512;
-inline constexpr int kMaxThreadsX8 = 768;
-inline constexpr int kMaxThreads = 1024;
-inline constexpr int64_t kMaxHeldVectors = 8 * kMaxThreadsX8;
-static_assert(4 * kMaxThreadsX4 / 32 <= kPartials && kMaxThreads / 32 <= kPartials);
-
-// Up to so many vectors in the whole tensor, all are on their way at once with one per thread (an
-// H100 runs 270,000 threads): the time is then the latency of one thread's work, which is shortest
-// with one vector.
-inline constexpr int64_t kLatencyVectors = int64_t{1} << 18;
-
-struct RowPlan {
-  Shape shape;
-  int threads;   // per CTA
-  int cta_rows;  // rows per CTA
-};
-
-constexpr int cta_threads(int64_t vectors, int per_thread) {
-  const int64_t per_warp = 32 * per_thread;
-  return static_cast<int>((vectors + per_warp - 1) / per_warp * 32);
-}
-
-// For rows of `vectors` vectors. The number of rows may choose between layouts that add in one order
-// only (see Group::sum), so that the bits of a row do not depend on the batch around it.
-//
-// Narrow rows: as few threads as still read whole 128-byte lines, so
-// that a CTA holds many rows, each thread has two loads in flight, and the sum takes few shuffles.
-// Up to a warp of 8 vectors a row needs no barrier. Beyond that a CTA per row, 4 vectors a thread,
-// cut to the row's length in whole warps, so that no width wastes more than a warp.
-// `warp_of_8` says whether a warp of 8 vectors can hold the parameters too: see kWarpOf8.
-constexpr RowPlan plan_rows(int64_t vectors, int64_t rows, bool warp_of_8) {
-  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
-  if (vectors <= 32) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
-  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
-  if (vectors <= kMaxThreads && rows <= kLatencyVectors / vectors) {
-    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
-  }
-  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
-  if (vectors <= 256 && warp_of_8) return {Shape::k32x8, kRowThreads, kRowThreads / 32};
-  if (vectors <= 4 * kMaxThreadsX4) return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
-  if (vectors <= kMaxHeldVectors) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
-  return {Shape::kLoop, kMaxThreads, 1};
-}
-
-// The same for the general kernels (narrow vectors, mixed dtypes): fewer shapes, to build less.
-constexpr RowPlan plan_rows_general(int64_t vectors) {
-  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
-  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
-  if (vectors <= kMaxHeldVectors) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
-  return {Shape::kLoop, kMaxThreads, 1};
-}
+// Layouts; plan_rows in tuning.cuh chooses one
 
 // Threads per row as a template parameter; kCta stands for "the whole CTA".
 inline constexpr int kCta = 0;
@@ -80,10 +15,6 @@ constexpr int max_threads(int row_threads, int vectors) {
   if (row_threads != kCta) return kRowThreads;
   return vectors == 4 ? kMaxThreadsX4 : vectors == 8 ? kMaxThreadsX8 : kMaxThreads;
 }
-
-// Registers that a thread may fill with row and parameters before the parameters are left in
-// memory (L1, mostly) until they are used. 64 leaves 16 warps or more per SM.
-inline constexpr int kHoldWords = 64;
 
 template <int kWordsPerVector>
 inline constexpr bool kWarpOf8 = 8 * kWordsPerVector <= kHoldWords;

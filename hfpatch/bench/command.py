@@ -1,0 +1,172 @@
+"""`hfpatch bench`: the arguments, and what they run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+SUITES = ("ops", "host")
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def add_parser(commands: Any) -> None:
+    """The subcommand, for `hfpatch.cli`; imports nothing heavy."""
+    parser = commands.add_parser(
+        "bench",
+        help="time every op against eager PyTorch, torch.compile, Liger and torch's fused op",
+        description="GPU time by CUDA-graph replay (cold: buffers rotate past the L2 cache; warm: "
+        "one buffer), host time apart; on the CPU wall time. Peers run in turns in one process.",
+    )
+    parser.add_argument("suites", nargs="*", metavar="suite", help=f"{', '.join(SUITES)}; both")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--op", action="append", metavar="GLOB", help="repeatable")
+    parser.add_argument("--shape", action="append", metavar="4x1024x2048", help="repeatable")
+    parser.add_argument("--dtype", action="append", choices=_DTYPES, help="repeatable")
+    parser.add_argument(
+        "--peer",
+        "--peers",
+        action="append",
+        metavar="NAME",
+        help="eager, torch, compile, max-autotune, liger or all; repeatable",
+    )
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU; default 2")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes that compile for torch.compile before the measuring; default: half the "
+        "cores, up to 8, on a GPU machine, else 1",
+    )
+    parser.add_argument("--output", type=Path, metavar="JSON", help="with both suites: a folder")
+    parser.add_argument("--commit", help="what was measured; default: git's HEAD")
+    parser.add_argument("--list", action="store_true", help="show what would be measured")
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write docs/performance.md from benchmarks/results/*.json and measure nothing",
+    )
+    parser.add_argument("--check", action="store_true", help="with --page: fail if out of date")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit status.
+
+    Raises:
+        ValueError: an argument that cannot be; says what can.
+        KernelLoadError: no compiled kernels.
+    """
+    if args.page:
+        from hfpatch.bench.page import update
+
+        return update(Path.cwd(), args.check)
+    unknown = sorted(set(args.suites) - set(SUITES))
+    if unknown:
+        raise ValueError(f"suite `{unknown[0]}`: expected one of {', '.join(SUITES)}")
+    suites = [s for s in SUITES if s in args.suites] or list(SUITES)
+    import torch
+    from rich.console import Console
+
+    from hfpatch.bench import results
+    from hfpatch.sources import local_package
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA device")
+    if device.type == "cpu":
+        torch.set_num_threads(args.threads)
+    package = local_package()
+    if device.type not in package.devices:
+        raise ValueError(f"the kernel build {package.variant} has no code for {device.type}")
+    console = Console()
+    for suite in suites:
+        result = results.head(suite, device, args.commit)
+        start = time.perf_counter()
+        measured = _ops if suite == "ops" else _host
+        result |= measured(args, package.module, device, console)
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        if args.list:
+            continue
+        console.print(f"{suite}: {result['seconds']} s on {result['device']}")
+        if args.output:
+            short = "cpu" if device.type == "cpu" else result["device"].split()[1].lower()
+            many = len(suites) > 1
+            path = args.output / f"{suite}-{short}.json" if many else args.output
+            results.write(result, path)
+            console.print(f"wrote {path}")
+    return 0
+
+
+def _ops(args: argparse.Namespace, package: Any, device: Any, console: Any) -> dict[str, Any]:
+    import itertools
+
+    from rich.console import Console
+
+    from hfpatch.bench import compiling, ops, show
+    from hfpatch.bench.peers import choose
+    from hfpatch.bench.timing import copy_bytes_per_second
+
+    peers = choose(args.peer, device.type)
+    tasks, missing = ops.select(package, device.type, args.op, args.shape, args.dtype)
+    for name in missing:
+        console.print(f"[yellow]{name}[/]: not in this build of the kernels, not measured")
+    if args.list:
+        for task in tasks:
+            console.print(str(task), highlight=False)
+        return {"rows": []}
+    rows: list[dict[str, Any]] = []
+    with _progress(Console(stderr=True)) as progress:
+        jobs = compiling.default_jobs(device.type) if args.jobs is None else args.jobs
+        bar = progress.add_task("compiling", total=compiling.count(tasks, peers), visible=jobs > 1)
+        for line in compiling.compile_ahead(tasks, peers, device.type, jobs):
+            progress.update(bar, advance=1, description=f"compiled: {line}")
+        progress.remove_task(bar)
+        copy = copy_bytes_per_second() if device.type == "cuda" else None
+        bar = progress.add_task("", total=len(tasks))
+        for _, group in itertools.groupby(tasks, key=lambda task: task.case.name):
+            here = []
+            for task in group:
+                progress.update(bar, description=str(task))
+                here.append(ops.measure(task, package, device, peers, copy))
+                progress.advance(bar)
+            for cache in ("cold", "warm"):
+                show.show_ops(console, here, cache)
+            rows += here
+    show.summary(console, rows)
+    if copy is None:
+        return {"rows": rows}
+    console.print(f"copy: {copy / 1e12:.2f} TB/s read and written")
+    return {"copy_bytes_per_s": copy, "rows": rows}
+
+
+def _host(args: argparse.Namespace, package: Any, device: Any, console: Any) -> dict[str, Any]:
+    from rich.console import Console
+
+    from hfpatch.bench import host, show
+
+    if args.list:
+        console.print("host time of each op and of every way to call a norm")
+        return {"rows": []}
+    with _progress(Console(stderr=True)) as progress:
+        bar = progress.add_task("host: ways to call a norm", total=None)
+        rows = host.norm_rows(package, device)
+        for row in host.op_rows(package, device):
+            progress.update(bar, description=f"host: {row['op']}")
+            rows.append(row)
+    show.show_host(console, rows)
+    return {"rows": rows}
+
+
+def _progress(console: Any) -> Any:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)

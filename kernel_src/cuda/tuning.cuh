@@ -1,0 +1,154 @@
+// tuning.cuh: the tuned choices of the CUDA kernels, in one table; docs/gpus.md says what they mean
+// on each GPU.
+//
+// All are compile-time constants, the same for every architecture: tuned on an H100, and chosen such
+// that they hold where registers (65536 per SM) and line sizes (128 bytes) are the same, which is
+// everywhere from compute capability 7.5 on. Numbers of threads on the GPU are an H100's; on a
+// smaller one the layouts for little work are used a little longer than they pay.
+//
+//   constant               value       what                                     used by
+//   kVectorBytes           16          widest load and store                    all
+//   kElementwiseThreads    128         CTA                                      elementwise.cuh
+//   kVectorsPerThread      2 or 1      vectors on their way (1 input, 2)        elementwise.cuh
+//   kSmallVectors          2^18        up to here one vector per thread         elementwise.cuh
+//   kRowThreads            128         CTA with several rows                    rows.cuh
+//   kMaxThreads(X4, X8)    1024        largest CTA per row with 1 vector per    rows.cuh
+//                          512, 768    thread; with 4; with 8
+//   kLatencyVectors        2^18        up to here one vector per thread         rows.cuh
+//   kHoldWords             64          registers for a row and its parameters   rows.cuh
+//   plan_rows              see below   layout by the row's length               norms
+//   kHeadThreads           128         CTA                                      rope.cuh
+//   kFullThreads           2^19        from here four heads per thread          rope.cuh
+//   kLoopThreads           512         CTA of a wide norm across heads          qk_norm_rope.cu
+//   kCrossThreads, -Unroll 512, 4      CTA; vectors on their way                cross_entropy.cu
+//   kSumThreads, -Cols     1024, 32    CTA; columns of partial sums             norm_backward.cu
+#pragma once
+
+#include <cstdint>
+
+namespace hfp::cuda {
+
+// Bytes of the widest load or store that every supported architecture has.
+inline constexpr int kVectorBytes = 16;
+
+// ---------------------------------------------------------------------------------------------
+// Elementwise
+
+// Small CTAs, so that the last wave is short.
+inline constexpr int kElementwiseThreads = 128;
+
+// Vectors of each input that a thread has on their way at once. Two in all, with 2048 threads on an
+// SM, are about twice what covers the latency of HBM at full speed: more would only take registers,
+// hence threads. A tensor that one wave of an H100 covers is spread over more threads instead.
+template <int kInputs>
+inline constexpr int kVectorsPerThread = kInputs == 1 ? 2 : 1;
+inline constexpr int64_t kSmallVectors = int64_t{1} << 18;
+
+// ---------------------------------------------------------------------------------------------
+// Rows: threads per row x vectors per thread
+// A row lies in the registers of its threads from the first load to the last store, so memory is
+// passed over once. k<A>x<B>: A threads (8, 16, 32: a part of a warp or a warp; Cta: one CTA per
+// row, its size set at the launch) of B vectors (16 bytes where aligned) each.
+enum class Shape { k8x2, k16x2, k32x2, k32x4, k32x8, kCtaX1, kCtaX4, kCtaX8, kLoop };
+
+// CTA size where a CTA holds several rows. Small, so that the last wave is short.
+inline constexpr int kRowThreads = 128;
+
+// Sums of 32 vectors in the widest row whose threads hold four vectors: 4 * kMaxThreadsX4 / 32.
+inline constexpr int kPartials = 64;
+
+// Largest CTA that holds a row. What bounds it is the register file, 65536 per SM: x4 keeps the
+// parameters in registers too (128 per thread), x8 the row only (80); x1 needs 32.
+inline constexpr int kMaxThreadsX4 = 512;
+inline constexpr int kMaxThreadsX8 = 768;
+inline constexpr int kMaxThreads = 1024;
+inline constexpr int64_t kMaxHeldVectors = 8 * kMaxThreadsX8;
+static_assert(4 * kMaxThreadsX4 / 32 <= kPartials && kMaxThreads / 32 <= kPartials);
+
+// Up to so many vectors in the whole tensor, all are on their way at once with one per thread (an
+// H100 runs 270,000 threads): the time is then the latency of one thread's work, which is shortest
+// with one vector.
+inline constexpr int64_t kLatencyVectors = int64_t{1} << 18;
+
+struct RowPlan {
+  Shape shape;
+  int threads;   // per CTA
+  int cta_rows;  // rows per CTA
+};
+
+constexpr int cta_threads(int64_t vectors, int per_thread) {
+  const int64_t per_warp = 32 * per_thread;
+  return static_cast<int>((vectors + per_warp - 1) / per_warp * 32);
+}
+
+// For rows of `vectors` vectors. The number of rows may choose between layouts that add in one order
+// only (see Group::sum), so that the bits of a row do not depend on the batch around it.
+//
+// Narrow rows: as few threads as still read whole 128-byte lines, so that a CTA holds many rows,
+// each thread has two loads in flight, and the sum takes few shuffles.
+// Up to a warp of 8 vectors a row needs no barrier. Beyond that a CTA per row, 4 vectors a thread,
+// cut to the row's length in whole warps, so that no width wastes more than a warp.
+// `warp_of_8` says whether a warp of 8 vectors can hold the parameters too: see kWarpOf8.
+constexpr RowPlan plan_rows(int64_t vectors, int64_t rows, bool warp_of_8) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 32) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (vectors <= kMaxThreads && rows <= kLatencyVectors / vectors) {
+    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
+  }
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  if (vectors <= 256 && warp_of_8) return {Shape::k32x8, kRowThreads, kRowThreads / 32};
+  if (vectors <= 4 * kMaxThreadsX4) return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+  if (vectors <= kMaxHeldVectors) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
+  return {Shape::kLoop, kMaxThreads, 1};
+}
+
+// The same for the general kernels (narrow vectors, mixed dtypes): fewer shapes, to build less.
+constexpr RowPlan plan_rows_general(int64_t vectors) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  if (vectors <= kMaxHeldVectors) return {Shape::kCtaX8, cta_threads(vectors, 8), 1};
+  return {Shape::kLoop, kMaxThreads, 1};
+}
+
+// Registers that a thread may fill with row and parameters before the parameters are left in
+// memory (L1, mostly) until they are used. 64 leaves 16 warps or more per SM.
+inline constexpr int kHoldWords = 64;
+
+// ---------------------------------------------------------------------------------------------
+// Rows with a residual sum or a modulation: fused_norm.cu
+
+// Half of the norms', since these kernels have twice its registers.
+inline constexpr int64_t kLatencyFused = kLatencyVectors / 2;
+
+// Fewer shapes than plan_rows, to build less.
+constexpr RowPlan plan_fused(int64_t vectors, int64_t rows) {
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
+    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
+  }
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
+
+// ---------------------------------------------------------------------------------------------
+// RoPE
+
+inline constexpr int kHeadThreads = 128;
+
+// From so many threads on the GPU is full without one for each head.
+inline constexpr int64_t kFullThreads = int64_t{1} << 19;
+
+// CTA of a norm across heads that is too wide for registers.
+inline constexpr int kLoopThreads = 512;
+
+// ---------------------------------------------------------------------------------------------
+// Cross entropy, and the sums of the parameters' gradients
+
+inline constexpr int kCrossThreads = 512;
+inline constexpr int kCrossUnroll = 4;  // vectors that a thread has on their way
+
+inline constexpr int kSumThreads = 1024;
+inline constexpr int kSumCols = 32;  // per CTA; each warp adds up every 32nd row of these
+
+}  // namespace hfp::cuda
