@@ -231,6 +231,8 @@ struct ClipGradsArgs {
   const HfpTensorList *grads;
   const float *total_norm;
   float max_norm;
+};
+
 // A wide row is reduced in parts, by one warp each, whose results are then added in their order: the
 // bits are the same whether one CTA takes all parts or many CTAs share them (few, wide rows), which
 // takes a workspace of one 8-byte entry per part.
@@ -284,6 +286,8 @@ struct SampleArgs {
   const float *temperatures, *top_ps, *min_ps;
   float temperature, top_p, min_p;
   int64_t top_k;
+};
+
 // out = act(x + bias), the sum rounded to `type` first.
 struct AddActivationArgs {
   void *out;
