@@ -3,13 +3,17 @@
 from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
+from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
 
+#: Blocks in which text and image tokens attend to each other.
+JOINT: tuple[Family, ...] = (FLUX, FLUX_SINGLE)
+
 FAMILIES: tuple[Family, ...] = tuple(
     sorted(
-        (LtxBlocks(), AttentionProcessors(), GatedMlps(), Norms(), Activations()),
+        (LtxBlocks(), *JOINT, AttentionProcessors(), GatedMlps(), Norms(), Activations()),
         key=lambda f: f.rank,
     )
 )
