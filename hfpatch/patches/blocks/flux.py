@@ -20,14 +20,16 @@ from hfpatch.patches.blocks.joint import (
     added_qkv_of,
     compact,
     joined,
+    mlp,
     product_of_two,
     qkv_of,
     rows,
     to_out,
     weights_of,
+    within_range,
 )
 from hfpatch.patches.blocks.memo import StepMemo
-from hfpatch.patches.blocks.projections import feed_forward, gelu_product
+from hfpatch.patches.blocks.projections import feed_forward
 
 
 def sample(generator: torch.Generator) -> dict[str, Any]:
@@ -43,11 +45,6 @@ def sample(generator: torch.Generator) -> dict[str, Any]:
         "temb": draw(2, 64),
         "image_rotary_emb": (angles.cos(), angles.sin()),
     }
-
-
-def within_range(x: Tensor) -> Tensor:
-    """fp16's infinities to its largest numbers, as the original does."""
-    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
 class FluxSubject(JointSubject):
@@ -126,7 +123,6 @@ class FluxSubject(JointSubject):
 
 class FluxSingleSubject(JointSubject):
     title = "fused block: AdaLN, attention and MLP in parallel, qk norm + RoPE, gate"
-    ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
     processor = "FluxAttnProcessor"
 
     @classmethod
@@ -181,12 +177,6 @@ class FluxSingleSubject(JointSubject):
             return h[:, :split], h[:, split:]
 
         return fused
-
-
-def mlp(block: Any, x: Tensor) -> Tensor:
-    """The first half of a single-stream block's MLP: linear and GELU."""
-    h = gelu_product(block.proj_mlp, x, block.act_mlp.approximate)
-    return block.act_mlp(block.proj_mlp(x)) if h is None else h
 
 
 FLUX = JointFamily("^FluxTransformerBlock$", FluxSubject)

@@ -21,7 +21,13 @@ from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 from hfpatch.patches.blocks.memo import StepMemo
-from hfpatch.patches.blocks.projections import is_packed, is_plain, project, project_into
+from hfpatch.patches.blocks.projections import (
+    gelu_product,
+    is_packed,
+    is_plain,
+    project,
+    project_into,
+)
 
 Tables = tuple[Tensor, Tensor]
 #: Per stream or block, as AdaLN-Zero chunks them: shift, scale, gate, then the FFN's three.
@@ -72,6 +78,7 @@ class JointKernels:
             "gate_residual_norm_modulate", eps=eps, norm="layer", cast="input"
         )
         self.silu = StepMemo(F.silu)
+        self.attention = MaskedAttention()
         self._norm_rope_into: Callable[..., None] | None = None
         if qk is not None:
             self._norm_rope_into = bind(
@@ -146,14 +153,24 @@ class JointKernels:
             parts.append(Part(x, s.linears, (tokens,)))
         q, k, v = self.qkv(parts, heads)
         lengths = [s.h.shape[1] for s in streams]
-        attended = torch.split(attention(q, k, v, mask, backend=backend).flatten(2), lengths, 1)
-        return [self.after(s, piece) for s, piece in zip(streams, attended, strict=True)]
+        attended = self.attention(q, k, v, mask, backend=backend).flatten(2).split(lengths, 1)  # type: ignore[no-untyped-call]
+        return [
+            self.after(s.h, s.modulation, piece, s.out, s.ff)
+            for s, piece in zip(streams, attended, strict=True)
+        ]
 
-    def after(self, s: Stream, attended: Tensor) -> Tensor:
+    def after(
+        self,
+        h: Tensor,
+        modulation: Modulation,
+        attended: Tensor,
+        out: Callable[[Tensor], Tensor],
+        ff: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """What follows the attention in one stream: two gated sums and the FFN."""
-        _, _, gate1, shift2, scale2, gate2 = s.modulation
-        h, x = self.gate_modulate(s.h, gate1, s.out(attended), scale2, shift2, None, None)
-        return self.gate(h, gate2, s.ff(x))  # type: ignore[no-any-return]
+        _, _, gate1, shift2, scale2, gate2 = modulation
+        h, x = self.gate_modulate(h, gate1, out(attended), scale2, shift2, None, None)
+        return self.gate(h, gate2, ff(x))  # type: ignore[no-any-return]
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
@@ -208,12 +225,58 @@ def product_of_two(linear: Any, a: Tensor, b: Tensor) -> Tensor:
     The sum of the first is rounded to the dtype on the way, which fp16's range could not hold:
     there, and where the layer is not plain, the module itself is called.
     """
-    if a.dtype == torch.float16 or linear.bias is None or not is_plain(linear, a):
+    if a.dtype == torch.float16 or not is_plain(linear, a):
         return linear(torch.cat((a, b), -1))  # type: ignore[no-any-return]
     weight, split = linear.weight, a.shape[-1]
-    y = torch.addmm(linear.bias, a.flatten(0, 1), weight[:, :split].t())
-    y.addmm_(b.flatten(0, 1), weight[:, split:].t())
-    return y.view(*a.shape[:-1], -1)
+    y = F.linear(a, weight[:, :split], linear.bias)
+    y.view(-1, y.shape[-1]).addmm_(b.flatten(0, 1), weight[:, split:].t())
+    return y
+
+
+def mlp(block: Any, x: Tensor) -> Tensor:
+    """The first half of a single-stream block's MLP: linear and GELU."""
+    h = gelu_product(block.proj_mlp, x, block.act_mlp.approximate)
+    return block.act_mlp(block.proj_mlp(x)) if h is None else h
+
+
+def within_range(x: Tensor) -> Tensor:
+    """fp16's infinities to its largest numbers, as the originals do."""
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+class MaskedAttention:
+    """Attention under a mask of keys, which costs a slower kernel: masked keys are left out instead
+    where all samples leave out the same. The mask is looked at once per step."""
+
+    def __init__(self) -> None:
+        self._kept = StepMemo(_kept)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, backend: Any = None
+    ) -> Tensor:
+        """`attention`; `mask` is [B, 1, 1, S], True where a key is attended to."""
+        if (
+            mask is not None
+            and mask.dtype == torch.bool
+            and mask.shape[1:3] == (1, 1)
+            # neither may wait for the GPU here, nor once per block
+            and not mask.is_inference()
+            and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            kept = self._kept(mask)
+            if kept is not None:
+                k, v, mask = k[:, kept], v[:, kept], None
+        return attention(q, k, v, mask, backend=backend)
+
+
+def _kept(mask: Tensor) -> slice | Tensor | None:
+    """The keys that every sample attends to, if no sample attends to others."""
+    if mask.shape[0] > 1:
+        return slice(None) if bool(mask.all()) else None
+    index = mask.flatten().nonzero().flatten()
+    count = index.shape[0]
+    # padding at the end is the common case, and needs no copy of the rest
+    return slice(count) if count and int(index[-1]) == count - 1 else index
 
 
 def compact(cos: Tensor, sin: Tensor) -> Tables:
@@ -343,6 +406,8 @@ def _mismatch(subject: type[JointSubject], block: Any) -> str | None:
             return f"its attention processor is `{type(attn.processor).__name__}`"
         if getattr(attn, "fused_projections", False):
             return "its projections were merged by `fuse_qkv_projections`"
+    if any(len(getattr(a, "to_out", None) or ()) not in (0, 2) for a in attentions):
+        return "its attention's output is no linear layer and a dropout"
     idle = subject.bypass(block)
     if not unhooked(*idle):
         return "a module inside has hooks, which the fused forward would not run"
