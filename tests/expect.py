@@ -21,6 +21,8 @@ COMPOSED_ACTIVATIONS = {
 FUSED_BLOCKS = {"LTXVideoTransformerBlock"} | {
     "FluxTransformerBlock",
     "FluxSingleTransformerBlock",
+    "Flux2TransformerBlock",
+    "Flux2SingleTransformerBlock",
     "HunyuanVideoTransformerBlock",
     "HunyuanVideoSingleTransformerBlock",
     "JointTransformerBlock",

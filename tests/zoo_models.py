@@ -246,6 +246,37 @@ def flux_sample(model: nn.Module, g: torch.Generator) -> Inputs:
     }
 
 
+def flux2() -> nn.Module:
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(8, 8, 8, 8),
+    )
+
+
+def flux2_sample(model: nn.Module, g: torch.Generator) -> Inputs:
+    rows, columns, text = 4, 6, 7
+    image_ids, text_ids = torch.zeros(rows, columns, 4), torch.zeros(text, 4)
+    image_ids[..., 1] = torch.arange(rows)[:, None]
+    image_ids[..., 2] = torch.arange(columns)[None, :]
+    text_ids[:, 3] = torch.arange(text)
+    return {
+        "hidden_states": torch.randn(2, rows * columns, 16, generator=g),
+        "encoder_hidden_states": torch.randn(2, text, 64, generator=g),
+        "timestep": torch.tensor([0.25, 0.125]),
+        "guidance": torch.tensor([4.0, 2.0]),
+        "img_ids": image_ids.reshape(-1, 4),
+        "txt_ids": text_ids,
+    }
+
+
 def qwen_image() -> nn.Module:
     from diffusers import QwenImageTransformer2DModel
 

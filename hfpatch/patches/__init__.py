@@ -4,6 +4,7 @@ from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
 from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
+from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
@@ -15,6 +16,8 @@ from hfpatch.patches.norms import Norms
 JOINT: tuple[Family, ...] = (
     FLUX,
     FLUX_SINGLE,
+    FLUX2,
+    FLUX2_SINGLE,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO_SINGLE,
     QWEN_IMAGE,

@@ -114,6 +114,17 @@ class JointKernels:
         self._norm_rope((q, k), sources, [p.tokens for p in parts])
         return q, k, v
 
+    def qkv_and_rest(
+        self, linear: Any, x: Tensor, inner: int, tokens: Tokens, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v as of `qkv`, from a layer that gives more than those; and what is left."""
+        made = linear(x)
+        q, k, v = (_heads(made[..., i * inner : (i + 1) * inner], heads) for i in range(3))
+        # a plain layer's result is nobody else's: a hook or an adapter may keep what it gives
+        into = (q, k) if is_plain(linear, x) else (torch.empty_like(q), torch.empty_like(k))
+        self._norm_rope(into, [(q, k)], [(tokens,)])
+        return *into, v, made[..., 3 * inner :]
+
     def _norm_rope(
         self,
         into: tuple[Tensor, Tensor],
@@ -295,7 +306,12 @@ def rows(tables: Tables | None, start: int, end: int) -> Tables | None:
 class JointSubject(BlockSubject):
     """A joint block. The class methods look at any block of the class: they hold no module."""
 
-    ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
+    ops: tuple[str, ...] = (
+        "norm_modulate",
+        "qk_norm_rope",
+        "gate_residual",
+        "gate_residual_norm_modulate",
+    )
     #: Class name of diffusers' own attention processor for the family.
     processor: ClassVar[str]
 
@@ -406,7 +422,8 @@ def _mismatch(subject: type[JointSubject], block: Any) -> str | None:
             return f"its attention processor is `{type(attn.processor).__name__}`"
         if getattr(attn, "fused_projections", False):
             return "its projections were merged by `fuse_qkv_projections`"
-    if any(len(getattr(a, "to_out", None) or ()) not in (0, 2) for a in attentions):
+    outs = [getattr(a, "to_out", None) for a in attentions]
+    if any(isinstance(out, nn.ModuleList) and len(out) != 2 for out in outs):
         return "its attention's output is no linear layer and a dropout"
     idle = subject.bypass(block)
     if not unhooked(*idle):
