@@ -421,7 +421,13 @@ def _prepare_block(
     )
     key = (code_of(module), subject.key, subject.main_combo(), kernels)
     if key not in _blocks:
-        stand_in = type(subject)(subject.tiny(torch.Generator().manual_seed(0)))
+        try:  # a lookalike's constructor may take anything
+            tiny = subject.tiny(torch.Generator().manual_seed(0))
+        except Exception as e:
+            return probe.Refusal(
+                "unsupported", f"no small copy of it could be made: {type(e).__name__}: {e}"
+            )
+        stand_in = type(subject)(tiny)
 
         def prove_late(device: str) -> str | None:
             proof = stand_in.prove_block(sources, device)

@@ -33,6 +33,7 @@ class Kernel:
         op: the op's name.
         fn: called with the signature of `OPS[op].reference`; differentiable if `differentiable`.
         raw: the same as a bare operator (tensors, then `OPS[op].encode`d codes), without autograd.
+        raw_into: `raw` with the tensors to write before all others; returns nothing.
         source: what the report calls it: "local", "torch", "org/repo@v1", or a registered name.
         version: identifies the code, for the report and for the cache of probes.
         devices: device types that it has code for; None when it does not say.
@@ -47,6 +48,7 @@ class Kernel:
     devices: frozenset[str] | None = None
     archs: tuple[str, ...] = ()
     differentiable: bool = True
+    raw_into: Callable[..., None] | None = None
 
     def bind(self, params: dict[str, Any], training: bool = False) -> Callable[..., torch.Tensor]:
         """A callable of the op's tensors alone, as cheap as this source allows."""
@@ -59,6 +61,24 @@ class Kernel:
             a, b, c = codes
             return lambda x, w, bias: raw(x, w, bias, a, b, c)
         return lambda *tensors: raw(*tensors, *codes)
+
+    def bind_into(self, outputs: int, params: dict[str, Any]) -> Callable[..., None]:
+        """A callable of the `outputs` tensors to write, then of the op's tensors; inference only.
+
+        What is written may be strided where the op allows it, and may be an input itself.
+        """
+        if (raw := self.raw_into) is not None:
+            codes = OPS[self.op].encode(params)
+            return lambda *tensors: raw(*tensors, *codes)
+        fn = self.fn
+
+        def into(*tensors: Any) -> None:
+            results = fn(*tensors[outputs:], **params)
+            made = results if outputs > 1 else (results,)
+            for out, result in zip(tensors[:outputs], made, strict=True):
+                out.copy_(result)
+
+        return into
 
     def refuses(self, device: str) -> str | None:
         """Why this kernel cannot run on `device` ("cpu", "cuda"), or None."""
@@ -137,13 +157,22 @@ class KernelPackage:
                 f"kernel `{self.source}` exports no `{op}`; it has: "
                 f"{', '.join(n for n in getattr(self.module, '__all__', ()) if n in OPS) or 'none'}"
             )
-        packet = getattr(getattr(self.module, "ops", None), op, None)
+        return Kernel(
+            op,
+            fn,
+            self.source,
+            self.variant,
+            raw=self._raw(op) if OPS[op].direct else None,
+            devices=self.devices,
+            archs=self.archs,
+            raw_into=self._raw(f"{op}_out"),
+        )
+
+    def _raw(self, name: str) -> Callable[..., Any] | None:
+        packet = getattr(getattr(self.module, "ops", None), name, None)
         raw = getattr(packet, "default", None)
         # the dispatcher's own entry: an OpOverload adds a Python frame to every call
-        raw = getattr(raw, "_op", raw) if OPS[op].direct else None
-        return Kernel(
-            op, fn, self.source, self.variant, raw=raw, devices=self.devices, archs=self.archs
-        )
+        return getattr(raw, "_op", raw)
 
 
 def local_package(root: Path | None = None) -> KernelPackage:

@@ -360,6 +360,8 @@ HFP_EXPORT int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTe
  */
 HFP_EXPORT int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *total_norm,
                                   double max_norm, void *stream);
+
+/*
  * Operations on rows: the last dimension, V columns, of a tensor with one or more rows.
  *
  * `workspace`: int64, contiguous, [hfp_row_workspace(rows, V)]; holds what the parts of a row that is
@@ -413,6 +415,8 @@ HFP_EXPORT int32_t hfp_sample(DLTensor *out, const DLTensor *logits, const DLTen
                               const DLTensor *top_ks, const DLTensor *top_ps,
                               const DLTensor *min_ps, double temperature, int64_t top_k,
                               double top_p, double min_p, void *stream);
+
+/*
  * act(x + bias), the sum rounded to the dtype first, as eager PyTorch does. bias: [D], the dtype of
  * x. The rest as hfp_gelu and hfp_silu.
  */

@@ -18,7 +18,16 @@ COMPOSED_ACTIVATIONS = {
 }
 
 #: Blocks that are fused as a whole.
-FUSED_BLOCKS = {"LTXVideoTransformerBlock"}
+FUSED_BLOCKS = {"LTXVideoTransformerBlock"} | {
+    "FluxTransformerBlock",
+    "FluxSingleTransformerBlock",
+    "Flux2TransformerBlock",
+    "Flux2SingleTransformerBlock",
+    "HunyuanVideoTransformerBlock",
+    "HunyuanVideoSingleTransformerBlock",
+    "JointTransformerBlock",
+    "QwenImageTransformerBlock",
+}
 
 #: Modules whose results are kept between the steps of a denoiser.
 RECALLED = {"LTXVideoTransformer3DModel", "LTXVideoRotaryPosEmbed"}
@@ -29,7 +38,7 @@ def is_fused_block(module: nn.Module) -> bool:
     return type(module).__name__ in FUSED_BLOCKS and not any(
         "_hf_hook" in m.__dict__
         for path, m in module.named_modules()
-        if "norm" in path.rpartition(".")[2] or path in ("attn1", "attn2")
+        if "norm" in path.rpartition(".")[2] or path in ("attn", "attn1", "attn2")
     )
 
 

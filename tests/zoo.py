@@ -144,6 +144,9 @@ def _table(*entries: Entry) -> Mapping[str, Entry]:
 ENTRIES: Mapping[str, Entry] = _table(
     Entry("ltx", models.ltx, models.ltx_sample, models.sample),
     Entry("flux", models.flux, models.flux_sample, models.sample),
+    Entry("flux2", models.flux2, models.flux2_sample, models.sample),
+    Entry("qwen-image", models.qwen_image, models.qwen_image_sample, models.sample),
+    Entry("hunyuan-video", models.hunyuan_video, models.hunyuan_video_sample, models.sample),
     Entry("sd15-unet", models.unet, models.unet_sample, models.sample),
     Entry("sd3", models.sd3, models.sd3_sample, models.sample),
     Entry("wan", models.wan, models.wan_sample, models.sample),

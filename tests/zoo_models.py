@@ -283,6 +283,89 @@ def flux_sample(model: nn.Module, g: torch.Generator) -> Inputs:
     }
 
 
+def flux2() -> nn.Module:
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(8, 8, 8, 8),
+    )
+
+
+def flux2_sample(model: nn.Module, g: torch.Generator) -> Inputs:
+    rows, columns, text = 4, 6, 7
+    image_ids, text_ids = torch.zeros(rows, columns, 4), torch.zeros(text, 4)
+    image_ids[..., 1] = torch.arange(rows)[:, None]
+    image_ids[..., 2] = torch.arange(columns)[None, :]
+    text_ids[:, 3] = torch.arange(text)
+    return {
+        "hidden_states": torch.randn(2, rows * columns, 16, generator=g),
+        "encoder_hidden_states": torch.randn(2, text, 64, generator=g),
+        "timestep": torch.tensor([0.25, 0.125]),
+        "guidance": torch.tensor([4.0, 2.0]),
+        "img_ids": image_ids.reshape(-1, 4),
+        "txt_ids": text_ids,
+    }
+
+
+def qwen_image() -> nn.Module:
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        axes_dims_rope=(8, 12, 12),
+    )
+
+
+def qwen_image_sample(model: nn.Module, g: torch.Generator) -> Inputs:
+    return {
+        "hidden_states": torch.randn(2, 4 * 6, 16, generator=g),
+        "encoder_hidden_states": torch.randn(2, 7, 64, generator=g),
+        "encoder_hidden_states_mask": padded_mask(2, 7, 3),
+        "timestep": torch.tensor([0.25, 0.125]),
+        "img_shapes": [[(1, 4, 6)]] * 2,
+    }
+
+
+def hunyuan_video() -> nn.Module:
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    return HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=64,
+        pooled_projection_dim=48,
+        rope_axes_dim=(8, 12, 12),
+    )
+
+
+def hunyuan_video_sample(model: nn.Module, g: torch.Generator) -> Inputs:
+    return {
+        "hidden_states": torch.randn(2, 4, 3, 8, 6, generator=g),
+        "timestep": torch.tensor([900, 300]),
+        "encoder_hidden_states": torch.randn(2, 7, 64, generator=g),
+        "encoder_attention_mask": padded_mask(2, 7, 3),
+        "pooled_projections": torch.randn(2, 48, generator=g),
+        "guidance": torch.tensor([4000.0, 2000.0]),
+    }
+
+
 def unet() -> nn.Module:
     """Stable Diffusion 1.5 in small: its block types, GEGLU feed-forwards, 8 attention heads."""
     from diffusers import UNet2DConditionModel

@@ -3,16 +3,34 @@
 from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
+from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
+from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
+from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
+from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
+from hfpatch.patches.blocks.sd3 import SD3
 from hfpatch.patches.gated_norms import GatedNorms
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
 from hfpatch.patches.recall import FullMasks, RopeTables
 
+#: Blocks in which text and image tokens attend to each other.
+JOINT: tuple[Family, ...] = (
+    FLUX,
+    FLUX_SINGLE,
+    FLUX2,
+    FLUX2_SINGLE,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO_SINGLE,
+    QWEN_IMAGE,
+    SD3,
+)
+
 FAMILIES: tuple[Family, ...] = tuple(
     sorted(
         (
             LtxBlocks(),
+            *JOINT,
             RopeTables(),
             FullMasks(),
             AttentionProcessors(),

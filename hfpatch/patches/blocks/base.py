@@ -69,7 +69,10 @@ class BlockSubject(Subject):
 
     @abstractmethod
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
-        """The fused forward; `bind(op, **params)` gives a callable of the op's tensors."""
+        """The fused forward; `bind(op, **params)` gives a callable of the op's tensors.
+
+        With `into=N` the N tensors to write come before them, and nothing is returned.
+        """
 
     @abstractmethod
     def idle(self) -> list[nn.Module]:
@@ -118,8 +121,8 @@ class BlockSubject(Subject):
                 return why
             kernels[op] = kernel
 
-        def bind(op: str, **params: Any) -> Callable[..., Any]:
-            return kernels[op].bind(params)
+        def bind(op: str, into: int = 0, **params: Any) -> Callable[..., Any]:
+            return kernels[op].bind_into(into, params) if into else kernels[op].bind(params)
 
         fused = self.fuse(bind)
         forwards: dict[torch.dtype, Forward] = {}
@@ -161,17 +164,27 @@ class BlockSubject(Subject):
                 return f"with {dtype} the fused block failed: {type(e).__name__}: {e}"
             # on the CPU: loading a GPU's fp64 kernels for this would take longer than all the rest
             wide = {k: _to_fp64(v) for k, v in low.items()}
-            truth = original(block.cpu().double(), **wide).to(device)
+            truth = original(block.cpu().double(), **wide)
         if any(not torch.equal(before[k], low[k]) for k in before):
             return "the fused block wrote to its input"
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return f"the fused block returned {tuple(ours.shape)} {ours.dtype}"
+        if _describe(ours) != _describe(theirs):
+            return f"the fused block returned {_describe(ours)}, expected {_describe(theirs)}"
+        worst = (0.0, 0.0)
+        for mine, eager, exact in zip(*map(_tensors, (ours, theirs, truth)), strict=True):
+            outcome = self._error(mine, eager, exact.to(device))
+            if isinstance(outcome, str):
+                return f"with {dtype} {outcome}"
+            worst = max(worst, outcome)
+        return worst
+
+    def _error(self, ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float] | str:
+        """Largest difference of the two, absolute and relative; or that ours is too far off."""
         norm = truth.norm()
         error = ((ours.double() - truth).norm() / norm).item()
         limit = ((theirs.double() - truth).norm() / norm).item() * self.tolerance
-        limit += torch.finfo(dtype).eps
+        limit += torch.finfo(ours.dtype).eps
         if not error <= limit:
-            return f"with {dtype} the fused block is off by {error:.2e}, expected <= {limit:.2e}"
+            return f"the fused block is off by {error:.2e}, expected <= {limit:.2e}"
         difference = (ours.double() - theirs.double()).abs().max().item()
         return difference, difference / theirs.double().abs().max().item()
 
@@ -185,7 +198,7 @@ class BlockSubject(Subject):
             if is_compiling():  # inductor fuses the original's pieces itself
                 return original(self, hidden_states, *args, **kwargs)
             if type(hidden_states) is Tensor and not forward_ad() and ready(self):
-                if grad_enabled() and _records(self, hidden_states):
+                if grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
                     contract.needs_grad()
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
                     key = (hidden_states.dtype, None)
@@ -222,8 +235,23 @@ def _to_fp64(value: Any) -> Any:
     return value.cpu().double() if floating else value
 
 
-def _records(block: nn.Module, x: Tensor) -> bool:
-    return x.requires_grad or any(p.requires_grad for p in block.parameters())
+def _tensors(result: Any) -> list[Tensor]:
+    """The tensors that a block returned: one, or a tuple in which some may be None."""
+    values = result if isinstance(result, tuple) else (result,)
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def _describe(result: Any) -> str:
+    values = result if isinstance(result, tuple) else (result,)
+    return ", ".join(
+        f"{list(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v) for v in values
+    )
+
+
+def _records(block: nn.Module, *values: Any) -> bool:
+    """Whether autograd would record a call with these arguments."""
+    inputs = any(isinstance(v, Tensor) and v.requires_grad for v in values)
+    return inputs or any(p.requires_grad for p in block.parameters())
 
 
 def unhooked(*modules: nn.Module) -> bool:

@@ -39,6 +39,28 @@ def project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     return torch.split(F.linear(x, weight, bias), [m.out_features for m in linears], -1)
 
 
+def is_packed(linears: Sequence[Any], x: Tensor) -> bool:
+    """Whether `project` of `x` is one product."""
+    return _packed(linears, x) is not None
+
+
+def project_into(out: Tensor, x: Tensor, linears: Sequence[Any]) -> None:
+    """Write `project(x, linears)`, side by side, to `out`; for layers that `is_packed`.
+
+    Args:
+        out: [M, N1 + N2 + …], contiguous.
+        x: [M, K].
+        linears: layers whose weights stand packed.
+    """
+    packed = _packed(linears, x)
+    assert packed is not None
+    weight, bias = packed
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 def _packed(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """The weights and biases as one, if they lie one after the other in one storage."""
     first = linears[0]
