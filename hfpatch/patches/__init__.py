@@ -4,12 +4,13 @@ from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
 from hfpatch.patches.blocks.ltx import LtxBlocks
+from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
 
 FAMILIES: tuple[Family, ...] = tuple(
     sorted(
-        (LtxBlocks(), AttentionProcessors(), GatedMlps(), Norms(), Activations()),
+        (LtxBlocks(), WanBlocks(), AttentionProcessors(), GatedMlps(), Norms(), Activations()),
         key=lambda f: f.rank,
     )
 )
