@@ -18,7 +18,7 @@ COMPOSED_ACTIVATIONS = {
 }
 
 #: Blocks that are fused as a whole.
-FUSED_BLOCKS = {"LTXVideoTransformerBlock", "WanTransformerBlock"}
+FUSED_BLOCKS = {"LTXVideoTransformerBlock", "WanTransformerBlock", "BasicTransformerBlock"}
 
 
 def is_fused_block(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
+from hfpatch.patches.blocks.basic import BasicBlocks
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.glu import GatedMlps
@@ -10,7 +11,15 @@ from hfpatch.patches.norms import Norms
 
 FAMILIES: tuple[Family, ...] = tuple(
     sorted(
-        (LtxBlocks(), WanBlocks(), AttentionProcessors(), GatedMlps(), Norms(), Activations()),
+        (
+            LtxBlocks(),
+            WanBlocks(),
+            BasicBlocks(),
+            AttentionProcessors(),
+            GatedMlps(),
+            Norms(),
+            Activations(),
+        ),
         key=lambda f: f.rank,
     )
 )

@@ -135,9 +135,7 @@ class WanSubject(ModelBlock):
         gate = bind("gate_residual", cast="none")
         gate_modulate = bind("gate_residual_norm_modulate", eps=m.norm3.eps, **norm)
         affine = not isinstance(m.norm2, nn.Identity)
-        gate_norm2 = bind(
-            "gate_residual_norm_modulate", eps=m.norm2.eps if affine else 0.0, **norm
-        )
+        gate_norm2 = bind("gate_residual_norm_modulate", eps=m.norm2.eps if affine else 0.0, **norm)
         # fp32 tables: nothing to round. The products of bf16 ones round as in the original.
         self_norm_rope = bind(
             "qk_norm_rope",
