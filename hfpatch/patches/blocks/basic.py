@@ -171,7 +171,7 @@ def _fuse_plain(m: Any, bind: Callable[..., Callable[..., Any]]) -> Forward:
             x, h = add_norm2(x, h, block.norm2.weight, block.norm2.bias)
             x = _attend(block.attn2, x, encoder_hidden_states, encoder_attention_mask)
         x, h = add_norm3(x, h, block.norm3.weight, block.norm3.bias)
-        return feed_forward(block.ff, x) + h
+        return feed_forward(block.ff, x) + h  # type: ignore[no-any-return]
 
     return fused
 

@@ -134,7 +134,8 @@ def small(make: Callable[[], nn.Module], generator: torch.Generator) -> nn.Modul
 
 def heads_of(attn: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     """[B, S, H D] as [B, S, H, D] views."""
-    return tuple(t.unflatten(-1, (attn.heads, -1)) for t in tensors)
+    heads = attn.heads
+    return tuple(t.view(*t.shape[:-1], heads, t.shape[-1] // heads) for t in tensors)
 
 
 def dispatched(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
