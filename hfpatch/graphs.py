@@ -113,13 +113,14 @@ def global_state() -> tuple[Any, ...]:
     registry = _attention_registry()
     if registry is not None:
         backend = registry.get_active_backend()[0]
+    cuda: Any = torch.backends.cuda
     return (
         backend,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.cuda.matmul.allow_tf32,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -217,7 +218,7 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: A
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(tensors[0].device):
         inputs = [torch.empty_like(t).copy_(t) for t in tensors]
         static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             _check_output(original(model, *static_args, **static_kwargs))
@@ -333,7 +334,7 @@ class ModelGraphs:
             if self._last is not None and self._last[0] != stream:
                 stream.wait_event(self._last[1])  # graphs of a model share their memory
             result = entry.replay(tensors)
-            event = self._last[1] if self._last is not None else torch.cuda.Event()
+            event = self._last[1] if self._last is not None else _event()
             event.record(stream)
             self._last = (stream, event)
         return result
@@ -347,6 +348,10 @@ class ModelGraphs:
                 RuntimeWarning,
                 stacklevel=5,
             )
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: Exception) -> str:

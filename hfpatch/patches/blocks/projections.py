@@ -36,7 +36,8 @@ def project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     if packed is None:
         return tuple(linear(x) for linear in linears)
     weight, bias = packed
-    return F.linear(x, weight, bias).split([linear.out_features for linear in linears], -1)
+    product: Any = F.linear(x, weight, bias)
+    return tuple(product.split([linear.out_features for linear in linears], -1))
 
 
 def _packed(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, Tensor | None] | None:
