@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfpatch import swap
-from hfpatch.plan import Plan, Prepared, check_settings, make_plan
+from hfpatch import graphs, swap
+from hfpatch.plan import Plan, Prepared, Settings, check_settings, make_plan
 from hfpatch.report import Report
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def apply(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
+    cuda_graphs: bool | int = False,
 ) -> Report:
     """Swap the forwards of `model`'s modules for fused kernels, where that is proven equal.
 
@@ -54,6 +55,11 @@ def apply(
             is identified in any case.
         strict: raise when a requested kernel cannot be loaded or fails its verification, instead of
             leaving the module as it is and saying so in the report.
+        cuda_graphs: record the forward of `model` (of a pipeline: of its denoisers) in CUDA graphs,
+            one per kind of call, and replay it: the same kernels and numbers without the time of
+            launching them. A number is the most graphs to keep (True: 8). Calls that cannot be
+            replayed (hooks inside, gradients, tensors on the CPU) run as they are; the reason is
+            warned of once and in `status`.
 
     Returns:
         the report; `print(report)` is a table.
@@ -65,9 +71,9 @@ def apply(
     """
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict)
-    name, roots = _roots(model)
-    decided, prepared = make_plan(roots, name, settings)
+    roots, decided, prepared = _decide(model, settings, cuda_graphs)
     _commit(roots, prepared)
+    graphs.release(_modules(roots))  # those of an apply before
     decided = replace(decided, seconds=time.perf_counter() - started)
     for prefix, root in roots:
         _last[root] = _part(decided, prefix)
@@ -83,12 +89,12 @@ def plan(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
+    cuda_graphs: bool | int = False,
 ) -> Plan:
     """What `apply` with the same arguments would decide; the model is not changed."""
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict)
-    name, roots = _roots(model)
-    decided, _ = make_plan(roots, name, settings)
+    _, decided, _ = _decide(model, settings, cuda_graphs)
     return replace(decided, seconds=time.perf_counter() - started)
 
 
@@ -100,6 +106,7 @@ def restore(model: Any) -> int:
     _, roots = _roots(model)
     for _, root in roots:
         _last.pop(root, None)
+    graphs.release(_modules(roots))
     return swap.restore(_modules(roots))
 
 
@@ -118,9 +125,29 @@ def status(model: Any) -> Report:
         known[0][1].mode if known else "inference",
         tuple(found),
         tuple(replace(s, path=_join(prefix, s.path)) for prefix, p in known for s in p.skips),
-        known[0][1].notes if known else (),
+        (
+            *(known[0][1].notes if known else ()),
+            *(note for _, root in roots for note in graphs.notes(root)),
+        ),
     )
     return Report(decided, applied=True)
+
+
+def _decide(
+    model: Any, settings: Settings, cuda_graphs: bool | int
+) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared]]:
+    """The roots, the plan, and what carries it out."""
+    limit = graphs.check_limit(cuda_graphs)
+    if limit and settings.training:
+        raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
+    name, roots = _roots(model)
+    decided, prepared = make_plan(roots, name, settings)
+    if limit:
+        recorded, notes = graphs.prepare(roots, {id(p.module) for p in prepared}, limit)
+        prepared = [*recorded, *prepared]
+        swaps = tuple(p.swap for p in prepared)
+        decided = replace(decided, swaps=swaps, notes=(*decided.notes, *notes))
+    return roots, decided, prepared
 
 
 def _part(decided: Plan, prefix: str) -> Plan:
@@ -131,9 +158,9 @@ def _part(decided: Plan, prefix: str) -> Plan:
     return replace(
         decided,
         swaps=tuple(
-            replace(s, path=s.path.removeprefix(start))
+            replace(s, path="" if s.path == prefix else s.path.removeprefix(start))
             for s in decided.swaps
-            if s.path.startswith(start)
+            if s.path.startswith(start) or s.path == prefix
         ),
         skips=tuple(
             replace(s, path=s.path.removeprefix(start))

@@ -18,7 +18,10 @@ COMPOSED_ACTIVATIONS = {
 }
 
 #: Blocks that are fused as a whole.
-FUSED_BLOCKS = {"LTXVideoTransformerBlock"} | {
+FUSED_BLOCKS = {
+    "BasicTransformerBlock",
+    "LTXVideoTransformerBlock",
+    "WanTransformerBlock",
     "FluxTransformerBlock",
     "FluxSingleTransformerBlock",
     "Flux2TransformerBlock",

@@ -36,7 +36,9 @@ def philox(seeds: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
 
 def _column(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """`[..., 1]`, for a number as for a tensor of one per row."""
-    return torch.as_tensor(value, dtype=dtype, device=like.device).expand(like.shape[:-1])[..., None]
+    return torch.as_tensor(value, dtype=dtype, device=like.device).expand(like.shape[:-1])[
+        ..., None
+    ]
 
 
 def keep(

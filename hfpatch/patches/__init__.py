@@ -3,12 +3,14 @@
 from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
+from hfpatch.patches.blocks.basic import BasicBlocks
 from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
 from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
 from hfpatch.patches.blocks.sd3 import SD3
+from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.gated_norms import GatedNorms
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
@@ -30,6 +32,8 @@ FAMILIES: tuple[Family, ...] = tuple(
     sorted(
         (
             LtxBlocks(),
+            WanBlocks(),
+            BasicBlocks(),
             *JOINT,
             RopeTables(),
             FullMasks(),

@@ -68,7 +68,11 @@ def test_softmax(lib, dtype):
     for rows, cols in itertools.product((1, 3, 0), COLS):
         x = (torch.randn(rows, cols) * 4).to(dtype)
         grad = torch.randn(rows, cols).to(dtype)
-        for mask, scale in ((None, 1.0), (torch.randn(cols).to(dtype), -0.7), (torch.ones(cols), 0)):
+        for mask, scale in (
+            (None, 1.0),
+            (torch.randn(cols).to(dtype), -0.7),
+            (torch.ones(cols), 0),
+        ):
             z = x.double() * scale + (0 if mask is None else mask.double())
             y = torch.softmax(z, -1)
             out = softmax(lib, x, mask, scale)

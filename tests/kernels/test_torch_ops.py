@@ -115,13 +115,24 @@ RAW: dict[str, Case] = {
     ),
     "softmax": lambda t: (tensor(2, 3, 16, dtype=t), tensor(3, 16), 0.5),
     "softmax_backward": lambda t: (
-        tensor(2, 3, 16, dtype=t), tensor(2, 3, 16, dtype=t, seed=1).softmax(-1), 0.5,
+        tensor(2, 3, 16, dtype=t),
+        tensor(2, 3, 16, dtype=t, seed=1).softmax(-1),
+        0.5,
     ),
     "argmax": lambda t: (tensor(2, 16500, dtype=t),),
     "topk": lambda t: (tensor(2, 3, 16, dtype=t), 5),
     "sample": lambda t: (
-        tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3), None, torch.rand(2, 3), None, None,
-        None, 1.0, 5, 0.9, 0.01,
+        tensor(2, 3, 16, dtype=t),
+        torch.arange(6).view(2, 3),
+        None,
+        torch.rand(2, 3),
+        None,
+        None,
+        None,
+        1.0,
+        5,
+        0.9,
+        0.01,
     ),
     "add_gelu": lambda t: (*tensors(t, X, D), 1),
     "add_silu": lambda t: tuple(tensors(t, X, D)),
@@ -132,8 +143,19 @@ RAW: dict[str, Case] = {
 }
 # The rows of HFP_IN_PLACE_TABLE.
 IN_PLACE = (
-    "rms_norm", "layer_norm", "gelu", "silu", "add_gelu", "add_silu", "mul_add", "gate_residual",
-    "add_rms_norm", "add_layer_norm", "rope", "rope_qk", "qk_norm_rope",
+    "rms_norm",
+    "layer_norm",
+    "gelu",
+    "silu",
+    "add_gelu",
+    "add_silu",
+    "mul_add",
+    "gate_residual",
+    "add_rms_norm",
+    "add_layer_norm",
+    "rope",
+    "rope_qk",
+    "qk_norm_rope",
 )
 
 

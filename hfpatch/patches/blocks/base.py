@@ -87,6 +87,10 @@ class BlockSubject(Subject):
         """Linear layers that `project` is called with: worth one product each."""
         return []
 
+    def place(self, block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """A `tiny()` block as the model would be in `dtype`: some keep parameters in fp32."""
+        return block.to(device, dtype)
+
     def covers(self) -> list[nn.Module]:
         return self.idle()
 
@@ -155,7 +159,7 @@ class BlockSubject(Subject):
             inputs = self.sample(block, generator)
             original = type(block).forward
             low = {k: cast(v, dtype) for k, v in inputs.items()}
-            block = block.to(device, dtype)
+            block = self.place(block, device, dtype)
             before = {k: v.clone() for k, v in low.items() if isinstance(v, Tensor)}
             try:
                 theirs = original(block, **low)

@@ -1,0 +1,448 @@
+"""CUDA graphs of a denoiser's forward: one launch for a whole step, the same kernels and numbers.
+
+A model that is called with the same shapes step after step (a diffusion transformer, a UNet) spends
+a part of each step launching kernels. `hfpatch.apply(model, cuda_graphs=True)` records the second
+call of every kind and replays it from the third on. The kind of a call is its key: shapes, strides,
+dtypes and devices of the tensors, and the values of everything else.
+
+What a graph bakes in is compared at every call: addresses of parameters and buffers, processors,
+LoRA scales, forwards. If one changed, the graphs are dropped and recorded anew. What a graph cannot
+do is left to the model's own forward, and the reason is in `hfpatch.status(model)`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hfpatch import swap
+from hfpatch.patches.base import Forward, Tensor, forward_ad
+from hfpatch.plan import Prepared, Swap
+
+#: Graphs that one model keeps; the one that was not used for longest is dropped first.
+DEFAULT_LIMIT = 8
+#: Components of a diffusers pipeline that run once per step.
+DENOISERS = ("transformer", "transformer_2", "unet", "prior")
+
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+
+
+class NotCapturable(Exception):
+    """Why a call cannot be recorded; the text is for the user."""
+
+
+# -------------------------------------------------------------------------------------------------
+# The key of a call
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """What distinguishes this call from others, hashable, and its tensors in a fixed order.
+
+    Raises:
+        NotCapturable: an argument is neither a tensor on a GPU nor a plain value, alone or in
+            tuples, lists and dicts; all tensors must be on one device.
+    """
+    tensors: list[Tensor] = []
+    key = (
+        tuple(_key(a, f"argument {i}", tensors) for i, a in enumerate(args)),
+        tuple((k, _key(v, f"`{k}`", tensors)) for k, v in sorted(kwargs.items())),
+    )
+    if not tensors:
+        raise NotCapturable("the call has no tensor argument")
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise NotCapturable(f"its tensors are on {', '.join(sorted(map(str, devices)))}")
+    return key, tensors
+
+
+def _key(value: Any, where: str, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter):
+            raise NotCapturable(f"{where} is a {type(value).__name__}")
+        if not value.is_cuda:
+            raise NotCapturable(f"{where} is on {value.device}, not on a GPU")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise NotCapturable(f"{where} requires a gradient")
+        tensors.append(value)
+        return (Tensor, tuple(value.shape), value.stride(), value.dtype, value.device)
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if type(value) in (tuple, list):
+        return (type(value), *(_key(v, where, tensors) for v in value))
+    if type(value) is dict and all(isinstance(k, str) for k in value):
+        return (dict, *((k, _key(v, f"{where}[{k!r}]", tensors)) for k, v in sorted(value.items())))
+    raise NotCapturable(f"{where} is a {type(value).__name__}, which a graph cannot tell apart")
+
+
+def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The argument with other tensors in their places, in the order of `_key`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if type(value) in (tuple, list):
+        return type(value)(_rebuilt(v, tensors) for v in value)
+    if type(value) is dict:
+        made = {k: _rebuilt(v, tensors) for k, v in sorted(value.items())}
+        return {k: made[k] for k in value}  # in the caller's order
+    return value
+
+
+def rebuild_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with `tensors` in place of its own, in the order of `call_key`."""
+    left = iter(tensors)
+    new_args = tuple(_rebuilt(a, left) for a in args)
+    made = {k: _rebuilt(v, left) for k, v in sorted(kwargs.items())}
+    return new_args, {k: made[k] for k in kwargs}
+
+
+def global_state() -> tuple[Any, ...]:
+    """Settings outside of the model that choose kernels."""
+    backend = None
+    registry = _attention_registry()
+    if registry is not None:
+        backend = registry.get_active_backend()[0]
+    cuda: Any = torch.backends.cuda
+    return (
+        backend,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _attention_registry() -> Any:
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    return getattr(dispatch, "_AttentionBackendRegistry", None)
+
+
+# -------------------------------------------------------------------------------------------------
+# What a graph bakes in of the model
+
+#: Attributes of a PEFT layer that are numbers in the recorded kernels' arguments.
+_ADAPTER_STATE = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
+
+
+def model_signature(model: nn.Module) -> list[Any]:
+    """Addresses of all parameters and buffers, and the settings that a graph cannot read later.
+
+    Raises:
+        NotCapturable: a module inside has hooks, or weights off the GPU. Hooks on `model` itself
+            are fine: they run outside of the graph.
+    """
+    found: list[Any] = []
+    stack: list[nn.Module] = [model]
+    while stack:
+        module = stack.pop()
+        d = module.__dict__
+        if module is not model and (
+            d["_forward_hooks"]
+            or d["_forward_pre_hooks"]
+            or "_hf_hook" in d
+            or "_diffusers_hook" in d
+        ):
+            raise NotCapturable(f"a `{type(module).__name__}` inside has hooks (offload, cache …)")
+        for tensors in (d["_parameters"], d["_buffers"]):
+            for t in tensors.values():
+                if t is None:
+                    continue
+                if not t.is_cuda:
+                    raise NotCapturable(f"some of its weights are on {t.device}")
+                found.append(t.data_ptr())
+                found.append(t.dtype)
+        if module is not model:
+            found.append(_identity(d.get("forward")))
+        if "processor" in d:
+            found.append(id(d["processor"]))
+            found.append(getattr(d["processor"], "_attention_backend", None))
+        if "scaling" in d:
+            found.append(repr([d.get(name) for name in _ADAPTER_STATE]))
+        found.append(d["training"])
+        stack.extend(m for m in d["_modules"].values() if m is not None)
+    return found
+
+
+def _identity(forward: Any) -> int:
+    return id(getattr(forward, "__func__", forward))
+
+
+# -------------------------------------------------------------------------------------------------
+# Recording and replaying
+
+
+@dataclass
+class _Recorded:
+    """One graph with the buffers that it reads and writes."""
+
+    graph: Any  # torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    output: Any
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        for ours, theirs in zip(self.inputs, tensors, strict=True):
+            ours.copy_(theirs, non_blocking=True)
+        self.graph.replay()
+        # The next replay writes to the graph's own output, so the caller gets a copy.
+        return map_tensors(self.output, lambda t: t.clone())
+
+
+def map_tensors(value: Any, change: Any) -> Any:
+    """`value` with every tensor in it changed; for tensors in containers that pytree knows."""
+    return torch.utils._pytree.tree_map_only(Tensor, change, value)
+
+
+def _check_output(value: Any) -> None:
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            raise NotCapturable(f"its forward returns a {type(leaf).__name__}")
+
+
+def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: Any) -> _Recorded:
+    """Run once to warm up, then record. The static inputs hold the values of this call."""
+    _, tensors = call_key(args, kwargs)
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(tensors[0].device):
+        inputs = [torch.empty_like(t).copy_(t) for t in tensors]
+        static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            _check_output(original(model, *static_args, **static_kwargs))
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            output = original(model, *static_args, **static_kwargs)
+    return _Recorded(graph, inputs, output)
+
+
+@dataclass
+class ModelGraphs:
+    """The graphs of one model."""
+
+    limit: int = DEFAULT_LIMIT
+    recorded: OrderedDict[Any, _Recorded] = field(default_factory=OrderedDict)
+    #: Kinds of calls that cannot be recorded, and why.
+    failed: dict[Any, str] = field(default_factory=dict)
+    #: Why calls went to the model's own forward.
+    reasons: dict[str, None] = field(default_factory=dict)
+    _seen: set[Any] = field(default_factory=set)
+    _signature: list[Any] | None = None
+    _pool: Any = None
+    _last: Any = None  # (stream, event) of the last replay
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def clear(self) -> None:
+        """Free every graph and its memory."""
+        for entry in self.recorded.values():
+            entry.graph.reset()
+        self.recorded.clear()
+        self.failed.clear()
+        self._seen.clear()
+        self._pool = self._last = None
+
+    def decide(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """The key and the tensors of a call that a graph may serve.
+
+        Raises:
+            NotCapturable: the model's own forward must run.
+        """
+        if model.training:
+            raise NotCapturable("it is in training mode; call .eval()")
+        key, tensors = call_key(args, kwargs)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+            raise NotCapturable("autograd records; call it under torch.no_grad()")
+        if forward_ad():
+            raise NotCapturable("forward-mode differentiation is on")
+        if torch.is_autocast_enabled("cuda"):
+            raise NotCapturable("autocast is on")
+        if torch.cuda.is_current_stream_capturing():
+            raise NotCapturable("another graph is being captured")
+        signature = model_signature(model)
+        if signature != self._signature:
+            self.clear()
+            self._signature = signature
+        key = (key, global_state())
+        if key in self.failed:
+            raise NotCapturable(self.failed[key])
+        return key, tensors
+
+    def run(self, model: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
+        """The model's result, from a graph where one may serve."""
+        with self._lock:
+            try:
+                key, tensors = self.decide(model, args, kwargs)
+                entry = self._entry(key, model, original, args, kwargs)
+            except NotCapturable as e:
+                self._say(type(model).__name__, str(e))
+                entry = None
+            if entry is not None:
+                return self._replay(entry, tensors)
+        return original(model, *args, **kwargs)
+
+    def _entry(
+        self, key: Any, model: nn.Module, original: Forward, args: Any, kwargs: Any
+    ) -> _Recorded | None:
+        """The graph of this kind of call; None for the first such call, which runs as it is."""
+        entry = self.recorded.get(key)
+        if entry is not None:
+            self.recorded.move_to_end(key)
+            return entry
+        if key not in self._seen:
+            if len(self._seen) > 64 * self.limit:
+                self._seen.clear()
+            self._seen.add(key)
+            return None
+        self.make_room()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            entry = self.recorded[key] = _record(model, original, args, kwargs, self._pool)
+        except NotCapturable as e:
+            self.failed[key] = str(e)
+            raise
+        except (RuntimeError, ValueError) as e:  # what CUDA or the model says of a capture
+            self.failed[key] = f"recording failed: {type(e).__name__}: {_first_line(e)}"
+            self._pool = None  # the next graph gets a pool of its own
+            raise NotCapturable(self.failed[key]) from e
+        return entry
+
+    def make_room(self) -> None:
+        """Drop the graphs that were not used for longest, so that one more fits."""
+        while len(self.recorded) >= self.limit:
+            _, oldest = self.recorded.popitem(last=False)
+            oldest.graph.reset()
+
+    def _replay(self, entry: _Recorded, tensors: list[Tensor]) -> Any:
+        with torch.cuda.device(tensors[0].device), torch.no_grad():
+            stream = torch.cuda.current_stream()
+            if self._last is not None and self._last[0] != stream:
+                stream.wait_event(self._last[1])  # graphs of a model share their memory
+            result = entry.replay(tensors)
+            event = self._last[1] if self._last is not None else _event()
+            event.record(stream)
+            self._last = (stream, event)
+        return result
+
+    def _say(self, name: str, why: str) -> None:
+        if why not in self.reasons:
+            self.reasons[why] = None
+            warnings.warn(
+                f"hfpatch: `{name}` was called where its CUDA graphs cannot be used; such calls "
+                f"run as they are: {why}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no message"])[0]
+
+
+_graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+
+
+def adapter(original: Forward, limit: int) -> Forward:
+    """The forward that replaces a model's own."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(self, *args, **kwargs)
+        held = _graphs.get(self)  # per instance: a copied model has the same adapter
+        if held is None:
+            held = _graphs[self] = ModelGraphs(limit)
+        return held.run(self, original, args, kwargs)
+
+    return forward
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Free the graphs of those modules that have any."""
+    for module in modules if _graphs else ():
+        held = _graphs.pop(module, None)
+        if held is not None:
+            held.clear()
+
+
+def notes(model: nn.Module) -> tuple[str, ...]:
+    """What `status` says: how many graphs there are, and why calls did without."""
+    held = _graphs.get(model)
+    if held is None:
+        return ()
+    made = f"CUDA graphs: {len(held.recorded)} recorded"
+    return (made, *(f"CUDA graphs not used: {why}" for why in held.reasons))
+
+
+def prepare(
+    roots: Sequence[tuple[str, nn.Module]], swapped: Collection[int], limit: int
+) -> tuple[list[Prepared], list[str]]:
+    """The adapters for the models that run once per step, and notes on those that get none.
+
+    Args:
+        roots: (name of the component or "", module) pairs.
+        swapped: ids of modules whose forward a kernel takes over: no graph on top of it.
+        limit: the most graphs of each model.
+    """
+    found: list[Prepared] = []
+    notes: list[str] = []
+    denoisers = [(name, root) for name, root in roots if name in ("", *DENOISERS)]
+    if not denoisers:
+        notes.append(f"CUDA graphs: the pipeline has none of {', '.join(DENOISERS)}")
+    for name, root in denoisers:
+        class_name = type(root).__name__
+        foreign = swap.foreign_forward(root)
+        if foreign is not None or id(root) in swapped:
+            notes.append(
+                f"CUDA graphs: not for `{class_name}`: {foreign or 'it is a fused block itself'}"
+            )
+            continue
+        original = type(root).forward
+        entry = Swap(
+            name,
+            class_name,
+            "cuda_graphs",
+            "a CUDA graph per kind of call",
+            "torch",
+            torch.__version__,
+            ("cuda",),
+            0.0,
+            0.0,
+        )
+        found.append(Prepared(root, partial(adapter, original, limit), entry))
+    return found, notes
+
+
+def check_limit(value: bool | int) -> int:
+    """The number of graphs that `cuda_graphs=` asks for; 0: none.
+
+    Raises:
+        TypeError, ValueError: it is no bool and no int >= 0.
+    """
+    if isinstance(value, bool):
+        return DEFAULT_LIMIT if value else 0
+    if not isinstance(value, int):
+        raise TypeError(
+            f"`cuda_graphs` must be a bool or the most graphs to keep, got {type(value).__name__}"
+        )
+    if value < 0:
+        raise ValueError(f"`cuda_graphs` must be at least 0, got {value}")
+    return value

@@ -1,0 +1,186 @@
+"""What the files of single-stream blocks share: their family, small replicas, attention, constants.
+
+"Single stream" as opposed to blocks that join an image's and a text's tokens in one attention.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hfpatch.patches.base import Combo, Family, Subject, Tensor
+from hfpatch.patches.blocks.attention import attention, fastest
+from hfpatch.patches.blocks.base import BlockSubject, unhooked
+
+
+class ModelBlock(BlockSubject):
+    """A block whose file says which children it never calls and what else it relies on."""
+
+    #: Class name of the attention processors that the fused forward stands in for.
+    processor: ClassVar[str]
+
+    @staticmethod
+    def attentions(block: Any) -> tuple[Any, ...]:
+        """The attentions whose processor is not called."""
+        raise NotImplementedError
+
+    @staticmethod
+    def unused(block: Any) -> list[nn.Module]:
+        """Modules that the fused forward reads but never calls."""
+        raise NotImplementedError
+
+    @staticmethod
+    def odd(block: Any) -> str | None:
+        """Why this block is not what the fused forward computes; None if it is."""
+        raise NotImplementedError
+
+    @staticmethod
+    def projection(block: Any) -> Any:
+        """A linear layer: its dtype is the one that the model computes in."""
+        raise NotImplementedError
+
+    @classmethod
+    def ready(cls, block: nn.Module) -> bool:
+        return odd_processors(cls.processor, cls.attentions(block)) is None and unhooked(
+            *cls.unused(block)
+        )
+
+    def idle(self) -> list[nn.Module]:
+        return type(self).unused(self.module)
+
+    def main_combo(self) -> Combo:
+        return Combo(type(self).projection(self.module).weight.dtype, None)
+
+
+class BlockFamily(Family):
+    """A row of the registry: a class name and its `ModelBlock`."""
+
+    name = "block"
+    rank = 5
+    subject: ClassVar[type[ModelBlock]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names = getattr(cls, "classes", ())
+        cls.pattern = re.compile(f"^(?:{'|'.join(map(re.escape, names))})$")
+
+    #: Names of the classes.
+    classes: ClassVar[tuple[str, ...]] = ()
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        kind = self.subject
+        try:
+            why = odd_processors(kind.processor, kind.attentions(module)) or kind.odd(module)
+            if why is not None:
+                return why
+            idle = kind.unused(module)
+            if kind.projection(module).weight.dtype is None:
+                return "its projection has no weight"
+        except (AttributeError, IndexError, KeyError, TypeError) as e:
+            return f"not the block it is named after: {e}"
+        if not unhooked(*idle):
+            return "a module inside has hooks, which the fused forward would not run"
+        return kind(module)
+
+
+def odd_processors(name: str, attentions: Iterable[Any]) -> str | None:
+    """Why an attention is not the one that class `name` computes, as diffusers builds it."""
+    for attn in attentions:
+        processor = attn.processor
+        if type(processor).__name__ != name:
+            return f"its attention processor is `{type(processor).__name__}`"
+        if getattr(processor, "_parallel_config", None) is not None:
+            return "its attention is split over several GPUs"
+        if attn.__dict__.get("fused_projections"):
+            return "its projections were fused by `fuse_qkv_projections()`"
+    return None
+
+
+def gelu_of(ff: Any) -> str:
+    """diffusers' `activation_fn` of a `FeedForward` with a GELU or GEGLU."""
+    first = ff.net[0]
+    if type(first).__name__ == "GEGLU":
+        return "geglu"
+    return "gelu-approximate" if first.approximate == "tanh" else "gelu"
+
+
+def odd_feed_forward(ff: Any) -> str | None:
+    """Why a `FeedForward` has an activation that `gelu_of` does not know."""
+    first = ff.net[0]
+    if type(first).__name__ in ("GEGLU", "GELU"):
+        return None
+    return f"its FFN uses `{type(first).__name__}`"
+
+
+def small(make: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
+    """What `make` builds, with random parameters: about 1 in vectors, 1/sqrt(fan in) in matrices.
+
+    `make` draws from a copy of the global generator.
+    """
+    with torch.random.fork_rng(devices=[]):
+        block = make()
+    with torch.no_grad():
+        for p in block.parameters():
+            scale = p.shape[-1] ** -0.5 if p.ndim > 1 else 1.0
+            offset = 1.0 if p.ndim == 1 else 0.0
+            p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
+    return block
+
+
+def heads_of(attn: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, S, H D] as [B, S, H, D] views."""
+    heads = attn.heads
+    return tuple(t.view(*t.shape[:-1], heads, t.shape[-1] // heads) for t in tensors)
+
+
+def dispatched(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention of [B, S, H D] tensors as a processor with a backend does it; [B, S, H D]."""
+    q, k, v = heads_of(attn, q, k, v)
+    return attention(q, k, v, mask, backend=attn.processor._attention_backend).flatten(2, 3)
+
+
+def plain_attention(
+    attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """The same as a processor without backends (`AttnProcessor2_0`) does it."""
+    q, k, v = heads_of(attn, q, k, v)
+    if q.is_cuda:
+        return fastest(q, k, v, mask).flatten(2, 3)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+    )
+    return out.transpose(1, 2).flatten(2, 3)
+
+
+def out_projection(attn: Any, x: Tensor) -> Tensor:
+    """diffusers' `to_out`: a linear layer and a dropout, called as modules."""
+    return attn.to_out[1](attn.to_out[0](x))  # type: ignore[no-any-return]
+
+
+class Constant:
+    """A vector of one value per width, device and dtype: a gate of ones, a shift of zeros.
+
+    1 * x and x + 0 are exact, so one kernel serves blocks with and without a modulation.
+    """
+
+    def __init__(self, value: float, dtype: torch.dtype | None = None) -> None:
+        self._value = value
+        self._dtype = dtype
+        self._held: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, like: Tensor) -> Tensor:
+        """[D] for a `like` of [..., D], of its dtype unless another was given."""
+        dtype = self._dtype or like.dtype
+        key = (like.shape[-1], like.device, dtype)
+        held = self._held.get(key)
+        if held is None:
+            held = torch.full((key[0],), self._value, dtype=dtype, device=like.device)
+            # made while a CUDA graph is captured it would be the graph's own memory
+            if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._held[key] = held
+        return held

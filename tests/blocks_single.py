@@ -1,0 +1,155 @@
+"""Fused single-stream blocks, a row each: how a small one is built, and calls that it must take.
+
+Every row is tested alike by test_blocks_single.py. A new family is a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Draw = Callable[..., Tensor]
+Call = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of block.
+
+    `make()` builds it; `calls` are functions of (draw, batch, tokens) that give the arguments of a
+    call by name, the first of them the usual one; `fp32_parts` are kept in fp32 in half precision;
+    `aside` names modules whose hooks must fire, so that the block steps aside; `linear` is the path
+    of a projection.
+    """
+
+    make: Callable[[], nn.Module]
+    calls: Mapping[str, Callable[[Draw, int, int], Call]]
+    fp32_parts: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ("norm1", "attn1")
+    linear: str = "attn1.to_q"
+
+
+def tables(draw: Draw, *shape: int) -> tuple[Tensor, Tensor]:
+    """cos and sin with each value twice, fp32 in every model."""
+    angles = draw(*shape[:-1], shape[-1] // 2).float().repeat_interleave(2, -1)
+    return angles.cos(), angles.sin()
+
+
+def bias(batch: int, length: int) -> Tensor:
+    """An additive mask [batch, 1, length] that hides the last two tokens of the last sample."""
+    mask = torch.zeros(batch, 1, length)
+    mask[-1, :, -2:] = -10000.0
+    return mask
+
+
+def wan(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+        return WanTransformerBlock(96, 160, 6, **settings)
+
+    return make
+
+
+def wan_call(
+    draw: Draw, batch: int, tokens: int, text: int = 7, modulations: tuple[int, ...] = ()
+) -> Call:
+    return {
+        "hidden_states": draw(batch, tokens, 96),
+        "encoder_hidden_states": draw(batch, text, 96),
+        "temb": draw(batch, *modulations, 6, 96),
+        "rotary_emb": tables(draw, 1, tokens, 1, 16),
+    }
+
+
+def wan_bf16_tables(draw: Draw, batch: int, tokens: int) -> Call:
+    """`model.to(dtype)`, unlike `from_pretrained`, casts the tables too."""
+    call = wan_call(draw, batch, tokens)
+    like = call["hidden_states"].dtype
+    return call | {"rotary_emb": tuple(t.to(like) for t in call["rotary_emb"])}
+
+
+def basic(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.attention import BasicTransformerBlock
+
+        return BasicTransformerBlock(96, 6, 16, **settings)
+
+    return make
+
+
+def basic_call(draw: Draw, batch: int, tokens: int) -> Call:
+    return {"hidden_states": draw(batch, tokens, 96), "encoder_hidden_states": draw(batch, 7, 48)}
+
+
+def basic_masked(draw: Draw, batch: int, tokens: int) -> Call:
+    masks = {
+        "attention_mask": bias(batch, tokens),
+        "encoder_attention_mask": bias(batch, 7),
+    }
+    call = basic_call(draw, batch, tokens)
+    return call | {k: m.to(call["hidden_states"].dtype) for k, m in masks.items()}
+
+
+def alone(draw: Draw, batch: int, tokens: int) -> Call:
+    return {"hidden_states": draw(batch, tokens, 96)}
+
+
+def timed(call: Callable[[Draw, int, int], Call]) -> Callable[[Draw, int, int], Call]:
+    def modulated(draw: Draw, batch: int, tokens: int) -> Call:
+        return call(draw, batch, tokens) | {"timestep": draw(batch, 6 * 96)}
+
+    return modulated
+
+
+PIXART = {
+    "cross_attention_dim": 48,
+    "norm_type": "ada_norm_single",
+    "activation_fn": "gelu-approximate",
+    "attention_bias": True,
+    "norm_elementwise_affine": False,
+    "norm_eps": 1e-6,
+}
+WAN_FP32 = ("scale_shift_table", "norm2.weight", "norm2.bias")
+
+ROWS: Mapping[str, Row] = {
+    "wan": Row(
+        wan(cross_attn_norm=True),
+        {
+            "per sample": wan_call,
+            "per token": lambda d, b, t: wan_call(d, b, t, modulations=(t,)),
+            "tables in the model's dtype": wan_bf16_tables,
+        },
+        WAN_FP32,
+        ("norm1", "norm2", "attn1", "attn2.norm_k"),
+    ),
+    "wan all in one dtype": Row(wan(cross_attn_norm=True), {"per sample": wan_call}),
+    "wan without a norm before the cross-attention": Row(wan(), {"per sample": wan_call}),
+    "wan image to video": Row(
+        wan(cross_attn_norm=True, added_kv_proj_dim=96),
+        {"image and text": lambda d, b, t: wan_call(d, b, t, text=512 + 5)},
+        WAN_FP32,
+        ("norm1", "attn2.norm_added_k"),
+        "attn2.add_k_proj",
+    ),
+    "unet": Row(
+        basic(cross_attention_dim=48),
+        {"text": basic_call, "masks": basic_masked},
+        aside=("norm1", "norm2", "norm3", "attn2"),
+        linear="attn2.to_k",
+    ),
+    "unet self-attention twice": Row(basic(double_self_attention=True), {"alone": alone}),
+    "unet cross-attention alone": Row(
+        basic(cross_attention_dim=48, only_cross_attention=True), {"text": basic_call}
+    ),
+    "transformer without cross-attention": Row(basic(), {"alone": alone}),
+    "pixart": Row(
+        basic(**PIXART),
+        {"text": timed(basic_call), "masks": timed(basic_masked)},
+        aside=("norm2", "attn1"),
+    ),
+}

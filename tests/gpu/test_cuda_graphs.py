@@ -1,0 +1,159 @@
+"""`hfpatch.apply(model, cuda_graphs=True)`: the same numbers, and what makes it record anew."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from expect import assert_same_dicts, snapshot
+
+import hfpatch
+from hfpatch import graphs
+
+pytestmark = pytest.mark.gpu
+NAMES = ["ltx", "wan", "sd15-unet", "flux", "sd3"]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+def build(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any, dict[str, Any]]:
+    entry = zoo.ENTRIES[name]
+    model = entry.build(dtype)
+    inputs = entry.inputs(model, dtype)
+    moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    return entry, model.cuda().requires_grad_(False), moved
+
+
+def recorded(model: torch.nn.Module) -> int:
+    held = graphs._graphs.get(model)
+    return 0 if held is None else len(held.recorded)
+
+
+@pytest.mark.parametrize("inference_mode", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_numbers(name: str, inference_mode: bool) -> None:
+    entry, model, inputs = build(name)
+    before = snapshot(model)
+    hfpatch.apply(model)
+    other = {k: v * 0.5 if k.endswith(("states", "sample")) else v for k, v in inputs.items()}
+    expected = [entry.run(model, i) for i in (inputs, other)]
+    hfpatch.apply(model, cuda_graphs=True)
+    with torch.inference_mode(inference_mode):
+        results = [entry.run(model, i) for i in (inputs, inputs, other, inputs, other)]
+    assert recorded(model) == 1, hfpatch.status(model)
+    for result, i in zip(results, (0, 0, 1, 0, 1), strict=True):
+        # the kernels are the same; cuBLAS may pick another algorithm for another workspace
+        torch.testing.assert_close(result, expected[i], rtol=2e-2, atol=2e-2)
+    assert torch.equal(results[1], results[3]) and torch.equal(results[2], results[4])
+    assert not torch.equal(results[1], results[2])
+    hfpatch.restore(model)
+    assert_same_dicts(before, model)
+    assert recorded(model) == 0
+
+
+def test_one_launch_per_step() -> None:
+    entry, model, inputs = build("wan")
+    hfpatch.apply(model, cuda_graphs=True)
+    for _ in range(2):
+        entry.run(model, inputs)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        entry.run(model, inputs)
+        torch.cuda.synchronize()
+    names = [e.key for e in profile.key_averages()]
+    assert "cudaGraphLaunch" in names, names
+
+
+def test_records_anew_when_the_model_changes() -> None:
+    entry, model, inputs = build("wan", torch.float32)
+    hfpatch.apply(model, cuda_graphs=True)
+    first = [entry.run(model, inputs) for _ in range(3)][-1]
+    with torch.no_grad():
+        model.proj_out.weight.mul_(2)  # in place: the graph sees it
+    doubled = entry.run(model, inputs)
+    assert not torch.allclose(doubled, first)
+    model.proj_out.weight.data = model.proj_out.weight.data / 2
+    for _ in range(3):
+        torch.testing.assert_close(entry.run(model, inputs), first, rtol=1e-4, atol=1e-5)
+    twin = copy.deepcopy(model)
+    twin.proj_out.weight.data.zero_()
+    twin.proj_out.bias.data.zero_()
+    for _ in range(3):
+        assert not entry.run(twin, inputs).any()
+    torch.testing.assert_close(entry.run(model, inputs), first, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_are_bounded_and_memory_is_freed() -> None:
+    entry, model, inputs = build("sd15-unet")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    hfpatch.apply(model, cuda_graphs=2)
+    for batch in (1, 2, 1, 2, 1, 2):
+        part = {k: v[:batch] for k, v in inputs.items()}
+        for _ in range(2):
+            entry.run(model, part)
+    assert recorded(model) == 2
+    for size in (8, 16, 24):
+        larger = inputs | {"sample": torch.randn(2, 4, size, size, device="cuda").bfloat16()}
+        for _ in range(3):
+            entry.run(model, larger)
+    assert recorded(model) == 2
+    hfpatch.restore(model)
+    gc.collect()
+    torch.cuda.empty_cache()
+    # cuBLAS and cuDNN keep workspaces for the stream that recorded
+    assert torch.cuda.memory_reserved() <= before + (64 << 20)
+
+
+def test_hooks_gradients_and_autocast_run_the_model() -> None:
+    entry, model, inputs = build("wan", torch.float32)
+    hfpatch.apply(model, cuda_graphs=True)
+    expected = [entry.run(model, inputs) for _ in range(3)][-1]
+    seen: list[int] = []
+    handle = model.blocks[0].register_forward_hook(lambda *a: seen.append(1))
+    with pytest.warns(RuntimeWarning, match="inside has hooks"):
+        torch.testing.assert_close(entry.run(model, inputs), expected, rtol=1e-4, atol=1e-5)
+    assert seen == [1]
+    handle.remove()
+    model.requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match="autograd records"):
+        model(**inputs).sample.sum().backward()
+    assert model.proj_out.weight.grad is not None
+    with torch.autocast("cuda", torch.bfloat16), pytest.warns(RuntimeWarning, match="autocast"):
+        entry.run(model, inputs)
+    assert any("autocast is on" in note for note in hfpatch.status(model).plan.notes)
+
+
+def test_a_model_that_synchronizes_is_left_alone() -> None:
+    class Syncs(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item()
+
+    model, x = Syncs().eval(), torch.ones(3, device="cuda")
+    hfpatch.apply(model, cuda_graphs=True)
+    assert model(x).tolist() == [3.0] * 3
+    with pytest.warns(RuntimeWarning, match="recording failed"):
+        assert model(x).tolist() == [3.0] * 3
+    assert model(2 * x).tolist() == [12.0] * 3
+
+
+def test_two_streams_take_turns() -> None:
+    entry, model, inputs = build("sd15-unet")
+    hfpatch.apply(model, cuda_graphs=True)
+    expected = [entry.run(model, inputs) for _ in range(3)][-1]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results = []
+    for i in range(6):
+        with torch.cuda.stream(streams[i % 2]):
+            results.append(entry.run(model, inputs))
+    torch.cuda.synchronize()
+    assert all(torch.equal(r, expected) for r in results)

@@ -1,0 +1,81 @@
+"""Fused single-stream blocks on a GPU: numbers, attention backends, a fused block in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from blocks_single import ROWS
+from expect import relative_error
+from test_blocks_single import build, call_of, flat, original, wide
+
+import hfpatch
+
+pytestmark = pytest.mark.gpu
+CALLS = [(name, call) for name, row in ROWS.items() for call in row.calls]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+def on_gpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: on_gpu(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(on_gpu(v) for v in value)
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "call"), CALLS)
+def test_numbers(name: str, call: str, dtype: torch.dtype) -> None:
+    row = ROWS[name]
+    for shape in ((2, 10), (1, 67), (4, 128)):
+        root, given = build(row, dtype), call_of(row, call, dtype, shape)
+        truth = flat(original(root.block.double(), wide(given)))
+        root, given = build(row, dtype).cuda(), on_gpu(given)
+        theirs = flat(original(root.block, given))
+        report = hfpatch.apply(root)
+        assert [s.op for s in report.swaps if s.path == "block"] == ["block"], report
+        ours = flat(root.block(**given))
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        limit = relative_error(theirs.cpu(), truth) + torch.finfo(dtype).eps
+        assert relative_error(ours.cpu(), truth) <= limit, shape
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_launches_less(name: str) -> None:
+    def launches(run: Any) -> int:
+        run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+        return sum(e.count for e in profile.key_averages() if e.device_type.name == "CUDA")
+
+    row = ROWS[name]
+    root = build(row, torch.bfloat16).cuda()
+    given = on_gpu(call_of(row, dtype=torch.bfloat16, shape=(2, 64)))
+    before = launches(lambda: root.block(**given))
+    hfpatch.apply(root)
+    assert launches(lambda: root.block(**given)) < before
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_in_a_graph(name: str) -> None:
+    """Nothing that a fused block keeps between calls is of a graph's own memory."""
+    row = ROWS[name]
+    root = build(row, torch.bfloat16).cuda()
+    hfpatch.apply(root)
+    given, other = (on_gpu(call_of(row, dtype=torch.bfloat16, shape=(2, n))) for n in (64, 96))
+    with torch.no_grad():
+        expected = flat(root.block(**given))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = root.block(**given)
+        flat(root.block(**other))
+        for _ in range(2):
+            graph.replay()
+            torch.testing.assert_close(flat(result), expected)

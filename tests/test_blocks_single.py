@@ -1,0 +1,238 @@
+"""Every fused single-stream block: its numbers on every call, what comes back, when it steps aside.
+
+Parametrized over the rows of blocks_single.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from blocks_single import ROWS, Row
+from expect import assert_same_dicts, relative_error, snapshot
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hfpatch
+
+CALLS = [(name, call) for name, row in ROWS.items() for call in row.calls]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+class Root(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+
+def build(row: Row, dtype: torch.dtype = torch.float32) -> Root:
+    with torch.random.fork_rng(devices=[]):
+        block = zoo.randomize_(row.make())
+    kept = {name: block.get_parameter(name).data for name in row.fp32_parts}
+    block = block.to(dtype)
+    for name, values in kept.items():
+        block.get_parameter(name).data = values
+    return Root(block.eval().requires_grad_(False))
+
+
+def call_of(
+    row: Row, name: str | None = None, dtype: torch.dtype = torch.float32, shape: Any = (2, 10)
+) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(1)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g).to(dtype)
+
+    return row.calls[name or next(iter(row.calls))](draw, *shape)
+
+
+def wide(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: wide(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(wide(v) for v in value)
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def flat(result: Any) -> Tensor:
+    """The tensors that a block returns, as one."""
+    if isinstance(result, Tensor):
+        return result
+    return torch.cat([t.flatten() for t in result if t is not None])
+
+
+def original(block: nn.Module, call: dict[str, Any]) -> Any:
+    return type(block).forward(block, **call)
+
+
+def assert_equal_numbers(root: Root, call: dict[str, Any], dtype: torch.dtype) -> None:
+    """As near to fp64 as the original: one rounding more at most."""
+    truth = flat(original(copy.deepcopy(root.block).double(), wide(call)))
+    theirs, ours = original(root.block, call), root.block(**call)
+    assert type(theirs) is type(ours)
+    theirs, ours = flat(theirs), flat(ours)
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    limit = relative_error(theirs, truth) + torch.finfo(dtype).eps
+    assert relative_error(ours, truth) <= limit
+
+
+def is_fused(root: Root, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a call runs our forward: the class's own is replaced by one that fails."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the attention's own forward ran")
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        for m in root.block.modules():
+            if hasattr(m, "processor"):
+                patch.setattr(type(m), "forward", fail)
+        try:
+            root.block(**call)
+        except AssertionError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "call"), CALLS)
+def test_numbers(name: str, call: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[name]
+    root = build(row, dtype)
+    before = snapshot(root)
+    report = hfpatch.apply(root)
+    assert [s.op for s in report.swaps if s.path == "block"] == ["block"], report
+    given = call_of(row, call, dtype)
+    assert is_fused(root, given, monkeypatch)
+    assert_equal_numbers(root, given, dtype)
+    hfpatch.restore(root)
+    assert_same_dicts(before, root)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 13)], ids=str)
+@pytest.mark.parametrize("name", list(ROWS))
+def test_batches_and_odd_sizes(name: str, shape: tuple[int, int]) -> None:
+    root = build(ROWS[name])
+    hfpatch.apply(root)
+    for call in ROWS[name].calls:
+        given = call_of(ROWS[name], call, shape=shape)
+        assert_equal_numbers(root, given, torch.float32)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_steps_aside_for_hooks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[name]
+    root, given = build(row), call_of(row)
+    hfpatch.apply(root)
+    assert is_fused(root, given, monkeypatch)
+    for path in row.aside:
+        seen: list[str] = []
+        module = root.block.get_submodule(path)
+        handle = module.register_forward_hook(lambda *a, seen=seen: seen.append("hook"))
+        result = root.block(**given)
+        assert seen == ["hook"], path
+        handle.remove()
+        torch.testing.assert_close(flat(result), flat(original(root.block, given)))
+    assert is_fused(root, given, monkeypatch)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_steps_aside_for_a_processor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[name]
+    root, given = build(row), call_of(row)
+    hfpatch.apply(root)
+    attn: Any = next(m for m in root.block.modules() if hasattr(m, "processor"))
+
+    class Doubled(type(attn.processor)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().__call__(*args, **kwargs)
+            return tuple(r * 2 for r in result) if isinstance(result, tuple) else result * 2
+
+    before = flat(root.block(**given))
+    attn.set_processor(Doubled())
+    assert not is_fused(root, given, monkeypatch)
+    assert_equal_numbers(root, given, torch.float32)
+    assert relative_error(flat(root.block(**given)), before) > 1e-3
+    hfpatch.restore(root)
+    report = hfpatch.apply(root)
+    assert [s.reason for s in report.skips if s.path == "block"] == [
+        "its attention processor is `Doubled`"
+    ]
+
+
+class LowRank(nn.Module):
+    """A LoRA layer as PEFT builds it: the base layer inside, which lends it its parameters."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        like = {"dtype": base.weight.dtype}
+        self.down = nn.Linear(base.in_features, 2, bias=False, **like)
+        self.up = nn.Linear(2, base.out_features, bias=False, **like)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("first", ["apply", "LoRA"])
+@pytest.mark.parametrize("name", list(ROWS))
+def test_low_rank_adapters(name: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[name]
+    root, given = build(row), call_of(row)
+    plain = flat(root.block(**given))
+    parent, _, child = row.linear.rpartition(".")
+    holder: Any = root.block.get_submodule(parent)
+    if first == "apply":
+        hfpatch.apply(root)
+    base = root.block.get_submodule(row.linear)
+    adapter = LowRank(base).requires_grad_(False)  # type: ignore[arg-type]
+    holder._modules[child] = adapter
+    if first == "LoRA":
+        hfpatch.apply(root)
+    assert is_fused(root, given, monkeypatch)
+    assert_equal_numbers(root, given, torch.float32)
+    assert relative_error(flat(root.block(**given)), plain) > 1e-4
+    holder._modules[child] = base
+    torch.testing.assert_close(flat(root.block(**given)), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_gradients_are_the_originals(name: str) -> None:
+    row = ROWS[name]
+    root, given = build(row).requires_grad_(True), call_of(row)
+    flat(original(root.block, given)).square().sum().backward()
+    expected = {n: p.grad.clone() for n, p in root.named_parameters() if p.grad is not None}
+    root.zero_grad()
+    hfpatch.apply(root)
+    with pytest.warns(RuntimeWarning, match="autograd records"):
+        result = checkpoint(lambda: flat(root.block(**given)), use_reentrant=False)
+    result.square().sum().backward()
+    found = {n: p.grad for n, p in root.named_parameters() if p.grad is not None}
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_original_takes_what_the_fused_forward_does_not() -> None:
+    row = ROWS["unet"]
+    root = build(row)
+    hfpatch.apply(root)
+    given = call_of(row)
+    assert_equal_numbers(root, given | {"cross_attention_kwargs": {"scale": 0.5}}, torch.float32)
+    assert_equal_numbers(root, given | {"cross_attention_kwargs": {}}, torch.float32)
+    root.block.set_chunk_feed_forward(5, 1)
+    assert_equal_numbers(root, given, torch.float32)

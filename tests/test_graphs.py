@@ -1,0 +1,269 @@
+"""CUDA graphs without a GPU: which calls are alike, what may be recorded, what is kept."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from expect import assert_same_dicts, expected_swaps, snapshot
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hfpatch
+from hfpatch import graphs
+from hfpatch.graphs import ModelGraphs, NotCapturable, call_key, model_signature, rebuild_call
+
+
+@pytest.fixture
+def as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors say that they are on a GPU: the keys and decisions look at nothing else."""
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda t: not t.is_meta))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.usefixtures("as_cuda")
+class TestKeys:
+    def key(self, *args: Any, **kwargs: Any) -> Any:
+        return call_key(args, kwargs)[0]
+
+    def test_alike(self) -> None:
+        x = torch.ones(2, 3)
+        assert self.key(x, scale=1.0, more={"a": [x, (x,)]}) == self.key(
+            x + 1, more={"a": [x * 2, (x,)]}, scale=1.0
+        )
+        assert hash(self.key(x, kind=torch.float16)) == hash(self.key(x, kind=torch.float16))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            (torch.ones(3, 2), {}),
+            (torch.ones(2, 3, dtype=torch.float64), {}),
+            (torch.ones(3, 2).t(), {}),
+            (torch.ones(2, 3), {"scale": 2.0}),
+            (torch.ones(2, 3), {"scale": 1}),
+            (torch.ones(2, 3), {"scale": True}),
+            (torch.ones(2, 3), {"scale": torch.ones(())}),
+            (torch.ones(2, 3), {"scale": [1.0]}),
+            (torch.ones(2, 3), {"scale": (1.0,)}),
+            (torch.ones(2, 3), {"scale": {"a": 1.0}}),
+            (torch.ones(2, 3), {"other": 1.0}),
+            (torch.ones(2, 3), {}),
+        ],
+        ids=str,
+    )
+    def test_not_alike(self, other: tuple[Tensor, dict[str, Any]]) -> None:
+        assert self.key(torch.ones(2, 3), scale=1.0) != self.key(other[0], **other[1])
+
+    def test_tensors_go_back_where_they_were(self) -> None:
+        a, b, c, d = (torch.full((), float(i)) for i in range(4))
+        args, kwargs = (a, 5), {"z": {"q": b, "p": [c]}, "y": d}
+        _, tensors = call_key(args, kwargs)
+        again = rebuild_call(args, kwargs, [t + 10 for t in tensors])
+        assert again == ((a + 10, 5), {"z": {"q": b + 10, "p": [c + 10]}, "y": d + 10})
+        assert list(again[1]) == ["z", "y"] and list(again[1]["z"]) == ["q", "p"]
+
+    def test_refused(self) -> None:
+        class Cache:
+            pass
+
+        class Special(Tensor):
+            pass
+
+        x = torch.ones(2)
+        for value, message in (
+            (Cache(), "`v` is a Cache"),
+            (lambda: 0, "`v` is a function"),
+            ({"a": {1, 2}}, r"`v`\['a'\] is a set"),
+            (x.as_subclass(Special), "`v` is a Special"),
+            (torch.ones(2, device="meta"), "`v` is on meta, not on a GPU"),
+            (torch.ones(2, requires_grad=True), "`v` requires a gradient"),
+        ):
+            with pytest.raises(NotCapturable, match=message):
+                call_key((x,), {"v": value})
+        with pytest.raises(NotCapturable, match="no tensor argument"):
+            call_key((1,), {})
+
+
+@pytest.mark.usefixtures("as_cuda")
+class TestDecisions:
+    def model(self) -> nn.Module:
+        entry = zoo.ENTRIES["wan"]
+        return entry.build().requires_grad_(False)
+
+    def test_signature_sees_what_a_graph_bakes_in(self) -> None:
+        model: Any = self.model()
+        before = model_signature(model)
+        assert model_signature(model) == before
+        assert model_signature(copy.deepcopy(model)) != before
+
+        def changed() -> bool:
+            nonlocal before
+            now = model_signature(model)
+            different, before = now != before, now
+            return different
+
+        linear = model.blocks[0].attn1.to_q
+        with torch.no_grad():
+            linear.weight.add_(1)
+        assert not changed()  # the graph reads the new values
+        linear.weight.data = linear.weight.data.clone()
+        assert changed()
+        linear.weight = nn.Parameter(linear.weight.data.clone(), requires_grad=False)
+        assert changed()
+        model.blocks[0].attn1.set_processor(type(model.blocks[0].attn1.processor)())
+        assert changed()
+        linear.scaling = {"default": 1.0}
+        assert changed()
+        linear.scaling["default"] = 0.5
+        assert changed()
+        model.blocks[1].train()
+        assert changed()
+        model.blocks[0].forward = MethodType(lambda self, x, *rest: x, model.blocks[0])  # as a swap
+        assert changed()
+        del model.blocks[0].forward
+        assert changed()
+
+    def test_decides(self) -> None:
+        model, x = self.model(), torch.ones(2)
+        held = ModelGraphs()
+        key, tensors = held.decide(model, (x,), {})
+        assert tensors == [x] and held.decide(model, (x + 1,), {})[0] == key
+        with sdpa_kernel(SDPBackend.MATH):
+            assert held.decide(model, (x,), {})[0] != key
+        held.failed[key] = "no"
+        with pytest.raises(NotCapturable, match=r"^no$"):
+            held.decide(model, (x,), {})
+        model.requires_grad_(True)
+        with pytest.raises(NotCapturable, match="autograd records"):
+            held.decide(model, (x,), {})
+        with torch.no_grad():
+            held.decide(model, (x, x), {})
+        model.requires_grad_(False).train()
+        with pytest.raises(NotCapturable, match="training mode"):
+            held.decide(model, (x,), {})
+        model.eval()
+        outer = model.register_forward_hook(lambda *a: None)
+        held.decide(model, (x, x), {})  # runs outside of the graph
+        outer.remove()
+        model.blocks[0].register_forward_hook(lambda *a: None)
+        with pytest.raises(NotCapturable, match="`WanTransformerBlock` inside has hooks"):
+            held.decide(model, (x,), {})
+
+    def test_a_change_of_the_model_drops_the_graphs(self) -> None:
+        model: Any = self.model()
+        x = torch.ones(2)
+        held = ModelGraphs()
+        held.decide(model, (x,), {})
+        entry = Recorded()
+        held.recorded["a"] = entry  # type: ignore[assignment]
+        held.decide(model, (x,), {})
+        assert held.recorded
+        model.proj_out.weight.data = model.proj_out.weight.data.clone()
+        held.decide(model, (x,), {})
+        assert not held.recorded and entry.graph.freed
+
+
+class Recorded:
+    def __init__(self) -> None:
+        self.graph = Graph()
+
+
+class Graph:
+    freed = False
+
+    def reset(self) -> None:
+        self.freed = True
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_recorded_at_the_second_call_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def record(*args: Any) -> Any:
+        made.append(Recorded())
+        return made[-1]
+
+    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(ModelGraphs, "_replay", lambda self, entry, tensors: entry)
+    held, model = ModelGraphs(limit=2), nn.Linear(3, 3).eval().requires_grad_(False)
+
+    def original(model: nn.Module, x: Tensor) -> str:
+        return "original"
+
+    def call(size: int) -> Any:
+        return held.run(model, original, (torch.ones(size),), {})
+
+    assert call(1) == "original"
+    assert call(1) is made[0] and call(1) is made[0]
+    assert call(2) == "original" and call(2) is made[1]
+    assert call(1) is made[0]  # used later than 2
+    assert call(3) == "original" and call(3) is made[2]
+    assert made[1].graph.freed and not made[0].graph.freed
+    assert call(1) is made[0] and len(held.recorded) == 2
+    held.clear()
+    assert all(entry.graph.freed for entry in made)
+
+
+def test_a_failed_recording_is_said_once_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, as_cuda: None
+) -> None:
+    tried: list[int] = []
+
+    def record(*args: Any) -> Any:
+        tried.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    held, model = ModelGraphs(), nn.Linear(3, 3).eval().requires_grad_(False)
+    call = (model, lambda model, x: "original", (torch.ones(1),), {})
+    assert held.run(*call) == "original"
+    with pytest.warns(
+        RuntimeWarning, match="recording failed: RuntimeError: operation not"
+    ) as seen:
+        assert [held.run(*call) for _ in range(3)] == ["original"] * 3
+    assert len(seen) == 1 and len(tried) == 1
+
+
+def test_apply_on_the_cpu_runs_the_model_and_says_why(kernels_module: object) -> None:
+    entry = zoo.ENTRIES["wan"]
+    model = entry.build()
+    inputs, before = entry.inputs(model), snapshot(model)
+    expected = entry.run(model, inputs)
+    report = hfpatch.apply(model, cuda_graphs=True)
+    assert {s.path: s.op for s in report.swaps} == {"": "cuda_graphs", **expected_swaps(model)}
+    with pytest.warns(RuntimeWarning, match="is on cpu, not on a GPU"):
+        result = entry.run(model, inputs)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    notes = hfpatch.status(model).plan.notes
+    assert notes[0] == "CUDA graphs: 0 recorded"
+    assert notes[1].startswith("CUDA graphs not used: ")
+    again = hfpatch.apply(model)
+    assert "" not in {s.path for s in again.swaps} and not hfpatch.status(model).plan.notes
+    hfpatch.apply(model, cuda_graphs=2)
+    assert hfpatch.restore(model) == len(report.swaps)
+    assert_same_dicts(before, model)
+
+
+def test_pipeline_gets_graphs_for_its_denoiser(kernels_module: object) -> None:
+    pipe = zoo.PIPELINES["ltx-pipeline"].build()
+    report = hfpatch.apply(pipe, cuda_graphs=True)
+    assert [s.path for s in report.swaps if s.op == "cuda_graphs"] == ["transformer"]
+    part = hfpatch.status(pipe.transformer)
+    assert [s.path for s in part.swaps if s.op == "cuda_graphs"] == [""]
+    assert not [s for s in hfpatch.status(pipe.vae).swaps if s.op == "cuda_graphs"]
+
+
+def test_bad_arguments() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="`cuda_graphs` must be a bool or the most graphs"):
+        hfpatch.apply(model, cuda_graphs="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`cuda_graphs` must be at least 0, got -1"):
+        hfpatch.apply(model, cuda_graphs=-1)
+    with pytest.raises(ValueError, match="needs mode='inference'"):
+        hfpatch.apply(model, cuda_graphs=True, mode="training")
