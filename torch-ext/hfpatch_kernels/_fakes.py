@@ -137,8 +137,10 @@ def _grad_norm(tensors, norm_type):
     device = tensors[0].device
     norm = torch.empty((), dtype=torch.float32, device=device)
     return norm, torch.empty(chunks, dtype=torch.float32, device=device)
+
+
 def _workspace(x):
-    """hfp_row_workspace of hfpatch.h: one entry per part of a row, where few rows are shared out."""
+    """hfp_row_workspace of hfpatch.h: one entry per part of a row, where few rows are shared."""
     cols, rows = x.shape[-1], 1
     for size in x.shape[:-1]:
         rows = rows * size
@@ -201,8 +203,6 @@ _FUNCTIONAL = {
     "argmax": _argmax,
     "topk": _topk,
     "sample": _indices,
-}
-_IN_PLACE = ("adamw_step", "clip_grads")
     "add_gelu": _like,
     "add_silu": _like,
     "mul_add": _modulated,
@@ -210,6 +210,8 @@ _IN_PLACE = ("adamw_step", "clip_grads")
     "add_silu_backward": _add_activation_backward,
     "mul_add_backward": _mul_add_backward,
 }
+#: Of HFP_LIST_OP_TABLE: they return nothing.
+_NOTHING = ("adamw_step", "clip_grads")
 #: HFP_IN_PLACE_TABLE of hfpatch.h
 _IN_PLACE = (
     "rms_norm",
@@ -235,8 +237,9 @@ def register():
     for name, fake in _FUNCTIONAL.items():
         torch.library.register_fake(add_op_namespace_prefix(name), fake)
         torch.library.register_fake(add_op_namespace_prefix(name + "_out"), _nothing)
-    for name in _IN_PLACE:
+    for name in _NOTHING:
         torch.library.register_fake(add_op_namespace_prefix(name), _nothing)
+    for name in _IN_PLACE:
         torch.library.register_fake(add_op_namespace_prefix(name + "_"), _nothing)
     ops._fakes_registered = True
 
