@@ -242,7 +242,7 @@ def test_bad_calls(lib, name, args, message):
 
 
 def test_bad_backward_calls(lib):
-    b4, x4 = torch.ones(2, 1, 3, 1, 8), torch.ones(2, 3, 3, 3, 8)
+    b4, x4 = torch.ones(1, 3, 1, 8), torch.ones(2, 3, 4, 8)
     tall, wide_bias = torch.ones(64, 1024), torch.ones(1024)  # enough rows for partial sums
     for name, args, message in (
         ("add_silu_backward", (X.clone(), B.clone(), None, X, X, B, 3), r"`needs` must be 2"),
