@@ -30,7 +30,8 @@ def assert_like(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
     scale = 1 + expected.double().abs().amax(-1, keepdim=True)
     error = (actual.double() - expected.double()).abs() / scale
     assert error.max() <= max(4 * eps, 8e-6)
-    assert (error > 8e-6).double().mean() < 0.02
+    # Three besides, since of a few dozen results one is more than 2 %.
+    assert (error > 8e-6).sum() <= 3 + 0.02 * error.numel()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

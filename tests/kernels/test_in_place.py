@@ -179,7 +179,7 @@ def overlapping() -> list[tuple[str, tuple[Any, ...], str | None]]:
         ("silu", (late, rows), part),
         ("silu", (m[:8], m[8:16]), None),
         ("silu", (m[:4], m[2::3][:4]), part),
-        ("silu", (m[1:2], m[0:6:5]), None),  # between two rows
+        ("silu", (m[1:3], m[0:6:5]), None),  # between two rows
         ("silu", (m.view(-1)[4:12].view(1, 8), m[0:1]), part),
         ("silu", (m.view(-1)[64:128].view(8, 8), m.view(10, 16)[:8, :8]), part),
         ("gated", (rows, rows, m[4:20], 3), "must be exactly the view `up`"),

@@ -140,10 +140,11 @@ def test_tables_per_token_of_a_video(dtype: torch.dtype, kernels_module: ModuleT
     angle = torch.stack((angle, angle + 1))  # [B, S, D / 2]
     q, k = (draw(B, tokens, H, D, dtype=dtype, seed=i) for i in (0, 1))
     for a in (angle, angle[0]):
-        wide = [f.repeat_interleave(2, -1) for f in (a.cos(), a.sin())]  # [B, S, D] or [S, D]
         freqs = torch.polar(torch.ones_like(a), a)
+        compact = freqs.real.contiguous(), freqs.imag.contiguous()
+        wide = [f.repeat_interleave(2, -1) for f in compact]  # [B, S, D] or [S, D]
         reference = OPS["rope_qk"].reference(q, k, *wide, interleaved=True)
-        for tables in (wide, (a.cos(), a.sin()), (freqs,)):
+        for tables in (wide, compact, (freqs,)):
             actual = kernels_module.rope_qk(q, k, *tables, interleaved=True)
             for y, e in zip(actual, reference, strict=True):
                 assert_as_eager(y, e)
@@ -180,7 +181,7 @@ T = torch.ones(S, D // 2, 2)
     [
         ((X, T, None, 1, 0, 0, 0), r"`interleaved` must be 1 for a complex table, got 0"),
         (
-            (X, T[..., 0], None, 1, 1, 0, 0),
+            (X, T[..., 0].contiguous(), None, 1, 1, 0, 0),
             r"`cos` without `sin` must be the real view .*\[5, 12\]",
         ),
         ((X, T[:, :7], None, 1, 1, 0, 0), r"`cos`, a complex table, must have 12 columns, got 7"),
