@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import joint
 import torch
 
 import hfpatch
@@ -82,6 +83,7 @@ CASES: dict[str, Callable[[], tuple[torch.nn.Module, Callable[[torch.nn.Module],
     "ltx-video 161 frames": lambda: ltx(161),
     "llama-8b prefill 2048": lambda: llama_8b(2048),
     "llama-8b decode": lambda: llama_8b(1),
+    **joint.CASES,
 }
 
 

@@ -353,6 +353,16 @@ class JointSubject(BlockSubject):
     def idle(self) -> list[nn.Module]:
         return self.bypass(self.module)
 
+    def packs(self) -> list[list[nn.Module]]:
+        """Linear layers that are worth one product each: q, k and v of each stream."""
+        groups: list[list[nn.Module]] = []
+        for attn in self.attentions(self.module):
+            if getattr(attn, "to_q", None) is not None:
+                groups.append(list(qkv_of(attn)))
+            if getattr(attn, "add_q_proj", None) is not None:
+                groups.append(list(added_qkv_of(attn)))
+        return groups
+
     @classmethod
     def ready(cls, block: Any) -> bool:
         for attn in cls.attentions(block):

@@ -64,6 +64,8 @@ def project_into(out: Tensor, x: Tensor, linears: Sequence[Any]) -> None:
 def _packed(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """The weights and biases as one, if they lie one after the other in one storage."""
     first = linears[0]
+    if not is_plain(first, x):  # what stands in its place may have none of its attributes
+        return None
     rows, columns = 0, first.in_features
     with_bias = first.bias is not None
     weight_at = first.weight.data_ptr()
