@@ -166,7 +166,7 @@ class JointKernels:
         lengths = [s.h.shape[1] for s in streams]
         attended = self.attention(q, k, v, mask, backend=backend).flatten(2).split(lengths, 1)  # type: ignore[no-untyped-call]
         return [
-            self.after(s.h, s.modulation, piece, s.out, s.ff)
+            self.after(s.h, s.modulation, tight(piece), s.out, s.ff)
             for s, piece in zip(streams, attended, strict=True)
         ]
 
@@ -293,6 +293,12 @@ def _kept(mask: Tensor) -> slice | Tensor | None:
 def compact(cos: Tensor, sin: Tensor) -> Tables:
     """The RoPE tables as the kernel reads them best: each value, which stands twice, once."""
     return cos[..., ::2].contiguous(), sin[..., ::2].contiguous()
+
+
+def tight(x: Tensor) -> Tensor:
+    """A stream's part [B, S, C] of the joint result as a linear layer takes it in one product with
+    its bias: of a single sample a view will do."""
+    return x[0].unsqueeze(0) if x.shape[0] == 1 else x.contiguous()
 
 
 def rows(tables: Tables | None, start: int, end: int) -> Tables | None:
