@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import single_stream
+import joint
 import torch
 
 import hfpatch
@@ -84,6 +85,7 @@ CASES: dict[str, Callable[[], tuple[torch.nn.Module, Callable[[torch.nn.Module],
     "llama-8b prefill 2048": lambda: llama_8b(2048),
     "llama-8b decode": lambda: llama_8b(1),
     **single_stream.CASES,
+    **joint.CASES,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,6 +287,7 @@ def test_processors(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def custom(base: type) -> Any:
+        @functools.wraps(base.__call__)  # diffusers looks at the signature
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append("custom")
             return base.__call__(self, *args, **kwargs)
@@ -399,14 +402,17 @@ def test_neighbours_are_joined_without_a_copy(batch: int) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_of_two(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
-    linear = nn.Linear(24, 12, bias=bias).to(dtype)
-    a, b = torch.randn(2, 5, 8, dtype=dtype), torch.randn(2, 5, 16, dtype=dtype)
+    linear = nn.Linear(96, 48, bias=bias).to(dtype)
+    a, b = torch.randn(2, 5, 32, dtype=dtype), torch.randn(2, 5, 64, dtype=dtype)
     with torch.no_grad():
         expected = linear(torch.cat((a, b), -1))
         result = product_of_two(linear, a, b)
         if dtype == torch.float16:
             assert torch.equal(result, expected)  # its range could not hold the first sum
-        torch.testing.assert_close(result, expected)
+        truth = copy.deepcopy(linear).double()(torch.cat((a, b), -1).double())
+        limit = relative_error(expected, truth) + torch.finfo(dtype).eps
+        assert relative_error(result, truth) <= limit
+        assert result.shape == expected.shape and result.dtype == dtype
         linear.register_forward_hook(lambda m, args, out: out + 1)
         assert torch.equal(product_of_two(linear, a, b), expected + 1)
 
@@ -420,4 +426,4 @@ def test_a_class_of_the_same_name_with_another_constructor() -> None:
     lookalike = type("FluxTransformerBlock", (FluxTransformerBlock,), {"__init__": init})
     report = hfpatch.apply(nn.Sequential(lookalike()))
     reason = next(s.reason for s in report.skips if s.path == "0")
-    assert "small copy" in reason
+    assert reason.startswith("no small copy of it could be made: TypeError")

@@ -53,8 +53,7 @@ class Flux2Subject(JointSubject):
         return _unfit_activation(block.ff.act_fn) or _unfit_activation(block.ff_context.act_fn)
 
     def build(self, block: Any) -> nn.Module:
-        bias = block.ff.linear_in.bias is not None
-        made: nn.Module = type(block)(64, 4, 16, bias=bias)
+        made: nn.Module = type(block)(64, 4, 16, bias=block.attn.use_bias)
         return made
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class JointKernels:
         lengths = [s.h.shape[1] for s in streams]
         attended = self.attention(q, k, v, mask, backend=backend).flatten(2).split(lengths, 1)  # type: ignore[no-untyped-call]
         return [
-            self.after(s.h, s.modulation, piece, s.out, s.ff)
+            self.after(s.h, s.modulation, tight(piece), s.out, s.ff)
             for s, piece in zip(streams, attended, strict=True)
         ]
 
@@ -295,6 +295,12 @@ def compact(cos: Tensor, sin: Tensor) -> Tables:
     return cos[..., ::2].contiguous(), sin[..., ::2].contiguous()
 
 
+def tight(x: Tensor) -> Tensor:
+    """A stream's part [B, S, C] of the joint result as a linear layer takes it in one product with
+    its bias: of a single sample a view will do."""
+    return x[0].unsqueeze(0) if x.shape[0] == 1 else x.contiguous()
+
+
 def rows(tables: Tables | None, start: int, end: int) -> Tables | None:
     """The part of [S, D] tables for some of the tokens."""
     return None if tables is None else (tables[0][start:end], tables[1][start:end])
@@ -352,6 +358,16 @@ class JointSubject(BlockSubject):
 
     def idle(self) -> list[nn.Module]:
         return self.bypass(self.module)
+
+    def packs(self) -> list[list[nn.Module]]:
+        """Linear layers that are worth one product each: q, k and v of each stream."""
+        groups: list[list[nn.Module]] = []
+        for attn in self.attentions(self.module):
+            if getattr(attn, "to_q", None) is not None:
+                groups.append(list(qkv_of(attn)))
+            if getattr(attn, "add_q_proj", None) is not None:
+                groups.append(list(added_qkv_of(attn)))
+        return groups
 
     @classmethod
     def ready(cls, block: Any) -> bool:

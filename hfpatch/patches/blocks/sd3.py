@@ -19,6 +19,7 @@ from hfpatch.patches.blocks.joint import (
     Tokens,
     added_qkv_of,
     qkv_of,
+    tight,
     to_out,
     weights_of,
 )
@@ -115,7 +116,7 @@ class Sd3Subject(JointSubject):
                     qkv_of(block.attn2),
                     (block.attn2.norm_q, block.attn2.norm_k),
                 )
-            out, seen = to_out(a), attended[:, :image]
+            out, seen = to_out(a), tight(attended[:, :image])
             if second is not None:
                 # two gated sums before the norm: the first is made here, the second in `after`
                 h = kernels.gate(h, modulation[2], out(seen))
@@ -128,7 +129,7 @@ class Sd3Subject(JointSubject):
             text = kernels.after(
                 text,
                 text_modulation,
-                attended[:, image:],
+                tight(attended[:, image:]),
                 a.to_add_out,
                 lambda x: feed_forward(block.ff_context, x),
             )

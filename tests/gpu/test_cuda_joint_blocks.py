@@ -1,0 +1,152 @@
+"""Fused joint-attention blocks on a GPU: numbers on each path, launches, graphs, real sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from expect import relative_error
+from test_joint_blocks import MASKED, ROWS, Row, build, of_batch, pack
+
+import hfpatch
+
+pytestmark = pytest.mark.gpu
+families = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.zoo)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels must be there; convolutions in true fp32, or TF32 hides everything."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def launches(run: Any) -> int:
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(e.count for e in profile.key_averages() if e.device_type.name == "CUDA")
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_numbers(row: Row, dtype: torch.dtype, batch: int, packed: bool) -> None:
+    entry = zoo.ENTRIES[row.zoo]
+    model, inputs = build(row, dtype)
+    inputs = of_batch(inputs, batch)
+    truth = entry.reference(model, inputs)
+    model, inputs = model.cuda(), on_gpu(inputs)
+    original = entry.run(model, inputs)
+    if packed:
+        pack(model)
+    hfpatch.apply(model)
+    patched = entry.run(model, inputs)
+    limit = relative_error(original.cpu(), truth) + torch.finfo(dtype).eps
+    assert relative_error(patched.cpu(), truth) <= limit
+    assert torch.equal(entry.run(model, inputs), patched)
+
+
+@pytest.mark.parametrize("row", MASKED, ids=lambda row: row.zoo)
+@pytest.mark.parametrize("kept", ["1111111", "1111000", "1010101"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_masks(row: Row, kept: str, inference: bool) -> None:
+    assert row.mask is not None
+    entry = zoo.ENTRIES[row.zoo]
+    model, inputs = build(row)
+    inputs = of_batch(inputs, 1)
+    inputs[row.mask] = torch.tensor([[int(c) for c in kept]])
+    truth = entry.reference(model, inputs)
+    model, inputs = model.cuda(), on_gpu(inputs)
+    hfpatch.apply(model)
+    with torch.inference_mode(inference):
+        assert relative_error(entry.run(model, inputs).cpu(), truth) < 1e-4
+
+
+@families
+def test_launches_less_than_half(row: Row) -> None:
+    entry = zoo.ENTRIES[row.zoo]
+    model, inputs = build(row, torch.bfloat16)
+    model, inputs = model.cuda(), on_gpu(of_batch(inputs, 1))
+    block: Any = model.get_submodule(row.blocks[0])
+    calls: list[tuple[Any, Any]] = []
+    handle = block.register_forward_pre_hook(
+        lambda m, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    entry.run(model, inputs)
+    handle.remove()
+    args, kwargs = calls[0]
+    with torch.no_grad():
+        before = launches(lambda: block(*args, **kwargs))
+        pack(model)
+        hfpatch.apply(model)
+        after = launches(lambda: block(*args, **kwargs))
+    assert after * 2 < before, (after, before)
+
+
+@families
+def test_in_a_graph(row: Row) -> None:
+    """Nothing that a fused block keeps between calls is of a graph's own memory, and no block waits
+    for the GPU while a graph is captured."""
+    if row.mask is not None:
+        pytest.skip("the models themselves look at the mask, which a capture forbids")
+    entry = zoo.ENTRIES[row.zoo]
+    model, inputs = build(row, torch.bfloat16)
+    model, inputs = model.cuda(), on_gpu(of_batch(inputs, 1))
+    hfpatch.apply(model)
+    blocks: Any = [model.get_submodule(path) for path in row.blocks]
+    calls: dict[Any, Any] = {}
+    for block in blocks:
+        block.register_forward_pre_hook(
+            lambda m, args, kwargs: calls.update({m: (args, kwargs)}), with_kwargs=True
+        )
+    entry.run(model, inputs)
+    for block in blocks:
+        block._forward_pre_hooks.clear()
+        args, kwargs = calls[block]
+        with torch.no_grad():
+            expected = block(*args, **kwargs)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                result = block(*args, **kwargs)
+            entry.run(model, inputs)
+            graph.replay()
+        for a, b in zip(_flat(result), _flat(expected), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    values = result if isinstance(result, tuple) else (result,)
+    return [v for v in values if v is not None]
+
+
+@pytest.mark.parametrize("name", ["FluxTransformerBlock", "FluxSingleTransformerBlock"])
+def test_flux_at_its_real_size(name: str) -> None:
+    import diffusers.models.transformers.transformer_flux as flux
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        block = getattr(flux, name)(3072, 24, 128).bfloat16().requires_grad_(False)
+        angles = torch.randn(4608, 64).repeat_interleave(2, -1)
+        inputs = {
+            "hidden_states": torch.randn(1, 4096, 3072, dtype=torch.bfloat16),
+            "encoder_hidden_states": torch.randn(1, 512, 3072, dtype=torch.bfloat16),
+            "temb": torch.randn(1, 3072, dtype=torch.bfloat16),
+            "image_rotary_emb": (angles.cos(), angles.sin()),
+        }
+    before = block(**inputs)
+    wide = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    truth = block.float()(**wide)  # fp32: 2^16 times finer than bf16
+    block = block.bfloat16()
+    pack(block)
+    hfpatch.apply(torch.nn.ModuleList([block]))
+    for mine, eager, exact in zip(block(**inputs), before, truth, strict=True):
+        limit = relative_error(eager, exact) + torch.finfo(torch.bfloat16).eps
+        assert relative_error(mine, exact) <= limit
