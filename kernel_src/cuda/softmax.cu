@@ -292,10 +292,17 @@ int32_t launch_typed(SoftmaxParams &p, void *stream) {
       case Shape::k32x2:
         return launch_rows(&softmax_held_kernel<T, kAligned, kMask, 32, 2>, plan, p, stream, op);
       case Shape::k32x4:
-        return launch_rows(&softmax_held_kernel<T, kAligned, kMask, 32, 4>, plan, p, stream, op);
+        // With a mask and element by element it would spill on sm_80. A CTA of one warp adds up in
+        // the same order.
+        if constexpr (kAligned || !kMask) {
+          return launch_rows(&softmax_held_kernel<T, kAligned, kMask, 32, 4>, plan, p, stream, op);
+        }
+        break;
       default:
-        return launch_rows(&softmax_held_kernel<T, kAligned, kMask, kCta, 4>, plan, p, stream, op);
+        break;
     }
+    const RowPlan cta{Shape::kCtaX4, cta_threads(p.vectors, 4), 1};
+    return launch_rows(&softmax_held_kernel<T, kAligned, kMask, kCta, 4>, cta, p, stream, op);
   }
   p.parts = parts_of(p.x_rows.cols);
   if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
