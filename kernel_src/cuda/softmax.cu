@@ -151,8 +151,8 @@ struct Online {
 
 // The maximum and sum of part `part`, by one warp; on every lane.
 template <class T, bool kAligned, bool kMask>
-__device__ __forceinline__ Online part_of(const SoftmaxParams &p, const Source<T, kAligned, kMask> &source,
-                                          int part) {
+__device__ __forceinline__ Online part_of(const SoftmaxParams &p,
+                                          const Source<T, kAligned, kMask> &source, int part) {
   constexpr int N = kVectorOf<T>;
   const int64_t first = part * (p.parts.cols / N);
   const int64_t past = first + p.parts.cols / N < p.vectors ? first + p.parts.cols / N : p.vectors;
@@ -306,16 +306,16 @@ int32_t launch_typed(SoftmaxParams &p, void *stream) {
   }
   p.parts = parts_of(p.x_rows.cols);
   if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
-    return launch_rows(&softmax_parts_kernel<T, kAligned, kMask>, {Shape::kLoop, kPartThreads, 1}, p,
-                       stream, op);
+    return launch_rows(&softmax_parts_kernel<T, kAligned, kMask>,
+                       {Shape::kLoop, kPartThreads, 1}, p, stream, op);
   }
   const int64_t each = kSplitThreads * kSplitVectors, rows = p.x_rows.rows;
   p.write_ctas = static_cast<int>((p.vectors + each - 1) / each);
   const int32_t status = launch(&softmax_split_kernel<T, kAligned, kMask>, rows * p.parts.ctas,
                                 kSplitThreads, p, stream, op);
   if (status != HFP_OK) return status;
-  return launch(&softmax_write_kernel<T, kAligned, kMask>, rows * p.write_ctas, kSplitThreads, p, stream,
-                op);
+  return launch(&softmax_write_kernel<T, kAligned, kMask>, rows * p.write_ctas, kSplitThreads, p,
+                stream, op);
 }
 
 template <class T>
