@@ -1,5 +1,5 @@
-// api_rowops.cpp: the row operations of hfpatch.h: validate (check.h), fill in a backend's arguments
-// (kernels.h), dispatch on the device.
+// api_rowops.cpp: the row operations of hfpatch.h: validate (check.h), fill in a backend's
+// arguments (kernels.h), dispatch on the device.
 #include "check.h"
 #include "row_keys.h"
 

@@ -64,8 +64,8 @@ HFP_BOTH uint32_t index_of(uint64_t pair) { return ~static_cast<uint32_t>(pair);
 
 // --- top-p ------------------------------------------------------------------------------------
 
-// Probabilities are added up as integers, so that the sum does not depend on the order: exp(z - max)
-// in units of 2^-(3 b), in three parts of b bits, each of which adds up to less than 2^32.
+// Probabilities are added up as integers, so that the sum does not depend on the order: exp(z -
+// max) in units of 2^-(3 b), in three parts of b bits, each of which adds up to less than 2^32.
 inline constexpr int64_t kMaxSampleCols = int64_t{1} << 23;
 
 HFP_BOTH int weight_bits(int64_t cols) {

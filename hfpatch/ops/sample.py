@@ -22,7 +22,7 @@ def philox(seeds: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
         `[..., N, 4]` int64, random 32-bit words.
     """
     k0, k1 = seeds & _LOW, seeds >> 32 & _LOW
-    shape = torch.broadcast_shapes(seeds.shape, blocks.shape)  # type: ignore[no-untyped-call]
+    shape = (*seeds.shape[:-1], blocks.shape[0])
     c0, c1 = blocks.expand(shape), torch.zeros(shape, dtype=torch.int64, device=seeds.device)
     c2, c3 = (positions & _LOW).expand(shape), (positions >> 32 & _LOW).expand(shape)
     for _ in range(10):
@@ -36,9 +36,8 @@ def philox(seeds: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
 
 def _column(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """`[..., 1]`, for a number as for a tensor of one per row."""
-    return torch.as_tensor(value, dtype=dtype, device=like.device).expand(like.shape[:-1])[
-        ..., None
-    ]
+    column = torch.as_tensor(value, dtype=dtype, device=like.device)
+    return column.expand(like.shape[:-1])[..., None]
 
 
 def keep(

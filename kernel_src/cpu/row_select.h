@@ -47,8 +47,8 @@ inline uint32_t digit_at(const uint64_t (&bins)[256], uint64_t *wanted) {
   return digit;
 }
 
-// The key such that those above it are fewer than n and those from it on at least n, by keys(i, &key),
-// which says whether i counts. Returns the least key that is selected, and in *n how many of the
+// The key such that those above it are fewer than n and those from it on at least n, by
+// keys(i, &key), which says whether i counts. Returns the least key that is selected, and in *n how many of the
 // elements with the prefix of the result belong to the n, in *all how many there are.
 template <class Keys>
 uint32_t select_key(const Keys &keys, int64_t cols, int digits, int first_shift, uint64_t *n,

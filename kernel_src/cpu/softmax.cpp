@@ -31,6 +31,9 @@ namespace hfp {
 namespace cpu {
 namespace HFP_SIMD {
 
+// Columns that are added up in fp32, at most 256 after each other with the narrowest registers.
+constexpr int64_t kSumCols = 1024;
+
 HFP_INLINE vi softmax_lanes() {
   vi lane;
   for (int k = 0; k < kLanes; ++k) lane[k] = k;
@@ -89,9 +92,8 @@ static void softmax_rows(const SoftmaxArgs &args, int64_t begin, int64_t end) {
     }
     // fp32 results keep the exponentials on their way to the sum; half types would round them.
     double sum = 0;
-    constexpr int64_t kSoftmaxBlock = 4096;
-    for (int64_t block = 0; block < cols; block += kSoftmaxBlock) {
-      const int64_t stop = cols - block < kSoftmaxBlock ? cols : block + kSoftmaxBlock;
+    for (int64_t block = 0; block < cols; block += kSumCols) {
+      const int64_t stop = cols - block < kSumCols ? cols : block + kSumCols;
       vf s = {};
       for (int64_t i = block; i < stop; i += kLanes) {
         const int64_t n = stop - i < kLanes ? stop - i : kLanes;
@@ -120,9 +122,8 @@ static void softmax_backward_rows(const SoftmaxArgs &args, int64_t begin, int64_
     const char *g = at(args.grad, grads.offset(), T), *y = at(args.y, ys.offset(), T);
     char *dx = at(args.out, row * cols, T);
     double dot = 0;
-    constexpr int64_t kSoftmaxBlock = 4096;
-    for (int64_t block = 0; block < cols; block += kSoftmaxBlock) {
-      const int64_t stop = cols - block < kSoftmaxBlock ? cols : block + kSoftmaxBlock;
+    for (int64_t block = 0; block < cols; block += kSumCols) {
+      const int64_t stop = cols - block < kSumCols ? cols : block + kSumCols;
       vf s = {};
       for (int64_t i = block; i < stop; i += kLanes) {
         const int64_t n = stop - i < kLanes ? stop - i : kLanes;

@@ -1,8 +1,8 @@
 // argmax.cu: the first index of the greatest value of each row; hfp_argmax on CUDA.
 //
-// A value and its index are one integer (row_keys.h), whose maximum does not depend on the order. Up
-// to 8 vectors a lane a warp takes a row, beyond that a CTA; few wide rows are shared out among CTAs,
-// and a second launch takes the greatest of their results.
+// A value and its index are one integer (row_keys.h), whose maximum does not depend on the order.
+// Up to 8 vectors a lane a warp takes a row, beyond that a CTA; few wide rows are shared out among
+// CTAs, and a second launch takes the greatest of their results.
 #include "../row_keys.h"
 #include "row_ops.cuh"
 

@@ -1,8 +1,8 @@
 // row_ops.cuh: what softmax, argmax, topk and sample share: vectors of a row of any alignment and
 // length, and the plan of rows and parts.
 //
-// A row is always cut into the same vectors of 16 bytes, also where it is not aligned or ends within
-// one; those are then read element by element. So a row's bits do not depend on its alignment.
+// A row is always cut into the same vectors of 16 bytes, also where it is not aligned or ends
+// within one; those are then read element by element. So a row's bits do not depend on its alignment.
 #pragma once
 
 #include "activations.cuh"

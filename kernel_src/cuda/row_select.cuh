@@ -1,9 +1,10 @@
 // row_select.cuh: the n-th greatest of a row without a sort, for topk and sample.
 //
 // Radix select: a histogram of the keys' leading 8 bits (row_keys.h) says in which bin the n-th
-// greatest one is; the next digit is counted among that bin's keys only. All sums are of integers, so
-// the result does not depend on who adds up what: a row is one CTA's, or, where rows are few and wide,
-// that of a cluster of CTAs (sm_90), which add up their histograms through distributed shared memory.
+// greatest one is; the next digit is counted among that bin's keys only. All sums are of integers,
+// so the result does not depend on who adds up what: a row is one CTA's, or, where rows are few and
+// wide, that of a cluster of CTAs (sm_90), which add up their histograms through distributed shared
+// memory.
 #pragma once
 
 #include "../row_keys.h"
@@ -62,7 +63,7 @@ struct Team {
 // ---------------------------------------------------------------------------------------------
 // Walking a row
 
-// f(value, col) for each vector of the thread's share; with kAligned false some may be past the end.
+// f(value, col) for each vector of the thread's share; some may be past the end unless kAligned.
 template <class T, bool kAligned, class F>
 __device__ __forceinline__ void each_vector(const T *x, uint32_t cols, uint32_t first,
                                             uint32_t step, const F &f) {

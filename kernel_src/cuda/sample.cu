@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
   const SampleRow r = sample_row(p, row, cols);
   Row<T, kType, kAligned, kCluster> share{
       static_cast<const T *>(p.logits) + row_offset(p.x_rows, row), cols,
-      CTAs::rank() * blockDim.x + threadIdx.x, CTAs::size() * blockDim.x, r.temperature > 0.0f ? r.temperature : 1.0f};
+      CTAs::rank() * blockDim.x + threadIdx.x, CTAs::size() * blockDim.x,
+      r.temperature > 0.0f ? r.temperature : 1.0f};
 
   uint64_t best = share.greatest(s, 0);
   const float top = share.score_of(static_cast<uint32_t>(best >> 32) & share.kMask);

@@ -151,8 +151,8 @@ struct Online {
 
 // The maximum and sum of part `part`, by one warp; on every lane.
 template <class T, bool kAligned, bool kMask>
-__device__ __forceinline__ Online part_of(const SoftmaxParams &p, const Source<T, kAligned, kMask> &source,
-                                          int part) {
+__device__ __forceinline__ Online part_of(const SoftmaxParams &p,
+                                          const Source<T, kAligned, kMask> &source, int part) {
   constexpr int N = kVectorOf<T>;
   const int64_t first = part * (p.parts.cols / N);
   const int64_t past = first + p.parts.cols / N < p.vectors ? first + p.parts.cols / N : p.vectors;
@@ -292,23 +292,30 @@ int32_t launch_typed(SoftmaxParams &p, void *stream) {
       case Shape::k32x2:
         return launch_rows(&softmax_held_kernel<T, kAligned, kMask, 32, 2>, plan, p, stream, op);
       case Shape::k32x4:
-        return launch_rows(&softmax_held_kernel<T, kAligned, kMask, 32, 4>, plan, p, stream, op);
+        // With a mask and element by element it would spill on sm_80. A CTA of one warp adds up in
+        // the same order.
+        if constexpr (kAligned || !kMask) {
+          return launch_rows(&softmax_held_kernel<T, kAligned, kMask, 32, 4>, plan, p, stream, op);
+        }
+        break;
       default:
-        return launch_rows(&softmax_held_kernel<T, kAligned, kMask, kCta, 4>, plan, p, stream, op);
+        break;
     }
+    const RowPlan cta{Shape::kCtaX4, cta_threads(p.vectors, 4), 1};
+    return launch_rows(&softmax_held_kernel<T, kAligned, kMask, kCta, 4>, cta, p, stream, op);
   }
   p.parts = parts_of(p.x_rows.cols);
   if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
-    return launch_rows(&softmax_parts_kernel<T, kAligned, kMask>, {Shape::kLoop, kPartThreads, 1}, p,
-                       stream, op);
+    return launch_rows(&softmax_parts_kernel<T, kAligned, kMask>,
+                       {Shape::kLoop, kPartThreads, 1}, p, stream, op);
   }
   const int64_t each = kSplitThreads * kSplitVectors, rows = p.x_rows.rows;
   p.write_ctas = static_cast<int>((p.vectors + each - 1) / each);
   const int32_t status = launch(&softmax_split_kernel<T, kAligned, kMask>, rows * p.parts.ctas,
                                 kSplitThreads, p, stream, op);
   if (status != HFP_OK) return status;
-  return launch(&softmax_write_kernel<T, kAligned, kMask>, rows * p.write_ctas, kSplitThreads, p, stream,
-                op);
+  return launch(&softmax_write_kernel<T, kAligned, kMask>, rows * p.write_ctas, kSplitThreads, p,
+                stream, op);
 }
 
 template <class T>

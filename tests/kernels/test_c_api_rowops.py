@@ -68,11 +68,8 @@ def test_softmax(lib, dtype):
     for rows, cols in itertools.product((1, 3, 0), COLS):
         x = (torch.randn(rows, cols) * 4).to(dtype)
         grad = torch.randn(rows, cols).to(dtype)
-        for mask, scale in (
-            (None, 1.0),
-            (torch.randn(cols).to(dtype), -0.7),
-            (torch.ones(cols), 0),
-        ):
+        vector = torch.randn(cols).to(dtype)
+        for mask, scale in ((None, 1.0), (vector, -0.7), (torch.ones(cols), 0)):
             z = x.double() * scale + (0 if mask is None else mask.double())
             y = torch.softmax(z, -1)
             out = softmax(lib, x, mask, scale)
@@ -155,7 +152,9 @@ def test_argmax_and_topk(lib, dtype):
         for k in {1, min(cols, 2), min(cols, 50), min(cols, 1024), min(cols, 2048)}:
             values, indices = topk(lib, x, k)
             assert torch.equal(indices, order[:, :k]), (cols, k)
-            assert same_bits(values, x.gather(-1, order[:, :k])), (cols, k)
+            torch.testing.assert_close(
+                values, x.gather(-1, order[:, :k]), rtol=0, atol=0, equal_nan=True
+            )
     strided = rows_for_order(dtype, 500).repeat(2, 2).view(2, 8, 1000)[:, ::2, 3:300]
     assert torch.equal(argmax(lib, strided), ordered(strided)[..., 0])
     assert torch.equal(topk(lib, strided, 20)[1], ordered(strided)[..., :20])
