@@ -17,7 +17,15 @@ from hfpatch.report import Report
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kernels = str | Mapping[str, "str | Callable[..., Tensor] | None"] | None
+    from hfpatch.hub import HubOptions
+
+#: One source, or several in order of preference, or either by op.
+Kernels = (
+    str
+    | Sequence["str | Callable[..., Tensor]"]
+    | Mapping[str, "str | Callable[..., Tensor] | Sequence[str | Callable[..., Tensor]] | None"]
+    | None
+)
 
 # What the last apply said of a root, for `status`; the swaps themselves are read off the modules.
 _last: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
@@ -28,6 +36,7 @@ def apply(
     *,
     mode: str = "inference",
     kernels: Kernels = None,
+    hub: HubOptions | Mapping[str, Any] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
@@ -45,9 +54,13 @@ def apply(
         mode: "inference" (what autograd records is computed by the original forward, or by the same
             formula on PyTorch's operators) or "training" (kernels with a backward are used under
             autograd too).
-        kernels: where kernels come from: None (the local build, else torch's own operators), one
-            source for every op ("local", "torch", a pinned Hub kernel "org/name@v1"), or a dict of
-            op to source, function, or None (leave the op alone).
+        kernels: where kernels come from: a source for every op ("local", "torch", a pinned Hub
+            kernel "org/name@v1", or "hub": the repositories that hfpatch has adapters for); a
+            sequence of them in order of preference; or a dict of op to source, function, sequence,
+            or None (leave the op alone), with "*" for the other ops. None: what HFPATCH_KERNELS or
+            a config file says, else the local build, else torch's own operators.
+        hub: on what terms Hub kernels are loaded: `hfpatch.hub.HubOptions`, or a dict of its
+            fields, e.g. `{"trust_remote_code": ["me/my-kernel"]}`.
         include, exclude: globs over module paths and class names, e.g. "transformer_blocks.0.*" or
             "LlamaMLP".
         verify: run every kernel against the original before it is used. The formula of each module
@@ -64,7 +77,7 @@ def apply(
         PatchError: the swap itself failed and was rolled back.
     """
     started = time.perf_counter()
-    settings = check_settings(mode, kernels, include, exclude, verify, strict)
+    settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     _commit(roots, prepared)
@@ -79,6 +92,7 @@ def plan(
     *,
     mode: str = "inference",
     kernels: Kernels = None,
+    hub: HubOptions | Mapping[str, Any] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
@@ -86,7 +100,7 @@ def plan(
 ) -> Plan:
     """What `apply` with the same arguments would decide; the model is not changed."""
     started = time.perf_counter()
-    settings = check_settings(mode, kernels, include, exclude, verify, strict)
+    settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     name, roots = _roots(model)
     decided, _ = make_plan(roots, name, settings)
     return replace(decided, seconds=time.perf_counter() - started)

@@ -22,6 +22,7 @@ MODES = ("inference", "training")
 SKIP_KINDS = {
     "excluded": "left out by `exclude=`",
     "off": "its op is switched off by `kernels=`",
+    "unavailable": "no source named by `kernels=` gave a kernel for its op",
     "no gain": "the original is already as fast",
     "unsupported": "a class, dtype, device or state without a kernel",
     "mismatch": "the original computes something else",
@@ -105,7 +106,13 @@ class Settings:
 
 
 def check_settings(
-    mode: str, kernels: Any, include: Any, exclude: Any, verify: bool, strict: bool
+    mode: str,
+    kernels: Any,
+    include: Any,
+    exclude: Any,
+    verify: bool,
+    strict: bool,
+    hub: Any = None,
 ) -> Settings:
     """Settings from the raw arguments.
 
@@ -115,7 +122,7 @@ def check_settings(
     if mode not in MODES:
         raise ValueError(f"`mode` must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return Settings(
-        Sources.parse(kernels, strict),
+        Sources.parse(kernels, strict, hub),
         mode,
         None if include is None else _patterns("include", include),
         () if exclude is None else _patterns("exclude", exclude),
@@ -397,6 +404,9 @@ def _prepare_block(
     if settings.training:
         return probe.Refusal("unsupported", "the fused block has no backward")
     sources = settings.sources
+    for op in subject.ops:
+        if (why := sources.missing(op)) is not None:
+            return probe.Refusal("unavailable", why)
     kernels = tuple(
         (op, k.source, k.version, sources.explicit(op))
         for op in subject.ops
@@ -474,7 +484,7 @@ def _contract(
     kernels = tuple(
         (op, k.source, k.version, settings.sources.explicit(op))
         if (k := settings.sources.kernel(op)) is not None
-        else (op, None)
+        else (op, settings.sources.missing(op))
         for op in OPS
         if op in ops
     )
