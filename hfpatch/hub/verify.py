@@ -52,8 +52,10 @@ def _digest_problems(variant: Path) -> list[str]:
 def _blob_problems(variant: Path) -> list[str]:
     problems = []
     for path in sorted(variant.rglob("*")):
+        if "__pycache__" in path.parts:  # of other programs; it is not read by our import
+            continue
         if not path.is_symlink():
-            if path.is_file() and path.suffix in (".pyc", ".so", ".py") and _in_cache(variant):
+            if path.is_file() and _in_cache(variant):
                 problems.append(f"`{path.relative_to(variant)}` was put there by somebody else")
             continue
         name = path.resolve().name
