@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub import verify
 from hfpatch.hub.options import HubOptions
-from hfpatch.hub.resolver import PinnedResolver, dependency_of, hub_api, variant_folder
+from hfpatch.hub.patience import impatient
+from hfpatch.hub.resolver import (
+    PinnedResolver,
+    dependency_of,
+    hub_api,
+    reason,
+    variant_folder,
+)
 from hfpatch.hub.spec import HubSpec
 
 if TYPE_CHECKING:
@@ -92,23 +99,22 @@ def install(spec: HubSpec, options: HubOptions, refresh: bool = False) -> DepTre
 
     pinned = PinnedResolver(options, refresh)
     try:
-        api = hub_api()
-        tree = resolve_kernel_tree(
-            api=api,
-            kernel=dependency_of(spec),
-            backend=None,
-            resolver=SequentialResolver([_get_local_kernel_overrides(), pinned]),
-        )
-        tree.validate_metadata(AllValidator(default_metadata_validators()))
-        installed = tree.install(api=api)
+        with impatient():
+            api = hub_api()
+            tree = resolve_kernel_tree(
+                api=api,
+                kernel=dependency_of(spec),
+                backend=None,
+                resolver=SequentialResolver([_get_local_kernel_overrides(), pinned]),
+            )
+            tree.validate_metadata(AllValidator(default_metadata_validators()))
+            installed = tree.install(api=api)
         for node in _nodes(installed):
             _check(variant_folder(node.location), pinned, options)
     except KernelLoadError:
         raise
     except Exception as e:
-        raise KernelLoadError(
-            f"Hub kernel `{spec}` could not be loaded: {type(e).__name__}: {e}"
-        ) from e
+        raise KernelLoadError(f"Hub kernel `{spec}` could not be loaded: {reason(e)}") from e
     return installed
 
 
@@ -120,7 +126,7 @@ def _load(spec: HubSpec, options: HubOptions) -> HubPackage:
             module = tree.load()
     except Exception as e:
         raise KernelLoadError(
-            f"Hub kernel `{spec}` could not be imported ({path.name}): {type(e).__name__}: {e}"
+            f"Hub kernel `{spec}` could not be imported ({path.name}): {reason(e)}"
         ) from e
     backend = str(metadata.backend.backend_type)
     devices = {"cuda": {"cuda"}, "cpu": {"cpu"}}.get(backend, set())

@@ -83,14 +83,14 @@ class PinnedResolver:
         self.specs[spec.repo, commit] = spec
         cached = _cached_kernel(spec, commit, backend)
         if cached is not None:
-            self._require_trust(api, spec)
+            self.require_trust(api, spec)
             return cached
         if offline():
             raise KernelLoadError(
                 f"`{spec}` (commit {commit[:12]}) is not complete in the cache `{cache_dir()}` and "
                 f"HF_HUB_OFFLINE is set. While online: `hfpatch download {spec}`"
             )
-        self._require_trust(api, spec)
+        self.require_trust(api, spec)
         return _remote_kernel(api, spec, commit, backend)
 
     def commit_of(self, api: HfApi, spec: HubSpec) -> str:
@@ -112,7 +112,7 @@ class PinnedResolver:
         )
         return str(resolved.resolved)
 
-    def _require_trust(self, api: HfApi, spec: HubSpec) -> None:
+    def require_trust(self, api: HfApi, spec: HubSpec) -> None:
         """Trusted by the user, by the lock file, or as a publisher that the Hub trusts."""
         repo = CachedRepo(spec.repo)
         if self.options.trusts(spec) or self.lock is not None:
@@ -133,7 +133,7 @@ class PinnedResolver:
         except Exception as e:
             raise KernelUntrustedError(
                 f"`{spec}`: the Hub does not say whether `{spec.publisher}` is a trusted publisher "
-                f"({type(e).__name__}: {_first_line(e)}). {how}"
+                f"({reason(e)}). {how}"
             ) from e
         if getattr(publisher, "trustedKernelPublisher", False) is not True:
             raise KernelUntrustedError(
@@ -142,8 +142,15 @@ class PinnedResolver:
         repo.remember_trust()
 
 
-def _first_line(e: Exception) -> str:
-    return next(iter(str(e).strip().splitlines()), "")
+def reason(e: BaseException) -> str:
+    """An error and, where another one led to it, that one: the type and the text of each."""
+    said = f"{type(e).__name__}: {e}".strip()
+    cause = e.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is None or str(cause) in said:
+        return said
+    return f"{said} ({type(cause).__name__}: {cause})"
 
 
 def _cached_kernel(spec: HubSpec, commit: str, backend: str | None) -> LocalKernel | None:
