@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfpatch import swap
-from hfpatch.plan import Plan, Prepared, check_settings, make_plan
+from hfpatch.kernelized import OVERWRITTEN
+from hfpatch.plan import Plan, Prepared, Skip, check_settings, make_plan
 from hfpatch.report import Report
 
 if TYPE_CHECKING:
@@ -118,7 +119,11 @@ def restore(model: Any) -> int:
 
 
 def status(model: Any) -> Report:
-    """What is patched in `model` now, read off its modules (so also right for a copied model)."""
+    """What is patched in `model` now, read off its modules (so also right for a copied model).
+
+    A swap that somebody wrote over since the last apply, as `kernels.kernelize` does, is among the
+    skips, of kind "foreign".
+    """
     name, roots = _roots(model)
     found = []
     for prefix, root in roots:
@@ -127,14 +132,27 @@ def status(model: Any) -> Report:
             if mark is not None:
                 found.append(replace(mark.details, path=_join(prefix, path)))
     known = [(prefix, p) for prefix, root in roots if (p := _last.get(root)) is not None]
+    lost = [(prefix, skip) for prefix, root in roots for skip in _overwritten(root)]
     decided = Plan(
         name,
         known[0][1].mode if known else "inference",
         tuple(found),
-        tuple(replace(s, path=_join(prefix, s.path)) for prefix, p in known for s in p.skips),
+        tuple(replace(s, path=_join(prefix, s.path)) for prefix, p in known for s in p.skips)
+        + tuple(replace(s, path=_join(prefix, s.path)) for prefix, s in lost),
         known[0][1].notes if known else (),
     )
     return Report(decided, applied=True)
+
+
+def _overwritten(root: nn.Module) -> Iterator[Skip]:
+    """Modules that the last apply swapped and that carry no swap of ours any more."""
+    last = _last.get(root)
+    modules = dict(root.named_modules())
+    for old in last.swaps if last is not None else ():
+        module = modules.get(old.path)
+        # a restored module holds no forward, one that was written over holds somebody's
+        if module is not None and "forward" in module.__dict__ and not swap.swapped(module):
+            yield Skip(old.path, old.class_name, "foreign", OVERWRITTEN)
 
 
 def _part(decided: Plan, prefix: str) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch import probe, registry, swap
+from hfpatch import kernelized, probe, registry, swap
 from hfpatch.ops import KERNEL_DTYPES, OPS
 from hfpatch.patches.base import Contract, Family, Forward, Subject, code_of, is_hooked
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
@@ -207,6 +207,8 @@ def _make_plan(
     for _, site, families in sorted(ranked, key=lambda r: r[0]):
         if id(site.module) not in draft.covered:
             _decide(draft, site, families)
+    if (note := kernelized.note(m for _, root in roots for m in root.modules())) is not None:
+        settings.sources.notes.append(note)
     order_of = {site.path: i for i, site in enumerate(sites)}
     draft.prepared.sort(key=lambda p: order_of[p.swap.path])
     draft.skips.sort(key=lambda s: order_of[s.path])

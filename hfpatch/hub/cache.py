@@ -92,6 +92,6 @@ def _digested(path: Path) -> set[str]:
 
     try:
         digest = Metadata.read_from_file(path / "metadata.json").digest
-    except ValueError:
+    except (OSError, ValueError):  # another process is downloading it
         return set()
     return set(digest.files) if digest is not None else set()

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -122,12 +123,15 @@ def test_the_server_fails(toy: HubServer) -> None:
 
 def test_timeout(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
-    for path in ("/revision/", "/tree/"):
-        toy.fail("GET", f"/api/kernels/toy/kernel{path}", Hang(60))
-        expect_original("could not be loaded", "timed out")
-        toy.heal()
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the clients' retries
+    toy.fail("GET", "/api/kernels/toy/kernel/revision/", Hang(60))
+    expect_original("could not be loaded", "timed out")
+    toy.heal()
     toy.fail("GET", "/overview", Hang(60))
     expect_original("does not say", "timed out", error=KernelUntrustedError)
+    toy.heal()
+    toy.fail("GET", "/tree/", Hang(60))
+    expect_original("could not be loaded", "timed out")
     toy.heal()
     expect_kernel()
 
@@ -140,9 +144,7 @@ def test_a_slow_download_arrives(toy: HubServer) -> None:
 def test_a_truncated_download_is_resumed_or_reported(
     toy: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub.file_download
-
-    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's retries
     toy.fail("GET", "/resolve/.*__init__.py", Truncate(0))
     expect_original("could not be loaded", "peer closed connection")
     toy.heal()
