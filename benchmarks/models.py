@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import single_stream
 import joint
+import single_stream
 import torch
 
 import hfpatch

@@ -11,13 +11,22 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfpatch import graphs, swap
-from hfpatch.plan import Plan, Prepared, Settings, check_settings, make_plan
+from hfpatch.kernelized import OVERWRITTEN
+from hfpatch.plan import Plan, Prepared, Settings, Skip, check_settings, make_plan
 from hfpatch.report import Report
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kernels = str | Mapping[str, "str | Callable[..., Tensor] | None"] | None
+    from hfpatch.hub import HubOptions
+
+#: One source, or several in order of preference, or either by op.
+Kernels = (
+    str
+    | Sequence["str | Callable[..., Tensor]"]
+    | Mapping[str, "str | Callable[..., Tensor] | Sequence[str | Callable[..., Tensor]] | None"]
+    | None
+)
 
 # What the last apply said of a root, for `status`; the swaps themselves are read off the modules.
 _last: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
@@ -28,6 +37,7 @@ def apply(
     *,
     mode: str = "inference",
     kernels: Kernels = None,
+    hub: HubOptions | Mapping[str, Any] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
@@ -46,9 +56,13 @@ def apply(
         mode: "inference" (what autograd records is computed by the original forward, or by the same
             formula on PyTorch's operators) or "training" (kernels with a backward are used under
             autograd too).
-        kernels: where kernels come from: None (the local build, else torch's own operators), one
-            source for every op ("local", "torch", a pinned Hub kernel "org/name@v1"), or a dict of
-            op to source, function, or None (leave the op alone).
+        kernels: where kernels come from: a source for every op ("local", "torch", a pinned Hub
+            kernel "org/name@v1", or "hub": the repositories that hfpatch has adapters for); a
+            sequence of them in order of preference; or a dict of op to source, function, sequence,
+            or None (leave the op alone), with "*" for the other ops. None: what HFPATCH_KERNELS or
+            a config file says, else the local build, else torch's own operators.
+        hub: on what terms Hub kernels are loaded: `hfpatch.hub.HubOptions`, or a dict of its
+            fields, e.g. `{"trust_remote_code": ["me/my-kernel"]}`.
         include, exclude: globs over module paths and class names, e.g. "transformer_blocks.0.*" or
             "LlamaMLP".
         verify: run every kernel against the original before it is used. The formula of each module
@@ -70,7 +84,7 @@ def apply(
         PatchError: the swap itself failed and was rolled back.
     """
     started = time.perf_counter()
-    settings = check_settings(mode, kernels, include, exclude, verify, strict)
+    settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     roots, decided, prepared = _decide(model, settings, cuda_graphs)
     _commit(roots, prepared)
     graphs.release(_modules(roots))  # those of an apply before
@@ -85,6 +99,7 @@ def plan(
     *,
     mode: str = "inference",
     kernels: Kernels = None,
+    hub: HubOptions | Mapping[str, Any] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
@@ -93,7 +108,7 @@ def plan(
 ) -> Plan:
     """What `apply` with the same arguments would decide; the model is not changed."""
     started = time.perf_counter()
-    settings = check_settings(mode, kernels, include, exclude, verify, strict)
+    settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     _, decided, _ = _decide(model, settings, cuda_graphs)
     return replace(decided, seconds=time.perf_counter() - started)
 
@@ -111,7 +126,11 @@ def restore(model: Any) -> int:
 
 
 def status(model: Any) -> Report:
-    """What is patched in `model` now, read off its modules (so also right for a copied model)."""
+    """What is patched in `model` now, read off its modules (so also right for a copied model).
+
+    A swap that somebody wrote over since the last apply, as `kernels.kernelize` does, is among the
+    skips, of kind "foreign".
+    """
     name, roots = _roots(model)
     found = []
     for prefix, root in roots:
@@ -120,11 +139,13 @@ def status(model: Any) -> Report:
             if mark is not None:
                 found.append(replace(mark.details, path=_join(prefix, path)))
     known = [(prefix, p) for prefix, root in roots if (p := _last.get(root)) is not None]
+    lost = [(prefix, skip) for prefix, root in roots for skip in _overwritten(root)]
     decided = Plan(
         name,
         known[0][1].mode if known else "inference",
         tuple(found),
-        tuple(replace(s, path=_join(prefix, s.path)) for prefix, p in known for s in p.skips),
+        tuple(replace(s, path=_join(prefix, s.path)) for prefix, p in known for s in p.skips)
+        + tuple(replace(s, path=_join(prefix, s.path)) for prefix, s in lost),
         (
             *(known[0][1].notes if known else ()),
             *(note for _, root in roots for note in graphs.notes(root)),
@@ -148,6 +169,17 @@ def _decide(
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, notes=(*decided.notes, *notes))
     return roots, decided, prepared
+
+
+def _overwritten(root: nn.Module) -> Iterator[Skip]:
+    """Modules that the last apply swapped and that carry no swap of ours any more."""
+    last = _last.get(root)
+    modules = dict(root.named_modules())
+    for old in last.swaps if last is not None else ():
+        module = modules.get(old.path)
+        # a restored module holds no forward, one that was written over holds somebody's
+        if module is not None and "forward" in module.__dict__ and not swap.swapped(module):
+            yield Skip(old.path, old.class_name, "foreign", OVERWRITTEN)
 
 
 def _part(decided: Plan, prefix: str) -> Plan:

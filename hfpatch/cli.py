@@ -1,4 +1,4 @@
-"""The command line: `hfpatch plan`, `apply-check`, `env` and `bench`."""
+"""The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench` and `hfpatch.hub`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.bench import command as bench
+from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -37,7 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", choices=DTYPES, default="float32")
         command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
         command.add_argument("--mode", choices=("inference", "training"), default="inference")
-        command.add_argument("--kernels", help="one source for every op: local, torch, org/name@v1")
+        command.add_argument(
+            "--kernels",
+            help="sources in order of preference, or by op, as in HFPATCH_KERNELS: "
+            "`hub,local,torch`, `rms_norm=org/name@v1;*=local`",
+        )
         command.add_argument("--include", action="append", metavar="GLOB")
         command.add_argument("--exclude", action="append", metavar="GLOB")
         command.add_argument("--subfolder", help="a part of a pipeline, e.g. transformer")
@@ -51,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="versions, devices, and the kernel build in use")
     env.add_argument("--json", action="store_true")
     bench.add_parser(commands)
+    add_hub_commands(commands)
     return parser
 
 
@@ -62,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _env(args)
         if args.command == "bench":
             return bench.run(args)
+        if args.command in HUB_COMMANDS:
+            return HUB_COMMANDS[args.command](args)
         return _plan(args) if args.command == "plan" else _apply_check(args)
     except (OSError, ValueError, TypeError, RuntimeError) as e:
         print(f"hfpatch {args.command}: {e}", file=sys.stderr)
@@ -102,11 +110,24 @@ def _plan(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device; plan for cpu instead")
     parts = _from_config(args, device="meta")
-    settings = check_settings(args.mode, args.kernels, args.include, args.exclude, True, False)
+    settings = check_settings(
+        args.mode, _kernels(args), args.include, args.exclude, True, False, _hub(args)
+    )
     settings = replace(settings, assume_device=args.device)
     decided, _ = make_plan(parts, _title(args.model), settings)
     print(Report(decided, applied=False).to_json() if args.json else as_text(decided, False))
     return 0
+
+
+def _kernels(args: argparse.Namespace) -> Any:
+    from hfpatch.choices import parse_variable
+
+    return None if args.kernels is None else parse_variable(args.kernels)
+
+
+def _hub(args: argparse.Namespace) -> dict[str, Any]:
+    """`--trust-remote-code` holds for the model's code and for kernels."""
+    return {"trust_remote_code": True} if args.trust_remote_code else {}
 
 
 def _apply_check(args: argparse.Namespace) -> int:
@@ -130,7 +151,8 @@ def _apply_check(args: argparse.Namespace) -> int:
         report = hfpatch.apply(
             model,
             mode=args.mode,
-            kernels=args.kernels,
+            kernels=_kernels(args),
+            hub=_hub(args),
             include=args.include,
             exclude=args.exclude,
             strict=True,

@@ -11,6 +11,18 @@ class KernelLoadError(HfpatchError):
     """A kernel source (local build, Hub repository, registered kernel) could not be loaded."""
 
 
+class KernelIntegrityError(KernelLoadError):
+    """A kernel's files are not what was published, locked or signed; nothing was imported."""
+
+
+class KernelUntrustedError(KernelLoadError):
+    """A kernel's publisher is not trusted, and `trust_remote_code` does not name it."""
+
+
+class NoCompatibleVariantError(KernelLoadError):
+    """A kernel has no build for this torch, CUDA, ABI or machine; the message has the trace."""
+
+
 class VerificationError(HfpatchError):
     """A kernel does not compute what the module computes (raised under `strict=True` only)."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch import packing, probe, registry, swap
+from hfpatch import kernelized, packing, probe, registry, swap
 from hfpatch.ops import KERNEL_DTYPES, OPS
 from hfpatch.patches.base import Contract, Family, Forward, Subject, code_of, is_hooked
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
@@ -23,6 +23,7 @@ MODES = ("inference", "training")
 SKIP_KINDS = {
     "excluded": "left out by `exclude=`",
     "off": "its op is switched off by `kernels=`",
+    "unavailable": "no source named by `kernels=` gave a kernel for its op",
     "no gain": "the original is already as fast",
     "unsupported": "a class, dtype, device or state without a kernel",
     "mismatch": "the original computes something else",
@@ -106,7 +107,13 @@ class Settings:
 
 
 def check_settings(
-    mode: str, kernels: Any, include: Any, exclude: Any, verify: bool, strict: bool
+    mode: str,
+    kernels: Any,
+    include: Any,
+    exclude: Any,
+    verify: bool,
+    strict: bool,
+    hub: Any = None,
 ) -> Settings:
     """Settings from the raw arguments.
 
@@ -116,7 +123,7 @@ def check_settings(
     if mode not in MODES:
         raise ValueError(f"`mode` must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return Settings(
-        Sources.parse(kernels, strict),
+        Sources.parse(kernels, strict, hub),
         mode,
         None if include is None else _patterns("include", include),
         () if exclude is None else _patterns("exclude", exclude),
@@ -203,6 +210,8 @@ def _make_plan(
     for _, site, families in sorted(ranked, key=lambda r: r[0]):
         if id(site.module) not in draft.covered:
             _decide(draft, site, families)
+    if (note := kernelized.note(m for _, root in roots for m in root.modules())) is not None:
+        settings.sources.notes.append(note)
     order_of = {site.path: i for i, site in enumerate(sites)}
     draft.prepared.sort(key=lambda p: order_of[p.swap.path])
     draft.skips.sort(key=lambda s: order_of[s.path])
@@ -414,6 +423,9 @@ def _prepare_block(
     if settings.training:
         return probe.Refusal("unsupported", "the fused block has no backward")
     sources = settings.sources
+    for op in subject.ops:
+        if (why := sources.missing(op)) is not None:
+            return probe.Refusal("unavailable", why)
     kernels = tuple(
         (op, k.source, k.version, sources.explicit(op))
         for op in subject.ops
@@ -501,7 +513,7 @@ def _contract(
     kernels = tuple(
         (op, k.source, k.version, settings.sources.explicit(op))
         if (k := settings.sources.kernel(op)) is not None
-        else (op, None)
+        else (op, settings.sources.missing(op))
         for op in OPS
         if op in ops
     )

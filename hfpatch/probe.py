@@ -187,7 +187,7 @@ def _prove(
             subject, combo_trial, formula, sources, device, verify, training, proof
         )
         if outcome is not None:
-            if outcome.kind == "off":
+            if outcome.kind in ("off", "unavailable"):
                 return outcome
             proof.dropped[combo] = outcome
     main = subject.main_combo()
@@ -297,7 +297,11 @@ def _prove_combo(
     """Prove one combination into `proof`, or say why not."""
     kernel = sources.kernel(formula.op)
     if kernel is None:
+        if (why := sources.missing(formula.op)) is not None:
+            return Refusal("unavailable", why)
         return Refusal("off", f"op `{formula.op}` is switched off by `kernels=`")
+    if kernel.accepts is not None and (why := kernel.accepts(formula.params)) is not None:
+        return Refusal("unsupported", f"kernel `{kernel.source}` for `{formula.op}` {why}")
     if (why := kernel.refuses(device.type)) is not None:
         return Refusal("unsupported", why)
     if training and not kernel.differentiable:
@@ -307,7 +311,7 @@ def _prove_combo(
             "mode='training' needs; register it with differentiable=True if it is",
         )
     compute = subject.compute(kernel, formula, training)
-    if verify:
+    if verify or kernel.adapted:
         verdict = _verify(subject, trial, formula, kernel, compute, proof)
         if verdict is not None:
             return verdict
@@ -379,7 +383,8 @@ def _no_gain(
     ours = _count(lambda: compute(trial.module, trial.x))
     kernel = sources.kernel(formula.op)
     assert kernel is not None
-    faster = kernel.source != "torch" and device in OPS[formula.op].beats_single_kernel
+    faster = kernel.source != "torch" and not kernel.adapted
+    faster = faster and device in OPS[formula.op].beats_single_kernel
     if len(ours) < len(theirs) or (faster and len(ours) == len(theirs)):
         return None
     name = type(subject.module).__name__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,14 +14,13 @@ from typing import Any
 
 import torch
 
+from hfpatch.choices import RESERVED, Choices, Source, require_op
+from hfpatch.config import read_defaults
 from hfpatch.errors import KernelLoadError
+from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
 
-#: What `kernels=` accepts for one op, or for all of them.
-KernelChoice = str | Callable[..., torch.Tensor] | None
-
 LOCAL_BUILD = Path(__file__).parent / "_kernels"
-_HUB_SPEC = re.compile(r"^[\w.-]+/[\w.-]+@(v(?P<version>\d+)|(?P<revision>[0-9a-f]{40}))$")
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,10 @@ class Kernel:
         version: identifies the code, for the report and for the cache of probes.
         devices: device types that it has code for; None when it does not say.
         archs: CUDA architectures that it was built for, e.g. "9.0", "12.1+PTX"; empty: unknown.
+        adapted: another project's, called through an adapter: verified in any case, and never
+            assumed to be faster than a single kernel of PyTorch's.
+        accepts: why it cannot take given parameters of the op, or None.
+        min_capability: the lowest CUDA compute capability that it runs on.
     """
 
     op: str
@@ -49,6 +51,9 @@ class Kernel:
     archs: tuple[str, ...] = ()
     differentiable: bool = True
     raw_into: Callable[..., None] | None = None
+    adapted: bool = False
+    accepts: Callable[[Mapping[str, Any]], str | None] | None = None
+    min_capability: tuple[int, int] | None = None
 
     def bind(self, params: dict[str, Any], training: bool = False) -> Callable[..., torch.Tensor]:
         """A callable of the op's tensors alone, as cheap as this source allows."""
@@ -84,11 +89,15 @@ class Kernel:
         """Why this kernel cannot run on `device` ("cpu", "cuda"), or None."""
         if self.devices is not None and device not in self.devices:
             return f"kernel `{self.source}` has no code for {device}"
-        if device == "cuda" and self.archs:
-            for index in range(torch.cuda.device_count()):
-                why = unsupported_capability(self.archs, torch.cuda.get_device_capability(index))
-                if why is not None:
-                    return f"kernel `{self.source}` cannot run on cuda:{index}: {why}"
+        if device != "cuda" or not (self.archs or self.min_capability):
+            return None
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_capability(index)
+            why = unsupported_capability(self.archs, found)
+            if why is None and self.min_capability is not None and found < self.min_capability:
+                why = f"it needs compute capability {'.'.join(map(str, self.min_capability))}"
+            if why is not None:
+                return f"kernel `{self.source}` cannot run on cuda:{index}: {why}"
         return None
 
 
@@ -116,9 +125,10 @@ def register_kernel(
     require_op(op)
     if not callable(fn):
         raise TypeError(f"`kernel` for op `{op}` must be callable, got {type(fn).__name__}")
-    if name in ("local", "torch") or "/" in name:
+    if name in RESERVED or "/" in name:
         raise ValueError(
-            f"`name` {name!r} is reserved: pick one without '/' that is not 'local' or 'torch'"
+            f"`name` {name!r} is reserved: pick one without '/' that is not 'hub', 'local' or "
+            "'torch'"
         )
     kernel = Kernel(
         op,
@@ -130,11 +140,6 @@ def register_kernel(
     )
     _registered[f"{op}:{name}"] = kernel
     return kernel
-
-
-def require_op(op: str) -> None:
-    if op not in OPS:
-        raise ValueError(f"unknown op `{op}`; the ops are: {', '.join(sorted(OPS))}")
 
 
 # ------------------------------------------------------------------------------ local build
@@ -274,35 +279,6 @@ def unsupported_capability(archs: tuple[str, ...], capability: tuple[int, int]) 
     )
 
 
-# ------------------------------------------------------------------------------ the Hub
-
-
-def hub_package(spec: str) -> KernelPackage:
-    """A kernel package from the Hub, pinned: `org/name@v1` or `org/name@<40-digit commit>`.
-
-    Raises:
-        ValueError: `spec` is not pinned.
-        KernelLoadError: it cannot be had or loaded here.
-    """
-    match = _HUB_SPEC.match(spec)
-    if match is None:
-        raise ValueError(
-            f"`{spec}` is not a pinned Hub kernel: write `org/name@v1` (a version) or "
-            "`org/name@<40-digit commit>`; a branch name can change under you"
-        )
-    from kernels import get_kernel
-
-    repo = spec.split("@")[0]
-    try:
-        if match["version"]:
-            module = get_kernel(repo, version=int(match["version"]))
-        else:
-            module = get_kernel(repo, revision=match["revision"])
-    except Exception as e:
-        raise KernelLoadError(f"Hub kernel `{spec}` could not be loaded: {e}") from e
-    return KernelPackage(module, spec, spec, frozenset({"cpu", "cuda"}))
-
-
 # ------------------------------------------------------------------------------ resolution
 
 
@@ -310,90 +286,111 @@ def hub_package(spec: str) -> KernelPackage:
 class Sources:
     """The kernel that each op uses in one `apply`, by the user's choice and what can be loaded.
 
-    With no choice the order is: local build, then torch. A choice that fails to load falls back to
-    torch with the reason in `notes` (or raises under `strict`).
+    Each op has sources in order of preference, by default ("local", "torch"). One that fails is
+    noted in `notes` and the next is tried; under `strict` the failure is raised. Where the list
+    ends without a kernel, `missing` says why.
     """
 
-    choices: Mapping[str, KernelChoice]
+    choices: Choices
     strict: bool = False
+    hub: HubOptions = field(default_factory=HubOptions)
     notes: list[str] = field(default_factory=list)
     _kernels: dict[str, Kernel | None] = field(default_factory=dict)
+    _missing: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, kernels: Any, strict: bool) -> Sources:
-        """From the `kernels=` argument: None, one choice for every op, or {op: choice}."""
-        if isinstance(kernels, Mapping):
-            for op, choice in kernels.items():
-                require_op(op)
-                _check_choice(op, choice)
-            return cls(dict(kernels), strict)
-        if kernels is None:
-            return cls({}, strict)
-        if not isinstance(kernels, str):
-            raise TypeError(
-                "`kernels` must be None, a source name, or a dict of op to source, got "
-                f"{type(kernels).__name__}"
-            )
+    def parse(cls, kernels: Any, strict: bool, hub: Any = None) -> Sources:
+        """From the `kernels=` and `hub=` arguments, completed by environment and config file."""
+        defaults = read_defaults()
+        options = HubOptions.of(hub, defaults.hub)
+        choices = Choices.parse(defaults.kernels if kernels is None else kernels)
         for op in OPS:
-            _check_choice(op, kernels)
-        return cls(dict.fromkeys(OPS, kernels), strict)
+            for source in choices.of(op) or ():
+                _check_source(op, source, options)
+        return cls(choices, strict, options)
 
     def explicit(self, op: str) -> bool:
-        """Whether the user named a source for `op`: then it is used even where it gains nothing."""
-        return op in self.choices and self.choices[op] is not None
+        """Whether the user named one source for `op`: it is used even where it gains nothing."""
+        return self.choices.explicit(op)
 
     def kernel(self, op: str) -> Kernel | None:
-        """The kernel for `op`; None when the user switched the op off with `{op: None}`."""
+        """The kernel for `op`; None if it is switched off (`{op: None}`) or `missing`."""
         if op not in self._kernels:
             self._kernels[op] = self._resolve(op)
         return self._kernels[op]
 
+    def missing(self, op: str) -> str | None:
+        """Why no source gave a kernel for `op`; None if one did, or it is switched off."""
+        self.kernel(op)
+        return self._missing.get(op)
+
     def _resolve(self, op: str) -> Kernel | None:
-        if op in self.choices and self.choices[op] is None:
+        sources = self.choices.of(op)
+        if sources is None:
             return None
-        choice = self.choices.get(op, "local")
-        try:
-            if callable(choice):
-                return Kernel(
-                    op,
-                    choice,
-                    getattr(choice, "__name__", "function"),
-                    f"#{id(choice)}",
-                    differentiable=False,
-                )
-            assert isinstance(choice, str)
-            if choice == "torch":
-                return torch_kernel(op)
-            if choice == "local":
-                return local_package().kernel(op)
-            if f"{op}:{choice}" in _registered:
-                return _registered[f"{op}:{choice}"]
-            return hub_package(choice).kernel(op)
-        except KernelLoadError as e:
-            if self.strict:
-                raise
-            note = f"{e} Using torch's own operators instead."
-            if note not in self.notes:
-                self.notes.append(note)
+        failures: list[str] = []
+        for source in sources:
+            for candidate in self._candidates(op, source):
+                try:
+                    return self._load(op, candidate)
+                except KernelLoadError as e:
+                    if self.strict:
+                        raise
+                    failures.append(str(e))
+                    follows = self._follows(op, sources, source, candidate)
+                    self._note(f"{e} {follows}")
+        self._missing[op] = failures[-1] if failures else f"no source that was named has `{op}`"
+        return None
+
+    def _candidates(self, op: str, source: Source) -> tuple[Source, ...]:
+        if source != "hub":
+            return (source,)
+        from hfpatch.hub.kernel import served_by_the_hub
+
+        return served_by_the_hub(op, self.hub)
+
+    def _follows(
+        self, op: str, sources: tuple[Source, ...], source: Source, candidate: Source
+    ) -> str:
+        """What is tried after a failure, as a sentence."""
+        rest = self._candidates(op, source)
+        rest = rest[rest.index(candidate) + 1 :] + sources[sources.index(source) + 1 :]
+        if not rest:
+            return "The modules stay as they are."
+        if rest[0] == "torch":
+            return "Using torch's own operators instead."
+        return f"Trying `{rest[0]}` instead."
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _load(self, op: str, source: Source) -> Kernel:
+        if not isinstance(source, str):
+            name = getattr(source, "__name__", "function")
+            return Kernel(op, source, name, f"#{id(source)}", differentiable=False)
+        if source == "torch":
             return torch_kernel(op)
+        if source == "local":
+            return local_package().kernel(op)
+        if f"{op}:{source}" in _registered:
+            return _registered[f"{op}:{source}"]
+        from hfpatch.hub.kernel import hub_kernel
+
+        return hub_kernel(op, source, self.hub)
 
 
-def _check_choice(op: str, choice: Any) -> None:
-    if choice is None or callable(choice) or choice in ("local", "torch"):
+def _check_source(op: str, source: Source, options: HubOptions) -> None:
+    if not isinstance(source, str) or source in RESERVED or f"{op}:{source}" in _registered:
         return
-    if not isinstance(choice, str):
-        raise TypeError(
-            f"`kernels[{op!r}]` must be a source name, a function or None, got "
-            f"{type(choice).__name__}"
-        )
-    if f"{op}:{choice}" in _registered or _HUB_SPEC.match(choice):
+    if "/" in source:
+        HubSpec.parse(source, options.allow_branches)  # raises the error that says how to pin
         return
-    if "/" in choice:
-        hub_package(choice)  # raises the error that says how to pin
     names = sorted(k.split(":")[1] for k in _registered if k.startswith(f"{op}:"))
     raise ValueError(
-        f"unknown kernel source {choice!r} for op `{op}`: expected 'local', 'torch', a pinned Hub "
-        f"kernel like 'org/name@v1', or a registered name ({', '.join(names) or 'none yet'})"
+        f"unknown kernel source {source!r} for op `{op}`: expected 'hub', 'local', 'torch', a "
+        "pinned Hub kernel like 'org/name@v1', or a registered name "
+        f"({', '.join(names) or 'none yet'})"
     )
 
 

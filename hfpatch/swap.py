@@ -19,6 +19,7 @@ from torch import nn
 
 from hfpatch import packing
 from hfpatch.errors import PatchError
+from hfpatch.kernelized import kernel_of
 from hfpatch.patches.base import Forward
 
 _MARK = "__hfpatch__"
@@ -86,6 +87,8 @@ def foreign_forward(module: nn.Module) -> str | None:
     if not held:
         return None
     forward = held[0][1]
+    if (kernel := kernel_of(forward)) is not None:
+        return f"`kernels.kernelize` gave it {kernel}, which stays"
     where = getattr(forward, "__module__", None) or type(forward).__module__
     name = getattr(forward, "__qualname__", None) or type(forward).__qualname__
     return f"its forward was already replaced by `{where}.{name}`"

@@ -143,12 +143,3 @@ def test_hub_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Hub kernel `nobody/nothing@v1` could not be loaded" in report.notes[0]
     with pytest.raises(KernelLoadError, match="nobody/nothing@v1"):
         hfpatch.apply(m, kernels={"layer_norm": "nobody/nothing@v1"}, strict=True)
-
-
-def test_a_hub_package_that_lacks_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
-
-    package = sources.KernelPackage(types.ModuleType("k"), "org/k@v1", "x", frozenset({"cpu"}))
-    monkeypatch.setattr(sources, "hub_package", lambda spec: package)
-    report = hfpatch.apply(model(), kernels={"layer_norm": "org/k@v1"})
-    assert "`org/k@v1` exports no `layer_norm`" in report.notes[0]

@@ -140,7 +140,6 @@ def _grad_norm(tensors, norm_type):
 
 
 def _workspace(x):
-    """hfp_row_workspace of hfpatch.h: one entry per part of a row, where few rows are shared."""
     """hfp_row_workspace of hfpatch.h: an entry per part of a row, where rows are shared out."""
     cols, rows = x.shape[-1], 1
     for size in x.shape[:-1]:

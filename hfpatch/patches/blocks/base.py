@@ -119,6 +119,8 @@ class BlockSubject(Subject):
             kernel = sources.kernel(op)
             if kernel is None:
                 return f"op `{op}` is switched off by `kernels=`"
+            if kernel.accepts is not None:
+                return f"kernel `{kernel.source}` for `{op}` is another project's"
             if kernel.source == "torch" and not sources.explicit(op):
                 return f"no compiled kernel for `{op}`"
             if (why := kernel.refuses(device)) is not None:

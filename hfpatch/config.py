@@ -1,0 +1,104 @@
+"""Defaults of `kernels=` and `hub=`: the environment, then a config file.
+
+The file is `hfpatch.toml`, or the table `[tool.hfpatch]` of `pyproject.toml`, in the working
+directory or the nearest one above it; `HFPATCH_CONFIG` names another (empty: none is read).
+
+    kernels = ["hub", "local", "torch"]       # or a table of op to source, with "*" for the rest
+
+    [hub]
+    repos = ["org/name@v1"]                   # what "hub" stands for
+    lockfile = "hfpatch.lock"                 # relative to this file
+    require-signed = true
+    allow-branches = false
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hfpatch.choices import parse_variable
+from hfpatch.hub import HubOptions
+
+_HUB_KEYS = ("repos", "lockfile", "require-signed", "allow-branches")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What holds where the arguments of `apply` say nothing."""
+
+    kernels: Any = None
+    hub: HubOptions = field(default_factory=HubOptions)
+
+
+def read_defaults() -> Defaults:
+    """From HFPATCH_KERNELS and the config file, read anew at each call.
+
+    Raises:
+        ValueError: one of them is not understood; the message names it.
+    """
+    path = config_file()
+    found = Defaults() if path is None else _from_file(path)
+    variable = os.environ.get("HFPATCH_KERNELS", "").strip()
+    return Defaults(parse_variable(variable), found.hub) if variable else found
+
+
+def config_file() -> Path | None:
+    """The file that is read, or None.
+
+    Raises:
+        ValueError: HFPATCH_CONFIG names none.
+    """
+    named = os.environ.get("HFPATCH_CONFIG")
+    if named is not None:
+        if not named:
+            return None
+        if not Path(named).is_file():
+            raise ValueError(f"HFPATCH_CONFIG is {named!r}, which is no file")
+        return Path(named)
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "hfpatch.toml").is_file():
+            return folder / "hfpatch.toml"
+        project = folder / "pyproject.toml"
+        if project.is_file() and "hfpatch" in _toml(project).get("tool", {}):
+            return project
+    return None
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    from kernels.compat import tomllib
+
+    try:
+        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as e:
+        raise ValueError(f"the config file `{path}` cannot be read: {e}") from e
+
+
+def _from_file(path: Path) -> Defaults:
+    data = _toml(path)
+    if path.name == "pyproject.toml":
+        data = data.get("tool", {}).get("hfpatch", {})
+    unknown = sorted(set(data) - {"kernels", "hub"})
+    if unknown:
+        raise ValueError(f"`{path}` has no key {unknown[0]!r}: expected `kernels` and `hub`")
+    table = data.get("hub", {})
+    if "trust-remote-code" in table or "trust_remote_code" in table:
+        raise ValueError(
+            f"`{path}`: `trust_remote_code` is taken from the argument `hub=` alone, so that no "
+            "file can make foreign code run"
+        )
+    unknown = sorted(set(table) - set(_HUB_KEYS))
+    if unknown:
+        raise ValueError(
+            f"`{path}`: `hub` has no key {unknown[0]!r}; its keys are {', '.join(_HUB_KEYS)}"
+        )
+    options = {key.replace("-", "_"): value for key, value in table.items()}
+    if isinstance(options.get("lockfile"), str):
+        options["lockfile"] = path.parent / options["lockfile"]
+    try:
+        return Defaults(data.get("kernels"), HubOptions.of(options))
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"`{path}`: {e}") from e

@@ -1,0 +1,278 @@
+"""What a Hub kernel has and which ops it could serve, read without running any of its code.
+
+The names and parameters are read from the syntax trees of its Python files, so nothing needs to be
+trusted, and a package with no build for this system can be looked at too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hfpatch.errors import KernelLoadError
+from hfpatch.hub.adapters import adapter_for, same_signature
+from hfpatch.hub.adapters.base import Need
+from hfpatch.hub.cache import cache_dir
+from hfpatch.hub.kernel import OWN
+from hfpatch.hub.patience import impatient
+from hfpatch.hub.resolver import hub_api, reason
+from hfpatch.hub.spec import HubSpec
+from hfpatch.ops import OPS
+
+if TYPE_CHECKING:
+    from kernels.variants import Decision
+
+#: Words in a function's name that suggest an op of ours.
+_WORDS = {
+    "rms_norm": ("rms_norm", "rmsnorm"),
+    "layer_norm": ("layer_norm", "layernorm", "ln_fwd"),
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu",),
+    "gated": ("swiglu", "geglu"),
+    "gated_packed": ("_and_mul",),
+    "rope_qk": ("rotary", "rope"),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """An op that a package serves (`problem` empty), or would if it were as expected."""
+
+    op: str
+    by: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `hfpatch inspect` says of a package; `print` shows it, `to_dict` is plain data."""
+
+    source: str
+    commit: str
+    name: str
+    version: int | None
+    license: str | None
+    variants: tuple[tuple[str, str], ...]  # name; "" or why not here
+    functions: dict[str, tuple[str, ...]]
+    layers: dict[str, tuple[str, ...]]
+    ops: tuple[Served, ...]
+    candidates: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    route: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source} ({self.commit[:12] or 'local'}): {self.name} {self.version or ''}, "
+            f"{self.license or 'no license given'}"
+        ]
+        lines += ["", "variants"]
+        lines += [f"  {v}: {why or 'fits this system'}" for v, why in self.variants]
+        for title, found in (("functions", self.functions), ("layers", self.layers)):
+            if found:
+                lines += ["", title]
+                lines += [f"  {n}({', '.join(p)})" for n, p in sorted(found.items())]
+        lines += ["", "ops"]
+        lines += [f"  {s.op}: {s.problem or f'served by {s.by}'}" for s in self.ops]
+        if self.route:
+            lines.append(f"  none of hfpatch's; used by {self.route}")
+        for op, names in sorted(self.candidates.items()):
+            parameters = ", ".join(inspect.signature(OPS[op].reference).parameters)
+            lines.append(
+                f"  {op}: perhaps {', '.join(names)}; wrap it as `{op}({parameters})` and "
+                "`hfpatch.register` it"
+            )
+        if not (self.ops or self.route or self.candidates):
+            lines.append("  none that is known")
+        return "\n".join(lines)
+
+
+def inspect_hub(spec: HubSpec | str) -> Inspection:
+    """Inspect a Hub kernel; "org/name" alone stands for its newest version.
+
+    Raises:
+        KernelLoadError: it cannot be had, or has no variant that can be read.
+    """
+    try:
+        with impatient():
+            return _inspect_hub(spec)
+    except KernelLoadError:
+        raise
+    except Exception as e:
+        raise KernelLoadError(f"`{spec}` could not be inspected: {reason(e)}") from e
+
+
+def _inspect_hub(spec: HubSpec | str) -> Inspection:
+    from kernels.variants import get_variants, resolve_variants
+
+    api = hub_api()
+    if isinstance(spec, str):
+        spec = HubSpec(spec, _newest(spec))
+    commit = str(
+        api.resolve_revision(
+            spec.repo, repo_type="kernel", revision=spec.ref, cache_dir=cache_dir()
+        ).resolved
+    )
+    _, trace = resolve_variants(get_variants(api, repo_id=spec.repo, revision=commit))
+    if not trace:
+        raise KernelLoadError(f"`{spec}` has no build variants")
+    folder = f"build/{trace[0].variant.variant_str}"
+    path = api.snapshot_download(
+        spec.repo,
+        repo_type="kernel",
+        revision=commit,
+        allow_patterns=[f"{folder}/*.py", f"{folder}/metadata.json"],
+        cache_dir=cache_dir(),
+    )
+    return _inspect(Path(str(path)) / folder, str(spec), commit, trace)
+
+
+def _newest(repo: str) -> str:
+    branches = hub_api().list_repo_refs(repo_id=repo, repo_type="kernel").branches
+    versions = [int(b.name[1:]) for b in branches if b.name[:1] == "v" and b.name[1:].isdigit()]
+    if not versions:
+        raise KernelLoadError(
+            f"`{repo}` has no version branch (v1, v2, …); name a commit: "
+            f"`hfpatch inspect {repo}@<40-digit commit>`"
+        )
+    return f"v{max(versions)}"
+
+
+def inspect_local(root: Path) -> Inspection:
+    """Inspect a local kernel repository: a folder with `build/<variant>/`.
+
+    Raises:
+        KernelLoadError: there is no variant in it.
+    """
+    from kernels.variants import get_variants_local, resolve_variants
+
+    _, trace = resolve_variants(get_variants_local(root / "build"))
+    if not trace:
+        raise KernelLoadError(f"`{root}` holds no `build/<variant>/` of a kernel")
+    try:
+        return _inspect(root / "build" / trace[0].variant.variant_str, str(root), "", trace)
+    except (OSError, ValueError, SyntaxError) as e:
+        raise KernelLoadError(f"`{root}` could not be inspected: {reason(e)}") from e
+
+
+def _inspect(variant: Path, source: str, commit: str, trace: list[Decision]) -> Inspection:
+    from kernels import Metadata, VariantRejected
+
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    name = str(metadata.name)
+    everything, functions, layers = exports(variant, metadata.name.python_name)
+    signatures = {**everything, **{f"layers.{n}": p for n, p in layers.items()}}
+    ops, route = _served(name, signatures)
+    known = {s.op for s in ops}
+    candidates = {
+        op: names
+        for op, words in _WORDS.items()
+        if op not in known and not route and name != OWN
+        if (names := tuple(n for n in sorted(functions) if any(w in n for w in words)))
+    }
+    return Inspection(
+        source,
+        commit,
+        name,
+        metadata.version,
+        metadata.license,
+        tuple(
+            (d.variant.variant_str, d.reason if isinstance(d, VariantRejected) else "")
+            for d in trace
+        ),
+        functions,
+        layers,
+        ops,
+        candidates,
+        route,
+    )
+
+
+def _served(name: str, found: dict[str, tuple[str, ...]]) -> tuple[tuple[Served, ...], str]:
+    adapter = adapter_for(name)
+    if adapter is None:
+        own = name == OWN
+        return tuple(
+            Served(op, f"`{op}`")
+            for op in OPS
+            if op in found and (own or same_signature(op, found[op]))
+        ), ""
+    rows = tuple(
+        Served(row.op, ", ".join(f"`{n}`" for n in row.needs), row.unmet(found.get) or "")
+        for row in adapter.rows
+    )
+    route = adapter.route
+    for text in adapter.route_needs:
+        need = Need.parse(text)
+        if why := need.unmet(found.get(need.name)):
+            route = f"{adapter.route} (written for `{adapter.spec}`; this one {why})"
+    return rows, route
+
+
+# ------------------------------------------------------------------------------ syntax trees
+
+_Names = dict[str, tuple[str, ...]]
+
+
+def exports(variant: Path, package: str) -> tuple[_Names, _Names, _Names]:
+    """A package's functions, those that it exports, and the layers of its `layers`; each with the
+    names of its parameters."""
+    root = variant if (variant / "__init__.py").is_file() else variant / package
+    functions, _, names = _module(root, "__init__")
+    public = names if names is not None else {n for n in functions if not n.startswith("_")}
+    _, layers, _ = _module(root, "layers")
+    return functions, {n: p for n, p in functions.items() if n in public}, layers
+
+
+def _module(root: Path, name: str) -> tuple[_Names, _Names, set[str] | None]:
+    """Functions, classes with a `forward`, and `__all__` of a module, imports followed."""
+    file = root / f"{name}.py"
+    if not file.is_file():
+        file, root = root / name / "__init__.py", root / name
+    if not file.is_file():
+        return {}, {}, None
+    functions: _Names = {}
+    classes: _Names = {}
+    named: set[str] | None = None
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            functions[node.name] = _parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            forward = [
+                f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"
+            ]
+            if forward:
+                classes[node.name] = _parameters(forward[0])[1:]
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+            theirs, their_classes, _ = _module(root, node.module)
+            for alias in node.names:
+                new = alias.asname or alias.name
+                if alias.name in theirs:
+                    functions[new] = theirs[alias.name]
+                if alias.name in their_classes:
+                    classes[new] = their_classes[alias.name]
+        elif isinstance(node, ast.Assign):
+            named = _all(node) or named
+    return functions, classes, named
+
+
+def _all(node: ast.Assign) -> set[str] | None:
+    """The strings of `__all__ = [...]`; None for another assignment."""
+    target, value = node.targets[0], node.value
+    if not (isinstance(target, ast.Name) and target.id == "__all__"):
+        return None
+    if not isinstance(value, ast.List | ast.Tuple):
+        return None
+    constants = [e.value for e in value.elts if isinstance(e, ast.Constant)]
+    return {c for c in constants if isinstance(c, str)}
+
+
+def _parameters(function: ast.FunctionDef) -> tuple[str, ...]:
+    spec = function.args
+    names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
+    return tuple(names)

@@ -1,0 +1,85 @@
+"""What may be loaded from the Hub, and on what terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hfpatch.hub.spec import HubSpec
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """The `hub=` argument of `hfpatch.apply`; a dict of these names does as well.
+
+    Attributes:
+        trust_remote_code: False: only publishers that the Hub marks as trusted; a sequence of
+            "org/name": these repositories too; True: any. Never taken from a config file.
+        require_signed: refuse a kernel without a valid signature of a publisher that `kernels`
+            knows (`kernels.verify.DEFAULT_POLICIES`).
+        allow_branches: take branches and tags, whose content can change, besides versions and
+            commits.
+        lockfile: an `hfpatch.lock`: only what it lists is loaded, at its commit, if its sha256 is
+            the locked one.
+        repos: what the source "hub" stands for, in order of preference; empty: the repositories
+            that hfpatch has adapters for.
+    """
+
+    trust_remote_code: bool | tuple[str, ...] = False
+    require_signed: bool = False
+    allow_branches: bool = False
+    lockfile: Path | None = None
+    repos: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, value: Any, defaults: HubOptions | None = None) -> HubOptions:
+        """From None, a dict or HubOptions; what a dict leaves out is taken from `defaults`.
+
+        Raises:
+            TypeError, ValueError: a name or a value that is not one of an option's.
+        """
+        defaults = defaults or cls()
+        if value is None:
+            return defaults
+        if isinstance(value, HubOptions):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(f"`hub` must be None, a dict or HubOptions, got {type(value).__name__}")
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(value) - set(names))
+        if unknown:
+            raise ValueError(
+                f"`hub` has no option {unknown[0]!r}; the options are: {', '.join(names)}"
+            )
+        return replace(defaults, **{name: _checked(name, v) for name, v in value.items()})
+
+    def trusts(self, spec: HubSpec) -> bool:
+        """Whether the user vouches for this repository."""
+        if isinstance(self.trust_remote_code, bool):
+            return self.trust_remote_code
+        return spec.repo in self.trust_remote_code
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "lockfile":
+        if value is None or isinstance(value, str | Path):
+            return None if value is None else Path(value)
+        raise TypeError(f"`hub['lockfile']` must be a path, got {type(value).__name__}")
+    if name == "repos":
+        repos = _strings(name, value)
+        for repo in repos:
+            HubSpec.parse(repo, allow_branches=True)
+        return repos
+    if name == "trust_remote_code" and not isinstance(value, bool):
+        return _strings(name, value)
+    if not isinstance(value, bool):
+        raise TypeError(f"`hub[{name!r}]` must be True or False, got {value!r}")
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+        raise TypeError(f"`hub[{name!r}]` must be a sequence of repositories, got {value!r}")
+    return tuple(value)

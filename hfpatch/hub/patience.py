@@ -1,0 +1,34 @@
+"""A Hub that accepts a connection and then says nothing must not hold `apply` up for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Give requests of huggingface_hub's client that have no timeout HF_HUB_ETAG_TIMEOUT seconds.
+
+    Downloads have one of their own; calls of the API (repository info, trees, organizations) are
+    sent with none (huggingface_hub 2.4), and no argument reaches it from here.
+    """
+    from huggingface_hub import constants, get_session
+
+    client: Any = get_session()
+    seconds = constants.HF_HUB_ETAG_TIMEOUT
+
+    def limit(request: Any) -> None:
+        timeout = request.extensions.get("timeout") or {}
+        if all(value is None for value in timeout.values()):
+            request.extensions["timeout"] = dict.fromkeys(
+                ("connect", "read", "write", "pool"), seconds
+            )
+
+    before = client.event_hooks
+    client.event_hooks = {**before, "request": [*before.get("request", ()), limit]}
+    try:
+        yield
+    finally:
+        client.event_hooks = before

@@ -1,0 +1,39 @@
+"""The real clients, in this process, against a loopback Hub with a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import kernels.hf_hub
+import kernels.install
+import kernels.locking
+import kernels.resolver
+import pytest
+from huggingface_hub import constants
+from packages import fresh
+from server import HubServer
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A loopback Hub that this process' clients talk to, with an empty cache."""
+    with HubServer() as server:
+        cache = tmp_path / "hub-cache"
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        for module in (kernels.hf_hub, kernels.resolver, kernels.install, kernels.locking):
+            monkeypatch.setattr(module, "CACHE_DIR", None)
+        for name in ("KERNELS_CACHE", "LOCAL_KERNELS", "HFPATCH_KERNELS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HFPATCH_CONFIG", "")
+        monkeypatch.setenv("HF_TOKEN", server.token)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        monkeypatch.chdir(tmp_path)
+        fresh()
+        yield server
+        fresh()
