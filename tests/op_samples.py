@@ -22,8 +22,10 @@ from hfpatch.ops import OPS as FORMULAS
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
-#: Result rules of sums over all rows: they belong to no row, and follow how the rows are shared out.
-SUMS = {"dweight", "dbias", "partials"}
+#: Result rules of sums over all rows, which belong to no row, and of memory for a launch's own use,
+#: whose contents mean nothing. "=NAME&BIT" and "sums=NAME" are such rules with a parameter.
+SUMS = {"dweight", "dbias"}
+SCRATCH = {"partials", "workspace"}
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,21 @@ class Sample:
         """The result rule of each output."""
         return [rule.strip() for rule in self.schema.result.split(",")]
 
+    @property
+    def kinds(self) -> list[str]:
+        """ "rows" or "sum" for each result of `call`."""
+        rules = [rule for rule in self.results if not self._scratch(rule)]
+        return ["sum" if rule in SUMS or "&" in rule else "rows" for rule in rules]
+
+    @staticmethod
+    def _scratch(rule: str) -> bool:
+        return rule in SCRATCH or rule.startswith("sums=")
+
+    def meant(self, results: list[Tensor]) -> list[Tensor]:
+        """Those that mean something."""
+        pairs = zip(results, self.results, strict=True)
+        return [r for r, rule in pairs if not self._scratch(rule)]
+
     def make(
         self,
         dtype: torch.dtype,
@@ -125,10 +142,18 @@ class Sample:
             for kind, name in self.schema.arguments
         )
 
-    def call(self, kernels: Any, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
-        """The raw operator's results."""
+    def call_all(self, kernels: Any, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
         result = getattr(kernels.ops, self.op).default(*self.arguments(tensors, width))
         return list(result) if isinstance(result, tuple) else [result]
+
+    def call(self, kernels: Any, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
+        """The raw operator's results."""
+        return self.meant(self.call_all(kernels, tensors, width))
+
+    def call_out(
+        self, kernels: Any, outs: list[Tensor], tensors: dict[str, Tensor], width: int = 34
+    ) -> None:
+        getattr(kernels.ops, self.op + "_out").default(*outs, *self.arguments(tensors, width))
 
     def call_public(self, kernels: Any, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
         assert self.public is not None

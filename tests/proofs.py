@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from op_samples import SUMS, Sample
+from op_samples import FORMULAS, Sample
 from torch import Tensor
 
 MARGIN = 96  # elements before and after an output that must not change
 FILL = -7.0
+#: Inputs that a result never replaces: what may be broadcast, and tables.
+BROADCAST = {"scale", "shift", "b", "c", "mask", "cos", "sin"}
+#: Where a result may only replace its own input: k is read after q_out was written.
+CROSSED = {"rope_qk", "qk_norm_rope"}
 
 #: Relative to a row's largest value, for two orders of adding up one row: fp32 sums of both signs
 #: stay within 4e-6; a half type then rounds once, as its forward did before (so: two roundings).
@@ -52,7 +56,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], what: str) -> Non
 
 def of_rows(sample: Sample, results: list[Tensor]) -> list[Tensor]:
     """The results whose first dimension is the batch."""
-    return [r for r, rule in zip(results, sample.results, strict=True) if rule not in SUMS]
+    return [r for r, kind in zip(results, sample.kinds, strict=True) if kind == "rows"]
 
 
 def cut(sample: Sample, tensors: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
@@ -168,14 +172,14 @@ class Guarded:
 def canaries(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, width: int) -> None:
     """Outputs are written wholly, nothing beside them is, and no input is."""
     tensors = sample.make(dtype, width=width, device=device)
-    expected = sample.call(kernels, tensors, width)
+    expected = sample.call_all(kernels, tensors, width)
     compare = assert_same_bits if device == "cpu" else assert_close
-    operator = getattr(kernels.ops, sample.op + "_out").default
     for shift in (0, 1):
         before = {k: t.clone() for k, t in tensors.items()}
-        guarded = [Guarded(e, shift) for e in expected]
-        operator(*(g.out for g in guarded), *sample.arguments(tensors, width))
-        compare([g.out for g in guarded], expected, f"{sample.id}: out, shift {shift}")
+        guarded = [Guarded(e, shift if e.dtype.is_floating_point else 0) for e in expected]
+        sample.call_out(kernels, [g.out for g in guarded], tensors, width)
+        written = sample.meant([g.out for g in guarded])
+        compare(written, sample.meant(expected), f"{sample.id}: out, shift {shift}")
         for g in guarded:
             g.assert_bands(sample.id)
         for k, t in tensors.items():
@@ -184,19 +188,22 @@ def canaries(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, widt
 
 def in_place(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, width: int) -> int:
     """Each output over each input of its shape and dtype gives the same bits; how many there are."""
-    operator = getattr(kernels.ops, sample.op + "_out").default
-    expected = sample.call(kernels, sample.make(dtype, width=width, device=device), width)
+    expected = sample.call_all(kernels, sample.make(dtype, width=width, device=device), width)
     found = 0
     for i, e in enumerate(expected):
         for name, spec in sample.tensors.items():
             tensors = sample.make(dtype, width=width, device=device)
             target = tensors[name]
-            if not spec.per_row or (target.shape, target.dtype) != (e.shape, e.dtype):
+            crossed = sample.op in CROSSED and sample.results[i] != f"={name}"
+            if not spec.per_row or name in BROADCAST or crossed:
+                continue
+            if (target.shape, target.dtype) != (e.shape, e.dtype):
                 continue
             outs = [torch.empty_like(x) for x in expected]
             outs[i] = target
-            operator(*outs, *sample.arguments(tensors, width))
-            assert_same_bits(outs, expected, f"{sample.id}: result {i} over `{name}`")
+            sample.call_out(kernels, outs, tensors, width)
+            what = f"{sample.id}: result {i} over `{name}`"
+            assert_same_bits(sample.meant(outs), sample.meant(expected), what)
             found += 1
     return found
 
@@ -204,8 +211,8 @@ def in_place(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, widt
 def zero_size(sample: Sample, kernels: Any, dtype: torch.dtype, device: str) -> None:
     """An empty batch: empty results, and sums that are 0."""
     tensors = sample.make(dtype, 0, 34, device)
-    for r, rule in zip(sample.call(kernels, tensors), sample.results, strict=True):
-        if rule in SUMS:
+    for r, kind in zip(sample.call(kernels, tensors), sample.kinds, strict=True):
+        if kind == "sum":
             assert bool((r == 0).all()), sample.id
         else:
             assert r.shape[0] == 0 and r.numel() == 0, sample.id
@@ -230,18 +237,14 @@ def odd_values(sample: Sample, kernels: Any, dtype: torch.dtype, device: str) ->
         what = f"{sample.id} with odd `{name}`"
         assert_same_bits([r[::2] for r in results], [p[::2] for p in plain], what)
         assert any(bool(r[1].isnan().any()) for r in results), f"{what}: a NaN vanished"
-        if sample.public is None or sample.op not in _formulas():
+        if sample.op not in FORMULAS:
             continue
-        for r, e in zip(results, sample.call_formula(tensors), strict=True):
+        # In fp64: the AVX-512 erf gelu of torch 2.13 makes NaN of +inf in fp32 and bf16 only.
+        wide = {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
+        for r, e in zip(results, sample.call_formula(wide), strict=True):
             assert torch.equal(r.isnan(), e.isnan()), f"{what}: NaN"
             assert torch.equal(r.isposinf(), e.isposinf()), f"{what}: infinity"
             assert torch.equal(r.isneginf(), e.isneginf()), f"{what}: negative infinity"
-
-
-def _formulas() -> Any:
-    from hfpatch.ops import OPS
-
-    return OPS
 
 
 # -------------------------------------------------------------------------------------------------
