@@ -1,7 +1,7 @@
 """One table of calls to every op, which the shared proofs (`proofs.py`) and the fuzzer go through.
 
 An op of HFP_OP_TABLE without a row fails `test_every_op_has_a_sample`; with a row it is covered by
-opcheck, determinism, layouts, canaries, compilation, graphs, threads, leaks and generated bad calls.
+opcheck, determinism, layouts, canaries, compilation, graphs, threads, leaks and bad calls.
 """
 
 from __future__ import annotations
@@ -109,19 +109,21 @@ class Sample:
         n: int = 5,
         width: int = 34,
         device: str = "cpu",
-        seed: int = 0,
+        host: bool = False,
     ) -> dict[str, Tensor]:
-        """Fresh tensors; made on the CPU, so that both devices get the same."""
-        generator = torch.Generator().manual_seed(seed)
+        """Fresh tensors, always the same. `host`: made on the CPU and copied, so that no kernel of
+        torch runs."""
+        where = "cpu" if host else device
+        generator = torch.Generator(where).manual_seed(0)
         made = {}
         for name, spec in self.tensors.items():
             shape = [n] * spec.per_row + [_resolve(size, width) for size in spec.shape]
             kind = spec.dtype or dtype
             if kind.is_floating_point:
-                value = torch.randn(shape, generator=generator).to(kind)
+                value = torch.randn(shape, generator=generator, device=where).to(kind)
             else:
                 high = max(_resolve(spec.high, width), 1)
-                value = torch.randint(high, shape, generator=generator, dtype=kind)
+                value = torch.randint(high, shape, generator=generator, dtype=kind, device=where)
             made[name] = value.to(device)
         return made
 
@@ -155,7 +157,9 @@ class Sample:
     ) -> None:
         getattr(kernels.ops, self.op + "_out").default(*outs, *self.arguments(tensors, width))
 
-    def call_public(self, kernels: Any, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
+    def call_public(
+        self, kernels: Any, tensors: dict[str, Tensor], width: int = 34
+    ) -> list[Tensor]:
         assert self.public is not None
         function = getattr(kernels, self.op)
         result = function(**tensors, **self.values(width), **self.public)

@@ -1,15 +1,17 @@
 """What is proven of every op by the table of samples, on the CPU and on a GPU alike.
 
-Bitwise equality wherever the same numbers are added in the same order; `assert_close` where a layout
-may choose another order. Each proof raises AssertionError and names the sample.
+Bitwise equality wherever the same numbers are added in the same order; `assert_close` where a
+layout may choose another order. Each proof raises AssertionError and names the sample.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from op_samples import FORMULAS, Sample
 from torch import Tensor
@@ -156,7 +158,7 @@ def repeats(
 
 
 class Guarded:
-    """A contiguous output, `shift` elements off 16 bytes, between two bands that must not change."""
+    """A contiguous output, `shift` elements off 16 bytes, between bands that must not change."""
 
     def __init__(self, like: Tensor, shift: int) -> None:
         size = like.numel() + 2 * MARGIN + shift
@@ -187,7 +189,7 @@ def canaries(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, widt
 
 
 def in_place(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, width: int) -> int:
-    """Each output over each input of its shape and dtype gives the same bits; how many there are."""
+    """Each output over each input of its shape and dtype: the same bits; how many there are."""
     expected = sample.call_all(kernels, sample.make(dtype, width=width, device=device), width)
     found = 0
     for i, e in enumerate(expected):
@@ -216,6 +218,27 @@ def zero_size(sample: Sample, kernels: Any, dtype: torch.dtype, device: str) -> 
             assert bool((r == 0).all()), sample.id
         else:
             assert r.shape[0] == 0 and r.numel() == 0, sample.id
+
+
+class MallInfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def bytes_in_use() -> int:
+    """Bytes that malloc has handed out and not got back: exact, unlike the resident size."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        pytest.skip("needs mallinfo2 of glibc 2.33")
+    mallinfo2.restype = MallInfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Bad calls made from the table of samples, against the C interface by ctypes.
 
-`python fuzz.py JOURNAL [--device cuda]` runs in a process of its own, so that a crash is a failing
-test: before each call the journal says which. Every argument of every sample is made bad in every
-way of `TENSOR_FAULTS` and of `NUMBER_FAULTS` in turn; then hypothesis combines several. A new op is
+`python fuzz.py KERNELS JOURNAL [--device cuda]` runs in a process of its own, so that a crash is a
+failing test: before each call the journal says which. Every argument of every sample is made bad
+in every way of `TENSOR_FAULTS` and of `NUMBER_FAULTS` in turn; then hypothesis combines several. A new op is
 covered by its row in the table of samples.
 
 Memory: tensors lie in the middle of larger buffers, and no fault that a call may accept reaches
@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from c_api import CONSTANTS, DLDataType, DLDevice, DLTensor, Library, dltensor, int64_array
@@ -37,7 +38,6 @@ MARGIN, WIDTH, BATCH = 8192, 16, 3
 LOW, HIGH = -(2**63), 2**63 - 1
 #: Integers that may have any value.
 FREE_INTEGERS = {"ignore_index"}
-HOST = 1  # DLPack's code of the CPU
 
 
 class Placed:
@@ -188,7 +188,7 @@ class Call:
             arguments[at] = None
             yield f"{name} = NULL", arguments, kind == "Tensor" and at >= len(self.outs)
             for fault in TENSOR_FAULTS:
-                for i in range(arguments_ndim(self.arguments()[at]) if fault.per_dimension else 1):
+                for i in range(self.arguments()[at].ndim if fault.per_dimension else 1):
                     arguments = self.arguments()
                     must = fault.apply(arguments[at], i)
                     yield f"{name}: {fault.name} of {i}", arguments, must and self._read(at)
@@ -198,8 +198,10 @@ class Call:
         return at >= len(self.outs) or self.expected[at].numel() > 0
 
     def combined(self, rng: random.Random) -> tuple[str, list[Any]]:
-        """Several faults in several arguments."""
+        """Several faults in several arguments; but one device, or the call may be a valid one that
+        sends the CPU to a GPU's memory."""
         arguments, texts = self.arguments(), []
+        moved = False
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(arguments))
             value = arguments[at]
@@ -210,16 +212,16 @@ class Call:
                     texts.append(f"{self.names[at]} = {arguments[at]}")
                 continue
             fault = rng.choice(TENSOR_FAULTS)
+            if fault.name.startswith("device"):
+                if moved:
+                    continue
+                moved = True
             usable = value.shape and (value.strides or "stride" not in fault.name)
             if usable and 0 < value.ndim < 9 and value.data:
                 i = rng.randrange(value.ndim)
                 fault.apply(value, i)
                 texts.append(f"{self.names[at]}: {fault.name} of {i}")
         return ", ".join(texts), arguments
-
-
-def arguments_ndim(t: DLTensor) -> int:
-    return t.ndim
 
 
 class Fuzzer:

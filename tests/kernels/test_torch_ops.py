@@ -48,34 +48,70 @@ RAW: dict[str, Case] = {
     "add_layer_norm": lambda t: (*tensors(t, X, X, D, D), 1e-5),
     "rope": lambda t: (tensor(2, 3, 4, 16, dtype=t), *tensor(2, 3, 8), 1, 1, 0, 0),
     "rope_qk": lambda t: (
-        tensor(2, 4, 3, 16, dtype=t), tensor(2, 2, 3, 16, dtype=t, seed=1),
-        *tensor(2, 2, 3, 8, dtype=t), 2, 0, 8, 1,
+        tensor(2, 4, 3, 16, dtype=t),
+        tensor(2, 2, 3, 16, dtype=t, seed=1),
+        *tensor(2, 2, 3, 8, dtype=t),
+        2,
+        0,
+        8,
+        1,
     ),
     "qk_norm_rope": lambda t: (
-        tensor(2, 3, 4, 16, dtype=t), tensor(2, 3, 2, 16, dtype=t, seed=1),
-        tensor(16, dtype=t), tensor(16, dtype=t), *tensor(2, 3, 16), 1e-6, 0.0, 1, 0, 1, 0, 0, 0,
+        tensor(2, 3, 4, 16, dtype=t),
+        tensor(2, 3, 2, 16, dtype=t, seed=1),
+        tensor(16, dtype=t),
+        tensor(16, dtype=t),
+        *tensor(2, 3, 16),
+        1e-6,
+        0.0,
+        1,
+        0,
+        1,
+        0,
+        0,
+        0,
     ),
     "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1),
     "rms_norm_backward": lambda t: (
         *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
-        tensor(16, dtype=t), None, 1e-6, 0.0, 1, 1,
+        tensor(16, dtype=t),
+        None,
+        1e-6,
+        0.0,
+        1,
+        1,
     ),
     "layer_norm_backward": lambda t: (
         *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
-        tensor(16, dtype=t), tensor(16), 1e-5, 3,
+        tensor(16, dtype=t),
+        tensor(16),
+        1e-5,
+        3,
     ),
     "gelu_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)), 1),
     "silu_backward": lambda t: tuple(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
     "gated_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(3)), 3),
     "gated_packed_backward": lambda t: (
-        tensor(2, 3, 8, dtype=t), tensor(2, 3, 16, dtype=t, seed=1), 0, 1,
+        tensor(2, 3, 8, dtype=t),
+        tensor(2, 3, 16, dtype=t, seed=1),
+        0,
+        1,
     ),
     "cross_entropy": lambda t: (
-        tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3), 4, 0.1, 30.0,
+        tensor(2, 3, 16, dtype=t),
+        torch.arange(6).view(2, 3),
+        4,
+        0.1,
+        30.0,
     ),
     "cross_entropy_backward": lambda t: (
-        tensor(2, 3), tensor(2, 3, 16, dtype=t), torch.arange(6).view(2, 3),
-        tensor(2, 3, 16, dtype=t).float().logsumexp(-1), 4, 0.1, 0.0,
+        tensor(2, 3),
+        tensor(2, 3, 16, dtype=t),
+        torch.arange(6).view(2, 3),
+        tensor(2, 3, 16, dtype=t).float().logsumexp(-1),
+        4,
+        0.1,
+        0.0,
     ),
 }
 
@@ -156,11 +192,14 @@ def test_fake_matches_real(
         fake = kernels_module.rms_norm(convert(mode, x), fake_weight, cast=cast)
     assert (fake.dtype, fake.shape, fake.stride()) == (real.dtype, real.shape, real.stride())
     if weight_dtype is not None:
-        assert real.dtype == {
-            "none": dtype,
-            "input": torch.promote_types(dtype, weight_dtype),
-            "weight": weight_dtype,
-        }[cast]
+        assert (
+            real.dtype
+            == {
+                "none": dtype,
+                "input": torch.promote_types(dtype, weight_dtype),
+                "weight": weight_dtype,
+            }[cast]
+        )
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -359,7 +398,9 @@ def test_compile_with_symbolic_shapes(kernels_module: ModuleType) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda x: kernels_module.gated_packed(kernels_module.rms_norm(x), "gelu"),
-        fullgraph=True, backend=counter, dynamic=True,
+        fullgraph=True,
+        backend=counter,
+        dynamic=True,
     )
     assert compiled(tensor(3, 8)).shape == (3, 4)
     frames = counter.frame_count

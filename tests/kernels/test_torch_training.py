@@ -62,8 +62,8 @@ def test_expanded_gradient(kernels_module: ModuleType) -> None:
 
 
 def test_symbolic_shapes_with_gradients(kernels_module: ModuleType) -> None:
-    """One graph from a few rows to more than `partials` has rows for; one more only where `partials`
-    has a single row, since PyTorch specializes on sizes of 1."""
+    """One graph from a few rows to more than `partials` has rows for; one more only where
+    `partials` has a single row, since PyTorch specializes on sizes of 1."""
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(

@@ -28,8 +28,8 @@ def constants(*numbers):
     """The numbers as constants of the graph that `torch.compile` is tracing; else as they are.
 
     With ``dynamic=True`` Dynamo traces a Python number from a default, a global or a closure as a
-    symbol, and fails with an assertion when two autograd functions of one graph use it. The operators
-    specialize on such a number anyway.
+    symbol, and fails with an assertion when two autograd functions of one graph use it. The
+    operators specialize on such a number anyway.
     """
     if not torch.compiler.is_compiling():
         return numbers
