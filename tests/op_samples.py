@@ -65,6 +65,7 @@ class Sample:
         public: further parameters of the package's function; None: there is no such function.
         positional: why a row's result depends on its place in the batch; "": it does not.
         constant: tensors that never require a gradient.
+        differentiable: whether the package's function has a gradient.
     """
 
     op: str
@@ -74,6 +75,7 @@ class Sample:
     public: dict[str, Any] | None = field(default_factory=dict)
     positional: str = ""
     constant: tuple[str, ...] = ()
+    differentiable: bool = True
 
     @property
     def id(self) -> str:
@@ -172,7 +174,8 @@ class Sample:
 
 def sample(op: str, label: str = "", **arguments: Any) -> Sample:
     """Tensors and parameters apart by their type; a gradient's operator has no public function."""
-    options = {k: arguments.pop(k) for k in ("public", "positional", "constant") if k in arguments}
+    known = ("public", "positional", "constant", "differentiable")
+    options = {k: arguments.pop(k) for k in known if k in arguments}
     if op.endswith("_backward"):
         options["public"] = None
     tensors = {k: v for k, v in arguments.items() if isinstance(v, Spec)}
@@ -259,3 +262,4 @@ BY_ID = {s.id: s for s in SAMPLES}
 #: One sample of each op, where the others would only repeat it.
 FIRST = {s.op: s for s in reversed(SAMPLES)}
 PUBLIC = {s.id: s for s in SAMPLES if s.public is not None}
+DIFFERENTIABLE = {name: s for name, s in PUBLIC.items() if s.differentiable}

@@ -259,7 +259,8 @@ def odd_values(sample: Sample, kernels: Any, dtype: torch.dtype, device: str) ->
         results = of_rows(sample, sample.call(kernels, tensors))
         what = f"{sample.id} with odd `{name}`"
         assert_same_bits([r[::2] for r in results], [p[::2] for p in plain], what)
-        assert any(bool(r[1].isnan().any()) for r in results), f"{what}: a NaN vanished"
+        if any(r.is_floating_point() for r in results):
+            assert any(bool(r[1].isnan().any()) for r in results), f"{what}: a NaN vanished"
         if sample.op not in FORMULAS:
             continue
         # In fp64: the AVX-512 erf gelu of torch 2.13 makes NaN of +inf in fp32 and bf16 only.

@@ -2,8 +2,8 @@
 
 `python fuzz.py KERNELS JOURNAL [--device cuda]` runs in a process of its own, so that a crash is a
 failing test: before each call the journal says which. Every argument of every sample is made bad
-in every way of `TENSOR_FAULTS` and of `NUMBER_FAULTS` in turn; then hypothesis combines several. A new op is
-covered by its row in the table of samples.
+in every way of `TENSOR_FAULTS` and of `NUMBER_FAULTS` in turn; then hypothesis combines several. A
+new op is covered by its row in the table of samples.
 
 Memory: tensors lie in the middle of larger buffers, and no fault that a call may accept reaches
 beyond those; what would (huge shapes and strides) must be refused because it overflows.
@@ -37,7 +37,7 @@ OK, INVALID = CONSTANTS["HFP_OK"], CONSTANTS["HFP_INVALID_ARGUMENT"]
 MARGIN, WIDTH, BATCH = 8192, 16, 3
 LOW, HIGH = -(2**63), 2**63 - 1
 #: Integers that may have any value.
-FREE_INTEGERS = {"ignore_index"}
+FREE_INTEGERS = {"ignore_index", "top_k"}
 
 
 class Placed:
