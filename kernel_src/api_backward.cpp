@@ -19,6 +19,9 @@ constexpr const char *kActivations =
 
 int64_t rows_of(const Tensor &t) {
   int64_t rows = 1;
+  // Of an empty tensor only the product of all sizes but the zeros is known not to overflow.
+  for (int32_t i = 0; i + 1 < t.raw->ndim; ++i)
+    if (t.raw->shape[i] == 0) return 0;
   for (int32_t i = 0; i + 1 < t.raw->ndim; ++i) rows *= t.raw->shape[i];
   return rows;
 }

@@ -246,6 +246,16 @@ struct View {
   int32_t dtype, device_type;  // libtorch's codes
 };
 
+// None for a Tensor argument arrives as an undefined tensor; says what the C function says of NULL.
+inline void check_defined(const char *operation, AtenTensorHandle handle, std::string_view name) {
+  bool defined = false;
+  HFP_SHIM(operation, aoti_torch_is_defined(handle, &defined));
+  if (__builtin_expect(!defined, 0)) {
+    throw std::runtime_error(std::string("hfp_") + operation + ": `" + std::string(name) +
+                             "` must be a tensor, got NULL");
+  }
+}
+
 // What a DLTensor says of `handle`; the shape and strides are borrowed from the tensor.
 inline void describe(const char *operation, AtenTensorHandle handle, bool writable, View &view) {
   DLTensor &t = view.tensor;
@@ -474,6 +484,7 @@ struct Binding {
       for (std::size_t i = 0; i < kArguments; ++i) {
         if (handles[i].get() == nullptr) continue;
         const bool own = (replaced >> i & 1) != 0;
+        check_defined(Op::name, handles[i].get(), kArgs[i].name);
         describe(Op::name, handles[i].get(), own, views[i]);
         if (__builtin_expect(!own && !walkable(views[i].tensor), 0))
           make_contiguous(Op::name, handles[i], views[i]);
@@ -702,8 +713,10 @@ struct Binding {
       results[i].take(reinterpret_cast<AtenTensorHandle>(static_cast<uintptr_t>(stack[i])));
     Call call(stack + kOutputs);
     View outs[kOutputs];
-    for (std::size_t i = 0; i < kOutputs; ++i)
+    for (std::size_t i = 0; i < kOutputs; ++i) {
+      check_defined(Op::name, results[i].get(), "out");
       describe(Op::name, results[i].get(), true, outs[i]);
+    }
     call.run(outs);
   }
 

@@ -1,6 +1,7 @@
-"""The torch operators: schemas, fakes, autograd, compilation, layouts and errors.
+"""The torch operators: fakes, autograd, compilation, layouts and errors.
 
 What the kernels compute is checked in the tests of the C interface; a formula in fp64 does here.
+opcheck, out forms and in-place calls of every operator: `test_proofs.py`.
 """
 
 from __future__ import annotations
@@ -18,149 +19,10 @@ F = torch.nn.functional
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu"]
 
-# name -> arguments of the raw operator
-Case = Callable[[torch.dtype], tuple[Any, ...]]
-
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
-
-
-X, V, D = (2, 3, 16), (2, 1, 16), (16,)
-
-
-def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    return [tensor(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
-
-
-RAW: dict[str, Case] = {
-    "rms_norm": lambda t: (tensor(2, 3, 16, dtype=t), tensor(16, dtype=t), None, 1e-6, 0.0, 1),
-    "layer_norm": lambda t: (tensor(2, 3, 16, dtype=t), tensor(16, dtype=t), None, 1e-5),
-    "gelu": lambda t: (tensor(2, 3, 16, dtype=t), 1),
-    "silu": lambda t: (tensor(2, 3, 16, dtype=t),),
-    "gated": lambda t: (tensor(2, 3, 16, dtype=t), tensor(2, 3, 16, dtype=t, seed=1), 3),
-    "gated_packed": lambda t: (tensor(2, 3, 16, dtype=t), 0, 1),
-    "norm_modulate": lambda t: (*tensors(t, X, V, V), None, None, 1e-6, 1, 1),
-    "gate_residual": lambda t: (*tensors(t, X, V, X), 1),
-    "gate_residual_norm_modulate": lambda t: (*tensors(t, X, V, X, V, V, D), None, 1e-6, 0, 1),
-    "add_rms_norm": lambda t: (*tensors(t, X, X, D), None, 1e-6, 0.0, 1),
-    "add_layer_norm": lambda t: (*tensors(t, X, X, D, D), 1e-5),
-    "rope": lambda t: (tensor(2, 3, 4, 16, dtype=t), *tensor(2, 3, 8), 1, 1, 0, 0),
-    "rope_qk": lambda t: (
-        tensor(2, 4, 3, 16, dtype=t),
-        tensor(2, 2, 3, 16, dtype=t, seed=1),
-        *tensor(2, 2, 3, 8, dtype=t),
-        2,
-        0,
-        8,
-        1,
-    ),
-    "qk_norm_rope": lambda t: (
-        tensor(2, 3, 4, 16, dtype=t),
-        tensor(2, 3, 2, 16, dtype=t, seed=1),
-        tensor(16, dtype=t),
-        tensor(16, dtype=t),
-        *tensor(2, 3, 16),
-        1e-6,
-        0.0,
-        1,
-        0,
-        1,
-        0,
-        0,
-        0,
-    ),
-    "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1, 1, 0),
-    "rms_norm_backward": lambda t: (
-        *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
-        tensor(16, dtype=t),
-        None,
-        1e-6,
-        0.0,
-        1,
-        1,
-    ),
-    "layer_norm_backward": lambda t: (
-        *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
-        tensor(16, dtype=t),
-        tensor(16),
-        1e-5,
-        3,
-    ),
-    "gelu_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)), 1),
-    "silu_backward": lambda t: tuple(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
-    "gated_backward": lambda t: (*(tensor(2, 3, 16, dtype=t, seed=i) for i in range(3)), 3),
-    "gated_packed_backward": lambda t: (
-        tensor(2, 3, 8, dtype=t),
-        tensor(2, 3, 16, dtype=t, seed=1),
-        0,
-        1,
-    ),
-    "cross_entropy": lambda t: (
-        tensor(2, 3, 16, dtype=t),
-        torch.arange(6).view(2, 3),
-        4,
-        0.1,
-        30.0,
-    ),
-    "cross_entropy_backward": lambda t: (
-        tensor(2, 3),
-        tensor(2, 3, 16, dtype=t),
-        torch.arange(6).view(2, 3),
-        tensor(2, 3, 16, dtype=t).float().logsumexp(-1),
-        4,
-        0.1,
-        0.0,
-    ),
-    "softmax": lambda t: (tensor(2, 3, 16, dtype=t), tensor(3, 16), 0.5),
-    "softmax_backward": lambda t: (
-        tensor(2, 3, 16, dtype=t),
-        tensor(2, 3, 16, dtype=t, seed=1).softmax(-1),
-        0.5,
-    ),
-    "argmax": lambda t: (tensor(2, 16500, dtype=t),),
-    "topk": lambda t: (tensor(2, 3, 16, dtype=t), 5),
-    "sample": lambda t: (
-        tensor(2, 3, 16, dtype=t),
-        torch.arange(6).view(2, 3),
-        None,
-        torch.rand(2, 3),
-        None,
-        None,
-        None,
-        1.0,
-        5,
-        0.9,
-        0.01,
-    ),
-    "add_gelu": lambda t: (*tensors(t, X, D), 1),
-    "add_silu": lambda t: tuple(tensors(t, X, D)),
-    "mul_add": lambda t: (*tensors(t, X, V, D), 1),
-    "add_gelu_backward": lambda t: (*tensors(t, X, X, D), 1, 2),
-    "add_silu_backward": lambda t: (*tensors(t, X, X, D), 0),
-    "mul_add_backward": lambda t: (*tensors(t, X, X, V), 1, 3),
-}
-# The rows of HFP_IN_PLACE_TABLE.
-IN_PLACE = (
-    "rms_norm",
-    "layer_norm",
-    "gelu",
-    "silu",
-    "add_gelu",
-    "add_silu",
-    "mul_add",
-    "gate_residual",
-    "add_rms_norm",
-    "add_layer_norm",
-    "rope",
-    "rope_qk",
-    "qk_norm_rope",
-)
-
-
-def results(value: Any) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def act(x: Tensor, name: str) -> Tensor:
@@ -180,47 +42,6 @@ def rms_formula(
     if weight is not None:
         y = y * (weight + offset)
     return y if bias is None else y + bias
-
-
-def test_cases_cover_every_operator(kernels_module: ModuleType) -> None:
-    namespace = kernels_module.ops.silu.default._schema.name.split("::")[0]
-    names = {
-        n.split("::")[1]
-        for n in torch._C._dispatch_get_all_op_names()
-        if n.startswith(namespace + "::")
-    }
-    lists = {"adamw_step", "clip_grads", "grad_norm", "grad_norm_out"}  # test_torch_optim.py
-    written = {name + "_" for name in IN_PLACE}
-    assert names == set(RAW) | {name + "_out" for name in RAW} | written | lists
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", RAW)
-def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
-    args = RAW[name](dtype)
-    functional = getattr(kernels_module.ops, name).default
-    torch.library.opcheck(functional, args)
-    outs = map(torch.empty_like, results(functional(*args)))
-    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (*outs, *args))
-
-
-@pytest.mark.parametrize("name", RAW)
-def test_out_variant_is_the_functional_one(name: str, kernels_module: ModuleType) -> None:
-    args = RAW[name](torch.bfloat16)
-    expected = results(getattr(kernels_module.ops, name).default(*args))
-    outs = [torch.full_like(e, float("nan") if e.is_floating_point() else -1) for e in expected]
-    assert getattr(kernels_module.ops, name + "_out").default(*outs, *args) is None
-    # what is left in a workspace is nobody's
-    used = len(outs) - (name in ("softmax", "softmax_backward", "argmax"))
-    assert all(map(torch.equal, outs[:used], expected[:used]))
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gelu", "silu", "gated"])
-def test_in_place(name: str, kernels_module: ModuleType) -> None:
-    args = RAW[name](torch.float32)
-    expected = getattr(kernels_module.ops, name).default(*args)
-    getattr(kernels_module.ops, name + "_out").default(args[0], *args)
-    assert torch.equal(args[0], expected)
 
 
 @pytest.mark.parametrize("cast", ["none", "input", "weight"])

@@ -62,22 +62,26 @@ def test_expanded_gradient(kernels_module: ModuleType) -> None:
 
 
 def test_symbolic_shapes_with_gradients(kernels_module: ModuleType) -> None:
+    """One graph from a few rows to more than `partials` has rows for; one more only where
+    `partials` has a single row, since PyTorch specializes on sizes of 1."""
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x, w: kernels_module.rms_norm(x, w, cast="input").sum(),
+        # Literals: of a default's float Dynamo makes a symbol first, and starts again without it.
+        lambda x, w: kernels_module.rms_norm(x, w, None, 1e-6, 0.0, "input").sum(),
         fullgraph=True,
         backend=counter,
         dynamic=True,
     )
     w = tensor(64).requires_grad_()
-    # Few rows and many may be compiled apart (the number of partial rows has a limit), never more.
-    for rows in (100, 700, 900, 30000, 40000):
+    graphs = []
+    for rows in (100, 700, 900, 30000, 40000, 9, 16):
         x = tensor(rows, 64)
         (actual,) = torch.autograd.grad(compiled(x, w), w)
         (expected,) = torch.autograd.grad(kernels_module.rms_norm(x, w, cast="input").sum(), w)
         torch.testing.assert_close(actual, expected)
-    assert counter.frame_count <= 2
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 1, 1, 1, 1, 2, 2]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -179,18 +183,12 @@ def test_cross_entropy_errors(
 # A model
 
 
-def train(model: torch.nn.Module, loss_of: Any, rate: float, steps: int = 20) -> list[float]:
-    """The losses of `steps` steps of SGD, whose steps are proportional to the gradients: an Adam
-    step would hide a gradient of the wrong size."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def gradient(model: torch.nn.Module, loss_of: Any) -> tuple[float, Tensor]:
+    """The loss, and the gradients of all parameters as one fp64 vector."""
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.double().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -198,40 +196,44 @@ def train(model: torch.nn.Module, loss_of: Any, rate: float, steps: int = 20) ->
 def test_a_patched_model_learns_the_same(
     name: str, rate: float, dtype: torch.dtype, kernels_module: ModuleType
 ) -> None:
-    entry = zoo.ENTRIES[name]
-    model = entry.build(dtype)
-    start = copy.deepcopy(model.state_dict())
+    """Gradients at the same weights, along a run in fp64: an error cannot hide in a trajectory that
+    rounding moved, nor add up to one. SGD, where a gradient of the wrong size shows."""
+    model = zoo.ENTRIES[name].build(dtype)
     ids = torch.randint(
         model.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1)
     )
 
-    def run(width: torch.dtype, patched: bool) -> tuple[list[float], dict[str, Tensor]]:
-        learner = copy.deepcopy(model).to(width).train()
-        learner.load_state_dict(start)
-        if patched:
-            assert hfpatch.apply(learner, mode="training").swaps
+    def eager_loss(m: torch.nn.Module) -> Tensor:
+        logits = m(input_ids=ids, use_cache=False).logits[:, :-1]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten())
 
-        def loss_of(m: torch.nn.Module) -> Tensor:
-            logits = m(input_ids=ids, use_cache=False).logits[:, :-1]
-            if patched:
-                return kernels_module.cross_entropy(logits, ids[:, 1:])
-            wide = logits.to(torch.promote_types(width, torch.float32))
-            return F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten())
+    def fused_loss(m: torch.nn.Module) -> Tensor:
+        return kernels_module.cross_entropy(
+            m(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:]
+        )
 
-        losses = train(learner, loss_of, rate)
-        return losses, {k: v.detach().double() for k, v in learner.named_parameters()}
-
-    truth, wide = run(torch.float64, False)
-    plain, unpatched = run(dtype, False)
-    ours, trained = run(dtype, True)
-    assert truth[-1] < 0.8 * truth[0]  # it learns
-    eps = torch.finfo(dtype).eps
-    # How far rounding takes a trajectory in this dtype; at one step the two may by chance be close.
-    noise = max(abs(p - t) for p, t in zip(plain, truth, strict=True))
-    for t, o in zip(truth, ours, strict=True):
-        assert abs(o - t) <= 2 * noise + 4 * eps * abs(t), (ours, plain, truth)
-    moved = {k: (wide[k] - start[k].double()).norm() for k in wide}
-    for k, distance in moved.items():
-        error = (trained[k] - wide[k]).norm()
-        limit = (unpatched[k] - wide[k]).norm()
-        assert error <= 2 * limit + 8 * eps * (distance + wide[k].norm()), k
+    truth, plain, ours = (copy.deepcopy(model).train() for _ in range(3))
+    truth.double()
+    assert hfpatch.apply(ours, mode="training").swaps
+    losses = []
+    for step in range(20):
+        if step in (0, 9, 19):
+            plain.load_state_dict(truth.state_dict())  # rounds
+            ours.load_state_dict(plain.state_dict())
+            rounded = copy.deepcopy(truth)
+            rounded.load_state_dict(plain.state_dict())
+            _, expected = gradient(rounded, eager_loss)
+            eager, fused = (
+                (gradient(m, f)[1] - expected).norm() / expected.norm()
+                for m, f in ((plain, eager_loss), (ours, fused_loss))
+            )
+            # Both errors sum up tens of independent roundings of the same sizes. The ratio of two
+            # such norms has a standard deviation of about 1 / sqrt(tens): three of them are half.
+            # To that comes the one rounding that a fused op may add.
+            assert fused <= 1.5 * eager + torch.finfo(dtype).eps, (step, fused, eager)
+        losses.append(gradient(truth, eager_loss)[0])
+        with torch.no_grad():
+            for p in truth.parameters():
+                p -= rate * p.grad
+    assert losses[-1] < 0.8 * losses[0]  # the weights were those of a model that learns

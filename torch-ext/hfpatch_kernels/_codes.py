@@ -1,5 +1,7 @@
 """Names of the integer codes that the operators take; the values are those of hfpatch.h."""
 
+import torch
+
 ACTIVATIONS = {
     "gelu": 0,
     "gelu_tanh": 1,
@@ -24,3 +26,17 @@ def reject(argument, got, names):
     """Raise the error for a name that is not in ``names``."""
     expected = ", ".join(repr(name) for name in names)
     raise ValueError("`{}`: expected one of {}, got {!r}".format(argument, expected, got))
+
+
+def constants(*numbers):
+    """The numbers as constants of the graph that `torch.compile` is tracing; else as they are.
+
+    With ``dynamic=True`` Dynamo traces a Python number from a default, a global or a closure as a
+    symbol, and fails with an assertion when two autograd functions of one graph use it. The
+    operators specialize on such a number anyway.
+    """
+    if not torch.compiler.is_compiling():
+        return numbers
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return tuple(guard_scalar(number) for number in numbers)

@@ -66,7 +66,8 @@ def rms_norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _autograd.RMSNorm.apply(x, weight, bias, eps, weight_offset, code)
+        codes = _codes.constants(eps, weight_offset, code)
+        return _autograd.RMSNorm.apply(x, weight, bias, *codes)
     return _rms_norm(x, weight, bias, eps, weight_offset, code)
 
 
@@ -97,7 +98,7 @@ def layer_norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _autograd.LayerNorm.apply(x, weight, bias, eps)
+        return _autograd.LayerNorm.apply(x, weight, bias, *_codes.constants(eps))
     return _layer_norm(x, weight, bias, eps)
 
 

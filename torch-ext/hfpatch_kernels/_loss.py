@@ -46,7 +46,8 @@ def cross_entropy(
         _codes.reject("reduction", reduction, _REDUCTIONS)
     target = target.contiguous()  # often a slice, one token to the right
     if logits.requires_grad and is_grad_enabled():
-        loss = _autograd.CrossEntropy.apply(logits, target, ignore_index, label_smoothing, softcap)
+        codes = _codes.constants(ignore_index, label_smoothing, softcap)
+        loss = _autograd.CrossEntropy.apply(logits, target, *codes)
     else:
         loss, _ = ops.cross_entropy.default(logits, target, ignore_index, label_smoothing, softcap)
     if reduction == "none":

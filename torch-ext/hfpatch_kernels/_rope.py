@@ -114,7 +114,7 @@ def rope(
     if _grad_enabled():
         _refuse_table_gradients(cos, sin)
         if x.requires_grad:
-            return Rope.apply(x, cos, sin, codes)
+            return Rope.apply(x, cos, sin, _codes.constants(*codes))
     return _rope(x, cos, sin, *codes)
 
 
@@ -145,7 +145,7 @@ def rope_qk(
     if _grad_enabled():
         _refuse_table_gradients(cos, sin)
         if q.requires_grad or k.requires_grad:
-            return RopeQK.apply(q, k, cos, sin, codes)
+            return RopeQK.apply(q, k, cos, sin, _codes.constants(*codes))
     return _rope_qk(q, k, cos, sin, *codes)
 
 

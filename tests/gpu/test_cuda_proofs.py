@@ -1,0 +1,177 @@
+"""What holds for every op of the table of samples, on a GPU; on the CPU: `test_proofs.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import proofs
+import pytest
+import torch
+from op_samples import BY_ID, DTYPES, FIRST, SAMPLES
+from test_fuzz import fuzz
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+EVERY = pytest.mark.parametrize("name", BY_ID)
+OF_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+#: (columns, batch): each way of `rows.cuh` to share out a row, in bf16: parts of a warp, a warp
+#: with 4 and 8 vectors (many rows), a CTA with 1 (few), 4 and 8 vectors, the loop; and odd sizes.
+SHAPES = [
+    (34, 5), (64, 9), (256, 5), (512, 5), (1000, 5), (1024, 5), (1024, 800), (2048, 400),
+    (4096, 300), (20000, 4), (50000, 3),
+]  # fmt: skip
+
+
+@OF_DTYPE
+@pytest.mark.parametrize("name", FIRST)
+def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    sample = FIRST[name]
+    args = sample.arguments(sample.make(dtype, device="cuda"))
+    torch.library.opcheck(getattr(kernels_module.ops, name).default, args)
+
+
+@OF_DTYPE
+@pytest.mark.parametrize("width", [34, 64, 1024])
+@EVERY
+def test_layouts(name: str, width: int, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    proofs.layouts(BY_ID[name], kernels_module, dtype, "cuda", width)
+
+
+@OF_DTYPE
+@pytest.mark.parametrize(("width", "n"), SHAPES)
+@EVERY
+def test_bits(
+    name: str, width: int, n: int, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    proofs.repeats(BY_ID[name], kernels_module, dtype, "cuda", width, n)
+
+
+@OF_DTYPE
+@EVERY
+def test_memory(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    for width in (34, 64, 1024, 20000):
+        proofs.canaries(BY_ID[name], kernels_module, dtype, "cuda", width)
+        proofs.in_place(BY_ID[name], kernels_module, dtype, "cuda", width)
+
+
+@OF_DTYPE
+@EVERY
+def test_zero_size_and_odd_values(
+    name: str, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    proofs.zero_size(BY_ID[name], kernels_module, dtype, "cuda")
+    proofs.odd_values(BY_ID[name], kernels_module, dtype, "cuda")
+
+
+def test_threads_and_streams(kernels_module: ModuleType) -> None:
+    """8 threads with 4 streams each."""
+
+    def streams() -> Iterator[Any]:
+        for stream in [torch.cuda.Stream() for _ in range(4)]:
+            yield torch.cuda.stream(stream)
+
+    proofs.at_once(SAMPLES, kernels_module, BF16, "cuda", 1024, streams=streams)
+
+
+@EVERY
+def test_a_thousand_replays(name: str, kernels_module: ModuleType) -> None:
+    sample = BY_ID[name]
+    tensors = sample.make(BF16, 7, 1024, "cuda")
+    expected = sample.call(kernels_module, tensors, 1024)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sample.call(kernels_module, tensors, 1024)
+    for i in range(1000):
+        if i % 100 == 0:
+            for c in captured:
+                c.fill_(-7)
+        graph.replay()
+        if i % 100 < 2:
+            proofs.assert_same_bits(captured, expected, f"{name}: replay {i}")
+    proofs.assert_same_bits(captured, expected, f"{name}: the last replay")
+
+
+@EVERY
+def test_other_stream(name: str, kernels_module: ModuleType) -> None:
+    """Inputs come after a sleep on the current stream: a launch elsewhere would miss them."""
+    sample = BY_ID[name]
+    tensors = sample.make(BF16, 7, 1024, "cuda")
+    expected = sample.call(kernels_module, tensors, 1024)
+    late = {k: torch.zeros_like(t) for k, t in tensors.items()}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for k, t in tensors.items():
+            late[k].copy_(t)
+        actual = sample.call(kernels_module, late, 1024)
+    stream.synchronize()
+    proofs.assert_same_bits(actual, expected, name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@EVERY
+def test_second_device(name: str, kernels_module: ModuleType) -> None:
+    sample = BY_ID[name]
+    tensors = sample.make(BF16, 7, 1024, "cuda:0")
+    expected = sample.call(kernels_module, tensors, 1024)
+    moved = {k: t.to("cuda:1") for k, t in tensors.items()}
+    actual = sample.call(kernels_module, moved, 1024)
+    assert torch.cuda.current_device() == 0
+    assert all(a.device == torch.device("cuda:1") for a in actual)
+    proofs.assert_same_bits([a.to("cuda:0") for a in actual], expected, name)
+
+
+@pytest.mark.slow
+def test_a_million_calls(kernels_module: ModuleType) -> None:
+    """Over all ops. A leaked allocation is 16 bytes or more on the host, 512 on the GPU."""
+    calls = 10**6 // len(FIRST) + 1
+    for sample in FIRST.values():
+        args = sample.arguments(sample.make(BF16, 2, 64, "cuda"), 64)
+        operator = getattr(kernels_module.ops, sample.op).default
+        for _ in range(200):
+            operator(*args)
+        torch.cuda.synchronize()
+        before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+        host = proofs.bytes_in_use()
+        for _ in range(calls):
+            operator(*args)
+        torch.cuda.synchronize()
+        after = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+        assert after == before, sample.op
+        assert proofs.bytes_in_use() - host < 8 * calls, sample.op
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIRST)
+def test_more_than_two_to_the_31_elements(name: str, kernels_module: ModuleType) -> None:
+    """The first and the last samples of the batch are those of a small batch; sums over the rows
+    are those of the rows that are not zero."""
+    sample, width = FIRST[name], 4096
+    first = next(iter(sample.make(BF16, 1, width).values()))
+    n = 2**31 // first.numel() + 3
+    wanted = 3 * n * 2 * sum(t.numel() for t in sample.make(BF16, 1, width).values())
+    if torch.cuda.mem_get_info()[0] < wanted + 10 * 2**30:
+        pytest.skip(f"needs {wanted / 2**30 + 10:.0f} GiB of free GPU memory")
+    tensors = sample.make(BF16, n, width, "cuda")
+    lead = tensors[next(iter(tensors))]
+    assert lead.numel() > 2**31
+    if "sum" in sample.kinds:
+        lead[2:-2] = 0
+    whole = sample.call(kernels_module, tensors, width)
+    for part in (slice(0, 2), slice(n - 2, n)):
+        some = sample.call(kernels_module, proofs.cut(sample, tensors, part), width)
+        rows = [w[part] for w in proofs.of_rows(sample, whole)]
+        proofs.assert_same_bits(proofs.of_rows(sample, some), rows, f"{name}: {part}")
+    ends = torch.tensor([0, 1, n - 2, n - 1], device="cuda")
+    few = sample.call(kernels_module, proofs.cut(sample, tensors, ends), width)
+    for w, f, kind in zip(whole, few, sample.kinds, strict=True):
+        if kind == "sum":
+            proofs.assert_close([w], [f], name)
+
+
+def test_bad_calls_by_ctypes(kernels_dir: Path, tmp_path: Path) -> None:
+    assert fuzz(kernels_dir, tmp_path, "--device", "cuda")["refused"] >= 10_000

@@ -1,0 +1,56 @@
+"""Every kernel once, with small shapes, for compute-sanitizer: see `sanitize.sh`.
+
+Tensors are made on the CPU and copied: no kernel of torch runs, so all that the tools see is ours.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from op_samples import BY_ID, DTYPES
+from proofs import FILL, LAYOUTS, MARGIN, assert_same_bits
+from torch import Tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
+#: (columns, batch): each way of `rows.cuh` to share out a row; those of many rows in bf16 only.
+SMALL = [(34, 3), (64, 3), (256, 2), (512, 2), (1024, 2), (20000, 1), (50000, 1)]
+MANY = [(1024, 720), (2048, 360), (4096, 180)]
+
+
+def on_gpu(t: Tensor) -> Tensor:
+    """A copy with the strides of `t`: its whole memory is copied, gaps included."""
+    memory = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    return memory.cuda().as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+@pytest.mark.parametrize("name", BY_ID)
+def test_every_kernel(name: str, kernels_module: ModuleType) -> None:
+    sample = BY_ID[name]
+    shapes = [(d, *s) for d in DTYPES for s in SMALL] + [(torch.bfloat16, *s) for s in MANY]
+    for dtype, width, n in shapes:
+        host = sample.make(dtype, n, width)
+        like = sample.call_all(kernels_module, host, width)
+        for shift in (0, 1):  # the bands and a misaligned start, for outputs; then inputs too
+            views = {
+                k: on_gpu(LAYOUTS["misaligned"][0](t) if shift and t.is_floating_point() else t)
+                for k, t in host.items()
+            }
+            twice = []
+            for _ in range(2):
+                offset = [MARGIN + shift * r.is_floating_point() for r in like]
+                bands = [
+                    torch.full((r.numel() + 2 * MARGIN + 1,), FILL).to(r.dtype).cuda() for r in like
+                ]
+                outs = [
+                    b[o : o + r.numel()].view(r.shape)
+                    for b, o, r in zip(bands, offset, like, strict=True)
+                ]
+                sample.call_out(kernels_module, outs, views, width)
+                for b, o, r in zip(bands, offset, like, strict=True):
+                    memory = b.cpu()
+                    assert bool((memory[:o] == FILL).all()), name
+                    assert bool((memory[o + r.numel() :] == FILL).all()), name
+                twice.append(sample.meant([o.cpu() for o in outs]))
+            assert_same_bits(*twice, f"{name} {dtype} {width} columns, shift {shift}")

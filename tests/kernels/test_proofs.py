@@ -1,0 +1,250 @@
+"""What holds for every op of the table of samples, on the CPU; on a GPU: `test_cuda_proofs.py`."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import op_samples
+import proofs
+import pytest
+import torch
+from op_samples import BY_ID, DIFFERENTIABLE, DTYPES, FIRST, PUBLIC, SAMPLES, Sample
+from torch import Tensor
+
+from hfpatch.ops import OPS as FORMULAS
+
+EVERY = pytest.mark.parametrize("name", BY_ID)
+OF_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+#: Odd halves and misaligned rows; whole vectors of every instruction set, with a rest.
+WIDTHS = [34, 144]
+TARGET = torch.arange(6)
+#: Those whose gradient is a kernel.
+ONCE_DIFFERENTIABLE = {name.removesuffix("_backward") for name in FIRST if "_backward" in name}
+ONCE_DIFFERENTIABLE |= {"rope", "rope_qk", "qk_norm_rope"}
+
+
+def test_every_op_has_a_sample(kernels_module: ModuleType) -> None:
+    assert set(FIRST) == set(op_samples.c_api.OPS)
+    namespace = kernels_module.ops.silu.default._schema.name.split("::")[0]
+    names = {
+        n.split("::")[1]
+        for n in torch._C._dispatch_get_all_op_names()
+        if n.startswith(namespace + "::")
+    }
+    assert names >= set(FIRST) | {name + "_out" for name in FIRST}
+
+
+@OF_DTYPE
+@pytest.mark.parametrize("name", FIRST)
+def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    sample = FIRST[name]
+    args = sample.arguments(sample.make(dtype))
+    torch.library.opcheck(getattr(kernels_module.ops, name).default, args)
+    outs = map(torch.empty_like, sample.call_all(kernels_module, sample.make(dtype)))
+    torch.library.opcheck(getattr(kernels_module.ops, name + "_out").default, (*outs, *args))
+
+
+@OF_DTYPE
+@EVERY
+def test_fakes_know_every_layout(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """The part of opcheck that depends on the layout; all of it would cost minutes."""
+    sample = BY_ID[name]
+    for layout in proofs.LAYOUTS:
+        tensors = proofs.laid_out(sample, sample.make(dtype), layout)
+        if tensors is None:
+            continue
+        real = sample.call(kernels_module, tensors)
+        mode = torch._subclasses.FakeTensorMode()
+        with mode:
+            fakes = {k: mode.from_tensor(t) for k, t in tensors.items()}
+            fake = sample.call(kernels_module, fakes)
+        for f, r in zip(fake, real, strict=True):
+            assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride()), layout
+
+
+@OF_DTYPE
+@pytest.mark.parametrize("width", WIDTHS)
+@EVERY
+def test_layouts(name: str, width: int, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    proofs.layouts(BY_ID[name], kernels_module, dtype, "cpu", width)
+
+
+@OF_DTYPE
+@pytest.mark.parametrize(("width", "n"), [(34, 9), (144, 9), (1008, 37)])  # the last: in threads
+@EVERY
+def test_bits(
+    name: str, width: int, n: int, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    proofs.repeats(BY_ID[name], kernels_module, dtype, "cpu", width, n)
+
+
+@OF_DTYPE
+@EVERY
+def test_canaries(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    for width in WIDTHS:
+        proofs.canaries(BY_ID[name], kernels_module, dtype, "cpu", width)
+
+
+@OF_DTYPE
+def test_in_place(dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    found = [proofs.in_place(s, kernels_module, dtype, "cpu", w) for s in SAMPLES for w in WIDTHS]
+    assert sum(found) > len(SAMPLES)
+
+
+@OF_DTYPE
+@EVERY
+def test_zero_size(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    proofs.zero_size(BY_ID[name], kernels_module, dtype, "cpu")
+
+
+@OF_DTYPE
+@EVERY
+def test_odd_values(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    proofs.odd_values(BY_ID[name], kernels_module, dtype, "cpu")
+
+
+def test_threads(kernels_module: ModuleType) -> None:
+    proofs.at_once(SAMPLES, kernels_module, torch.bfloat16, "cpu", 144)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_no_growth_in_memory(failing: bool, kernels_module: ModuleType) -> None:
+    """One leaked allocation per call (16 bytes at least) would be 32 KB an op."""
+    calls = 2000
+    for sample in FIRST.values():
+        tensors = sample.make(torch.bfloat16, 2, 34)
+        args = list(sample.arguments(tensors))
+        operator = getattr(kernels_module.ops, sample.op).default
+        if failing:
+            args[0] = args[0].double()
+
+        def repeat(times: int, operator: Any = operator, args: Any = args) -> None:
+            for _ in range(times):
+                try:
+                    operator(*args)
+                except RuntimeError:
+                    assert failing
+                else:
+                    assert not failing
+
+        repeat(50)
+        before = proofs.bytes_in_use()
+        repeat(calls)
+        assert proofs.bytes_in_use() - before < 8 * calls, sample.op
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradients and compilation of the public functions
+
+
+def differentiable(sample: Sample, tensors: dict[str, Tensor]) -> list[str]:
+    return [
+        name for name, t in tensors.items() if t.is_floating_point() and name not in sample.constant
+    ]
+
+
+def gradients(results: list[Tensor], leaves: list[Tensor], **options: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    seeds = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in results]
+    return list(torch.autograd.grad(results, leaves, seeds, **options))
+
+
+def with_gradients(sample: Sample, dtype: torch.dtype, **sizes: int) -> Any:
+    """(tensors, those that require a gradient)."""
+    tensors = sample.make(dtype, **sizes)
+    leaves = [tensors[name].requires_grad_() for name in differentiable(sample, tensors)]
+    return tensors, leaves
+
+
+@pytest.mark.parametrize("name", [n for n, s in DIFFERENTIABLE.items() if s.op in FORMULAS])
+def test_gradients_are_the_formulas(name: str, kernels_module: ModuleType) -> None:
+    """Of the fp64 formula: `gradcheck` says that its gradient is its derivative, and ours in fp32
+    is that gradient. The kernels take no fp64, so they cannot be differenced themselves."""
+    sample = PUBLIC[name]
+    tensors, leaves = with_gradients(sample, torch.float32, n=2, width=8)
+    ours = gradients(sample.call_public(kernels_module, tensors, 8), leaves)
+    wide = {
+        k: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        for k, t in tensors.items()
+    }
+    names = differentiable(sample, tensors)
+    truth = gradients(sample.call_formula(wide, 8), [wide[n] for n in names])
+    for n, a, e in zip(names, ours, truth, strict=True):
+        assert a.dtype == tensors[n].dtype
+        torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=2e-5, msg=lambda m, n=n: n + m)
+
+    def formula(*inputs: Tensor) -> tuple[Tensor, ...]:
+        given = {**wide, **dict(zip(names, inputs, strict=True))}
+        return tuple(sample.call_formula(given, 8))
+
+    assert torch.autograd.gradcheck(formula, [wide[n] for n in names])
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivative_is_right_or_refused(name: str, kernels_module: ModuleType) -> None:
+    """`gradgradcheck` needs fp64, so: that of the formula in fp64, or an error that says it."""
+    sample = PUBLIC[name]
+    tensors, leaves = with_gradients(sample, torch.float32, n=2, width=8)
+    results = sample.call_public(kernels_module, tensors, 8)
+    first = gradients(results, leaves, create_graph=True)
+    total = sum(g.square().sum() for g in first)
+    if sample.op in ONCE_DIFFERENTIABLE:
+        with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+            torch.autograd.grad(total, leaves, allow_unused=True)
+        return
+    second = torch.autograd.grad(total, leaves, allow_unused=True)
+    wide = {k: t.detach().double() if t.is_floating_point() else t for k, t in tensors.items()}
+    for n in differentiable(sample, tensors):
+        wide[n].requires_grad_()
+    inputs = [wide[n] for n in differentiable(sample, tensors)]
+    total = sum(
+        g.square().sum() for g in gradients(sample.call_formula(wide, 8), inputs, create_graph=True)
+    )
+    truth = torch.autograd.grad(total, inputs, allow_unused=True)
+    for a, e in zip(second, truth, strict=True):
+        assert (a is None) == (e is None)
+        if e is not None:
+            torch.testing.assert_close(a.double(), e, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "grad"), [(n, False) for n in PUBLIC] + [(n, True) for n in DIFFERENTIABLE]
+)
+def test_compiles_once_for_all_batches(name: str, grad: bool, kernels_module: ModuleType) -> None:
+    """Without a graph break, and not again for four other batch sizes."""
+    sample = PUBLIC[name]
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def compiled(tensors: dict[str, Tensor]) -> list[Tensor]:
+        return sample.call_public(kernels_module, tensors)
+
+    # None is another size of the sample: equal sizes are one symbol. None is so small that all rows
+    # make one row of `partials`: PyTorch specializes on sizes of 1.
+    for n in (12, 15, 21, 40, 900):
+        if grad:
+            tensors, leaves = with_gradients(sample, torch.float32, n=n)
+        else:
+            tensors, leaves = sample.make(torch.bfloat16, n=n), []
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            actual = compiled(tensors)
+        expected = sample.call_public(kernels_module, tensors)
+        proofs.assert_close(actual, expected, name)
+        if grad:
+            proofs.assert_close(gradients(actual, leaves), gradients(expected, leaves), name)
+
+
+def test_one_number_in_two_autograd_functions(kernels_module: ModuleType) -> None:
+    """Dynamo makes a symbol of a default's float, which two functions could not share."""
+    k = kernels_module
+
+    def twice(x: Tensor, w: Tensor) -> Tensor:
+        x = k.layer_norm(k.layer_norm(k.rms_norm(k.rms_norm(x, w), w), w), w)
+        return k.cross_entropy(x, TARGET) + k.cross_entropy(2 * x, TARGET)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager", dynamic=True)
+    leaves = [torch.randn(6, 34).requires_grad_(), torch.rand(34).requires_grad_()]
+    actual = torch.autograd.grad(compiled(*leaves), leaves)
+    proofs.assert_close(list(actual), list(torch.autograd.grad(twice(*leaves), leaves)), "twice")

@@ -1,0 +1,265 @@
+"""One table of calls to every op, which the shared proofs (`proofs.py`) and the fuzzer go through.
+
+An op of HFP_OP_TABLE without a row fails `test_every_op_has_a_sample`; with a row it is covered by
+opcheck, determinism, layouts, canaries, compilation, graphs, threads, leaks and bad calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+
+import c_api
+
+from hfpatch.ops import OPS as FORMULAS
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = [F32, F16, BF16]
+#: Result rules of sums over all rows, which belong to no row, and of memory for a launch's own use,
+#: whose contents mean nothing. "=NAME&BIT" and "sums=NAME" are such rules with a parameter.
+SUMS = {"dweight", "dbias"}
+SCRATCH = {"partials", "workspace"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor argument. `per_row`: the batch N comes before `shape`; sizes may be "D", "2D"..."""
+
+    shape: tuple[int | str, ...]
+    per_row: bool
+    dtype: torch.dtype | None = None  # None: the dtype of the call
+    high: int | str = 0  # integers from 0 to high - 1
+    dense: bool = False  # the C function takes it contiguous only
+
+
+def rows(*shape: int | str, **options: Any) -> Spec:
+    return Spec(shape, True, **options)
+
+
+def shared(*shape: int | str, **options: Any) -> Spec:
+    return Spec(shape, False, **options)
+
+
+def _resolve(value: Any, width: int) -> Any:
+    sizes = {"D": width, "2D": 2 * width, "4D": 4 * width, "D/2": width // 2}
+    return sizes.get(value, value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One way to call an op.
+
+    Attributes:
+        op: its name in HFP_OP_TABLE.
+        label: tells the samples of one op apart.
+        tensors: its tensor arguments by name; one that is left out is None.
+        params: keyword parameters of the formula in `hfpatch.ops`, or, of an op without one, the
+            scalar arguments of its schema.
+        public: further parameters of the package's function; None: there is no such function.
+        positional: why a row's result depends on its place in the batch; "": it does not.
+        constant: tensors that never require a gradient.
+        differentiable: whether the package's function has a gradient.
+    """
+
+    op: str
+    label: str
+    tensors: dict[str, Spec]
+    params: dict[str, Any]
+    public: dict[str, Any] | None = field(default_factory=dict)
+    positional: str = ""
+    constant: tuple[str, ...] = ()
+    differentiable: bool = True
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}-{self.label}" if self.label else self.op
+
+    @property
+    def schema(self) -> c_api.Op:
+        return c_api.OPS[self.op]
+
+    @property
+    def results(self) -> list[str]:
+        """The result rule of each output."""
+        return [rule.strip() for rule in self.schema.result.split(",")]
+
+    @property
+    def kinds(self) -> list[str]:
+        """ "rows" or "sum" for each result of `call`."""
+        rules = [rule for rule in self.results if not self._scratch(rule)]
+        return ["sum" if rule in SUMS or "&" in rule else "rows" for rule in rules]
+
+    @staticmethod
+    def _scratch(rule: str) -> bool:
+        return rule in SCRATCH or rule.startswith("sums=")
+
+    def meant(self, results: list[Tensor]) -> list[Tensor]:
+        """Those that mean something."""
+        pairs = zip(results, self.results, strict=True)
+        return [r for r, rule in pairs if not self._scratch(rule)]
+
+    def make(
+        self,
+        dtype: torch.dtype,
+        n: int = 5,
+        width: int = 34,
+        device: str = "cpu",
+        host: bool = False,
+    ) -> dict[str, Tensor]:
+        """Fresh tensors, always the same. `host`: made on the CPU and copied, so that no kernel of
+        torch runs."""
+        where = "cpu" if host else device
+        generator = torch.Generator(where).manual_seed(0)
+        made = {}
+        for name, spec in self.tensors.items():
+            shape = [n] * spec.per_row + [_resolve(size, width) for size in spec.shape]
+            kind = spec.dtype or dtype
+            if kind.is_floating_point:
+                value = torch.randn(shape, generator=generator, device=where).to(kind)
+            else:
+                high = max(_resolve(spec.high, width), 1)
+                value = torch.randint(high, shape, generator=generator, dtype=kind, device=where)
+            made[name] = value.to(device)
+        return made
+
+    def values(self, width: int = 34) -> dict[str, Any]:
+        """The parameters, with sizes for the names of sizes."""
+        return {name: _resolve(value, width) for name, value in self.params.items()}
+
+    def arguments(self, tensors: dict[str, Tensor], width: int = 34) -> tuple[Any, ...]:
+        """Those of the raw operator, in the order of its schema."""
+        params = self.values(width)
+        scalars = [name for kind, name in self.schema.arguments if not kind.startswith("Tensor")]
+        if self.op in FORMULAS:
+            codes = iter(FORMULAS[self.op].encode(params))
+        else:
+            codes = iter([params[name] for name in scalars])
+        return tuple(
+            tensors.get(name) if kind.startswith("Tensor") else next(codes)
+            for kind, name in self.schema.arguments
+        )
+
+    def call_all(self, kernels: Any, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
+        result = getattr(kernels.ops, self.op).default(*self.arguments(tensors, width))
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def call(self, kernels: Any, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
+        """The raw operator's results."""
+        return self.meant(self.call_all(kernels, tensors, width))
+
+    def call_out(
+        self, kernels: Any, outs: list[Tensor], tensors: dict[str, Tensor], width: int = 34
+    ) -> None:
+        getattr(kernels.ops, self.op + "_out").default(*outs, *self.arguments(tensors, width))
+
+    def call_public(
+        self, kernels: Any, tensors: dict[str, Tensor], width: int = 34
+    ) -> list[Tensor]:
+        assert self.public is not None
+        function = getattr(kernels, self.op)
+        result = function(**tensors, **self.values(width), **self.public)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    def call_formula(self, tensors: dict[str, Tensor], width: int = 34) -> list[Tensor]:
+        result = FORMULAS[self.op].reference(**tensors, **self.values(width))
+        return list(result) if isinstance(result, tuple) else [result]
+
+
+def sample(op: str, label: str = "", **arguments: Any) -> Sample:
+    """Tensors and parameters apart by their type; a gradient's operator has no public function."""
+    known = ("public", "positional", "constant", "differentiable")
+    options = {k: arguments.pop(k) for k in known if k in arguments}
+    if op.endswith("_backward"):
+        options["public"] = None
+    tensors = {k: v for k, v in arguments.items() if isinstance(v, Spec)}
+    params = {k: v for k, v in arguments.items() if not isinstance(v, Spec)}
+    return Sample(op, label, tensors, params, **options)
+
+
+X, W, W32 = rows(3, "D"), shared("D"), shared("D", dtype=F32)
+TABLE = shared(3, "D/2", dtype=F32)  # cos and sin: one row per position
+TARGET = rows(3, dtype=torch.int64, high="D", dense=True)
+ROW32 = rows(3, dtype=F32, dense=True)
+TABLES = ("cos", "sin")
+
+SAMPLES = [
+    sample("rms_norm", x=X, weight=W, eps=1e-6, cast="input"),
+    sample("rms_norm", "bias", x=X, weight=W32, bias=W32, eps=1e-6, weight_offset=1.0),
+    sample("rms_norm", "bare", x=rows("D"), eps=1e-6, cast="weight"),
+    sample("layer_norm", x=X, weight=W, bias=W32, eps=1e-5),
+    sample("layer_norm", "bare", x=rows("D"), eps=1e-5),
+    sample("gelu", x=X, approximate="none"),
+    sample("gelu", "tanh", x=X, approximate="tanh"),
+    sample("silu", x=X),
+    sample("gated", gate=X, up=X, activation="silu"),
+    sample("gated", "gelu", gate=X, up=X, activation="gelu"),
+    sample("gated_packed", x=rows(3, "2D"), activation="gelu_tanh", gate_first=True),
+    sample("gated_packed", "second", x=rows("2D"), activation="silu", gate_first=False),
+    sample(
+        "norm_modulate", x=X, scale=rows(1, "D"), shift=rows(1, "D"), eps=1e-6, norm="layer",
+        cast="input",
+    ),
+    sample(
+        "norm_modulate", "tokens", x=X, scale=X, shift=X, weight=W, bias=W, eps=1e-6, norm="rms",
+        cast="none",
+    ),
+    sample("gate_residual", residual=X, gate=rows(1, "D"), x=X, cast="input"),
+    sample("gate_residual", "samples", residual=X, gate=rows("D"), x=X, cast="none"),
+    sample(
+        "gate_residual_norm_modulate", residual=X, gate=rows(1, "D"), x=X, scale=rows(1, "D"),
+        shift=rows(1, "D"), weight=W, eps=1e-6, norm="rms", cast="input",
+    ),
+    sample("add_rms_norm", x=X, residual=X, weight=W, eps=1e-6, cast="input"),
+    sample("add_layer_norm", x=X, residual=X, weight=W, bias=W, eps=1e-5),
+    sample(
+        "rope", x=rows(3, 4, "D"), cos=TABLE, sin=TABLE, seq_dim=1, interleaved=True,
+        constant=TABLES,
+    ),
+    sample(
+        "rope", "half", x=rows(4, 3, "D"), cos=rows(3, "D/2"), sin=rows(3, "D/2"), seq_dim=2,
+        round_products=True, constant=TABLES,
+    ),
+    sample(
+        "rope_qk", q=rows(3, 4, "D"), k=rows(3, 2, "D"), cos=TABLE, sin=TABLE, seq_dim=1,
+        constant=TABLES,
+    ),
+    sample(
+        "qk_norm_rope", q=rows(3, 4, "D"), k=rows(3, 2, "D"), q_weight=W, k_weight=W, cos=TABLE,
+        sin=TABLE, eps=1e-6, cast="input", seq_dim=1, constant=TABLES,
+    ),
+    sample(
+        "qk_norm_rope", "across", q=rows(3, 4, "D"), k=rows(3, 4, "D"), q_weight=shared("4D"),
+        k_weight=shared("4D"), cos=TABLE, sin=TABLE, eps=1e-6, norm_across_heads=True,
+        interleaved=True, seq_dim=1, constant=TABLES,
+    ),
+    sample("gated_rms_norm", x=X, gate=X, weight=W, eps=1e-6, group_size="D/2"),
+    sample("gated_rms_norm", "first", x=X, gate=X, eps=1e-6, norm_before_gate=True),
+    sample(
+        "rms_norm_backward", grad=X, x=X, weight=W, eps=1e-6, weight_offset=0.0, cast=1, needs=1
+    ),
+    sample("layer_norm_backward", grad=X, x=X, weight=W, bias=W32, eps=1e-5, needs=3),
+    sample("gelu_backward", grad=X, x=X, approximate=1),
+    sample("silu_backward", grad=X, x=X),
+    sample("gated_backward", grad=X, gate=X, up=X, activation=3),
+    sample("gated_packed_backward", grad=X, x=rows(3, "2D"), activation=0, gate_first=1),
+    sample(
+        "cross_entropy", logits=X, target=TARGET, ignore_index=4, label_smoothing=0.1,
+        softcap=30.0, public={"reduction": "none"},
+    ),
+    sample(
+        "cross_entropy_backward", grad=ROW32, logits=X, target=TARGET, lse=ROW32, ignore_index=4,
+        label_smoothing=0.1, softcap=0.0,
+    ),
+]  # fmt: skip
+BY_ID = {s.id: s for s in SAMPLES}
+#: One sample of each op, where the others would only repeat it.
+FIRST = {s.op: s for s in reversed(SAMPLES)}
+PUBLIC = {s.id: s for s in SAMPLES if s.public is not None}
+DIFFERENTIABLE = {name: s for name, s in PUBLIC.items() if s.differentiable}
