@@ -18,7 +18,12 @@ COMPOSED_ACTIVATIONS = {
 }
 
 #: Blocks that are fused as a whole.
-FUSED_BLOCKS = {"LTXVideoTransformerBlock", "WanTransformerBlock", "BasicTransformerBlock"}
+FUSED_BLOCKS = {
+    "LTXVideoTransformerBlock",
+    "WanTransformerBlock",
+    "BasicTransformerBlock",
+    "ResnetBlock2D",
+}
 
 
 def is_fused_block(module: nn.Module) -> bool:

@@ -271,7 +271,9 @@ def test_limits_are_the_probes() -> None:
 def test_families_are_the_registrys() -> None:
     text = (ROOT / "docs" / "registry-and-probe.md").read_text(encoding="utf-8")
     shown = [(row[0].strip("`"), int(row[1])) for row in rows(section(text, "Nomination"))]
-    assert shown == [(f.name, f.rank) for f in registry.FAMILIES]
-    for family, row in zip(registry.FAMILIES, rows(section(text, "Nomination")), strict=True):
+    # several files may share a name: each kind of block is a family of its own
+    assert shown == list(dict.fromkeys((f.name, f.rank) for f in registry.FAMILIES))
+    for row in rows(section(text, "Nomination")):
+        named = [f for f in registry.FAMILIES if f.name == row[0].strip("`")]
         for word in re.findall(r"`([^`]+)`", row[2]):
-            assert family.pattern.search(word), (family.name, word)
+            assert any(f.pattern.search(word) for f in named), (row[0], word)

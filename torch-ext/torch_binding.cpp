@@ -116,6 +116,7 @@ enum class Rule {
   Weight,  // gradients of norms
   Bias,
   Partials,
+  Groups,
   Invalid
 };
 
@@ -129,6 +130,7 @@ constexpr Rule parse_rule(std::string_view text) {
   if (text == "dweight") return Rule::Weight;
   if (text == "dbias") return Rule::Bias;
   if (text == "partials") return Rule::Partials;
+  if (text == "groups") return Rule::Groups;
   return Rule::Invalid;
 }
 
@@ -454,6 +456,20 @@ struct Binding {
       }
     }
 
+    // Statistics of a group norm; a call that the C function refuses gets any shape.
+    int32_t group_statistics(const DLTensor &x, int64_t *shape) const {
+      constexpr int groups = find("groups"), last = find("channels_last");
+      const int64_t count = ints[groups] > 0 ? ints[groups] : 0;
+      const bool valid = x.ndim == 3;
+      shape[0] = valid ? x.shape[0] : 0;
+      shape[1] = count;
+      shape[2] = 1 + (valid ? hfp_group_parts(x.shape[ints[last] ? 2 : 1],
+                                              x.shape[ints[last] ? 1 : 2], count, ints[last])
+                            : 1);
+      shape[3] = 2;
+      return 4;
+    }
+
     template <std::size_t O>
     void allocate(Handle &handle, View &out) const {
       constexpr std::string_view text = part(Op::result, O);
@@ -484,6 +500,11 @@ struct Binding {
       } else if constexpr (rule == Rule::Weight || rule == Rule::Bias || rule == Rule::Partials) {
         parameter_gradient<rule>(x, shape, dtype);
         ndim = rule == Rule::Partials ? 2 : 1;
+      } else if constexpr (rule == Rule::Groups) {
+        static_assert(find("groups") >= 0 && find("channels_last") >= 0,
+                      "result rule \"groups\": needs `groups` and `channels_last`");
+        ndim = group_statistics(x, shape);
+        dtype = codes.f32;
       }
       contiguous_strides(ndim, shape, strides);
       AtenTensorHandle result = nullptr;

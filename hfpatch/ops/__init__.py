@@ -6,6 +6,7 @@ from hfpatch.ops import (
     add_norm,
     gated,
     gated_norm,
+    group_norm,
     layer_norm,
     rms_norm,
     rope,
@@ -31,6 +32,7 @@ OPS: dict[str, Op] = {
         rope.ROPE_QK,
         rope.QK_NORM_ROPE,
         gated_norm.OP,
+        group_norm.OP,
     )
 }
 

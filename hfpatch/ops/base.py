@@ -30,6 +30,8 @@ class Op:
         beats_single_kernel: device types on which our kernel was measured faster than the single
             fused ATen kernel of the same formula (docs/performance.md). Elsewhere a module that is
             one ATen kernel already is left alone: swapping it would only add host time.
+        scratch: how many tensors the raw operator returns behind those of `reference`: memory that
+            the kernel works in.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Op:
     aten: Callable[..., Any]
     encode: Callable[[dict[str, Any]], tuple[Any, ...]]
     beats_single_kernel: frozenset[str] = frozenset()
+    scratch: int = 0
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:

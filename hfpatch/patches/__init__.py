@@ -5,6 +5,7 @@ from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
 from hfpatch.patches.blocks.basic import BasicBlocks
 from hfpatch.patches.blocks.ltx import LtxBlocks
+from hfpatch.patches.blocks.resnet import ResnetBlocks
 from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.glu import GatedMlps
 from hfpatch.patches.norms import Norms
@@ -15,6 +16,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             LtxBlocks(),
             WanBlocks(),
             BasicBlocks(),
+            ResnetBlocks(),
             AttentionProcessors(),
             GatedMlps(),
             Norms(),

@@ -140,6 +140,8 @@ class Library:
         self.dll.hfp_abi_version.restype = ctypes.c_int32
         self.dll.hfp_partial_rows.restype = ctypes.c_int64
         self.dll.hfp_partial_rows.argtypes = [ctypes.c_int64, ctypes.c_int64]
+        self.dll.hfp_group_parts.restype = ctypes.c_int64
+        self.dll.hfp_group_parts.argtypes = [ctypes.c_int64] * 4
         for op in OPS.values():
             function = getattr(self.dll, op.function)
             function.argtypes = op.ctypes_arguments()

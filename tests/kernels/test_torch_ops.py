@@ -72,6 +72,7 @@ RAW: dict[str, Case] = {
         0,
     ),
     "gated_rms_norm": lambda t: (*tensors(t, X, X, D), 1e-6, 4, 1),
+    "group_norm": lambda t: (*tensors(t, (2, 16, 3), D, D), 4, 1e-5, 1, 0),
     "rms_norm_backward": lambda t: (
         *(tensor(2, 3, 16, dtype=t, seed=i) for i in range(2)),
         tensor(16, dtype=t),

@@ -18,6 +18,7 @@ from ._adaln import (
 )
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._gated_norm import gated_rms_norm
+from ._group_norm import group_norm
 from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
 from ._rope import qk_norm_rope, rope, rope_qk
@@ -33,6 +34,7 @@ __all__ = [
     "gated_packed",
     "gated_rms_norm",
     "gelu",
+    "group_norm",
     "layer_norm",
     "layers",
     "norm_modulate",
