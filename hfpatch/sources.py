@@ -65,6 +65,8 @@ class Kernel:
         if self.op == "rms_norm":  # the most called of all: without packing and unpacking
             a, b, c = codes
             return lambda x, w, bias: raw(x, w, bias, a, b, c)
+        if OPS[self.op].scratch:  # every op with scratch memory has one result
+            return lambda *tensors: raw(*tensors, *codes)[0]
         return lambda *tensors: raw(*tensors, *codes)
 
     def bind_into(self, outputs: int, params: dict[str, Any]) -> Callable[..., None]:

@@ -241,6 +241,21 @@ HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DL
                                       int64_t gate_activation, void *stream);
 
 /*
+ * Group norm (Wu & He, arXiv:1803.08494): each group of C / groups neighbouring channels of a sample,
+ * at all positions, is normalized by its mean and biased variance, all in fp32, and rounded to the
+ * dtype of x. silu 1: then x sigmoid(x), rounded again, as two modules would.
+ * x: contiguous [N, C, S], or with channels_last 1 [N, S, C]. weight, bias: [C] or NULL, one dtype.
+ * stats: fp32 [N, groups, P + 1, 2], P = hfp_group_parts(C, S, groups, channels_last). Its last slot
+ * becomes mean and rsqrt(var + eps) of each group, the others are scratch.
+ */
+HFP_EXPORT int64_t hfp_group_parts(int64_t channels, int64_t positions, int64_t groups,
+                                   int64_t channels_last);
+
+HFP_EXPORT int32_t hfp_group_norm(DLTensor *out, DLTensor *stats, const DLTensor *x,
+                                  const DLTensor *weight, const DLTensor *bias, int64_t groups,
+                                  double eps, int64_t silu, int64_t channels_last, void *stream);
+
+/*
  * Gradients. `grad` is the gradient of the forward's result, of its shape and dtype; the results have
  * the shapes and dtypes of what they are gradients of, fp32 inside and one rounding. dx may be the
  * buffer of `grad` or of x (where the dtype is the same). The statistics of a row are computed from x
@@ -486,6 +501,7 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
  *   "=NAME"   shape and dtype of the tensor argument of that name
  *   "rows"    fp32, the shape of the first tensor argument without its last dimension
  *   "dweight", "dbias"  [D] in the dtype of the weight or bias if `needs` asks for it, else [0]
+ *   "groups"  fp32 [N, groups, hfp_group_parts(...) + 1, 2], see hfp_group_norm
  *   "partials"  fp32 [hfp_partial_rows(rows, D), K D], see the gradients of norms
  *   "indices" int64, the shape of the first tensor argument without its last dimension
  *   "workspace"  int64 [hfp_row_workspace(rows, V)] of the first tensor argument
@@ -529,6 +545,8 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
   X(gated_rms_norm, hfp_gated_rms_norm, "x",                                                       \
     "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate, "     \
     "int cast, int gate_activation")                                                               \
+  X(group_norm, hfp_group_norm, "x, groups",                                                       \
+    "Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, int silu, int channels_last")  \
   X(rms_norm_backward, hfp_rms_norm_backward, "=x, dweight, dbias, partials",                  \
     "Tensor grad, Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, "        \
     "int cast, int needs")                                                                         \

@@ -136,6 +136,21 @@ struct GatedNormArgs {
   bool sigmoid;  // of the gate; else silu
 };
 
+// x and out: contiguous [batch, channels, positions], or with channels_last [batch, positions,
+// channels]. stats: [batch, groups, parts + 1, 2]; slot `parts` becomes mean and rstd.
+struct GroupNormArgs {
+  void *out;
+  float *stats;
+  const void *x;
+  const void *weight, *bias;  // [channels]; null: none
+  DType type;
+  DType weight_type;  // also the bias's
+  int64_t batch, channels, positions, groups, parts;
+  float eps;
+  bool silu;  // of the result, rounded to `type`
+  bool channels_last;
+};
+
 // Gradients of rms_norm and layer_norm. dx is contiguous [rows, cols] in x_type. partials is
 // [partial_rows, K * cols]: the weight's columns if dweight is wanted (not null), then the bias's if
 // dbias is. With rows == 0, what is wanted becomes 0.
@@ -334,6 +349,7 @@ int32_t fused_norm(const FusedNormArgs &);
 int32_t gate_residual(const GateResidualArgs &);
 int32_t rope(const RopeArgs &);
 int32_t gated_norm(const GatedNormArgs &);
+int32_t group_norm(const GroupNormArgs &);
 int32_t rms_norm_backward(const NormBackwardArgs &);
 int32_t layer_norm_backward(const NormBackwardArgs &);
 int32_t activation_backward(const ActivationBackwardArgs &);
@@ -364,6 +380,7 @@ int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
 int32_t rope(const RopeArgs &, int device, void *stream);          // without norm
 int32_t qk_norm_rope(const RopeArgs &, int device, void *stream);  // with norm
 int32_t gated_norm(const GatedNormArgs &, int device, void *stream);
+int32_t group_norm(const GroupNormArgs &, int device, void *stream);
 int32_t rms_norm_backward(const NormBackwardArgs &, int device, void *stream);
 int32_t layer_norm_backward(const NormBackwardArgs &, int device, void *stream);
 int32_t activation_backward(const ActivationBackwardArgs &, int device, void *stream);

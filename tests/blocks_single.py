@@ -23,7 +23,7 @@ class Row:
     `make()` builds it; `calls` are functions of (draw, batch, tokens) that give the arguments of a
     call by name, the first of them the usual one; `fp32_parts` are kept in fp32 in half precision;
     `aside` names modules whose hooks must fire, so that the block steps aside; `linear` is the path
-    of a projection.
+    of a projection, if it has any; `inside` is a module that a fused forward never calls.
     """
 
     make: Callable[[], nn.Module]
@@ -31,6 +31,7 @@ class Row:
     fp32_parts: tuple[str, ...] = ()
     aside: tuple[str, ...] = ("norm1", "attn1")
     linear: str = "attn1.to_q"
+    inside: str = "attn1"
 
 
 def tables(draw: Draw, *shape: int) -> tuple[Tensor, Tensor]:
@@ -106,6 +107,32 @@ def timed(call: Callable[[Draw, int, int], Call]) -> Callable[[Draw, int, int], 
     return modulated
 
 
+def resnet(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.resnet import ResnetBlock2D
+
+        return ResnetBlock2D(**({"in_channels": 24, "temb_channels": 20, "groups": 4} | settings))
+
+    return make
+
+
+def image(draw: Draw, batch: int, tokens: int) -> Call:
+    return {"input_tensor": draw(batch, 24, tokens, 3), "temb": draw(batch, 20)}
+
+
+def image_alone(draw: Draw, batch: int, tokens: int) -> Call:
+    return image(draw, batch, tokens) | {"temb": None}
+
+
+def channels_last(draw: Draw, batch: int, tokens: int) -> Call:
+    call = image(draw, batch, tokens)
+    return call | {"input_tensor": call["input_tensor"].to(memory_format=torch.channels_last)}
+
+
+def strided(draw: Draw, batch: int, tokens: int) -> Call:
+    return image(draw, batch, tokens) | {"input_tensor": draw(batch, 24, 3, tokens).mT}
+
+
 PIXART = {
     "cross_attention_dim": 48,
     "norm_type": "ada_norm_single",
@@ -151,5 +178,26 @@ ROWS: Mapping[str, Row] = {
         basic(**PIXART),
         {"text": timed(basic_call), "masks": timed(basic_masked)},
         aside=("norm2", "attn1"),
+    ),
+    "resnet": Row(
+        resnet(),
+        {"image": image, "channels last": channels_last, "strided": strided},
+        aside=("norm1", "norm2"),
+        linear="time_emb_proj",
+        inside="norm1",
+    ),
+    "resnet with a shortcut": Row(
+        resnet(out_channels=32, output_scale_factor=1.5, skip_time_act=True),
+        {"image": image, "channels last": channels_last},
+        aside=("norm1",),
+        linear="time_emb_proj",
+        inside="norm1",
+    ),
+    "resnet of a VAE": Row(
+        resnet(temb_channels=None, eps=1e-6),
+        {"image": image_alone},
+        aside=("norm1",),
+        linear="",
+        inside="norm1",
     ),
 }

@@ -20,6 +20,7 @@ COMPOSED_ACTIVATIONS = {
 #: Blocks that are fused as a whole.
 FUSED_BLOCKS = {
     "BasicTransformerBlock",
+    "ResnetBlock2D",
     "LTXVideoTransformerBlock",
     "WanTransformerBlock",
     "FluxTransformerBlock",

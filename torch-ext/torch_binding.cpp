@@ -136,6 +136,7 @@ enum class Rule {
   TopkIndices,
   LikeIfNeeded,  // "=A&1"
   Sums,          // "sums=A"
+  Groups,
   Invalid
 };
 
@@ -158,6 +159,7 @@ constexpr Rule parse_rule(std::string_view text) {
   if (text == "workspace") return Rule::Workspace;
   if (text == "topk") return Rule::Topk;
   if (text == "topk_indices") return Rule::TopkIndices;
+  if (text == "groups") return Rule::Groups;
   return Rule::Invalid;
 }
 
@@ -599,6 +601,20 @@ struct Binding {
       }
     }
 
+    // Statistics of a group norm; a call that the C function refuses gets any shape.
+    int32_t group_statistics(const DLTensor &x, int64_t *shape) const {
+      constexpr int groups = find("groups"), last = find("channels_last");
+      const int64_t count = ints[groups] > 0 ? ints[groups] : 0;
+      const bool valid = x.ndim == 3;
+      shape[0] = valid ? x.shape[0] : 0;
+      shape[1] = count;
+      shape[2] = 1 + (valid ? hfp_group_parts(x.shape[ints[last] ? 2 : 1],
+                                              x.shape[ints[last] ? 1 : 2], count, ints[last])
+                            : 1);
+      shape[3] = 2;
+      return 4;
+    }
+
     template <std::size_t O>
     void allocate(Handle &handle, View &out) const {
       constexpr Rule rule = parse_rule(part(Op::result, O));
@@ -680,6 +696,11 @@ struct Binding {
         // A k out of range is the C function's to refuse, before it looks at the results.
         if (ndim > 0 && ints[k] < x.shape[ndim - 1]) shape[ndim - 1] = ints[k] < 0 ? 0 : ints[k];
         if (rule == Rule::TopkIndices) dtype = codes.i64;
+      } else if constexpr (rule == Rule::Groups) {
+        static_assert(find("groups") >= 0 && find("channels_last") >= 0,
+                      "result rule \"groups\": needs `groups` and `channels_last`");
+        ndim = group_statistics(x, shape);
+        dtype = codes.f32;
       }
       contiguous_strides(ndim, shape, strides);
       AtenTensorHandle result = nullptr;

@@ -6,6 +6,7 @@ from hfpatch.ops import (
     add_norm,
     gated,
     gated_norm,
+    group_norm,
     layer_norm,
     pointwise,
     rms_norm,
@@ -42,6 +43,7 @@ OPS: dict[str, Op] = {
         pointwise.ADD_GELU,
         pointwise.ADD_SILU,
         pointwise.MUL_ADD,
+        group_norm.OP,
     )
 }
 

@@ -33,6 +33,8 @@ class Op:
         direct: whether the raw operator takes the reference's tensors, then the codes, and returns
             what the reference does. Otherwise (a workspace, more tensors) only the package's
             function is called.
+        scratch: how many tensors the raw operator returns behind those of `reference`: memory that
+            the kernel works in.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Op:
     encode: Callable[[dict[str, Any]], tuple[Any, ...]]
     beats_single_kernel: frozenset[str] = frozenset()
     direct: bool = True
+    scratch: int = 0
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:

@@ -9,6 +9,7 @@ from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
+from hfpatch.patches.blocks.resnet import ResnetBlocks
 from hfpatch.patches.blocks.sd3 import SD3
 from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.gated_norms import GatedNorms
@@ -37,6 +38,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             *JOINT,
             RopeTables(),
             FullMasks(),
+            ResnetBlocks(),
             AttentionProcessors(),
             GatedMlps(),
             GatedNorms(),

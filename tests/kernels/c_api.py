@@ -171,6 +171,8 @@ class Library:
         self.dll.hfp_row_workspace.argtypes = [ctypes.c_int64, ctypes.c_int64]
         self.dll.hfp_sum_partial_rows.restype = ctypes.c_int64
         self.dll.hfp_sum_partial_rows.argtypes = [ctypes.c_int64] * 3
+        self.dll.hfp_group_parts.restype = ctypes.c_int64
+        self.dll.hfp_group_parts.argtypes = [ctypes.c_int64] * 4
         for op in (*OPS.values(), *LIST_OPS.values()):
             function = getattr(self.dll, op.function)
             function.argtypes = op.ctypes_arguments()

@@ -19,6 +19,7 @@ from ._adaln import (
 )
 from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._gated_norm import gated_rms_norm
+from ._group_norm import group_norm
 from ._in_place import (
     add_gelu_,
     add_layer_norm_,
@@ -65,6 +66,7 @@ __all__ = [
     "gelu",
     "gelu_",
     "grad_norm",
+    "group_norm",
     "layer_norm",
     "layer_norm_",
     "layers",

@@ -169,6 +169,23 @@ def _topk(x, k):
     return values, torch.empty(shape, dtype=torch.int64, device=x.device)
 
 
+def _group_parts(channels, positions, groups, channels_last):
+    """hfp_group_parts of hfpatch.h, for sizes that may be symbols."""
+    least = 512 if channels_last else 4096
+    elements = channels // groups * positions
+    parts = torch.sym_max(torch.sym_min((elements + least - 1) // least, 256), 1)
+    return torch.sym_min(parts, torch.sym_max(positions, 1)) if channels_last else parts
+
+
+def _group_norm(x, weight, bias, groups, eps, silu, channels_last):
+    samples, channels, positions = x.shape
+    if channels_last:
+        channels, positions = positions, channels
+    parts = _group_parts(channels, positions, groups, channels_last)
+    shape = (samples, groups, parts + 1, 2)
+    return _like(x), torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
 def _nothing(*_):
     return None
 
@@ -189,6 +206,7 @@ _FUNCTIONAL = {
     "rope_qk": _like_two,
     "qk_norm_rope": _like_two,
     "gated_rms_norm": _like,
+    "group_norm": _group_norm,
     "rms_norm_backward": _rms_norm_backward,
     "layer_norm_backward": _layer_norm_backward,
     "gelu_backward": _second,

@@ -59,6 +59,12 @@ class BasicSubject(ModelBlock):
             *(a for a in (block.attn1, block.attn2) if a is not None),
         ]
 
+    def packs(self) -> list[list[nn.Module]]:
+        return [
+            [a.to_k, a.to_v] if a.is_cross_attention else [a.to_q, a.to_k, a.to_v]
+            for a in self.attentions(self.module)
+        ]
+
     @staticmethod
     def odd(block: Any) -> str | None:
         if block.norm_type not in ("layer_norm", "ada_norm_single"):

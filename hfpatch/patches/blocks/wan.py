@@ -58,6 +58,14 @@ class WanSubject(ModelBlock):
             found.append(block.attn2.norm_added_k)
         return found
 
+    def packs(self) -> list[list[nn.Module]]:
+        m: Any = self.module
+        a1, a2 = m.attn1, m.attn2
+        found = [[a1.to_q, a1.to_k, a1.to_v], [a2.to_k, a2.to_v]]
+        if a2.add_k_proj is not None:
+            found.append([a2.add_k_proj, a2.add_v_proj])
+        return found
+
     @staticmethod
     def odd(block: Any) -> str | None:
         norms = (block.norm1, block.norm3)

@@ -1,0 +1,142 @@
+"""diffusers' `ResnetBlock2D`, of UNets and VAEs: each group norm with the SiLU behind it.
+
+    h = conv1(silu(norm1(x))) + time[:, :, None, None];  x = shortcut(x) + conv2(silu(norm2(h)))
+
+Convolutions, the time projection and the dropout are called as modules. Images in channels-last
+memory stay so. Blocks that change the resolution, or scale by the time, are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hfpatch.patches.base import Contract, Forward, Tensor
+from hfpatch.patches.blocks.memo import StepMemo
+from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, small
+
+
+class ResnetSubject(ModelBlock):
+    ops = ("group_norm",)
+    title = "fused block: group norms with SiLU"
+    processor = ""
+
+    @staticmethod
+    def attentions(block: Any) -> tuple[Any, ...]:
+        return ()
+
+    @staticmethod
+    def unused(block: Any) -> list[nn.Module]:
+        return [block.norm1, block.norm2, block.nonlinearity]
+
+    @staticmethod
+    def odd(block: Any) -> str | None:
+        if block.upsample is not None or block.downsample is not None:
+            return "it changes the resolution"
+        if block.time_embedding_norm != "default" and block.time_emb_proj is not None:
+            return f"its time embedding is of type {block.time_embedding_norm!r}"
+        if type(block.nonlinearity) is not nn.SiLU:
+            return f"its activation is `{type(block.nonlinearity).__name__}`"
+        if type(block.norm1) is not nn.GroupNorm or type(block.norm2) is not nn.GroupNorm:
+            return "its norms are no `GroupNorm`s"
+        same = block.norm1.num_groups == block.norm2.num_groups
+        if not same or block.norm1.eps != block.norm2.eps or not block.norm1.affine:
+            return "its norms differ in groups or eps, or have no weights"
+        if block.conv2.out_channels != block.out_channels:
+            return "its second convolution has other channels than the first"
+        dtype = block.conv1.weight.dtype
+        others = {p.dtype for n in (block.norm1, block.norm2) for p in n.parameters()} - {dtype}
+        if others:
+            return f"its norms are {', '.join(map(str, others))}, its convolutions {dtype}"
+        return None
+
+    @staticmethod
+    def projection(block: Any) -> Any:
+        return block.conv1
+
+    def tiny(self, generator: torch.Generator) -> nn.Module:
+        m: Any = self.module
+        groups = m.norm1.num_groups
+        shortcut = m.conv_shortcut
+
+        def make() -> nn.Module:
+            return type(m)(  # type: ignore[no-any-return]
+                in_channels=2 * groups,
+                out_channels=(2 if shortcut is None else 3) * groups,
+                temb_channels=None if m.time_emb_proj is None else 24,
+                groups=groups,
+                eps=m.norm1.eps,
+                skip_time_act=m.skip_time_act,
+                output_scale_factor=m.output_scale_factor,
+                use_in_shortcut=shortcut is not None,
+                conv_shortcut_bias=shortcut is not None and shortcut.bias is not None,
+            )
+
+        block = small(make, generator)
+        with torch.no_grad():  # `small` knows matrices; a kernel has more inputs
+            for p in block.parameters():
+                if p.ndim == 4:
+                    p.mul_((p[0].numel() / p.shape[-1]) ** -0.5)
+        return block
+
+    def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+        m: Any = block
+        image = torch.randn(2, m.in_channels, 6, 5, generator=generator)
+        time = None if m.time_emb_proj is None else torch.randn(2, 24, generator=generator)
+        return {"input_tensor": image, "temb": time}
+
+    def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
+        m: Any = self.module
+        settings = {"groups": m.norm1.num_groups, "eps": m.norm1.eps, "silu": True}
+        first = bind("group_norm", **settings, channels_last=False)
+        last = bind("group_norm", **settings, channels_last=True)
+        activated = StepMemo(F.silu)  # every block of a step gets the same embedding
+
+        def norm_silu(x: Tensor, norm: Any) -> Tensor:
+            if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+                rows = x.permute(0, 2, 3, 1)
+                y = last(rows.flatten(1, 2), norm.weight, norm.bias)
+                return y.view(rows.shape).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+            x = x.contiguous()
+            y = first(x.flatten(2), norm.weight, norm.bias)
+            return y.view(x.shape)  # type: ignore[no-any-return]
+
+        def fused(
+            block: Any, input_tensor: Tensor, temb: Tensor | None, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            x = input_tensor
+            if args or kwargs or x.ndim != 4:
+                return type(block).forward(  # type: ignore[no-any-return]
+                    block, input_tensor, temb, *args, **kwargs
+                )
+            h = block.conv1(norm_silu(x, block.norm1))
+            if block.time_emb_proj is not None:
+                time = temb if block.skip_time_act or temb is None else activated(temb)
+                h = h + block.time_emb_proj(time)[:, :, None, None]
+            h = block.conv2(block.dropout(norm_silu(h, block.norm2)))
+            if block.conv_shortcut is not None:
+                x = block.conv_shortcut(x)
+            h = x + h
+            scale = block.output_scale_factor
+            return h if scale == 1 else h / scale  # type: ignore[no-any-return]
+
+        return fused
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        inner = super().forward(original, contract)
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if "input_tensor" in kwargs:
+                return inner(self, kwargs.pop("input_tensor"), *args, **kwargs)
+            return inner(self, *args, **kwargs)
+
+        return forward
+
+
+class ResnetBlocks(BlockFamily):
+    classes = ("ResnetBlock2D",)
+    subject = ResnetSubject

@@ -1,0 +1,418 @@
+// group_norm.cu: group norm with an optional SiLU. Wu & He, arXiv:1803.08494.
+//
+// Three launches: partial moments of parts of each group; mean and rstd from them; the result. A
+// group is up to millions of elements, and there are too few groups to fill a GPU with one CTA each.
+// The second pass over x finds it in L2 mostly.
+#include "activations.cuh"
+#include "common.cuh"
+
+namespace hfp::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;       // of the kernels over NCHW
+constexpr int kLastThreads = 512;   // at most, of those over NHWC
+constexpr int kChannelSlots = 4096; // channels times positions at once that a CTA merges in NHWC
+constexpr int kWarp = 32;
+
+struct Params {
+  const GroupNormArgs a;
+  int64_t width;     // channels of a group
+  int64_t elements;  // of a group
+  int64_t chunk;     // of a part: elements (NCHW) or positions (NHWC)
+  int64_t work;      // CTAs' worth of it
+  int lanes;         // NHWC: positions that a CTA looks at at once
+};
+
+// Count, mean and sum of squared deviations; Chan et al., 1979.
+struct Moments {
+  float n = 0.0f, mean = 0.0f, m2 = 0.0f;
+
+  __device__ void merge(const Moments &b) {
+    const float total = n + b.n;
+    if (total == 0.0f) return;
+    const float d = b.mean - mean, share = b.n / total;
+    mean += d * share;
+    m2 += b.m2 + d * d * n * share;
+    n = total;
+  }
+
+  __device__ void merge_warp() {
+#pragma unroll
+    for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+      Moments b;
+      b.n = __shfl_xor_sync(~0u, n, lane);
+      b.mean = __shfl_xor_sync(~0u, mean, lane);
+      b.m2 = __shfl_xor_sync(~0u, m2, lane);
+      // Both lanes of a pair must merge in one order to hold the same bits.
+      if (threadIdx.x & static_cast<unsigned>(lane)) {
+        Moments first = b;
+        first.merge(*this);
+        *this = first;
+      } else {
+        merge(b);
+      }
+    }
+  }
+};
+
+// Sums relative to the first element that a thread sees. It is one of the sample, so at most as
+// many digits of the variance as log2 of the count can cancel.
+struct Sums {
+  float pivot = 0.0f, sum = 0.0f, squares = 0.0f;
+
+  __device__ void add(float x) {
+    const float d = x - pivot;
+    sum += d;
+    squares += d * d;
+  }
+  __device__ Moments moments(int64_t count) const {
+    Moments m;
+    m.n = static_cast<float>(count);
+    if (count > 0) {
+      const float mean = sum / m.n;
+      m.mean = pivot + mean;
+      m.m2 = fmaxf(squares - sum * mean, 0.0f);
+      if (squares != squares) m.m2 = squares;  // fmaxf drops NaN
+    }
+    return m;
+  }
+};
+
+// The place of part p of group `unit` in stats; p == parts: mean and rstd.
+__device__ __forceinline__ float *slot(const Params &p, int64_t unit, int64_t part) {
+  return p.a.stats + (unit * (p.a.parts + 1) + part) * 2;
+}
+
+// Where element i of a group lies, from its first one.
+template <bool kStrided>
+__device__ __forceinline__ int64_t group_offset(const Params &p, int64_t i) {
+  return kStrided ? i / p.width * p.a.channels + i % p.width : i;
+}
+
+__device__ __forceinline__ int64_t group_start(const Params &p, int64_t unit, bool last) {
+  if (!last) return unit * p.elements;
+  return unit / p.a.groups * p.a.channels * p.a.positions + unit % p.a.groups * p.width;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Partial moments
+
+// A CTA per part of a group whose elements are consecutive (or, kStrided, at any place).
+template <class T, int N, bool kStrided>
+__global__ void __launch_bounds__(kThreads) group_parts_kernel(const Params p) {
+  __shared__ Moments shared[kThreads / kWarp];
+  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
+    const int64_t unit = work / p.a.parts, part = work % p.a.parts;
+    const T *x = static_cast<const T *>(p.a.x) + group_start(p, unit, kStrided);
+    const int64_t begin = part * p.chunk;
+    const int64_t end = begin + p.chunk < p.elements ? begin + p.chunk : p.elements;
+    Sums sums;
+    int64_t count = 0;
+    for (int64_t i = begin + threadIdx.x * N; i < end; i += kThreads * N) {
+      Vec<T, N> v;
+      float value[N];
+      v.template load<Cache::kReadOnly>(x + group_offset<kStrided>(p, i));
+      v.get(value);
+      if (count == 0) sums.pivot = value[0];
+#pragma unroll
+      for (int k = 0; k < N; ++k) sums.add(value[k]);
+      count += N;
+    }
+    Moments m = sums.moments(count);
+    m.merge_warp();
+    if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = m;
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+      m = threadIdx.x < kThreads / kWarp ? shared[threadIdx.x] : Moments{};
+      m.merge_warp();
+      if (threadIdx.x == 0) {
+        float *to = slot(p, unit, part);
+        to[0] = m.mean, to[1] = m.m2;
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// A CTA per part of the positions of a sample, for all groups. Thread t holds vector t % V of the
+// channels at positions t / V, t / V + lanes, ...
+template <class T, int N>
+__global__ void __launch_bounds__(kLastThreads) last_parts_kernel(const Params p) {
+  __shared__ float means[kChannelSlots], squares[kChannelSlots];
+  const int vectors = static_cast<int>(p.a.channels / N);
+  const int lane = threadIdx.x / vectors, column = threadIdx.x % vectors;
+  const int channels = static_cast<int>(p.a.channels), width = static_cast<int>(p.width);
+  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
+    const int64_t sample = work / p.a.parts, part = work % p.a.parts;
+    const int64_t begin = part * p.chunk;
+    const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
+    if (lane < p.lanes) {
+      const T *x = static_cast<const T *>(p.a.x) + sample * p.a.channels * p.a.positions +
+                   column * N;
+      Sums sums[N];
+      int64_t count = 0;
+      for (int64_t i = begin + lane; i < end; i += p.lanes) {
+        Vec<T, N> v;
+        float value[N];
+        v.template load<Cache::kReadOnly>(x + i * p.a.channels);
+        v.get(value);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          if (count == 0) sums[k].pivot = value[k];
+          sums[k].add(value[k]);
+        }
+        ++count;
+      }
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const Moments m = sums[k].moments(count);
+        means[lane * channels + column * N + k] = m.mean;
+        squares[lane * channels + column * N + k] = m.m2;
+      }
+    }
+    __syncthreads();
+    const int warps = blockDim.x / kWarp, here = threadIdx.x % kWarp;
+    for (int g = threadIdx.x / kWarp; g < p.a.groups; g += warps) {
+      Moments m;
+#pragma unroll 1
+      for (int e = here; e < p.lanes * width; e += kWarp) {
+        const int l = e / width, at = l * channels + g * width + e % width;
+        const int64_t left = end - begin - l;
+        Moments b;
+        b.n = left > 0 ? static_cast<float>((left + p.lanes - 1) / p.lanes) : 0.0f;
+        b.mean = means[at], b.m2 = squares[at];
+        m.merge(b);
+      }
+      m.merge_warp();
+      if (here == 0) {
+        float *to = slot(p, sample * p.a.groups + g, part);
+        to[0] = m.mean, to[1] = m.m2;
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// A warp per group: all parts to mean and rstd.
+template <bool kLast>
+__global__ void __launch_bounds__(kThreads) group_moments_kernel(const Params p) {
+  const int64_t units = p.a.batch * p.a.groups;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
+  for (int64_t unit = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) +
+                      threadIdx.x / kWarp;
+       unit < units;
+       unit += stride) {
+    Moments m;
+    const int64_t whole = kLast ? p.a.positions : p.elements;
+    for (int64_t part = threadIdx.x % kWarp; part < p.a.parts; part += kWarp) {
+      const int64_t left = whole - part * p.chunk;
+      const int64_t here = left < 0 ? 0 : left < p.chunk ? left : p.chunk;
+      Moments b;
+      b.n = static_cast<float>(kLast ? here * p.width : here);
+      const float *from = slot(p, unit, part);
+      b.mean = from[0], b.m2 = from[1];
+      m.merge(b);
+    }
+    m.merge_warp();
+    if (threadIdx.x % kWarp == 0) {
+      float *to = slot(p, unit, p.a.parts);
+      to[0] = m.mean;
+      to[1] = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// The result
+
+__device__ __forceinline__ float parameter(const void *from, DType type, int64_t at,
+                                           float otherwise) {
+  if (from == nullptr) return otherwise;
+  float value[1];
+  load_any<1>(value, from, type, at);
+  return value[0];
+}
+
+// y is rounded to T before the activation, as by the two modules.
+template <class T, int N, bool kSilu>
+__device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
+  if constexpr (kSilu) {
+    round_to<T>(y);
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] = activate<HFP_ACT_SILU, std::is_same_v<T, float>>(y[k]);
+  }
+  Vec<T, N> v;
+  v.set(y);
+  v.store(to);
+}
+
+// A CTA per chunk of the positions of one channel of NCHW.
+template <class T, int N, bool kSilu>
+__global__ void __launch_bounds__(kThreads) first_result_kernel(const Params p) {
+  const int64_t chunks = (p.a.positions + p.chunk - 1) / p.chunk;
+  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
+    const int64_t row = work / chunks, begin = work % chunks * p.chunk;
+    const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
+    const float *stats = slot(p, row / p.width, p.a.parts);
+    const float mean = stats[0];
+    const int64_t c = row % p.a.channels;
+    const float factor = stats[1] * parameter(p.a.weight, p.a.weight_type, c, 1.0f);
+    const float summand = parameter(p.a.bias, p.a.weight_type, c, 0.0f);
+    const T *x = static_cast<const T *>(p.a.x) + row * p.a.positions;
+    T *out = static_cast<T *>(p.a.out) + row * p.a.positions;
+    for (int64_t i = begin + threadIdx.x * N; i < end; i += blockDim.x * N) {
+      Vec<T, N> v;
+      float y[N];
+      v.template load<Cache::kStream>(x + i);
+      v.get(y);
+#pragma unroll
+      for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * factor + summand;
+      store_result<T, N, kSilu>(out + i, y);
+    }
+  }
+}
+
+// As last_parts_kernel shares it out.
+template <class T, int N, bool kSilu>
+__global__ void __launch_bounds__(kLastThreads) last_result_kernel(const Params p) {
+  const int vectors = static_cast<int>(p.a.channels / N);
+  const int lane = threadIdx.x / vectors, c = threadIdx.x % vectors * N;
+  if (lane >= p.lanes) return;
+  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
+    const int64_t sample = work / p.a.parts, begin = work % p.a.parts * p.chunk;
+    const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
+    float mean[N], factor[N], summand[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const int64_t g = (c + k) / static_cast<int>(p.width);
+      const float *stats = slot(p, sample * p.a.groups + g, p.a.parts);
+      mean[k] = stats[0];
+      factor[k] = stats[1] * parameter(p.a.weight, p.a.weight_type, c + k, 1.0f);
+      summand[k] = parameter(p.a.bias, p.a.weight_type, c + k, 0.0f);
+    }
+    const int64_t base = sample * p.a.channels * p.a.positions + c;
+    const T *x = static_cast<const T *>(p.a.x) + base;
+    T *out = static_cast<T *>(p.a.out) + base;
+    for (int64_t i = begin + lane; i < end; i += p.lanes) {
+      Vec<T, N> v;
+      float y[N];
+      v.template load<Cache::kStream>(x + i * p.a.channels);
+      v.get(y);
+#pragma unroll
+      for (int k = 0; k < N; ++k) y[k] = (y[k] - mean[k]) * factor[k] + summand[k];
+      store_result<T, N, kSilu>(out + i * p.a.channels, y);
+    }
+  }
+}
+
+// NHWC with rows that the kernels above do not take: one element at a time.
+template <class T, bool kSilu>
+__global__ void __launch_bounds__(kThreads) any_result_kernel(const Params p) {
+  const int64_t all = p.a.batch * p.a.channels * p.a.positions;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < all;
+       i += stride) {
+    const int64_t c = i % p.a.channels, sample = i / (p.a.channels * p.a.positions);
+    const float *stats = slot(p, sample * p.a.groups + c / p.width, p.a.parts);
+    Vec<T, 1> v;
+    float y[1];
+    v.template load<Cache::kStream>(static_cast<const T *>(p.a.x) + i);
+    v.get(y);
+    y[0] = (y[0] - stats[0]) * (stats[1] * parameter(p.a.weight, p.a.weight_type, c, 1.0f)) +
+           parameter(p.a.bias, p.a.weight_type, c, 0.0f);
+    store_result<T, 1, kSilu>(static_cast<T *>(p.a.out) + i, y);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launching
+
+constexpr const char *kName = "group_norm";
+
+int64_t up_to_grid(int64_t work) { return work < kMaxGrid ? work : kMaxGrid; }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <bool kLast>
+int32_t launch_moments(Params p, void *stream) {
+  const int64_t grid = ceil_div(p.a.batch * p.a.groups, kThreads / kWarp);
+  return launch(&group_moments_kernel<kLast>, up_to_grid(grid), kThreads, p, stream, kName);
+}
+
+template <class T, int N, bool kSilu>
+int32_t launch_first(Params p, void *stream) {
+  p.chunk = ceil_div(ceil_div(p.elements, p.a.parts), N) * N;
+  p.work = p.a.batch * p.a.groups * p.a.parts;
+  int32_t status = launch(&group_parts_kernel<T, N, false>, up_to_grid(p.work), kThreads, p,
+                          stream, kName);
+  if (status == HFP_OK) status = launch_moments<false>(p, stream);
+  if (status != HFP_OK) return status;
+  // Four vectors a thread, or as many threads as a short channel has vectors.
+  const int64_t vectors = ceil_div(p.a.positions, N);
+  const int threads = vectors >= kThreads ? kThreads : static_cast<int>(ceil_div(vectors, 32) * 32);
+  p.chunk = int64_t{4} * threads * N;
+  p.work = p.a.batch * p.a.channels * ceil_div(p.a.positions, p.chunk);
+  return launch(&first_result_kernel<T, N, kSilu>, up_to_grid(p.work), threads, p, stream, kName);
+}
+
+template <class T, int N, bool kSilu>
+int32_t launch_last(Params p, void *stream) {
+  const int64_t vectors = p.a.channels / N;
+  p.lanes = static_cast<int>(kLastThreads / vectors);
+  const int threads = static_cast<int>(ceil_div(p.lanes * vectors, 32) * 32);
+  p.chunk = ceil_div(p.a.positions, p.a.parts);
+  p.work = p.a.batch * p.a.parts;
+  int32_t status =
+      launch(&last_parts_kernel<T, N>, up_to_grid(p.work), threads, p, stream, kName);
+  if (status == HFP_OK) status = launch_moments<true>(p, stream);
+  if (status != HFP_OK) return status;
+  return launch(&last_result_kernel<T, N, kSilu>, up_to_grid(p.work), threads, p, stream, kName);
+}
+
+template <class T, bool kSilu>
+int32_t launch_any(Params p, void *stream) {
+  p.chunk = ceil_div(p.elements, p.a.parts);
+  p.work = p.a.batch * p.a.groups * p.a.parts;
+  int32_t status = launch(&group_parts_kernel<T, 1, true>, up_to_grid(p.work), kThreads, p,
+                          stream, kName);
+  if (status == HFP_OK) status = launch_moments<false>(p, stream);
+  if (status != HFP_OK) return status;
+  const int64_t grid = ceil_div(p.a.batch * p.a.channels * p.a.positions, kThreads);
+  return launch(&any_result_kernel<T, kSilu>, up_to_grid(grid), kThreads, p, stream, kName);
+}
+
+template <class T, bool kSilu>
+int32_t launch_group_norm(const GroupNormArgs &args, void *stream) {
+  constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
+  Params p{args, args.channels / args.groups, args.channels / args.groups * args.positions, 0, 0, 0};
+  const bool aligned = pointer_aligned(args.x) && pointer_aligned(args.out);
+  if (args.channels_last) {
+    if (aligned && args.channels % kWidest == 0 && args.channels / kWidest <= kLastThreads) {
+      return launch_last<T, kWidest, kSilu>(p, stream);
+    }
+    return launch_any<T, kSilu>(p, stream);
+  }
+  if (aligned && args.positions % kWidest == 0) return launch_first<T, kWidest, kSilu>(p, stream);
+  return launch_first<T, 1, kSilu>(p, stream);
+}
+
+template <class T>
+int32_t launch_group_norm(const GroupNormArgs &args, void *stream) {
+  return args.silu ? launch_group_norm<T, true>(args, stream)
+                   : launch_group_norm<T, false>(args, stream);
+}
+
+}  // namespace
+
+int32_t group_norm(const GroupNormArgs &args, int device, void *stream) {
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), kName);
+  switch (args.type) {
+    case DType::F32: return launch_group_norm<float>(args, stream);
+    case DType::F16: return launch_group_norm<__half>(args, stream);
+    default: return launch_group_norm<__nv_bfloat16>(args, stream);
+  }
+}
+
+}  // namespace hfp::cuda

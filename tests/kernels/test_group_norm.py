@@ -1,0 +1,193 @@
+"""`group_norm` on the CPU: against fp64, layouts, statistics, gradients, errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfpatch.ops import OPS
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# ruff: noqa: F811  (fixtures that are imported, and used as parameters)
+from c_api import KernelError
+from test_c_api import (
+    ACT_FP32,
+    DTYPES,
+    F32,
+    NORM_FP32,
+    ROUNDING,
+    SUBNORMAL,
+    Canary,
+    assert_close,
+    built,  # noqa: F401  (fixtures, as are `lib` and `seed`)
+    lib,  # noqa: F401
+    same_bits,
+    seed,  # noqa: F401
+)
+
+# samples, channels, positions, groups
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 32, 1, 32),
+    (2, 6, 35, 3),
+    (1, 40, 64, 4),
+    (3, 64, 17, 32),
+    (1, 30, 300, 2),
+    (0, 8, 4, 2),
+    (2, 8, 0, 2),
+    (1, 64, 4099, 2),
+]
+
+
+def group_call(lib, x, weight, bias, groups, eps=1e-5, silu=0, last=0):
+    """(result, statistics) through the C function."""
+    channels, positions = (x.shape[2], x.shape[1]) if last else (x.shape[1], x.shape[2])
+    parts = lib.dll.hfp_group_parts(channels, positions, groups, last)
+    out, stats = Canary(x.shape, x.dtype), Canary((x.shape[0], groups, parts + 1, 2), F32)
+    lib.call("group_norm", out.out, stats.out, x, weight, bias, groups, eps, silu, last)
+    return out.check(), stats.check()
+
+
+def group64(x, weight, bias, groups, eps, silu):
+    """fp64 value for [N, C, S], and the bound that the rounding points of the header allow."""
+    dtype, y = x.dtype, x.double()
+    grouped = y.reshape(x.shape[0], groups, -1)
+    grouped = grouped - grouped.mean(-1, keepdim=True)
+    y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).view(x.shape)
+    error = NORM_FP32 * (y.abs() + 1)
+    if weight is not None:
+        y, error = y * weight.double()[:, None], error * weight.double().abs()[:, None]
+    if bias is not None:
+        y = y + bias.double()[:, None]
+        error = error + ROUNDING[F32] * y.abs()
+    error = error + ROUNDING[dtype] * (y.abs() + error) + SUBNORMAL[dtype]
+    if silu:
+        value = y * torch.sigmoid(y)
+        # the slope of silu is at most 1.1
+        error = 1.1 * error + ACT_FP32[dtype] * y.abs()
+        y = value
+        error = error + ROUNDING[dtype] * (y.abs() + error) + SUBNORMAL[dtype]
+    return y, error
+
+
+@pytest.mark.parametrize("last", [0, 1], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("silu", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_fp64(lib, dtype, silu, last):
+    for samples, channels, positions, groups in SHAPES:
+        x = (torch.randn(samples, channels, positions) * 3 + 5).to(dtype)
+        for parameter in DTYPES:
+            weight, bias = torch.randn(2, channels).to(parameter)
+            for w, b in ((weight, bias), (weight, None), (None, bias), (None, None)):
+                given = x.transpose(1, 2).contiguous() if last else x
+                out, stats = group_call(lib, given, w, b, groups, 1e-5, silu, last)
+                out = out.transpose(1, 2) if last else out
+                if x.numel() == 0:
+                    continue
+                y, bound = group64(x, w, b, groups, 1e-5, silu)
+                assert_close(out, y, bound, f"{tuple(x.shape)} in {groups} groups")
+                grouped = x.double().reshape(samples, groups, -1)
+                rstd = torch.rsqrt(grouped.var(-1, correction=0) + 1e-5)
+                torch.testing.assert_close(
+                    stats[:, :, -1].double(),
+                    torch.stack((grouped.mean(-1), rstd), -1),
+                    rtol=4e-6,
+                    atol=4e-6,
+                )
+
+
+@pytest.mark.parametrize("last", [0, 1], ids=["NCHW", "NHWC"])
+def test_large_offset_costs_no_digits(lib, last):
+    x = torch.randn(2, 8, 500) + 10000
+    given = x.transpose(1, 2).contiguous() if last else x
+    out, _ = group_call(lib, given, None, None, 2, last=last)
+    out = out.transpose(1, 2) if last else out
+    y, _ = group64(x, None, None, 2, 1e-5, 0)
+    assert (out - y).abs().max() < 1e-3  # the spacing of fp32 at 10000
+    constant, stats = group_call(lib, torch.full((1, 4, 9), 3.3), None, None, 2)
+    assert (constant == 0).all() and stats[0, 0, -1, 1] == torch.tensor(1e-5).rsqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounds_before_the_activation(lib, dtype):
+    x, (w, b) = torch.randn(2, 64, 300).to(dtype), torch.randn(2, 64).to(dtype)
+    out, _ = group_call(lib, x, w, b, 8, silu=1)
+    expected = F.silu(group_call(lib, x, w, b, 8)[0])
+    assert (out != expected).float().mean() < 0.01
+    once = F.silu(group_call(lib, x.float(), w, b, 8)[0]).to(dtype)
+    assert (once != expected).float().mean() > 0.05  # the test can tell them apart
+
+
+def test_nan_stays_in_its_group_and_batch_does_not_matter(lib):
+    x = torch.randn(3, 8, 40)
+    whole, _ = group_call(lib, x, None, None, 4, silu=1)
+    for i in range(3):
+        assert same_bits(group_call(lib, x[i : i + 1], None, None, 4, silu=1)[0], whole[i : i + 1])
+    x[1, 3, 7] = float("nan")
+    out, _ = group_call(lib, x, None, None, 4, silu=1)
+    assert out[1, 2:4].isnan().all()
+    out[1, 2:4], whole[1, 2:4] = 0, 0
+    assert same_bits(out, whole)
+    in_place = torch.randn(2, 8, 40)
+    expected, stats = group_call(lib, in_place, None, None, 4)
+    lib.call("group_norm", in_place, stats, in_place, None, None, 4, 1e-5, 0, 0)
+    assert same_bits(in_place, expected)
+
+
+def test_bad_calls(lib):
+    x, w = torch.ones(2, 12, 4), torch.ones(12)
+    stats = torch.ones(2, 3, 2, 2)
+    for args, message in (
+        ((x, w, w, 5, 1e-5, 0, 0), r"`groups` must be at least 1 and divide .* \(12\), got 5"),
+        ((x, w, w, 0, 1e-5, 0, 0), r"`groups` must be at least 1"),
+        ((x, w, w, 3, 1e-5, 0, 1), r"`groups` must be at least 1 and divide .* \(4\), got 3"),
+        ((x, w, w, 3, -1.0, 0, 0), r"`eps` must be finite and >= 0"),
+        ((x, w, w, 3, 1e-5, 2, 0), r"`silu` must be 0 or 1, got 2"),
+        ((x, w, w, 3, 1e-5, 0, 2), r"`channels_last` must be 0 or 1, got 2"),
+        ((x, w[:4], w, 3, 1e-5, 0, 0), r"`weight` must have shape \[12\]"),
+        ((x, w, w.half(), 3, 1e-5, 0, 0), r"`bias` must have the dtype of `weight`"),
+        ((x[..., 0], w, w, 3, 1e-5, 0, 0), r"`x` must be contiguous and have 3 dimensions"),
+        ((torch.ones(2, 12, 8)[..., :4], w, w, 3, 1e-5, 0, 0), r"`x` must be contiguous"),
+    ):
+        out = torch.full(args[0].shape, 7.0)
+        with pytest.raises(KernelError, match=message):
+            lib.call("group_norm", out, stats, *args)
+        assert (out == 7).all()
+    with pytest.raises(KernelError, match=r"`stats` must have shape \[2, 3, 2, 2\]"):
+        lib.call("group_norm", torch.empty_like(x), stats[:, :2], x, w, w, 3, 1e-5, 0, 0)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_function(
+    dtype: torch.dtype, silu: bool, last: bool, kernels_module: ModuleType
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    plain = [randn(2, 9, 32) if last else randn(2, 32, 9), randn(32), randn(32)]
+    tail = (8, 1e-5, silu, last)
+    y = kernels_module.group_norm(*plain, *tail)
+    assert y.is_contiguous()
+    leaves = [t.clone().requires_grad_() for t in plain]
+    formula = kernels_module.group_norm(*leaves, *tail)
+    op = OPS["group_norm"]
+    eps = max(4e-6, 3 * torch.finfo(dtype).eps)  # half types: a few start from a neighbour
+    for other in (formula.detach(), op.reference(*plain, *tail), op.aten(*plain, *tail)):
+        assert other.dtype == y.dtype == dtype
+        torch.testing.assert_close(y, other, rtol=eps, atol=4e-6)
+    grads = torch.autograd.grad(formula.float().square().sum(), leaves)
+    wide = [t.double().requires_grad_() for t in plain]
+    truth = torch.autograd.grad(op.reference(*wide, *tail).square().sum(), wide)
+    for a, e in zip(grads, truth, strict=True):
+        assert (a.double() - e).abs().max() <= 16 * max(1e-6, eps) * e.abs().max()
