@@ -164,8 +164,9 @@ def _decide(
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     if limit:
-        recorded, notes = graphs.prepare(roots, {id(p.module) for p in prepared}, limit)
-        prepared = [*recorded, *prepared]
+        recorded, notes = graphs.prepare(roots, prepared, limit)
+        with_graphs = {id(p.module) for p in recorded}
+        prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, notes=(*decided.notes, *notes))
     return roots, decided, prepared

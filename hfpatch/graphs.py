@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -393,42 +393,53 @@ def notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def prepare(
-    roots: Sequence[tuple[str, nn.Module]], swapped: Collection[int], limit: int
+    roots: Sequence[tuple[str, nn.Module]], prepared: Sequence[Prepared], limit: int
 ) -> tuple[list[Prepared], list[str]]:
     """The adapters for the models that run once per step, and notes on those that get none.
 
     Args:
         roots: (name of the component or "", module) pairs.
-        swapped: ids of modules whose forward a kernel takes over: no graph on top of it.
+        prepared: the other swaps. A forward that a kernel takes over gets no graph; one that only
+            looks at its arguments first (`Prepared.over`) gets it below.
         limit: the most graphs of each model.
     """
     found: list[Prepared] = []
     notes: list[str] = []
+    taken = {id(p.module): p for p in prepared}
     denoisers = [(name, root) for name, root in roots if name in ("", *DENOISERS)]
     if not denoisers:
         notes.append(f"CUDA graphs: the pipeline has none of {', '.join(DENOISERS)}")
     for name, root in denoisers:
         class_name = type(root).__name__
         foreign = swap.foreign_forward(root)
-        if foreign is not None or id(root) in swapped:
+        other = taken.get(id(root))
+        if foreign is not None or (other is not None and other.over is None):
             notes.append(
                 f"CUDA graphs: not for `{class_name}`: {foreign or 'it is a fused block itself'}"
             )
             continue
-        original = type(root).forward
+        make = partial(adapter, type(root).forward, limit)
+        title = "a CUDA graph per kind of call"
+        if other is not None and other.over is not None:
+            make = partial(_over, other.over, make)
+            title += f"; {other.swap.formula}"
         entry = Swap(
             name,
             class_name,
             "cuda_graphs",
-            "a CUDA graph per kind of call",
+            title,
             "torch",
             torch.__version__,
             ("cuda",),
             0.0,
             0.0,
         )
-        found.append(Prepared(root, partial(adapter, original, limit), entry))
+        found.append(Prepared(root, make, entry))
     return found, notes
+
+
+def _over(over: Callable[[Forward], Forward], make: Callable[[], Forward]) -> Forward:
+    return over(make())
 
 
 def check_limit(value: bool | int) -> int:

@@ -22,10 +22,10 @@ _ALIGNMENT = 16
 def can_pack(linears: Sequence[nn.Module]) -> bool:
     """Whether these layers are plain, alike, on a GPU, and own their memory."""
     first = linears[0]
-    if type(first) is not nn.Linear:
-        return False
+    if type(first) is not nn.Linear or any(type(linear) is not nn.Linear for linear in linears):
+        return False  # an adapter, a quantized layer
     kind = _kind(first.weight), first.bias is None
-    seen = {id(linear.weight) for linear in linears}
+    seen = {id(linear._parameters["weight"]) for linear in linears}
     return len(seen) == len(linears) and all(
         type(linear) is nn.Linear
         and "forward" not in linear.__dict__

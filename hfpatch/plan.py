@@ -156,6 +156,8 @@ class Prepared:
     swap: Swap
     packs: tuple[tuple[nn.Module, ...], ...] = ()  # linear layers to pack, see `hfpatch.packing`
     block: BlockSubject | None = None
+    #: Makes the adapter over another forward than the class's, where that is possible.
+    over: Callable[[Forward], Forward] | None = None
 
 
 @dataclass
@@ -503,7 +505,8 @@ def _prepare_custom(
     )
     contract = Contract(type(module).__name__, lambda device: None, settings.training)
     original = type(module).forward
-    return Prepared(module, lambda: subject.forward(original, contract), entry)
+    over = (lambda inner: subject.forward(inner, contract)) if subject.op == "recall" else None
+    return Prepared(module, lambda: subject.forward(original, contract), entry, over=over)
 
 
 def _contract(

@@ -169,7 +169,7 @@ class KernelPackage:
             fn,
             self.source,
             self.variant,
-            raw=self._raw(op) if OPS[op].direct else None,
+            raw=self._raw(op) if op not in OPS or OPS[op].direct else None,
             devices=self.devices,
             archs=self.archs,
             raw_into=self._raw(f"{op}_out"),

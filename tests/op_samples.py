@@ -25,7 +25,7 @@ DTYPES = [F32, F16, BF16]
 #: Result rules of sums over all rows, which belong to no row, and of memory for a launch's own use,
 #: whose contents mean nothing. "=NAME&BIT" and "sums=NAME" are such rules with a parameter.
 SUMS = {"dweight", "dbias"}
-SCRATCH = {"partials", "workspace"}
+SCRATCH = {"partials", "workspace", "groups"}
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,30 @@ SAMPLES = [
     sample("silu_backward", grad=X, x=X),
     sample("gated_backward", grad=X, gate=X, up=X, activation=3),
     sample("gated_packed_backward", grad=X, x=rows(3, "2D"), activation=0, gate_first=1),
+    sample("softmax_backward", grad=X, y=X, scale=0.5),
+    sample("add_gelu_backward", grad=X, x=X, bias=W, approximate=1, needs=2),
+    sample("add_silu_backward", grad=X, x=X, bias=W, needs=0),
+    sample("mul_add_backward", grad=X, a=X, b=rows(1, "D"), cast=1, needs=3),
+    sample(
+        "group_norm", x=rows("D", 3, dense=True), weight=W32, bias=W32, groups=2, eps=1e-5,
+        silu=True,
+    ),
+    sample(
+        "group_norm", "last", x=rows(3, "D", dense=True), weight=W, groups="D/2", eps=1e-5,
+        channels_last=True,
+    ),
+    sample("softmax", x=X, mask=W, scale=0.5, constant=("mask",)),
+    sample("softmax", "bare", x=rows("D")),
+    sample("argmax", x=X, differentiable=False),
+    sample("topk", x=X, k=3, differentiable=False),
+    sample(
+        "sample", logits=X, seeds=rows(3, dtype=torch.int64, high=99, dense=True),
+        temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, differentiable=False,
+    ),
+    sample("add_gelu", x=X, bias=W, approximate="tanh"),
+    sample("add_silu", x=X, bias=W),
+    sample("mul_add", a=X, b=rows(1, "D"), c=W, cast="input"),
+    sample("mul_add", "tokens", a=X, b=X, c=rows("D"), cast="none"),
     sample(
         "cross_entropy", logits=X, target=TARGET, ignore_index=4, label_smoothing=0.1,
         softcap=30.0, public={"reduction": "none"},

@@ -72,9 +72,9 @@ def test_plan_of_a_pipeline_and_of_its_part(
     assert cli.main(["plan", str(pipeline), "--subfolder", "transformer", "--json"]) == 0
     part = json.loads(capsys.readouterr().out)
     paths = {
-        s["path"].removeprefix("transformer.")
+        s["path"].removeprefix("transformer").removeprefix(".")
         for s in whole["swaps"]
-        if s["path"].startswith("transformer.")
+        if s["path"].startswith("transformer")
     }
     assert {s["path"] for s in part["swaps"]} == paths
 

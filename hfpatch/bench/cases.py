@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 
 from hfpatch.bench import formulas, liger
@@ -315,4 +316,123 @@ GRADIENTS = (
     ),
 )
 
-CASES: tuple[Case, ...] = (*NORMS, *ADALN, *ACTIVATIONS, *ROPE, *LOSSES, *GRADIENTS)
+ROWS = (
+    Case(
+        "group_norm silu",
+        "x N C S; weight C; bias C",
+        "images",
+        lambda k, x, w, b: k.group_norm(x, w, b, formulas.groups_of(x), EPS, True),
+        formulas.group_norm_silu,
+    ),
+    Case(
+        "softmax",
+        "x R V",
+        "logits",
+        lambda k, x: k.softmax(x),
+        formulas.softmax,
+        liger=liger.softmax,
+    ),
+    Case(
+        "softmax_backward",
+        "grad R V; y R V",
+        "logits grad",
+        lambda k, g, y: k.ops.softmax_backward.default(g, y, 1.0),
+        formulas.softmax_gradient,
+        torch=formulas.fused_softmax_gradient,
+        outputs=1,
+        adjust=lambda g, y: (g, y.softmax(-1)),
+    ),
+    Case("argmax", "x R V", "logits", lambda k, x: k.argmax(x), lambda x: x.argmax(-1)),
+    Case("topk 50", "x R V", "logits", lambda k, x: k.topk(x, min(50, x.shape[-1])), formulas.topk),
+    Case(
+        "sample",
+        "logits R V; seeds R int<V",
+        "logits",
+        lambda k, x, seeds: k.sample(x, seeds, None, 0.8, 50, 0.95),
+        lambda x, seeds: formulas.sample_by_sorting(x, 0.8, 50, 0.95),
+    ),
+)
+
+POINTWISE = (
+    Case(
+        "add_gelu tanh",
+        "x R D; bias D",
+        "wide",
+        lambda k, x, b: k.add_gelu(x, b, "tanh"),
+        lambda x, b: formulas.gelu_tanh(x + b),
+    ),
+    Case("add_silu", "x R D; bias D", "wide", lambda k, *a: k.add_silu(*a), formulas.add_silu),
+    Case(
+        "mul_add",
+        "a B S D; b B 1 D; c B 1 D",
+        "adaln",
+        lambda k, *a: k.mul_add(*a),
+        formulas.mul_add,
+    ),
+    Case(
+        "add_gelu_backward tanh",
+        "grad R D; x R D; bias D",
+        "wide grad",
+        lambda k, *a: k.ops.add_gelu_backward.default(*a, 1, 2),
+        lambda x, b: formulas.gelu_tanh(x + b),
+        mode="backward",
+        outputs=2,
+    ),
+    Case(
+        "add_silu_backward",
+        "grad R D; x R D; bias D",
+        "wide grad",
+        lambda k, *a: k.ops.add_silu_backward.default(*a, 2),
+        formulas.add_silu,
+        mode="backward",
+        outputs=2,
+    ),
+    Case(
+        "mul_add_backward",
+        "grad B S D; a B S D; b B 1 D; c B 1 D",
+        "adaln",
+        lambda k, g, a, b, c: k.ops.mul_add_backward.default(g, a, b, 1, 3),
+        formulas.mul_add,
+        mode="backward",
+        outputs=3,
+    ),
+)
+
+OPTIMIZER = (
+    Case(
+        "adamw_step",
+        "p P N fp32; g P N fp32; m P N fp32; v P N fp32; step 1 fp32",
+        "parameters",
+        formulas.our_adamw,
+        formulas.adamw,
+        torch=formulas.fused_adamw,
+        adjust=lambda p, g, m, v, step: (p, g, m, v.abs() + 1, step.fill_(7)),
+    ),
+    Case(
+        "grad_norm",
+        "g P N",
+        "parameters",
+        lambda k, g: k.grad_norm(g.unbind(0)),
+        lambda g: torch.nn.utils.get_total_norm(g.unbind(0)),
+    ),
+    Case(
+        "clip_grads",
+        "g P N; total 1 fp32",
+        "parameters",
+        lambda k, g, total: (k.clip_grads(g.unbind(0), total, 0.9999), g)[1],
+        formulas.clip,
+        adjust=lambda g, total: (g, total.fill_(1)),
+    ),
+)
+
+CASES: tuple[Case, ...] = (
+    *NORMS,
+    *ADALN,
+    *ACTIVATIONS,
+    *ROPE,
+    *LOSSES,
+    *GRADIENTS,
+    *ROWS,
+    *POINTWISE,
+    *OPTIMIZER,
+)

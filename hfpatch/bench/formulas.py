@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -185,3 +187,99 @@ def row_losses(logits: Tensor, target: Tensor) -> Tensor:
 
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target)
+
+
+# ------------------------------------------------------------------------------ rows
+
+
+def group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`ResnetBlock2D` of diffusers."""
+    return F.silu(F.group_norm(x, groups_of(x), weight, bias, EPS))
+
+
+def groups_of(x: Tensor) -> int:
+    """32, as in every UNet and VAE, but in tests of a few channels."""
+    return min(32, x.shape[1])
+
+
+def topk(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = x.topk(min(50, x.shape[-1]), -1)
+    return values, indices
+
+
+def softmax(x: Tensor) -> Tensor:
+    return F.softmax(x, -1)
+
+
+def softmax_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    scaled = grad.float() * y.float()
+    return (scaled - y.float() * scaled.sum(-1, keepdim=True)).to(y.dtype)
+
+
+def fused_softmax_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    return torch._softmax_backward_data(grad, y, -1, y.dtype)
+
+
+def sample_by_sorting(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """The warpers of transformers' `generate`, one after the other; `torch.multinomial` waits for
+    the device, so the draw is its formula, the least of exponential variates."""
+    x = logits.float() / temperature
+    x = x.masked_fill(x < x.topk(min(top_k, x.shape[-1]), -1).values[..., -1:], float("-inf"))
+    ascending, order = x.sort(dim=-1)
+    drop = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    drop[..., -1:] = False
+    p = x.masked_fill(drop.scatter(-1, order, drop), float("-inf")).softmax(-1)
+    return (p / torch.empty_like(p).exponential_()).argmax(-1)
+
+
+# ------------------------------------------------------------------------------ pointwise
+
+
+def add_silu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(x + bias)
+
+
+def mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return a * b + c
+
+
+# ------------------------------------------------------------------------------ optimizer
+
+#: Betas so near 1 that a step more or less is no other result.
+_ADAMW: dict[str, Any] = {
+    "lr": 1e-3,
+    "beta1": 0.999,
+    "beta2": 0.999,
+    "weight_decay": 0.01,
+    "eps": 1e-8,
+}
+
+
+def our_adamw(package: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Any:
+    lists = [t.unbind(0) for t in (p, g, m, v)]
+    package.adamw_step(*lists, [step] * len(p), **_ADAMW)
+    return p, m, v
+
+
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    """`torch.optim.AdamW(foreach=True)`, over all parameters at once."""
+    lr, beta1, beta2 = _ADAMW["lr"], _ADAMW["beta1"], _ADAMW["beta2"]
+    p.mul_(1 - lr * _ADAMW["weight_decay"])
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = v.sqrt().div_((1 - beta2**step).sqrt()).add_(_ADAMW["eps"])
+    p.sub_(m / root * (lr / (1 - beta1**step)))
+    return p, m, v
+
+
+def fused_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    ps, gs, ms, vs = (t.unbind(0) for t in (p, g, m, v))
+    steps = [step] * len(ps)
+    torch._fused_adamw_(ps, gs, ms, vs, [], steps, amsgrad=False, maximize=False, **_ADAMW)
+    return p, m, v
+
+
+def clip(g: Tensor, total: Tensor) -> Tensor:
+    """`torch.nn.utils.clip_grads_with_norm_`."""
+    torch._foreach_mul_(g.unbind(0), torch.clamp(0.9999 / (total + 1e-6), max=1.0)[0])
+    return g

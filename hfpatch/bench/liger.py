@@ -58,3 +58,9 @@ def mean_loss(logits: Tensor, target: Tensor) -> Any:
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     return LigerCrossEntropyFunction.apply(logits, target, None)[0]
+
+
+def softmax(x: Tensor) -> Any:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply(x)

@@ -237,11 +237,12 @@ def _try(make: Callable[[], Any], peer: str, failed: dict[str, str]) -> Any:
 
 def _require_same(task: Task, calls: dict[str, list[Call]]) -> None:
     """The row must compare two ways to the same numbers."""
-    ours, eager = (_tensors(calls[name][0]()) for name in (OURS, "eager"))
+    # copied before the next call, which may write to the same tensors
+    ours, eager = ([t.detach().clone() for t in _tensors(calls[n][0]())] for n in (OURS, "eager"))
     for a, b in zip(ours, eager, strict=False):
         if not b.is_floating_point():
             continue
-        x, y = a.detach().float(), b.detach().float().reshape(a.shape)
+        x, y = a.float(), b.float().reshape(a.shape)
         off = float((x - y).norm() / y.norm().clamp_min(1e-30))
         if not off < _SAME:
             raise RuntimeError(

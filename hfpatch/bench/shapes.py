@@ -72,6 +72,15 @@ GPU: dict[str, tuple[Shape, ...]] = {
     "gated norm": _shapes("B S D", (1, 4096, 8192), (1, 32768, 128), (8, 1, 8192)),
     "logits": _shapes("R V", (1, 128256), (2048, 128256), (8192, 32000), (4096, 151936)),
     "logits grad": _shapes("R V", (2048, 128256), (8192, 32000)),
+    "images": _shapes(
+        "N C S",
+        (2, 320, 16384),  # SDXL's UNet at 1024 px
+        (2, 640, 4096),
+        (2, 1280, 1024),
+        (1, 512, 16384),  # a VAE's decoder
+        (1, 128, 1048576),
+    ),
+    "parameters": _shapes("P N", (32, 4194304), (256, 4096)),
 }
 
 # Model shapes at the lengths that two cores are given.
@@ -90,6 +99,8 @@ CPU: dict[str, tuple[Shape, ...]] = {
     "gated norm": _shapes("B S D", (1, 512, 2048), (1, 4096, 128)),
     "logits": _shapes("R V", (1, 128256), (64, 32000), (32, 128256)),
     "logits grad": _shapes("R V", (64, 32000)),
+    "images": _shapes("N C S", (1, 320, 1024), (1, 128, 16384)),
+    "parameters": _shapes("P N", (8, 1048576), (64, 4096)),
 }
 
 

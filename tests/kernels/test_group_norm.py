@@ -153,8 +153,9 @@ def test_bad_calls(lib):
         ((x, w, w, 3, 1e-5, 0, 2), r"`channels_last` must be 0 or 1, got 2"),
         ((x, w[:4], w, 3, 1e-5, 0, 0), r"`weight` must have shape \[12\]"),
         ((x, w, w.half(), 3, 1e-5, 0, 0), r"`bias` must have the dtype of `weight`"),
-        ((x[..., 0], w, w, 3, 1e-5, 0, 0), r"`x` must be contiguous and have 3 dimensions"),
+        ((x[..., 0], w, w, 3, 1e-5, 0, 0), r"`x` must have stride 1 in its last dimension"),
         ((torch.ones(2, 12, 8)[..., :4], w, w, 3, 1e-5, 0, 0), r"`x` must be contiguous"),
+        ((x[0], w, w, 3, 1e-5, 0, 0), r"`x` must be contiguous and have 3 dimensions"),
     ):
         out = torch.full(args[0].shape, 7.0)
         with pytest.raises(KernelError, match=message):

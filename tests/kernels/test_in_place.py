@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,21 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import HEADER, KernelError
+from op_samples import FIRST
 from test_c_api import (
     built,  # noqa: F401  (fixtures, as is `lib`)
     lib,  # noqa: F401
 )
-from test_torch_ops import IN_PLACE, RAW, results
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def test_cases_are_the_headers() -> None:
-    import re
-
-    table = HEADER.read_text().split("#define HFP_IN_PLACE_TABLE(X)", 1)[1].split("/*")[0]
-    found = {n: tuple(a.split(", ")) for n, a in re.findall(r'X\((\w+), "([^"]+)"\)', table)}
-    assert list(found) == list(IN_PLACE)
+_TABLE = HEADER.read_text().split("#define HFP_IN_PLACE_TABLE(X)", 1)[1].split("/*")[0]
+IN_PLACE = re.findall(r'X\((\w+), "[^"]+"\)', _TABLE)
 
 
 def replaced(name: str) -> list[int]:
@@ -42,7 +37,8 @@ def operator(package: ModuleType, name: str) -> Any:
 
 
 def fresh(name: str, dtype: torch.dtype) -> list[Any]:
-    return [a.clone() if isinstance(a, Tensor) else a for a in RAW[name](dtype)]
+    sample = FIRST[name]
+    return list(sample.arguments(sample.make(dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,7 +47,7 @@ def test_in_place_is_the_functional_one(
     name: str, dtype: torch.dtype, kernels_module: ModuleType
 ) -> None:
     args = fresh(name, dtype)
-    expected = results(operator(kernels_module, name)(*args))
+    expected = FIRST[name].call_all(kernels_module, FIRST[name].make(dtype))
     assert operator(kernels_module, name + "_")(*args) is None
     for position, e in zip(replaced(name), expected, strict=True):
         assert torch.equal(args[position], e)
