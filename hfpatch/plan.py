@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -239,6 +239,22 @@ def _link(prepared: list[Prepared]) -> None:
         chain = Chain([p.module for p in blocks])
         for p in blocks:
             p.block.chain = chain  # type: ignore[union-attr]
+        together = {id(p): q for p, q in zip(blocks, _packed_across(blocks), strict=True)}
+        prepared[:] = [together.get(id(p), p) for p in prepared]
+
+
+def _packed_across(blocks: list[Prepared]) -> list[Prepared]:
+    """The same, but the first block's swap packs what one product serves in all of them."""
+    result = list(blocks)
+    groups = [p.block.chain_packs() for p in blocks]  # type: ignore[union-attr]
+    for kind in zip(*groups, strict=True):
+        together = tuple(linear for group in kind for linear in group)
+        if len(blocks) < 2 or not packing.can_pack(together):
+            continue
+        for i, (p, group) in enumerate(zip(result, kind, strict=True)):
+            own = tuple(pack for pack in p.packs if set(pack) != set(group))
+            result[i] = replace(p, packs=(*own, together) if i == 0 else own)
+    return result
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,11 @@ def _pack(groups: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[nn.Parameter,
 
 
 def _unpack(module: nn.Module, mark: Swapped) -> None:
-    own = {id(p) for p in module.parameters()}  # a copy's are not those that were packed
+    own = {id(p) for p in module.parameters()}
     for refs in mark.packed:
-        alive = [p for r in refs if (p := r()) is not None and id(p) in own]
+        alive = [p for ref in refs if (p := ref()) is not None]
+        if own.isdisjoint(map(id, alive)):  # the marks of a copy tell of the original's
+            continue
         packing.unpack(alive)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,21 +22,25 @@ def attention(
         backend: the processor's `_attention_backend`; with it, or with diffusers' context manager,
             diffusers dispatches the call as it would unpatched.
     """
-    from diffusers.models.attention_dispatch import (
-        AttentionBackendName,
-        _AttentionBackendRegistry,
-        dispatch_attention_fn,
-    )
-
+    dispatch = _dispatch()
     if (
         q.is_cuda
         and backend is None
-        and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
+        and dispatch._AttentionBackendRegistry.get_active_backend()[0]
+        == dispatch.AttentionBackendName.NATIVE
     ):
         return fastest(q, k, v, mask)
-    return dispatch_attention_fn(  # type: ignore[no-any-return]
+    return dispatch.dispatch_attention_fn(  # type: ignore[no-any-return]
         q, k, v, attn_mask=mask, backend=backend
     )
+
+
+@functools.cache
+def _dispatch() -> Any:
+    """diffusers' dispatcher, imported when a block first needs it."""
+    from diffusers.models import attention_dispatch
+
+    return attention_dispatch
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

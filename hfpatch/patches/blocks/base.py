@@ -87,6 +87,10 @@ class BlockSubject(Subject):
         """Linear layers that `project` is called with: worth one product each."""
         return []
 
+    def chain_packs(self) -> list[list[nn.Module]]:
+        """Of a chained block, layers that one product of all blocks of the chain may serve."""
+        return []
+
     def place(self, block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """A `tiny()` block as the model would be in `dtype`: some keep parameters in fp32."""
         return block.to(device, dtype)

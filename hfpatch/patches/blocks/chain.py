@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from hfpatch.patches.blocks.memo import StepMemo, stream_of, version
 
 #: Modulation sums of all blocks at once are kept for a step: not where each token has its own.
 _MAX_SUMS = 1 << 22
+
+
+SharedMake = Callable[..., "tuple[Any, ...] | None"]
 
 
 class Chain:
@@ -29,6 +32,7 @@ class Chain:
         self._blocks = [weakref.ref(b) for b in blocks]
         self._index = {id(b): i for i, b in enumerate(blocks)}
         self._sums = StepMemo(self._add_tables)
+        self._shared: dict[Any, StepMemo[tuple[Any, ...] | None]] = {}
         self._handed: _Handed | None = None
 
     def at(self, block: nn.Module, temb: Tensor) -> Place | None:
@@ -49,7 +53,18 @@ class Chain:
         sums = self._sums(temb)
         return None if sums is None else Place(self, i, sums)
 
-    def _add_tables(self, temb: Tensor) -> tuple[Tensor, ...] | None:
+    def share(self, make: SharedMake, *tensors: Tensor) -> tuple[Any, ...] | None:
+        """`make(blocks, *tensors)`, one value for each block, once per step; None if it is None."""
+        memo = self._shared.get(make)
+        if memo is None:
+            memo = self._shared[make] = StepMemo(lambda *t: self._make_shared(make, *t))
+        return memo(*tensors)
+
+    def _make_shared(self, make: SharedMake, *tensors: Tensor) -> tuple[Any, ...] | None:
+        blocks = [r() for r in self._blocks]
+        return None if None in blocks else make(blocks, *tensors)
+
+    def _add_tables(self, temb: Tensor) -> tuple[tuple[Tensor, ...], ...] | None:
         tables = [getattr(r(), "scale_shift_table", None) for r in self._blocks]
         first = tables[0]
         if (
@@ -64,7 +79,10 @@ class Chain:
             return None
         batch, steps, _ = temb.shape
         all_tables = torch.stack(tables)[:, None, None]  # type: ignore[arg-type]
-        return (all_tables + temb.reshape(1, batch, steps, *first.shape)).unbind(0)
+        sums = all_tables + temb.reshape(1, batch, steps, *first.shape)
+        vectors = sums.movedim(3, 1).flatten(0, 1).unbind(0)  # a view: N of each block
+        count = first.shape[0]
+        return tuple(vectors[i : i + count] for i in range(0, len(vectors), count))
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,7 @@ class _Handed:
 
     h: weakref.ref[Tensor]
     version: int
-    ada: Tensor
+    ada: tuple[Tensor, ...]
     x: Tensor
 
 
@@ -82,15 +100,20 @@ class Place:
 
     __slots__ = ("_chain", "_index", "_sums")
 
-    def __init__(self, chain: Chain, index: int, sums: tuple[Tensor, ...]) -> None:
+    def __init__(self, chain: Chain, index: int, sums: tuple[tuple[Tensor, ...], ...]) -> None:
         self._chain, self._index, self._sums = chain, index, sums
 
     @property
-    def sums(self) -> Tensor:
-        """This block's `scale_shift_table + temb`, [B, T, N, D]."""
+    def sums(self) -> tuple[Tensor, ...]:
+        """This block's `scale_shift_table + temb`: N tensors of [B, T, D]."""
         return self._sums[self._index]
 
-    def after(self) -> tuple[Any, Tensor] | None:
+    def share(self, make: SharedMake, *tensors: Tensor) -> Any:
+        """This block's part of `Chain.share`; None if there is none."""
+        found = self._chain.share(make, *tensors)
+        return None if found is None else found[self._index]
+
+    def after(self) -> tuple[Any, tuple[Tensor, ...]] | None:
         """The next block and its sums."""
         i = self._index + 1
         block = self._chain._blocks[i]() if i < len(self._sums) else None

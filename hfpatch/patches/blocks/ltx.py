@@ -17,9 +17,15 @@ from torch import nn
 from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
-from hfpatch.patches.blocks.chain import Chain
+from hfpatch.patches.blocks.chain import Chain, Place
 from hfpatch.patches.blocks.memo import StepMemo, companion
-from hfpatch.patches.blocks.projections import feed_forward, project
+from hfpatch.patches.blocks.projections import (
+    feed_forward,
+    is_packed,
+    is_plain,
+    output_projection,
+    project,
+)
 
 _PROCESSOR = "LTXVideoAttnProcessor"
 
@@ -38,6 +44,10 @@ class LtxSubject(BlockSubject):
     def packs(self) -> list[list[nn.Module]]:
         a1, a2 = self.module.attn1, self.module.attn2
         return [[a1.to_q, a1.to_k, a1.to_v], [a2.to_k, a2.to_v]]  # type: ignore[union-attr,list-item]
+
+    def chain_packs(self) -> list[list[nn.Module]]:
+        a2: Any = self.module.attn2
+        return [[a2.to_k, a2.to_v]]
 
     def main_combo(self) -> Combo:
         return Combo(self.module.attn1.to_out[0].weight.dtype, None)  # type: ignore[union-attr,index]
@@ -104,10 +114,12 @@ class LtxSubject(BlockSubject):
         ones = _Ones()
 
         def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            heads, head_dim = attn.heads, q.shape[-1] // attn.heads
-            q, k, v = (t.view(*t.shape[:2], heads, head_dim) for t in (q, k, v))
+            batch, length, width = q.shape
+            heads = attn.heads
+            by_head = (batch, -1, heads, width // heads)
+            q, k, v = q.view(by_head), k.view(by_head), v.view(by_head)
             out = attention(q, k, v, mask, backend=attn.processor._attention_backend)
-            return attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))  # type: ignore[no-any-return]
+            return output_projection(attn.to_out, out.view(batch, length, width))
 
         def fused(
             block: Any,
@@ -121,7 +133,7 @@ class LtxSubject(BlockSubject):
             h, text = hidden_states, encoder_hidden_states
             here = None if chain is None else chain.at(block, temb)
             ada = _add_table(block, temb) if here is None else here.sums
-            shift1, scale1, gate1, shift2, scale2, gate2 = ada.unbind(2)
+            shift1, scale1, gate1, shift2, scale2, gate2 = ada
             x = None if here is None else here.take(h)
             if x is None:
                 x = modulate(h, scale1, shift1, block.norm1.weight, None)
@@ -133,7 +145,7 @@ class LtxSubject(BlockSubject):
             h = gate(h, gate1, attend(a1, q, k, v, None))
 
             q = cross_norm(a2.to_q(h), a2.norm_q.weight, None)
-            k, v = project(text, (a2.to_k, a2.to_v))
+            k, v = _text_keys_values(a2, text, here)
             k = cross_norm(k, a2.norm_k.weight, None)
             crossed = attend(a2, q, k, v, _mask(a2, encoder_attention_mask, text))
             h, x = gate_modulate(h, ones(h), crossed, scale2, shift2, block.norm2.weight, None)
@@ -143,19 +155,45 @@ class LtxSubject(BlockSubject):
             if here is None or after is None or after[0].norm1.eps != block.norm2.eps:
                 return gate(h, gate2, out)  # type: ignore[no-any-return]
             following, ada = after
-            h, x = gate_modulate(
-                h, gate2, out, ada[:, :, 1], ada[:, :, 0], following.norm1.weight, None
-            )
+            h, x = gate_modulate(h, gate2, out, ada[1], ada[0], following.norm1.weight, None)
             here.hand_over(h, x)
             return h  # type: ignore[no-any-return]
 
         return fused
 
 
-def _add_table(block: Any, temb: Tensor) -> Tensor:
-    """The six modulation vectors of a block, [B, T, 6, D]."""
-    table = block.scale_shift_table
-    return table + temb.reshape(*temb.shape[:2], *table.shape)  # type: ignore[no-any-return]
+def _add_table(block: Any, temb: Tensor) -> tuple[Tensor, ...]:
+    """The six modulation vectors of a block, [B, T, D]."""
+    table: Tensor = block.scale_shift_table
+    return (table + temb.reshape(*temb.shape[:2], *table.shape)).unbind(2)
+
+
+def _text_keys_values(attn: Any, text: Tensor, here: Place | None) -> tuple[Tensor, Tensor]:
+    """k and v of the cross-attention: one product for all blocks of a step, where it may be."""
+    linears = (attn.to_k, attn.to_v)
+    if here is not None:
+        held = here.share(_all_keys_values, text)
+        if held is not None and all(is_plain(m, text) for m in linears) and _stamp(attn) == held[2]:
+            return held[0], held[1]
+    k, v = project(text, linears)
+    return k, v
+
+
+def _all_keys_values(blocks: list[Any], text: Tensor) -> tuple[Any, ...] | None:
+    """(k, v, stamp) for each block."""
+    linears = [m for b in blocks for m in (b.attn2.to_k, b.attn2.to_v)]
+    if not is_packed(linears, text):
+        return None
+    parts = project(text, linears)
+    stamps = [_stamp(b.attn2) for b in blocks]
+    return tuple(zip(parts[::2], parts[1::2], stamps, strict=True))
+
+
+def _stamp(attn: Any) -> tuple[Any, ...]:
+    """What tells whether k and v would come out the same: no weight was exchanged or written to."""
+    k, v = attn.to_k, attn.to_v
+    found = (id(k.weight), k.weight._version, id(v.weight), v.weight._version)
+    return found if k.bias is None else (*found, k.bias._version, v.bias._version)
 
 
 def _mask(attn: Any, mask: Tensor | None, text: Tensor) -> Tensor | None:

@@ -45,17 +45,17 @@ class StepMemo(Generic[T]):
 
     def __call__(self, *tensors: Tensor) -> T:
         """`make(*tensors)`, remembered."""
-        versions = tuple(version(t) for t in tensors)
         stream = stream_of(tensors[0])
+        held = self._held
+        if held is not None and held[2] == stream:
+            for ref, counted, t in zip(held[0], held[1], tensors, strict=True):
+                if ref() is not t or t._version != counted:  # what is held counts its writes
+                    break
+            else:
+                return held[3]
+        versions = tuple(version(t) for t in tensors)
         if stream is None or None in versions:
             return self._make(*tensors)
-        held = self._held
-        if (
-            held is not None
-            and all(r() is t for r, t in zip(held[0], tensors, strict=True))
-            and held[1:3] == (versions, stream)
-        ):
-            return held[3]
         made = self._make(*tensors)
         # one tuple, replaced in one assignment: other threads see the old or the new
         self._held = (tuple(weakref.ref(t) for t in tensors), versions, stream, made)

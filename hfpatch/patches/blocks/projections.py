@@ -18,13 +18,11 @@ from hfpatch.patches.base import Tensor, is_hooked
 
 def is_plain(linear: Any, x: Tensor) -> bool:
     """Whether calling `linear` on `x` is `F.linear` with its own weight and nothing else."""
-    return (
-        type(linear) is nn.Linear
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.dtype == x.dtype
-        and "forward" not in linear.__dict__
-        and not is_hooked(linear)
-    )
+    if type(linear) is not nn.Linear or is_hooked(linear):
+        return False
+    d = linear.__dict__  # attributes of a module cost twenty times a dict's entries
+    weight = d["_parameters"].get("weight")
+    return type(weight) is nn.Parameter and weight.dtype == x.dtype and "forward" not in d
 
 
 def project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -66,24 +64,26 @@ def _packed(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, Tensor | None] |
     first = linears[0]
     if not is_plain(first, x):  # what stands in its place may have none of its attributes
         return None
+    weight, bias = first._parameters["weight"], first._parameters["bias"]
     rows, columns = 0, first.in_features
-    with_bias = first.bias is not None
-    weight_at = first.weight.data_ptr()
-    bias_at = first.bias.data_ptr() if with_bias else 0
-    size = first.weight.element_size()
+    weight_at = weight.data_ptr()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    size = weight.element_size()
     for linear in linears:
+        if linear is not first and not is_plain(linear, x):
+            return None
+        own = linear._parameters
         if (
-            not is_plain(linear, x)
-            or (linear.bias is not None) != with_bias
-            or linear.weight.data_ptr() != weight_at + rows * columns * size
-            or (with_bias and linear.bias.data_ptr() != bias_at + rows * size)
+            (own["bias"] is None) != (bias is None)
+            or own["weight"].data_ptr() != weight_at + rows * columns * size
+            or (bias is not None and own["bias"].data_ptr() != bias_at + rows * size)
         ):
             return None
         rows += linear.out_features
-    if not (_holds(first.weight, rows * columns) and (not with_bias or _holds(first.bias, rows))):
+    if not (_holds(weight, rows * columns) and (bias is None or _holds(bias, rows))):
         return None
-    weight = first.weight.as_strided((rows, columns), (columns, 1))
-    return weight, first.bias.as_strided((rows,), (1,)) if with_bias else None
+    whole = weight.as_strided((rows, columns), (columns, 1))
+    return whole, None if bias is None else bias.as_strided((rows,), (1,))
 
 
 def _holds(first: Tensor, elements: int) -> bool:
@@ -115,16 +115,38 @@ def gelu_product(linear: Any, x: Tensor, approximate: str) -> Tensor | None:
     return h.view(*x.shape[:-1], -1)
 
 
+def drops_nothing(dropout: Any) -> bool:
+    """Whether calling this module returns its input and does nothing else."""
+    return (
+        type(dropout) is nn.Dropout
+        and not (dropout.training and dropout.p)
+        and "forward" not in dropout.__dict__
+        and not is_hooked(dropout)
+    )
+
+
+def output_projection(to_out: nn.ModuleList, x: Tensor) -> Tensor:
+    """diffusers' `to_out`: [linear, dropout]."""
+    modules = to_out._modules
+    x = modules["0"](x)
+    dropout: Any = modules["1"]
+    return x if drops_nothing(dropout) else dropout(x)
+
+
 def feed_forward(ff: Any, x: Tensor) -> Tensor:
     """diffusers' `FeedForward`: [activation with its projection, dropout, linear]."""
-    first, dropout, second = ff.net[0], ff.net[1], ff.net[-1]
+    modules = ff._modules["net"]._modules
+    first, dropout = modules["0"], modules["1"]
+    approximate = first.__dict__.get("approximate")
     if (
-        len(ff.net) == 3
-        and hasattr(first, "approximate")
-        and not (dropout.training and dropout.p)
-        and not any(is_hooked(m) for m in (ff, first, dropout))
+        len(modules) == 3
+        and approximate is not None
+        and drops_nothing(dropout)
+        and not is_hooked(ff)
+        and not is_hooked(first)
     ):
-        h = gelu_product(first.proj, x, first.approximate)
+        second = modules["2"]
+        h = gelu_product(first.proj, x, approximate)
         if h is not None:
             return second(h)  # type: ignore[no-any-return]
     return ff(x)  # type: ignore[no-any-return]

@@ -1,0 +1,143 @@
+"""What the blocks of one model compute for each other: shared products, handed-over norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from expect import relative_error
+from torch import Tensor, nn
+
+import hfpatch
+from hfpatch import packing
+from hfpatch.patches.blocks import projections
+
+ENTRY = zoo.ENTRIES["ltx"]
+
+
+@pytest.fixture
+def packed_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing is for GPUs; here the CPU's tensors count as such."""
+
+    def can_pack(linears: Any) -> bool:
+        plain = all(type(m) is nn.Linear and not packing.is_hooked(m) for m in linears)
+        storages = {m.weight.untyped_storage().data_ptr() for m in linears if plain}
+        return plain and len(storages) == len(linears)
+
+    monkeypatch.setattr(packing, "can_pack", can_pack)
+
+
+def build() -> tuple[Any, dict[str, Any], Tensor]:
+    model = ENTRY.build(torch.float32)
+    inputs = ENTRY.inputs(model, torch.float32)
+    return model, inputs, ENTRY.run(model, inputs)
+
+
+def text_layers(model: Any) -> list[nn.Linear]:
+    return [m for b in model.transformer_blocks for m in (b.attn2.to_k, b.attn2.to_v)]
+
+
+def storages(layers: list[nn.Linear]) -> set[int]:
+    return {m.weight.untyped_storage().data_ptr() for m in layers}
+
+
+@pytest.mark.usefixtures("packed_on_cpu", "kernels_module")
+def test_text_keys_and_values_of_all_blocks_are_one_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs, expected = build()
+    layers = text_layers(model)
+    hfpatch.apply(model)
+    assert len(layers) > 2 and len(storages(layers)) == 1
+    whole = sum(m.out_features for m in layers)
+    widths: list[int] = []
+    linear = projections.F.linear
+
+    def spy(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.data_ptr() == layers[0].weight.data_ptr():
+            widths.append(weight.shape[0])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(projections.F, "linear", spy)
+    for _ in range(2):
+        widths.clear()
+        assert relative_error(ENTRY.run(model, inputs), expected) < 1e-5
+        assert widths == [whole]
+    monkeypatch.undo()
+    assert hfpatch.restore(model)
+    assert len(storages(layers)) == len(layers)
+    assert torch.equal(ENTRY.run(model, inputs), expected)
+
+
+def write_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.transformer_blocks[1].attn2.to_v.weight.mul_(3)
+        model.transformer_blocks[0].attn2.to_k.bias.add_(1)
+
+
+def exchange(model: Any) -> None:
+    attn = model.transformer_blocks[1].attn2
+    attn.to_k.weight = nn.Parameter(attn.to_k.weight.detach() * -2)
+
+
+def wrap(model: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base
+            self.weight, self.bias = base.weight, base.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(x) * 2
+
+    attn = model.transformer_blocks[0].attn2
+    attn.to_v = Scaled(attn.to_v)
+
+
+def hook(model: Any) -> None:
+    model.transformer_blocks[1].attn2.to_v.register_forward_hook(lambda m, a, y: y * 2)
+
+
+CHANGES = pytest.mark.parametrize(
+    "change", [write_in_place, exchange, wrap, hook], ids=lambda f: f.__name__
+)
+
+
+@CHANGES
+@pytest.mark.usefixtures("packed_on_cpu", "kernels_module")
+def test_changed_text_layers_are_noticed(change: Any) -> None:
+    model, inputs, before = build()
+    twin, _, _ = build()
+    hfpatch.apply(model)
+    ENTRY.run(model, inputs)
+    change(model)
+    change(twin)
+    expected = ENTRY.run(twin, inputs)
+    assert relative_error(expected, before) > 1e-3
+    assert relative_error(ENTRY.run(model, inputs), expected) < 1e-5
+
+
+@CHANGES
+@pytest.mark.usefixtures("packed_on_cpu", "kernels_module")
+def test_a_block_called_with_the_same_text_after_a_change(change: Any) -> None:
+    """The values of a step are kept by the text; here text and step are the same objects."""
+    model, inputs, _ = build()
+    calls: list[dict[str, Any]] = []
+    handle = model.transformer_blocks[1].register_forward_pre_hook(
+        lambda m, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    ENTRY.run(model, inputs)
+    handle.remove()
+    given = calls[0]
+    hfpatch.apply(model)
+    block = model.transformer_blocks[1]
+    with torch.no_grad():
+        first = block(**given)
+        change(model)
+        again = block(**given)
+        expected = type(block).forward(block, **given)
+    assert relative_error(again, expected) < 1e-5
+    if change is not wrap:  # it changes the other block
+        assert relative_error(again, first) > 1e-3
