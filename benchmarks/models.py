@@ -98,29 +98,52 @@ def launches(call: Callable[[], Any]) -> int:
     return sum(e.count for e in profile.key_averages() if e.device_type.name == "CUDA")
 
 
+def peak_gib(call: Callable[[], Any]) -> float:
+    """The most memory that tensors held during one call, the model's included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def compiled_step(model: Any, step: Any, row: dict[str, Any], name: str) -> None:
+    """Adds the time of the first call and that of a step, under torch.compile."""
+    torch._dynamo.reset()
+    fast = torch.compile(model, dynamic=False)
+    start = time.perf_counter()
+    step(fast)
+    torch.cuda.synchronize()
+    row[f"{name}_s"] = time.perf_counter() - start
+    row[f"{name}d_ms"] = step_milliseconds(lambda: step(fast))
+
+
 def measure(name: str, compiled: bool) -> dict[str, Any]:
     model, step = CASES[name]()
     row: dict[str, Any] = {"case": name}
     with torch.no_grad():
         reference = step(model)[0].float()
         row["eager_ms"] = step_milliseconds(lambda: step(model))
+        row["eager_peak_gib"] = peak_gib(lambda: step(model))
         row["eager_launches"] = launches(lambda: step(model))
         report = hfpatch.apply(model)
         row["swaps"], row["apply_s"] = len(report.swaps), report.plan.seconds
         row["patched_ms"] = step_milliseconds(lambda: step(model))
         row["patched_launches"] = launches(lambda: step(model))
+        row["patched_peak_gib"] = peak_gib(lambda: step(model))
         patched = step(model)[0].float()
         row["relative_difference"] = ((patched - reference).norm() / reference.norm()).item()
+        if not name.startswith("llama"):  # a denoiser: one graph per step
+            hfpatch.apply(model, cuda_graphs=True)
+            row["graphs_ms"] = step_milliseconds(lambda: step(model))
+            row["graphs_are_exact"] = torch.equal(step(model)[0].float(), patched)
+        if compiled:
+            hfpatch.apply(model)
+            compiled_step(model, step, row, "apply_and_compile")
         hfpatch.restore(model)
         row["eager_again_ms"] = step_milliseconds(lambda: step(model), warmup=1, steps=5)
         if compiled:
-            torch._dynamo.reset()
-            fast = torch.compile(model, dynamic=False)
-            start = time.perf_counter()
-            step(fast)
-            torch.cuda.synchronize()
-            row["compile_s"] = time.perf_counter() - start
-            row["compiled_ms"] = step_milliseconds(lambda: step(fast))
+            compiled_step(model, step, row, "compile")
     row["speedup"] = row["eager_ms"] / row["patched_ms"]
     return row
 
