@@ -28,6 +28,7 @@ from torch.compiler import is_compiling
 
 from hfpatch import swap
 from hfpatch.patches.base import Forward, Tensor, forward_ad
+from hfpatch.patches.blocks.memo import Capture
 from hfpatch.plan import Prepared, Swap
 
 #: Graphs that one model keeps; the one that was not used for longest is dropped first.
@@ -192,6 +193,7 @@ class _Recorded:
     graph: Any  # torch.cuda.CUDAGraph
     inputs: list[Tensor]
     output: Any
+    kept: list[Any]
 
     def replay(self, tensors: list[Tensor]) -> Any:
         for ours, theirs in zip(self.inputs, tensors, strict=True):
@@ -222,11 +224,13 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: A
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             _check_output(original(model, *static_args, **static_kwargs))
-        torch.cuda.current_stream().wait_stream(side)
+        side.synchronize()  # the graph may read what this call has left to later ones
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        record = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode)
+        with Capture() as capture, record:
             output = original(model, *static_args, **static_kwargs)
-    return _Recorded(graph, inputs, output)
+    return _Recorded(graph, inputs, output, capture.kept)
 
 
 @dataclass

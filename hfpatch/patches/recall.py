@@ -11,7 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor
-from hfpatch.patches.blocks.memo import StepMemo, accompany, stream_of, version
+from hfpatch.patches.blocks.memo import StepMemo, accompany, current_capture, stream_of, version
 from hfpatch.patches.custom import CustomSubject
 
 
@@ -94,9 +94,11 @@ def _recalling_tables(original: Forward) -> Forward:
             rest = (num_frames, height, width, rope_interpolation_scale, video_coords)
             return original(self, hidden_states, *rest)
         settings = tuple(v for k, v in self.__dict__.items() if type(v) in (int, float))
-        key = (hidden_states.device, stream, sizes, scale and tuple(scale), settings)
-        recalled = held
-        if recalled is None or recalled[0] != key:
+        key = (stream, hidden_states.device, sizes, scale and tuple(scale), settings)
+        recalled, capture = held, current_capture()
+        if capture is not None and recalled is not None and recalled[0][1:] == key[1:]:
+            capture.kept.append(recalled)  # made by the call before the recording
+        elif recalled is None or recalled[0] != key:
             with torch.inference_mode(False):
                 wide = original(self, torch.empty_like(hidden_states[:1, :0]), *sizes, scale)
                 cos, sin = (t[..., ::2].contiguous() for t in wide)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -18,16 +20,46 @@ def version(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
+class Capture:
+    """A CUDA graph that hfpatch records: what it computes may be shared within it, as in a step."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+        self.kept: list[Any] = []  # what the graph reads and was made before; it must stay alive
+
+    def __enter__(self) -> Capture:
+        _now.capture = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _now.capture = None
+
+
+class _Now(threading.local):
+    capture: Capture | None = None
+
+
+_now = _Now()
+
+
+def current_capture() -> Capture | None:
+    """The graph of ours that is being recorded in this thread."""
+    return _now.capture
+
+
 def stream_of(t: Tensor) -> int | None:
     """The stream that work on `t`'s device is queued on now, 0 on the CPU; None under capture.
 
     What is computed while a CUDA graph is captured exists only when that graph is replayed, and
-    what was computed before may be gone by then: nothing is kept across the border.
+    what was computed before may be gone by then: nothing is kept across the border. A graph of ours
+    has a number of its own, less than 0.
     """
     if not t.is_cuda:
         return 0
     if torch.cuda.is_current_stream_capturing():
-        return None
+        return None if _now.capture is None else -_now.capture.number
     return int(torch._C._cuda_getCurrentRawStream(t.device.index))
 
 
