@@ -206,8 +206,8 @@ struct Tables {
     const bool pairs = n >= 3 && n <= 5 && c->shape[n - 1] == 2 &&
                        (!c->strides || c->shape[n - 2] <= 1 || c->strides[n - 2] == 2);
     if (!pairs) {
-      return check.fail("`cos` must, where there is no `sin`, be the real view [..., %s, 2] of a"
-                        " complex table, its last two dimensions contiguous, got shape %s; or pass"
+      return check.fail("`cos` must be the real view [..., %s, 2] of a complex table where there is"
+                        " no `sin`, its last two dimensions contiguous, got shape %s; or pass"
                         " `sin`",
                         "rotary_dim / 2", ShapeText(*c).text);
     }

@@ -19,8 +19,7 @@ struct RopeParams {
   RopeTensor q, k;
   RopeTable cos, sin;
   DType table_type, weight_type;
-  uint32_t seq;
-  uint32_t tokens;                   // all; == seq: one batch
+  uint32_t batches;
   uint32_t first_token, end_token;   // of this launch
   uint32_t heads;           // of q and k
   uint32_t groups;          // of heads; a thread takes heads group, group + groups, ...
@@ -61,10 +60,12 @@ struct Token {
   int64_t batch, seq;
 };
 
+// All batches of one position come one after the other: where they share the tables, as they do
+// mostly, a row of those is read from memory once, and from L2 for the other batches.
 __device__ __forceinline__ Token token_at(const RopeParams &p, uint32_t token) {
-  if (p.seq == p.tokens) return {0, token};  // one batch
-  const uint32_t batch = token / p.seq;
-  return {batch, token - batch * p.seq};
+  if (p.batches == 1) return {0, token};
+  const uint32_t seq = token / p.batches;
+  return {token - seq * p.batches, seq};
 }
 
 // One row of q or k: `heads` heads of one token.
@@ -325,7 +326,6 @@ inline RopeParams rope_params(const RopeArgs &a, int n) {
   RopeParams p{};
   p.q = a.q, p.k = a.k, p.cos = a.cos, p.sin = a.sin;
   p.table_type = a.table_type, p.weight_type = a.weight_type;
-  p.seq = static_cast<uint32_t>(a.seq);
   p.heads = static_cast<uint32_t>(a.q.heads + a.k.heads);
   p.half = static_cast<uint32_t>(a.rotary / 2);
   p.rest = static_cast<uint32_t>(a.rotary);
@@ -354,7 +354,7 @@ int32_t each_token_range(const RopeArgs &a, RopeParams &p, int64_t per_token, La
   const int64_t total = a.batch * a.seq;
   const int64_t most = kMost / per_token > 0 ? kMost / per_token : 1;
   if (total <= kMost) {
-    p.tokens = static_cast<uint32_t>(total);
+    p.batches = static_cast<uint32_t>(a.batch);
     for (int64_t first = 0; first < total; first += most) {
       const int64_t here = total - first < most ? total - first : most;
       p.first_token = static_cast<uint32_t>(first);
@@ -370,7 +370,7 @@ int32_t each_token_range(const RopeArgs &a, RopeParams &p, int64_t per_token, La
     for (int64_t first = 0; first < a.seq; first += most) {
       const int64_t here = a.seq - first < most ? a.seq - first : most;
       p = whole;
-      p.seq = p.tokens = p.end_token = static_cast<uint32_t>(here);
+      p.batches = 1, p.end_token = static_cast<uint32_t>(here);
       for (RopeTensor *t : {&p.q, &p.k}) {
         const int64_t bytes = size_of(a.type);
         t->x = static_cast<const char *>(t->x) + (batch * t->x_batch + first * t->x_seq) * bytes;

@@ -379,7 +379,7 @@ BAD_CALLS = [
         norm(q_weight=W.half(), k_weight=W.half(), cast=INPUT),
         r"`q_weight` must have the dtype of `q` \(float32\) unless",
     ),
-    (norm(sin=None), r"`cos` must, where there is no `sin`, be the real view"),
+    (norm(sin=None), r"`cos` must be the real view"),
     (norm(eps=-1.0), r"`eps` must be finite and >= 0"),
     (norm(cast=3), r"`cast` must be"),
     (norm(offset=1.0, cast=INPUT), r"`weight_offset` must be 0 unless `cast`"),

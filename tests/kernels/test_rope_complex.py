@@ -182,7 +182,7 @@ T = torch.ones(S, D // 2, 2)
         ((X, T, None, 1, 0, 0, 0), r"`interleaved` must be 1 for a complex table, got 0"),
         (
             (X, T[..., 0].contiguous(), None, 1, 1, 0, 0),
-            r"`cos` must, where there is no `sin`, be the real view .*\[5, 12\]",
+            r"`cos` must be the real view .*\[5, 12\]",
         ),
         ((X, T[:, :7], None, 1, 1, 0, 0), r"`cos`, a complex table, must have 12 columns, got 7"),
         ((X, T[:4], None, 1, 1, 0, 0), r"`cos` must have the shape of `x`"),
