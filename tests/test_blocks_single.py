@@ -46,12 +46,16 @@ def build(row: Row, dtype: torch.dtype = torch.float32) -> Root:
 def call_of(
     row: Row, name: str | None = None, dtype: torch.dtype = torch.float32, shape: Any = (2, 10)
 ) -> dict[str, Any]:
+    return arguments(row.calls[name or next(iter(row.calls))], dtype, shape)
+
+
+def arguments(call: Any, dtype: torch.dtype = torch.float32, shape: Any = (2, 10)) -> Any:
     g = torch.Generator().manual_seed(1)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=g).to(dtype)
 
-    return row.calls[name or next(iter(row.calls))](draw, *shape)
+    return call(draw, *shape)
 
 
 def wide(value: Any) -> Any:
@@ -124,6 +128,19 @@ def test_batches_and_odd_sizes(name: str, shape: tuple[int, int]) -> None:
         assert_equal_numbers(root, given, torch.float32)
 
 
+HANDED_BACK = [(name, call) for name, row in ROWS.items() for call in row.handed_back]
+
+
+@pytest.mark.parametrize(("name", "call"), HANDED_BACK)
+def test_handed_back(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[name]
+    root, given = build(row), arguments(row.handed_back[call])
+    hfpatch.apply(root)
+    assert is_fused(root, call_of(row), monkeypatch, row)
+    assert not is_fused(root, given, monkeypatch, row)
+    torch.testing.assert_close(flat(root.block(**given)), flat(original(root.block, given)))
+
+
 @pytest.mark.parametrize("name", list(ROWS))
 def test_steps_aside_for_hooks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[name]
@@ -141,7 +158,7 @@ def test_steps_aside_for_hooks(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert is_fused(root, given, monkeypatch, row)
 
 
-@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.inside == "attn1"])
+@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.inside.startswith("att")])
 def test_steps_aside_for_a_processor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[name]
     root, given = build(row), call_of(row)

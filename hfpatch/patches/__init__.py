@@ -10,6 +10,7 @@ from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SI
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
 from hfpatch.patches.blocks.resnet import ResnetBlocks
+from hfpatch.patches.blocks.sandwich import Lumina2Blocks, ZImageBlocks
 from hfpatch.patches.blocks.sd3 import SD3
 from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.gated_norms import GatedNorms
@@ -35,6 +36,8 @@ FAMILIES: tuple[Family, ...] = tuple(
             LtxBlocks(),
             WanBlocks(),
             BasicBlocks(),
+            ZImageBlocks(),
+            Lumina2Blocks(),
             *JOINT,
             RopeTables(),
             FullMasks(),

@@ -259,8 +259,9 @@ class MaskedAttention:
     """Attention under a mask of keys, which costs a slower kernel: masked keys are left out instead
     where all samples leave out the same. The mask is looked at once per step."""
 
-    def __init__(self) -> None:
+    def __init__(self, attend: Callable[..., Tensor] | None = None) -> None:
         self._kept = StepMemo(_kept)
+        self._attend = attend
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, backend: Any = None
@@ -277,7 +278,7 @@ class MaskedAttention:
             kept = self._kept(mask)
             if kept is not None:
                 k, v, mask = k[:, kept], v[:, kept], None
-        return attention(q, k, v, mask, backend=backend)
+        return (self._attend or attention)(q, k, v, mask, backend=backend)
 
 
 def _kept(mask: Tensor) -> slice | Tensor | None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Combo, Family, Subject, Tensor
+from hfpatch.patches.base import Combo, Contract, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 
@@ -23,6 +23,8 @@ class ModelBlock(BlockSubject):
 
     #: Class name of the attention processors that the fused forward stands in for.
     processor: ClassVar[str]
+    #: Name of the first parameter of the class's forward.
+    argument: ClassVar[str] = "hidden_states"
 
     @staticmethod
     def attentions(block: Any) -> tuple[Any, ...]:
@@ -49,6 +51,18 @@ class ModelBlock(BlockSubject):
         return odd_processors(cls.processor, cls.attentions(block)) is None and unhooked(
             *cls.unused(block)
         )
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        inner, name = super().forward(original, contract), self.argument
+        if name == "hidden_states":
+            return inner
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if name in kwargs:
+                return inner(self, kwargs.pop(name), *args, **kwargs)
+            return inner(self, *args, **kwargs)
+
+        return forward
 
     def idle(self) -> list[nn.Module]:
         return type(self).unused(self.module)
@@ -101,6 +115,14 @@ def odd_processors(name: str, attentions: Iterable[Any]) -> str | None:
     return None
 
 
+def odd_dtypes(modules: Iterable[nn.Module], projection: Any) -> str | None:
+    """Why modules whose parameters a kernel reads are of another dtype than `projection`."""
+    dtype = projection.weight.dtype
+    found = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
+    others = ", ".join(sorted(map(str, found - {dtype})))
+    return f"its norms are {others}, its projections {dtype}" if others else None
+
+
 def gelu_of(ff: Any) -> str:
     """diffusers' `activation_fn` of a `FeedForward` with a GELU or GEGLU."""
     first = ff.net[0]
@@ -148,13 +170,19 @@ def plain_attention(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """The same as a processor without backends (`AttnProcessor2_0`) does it."""
-    q, k, v = heads_of(attn, q, k, v)
+    return undispatched(*heads_of(attn, q, k, v), mask).flatten(2, 3)
+
+
+def undispatched(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: Any = None
+) -> Tensor:
+    """Attention of [B, S, H, D] tensors, past diffusers' dispatcher: no backend applies."""
     if q.is_cuda:
-        return fastest(q, k, v, mask).flatten(2, 3)
+        return fastest(q, k, v, mask)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
     )
-    return out.transpose(1, 2).flatten(2, 3)
+    return out.transpose(1, 2)
 
 
 def out_projection(attn: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""Rows of blocks_single.py for the families whose files are newer, tested alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from blocks_row import Call, Draw, Row, tables
+from torch import Tensor, nn
+
+
+def turns(draw: Draw, *shape: int) -> Tensor:
+    """Complex RoPE tables, which are complex64 in every model."""
+    angles = draw(*shape).float()
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def keys(batch: int, tokens: int) -> Tensor:
+    """[batch, tokens], bool: the last sample is shorter where it can be."""
+    mask = torch.ones(batch, tokens, dtype=torch.bool)
+    mask[-1, max(1, tokens - 3) :] = False
+    return mask
+
+
+# Z-Image, Lumina 2 -------------------------------------------------------------------------------
+
+
+def z_image(modulation: bool = True) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
+
+        return ZImageTransformerBlock(3, 96, 6, 6, 1e-5, True, modulation)
+
+    return make
+
+
+def z_image_call(draw: Draw, batch: int, tokens: int) -> Call:
+    return {
+        "x": draw(batch, tokens, 96),
+        "attn_mask": None,
+        "freqs_cis": turns(draw, batch, tokens, 8),
+        "adaln_input": draw(batch, 96),
+    }
+
+
+def z_image_masked(draw: Draw, batch: int, tokens: int) -> Call:
+    return z_image_call(draw, batch, tokens) | {"attn_mask": keys(batch, tokens)}
+
+
+def z_image_text(draw: Draw, batch: int, tokens: int) -> Call:
+    return z_image_masked(draw, batch, tokens) | {"adaln_input": None}
+
+
+def z_image_per_token(draw: Draw, batch: int, tokens: int) -> Call:
+    """Z-Image Omni: each token has one of two timesteps."""
+    noise = torch.zeros(batch, tokens)
+    noise[:, ::2] = 1
+    both = {"adaln_noisy": draw(batch, 96), "adaln_clean": draw(batch, 96)}
+    return z_image_call(draw, batch, tokens) | {"adaln_input": None, "noise_mask": noise} | both
+
+
+def lumina2(modulation: bool = True, kv_heads: int = 2) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.transformer_lumina2 import Lumina2TransformerBlock
+
+        return Lumina2TransformerBlock(96, 6, kv_heads, 32, 1.0, 1e-5, modulation)
+
+    return make
+
+
+def lumina2_call(draw: Draw, batch: int, tokens: int) -> Call:
+    return {
+        "hidden_states": draw(batch, tokens, 96),
+        "attention_mask": None,
+        # Lumina 2 makes its tables in complex128
+        "image_rotary_emb": turns(draw, batch, tokens, 8).to(torch.complex128),
+        "temb": draw(batch, 96),
+    }
+
+
+def lumina2_masked(draw: Draw, batch: int, tokens: int) -> Call:
+    return lumina2_call(draw, batch, tokens) | {"attention_mask": keys(batch, tokens)}
+
+
+def lumina2_text(draw: Draw, batch: int, tokens: int) -> Call:
+    mask = keys(batch, tokens).long()  # as a tokenizer gives it
+    return lumina2_call(draw, batch, tokens) | {"attention_mask": mask, "temb": None}
+
+
+ROWS: dict[str, Row] = {
+    "z-image": Row(
+        z_image(),
+        {"no mask": z_image_call, "mask": z_image_masked},
+        aside=("attention_norm1", "ffn_norm2", "attention", "attention.norm_q", "feed_forward"),
+        linear="attention.to_v",
+        inside="attention",
+        handed_back={"per token": z_image_per_token},
+    ),
+    "z-image text": Row(
+        z_image(modulation=False),
+        {"mask": z_image_text},
+        aside=("ffn_norm1",),
+        linear="feed_forward.w3",
+        inside="attention",
+    ),
+    "lumina 2": Row(
+        lumina2(),
+        {"no mask": lumina2_call, "mask": lumina2_masked},
+        aside=("norm1", "norm1.norm", "norm2", "attn", "feed_forward.silu"),
+        linear="norm1.linear",
+        inside="attn",
+    ),
+    "lumina 2 text": Row(
+        lumina2(modulation=False, kv_heads=6),
+        {"mask": lumina2_text},
+        aside=("norm1",),
+        linear="attn.to_k",
+        inside="attn",
+    ),
+}
