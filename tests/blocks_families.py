@@ -88,6 +88,45 @@ def lumina2_text(draw: Draw, batch: int, tokens: int) -> Call:
     return lumina2_call(draw, batch, tokens) | {"attention_mask": mask, "temb": None}
 
 
+# CogVideoX ---------------------------------------------------------------------------------------
+
+
+def cogvideox(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+
+        return CogVideoXBlock(96, 6, 16, 40, **settings)
+
+    return make
+
+
+def cogvideox_call(draw: Draw, batch: int, tokens: int) -> Call:
+    return {
+        "hidden_states": draw(batch, tokens, 96),
+        "encoder_hidden_states": draw(batch, 7, 96),
+        "temb": draw(batch, 40),
+        "image_rotary_emb": tables(draw, tokens, 16),
+    }
+
+
+def cogvideox_learned(draw: Draw, batch: int, tokens: int) -> Call:
+    """The 2B model has learned positions."""
+    return cogvideox_call(draw, batch, tokens) | {"image_rotary_emb": None}
+
+
+def cogvideox_joined(draw: Draw, batch: int, tokens: int) -> Call:
+    """Its first block gets the two halves of one tensor."""
+    call = cogvideox_call(draw, batch, tokens)
+    both = torch.cat((call["encoder_hidden_states"], call["hidden_states"]), 1)
+    return call | {"hidden_states": both[:, 7:], "encoder_hidden_states": both[:, :7]}
+
+
+def cogvideox_masked(draw: Draw, batch: int, tokens: int) -> Call:
+    mask = torch.zeros(batch, 1, 7 + tokens)
+    mask[:, :, -2:] = -10000.0
+    return cogvideox_call(draw, batch, tokens) | {"attention_kwargs": {"attention_mask": mask}}
+
+
 ROWS: dict[str, Row] = {
     "z-image": Row(
         z_image(),
@@ -117,5 +156,15 @@ ROWS: dict[str, Row] = {
         aside=("norm1",),
         linear="attn.to_k",
         inside="attn",
+    ),
+    "cogvideox": Row(
+        cogvideox(attention_bias=True),
+        {"rope": cogvideox_call, "no rope": cogvideox_learned, "joined": cogvideox_joined},
+        aside=("norm1", "norm1.norm", "norm2.silu", "attn1.norm_q"),
+        linear="norm2.linear",
+        handed_back={"attention mask": cogvideox_masked},
+    ),
+    "cogvideox without norms of q and k": Row(
+        cogvideox(qk_norm=False, norm_elementwise_affine=False), {"rope": cogvideox_call}
     ),
 }

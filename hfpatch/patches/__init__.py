@@ -4,6 +4,7 @@ from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
 from hfpatch.patches.blocks.basic import BasicBlocks
+from hfpatch.patches.blocks.cogvideox import CogVideoXBlocks
 from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
 from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
@@ -36,6 +37,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             LtxBlocks(),
             WanBlocks(),
             BasicBlocks(),
+            CogVideoXBlocks(),
             ZImageBlocks(),
             Lumina2Blocks(),
             *JOINT,

@@ -170,7 +170,8 @@ def plain_attention(
     attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """The same as a processor without backends (`AttnProcessor2_0`) does it."""
-    return undispatched(*heads_of(attn, q, k, v), mask).flatten(2, 3)
+    q, k, v = heads_of(attn, q, k, v)
+    return undispatched(q, k, v, mask).flatten(2, 3)
 
 
 def undispatched(

@@ -93,21 +93,19 @@ class SandwichSubject(ModelBlock):
 
     # `ModelBlock` has these as static methods; a class method is called alike
     @classmethod
-    def attentions(cls, block: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def attentions(cls, block: Any) -> tuple[Any, ...]:
         return (cls.attention_of(block),)
 
     @classmethod
-    def unused(cls, block: Any) -> list[nn.Module]:  # type: ignore[override]
+    def unused(cls, block: Any) -> list[nn.Module]:
         attn = cls.attention_of(block)
         ffn = block.feed_forward
         # whatever holds a norm or the FFN's layers is not called either
         holders = [block.norm1] if block.modulation and hasattr(block, "norm1") else []
         activation = [m for n, m in ffn.named_children() if n not in cls.names.ffn]
         silu = [h.silu for h in holders]
-        return [attn, attn.norm_q, attn.norm_k, *cls.norms_of(block), ffn, *activation] + [
-            *holders,
-            *silu,
-        ]
+        norms = [attn.norm_q, attn.norm_k, *cls.norms_of(block)]
+        return [attn, *norms, ffn, *activation, *holders, *silu]
 
     def packs(self) -> list[list[nn.Module]]:
         attn = self.attention_of(self.module)
@@ -115,7 +113,7 @@ class SandwichSubject(ModelBlock):
         return [[attn.to_q, attn.to_k, attn.to_v], [gate, up]]
 
     @classmethod
-    def odd(cls, block: Any) -> str | None:  # type: ignore[override]
+    def odd(cls, block: Any) -> str | None:
         attn = cls.attention_of(block)
         qk, norms = [attn.norm_q, attn.norm_k], cls.norms_of(block)
         if any(n is None for n in qk):
@@ -142,7 +140,7 @@ class SandwichSubject(ModelBlock):
         return [m for n, m in children if n not in cls.names.ffn]
 
     @classmethod
-    def projection(cls, block: Any) -> Any:  # type: ignore[override]
+    def projection(cls, block: Any) -> Any:
         return cls.attention_of(block).to_out[0]
 
     @abstractmethod
@@ -183,7 +181,7 @@ class SandwichSubject(ModelBlock):
         def attended(attn: Any, x: Tensor, mask: Tensor | None, turns: Tensor | None) -> Tensor:
             q, k, v = project(x, (attn.to_q, attn.to_k, attn.to_v))
             head_dim = q.shape[-1] // attn.heads
-            q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in (q, k, v))
+            q, k, v = (t.view(*t.shape[:2], -1, head_dim) for t in (q, k, v))
             cos, sin = (None, None) if turns is None else tables_of(turns)
             q, k = qk_norm_rope(q, k, attn.norm_q.weight, attn.norm_k.weight, cos, sin)
             if k.shape[2] != q.shape[2]:  # fewer heads for keys: the fast kernels want as many
@@ -320,11 +318,12 @@ class Lumina2Subject(SandwichSubject):
             temb: Tensor | None = None,
         ) -> Any:
             h, mask, turns = hidden_states, attention_mask, image_rotary_emb
-            mixed = block.modulation and (temb is None or temb.dtype != h.dtype)
-            if mixed or (mask is not None and mask.ndim != 2):
+            if mask is not None and mask.ndim != 2:
                 return original(block, h, mask, turns, temb)
             if not block.modulation:
                 return run(block, h, mask, turns, None, (None, None))
+            if temb is None or temb.dtype != h.dtype:
+                return original(block, h, mask, turns, temb)
             made = block.norm1.linear(silu(temb)).unflatten(-1, (4, -1))  # scale, gate, twice
             gates = made[:, 1::2].float().tanh()
             return run(block, h, mask, turns, made[:, 0::2].unbind(1), gates.unbind(1))
