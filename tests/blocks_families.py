@@ -127,6 +127,40 @@ def cogvideox_masked(draw: Draw, batch: int, tokens: int) -> Call:
     return cogvideox_call(draw, batch, tokens) | {"attention_kwargs": {"attention_mask": mask}}
 
 
+# Mochi -------------------------------------------------------------------------------------------
+
+
+def mochi(last: bool = False) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.transformer_mochi import MochiTransformerBlock
+
+        return MochiTransformerBlock(96, 6, 16, 40, context_pre_only=last)
+
+    return make
+
+
+def mochi_call(draw: Draw, batch: int, tokens: int) -> Call:
+    angles = draw(tokens, 6, 8).float()  # a table per head
+    return {
+        "hidden_states": draw(batch, tokens, 96),
+        "encoder_hidden_states": draw(batch, 7, 40),
+        "temb": draw(batch, 96),
+        "encoder_attention_mask": torch.ones(batch, 7, dtype=torch.bool),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+def mochi_padded(draw: Draw, batch: int, tokens: int) -> Call:
+    return mochi_call(draw, batch, tokens) | {"encoder_attention_mask": keys(batch, 7)}
+
+
+def mochi_gaps(draw: Draw, batch: int, tokens: int) -> Call:
+    mask = keys(batch, 7)
+    mask[:, 1:3] = False
+    mask[0] = False
+    return mochi_call(draw, batch, tokens) | {"encoder_attention_mask": mask}
+
+
 ROWS: dict[str, Row] = {
     "z-image": Row(
         z_image(),
@@ -166,5 +200,17 @@ ROWS: dict[str, Row] = {
     ),
     "cogvideox without norms of q and k": Row(
         cogvideox(qk_norm=False, norm_elementwise_affine=False), {"rope": cogvideox_call}
+    ),
+    "mochi": Row(
+        mochi(),
+        {"full": mochi_call, "padded": mochi_padded, "gaps": mochi_gaps},
+        aside=("norm1", "norm1_context.norm", "norm3.norm", "norm4_context", "attn1.norm_added_k"),
+        linear="attn1.add_q_proj",
+    ),
+    "mochi's last": Row(
+        mochi(last=True),
+        {"padded": mochi_padded},
+        aside=("norm1_context.norm", "norm2"),
+        linear="norm1_context.linear_1",
     ),
 }

@@ -36,6 +36,7 @@ Modulation = Sequence[Tensor]
 _CASTS = {
     (nn.RMSNorm.__module__, "RMSNorm"): "none",
     ("diffusers.models.normalization", "RMSNorm"): "weight",
+    ("diffusers.models.normalization", "MochiRMSNorm"): "none",
 }
 
 
