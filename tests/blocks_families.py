@@ -161,6 +161,92 @@ def mochi_gaps(draw: Draw, batch: int, tokens: int) -> Call:
     return mochi_call(draw, batch, tokens) | {"encoder_attention_mask": mask}
 
 
+# LTX-2 -------------------------------------------------------------------------------------------
+
+
+def ltx2(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformerBlock
+
+        return LTX2VideoTransformerBlock(96, 6, 16, 96, 48, 6, 8, 48, **settings)
+
+    return make
+
+
+def ltx2_call(
+    draw: Draw,
+    batch: int,
+    tokens: int,
+    per_token: bool = False,
+    split: bool = True,
+    mods: int = 6,
+    prompts: bool = False,
+) -> Call:
+    audio, text = 5, 7
+
+    def rotary(length: int, width: int) -> tuple[Tensor, Tensor]:
+        if not split:
+            return tables(draw, batch, length, width)
+        angles = draw(batch, 6, length, width // 12).float()
+        return angles.cos(), angles.sin()
+
+    steps = (tokens, audio) if per_token else (1, 1)
+    call = {
+        "hidden_states": draw(batch, tokens, 96),
+        "audio_hidden_states": draw(batch, audio, 48),
+        "encoder_hidden_states": draw(batch, text, 96),
+        "audio_encoder_hidden_states": draw(batch, text, 48),
+        "temb": draw(batch, steps[0], mods * 96),
+        "temb_audio": draw(batch, steps[1], mods * 48),
+        "temb_ca_scale_shift": draw(batch, steps[0], 4 * 96),
+        "temb_ca_audio_scale_shift": draw(batch, steps[1], 4 * 48),
+        "temb_ca_gate": draw(batch, steps[0], 96),
+        "temb_ca_audio_gate": draw(batch, steps[1], 48),
+        "video_rotary_emb": rotary(tokens, 96),
+        "audio_rotary_emb": rotary(audio, 48),
+        "ca_video_rotary_emb": rotary(tokens, 48),
+        "ca_audio_rotary_emb": rotary(audio, 48),
+    }
+    if prompts:
+        call |= {"temb_prompt": draw(batch, 1, 192), "temb_prompt_audio": draw(batch, 1, 96)}
+    return call
+
+
+def ltx2_with(**more: Any) -> Callable[[Draw, int, int], Call]:
+    return lambda d, b, t: ltx2_call(d, b, t) | more
+
+
+def ltx2_masked(draw: Draw, batch: int, tokens: int) -> Call:
+    call = ltx2_call(draw, batch, tokens)
+    like = call["hidden_states"]
+    text = torch.zeros(batch, 1, 7)
+    text[-1, :, 5:] = -10000.0
+    itself = torch.zeros(batch, tokens, tokens)
+    itself[:, :, tokens // 2 + 1 :] = -10000.0
+    return call | {
+        "encoder_attention_mask": text.to(like),
+        "audio_encoder_attention_mask": text.to(like),
+        "self_attention_mask": itself.to(like),
+    }
+
+
+def ltx2_perturbed(draw: Draw, batch: int, tokens: int) -> Call:
+    mask = torch.ones(batch, 1, 1)
+    mask[0] = 0.0
+    call = ltx2_call(draw, batch, tokens, mods=9, prompts=True)
+    return call | {"perturbation_mask": mask.to(call["hidden_states"])}
+
+
+LTX23: dict[str, Any] = {
+    "video_gated_attn": True,
+    "audio_gated_attn": True,
+    "video_cross_attn_adaln": True,
+    "audio_cross_attn_adaln": True,
+    "perturbed_attn": True,
+    "rope_type": "split",
+}
+
+
 ROWS: dict[str, Row] = {
     "z-image": Row(
         z_image(),
@@ -212,5 +298,35 @@ ROWS: dict[str, Row] = {
         {"padded": mochi_padded},
         aside=("norm1_context.norm", "norm2"),
         linear="norm1_context.linear_1",
+    ),
+    "ltx-2": Row(
+        ltx2(rope_type="split"),
+        {
+            "per sample": ltx2_call,
+            "per token": lambda d, b, t: ltx2_call(d, b, t, per_token=True),
+            "masks": ltx2_masked,
+            "streams apart": ltx2_with(
+                use_a2v_cross_attention=False, use_v2a_cross_attention=False
+            ),
+            "to the video": ltx2_with(use_v2a_cross_attention=False),
+            "to the audio": ltx2_with(use_a2v_cross_attention=False),
+        },
+        aside=("norm1", "audio_norm3", "video_to_audio_norm", "attn2", "audio_attn1.norm_k"),
+        linear="audio_to_video_attn.to_q",
+    ),
+    "ltx-2.3": Row(
+        ltx2(**LTX23),
+        {"prompts": lambda d, b, t: ltx2_call(d, b, t, mods=9, prompts=True)},
+        aside=("audio_to_video_norm",),
+        linear="attn1.to_gate_logits",
+        handed_back={"perturbed": ltx2_perturbed},
+    ),
+    "ltx-2.5": Row(
+        ltx2(**(LTX23 | {"perturbed_attn": False, "ff_bias": False, "elementwise_affine": True})),
+        {"no prompts": lambda d, b, t: ltx2_call(d, b, t, mods=9)},
+        linear="audio_ff.net.0.proj",
+    ),
+    "ltx-2 interleaved": Row(
+        ltx2(), {"per sample": lambda d, b, t: ltx2_call(d, b, t, split=False)}
     ),
 }

@@ -9,6 +9,7 @@ from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
 from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
+from hfpatch.patches.blocks.ltx2 import Ltx2Blocks
 from hfpatch.patches.blocks.mochi import MochiBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
 from hfpatch.patches.blocks.resnet import ResnetBlocks
@@ -40,6 +41,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             BasicBlocks(),
             CogVideoXBlocks(),
             MochiBlocks(),
+            Ltx2Blocks(),
             ZImageBlocks(),
             Lumina2Blocks(),
             *JOINT,

@@ -22,7 +22,7 @@ class ModelBlock(BlockSubject):
     """A block whose file says which children it never calls and what else it relies on."""
 
     #: Class name of the attention processors that the fused forward stands in for.
-    processor: ClassVar[str]
+    processor: ClassVar[str | tuple[str, ...]]
     #: Name of the first parameter of the class's forward.
     argument: ClassVar[str] = "hidden_states"
 
@@ -102,11 +102,12 @@ class BlockFamily(Family):
         return kind(module)
 
 
-def odd_processors(name: str, attentions: Iterable[Any]) -> str | None:
+def odd_processors(name: str | tuple[str, ...], attentions: Iterable[Any]) -> str | None:
     """Why an attention is not the one that class `name` computes, as diffusers builds it."""
+    names = (name,) if isinstance(name, str) else name
     for attn in attentions:
         processor = attn.processor
-        if type(processor).__name__ != name:
+        if type(processor).__name__ not in names:
             return f"its attention processor is `{type(processor).__name__}`"
         if getattr(processor, "_parallel_config", None) is not None:
             return "its attention is split over several GPUs"
