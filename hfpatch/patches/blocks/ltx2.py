@@ -21,6 +21,7 @@ from torch import nn
 
 from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.attention import attention
+from hfpatch.patches.blocks.joint import cast_of
 from hfpatch.patches.blocks.memo import accompany, companion
 from hfpatch.patches.blocks.parts import (
     BlockFamily,
@@ -136,18 +137,14 @@ class Ltx2Subject(ModelBlock):
     def odd(block: Any) -> str | None:
         norms, attentions = _norms(block), Ltx2Subject.attentions(block)
         qk = [n for a in attentions for n in (a.norm_q, a.norm_k)]
-        if any(
-            type(n).__name__ != "RMSNorm" or getattr(n, "bias", None) is not None for n in norms
-        ):
-            return "its norms are no `RMSNorm`s, or have a bias"
+        if any(cast_of(n) != "weight" or n._parameters.get("bias") is not None for n in norms):
+            return "its norms are no `RMSNorm`s of diffusers, or have a bias"
         if any(type(n) is not nn.RMSNorm or n.eps is None for n in qk):
             return f"its q and k are normed by `{type(qk[0]).__name__}`"
         if len({n.eps for n in norms}) > 1 or len({n.eps for n in qk}) > 1:
             return "its norms differ in eps"
-        if len({a.rope_type for a in attentions}) > 1 or any(
-            len(a.to_out) != 2 for a in attentions
-        ):
-            return "its attentions differ"
+        if len({(a.rope_type, len(a.to_out)) for a in attentions}) > 1:
+            return "its attentions differ in RoPE or output"
         if any(a.inner_dim != a.inner_kv_dim for a in attentions):
             return "its attention has fewer heads for keys than for queries"
         why = odd_feed_forward(block.ff) or odd_feed_forward(block.audio_ff)
@@ -413,7 +410,7 @@ class Attend:
 
     def _turned(self, x: Tensor, cos: Tensor) -> Tensor:
         """`x` with the heads of the tables, which are per head where halves are turned."""
-        return x.unflatten(2, (cos.shape[2], -1)) if self._split else x
+        return x.view(*x.shape[:2], cos.shape[2], -1) if self._split else x
 
     def _compact(self, cos: Tensor, sin: Tensor) -> Rotary:
         """The tables as the kernel reads them: [B, S, H, D / 2], or each value once."""
