@@ -237,6 +237,37 @@ def ltx2_perturbed(draw: Draw, batch: int, tokens: int) -> Call:
     return call | {"perturbation_mask": mask.to(call["hidden_states"])}
 
 
+# Sana --------------------------------------------------------------------------------------------
+
+
+def sana(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
+
+        sizes = {"num_cross_attention_heads": 3, "cross_attention_head_dim": 32}
+        return SanaTransformerBlock(96, 6, 16, cross_attention_dim=96, **sizes, **settings)
+
+    return make
+
+
+def sana_call(draw: Draw, batch: int, tokens: int) -> Call:
+    return {
+        "hidden_states": draw(batch, tokens * 3, 96),
+        "encoder_hidden_states": draw(batch, 7, 96),
+        "encoder_attention_mask": None,
+        "timestep": draw(batch, 6 * 96),
+        "height": tokens,
+        "width": 3,
+    }
+
+
+def sana_masked(draw: Draw, batch: int, tokens: int) -> Call:
+    call = sana_call(draw, batch, tokens)
+    mask = torch.zeros(batch, 1, 7)
+    mask[-1, :, 5:] = -10000.0
+    return call | {"encoder_attention_mask": mask.to(call["hidden_states"])}
+
+
 LTX23: dict[str, Any] = {
     "video_gated_attn": True,
     "audio_gated_attn": True,
@@ -328,5 +359,17 @@ ROWS: dict[str, Row] = {
     ),
     "ltx-2 interleaved": Row(
         ltx2(), {"per sample": lambda d, b, t: ltx2_call(d, b, t, split=False)}
+    ),
+    "sana": Row(
+        sana(),
+        {"no mask": sana_call, "mask": sana_masked},
+        aside=("norm1", "norm2", "attn1", "ff", "attn2"),
+        linear="attn2.to_q",
+    ),
+    "sana with norms of q and k": Row(
+        sana(qk_norm="rms_norm_across_heads", attention_bias=False, norm_elementwise_affine=True),
+        {"mask": sana_masked},
+        linear="attn1.to_q",
+        aside=("attn2",),
     ),
 }

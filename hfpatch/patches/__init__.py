@@ -13,6 +13,7 @@ from hfpatch.patches.blocks.ltx2 import Ltx2Blocks
 from hfpatch.patches.blocks.mochi import MochiBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
 from hfpatch.patches.blocks.resnet import ResnetBlocks
+from hfpatch.patches.blocks.sana import SanaBlocks
 from hfpatch.patches.blocks.sandwich import Lumina2Blocks, ZImageBlocks
 from hfpatch.patches.blocks.sd3 import SD3
 from hfpatch.patches.blocks.wan import WanBlocks
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             CogVideoXBlocks(),
             MochiBlocks(),
             Ltx2Blocks(),
+            SanaBlocks(),
             ZImageBlocks(),
             Lumina2Blocks(),
             *JOINT,
