@@ -31,10 +31,20 @@ FUSED_BLOCKS = {
     "HunyuanVideoSingleTransformerBlock",
     "JointTransformerBlock",
     "QwenImageTransformerBlock",
+    "ZImageTransformerBlock",
+    "Lumina2TransformerBlock",
+    "CogVideoXBlock",
+    "MochiTransformerBlock",
+    "LTX2VideoTransformerBlock",
+    "SanaTransformerBlock",
 }
 
 #: Modules whose results are kept between the steps of a denoiser.
-RECALLED = {"LTXVideoTransformer3DModel", "LTXVideoRotaryPosEmbed"}
+RECALLED = {
+    "LTXVideoTransformer3DModel",
+    "LTXVideoRotaryPosEmbed",
+    "LTX2VideoTransformer3DModel",
+}
 
 
 def is_fused_block(module: nn.Module) -> bool:
