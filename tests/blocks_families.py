@@ -323,12 +323,14 @@ ROWS: dict[str, Row] = {
         {"full": mochi_call, "padded": mochi_padded, "gaps": mochi_gaps},
         aside=("norm1", "norm1_context.norm", "norm3.norm", "norm4_context", "attn1.norm_added_k"),
         linear="attn1.add_q_proj",
+        waits=True,
     ),
     "mochi's last": Row(
         mochi(last=True),
         {"padded": mochi_padded},
         aside=("norm1_context.norm", "norm2"),
         linear="norm1_context.linear_1",
+        waits=True,
     ),
     "ltx-2": Row(
         ltx2(rope_type="split"),

@@ -20,7 +20,7 @@ class Row:
     call by name, the first of them the usual one; `fp32_parts` are kept in fp32 in half precision;
     `aside` names modules whose hooks must fire, so that the block steps aside; `linear` is the path
     of a projection, if it has any; `inside` is a module that a fused forward never calls;
-    `handed_back` are calls that the original must take.
+    `handed_back` are calls that the original must take; `waits`: it waits for the GPU.
     """
 
     make: Callable[[], nn.Module]
@@ -29,6 +29,7 @@ class Row:
     aside: tuple[str, ...] = ("norm1", "attn1")
     linear: str = "attn1.to_q"
     inside: str = "attn1"
+    waits: bool = False
     handed_back: Mapping[str, Callable[[Draw, int, int], Call]] = field(default_factory=dict)
 
 
