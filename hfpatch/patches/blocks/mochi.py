@@ -212,7 +212,7 @@ def _lengths(mask: Tensor) -> list[int | Tensor]:
 
 
 def _gates(modulation: Tensor) -> Tensor:
-    return modulation[:, 1::2].float().tanh()
+    return modulation[:, 1::2].tanh()
 
 
 def _norms(block: Any) -> list[Any]:

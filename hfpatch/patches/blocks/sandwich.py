@@ -35,8 +35,9 @@ OPS = ("norm_modulate", "qk_norm_rope", "gated")
 class NormedSum:
     """`h + gate * norm(y)`, an RMS norm, in one pass and rounded once.
 
-    It is `norm_modulate` with the gate in the norm's weight, in fp32, and h in the place of the
-    shift. A gate per sample takes a launch per sample.
+    It is `norm_modulate` with the gate in the norm's weight and h in the place of the shift. A gate
+    per sample takes a launch per sample. The product of gate and weight is rounded to the dtype of
+    h, for which the kernel is fastest; the original rounds the gate, the norm and two more times.
     """
 
     def __init__(self, bind: Callable[..., Callable[..., Any]], eps: float) -> None:
@@ -48,14 +49,17 @@ class NormedSum:
         Args:
             h, y: [B, S, D].
             weight: [D], the norm's.
-            gate: [B, D], fp32.
+            gate: [B, D].
         """
         out = torch.empty_like(h, memory_format=torch.contiguous_format)
         none = self._zeros(h)
         if gate is None:
             self._into(out, y, none, h, weight, None)
             return out
-        weights = gate if weight is None else gate * weight
+        if weight is None:
+            weights = gate.to(h.dtype)
+        else:
+            weights = torch.mul(gate, weight, out=h.new_empty(gate.shape))
         for i, w in enumerate(weights):
             one = slice(i, i + 1)
             self._into(out[one], y[one], none, h[one], w, None)
