@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Forward, Tensor
+from hfpatch.patches.base import Forward, Tensor, is_hooked
 from hfpatch.patches.blocks.joint import compact
 from hfpatch.patches.blocks.memo import StepMemo
 from hfpatch.patches.blocks.parts import (
@@ -29,7 +29,7 @@ from hfpatch.patches.blocks.parts import (
     small,
     undispatched,
 )
-from hfpatch.patches.blocks.projections import feed_forward, project
+from hfpatch.patches.blocks.projections import gelu_product, project
 
 
 class CogVideoXSubject(ModelBlock):
@@ -184,7 +184,7 @@ class CogVideoXSubject(ModelBlock):
                         n.weight,
                         n.bias,
                     )
-            y = feed_forward(block.ff, y)
+            y = _feed_forward(block.ff, y)
             made = [
                 gated_sum(total, second[:, at + 2], y[:, place])
                 for total, place, at in zip(sums, places, (3, 0), strict=True)
@@ -192,6 +192,22 @@ class CogVideoXSubject(ModelBlock):
             return made[1], made[0]
 
         return fused
+
+
+def _feed_forward(ff: Any, x: Tensor) -> Tensor:
+    """`FeedForward` with a dropout at its end too, GELU in the epilogue where that can be."""
+    first, dropout, *rest = ff.net
+    if (
+        hasattr(first, "approximate")
+        and not (dropout.training and dropout.p)
+        and not any(is_hooked(m) for m in (ff, first, dropout))
+    ):
+        h = gelu_product(first.proj, x, first.approximate)
+        if h is not None:
+            for module in rest:
+                h = module(h)
+            return h
+    return ff(x)  # type: ignore[no-any-return]
 
 
 class CogVideoXBlocks(BlockFamily):

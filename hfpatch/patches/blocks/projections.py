@@ -116,18 +116,15 @@ def gelu_product(linear: Any, x: Tensor, approximate: str) -> Tensor | None:
 
 
 def feed_forward(ff: Any, x: Tensor) -> Tensor:
-    """diffusers' `FeedForward`: [activation with its projection, dropout, linear]; CogVideoX's has
-    one more dropout."""
-    first, dropout = ff.net[0], ff.net[1]
+    """diffusers' `FeedForward`: [activation with its projection, dropout, linear]."""
+    first, dropout, second = ff.net[0], ff.net[1], ff.net[-1]
     if (
-        len(ff.net) in (3, 4)
+        len(ff.net) == 3
         and hasattr(first, "approximate")
         and not (dropout.training and dropout.p)
         and not any(is_hooked(m) for m in (ff, first, dropout))
     ):
         h = gelu_product(first.proj, x, first.approximate)
         if h is not None:
-            for module in ff.net[2:]:
-                h = module(h)
-            return h
+            return second(h)  # type: ignore[no-any-return]
     return ff(x)  # type: ignore[no-any-return]
