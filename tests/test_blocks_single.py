@@ -182,6 +182,18 @@ def test_steps_aside_for_a_processor(name: str, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if not row.waits])
+def test_compiles_as_one_graph(name: str) -> None:
+    row = ROWS[name]
+    root, given = build(row), call_of(row)
+    with torch.no_grad():
+        expected = flat(original(root.block, given))
+        hfpatch.apply(root)
+        torch._dynamo.reset()
+        compiled = torch.compile(root.block, fullgraph=True, backend="eager")
+        torch.testing.assert_close(flat(compiled(**given)), expected)
+
+
 class LowRank(nn.Module):
     """A LoRA layer as PEFT builds it: the base layer inside, which lends it its parameters."""
 

@@ -70,7 +70,7 @@ class Names(NamedTuple):
     """What a class calls its children."""
 
     attention: str
-    #: Before and after the attention, before and after the FFN; a path where it is nested.
+    #: Before and after the attention, before and after the FFN.
     norms: tuple[str, str, str, str]
     #: In the FFN: the layer behind the SiLU, the one it is multiplied with, the last.
     ffn: tuple[str, str, str]
@@ -85,7 +85,10 @@ class SandwichSubject(ModelBlock):
 
     @classmethod
     def norms_of(cls, block: Any) -> list[Any]:
-        return [block.get_submodule(_norm_path(block, path)) for path in cls.names.norms]
+        found = [getattr(block, name) for name in cls.names.norms]
+        if block.modulation and cls.names.norms[0] == "norm1":
+            found[0] = found[0].norm  # it stands in an AdaLN there
+        return found
 
     @classmethod
     def ffn_of(cls, block: Any) -> list[Any]:
@@ -216,11 +219,6 @@ class SandwichSubject(ModelBlock):
             return normed_sum(h, x, after2, gates[1])
 
         return run
-
-
-def _norm_path(block: Any, path: str) -> str:
-    """`norm1` is an AdaLN with the norm inside where the block has a modulation."""
-    return f"{path}.norm" if path == "norm1" and block.modulation else path
 
 
 def real_tables(turns: Tensor) -> tuple[Tensor, Tensor]:
