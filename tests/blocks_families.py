@@ -49,6 +49,10 @@ def z_image_masked(draw: Draw, batch: int, tokens: int) -> Call:
 
 
 def z_image_text(draw: Draw, batch: int, tokens: int) -> Call:
+    return z_image_call(draw, batch, tokens) | {"adaln_input": None}
+
+
+def z_image_text_masked(draw: Draw, batch: int, tokens: int) -> Call:
     return z_image_masked(draw, batch, tokens) | {"adaln_input": None}
 
 
@@ -84,6 +88,10 @@ def lumina2_masked(draw: Draw, batch: int, tokens: int) -> Call:
 
 
 def lumina2_text(draw: Draw, batch: int, tokens: int) -> Call:
+    return lumina2_call(draw, batch, tokens) | {"temb": None}
+
+
+def lumina2_text_masked(draw: Draw, batch: int, tokens: int) -> Call:
     mask = keys(batch, tokens).long()  # as a tokenizer gives it
     return lumina2_call(draw, batch, tokens) | {"attention_mask": mask, "temb": None}
 
@@ -289,7 +297,7 @@ ROWS: dict[str, Row] = {
     ),
     "z-image text": Row(
         z_image(modulation=False),
-        {"mask": z_image_text},
+        {"no mask": z_image_text, "mask": z_image_text_masked},
         aside=("ffn_norm1",),
         linear="feed_forward.w3",
         inside="attention",
@@ -303,7 +311,7 @@ ROWS: dict[str, Row] = {
     ),
     "lumina 2 text": Row(
         lumina2(modulation=False, kv_heads=6),
-        {"mask": lumina2_text},
+        {"no mask": lumina2_text, "mask": lumina2_text_masked},
         aside=("norm1",),
         linear="attn.to_k",
         inside="attn",
