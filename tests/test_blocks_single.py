@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import blocks_families
 import pytest
 import torch
 import zoo
@@ -236,6 +237,41 @@ def test_low_rank_adapters(name: str, first: str, monkeypatch: pytest.MonkeyPatc
     assert relative_error(flat(root.block(**given)), plain) > 1e-4
     holder._modules[child] = base
     torch.testing.assert_close(flat(root.block(**given)), plain, rtol=1e-4, atol=1e-5)
+
+
+class Quantized(nn.Module):
+    """A layer whose weight is no dtype to compute in, as bitsandbytes and others make them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.scale = base.weight.float().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((base.weight / self.scale).round().to(torch.int8), False)
+        self.bias = base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(self.scale) * self.scale
+        return nn.functional.linear(x, weight.to(x.dtype), self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.scale = fn(self.scale)
+        self.weight.data = self.weight.data.to(torch.int8)
+        return self
+
+
+@pytest.mark.parametrize("name", list(blocks_families.ROWS))
+def test_quantized_projections(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[name]
+    root, given = build(row, torch.bfloat16), call_of(row, dtype=torch.bfloat16)
+    for module in list(root.block.modules()):
+        for child, linear in list(module.named_children()):
+            if type(linear) is nn.Linear:
+                module._modules[child] = Quantized(linear)
+    report = hfpatch.apply(root)
+    assert [s.op for s in report.swaps if s.path == "block"] == ["block"], report
+    assert is_fused(root, given, monkeypatch, row)
+    assert_equal_numbers(root, given, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", list(ROWS))

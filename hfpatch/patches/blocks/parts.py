@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Contract, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
@@ -68,7 +70,8 @@ class ModelBlock(BlockSubject):
         return type(self).unused(self.module)
 
     def main_combo(self) -> Combo:
-        return Combo(type(self).projection(self.module).weight.dtype, None)
+        modules = [self.module, *self.idle()]
+        return Combo(working_dtype(modules, type(self).projection(self.module)), None)
 
 
 class BlockFamily(Family):
@@ -116,9 +119,20 @@ def odd_processors(name: str | tuple[str, ...], attentions: Iterable[Any]) -> st
     return None
 
 
-def odd_dtypes(modules: Iterable[nn.Module], projection: Any) -> str | None:
-    """Why modules whose parameters a kernel reads are of another dtype than `projection`."""
-    dtype = projection.weight.dtype
+def working_dtype(modules: Sequence[nn.Module], projection: Any) -> torch.dtype:
+    """The dtype that a block computes in: of `projection`, or where that is quantized of the
+    parameters of `modules`."""
+    dtype: torch.dtype = projection.weight.dtype
+    if dtype in KERNEL_DTYPES:
+        return dtype
+    own = (p for m in modules for p in m._parameters.values() if p is not None)
+    inside = (p for m in modules for p in m.parameters())
+    return next((p.dtype for p in chain(own, inside) if p.is_floating_point()), dtype)
+
+
+def odd_dtypes(modules: Sequence[nn.Module], projection: Any) -> str | None:
+    """Why modules whose parameters a kernel reads are not of the dtype that the block works in."""
+    dtype = working_dtype(modules, projection)
     found = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
     others = ", ".join(sorted(map(str, found - {dtype})))
     return f"its norms are {others}, its projections {dtype}" if others else None
