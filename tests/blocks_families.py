@@ -276,6 +276,44 @@ def sana_masked(draw: Draw, batch: int, tokens: int) -> Call:
     return call | {"encoder_attention_mask": mask.to(call["hidden_states"])}
 
 
+# HunyuanVideo 1.5, HunyuanImage ------------------------------------------------------------------
+
+
+def hunyuan(module: str, name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import importlib
+
+        where = importlib.import_module(f"diffusers.models.transformers.{module}")
+        return getattr(where, name)(6, 16, 4.0)
+
+    return make
+
+
+def hunyuan_video15_call(draw: Draw, batch: int, tokens: int) -> Call:
+    return {
+        "hidden_states": draw(batch, tokens, 96),
+        "encoder_hidden_states": draw(batch, 7, 96),
+        "temb": draw(batch, 96),
+        "attention_mask": torch.ones(batch, 7, dtype=torch.bool),
+        "freqs_cis": tables(draw, tokens, 16),
+    }
+
+
+def hunyuan_video15_padded(draw: Draw, batch: int, tokens: int) -> Call:
+    return hunyuan_video15_call(draw, batch, tokens) | {"attention_mask": keys(batch, 7)}
+
+
+def hunyuan_image_call(draw: Draw, batch: int, tokens: int) -> Call:
+    call = hunyuan_video15_call(draw, batch, tokens) | {"attention_mask": None}
+    call["image_rotary_emb"] = call.pop("freqs_cis")
+    return call
+
+
+def hunyuan_image_padded(draw: Draw, batch: int, tokens: int) -> Call:
+    mask = torch.nn.functional.pad(keys(batch, 7), (tokens, 0), value=True)[:, None, None]
+    return hunyuan_image_call(draw, batch, tokens) | {"attention_mask": mask}
+
+
 LTX23: dict[str, Any] = {
     "video_gated_attn": True,
     "audio_gated_attn": True,
@@ -381,5 +419,26 @@ ROWS: dict[str, Row] = {
         {"mask": sana_masked},
         linear="attn1.to_q",
         aside=("attn2",),
+    ),
+    "hunyuan-video 1.5": Row(
+        hunyuan("transformer_hunyuan_video15", "HunyuanVideo15TransformerBlock"),
+        {"full": hunyuan_video15_call, "padded": hunyuan_video15_padded},
+        aside=("norm1", "norm1_context.norm", "norm2_context", "attn", "attn.norm_added_q"),
+        linear="attn.add_v_proj",
+        inside="attn",
+    ),
+    "hunyuan-image": Row(
+        hunyuan("transformer_hunyuanimage", "HunyuanImageTransformerBlock"),
+        {"no mask": hunyuan_image_call, "padded": hunyuan_image_padded},
+        aside=("norm1_context", "attn.norm_k"),
+        linear="ff.net.2",
+        inside="attn",
+    ),
+    "hunyuan-image single": Row(
+        hunyuan("transformer_hunyuanimage", "HunyuanImageSingleTransformerBlock"),
+        {"no mask": hunyuan_image_call, "padded": hunyuan_image_padded},
+        aside=("norm", "attn.norm_q"),
+        linear="proj_mlp",
+        inside="attn",
     ),
 }

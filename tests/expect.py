@@ -37,6 +37,9 @@ FUSED_BLOCKS = {
     "MochiTransformerBlock",
     "LTX2VideoTransformerBlock",
     "SanaTransformerBlock",
+    "HunyuanVideo15TransformerBlock",
+    "HunyuanImageTransformerBlock",
+    "HunyuanImageSingleTransformerBlock",
 }
 
 #: Modules whose results are kept between the steps of a denoiser.

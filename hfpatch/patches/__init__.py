@@ -7,6 +7,11 @@ from hfpatch.patches.blocks.basic import BasicBlocks
 from hfpatch.patches.blocks.cogvideox import CogVideoXBlocks
 from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
 from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
+from hfpatch.patches.blocks.hunyuan_more import (
+    HUNYUAN_IMAGE,
+    HUNYUAN_IMAGE_SINGLE,
+    HUNYUAN_VIDEO15,
+)
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.ltx2 import Ltx2Blocks
@@ -30,6 +35,9 @@ JOINT: tuple[Family, ...] = (
     FLUX2_SINGLE,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO_SINGLE,
+    HUNYUAN_VIDEO15,
+    HUNYUAN_IMAGE,
+    HUNYUAN_IMAGE_SINGLE,
     QWEN_IMAGE,
     SD3,
 )

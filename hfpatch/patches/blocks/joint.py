@@ -155,9 +155,19 @@ class JointKernels:
                 to, at = to + t.length, at + t.length
 
     def double(
-        self, streams: Sequence[Stream], heads: int, mask: Tensor | None, backend: Any
+        self,
+        streams: Sequence[Stream],
+        heads: int,
+        mask: Tensor | None,
+        backend: Any,
+        dropped: Tensor | None = None,
     ) -> list[Tensor]:
-        """A double-stream block: the streams' new residuals, in the order of the joint sequence."""
+        """A double-stream block: the streams' new residuals, in the order of the joint sequence.
+
+        Args:
+            mask: as of `MaskedAttention`.
+            dropped: [B, S, 1], True for tokens of the last stream whose attention gives nothing.
+        """
         parts = []
         for s in streams:
             x = self.modulate(s.h, s.modulation[1], s.modulation[0], None, None)
@@ -165,10 +175,13 @@ class JointKernels:
             parts.append(Part(x, s.linears, (tokens,)))
         q, k, v = self.qkv(parts, heads)
         lengths = [s.h.shape[1] for s in streams]
-        attended = self.attention(q, k, v, mask, backend=backend).flatten(2).split(lengths, 1)  # type: ignore[no-untyped-call]
+        attended = self.attention(q, k, v, mask, backend=backend).flatten(2)
+        pieces = list(attended.split(lengths, 1))  # type: ignore[no-untyped-call]
+        if dropped is not None:
+            pieces[-1] = pieces[-1].masked_fill(dropped, 0.0)
         return [
             self.after(s.h, s.modulation, tight(piece), s.out, s.ff)
-            for s, piece in zip(streams, attended, strict=True)
+            for s, piece in zip(streams, pieces, strict=True)
         ]
 
     def after(
