@@ -121,6 +121,49 @@ def sana(pixels: int = 1024, layers: int = 20) -> Case:
     )
 
 
+def _prompt(tokens: int, kept: int) -> torch.Tensor:
+    mask = torch.zeros(1, tokens, device=DEVICE, dtype=torch.int64)
+    mask[:, :kept] = 1
+    return mask
+
+
+def hunyuan_video15(
+    frames: int = 25, layers: int = 54, height: int = 480, width: int = 848
+) -> Case:
+    """HunyuanVideo 1.5 (8B), 25 frames of 480 x 848, batch 1, text to video: 11130 video tokens and
+    1985 of the conditions, of which 80 are no padding. Eager makes a mask of all by all tokens."""
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    return case(
+        lambda: HunyuanVideo15Transformer3DModel(num_layers=layers, task_type="t2v"),
+        hidden_states=randn(1, 65, (frames - 1) // 4 + 1, height // 16, width // 16),
+        timestep=torch.full((1,), 500.0, device=DEVICE, dtype=DTYPE),
+        encoder_hidden_states=randn(1, 1000, 3584),
+        encoder_attention_mask=_prompt(1000, 80),
+        encoder_hidden_states_2=randn(1, 256, 1472),
+        encoder_attention_mask_2=_prompt(256, 0),
+        image_embeds=torch.zeros(1, 729, 1152, device=DEVICE, dtype=DTYPE),
+    )
+
+
+def hunyuan_image(pixels: int = 2048, layers: tuple[int, int] = (20, 40)) -> Case:
+    """HunyuanImage 2.1 (17B), 2048 x 2048, batch 1: 4096 image tokens, 1128 of the text, of which
+    120 are no padding."""
+    from diffusers import HunyuanImageTransformer2DModel
+
+    return case(
+        lambda: HunyuanImageTransformer2DModel(
+            num_layers=layers[0], num_single_layers=layers[1], text_embed_2_dim=1472
+        ),
+        hidden_states=randn(1, 64, pixels // 32, pixels // 32),
+        timestep=torch.full((1,), 500.0, device=DEVICE, dtype=DTYPE),
+        encoder_hidden_states=randn(1, 1000, 3584),
+        encoder_attention_mask=_prompt(1000, 100),
+        encoder_hidden_states_2=randn(1, 128, 1472),
+        encoder_attention_mask_2=_prompt(128, 20),
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "z-image 1024px": z_image,
     "lumina-2 1024px": lumina2,
@@ -128,4 +171,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "mochi-1 31 frames": mochi,
     "ltx-2 121 frames": ltx2,
     "sana-1.6b 1024px": sana,
+    "hunyuan-video-1.5 25 frames": hunyuan_video15,
+    "hunyuan-image-2.1 2048px": hunyuan_image,
 }
