@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import joint
 import single_stream
 import torch
@@ -86,6 +87,7 @@ CASES: dict[str, Callable[[], tuple[torch.nn.Module, Callable[[torch.nn.Module],
     "llama-8b decode": lambda: llama_8b(1),
     **single_stream.CASES,
     **joint.CASES,
+    **families.CASES,
 }
 
 

@@ -31,10 +31,23 @@ FUSED_BLOCKS = {
     "HunyuanVideoSingleTransformerBlock",
     "JointTransformerBlock",
     "QwenImageTransformerBlock",
+    "ZImageTransformerBlock",
+    "Lumina2TransformerBlock",
+    "CogVideoXBlock",
+    "MochiTransformerBlock",
+    "LTX2VideoTransformerBlock",
+    "SanaTransformerBlock",
+    "HunyuanVideo15TransformerBlock",
+    "HunyuanImageTransformerBlock",
+    "HunyuanImageSingleTransformerBlock",
 }
 
 #: Modules whose results are kept between the steps of a denoiser.
-RECALLED = {"LTXVideoTransformer3DModel", "LTXVideoRotaryPosEmbed"}
+RECALLED = {
+    "LTXVideoTransformer3DModel",
+    "LTXVideoRotaryPosEmbed",
+    "LTX2VideoTransformer3DModel",
+}
 
 
 def is_fused_block(module: nn.Module) -> bool:

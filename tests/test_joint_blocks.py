@@ -169,7 +169,7 @@ def test_masks(row: Row, kept: str, batch: int) -> None:
         torch.testing.assert_close(run(row, model, inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_masked_keys_are_left_out_where_all_samples_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import hfpatch.patches.blocks.joint as joint
 
     seen: list[tuple[int, bool]] = []
@@ -192,9 +192,32 @@ def test_masked_keys_are_left_out_where_all_samples_agree(monkeypatch: pytest.Mo
     attend(one, one, one, mask("10101"))
     attend(x, x, x, mask("11111", "11111"))
     attend(x, x, x, mask("11111", "11100"))
+    many = torch.randn(5, 5, 2, 4)
+    attend(many, many, many, mask("11111", "11100", "10000", "11111", "11111"))
+    attend(one, one, one, mask("00000"))
     with torch.inference_mode():  # writes are not counted, so nothing may be kept from it
         attend(one, one, one, mask("11100"))
-    assert seen == [(5, True), (5, True), (3, True), (3, True), (5, True), (5, False), (5, False)]
+    assert seen == [
+        (5, True),
+        (5, True),
+        (3, True),
+        (3, True),
+        (5, True),
+        (5, True),  # one sample after the other
+        (3, True),
+        (5, False),  # too many for that
+        (5, False),
+        (5, False),
+    ]
+
+
+@pytest.mark.parametrize("rows", [("11111", "11100"), ("10101", "01111"), ("11000", "11000")])
+def test_masked_keys_of_samples_that_differ(rows: tuple[str, ...]) -> None:
+    q, k, v = (torch.randn(2, 5, 2, 4) for _ in range(3))
+    mask = torch.tensor([[c == "1" for c in row] for row in rows])[:, None, None]
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask)
+    torch.testing.assert_close(MaskedAttention()(q, k, v, mask), expected.transpose(1, 2))
 
 
 # What stands inside ------------------------------------------------------------------------------

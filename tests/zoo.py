@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import zoo_families as families
 import zoo_models as models
 from torch import nn
 from zoo_models import Inputs
@@ -88,9 +89,12 @@ def modules_of(model: Any) -> list[nn.Module]:
 
 
 def cast_inputs(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """`inputs` with floating tensors in `dtype`, everything else as it is."""
+    """`inputs` with floating tensors in `dtype`, in lists too; all else as it is (also tuples:
+    RoPE tables, which are fp32 in every model)."""
 
     def cast(value: Any) -> Any:
+        if isinstance(value, list):
+            return [cast(v) for v in value]
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if floating else value
 
@@ -150,6 +154,12 @@ ENTRIES: Mapping[str, Entry] = _table(
     Entry("sd15-unet", models.unet, models.unet_sample, models.sample),
     Entry("sd3", models.sd3, models.sd3_sample, models.sample),
     Entry("wan", models.wan, models.wan_sample, models.sample),
+    Entry("z-image", families.z_image, families.z_image_sample, families.of_list),
+    Entry("lumina2", families.lumina2, families.lumina2_sample, models.sample),
+    Entry("cogvideox", families.cogvideox, families.cogvideox_sample, models.sample),
+    Entry("mochi", families.mochi, families.mochi_sample, models.sample),
+    Entry("ltx2", families.ltx2, families.ltx2_sample, families.both_streams),
+    Entry("sana", families.sana, families.sana_sample, models.sample),
     Entry("llama", models.decoder("Llama"), models.causal, models.logits),
     Entry("mistral", models.decoder("Mistral", sliding_window=8), models.causal, models.logits),
     Entry("qwen2", models.decoder("Qwen2"), models.causal, models.logits),

@@ -4,12 +4,22 @@ from hfpatch.patches.activations import Activations
 from hfpatch.patches.attention import AttentionProcessors
 from hfpatch.patches.base import Family
 from hfpatch.patches.blocks.basic import BasicBlocks
+from hfpatch.patches.blocks.cogvideox import CogVideoXBlocks
 from hfpatch.patches.blocks.flux import FLUX, FLUX_SINGLE
 from hfpatch.patches.blocks.flux2 import FLUX2, FLUX2_SINGLE
+from hfpatch.patches.blocks.hunyuan_more import (
+    HUNYUAN_IMAGE,
+    HUNYUAN_IMAGE_SINGLE,
+    HUNYUAN_VIDEO15,
+)
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
+from hfpatch.patches.blocks.ltx2 import Ltx2Blocks
+from hfpatch.patches.blocks.mochi import MochiBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
 from hfpatch.patches.blocks.resnet import ResnetBlocks
+from hfpatch.patches.blocks.sana import SanaBlocks
+from hfpatch.patches.blocks.sandwich import Lumina2Blocks, ZImageBlocks
 from hfpatch.patches.blocks.sd3 import SD3
 from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.gated_norms import GatedNorms
@@ -25,6 +35,9 @@ JOINT: tuple[Family, ...] = (
     FLUX2_SINGLE,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO_SINGLE,
+    HUNYUAN_VIDEO15,
+    HUNYUAN_IMAGE,
+    HUNYUAN_IMAGE_SINGLE,
     QWEN_IMAGE,
     SD3,
 )
@@ -35,6 +48,12 @@ FAMILIES: tuple[Family, ...] = tuple(
             LtxBlocks(),
             WanBlocks(),
             BasicBlocks(),
+            CogVideoXBlocks(),
+            MochiBlocks(),
+            Ltx2Blocks(),
+            SanaBlocks(),
+            ZImageBlocks(),
+            Lumina2Blocks(),
             *JOINT,
             RopeTables(),
             FullMasks(),

@@ -120,25 +120,33 @@ class FullMasks(Family):
     """
 
     name = "full masks"
-    pattern = re.compile(r"^LTXVideoTransformer3DModel$")
+    pattern = re.compile(r"^LTX2?VideoTransformer3DModel$")
     rank = 1
     replacement: ClassVar[Any] = None
     differentiable = True
-    #: Class name to (name of the mask, its position among the arguments after self).
-    masks: ClassVar[dict[str, tuple[str, int]]] = {
-        "LTXVideoTransformer3DModel": ("encoder_attention_mask", 3)
+    #: Class name to each mask's name and its position among the arguments after self.
+    masks: ClassVar[dict[str, tuple[tuple[str, int], ...]]] = {
+        "LTXVideoTransformer3DModel": (("encoder_attention_mask", 3),),
+        "LTX2VideoTransformer3DModel": (
+            ("encoder_attention_mask", 8),
+            ("audio_encoder_attention_mask", 9),
+        ),
     }
 
     def examine(self, module: nn.Module) -> Subject | str | None:
-        name, place = self.masks[type(module).__name__]
+        masks = self.masks[type(module).__name__]
         code = getattr(_unwrapped(type(module).forward), "__code__", None)
-        if code is None or code.co_varnames[place + 1] != name:
-            return f"its forward does not take `{name}` as argument {place + 1}"
+        for name, place in masks:
+            if code is None or code.co_varnames[place + 1] != name:
+                return f"its forward does not take `{name}` as argument {place + 1}"
 
         def make(original: Forward) -> Forward:
-            return _without_full_mask(original, name, place)
+            for name, place in masks:
+                original = _without_full_mask(original, name, place)
+            return original
 
-        return RecallSubject(module, f"`{name}` left out where it masks nothing", make, self)
+        names = ", ".join(f"`{name}`" for name, _ in masks)
+        return RecallSubject(module, f"{names} left out where it masks nothing", make, self)
 
     def compare(self, module: nn.Module) -> tuple[float, float] | str:
         return 0.0, 0.0  # the argument is optional in these classes, and a bias of zeros adds none

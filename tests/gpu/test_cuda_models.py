@@ -19,7 +19,12 @@ def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def to_cuda(inputs: dict[str, object]) -> dict[str, object]:
-    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    def moved(value: object) -> object:
+        if isinstance(value, (list, tuple)):
+            return type(value)(moved(v) for v in value)
+        return value.cuda() if isinstance(value, torch.Tensor) else value
+
+    return {k: moved(v) for k, v in inputs.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

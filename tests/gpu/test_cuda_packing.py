@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_joint_blocks
 import torch
 import zoo
+from blocks_single import ROWS
 from expect import relative_error
+from packs import groups_of, one_product, share_storage
+from test_blocks_single import build as build_block
+from test_blocks_single import call_of, flat
+from test_cuda_single_blocks import on_gpu
 
 import hfpatch
 
@@ -123,3 +129,38 @@ def test_failure_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
         hfpatch.apply(model)
     assert len(storages(model)) == 3
     check(model, inputs, expected)
+
+
+# Every family ------------------------------------------------------------------------------------
+
+
+def check_family(root: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups share storage and are one product each; no memory is gained; restore undoes it."""
+    groups = groups_of(root)
+    values = {k: v.clone() for k, v in root.state_dict().items()}
+    expected = run()
+    held = torch.cuda.memory_allocated()
+    hfpatch.apply(root)
+    assert all(share_storage(g) for g in groups)
+    assert torch.cuda.memory_allocated() <= held + (1 << 16)
+    with one_product(monkeypatch) as seen:
+        got = run()
+    assert all(seen.get(id(g[0])) for g in groups)
+    assert relative_error(got.cpu(), expected.cpu()) < 2e-2
+    hfpatch.restore(root)
+    assert not any(share_storage(g) for g in groups)
+    assert all(torch.equal(v, values[k]) for k, v in root.state_dict().items())
+
+
+@pytest.mark.parametrize("name", [n for n in ROWS if not n.startswith("resnet")])
+def test_every_single_stream_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = build_block(ROWS[name], torch.bfloat16).cuda()
+    given = on_gpu(call_of(ROWS[name], dtype=torch.bfloat16, shape=(2, 64)))
+    check_family(root, lambda: flat(root.block(**given)), monkeypatch)
+
+
+@pytest.mark.parametrize("row", test_joint_blocks.ROWS, ids=lambda row: row.zoo)
+def test_every_joint_family(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = test_joint_blocks.build(row, torch.bfloat16)
+    model, inputs = model.cuda(), on_gpu(inputs)
+    check_family(model, lambda: zoo.ENTRIES[row.zoo].run(model, inputs), monkeypatch)

@@ -17,8 +17,9 @@ CALLS = [(name, call) for name, row in ROWS.items() for call in row.calls]
 
 
 @pytest.fixture(autouse=True)
-def _kernels(kernels_module: object) -> None:
-    """The compiled kernels must be there: these tests are about them."""
+def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels must be there; convolutions in true fp32, or TF32 hides everything."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def on_gpu(value: Any) -> Any:
@@ -67,6 +68,8 @@ def test_launches_less(name: str) -> None:
 def test_in_a_graph(name: str) -> None:
     """Nothing that a fused block keeps between calls is of a graph's own memory."""
     row = ROWS[name]
+    if row.waits:
+        pytest.skip("it looks at its mask, as the original does, which a capture forbids")
     root = build(row, torch.bfloat16).cuda()
     hfpatch.apply(root)
     given, other = (on_gpu(call_of(row, dtype=torch.bfloat16, shape=(2, n))) for n in (64, 96))

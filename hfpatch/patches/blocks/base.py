@@ -55,6 +55,9 @@ class BlockSubject(Subject):
     #: Whether the fused forward takes `chain=`.
     chained: ClassVar[bool] = False
 
+    #: Attributes that tell blocks apart but that no forward reads: a layer's number.
+    unread: ClassVar[tuple[str, ...]] = ()
+
     #: Errors of the fused block against fp64 may exceed the original's by this factor and by one
     #: epsilon: both round at the same places, except where fusing keeps fp32 longer.
     tolerance = 1.25
@@ -100,7 +103,7 @@ class BlockSubject(Subject):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        own, _ = fingerprint(self.module)
+        own, _ = fingerprint(self.module, ignore=self.unread)
         # processors are told apart by their class, which `ready` checks too
         idle = tuple(
             (

@@ -36,6 +36,7 @@ Modulation = Sequence[Tensor]
 _CASTS = {
     (nn.RMSNorm.__module__, "RMSNorm"): "none",
     ("diffusers.models.normalization", "RMSNorm"): "weight",
+    ("diffusers.models.normalization", "MochiRMSNorm"): "none",
 }
 
 
@@ -154,9 +155,19 @@ class JointKernels:
                 to, at = to + t.length, at + t.length
 
     def double(
-        self, streams: Sequence[Stream], heads: int, mask: Tensor | None, backend: Any
+        self,
+        streams: Sequence[Stream],
+        heads: int,
+        mask: Tensor | None,
+        backend: Any,
+        dropped: Tensor | None = None,
     ) -> list[Tensor]:
-        """A double-stream block: the streams' new residuals, in the order of the joint sequence."""
+        """A double-stream block: the streams' new residuals, in the order of the joint sequence.
+
+        Args:
+            mask: as of `MaskedAttention`.
+            dropped: [B, S, 1], True for tokens of the last stream whose attention gives nothing.
+        """
         parts = []
         for s in streams:
             x = self.modulate(s.h, s.modulation[1], s.modulation[0], None, None)
@@ -164,10 +175,13 @@ class JointKernels:
             parts.append(Part(x, s.linears, (tokens,)))
         q, k, v = self.qkv(parts, heads)
         lengths = [s.h.shape[1] for s in streams]
-        attended = self.attention(q, k, v, mask, backend=backend).flatten(2).split(lengths, 1)  # type: ignore[no-untyped-call]
+        attended = self.attention(q, k, v, mask, backend=backend).flatten(2)
+        pieces = list(attended.split(lengths, 1))  # type: ignore[no-untyped-call]
+        if dropped is not None:
+            pieces[-1] = pieces[-1].masked_fill(dropped, 0.0)
         return [
             self.after(s.h, s.modulation, tight(piece), s.out, s.ff)
-            for s, piece in zip(streams, attended, strict=True)
+            for s, piece in zip(streams, pieces, strict=True)
         ]
 
     def after(
@@ -256,16 +270,21 @@ def within_range(x: Tensor) -> Tensor:
 
 
 class MaskedAttention:
-    """Attention under a mask of keys, which costs a slower kernel: masked keys are left out instead
-    where all samples leave out the same. The mask is looked at once per step."""
+    """Attention under a mask of keys, which costs a slower kernel: masked keys are left out.
 
-    def __init__(self) -> None:
+    Samples that leave out different keys (guidance with two prompts) attend one by one. The mask is
+    looked at once per step.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor] | None = None) -> None:
         self._kept = StepMemo(_kept)
+        self._attend = attend
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, backend: Any = None
     ) -> Tensor:
         """`attention`; `mask` is [B, 1, 1, S], True where a key is attended to."""
+        attend = self._attend or attention
         if (
             mask is not None
             and mask.dtype == torch.bool
@@ -275,19 +294,36 @@ class MaskedAttention:
             and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
             kept = self._kept(mask)
-            if kept is not None:
-                k, v, mask = k[:, kept], v[:, kept], None
-        return attention(q, k, v, mask, backend=backend)
+            if len(kept) == 1:
+                k, v, mask = k[:, kept[0]], v[:, kept[0]], None
+            elif kept:
+                samples = zip(q.split(1), k.split(1), v.split(1), kept, strict=True)  # type: ignore[no-untyped-call]
+                return torch.cat(
+                    [attend(a, b[:, n], c[:, n], None, backend=backend) for a, b, c, n in samples]
+                )
+        return attend(q, k, v, mask, backend=backend)
 
 
-def _kept(mask: Tensor) -> slice | Tensor | None:
-    """The keys that every sample attends to, if no sample attends to others."""
-    if mask.shape[0] > 1:
-        return slice(None) if bool(mask.all()) else None
-    index = mask.flatten().nonzero().flatten()
-    count = index.shape[0]
-    # padding at the end is the common case, and needs no copy of the rest
-    return slice(count) if count and int(index[-1]) == count - 1 else index
+#: Samples that may attend one by one: one launch each, and a copy.
+_MAX_ALONE = 4
+
+
+def _kept(mask: Tensor) -> list[slice | Tensor]:
+    """The keys that all samples attend to; of each sample, if they differ; [] to use the mask."""
+    rows = mask.flatten(1)
+    if rows.shape[0] > 1 and bool((rows == rows[:1]).all()):
+        rows = rows[:1]
+    if rows.shape[0] > _MAX_ALONE:
+        return []
+    kept: list[slice | Tensor] = []
+    for row in rows:
+        index = row.nonzero().flatten()
+        count = index.shape[0]
+        if count == 0:  # attention to nothing is what the mask's kernel makes of it
+            return []
+        # padding at the end is the common case, and needs no copy of the rest
+        kept.append(slice(count) if int(index[-1]) == count - 1 else index)
+    return kept
 
 
 def compact(cos: Tensor, sin: Tensor) -> Tables:

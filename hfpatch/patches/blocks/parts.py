@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Combo, Family, Subject, Tensor
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.base import Combo, Contract, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 
@@ -22,7 +24,9 @@ class ModelBlock(BlockSubject):
     """A block whose file says which children it never calls and what else it relies on."""
 
     #: Class name of the attention processors that the fused forward stands in for.
-    processor: ClassVar[str]
+    processor: ClassVar[str | tuple[str, ...]]
+    #: Name of the first parameter of the class's forward.
+    argument: ClassVar[str] = "hidden_states"
 
     @staticmethod
     def attentions(block: Any) -> tuple[Any, ...]:
@@ -50,11 +54,24 @@ class ModelBlock(BlockSubject):
             *cls.unused(block)
         )
 
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        inner, name = super().forward(original, contract), self.argument
+        if name == "hidden_states":
+            return inner
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if name in kwargs:
+                return inner(self, kwargs.pop(name), *args, **kwargs)
+            return inner(self, *args, **kwargs)
+
+        return forward
+
     def idle(self) -> list[nn.Module]:
         return type(self).unused(self.module)
 
     def main_combo(self) -> Combo:
-        return Combo(type(self).projection(self.module).weight.dtype, None)
+        modules = [self.module, *self.idle()]
+        return Combo(working_dtype(modules, type(self).projection(self.module)), None)
 
 
 class BlockFamily(Family):
@@ -88,17 +105,37 @@ class BlockFamily(Family):
         return kind(module)
 
 
-def odd_processors(name: str, attentions: Iterable[Any]) -> str | None:
+def odd_processors(name: str | tuple[str, ...], attentions: Iterable[Any]) -> str | None:
     """Why an attention is not the one that class `name` computes, as diffusers builds it."""
+    names = (name,) if isinstance(name, str) else name
     for attn in attentions:
         processor = attn.processor
-        if type(processor).__name__ != name:
+        if type(processor).__name__ not in names:
             return f"its attention processor is `{type(processor).__name__}`"
         if getattr(processor, "_parallel_config", None) is not None:
             return "its attention is split over several GPUs"
         if attn.__dict__.get("fused_projections"):
             return "its projections were fused by `fuse_qkv_projections()`"
     return None
+
+
+def working_dtype(modules: Sequence[nn.Module], projection: Any) -> torch.dtype:
+    """The dtype that a block computes in: of `projection`, or where that is quantized of the
+    parameters of `modules`."""
+    dtype: torch.dtype = projection.weight.dtype
+    if dtype in KERNEL_DTYPES:
+        return dtype
+    own = (p for m in modules for p in m._parameters.values() if p is not None)
+    inside = (p for m in modules for p in m.parameters())
+    return next((p.dtype for p in chain(own, inside) if p.is_floating_point()), dtype)
+
+
+def odd_dtypes(modules: Sequence[nn.Module], projection: Any) -> str | None:
+    """Why modules whose parameters a kernel reads are not of the dtype that the block works in."""
+    dtype = working_dtype(modules, projection)
+    found = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
+    others = ", ".join(sorted(map(str, found - {dtype})))
+    return f"its norms are {others}, its projections {dtype}" if others else None
 
 
 def gelu_of(ff: Any) -> str:
@@ -149,12 +186,19 @@ def plain_attention(
 ) -> Tensor:
     """The same as a processor without backends (`AttnProcessor2_0`) does it."""
     q, k, v = heads_of(attn, q, k, v)
+    return undispatched(q, k, v, mask).flatten(2, 3)
+
+
+def undispatched(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: Any = None
+) -> Tensor:
+    """Attention of [B, S, H, D] tensors, past diffusers' dispatcher: no backend applies."""
     if q.is_cuda:
-        return fastest(q, k, v, mask).flatten(2, 3)
+        return fastest(q, k, v, mask)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
     )
-    return out.transpose(1, 2).flatten(2, 3)
+    return out.transpose(1, 2)
 
 
 def out_projection(attn: Any, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Contract, Forward, Tensor
+from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.memo import StepMemo
 from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, small
 
@@ -24,6 +24,7 @@ class ResnetSubject(ModelBlock):
     ops = ("group_norm",)
     title = "fused block: group norms with SiLU"
     processor = ""
+    argument = "input_tensor"
 
     @staticmethod
     def attentions(block: Any) -> tuple[Any, ...]:
@@ -125,16 +126,6 @@ class ResnetSubject(ModelBlock):
             return h if scale == 1 else h / scale  # type: ignore[no-any-return]
 
         return fused
-
-    def forward(self, original: Forward, contract: Contract) -> Forward:
-        inner = super().forward(original, contract)
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if "input_tensor" in kwargs:
-                return inner(self, kwargs.pop("input_tensor"), *args, **kwargs)
-            return inner(self, *args, **kwargs)
-
-        return forward
 
 
 class ResnetBlocks(BlockFamily):
