@@ -120,7 +120,22 @@ def compiled_step(model: Any, step: Any, row: dict[str, Any], name: str) -> None
     row[f"{name}d_ms"] = step_milliseconds(lambda: step(fast))
 
 
-def measure(name: str, compiled: bool) -> dict[str, Any]:
+def compiled_blocks(model: Any, step: Any, row: dict[str, Any]) -> None:
+    """The same with diffusers' `compile_repeated_blocks`, which compiles one block of each kind."""
+    if not getattr(model, "_repeated_blocks", None):
+        return
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(dynamic=False)
+    start = time.perf_counter()
+    step(model)
+    torch.cuda.synchronize()
+    row["compile_blocks_s"] = time.perf_counter() - start
+    row["compiled_blocks_ms"] = step_milliseconds(lambda: step(model))
+    for module in model.modules():
+        module._compiled_call_impl = None
+
+
+def measure(name: str, compiled: str) -> dict[str, Any]:
     model, step = CASES[name]()
     row: dict[str, Any] = {"case": name}
     with torch.no_grad():
@@ -139,13 +154,15 @@ def measure(name: str, compiled: bool) -> dict[str, Any]:
             hfpatch.apply(model, cuda_graphs=True)
             row["graphs_ms"] = step_milliseconds(lambda: step(model))
             row["graphs_are_exact"] = torch.equal(step(model)[0].float(), patched)
-        if compiled:
+        if compiled == "whole":
             hfpatch.apply(model)
             compiled_step(model, step, row, "apply_and_compile")
         hfpatch.restore(model)
         row["eager_again_ms"] = step_milliseconds(lambda: step(model), warmup=1, steps=5)
-        if compiled:
+        if compiled == "whole":
             compiled_step(model, step, row, "compile")
+        if compiled != "none":
+            compiled_blocks(model, step, row)
     row["speedup"] = row["eager_ms"] / row["patched_ms"]
     return row
 
@@ -154,21 +171,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", action="append", choices=list(CASES))
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--compile",
+        choices=("whole", "blocks", "none"),
+        default="whole",
+        help="torch.compile as a peer: the model (about a minute each), its repeated blocks, not",
+    )
     parser.add_argument("--commit", help="commit that was measured; default: git's HEAD")
     args = parser.parse_args()
-    rows = []
-    for name in args.only or CASES:
-        rows.append(measure(name, not args.no_compile and name != "llama-8b decode"))
-        gc.collect()  # the model of the last case
-        torch.cuda.empty_cache()
-        print(json.dumps(rows[-1]), flush=True)
     head = (
         args.commit
         or subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
     )
+    rows: list[dict[str, Any]] = []
     result = {
         "suite": "models",
         "device": torch.cuda.get_device_name(),
@@ -177,9 +194,15 @@ def main() -> None:
         "dtype": "bfloat16",
         "rows": rows,
     }
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    for name in args.only or CASES:
+        compiled = "none" if name == "llama-8b decode" else args.compile
+        rows.append(measure(name, compiled))
+        gc.collect()  # the model of the last case
+        torch.cuda.empty_cache()
+        print(json.dumps(rows[-1]), flush=True)
+        if args.output:  # after each, so that a run that is cut off keeps what it measured
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

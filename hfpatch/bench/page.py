@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def update(root: Path, check: bool) -> int:
 
 def render(results: Path) -> str:
     """The page's text."""
-    models, ops = _load(results, "models"), _gpu_ops(results)
+    models, ops = [read(p) for p in sorted(results.glob("models-*.json"))], _gpu_ops(results)
     cpu, host = _load(results, "ops", cpu=True), _load(results, "host") or ops
     parts = [
         HEAD,
@@ -143,39 +143,45 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 # ------------------------------------------------------------------------------ sections
 
 
-def _models(result: Result) -> str:
-    columns = (
-        "bf16",
-        "eager ms",
-        "hfpatch ms",
-        "speed-up",
-        "torch.compile ms",
-        "compile time s",
-        "apply s",
-        "modules swapped",
-        "kernels launched: eager → hfpatch",
-    )
-    rows = (
-        (
-            row["case"],
-            _number(row["eager_ms"]),
-            _number(row["patched_ms"]),
-            f"{row['speedup']:.2f}×",
-            _number(row.get("compiled_ms")),
-            _number(row.get("compile_s"), 0),
-            f"{row['apply_s']:.2f}",
-            str(row["swaps"]),
-            f"{row['eager_launches']} → {row['patched_launches']}",
-        )
-        for row in result["rows"]
-    )
-    lines = [
-        "## Full-size models\n",
-        _source(result, "python benchmarks/models.py"),
-        *_table(columns, rows),
+#: Column, and a row's cell in it; a column that is empty in every row of a table is left out.
+_MODEL_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("bf16", lambda r: str(r["case"])),
+    ("eager ms", lambda r: _number(r["eager_ms"])),
+    ("hfpatch ms", lambda r: _number(r["patched_ms"])),
+    ("speed-up", lambda r: f"{r['speedup']:.2f}×"),
+    ("hfpatch, CUDA graphs ms", lambda r: _number(r.get("graphs_ms"))),
+    ("hfpatch and torch.compile ms", lambda r: _number(r.get("apply_and_compiled_ms"))),
+    ("torch.compile ms", lambda r: _number(r.get("compiled_ms"))),
+    ("compile time s", lambda r: _number(r.get("compile_s"), 0)),
+    ("compile_repeated_blocks ms", lambda r: _number(r.get("compiled_blocks_ms"))),
+    ("its compile time s", lambda r: _number(r.get("compile_blocks_s"), 0)),
+    ("apply s", lambda r: f"{r['apply_s']:.2f}"),
+    ("modules swapped", lambda r: str(r["swaps"])),
+    ("kernels launched", lambda r: f"{r['eager_launches']} → {r['patched_launches']}"),
+    ("peak GiB", lambda r: _change(r.get("eager_peak_gib"), r.get("patched_peak_gib"))),
+)
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return "" if before is None or after is None else f"{before:.2f} → {after:.2f}"
+
+
+def _models(found: Sequence[Result]) -> str:
+    lines = ["## Full-size models\n"]
+    for result in found:
+        cells = [[cell(row) for _, cell in _MODEL_COLUMNS] for row in result["rows"]]
+        used = [i for i in range(len(_MODEL_COLUMNS)) if any(row[i] for row in cells)]
+        lines += [
+            _source(result, "python benchmarks/models.py"),
+            *_table(
+                [_MODEL_COLUMNS[i][0] for i in used], ([row[i] for i in used] for row in cells)
+            ),
+        ]
+    lines.append(
         "`hfpatch` is `hfpatch.apply(model)` alone: nothing is compiled. The first `apply` of a "
-        "process includes loading the kernel library; later ones reuse its proofs.\n",
-    ]
+        "process includes loading the kernel library; later ones reuse its proofs. Arrows: eager "
+        "→ hfpatch. Compare figures of one table: machines of the same kind differ by 2 %.\n"
+    )
     return "\n".join(lines)
 
 
