@@ -410,7 +410,7 @@ def read_project(project: Path) -> dict[str, Any]:
     """
     path = project / "build.toml"
     try:
-        toml = tomllib.loads(path.read_text(encoding="utf-8"))
+        toml: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise KernelBuildError(
             f"`{project}` is not a kernel project: it has no `build.toml`; "
@@ -452,7 +452,7 @@ class _Builder:
             )
         if backend not in self.toml["torch"].get("stable-abi", {}):
             raise KernelBuildError(
-                f"`{project / 'build.toml'}`: expected `{backend} = \"2.11\"` under "
+                f'`{project / "build.toml"}`: expected `{backend} = "2.11"` under '
                 "`[torch.stable-abi]`: builds on torch's stable ABI only are made here, others by "
                 "kernel-builder"
             )

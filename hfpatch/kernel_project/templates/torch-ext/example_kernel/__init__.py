@@ -6,7 +6,7 @@ need nothing but torch and the standard library.
 
 import torch
 
-from . import layers, reference
+from . import layers, reference  # noqa: F401 (the tests and the benchmark use it)
 from ._ops import add_op_namespace_prefix, ops
 
 __all__ = ["layers", "relu_squared"]
