@@ -15,7 +15,10 @@ from pathlib import Path
 import kernels
 from kernels.layer.layer import _validate_layer
 from torch import nn
-kernel = kernels.get_local_kernel(Path(sys.argv[1]))
+try:
+    kernel = kernels.get_local_kernel(Path(sys.argv[1]))
+except Exception as e:
+    sys.exit(f"{type(e).__name__}: {e}".splitlines()[0])
 missing = [name for name in kernel.__all__ if not hasattr(kernel, name)]
 if missing:
     sys.exit(f"`__all__` lists {missing}, which are not there")
