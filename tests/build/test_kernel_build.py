@@ -199,6 +199,9 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
     (project / "hfpatch").mkdir()
     for name in ("__init__.py", "kernel_build.py", "py.typed"):
         shutil.copy2(ROOT / "hfpatch" / name, project / "hfpatch" / name)
+    clean = shutil.ignore_patterns("__pycache__")
+    templates = project / "hfpatch" / "kernel_project"
+    shutil.copytree(ROOT / "hfpatch" / "kernel_project", templates, ignore=clean)
     env = {**os.environ, "CXX": "/nonexistent"}
     env.pop("HFPATCH_BUILD_STRICT", None)
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path / "dist")]
@@ -208,6 +211,9 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
     shutil.unpack_archive(wheel, tmp_path / "unpacked", "zip")
     reason = json.loads((tmp_path / "unpacked/hfpatch/_kernels/REASON.json").read_text())
     assert "/nonexistent" in reason["reason"]
+    inside = Path("hfpatch/kernel_project/templates")
+    for path in (project / inside).rglob("*"):
+        assert (tmp_path / "unpacked" / path.relative_to(project)).exists(), path
     strict = subprocess.run(
         command, cwd=project, env={**env, "HFPATCH_BUILD_STRICT": "1"}, capture_output=True
     )
