@@ -15,7 +15,7 @@ from hfpatch.kernel_project.project import ProjectError
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Files that are called otherwise here, so that no tool takes them for this repository's.
-_RENAMED = {"gitignore": ".gitignore", "gitattributes": ".gitattributes"}
+_RENAMED = {"gitignore": ".gitignore"}
 _NAME = re.compile(r"^[a-z][-a-z0-9]*[a-z0-9]$")
 _REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 

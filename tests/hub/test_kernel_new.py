@@ -29,7 +29,7 @@ def test_the_scaffold_is_a_project_of_that_name(tmp_path: Path) -> None:
     root = new_project("a-b2", tmp_path, "me/a-b2")
     assert len(Build.open(root).general.backends) == 2
     written = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()}
-    assert {".gitignore", ".gitattributes", "torch-ext/a_b2/layers.py", "CARD.md"} <= written
+    assert {".gitignore", "torch-ext/a_b2/layers.py", "CARD.md"} <= written
     text = "\n".join(p.read_text() for p in sorted(root.rglob("*")) if p.is_file())
     assert "example" not in text.lower().replace("usage example", "")
     assert 'repo-id = "me/a-b2"' in text and "your-name" not in text

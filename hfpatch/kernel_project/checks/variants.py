@@ -23,7 +23,10 @@ def rows(project: Project, variant: Path) -> Iterator[Row]:
     except ValueError as e:
         yield Row(where, "its metadata are valid", str(e).splitlines()[0], _AGAIN)
         return
-    yield verdict(where, "its metadata are valid", _wrong(project, variant, metadata), _AGAIN)
+    backend, archs = str(metadata.backend.backend_type).lower(), metadata.backend.archs or []
+    note = backend + (f" for {', '.join(archs)}" if archs else "")
+    problems = _wrong(project, variant, metadata)
+    yield verdict(where, "its metadata are valid", problems, _AGAIN, note)
     yield verdict(where, "the digest is its files'", _digest(variant, metadata), _AGAIN)
     module = project.name.replace("-", "_")
     needed = ["__init__.py", f"{module}/__init__.py"]
