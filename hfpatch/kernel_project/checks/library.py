@@ -23,7 +23,7 @@ _SYSTEM = re.compile(
     r"|ld-linux-[\w-]+\.so\.\d)$"
 )
 #: torch's C++ symbols that are not of the stable ABI.
-_UNSTABLE = re.compile(r"^_ZN?K?(S[0-9A-Z]*_?)?(3c10|2at(?=\d)|5torch(?!6stable|10headeronly))")
+_UNSTABLE = re.compile(r"^_Z(T[A-Z])?NK?(3c10|2at(?=\d)|5torch(?!6stable|10headeronly))")
 #: Symbols that every linker makes.
 _LINKER = {"__bss_start", "_edata", "_end", "_init", "_fini"}
 #: An absolute path of a source, and the places that every Linux has.
