@@ -3,6 +3,7 @@ published, and tested as everybody gets them."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -30,8 +31,12 @@ print(k.ops.silu.default._schema.name)
 """
 
 
+has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available() and not has_nvcc, reason="a GPU, and no nvcc")
 def test_the_published_kernels_pass_the_same_tests(hub: HubServer, tmp_path: Path) -> None:
     """The tests of the operators, with the package that `get_kernel` downloads; those of the GPU
     too where there is one. Compiles everything and runs all of them, which takes minutes."""
