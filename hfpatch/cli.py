@@ -1,4 +1,5 @@
-"""The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench` and `hfpatch.hub`."""
+"""The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench`, `hfpatch.hub` and
+`hfpatch.kernel_project`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from hfpatch.bench import command as bench
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
+from hfpatch.kernel_project.cli import add_kernel_commands, run_kernel_command
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -57,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     env.add_argument("--json", action="store_true")
     bench.add_parser(commands)
     add_hub_commands(commands)
+    add_kernel_commands(commands)
     return parser
 
 
@@ -70,9 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return bench.run(args)
         if args.command in HUB_COMMANDS:
             return HUB_COMMANDS[args.command](args)
+        if args.command == "kernel":
+            return run_kernel_command(args)
         return _plan(args) if args.command == "plan" else _apply_check(args)
     except (OSError, ValueError, TypeError, RuntimeError) as e:
-        print(f"hfpatch {args.command}: {e}", file=sys.stderr)
+        command = f"{args.command} {args.action}" if args.command == "kernel" else args.command
+        print(f"hfpatch {command}: {e}", file=sys.stderr)
         return 2
 
 

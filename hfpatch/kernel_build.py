@@ -1,9 +1,12 @@
 """Compile the kernels named by ``build.toml`` and write them in the Kernel Hub's layout.
 
+Any kernel-builder project for CPU and CUDA on torch's stable ABI: hfpatch's own, and those that
+`hfpatch kernel new` makes.
+
 The result, ``<out>/build/<variant>/``, is what `kernels.get_local_kernel` and `kernels.get_kernel`
 load: the Python files of ``torch-ext/``, a generated ``_ops.py``, one shared library on torch's
 stable ABI, and ``metadata.json``. Hub releases come from kernel-builder, which reads the same
-``build.toml``; this module is for ``pip install`` and for development.
+``build.toml``; this module is for ``pip install``, `hfpatch kernel build` and development.
 
 It needs the standard library only (and ``tomli`` on Python 3.10), never torch or hfpatch, since
 ``setup.py`` loads it by path in an isolated environment. Environment variables:
@@ -55,6 +58,7 @@ __all__ = [
     "digest",
     "find_torch",
     "main",
+    "read_project",
     "resources",
 ]
 
@@ -82,6 +86,74 @@ _REGISTRATION_H = """\
   STABLE_TORCH_LIBRARY_IMPL(NAME, KEY, MODULE)
 #define REGISTER_EXTENSION(NAME)  // loaded by torch.ops.load_library: no Python module needed
 """
+
+# glibc 2.29 gave these new versions, which differ in errno alone; asking for the old ones lets the
+# library load wherever manylinux_2_28 does.
+_PORTABLE_H = """\
+#if defined(__linux__) && defined(__GNUC__) && !defined(__CUDA_ARCH__)
+#if defined(__x86_64__)
+__asm__(".symver exp,exp@GLIBC_2.2.5");
+__asm__(".symver exp2,exp2@GLIBC_2.2.5");
+__asm__(".symver log,log@GLIBC_2.2.5");
+__asm__(".symver log2,log2@GLIBC_2.2.5");
+__asm__(".symver pow,pow@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+__asm__(".symver exp,exp@GLIBC_2.17");
+__asm__(".symver exp2,exp2@GLIBC_2.17");
+__asm__(".symver log,log@GLIBC_2.17");
+__asm__(".symver log2,log2@GLIBC_2.17");
+__asm__(".symver pow,pow@GLIBC_2.17");
+#endif
+#endif
+"""
+
+# What torch's headers use of libraries newer than manylinux_2_28's: constructors that libstdc++
+# exports from GLIBCXX_3.4.26 on, and a hint of glibc 2.32 that lets `shared_ptr` skip its atomics.
+# An own copy, kept inside by the version script.
+_PORTABLE_CPP = """\
+#include <sstream>
+#if defined(__GLIBCXX__)
+template std::basic_stringstream<char>::basic_stringstream();
+template std::basic_ostringstream<char>::basic_ostringstream();
+template std::basic_istringstream<char>::basic_istringstream();
+#endif
+extern "C" {
+extern char __libc_single_threaded;
+char __libc_single_threaded = 0;
+}
+"""
+_VERSION_SCRIPT = (
+    "{ local: _ZS*; _ZNS*; _ZNKS*; _ZZNS*; _ZZNKS*; _ZGVNS*; _ZGVZNS*; _ZTIS*; _ZTSS*; _ZTVS*;\n"
+    "  __libc_single_threaded; };\n"
+)
+
+# What the static CUDA runtime takes of glibc, by the library that had it before glibc 2.34 moved
+# them all into libc under a new version. Linking against stubs of those libraries keeps the old
+# versions, which every glibc still has, so that the result loads on manylinux_2_28 too.
+_PTHREAD = """
+    atfork attr_destroy attr_getdetachstate attr_init attr_setdetachstate attr_setstacksize cancel
+    condattr_destroy condattr_init condattr_setclock condattr_setpshared create detach getspecific
+    join key_create key_delete kill mutex_timedlock mutex_trylock mutexattr_destroy mutexattr_init
+    mutexattr_setpshared mutexattr_settype once rwlock_destroy rwlock_init rwlock_rdlock
+    rwlock_timedrdlock rwlock_timedwrlock rwlock_tryrdlock rwlock_trywrlock rwlock_unlock
+    rwlock_wrlock rwlockattr_destroy rwlockattr_init rwlockattr_setpshared setname_np setspecific
+    spin_destroy spin_init spin_lock spin_trylock spin_unlock
+"""
+_SEM = "sem_destroy sem_init sem_open sem_close sem_post sem_timedwait sem_trywait sem_wait"
+_OLD_GLIBC = {
+    "libpthread.so.0": [f"pthread_{name}" for name in _PTHREAD.split()] + _SEM.split(),
+    "libdl.so.2": ["dlclose", "dlerror", "dlopen", "dlsym", "dlvsym", "dladdr", "dlmopen"],
+    "librt.so.1": ["shm_open", "shm_unlink"],
+}
+# Version of all of them, by machine, and of those that came later.
+_OLD_VERSION = {"x86_64": "GLIBC_2.2.5", "aarch64": "GLIBC_2.17"}
+_LATER = {
+    "x86_64": {
+        "dlmopen": "GLIBC_2.3.4",
+        "pthread_condattr_setclock": "GLIBC_2.3.3",
+        "pthread_setname_np": "GLIBC_2.12",
+    }
+}
 
 _OPS_PY = """\
 from pathlib import Path
@@ -330,6 +402,35 @@ def _run(command: Sequence[str], cwd: Path | None = None, check: bool = True) ->
     return done.stdout
 
 
+def read_project(project: Path) -> dict[str, Any]:
+    """``build.toml`` of a kernel project, as plain data.
+
+    Raises:
+        KernelBuildError: there is none, it is not TOML, or it lacks what a build needs.
+    """
+    path = project / "build.toml"
+    try:
+        toml: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise KernelBuildError(
+            f"`{project}` is not a kernel project: it has no `build.toml`; "
+            "`hfpatch kernel new NAME` makes one"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise KernelBuildError(f"`{path}` cannot be read: {error}") from error
+    general = toml.get("general")
+    missing = [
+        f"general.{key}"
+        for key in ("name", "version", "license", "backends")
+        if not isinstance(general, dict) or key not in general
+    ]
+    if not isinstance(toml.get("torch"), dict) or "src" not in toml["torch"]:
+        missing.append("torch.src")
+    if missing:
+        raise KernelBuildError(f"`{path}` lacks {', '.join(f'`{name}`' for name in missing)}")
+    return toml
+
+
 # -------------------------------------------------------------------------------------------------
 # Compiling
 
@@ -341,14 +442,19 @@ class _Builder:
         self.project = project
         self.backend = backend
         self.verbose = verbose
-        with open(project / "build.toml", "rb") as file:
-            self.toml: dict[str, Any] = tomllib.load(file)
+        self.toml: dict[str, Any] = read_project(project)
         self.general = self.toml["general"]
         self.package = self.general["name"].replace("-", "_")
         if backend not in self.general["backends"]:
             raise KernelBuildError(
                 f"`{backend}`: expected a backend of build.toml "
                 f"({', '.join(self.general['backends'])})"
+            )
+        if backend not in self.toml["torch"].get("stable-abi", {}):
+            raise KernelBuildError(
+                f'`{project / "build.toml"}`: expected `{backend} = "2.11"` under '
+                "`[torch.stable-abi]`: builds on torch's stable ABI only are made here, others by "
+                "kernel-builder"
             )
         self.cxx = find_cxx()
         self.torch = find_torch()
@@ -361,6 +467,9 @@ class _Builder:
         self.cache = self._cache_dir()
         self.generated = self.cache / "generated"
         _write(self.generated / "registration.h", _REGISTRATION_H)
+        _write(self.generated / "portable.h", _PORTABLE_H)
+        _write(self.generated / "portable.cpp", _PORTABLE_CPP)
+        _write(self.generated / "exports.map", _VERSION_SCRIPT)
         self.id = f"_{self.package}_{backend}_{self._source_hash()}"
 
     def _cache_dir(self) -> Path:
@@ -420,17 +529,23 @@ class _Builder:
         for src, section in sorted(sources, key=lambda item: not item[0].endswith(".cu")):
             target = self.cache / (src.replace("/", "-") + ".o")
             includes = [f"-I{d}" for d in section.get("include", [])]
-            if section is self.toml["torch"]:
-                includes += [f"-I{self.generated}", "-isystem", str(self.torch.include)]
+            binding = section is self.toml["torch"]
             command = (
                 self._nvcc_command(section) if src.endswith(".cu") else self._cxx_command(section)
             )
-            if section is self.toml["torch"]:
-                command += [f"-DTORCH_EXTENSION_NAME={self.id}", self._target_version()]
+            if binding:
+                includes.append(f"-I{self.generated}")
+                command.append(f"-DTORCH_EXTENSION_NAME={self.id}")
+            if binding or "torch" in section.get("depends", []):
+                includes += ["-isystem", str(self.torch.include)]
+                command.append(self._target_version())
             if src.endswith(".cu") and threads > 1:
                 command.append(f"-t{threads}")
             command += [*includes, "-c", src, "-o", str(target)]
             result.append(_Unit(self._label(src), tuple(command), target))
+        source, target = self.generated / "portable.cpp", self.cache / "portable.cpp.o"
+        command = [*self._cxx_command({}), "-c", str(source), "-o", str(target)]
+        result.append(_Unit(self._label(source.name), tuple(command), target))
         return result
 
     def _label(self, src: str) -> str:
@@ -454,7 +569,9 @@ class _Builder:
     def _cxx_command(self, section: dict[str, Any]) -> list[str]:
         define = f"-D{self.backend.upper()}_KERNEL"
         archs = f'-DHFP_CUDA_ARCHS="{" ".join(self.archs)}"'
-        return [self.cxx, *self._host_flags(), define, archs, *section.get("cxx-flags", [])]
+        portable = ["-include", str(self.generated / "portable.h")]
+        flags = [*self._host_flags(), *portable, define, archs]
+        return [self.cxx, *flags, *section.get("cxx-flags", [])]
 
     def _nvcc_command(self, section: dict[str, Any]) -> list[str]:
         assert self.nvcc is not None
@@ -540,13 +657,14 @@ class _Builder:
                 command.append(f"-L{self._torch_cuda_stub()}")
             libs = [self.nvcc.root / "lib64", *self.nvcc.root.glob("targets/*/lib")]
             command += ["-ltorch_cuda", *(f"-L{lib}" for lib in libs if lib.is_dir())]
-            command += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+            command += ["-lcudart_static", *self._old_glibc()]
         openmp = [*self.torch.lib.glob("libgomp*"), *self.torch.path.glob("../torch.libs/libgomp*")]
         if self.clang or not openmp:
             command.append("-fopenmp")
         # All symbols must resolve, except the OpenMP ones, so warn and look at the warnings.
         command += ["-Wl,--as-needed", "-Wl,-z,defs", "-Wl,--warn-unresolved-symbols"]
         command += ["-Wl,--exclude-libs,ALL", "-Wl,--build-id=none"]
+        command.append(f"-Wl,--version-script={self.generated / 'exports.map'}")
         output = _run(command, cwd=self.project)
         undefined = set(re.findall(r"undefined reference to [`'\"]([^`'\"]+)", output))
         undefined = {name for name in undefined if not _OPENMP.match(name)}
@@ -555,6 +673,31 @@ class _Builder:
                 "undefined symbols; is a source missing in build.toml? "
                 + ", ".join(sorted(undefined))
             )
+
+    def _old_glibc(self) -> list[str]:
+        """What stands for `-ldl -lrt -lpthread`: stubs with the versions that old systems have."""
+        machine = platform.machine()
+        if platform.system() != "Linux" or machine not in _OLD_VERSION:
+            return ["-ldl", "-lrt", "-lpthread"]
+        libraries = []
+        for soname, names in _OLD_GLIBC.items():
+            versions: dict[str, list[str]] = {}
+            for name in names:
+                version = _LATER.get(machine, {}).get(name, _OLD_VERSION[machine])
+                versions.setdefault(version, []).append(name)
+            source = self.cache / "stub" / f"{soname}.c"
+            script = source.with_suffix(".map")
+            _write(source, "".join(f"void {name}(void) {{}}\n" for name in names))
+            _write(
+                script,
+                "".join(f"{v} {{ global: {'; '.join(n)}; }};\n" for v, n in versions.items()),
+            )
+            library = source.with_suffix("")
+            command = [self.cxx, "-x", "c", "-w", "-fno-builtin", "-shared", "-fPIC", "-nostdlib"]
+            command += [str(source), f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}"]
+            _run([*command, "-o", str(library)])
+            libraries.append(str(library))
+        return libraries
 
     def _torch_cuda_stub(self) -> Path:
         """Directory of a `libtorch_cuda.so` to link against where torch has none (a CPU build)."""
@@ -594,6 +737,7 @@ class _Builder:
                 "backend": backend,
                 "digest": digest(root),
             }
+            metadata |= {k: self.general[k] for k in ("upstream", "source") if k in self.general}
             _write(root / "metadata.json", json.dumps(metadata, indent=2) + "\n")
             if final.exists():
                 shutil.rmtree(final)
@@ -608,18 +752,22 @@ class _Builder:
         return bool(metadata.get("id") == self.id and metadata.get("digest") == digest(variant))
 
     def _first_op(self) -> str:
+        """Any operator of the library: `_ops.py` asks whether it is registered."""
         for section in self._sections():
             for src in section["src"]:
-                if src.endswith(".h"):
-                    text = (self.project / src).read_text(encoding="utf-8")
-                    name = _search(r"#define \w+_OP_TABLE\(X\)[\s\\]*X\((\w+)", text)
-                    if name:
-                        return name
-        raise KernelBuildError("build.toml: no header with an op table among the sources")
+                text = (self.project / src).read_text(encoding="utf-8")
+                name = _search(r"#define \w+_OP_TABLE\(X\)[\s\\]*X\((\w+)", text)
+                name = name or _search(r"\bdef\(\s*\"(\w+)\(", text)
+                if name:
+                    return name
+        raise KernelBuildError(
+            'build.toml: no source defines an operator (`ops.def("name(...)")` or an op table '
+            "`#define NAME_OP_TABLE(X)`)"
+        )
 
     def say(self, line: str) -> None:
         if self.verbose:
-            print(f"hfpatch-kernels {self.backend}: {line}", flush=True)
+            print(f"{self.general['name']} {self.backend}: {line}", flush=True)
 
 
 def _jobs() -> int:

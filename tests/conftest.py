@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,14 @@ from hfpatch import kernel_build
 ROOT = Path(__file__).resolve().parent.parent
 
 
+#: "org/name@1": tests use this published kernel in place of the in-tree build.
+PUBLISHED = os.environ.get("HFPATCH_TEST_KERNELS")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PUBLISHED:  # those that call the package; models are patched with the in-tree build
+        ours = {"kernels_module", "kernels_dir", "library"}
+        items[:] = [i for i in items if ours & set(i._fixtureinfo.argnames)]
     if torch.cuda.is_available():
         return
     for item in items:
@@ -25,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def kernels_dir() -> Path:
     """The in-tree build, brought up to date with the sources first."""
+    if PUBLISHED:
+        return Path(str(_published().__file__)).parents[2]
     out = ROOT / "hfpatch" / "_kernels"
     lock = ROOT / ".cache" / "test.lock"
     lock.parent.mkdir(exist_ok=True)
@@ -41,4 +51,11 @@ def kernels_module(kernels_dir: Path) -> ModuleType:
     """The kernel package as `kernels` loads it."""
     import kernels
 
-    return kernels.get_local_kernel(kernels_dir)
+    return _published() if PUBLISHED else kernels.get_local_kernel(kernels_dir)
+
+
+def _published() -> ModuleType:
+    import kernels
+
+    repo, _, version = str(PUBLISHED).partition("@")
+    return kernels.get_kernel(repo, version=int(version))

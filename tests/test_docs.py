@@ -145,7 +145,8 @@ def test_files_named_exist(path: Path) -> None:
         re.findall(r"(?<=python )[\w/.-]+\.py", text)
     )
     suffixes = (".py", ".md", ".h", ".cpp", ".cu", ".cuh", ".toml", ".nix", ".txt")
-    named = {s for s in spans if s.endswith(suffixes) and " " not in s}
+    # `my-kernel/` is what `hfpatch kernel new my-kernel` writes, from its templates
+    named = {s.removeprefix("my-kernel/") for s in spans if s.endswith(suffixes) and " " not in s}
     tops = ("hfpatch", "kernel_src", "torch-ext", "tests", "examples", "benchmarks", "docs")
     files = [f"/{p.name}" for p in ROOT.iterdir() if p.is_file()]
     files += [

@@ -13,31 +13,13 @@ from pathlib import Path
 import pytest
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 from kernels.variants import ArchVariant, parse_variant
+from own_project import copy_project, named_files
 
 from hfpatch import kernel_build
-from hfpatch.kernel_build import KernelBuildError, Nvcc, ToolchainMissing, tomllib
+from hfpatch.kernel_build import KernelBuildError, Nvcc, ToolchainMissing
 
 ROOT = Path(__file__).resolve().parents[2]
 has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
-
-
-def named_files(backend: str) -> list[str]:
-    """What build.toml names for one backend, and the Python package."""
-    toml = tomllib.loads((ROOT / "build.toml").read_text())
-    files = {"build.toml", *toml["torch"]["src"]}
-    for section in toml["kernel"].values():
-        if section["backend"] == backend:
-            files.update(section["src"])
-    package = ROOT / "torch-ext" / "hfpatch_kernels"
-    files.update(p.relative_to(ROOT).as_posix() for p in package.rglob("*.py"))
-    return sorted(files)
-
-
-def copy_project(target: Path, backend: str) -> Path:
-    for name in named_files(backend):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target / name)
-    return target
 
 
 def cpu_variant(kernels_dir: Path) -> Path:
@@ -60,25 +42,6 @@ def test_build_toml_names_every_source() -> None:
     assert found <= cuda
     # One CUDA build serves CPU tensors too.
     assert set(named_files("cpu")) <= cuda
-
-
-def test_named_files_suffice(tmp_path: Path) -> None:
-    """Built from nothing but what build.toml names, loaded as a Hub kernel in a new process."""
-    project = copy_project(tmp_path / "project", "cpu")
-    (built,) = kernel_build.build(project, tmp_path / "out", ("cpu",), verbose=False)
-    code = (
-        "import sys, torch, kernels; from pathlib import Path\n"
-        "k = kernels.get_local_kernel(Path(sys.argv[1]))\n"
-        "x = torch.randn(3, 5, 16)\n"
-        "y = k.rms_norm(x, torch.ones(16), eps=1e-6)\n"
-        "torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (16,), eps=1e-6))\n"
-        "print(k.ops.silu.default._schema.name)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"{built.id}::silu"
 
 
 def test_metadata(kernels_dir: Path) -> None:
@@ -173,7 +136,7 @@ def test_objects_are_reused_until_a_header_changes(tmp_path: Path) -> None:
 
     builder._compile_unit = spy  # type: ignore[method-assign]
     builder.compile()
-    assert sorted(ran) == ["simd.cpp", "torch_binding.cpp"]
+    assert sorted(ran) == ["portable.cpp", "simd.cpp", "torch_binding.cpp"]
     ran.clear()
     builder.compile()
     assert ran == []
@@ -236,6 +199,9 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
     (project / "hfpatch").mkdir()
     for name in ("__init__.py", "kernel_build.py", "py.typed"):
         shutil.copy2(ROOT / "hfpatch" / name, project / "hfpatch" / name)
+    clean = shutil.ignore_patterns("__pycache__")
+    templates = project / "hfpatch" / "kernel_project"
+    shutil.copytree(ROOT / "hfpatch" / "kernel_project", templates, ignore=clean)
     env = {**os.environ, "CXX": "/nonexistent"}
     env.pop("HFPATCH_BUILD_STRICT", None)
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path / "dist")]
@@ -245,6 +211,9 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
     shutil.unpack_archive(wheel, tmp_path / "unpacked", "zip")
     reason = json.loads((tmp_path / "unpacked/hfpatch/_kernels/REASON.json").read_text())
     assert "/nonexistent" in reason["reason"]
+    inside = Path("hfpatch/kernel_project/templates")
+    for path in (project / inside).rglob("*"):
+        assert (tmp_path / "unpacked" / path.relative_to(project)).exists(), path
     strict = subprocess.run(
         command, cwd=project, env={**env, "HFPATCH_BUILD_STRICT": "1"}, capture_output=True
     )

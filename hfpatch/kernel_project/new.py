@@ -1,0 +1,91 @@
+"""`hfpatch kernel new`: a copy of `templates/` under another name.
+
+The templates are a project of their own, called `example-kernel`, that builds and passes as it is;
+only its name is replaced.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from pathlib import Path
+
+from hfpatch.kernel_project.project import ProjectError
+
+TEMPLATES = Path(__file__).parent / "templates"
+#: Files that are called otherwise here, so that no tool takes them for this repository's.
+_RENAMED = {"gitignore": ".gitignore"}
+_NAME = re.compile(r"^[a-z][-a-z0-9]*[a-z0-9]$")
+_REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+
+
+def new_project(name: str, parent: Path, repo_id: str | None = None) -> Path:
+    """Write a kernel project called `name` into `parent/name`.
+
+    Args:
+        name: of the kernel: lower case, digits and dashes, e.g. "my-kernel".
+        parent: the folder to write to.
+        repo_id: where it will be published, "org/name"; can be given later.
+
+    Returns:
+        The project's folder.
+
+    Raises:
+        ProjectError: the name or the repository is not one, or the folder is there already.
+    """
+    check_name(name)
+    if repo_id is not None:
+        check_repo_id(repo_id)
+    root = parent / name
+    if root.exists():
+        raise ProjectError(f"`{root}` exists already; take another name, or remove it")
+    files = sorted(p for p in TEMPLATES.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    try:
+        for path in files:
+            relative = path.relative_to(TEMPLATES).as_posix()
+            target = root / _named(_RENAMED.get(relative, relative), name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text(encoding="utf-8")
+            if repo_id is not None:
+                text = text.replace("your-name/example-kernel", repo_id)
+            target.write_text(_named(text, name), encoding="utf-8")
+    except OSError as e:
+        raise ProjectError(f"`{root}` cannot be written: {e}") from e
+    return root
+
+
+def _named(text: str, name: str) -> str:
+    return text.replace("example-kernel", name).replace("example_kernel", name.replace("-", "_"))
+
+
+def check_name(name: str) -> None:
+    """Refuse what the Hub's tools or Python would not take for a kernel's name.
+
+    Raises:
+        ProjectError: see above.
+    """
+    module = name.replace("-", "_")
+    if not _NAME.match(name):
+        raise ProjectError(
+            f"`{name}` is not a kernel's name: expected lower-case letters, digits and dashes, a "
+            "letter first and at least two characters, e.g. `my-kernel`"
+        )
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names or module == "torch":
+        raise ProjectError(
+            f"`{name}` would be the Python module `{module}`, which is taken; take another name"
+        )
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Refuse what is not "org/name".
+
+    Raises:
+        ProjectError: see above.
+    """
+    bad = "--" in repo_id or ".." in repo_id or repo_id.endswith((".git", ".", "-"))
+    if bad or len(repo_id) > 96 or not _REPO.match(repo_id):
+        raise ProjectError(
+            f"`{repo_id}` is not a repository of the Hub: expected `org/name` or `user/name`, of "
+            "letters, digits, `-`, `_` and `.`"
+        )

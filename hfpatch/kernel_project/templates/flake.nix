@@ -1,0 +1,14 @@
+{
+  description = "example-kernel: a kernel for the Hugging Face Kernel Hub";
+
+  inputs = {
+    kernel-builder.url = "github:huggingface/kernels";
+  };
+
+  outputs =
+    { self, kernel-builder, ... }:
+    kernel-builder.lib.genKernelFlakeOutputs {
+      inherit self;
+      path = ./.;
+    };
+}

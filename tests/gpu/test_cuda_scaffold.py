@@ -1,0 +1,43 @@
+"""What `hfpatch kernel new` writes, on a GPU: built for it, tested on it, checked, measured."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfpatch import kernel_build
+from hfpatch.kernel_project.checks import check_project
+from hfpatch.kernel_project.new import new_project
+from hfpatch.kernel_project.project import Project
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(not (shutil.which("nvcc") or os.environ.get("CUDA_HOME")), reason="no nvcc")
+def test_the_scaffold_runs_on_the_gpu(tmp_path: Path) -> None:
+    root = new_project("my-kernel", tmp_path)
+    (built,) = kernel_build.build(root, root, ("cuda",), archs="native", verbose=False)
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=root,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    out = run("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests")
+    assert "[cuda-" in out and "[cpu-" in out, "the CUDA build serves both"
+    rows = check_project(Project.open(root))
+    assert [row for row in rows if not row.passed] == []
+    (loaded,) = (row for row in rows if row.what == "`kernels` loads it")
+    assert loaded.where == built.name and loaded.note == "2 names, 1 layers"
+    found = re.search(r"relu_squared +([\d.]+) us", run("benchmarks/benchmark.py"))
+    assert found is not None and float(found[1]) < 10_000

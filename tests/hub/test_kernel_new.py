@@ -1,0 +1,180 @@
+"""`hfpatch kernel new` and `build`: what they write, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernels._rust import Build
+from scaffold import NAME, ROOT, built_scaffold
+
+from hfpatch import cli, kernel_build
+from hfpatch.kernel_build import KernelBuildError
+from hfpatch.kernel_project import ProjectError
+from hfpatch.kernel_project.new import TEMPLATES, check_repo_id, new_project
+
+has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_scaffold(tmp_path_factory.mktemp("new"))
+
+
+def test_the_scaffold_is_a_project_of_that_name(tmp_path: Path) -> None:
+    root = new_project("a-b2", tmp_path, "me/a-b2")
+    assert len(Build.open(root).general.backends) == 2
+    written = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()}
+    assert {".gitignore", "torch-ext/a_b2/layers.py", "CARD.md"} <= written
+    text = "\n".join(p.read_text() for p in sorted(root.rglob("*")) if p.is_file())
+    assert "example" not in text.lower().replace("usage example", "")
+    assert 'repo-id = "me/a-b2"' in text and "your-name" not in text
+
+
+def test_the_scaffold_passes_its_own_tests(project: Path) -> None:
+    """As it is, and under a name other than the template's."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project / "tests")],
+        env=env, cwd=project, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_the_scaffolds_tests_can_fail(project: Path, tmp_path: Path) -> None:
+    """Another reference than the kernel: values, gradients and compilation all notice."""
+    copy = tmp_path / NAME
+    shutil.copytree(project, copy)
+    for file in copy.rglob("reference.py"):
+        file.write_text(file.read_text().replace("torch.relu(x)", "torch.relu(x + 0.125)"))
+    (variant,) = (copy / "build").iterdir()
+    shutil.rmtree(variant / "__pycache__", ignore_errors=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(copy / "tests")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=copy, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    for name in ("test_matches_the_reference", "test_gradients", "test_the_operator_is_what"):
+        assert f"FAILED tests/test_ops.py::{name}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_nvcc, reason="no nvcc")
+def test_the_scaffolds_cuda_half_compiles(tmp_path: Path) -> None:
+    """And keeps to the Hub's demands, checked from the outside."""
+    from hfpatch.kernel_project.checks import check_project
+    from hfpatch.kernel_project.project import Project
+
+    root = new_project(NAME, tmp_path)
+    (built,) = kernel_build.build(root, root, ("cuda",), archs="9.0", verbose=False)
+    assert built.archs == ("9.0",) and "-cu" in built.name
+    rows = check_project(Project.open(root))
+    assert [r for r in rows if not r.passed] == []
+    assert not any(k["spill_stores"] for k in kernel_build.resources(root, "9.0", verbose=False))
+
+
+def test_the_templates_are_in_the_wheel() -> None:
+    """Every file matches a pattern of pyproject.toml's package data, which setuptools globs."""
+    import glob
+
+    toml = kernel_build.tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = toml["tool"]["setuptools"]["package-data"]["hfpatch"]
+    found = {
+        Path(path)
+        for pattern in patterns
+        for path in glob.glob(str(ROOT / "hfpatch" / pattern), recursive=True)
+    }
+    needed = {p for p in TEMPLATES.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert needed <= found and not any(p.name.startswith(".") for p in needed)
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a", "2fast", "My-kernel", "a_b", "a/b", "../x", "kernel-", "ä-b", "try", "torch"],
+)
+def test_names_that_are_none(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ProjectError, match=r"is not a kernel's name|which is taken"):
+        new_project(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("repo", ["x", "a/b/c", "a/", "/b", "a b/c", "a/b--c", "a/b.git", "-a/b"])
+def test_repositories_that_are_none(repo: str, tmp_path: Path) -> None:
+    with pytest.raises(ProjectError, match="is not a repository of the Hub"):
+        check_repo_id(repo)
+    with pytest.raises(ProjectError, match="is not a repository of the Hub"):
+        new_project("my-kernel", tmp_path, repo)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME / "precious").write_text("x")
+    with pytest.raises(ProjectError, match="exists already"):
+        new_project(NAME, tmp_path)
+    assert [p.name for p in (tmp_path / NAME).iterdir()] == ["precious"]
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    with pytest.raises(ProjectError, match="cannot be written"):
+        new_project(NAME, Path("/proc"))
+
+
+@pytest.mark.parametrize("action", ["build", "check", "publish"])
+def test_not_a_kernel_project(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["kernel", action, str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hfpatch kernel {action}: ") and "is not a kernel project" in error
+    assert cli.main(["kernel", action, str(tmp_path / "absent")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    (tmp_path / "build.toml").write_text("[general\n")
+    assert cli.main(["kernel", action, str(tmp_path)]) == 2
+    assert "build.toml` cannot be read" in capsys.readouterr().err
+    (tmp_path / "build.toml").write_text('[general]\nname = "x"\n')
+    assert cli.main(["kernel", action, str(tmp_path)]) == 2
+    assert "lacks `general.version`" in capsys.readouterr().err
+
+
+def test_build_without_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = new_project(NAME, tmp_path)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert cli.main(["kernel", "build", str(root)]) == 2
+    error = capsys.readouterr().err
+    assert "cpu: not built: no C++ compiler" in error and "nothing was built" in error
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert cli.main(["kernel", "build", str(root), "--backend", "cuda"]) == 2
+    assert "no CUDA compiler: no `nvcc` in `CUDA_HOME`" in capsys.readouterr().err
+
+
+def test_build_of_what_is_not_built_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = new_project(NAME, tmp_path)
+    toml = (root / "build.toml").read_text()
+    (root / "build.toml").write_text(toml.replace('["cpu", "cuda"]', '["rocm"]'))
+    assert cli.main(["kernel", "build", str(root)]) == 2
+    assert "this builds cpu and cuda" in capsys.readouterr().err
+    (root / "build.toml").write_text(toml.replace('cpu = "2.11"\n', ""))
+    with pytest.raises(KernelBuildError, match=r"expected `cpu = \"2.11\"` under"):
+        kernel_build.build(root, tmp_path, ("cpu",), verbose=False)
+
+
+def test_a_compile_error_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = new_project(NAME, tmp_path)
+    (root / "kernel_src" / "cpu.cpp").write_text("this is not C++;\n")
+    assert cli.main(["kernel", "build", str(root), "--archs", "none", "--quiet"]) == 1
+    assert "cpu.cpp:1:1: error" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Our own kernels as a kernel project: built from what build.toml names, in an empty folder,
+published, and tested as everybody gets them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from own_project import ROOT, copy_project
+from server import HubServer
+
+from hfpatch import kernel_build
+from hfpatch.kernel_project.checks import check_project
+from hfpatch.kernel_project.project import Project
+from hfpatch.kernel_project.publish import plan_publication, publish
+
+REPO = "me/hfpatch-kernels"
+LOAD = """
+import torch, kernels
+k = kernels.get_kernel("me/hfpatch-kernels", version=1)
+x = torch.randn(3, 5, 16)
+y = k.rms_norm(x, torch.ones(16), eps=1e-6)
+torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (16,), eps=1e-6))
+print(k.ops.silu.default._schema.name)
+"""
+
+
+has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available() and not has_nvcc, reason="a GPU, and no nvcc")
+def test_the_published_kernels_pass_the_same_tests(hub: HubServer, tmp_path: Path) -> None:
+    """The tests of the operators, with the package that `get_kernel` downloads; those of the GPU
+    too where there is one. Compiles everything and runs all of them, which takes minutes."""
+    backends = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    project = copy_project(tmp_path / "project", "cpu", "cuda")
+    for name in ("CARD.md", "flake.nix"):
+        shutil.copy2(ROOT / name, project / name)
+    built = kernel_build.build(project, project, backends, archs="native", verbose=False)
+    rows = check_project(Project.open(project))
+    assert [row for row in rows if not row.passed] == []
+    publish(plan_publication(Project.open(project), REPO))
+    shutil.rmtree(project)
+    hub.trust("me")
+
+    env = hub.env(tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="")
+    run = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", LOAD], **run)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{built[-1].id}::silu"
+    folders = ["tests/kernels", "tests/gpu"] if len(backends) > 1 else ["tests/kernels"]
+    env |= {"HFPATCH_TEST_KERNELS": f"{REPO}@1", "HFPATCH_KERNELS": f"{REPO}@v1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders]
+    command.append("--ignore=tests/kernels/test_fuzz.py")  # of the C functions, not of the package
+    done = subprocess.run(command, **run)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout[-20000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) > 500
