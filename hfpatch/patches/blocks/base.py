@@ -177,7 +177,10 @@ class BlockSubject(Subject):
                 return f"with {dtype} the fused block failed: {type(e).__name__}: {e}"
             # on the CPU: loading a GPU's fp64 kernels for this would take longer than all the rest
             wide = {k: _to_fp64(v) for k, v in low.items()}
-            truth = original(block.cpu().double(), **wide)
+            try:
+                truth = original(block.cpu().double(), **wide)
+            except Exception as e:
+                return f"in fp64 on the CPU the block failed: {type(e).__name__}: {e}"
         if any(not torch.equal(before[k], low[k]) for k in before):
             return "the fused block wrote to its input"
         if _describe(ours) != _describe(theirs):
@@ -242,10 +245,15 @@ class BlockSubject(Subject):
 
 
 def _to_fp64(value: Any) -> Any:
+    """On the CPU, masks and indices too; complex tables in their wide dtype."""
     if isinstance(value, tuple):
         return tuple(_to_fp64(v) for v in value)
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.cpu().double() if floating else value
+    if not isinstance(value, Tensor):
+        return value
+    value = value.cpu()
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value
 
 
 def _tensors(result: Any) -> list[Tensor]:
