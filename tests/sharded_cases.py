@@ -1,0 +1,174 @@
+"""The cases of `sharded.Ranks`: FSDP2, tensor parallel, ZeRO-3's empty parameters, context parallel.
+
+Every case builds the same model twice from one seed: one stays plain, and the other is patched and
+sharded in either order. Numbers must agree, kernels must run or a reason must be in the report, and
+`restore` must give back the unpatched sharded model, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+from sharded import Rank, blocks_of, case, close_to, full, kernels_run
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import hfpatch
+
+Shard_ = Callable[[nn.Module, Rank], None]
+ORDERS = ("patch first", "shard first")
+MODES = ("inference", "training")
+
+
+def build(name: str, rank: Rank) -> nn.Module:
+    return zoo.ENTRIES[name].build().to(rank.device)
+
+
+def inputs_of(name: str, rank: Rank, model: nn.Module, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = zoo.ENTRIES[name].inputs(model, generator=generator)
+    return {
+        k: v.to(rank.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()
+    }
+
+
+def outputs(name: str, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    entry = zoo.ENTRIES[name]
+    return full(entry.output(model(**inputs)))
+
+
+def patch(model: nn.Module, mode: str, order: str, shard: Shard_, rank: Rank) -> hfpatch.Report:
+    if order == "patch first":
+        report = hfpatch.apply(model, mode=mode)
+        shard(model, rank)
+        return report
+    shard(model, rank)
+    return hfpatch.apply(model, mode=mode)
+
+
+def check(
+    name: str, mode: str, order: str, shard: Shard_, rank: Rank, reason: str | None = None
+) -> nn.Module:
+    """The whole of a case; `reason` must be in the report of a model that was sharded first."""
+    plain, model, twin = (build(name, rank) for _ in range(3))
+    shard(twin, rank)
+    report = patch(model, mode, order, shard, rank)
+    assert report.swaps
+    if reason is not None and order == "shard first":
+        reasons = [s.reason for s in report.skips]
+        assert any(reason in r for r in reasons), reasons
+    inputs = inputs_of(name, rank, plain)
+    if mode == "inference":
+        with torch.no_grad():
+            with kernels_run():
+                ours = outputs(name, model, inputs)
+            close_to(ours, outputs(name, plain, inputs))
+    else:
+        _check_gradients(name, plain, model, rank)
+    assert hfpatch.status(model).swaps
+    hfpatch.restore(model)
+    assert not hfpatch.status(model).swaps
+    with torch.no_grad():
+        with kernels_run(False):
+            ours = outputs(name, model, inputs)
+        assert torch.equal(ours, outputs(name, twin, inputs)), "not the original after restore"
+    return model
+
+
+def _check_gradients(name: str, plain: nn.Module, model: nn.Module, rank: Rank) -> None:
+    """One training step: gradients equal those of the mean loss over the ranks' own batches."""
+    data = _sharded_data(model)
+    seeds = range(dist.get_world_size()) if data else [0]
+    losses = [
+        outputs(name, plain, inputs_of(name, rank, plain, s)).square().mean() for s in seeds
+    ]
+    (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+    own = rank.index if data else 0
+    with kernels_run():
+        loss = outputs(name, model, inputs_of(name, rank, plain, own)).square().mean()
+    loss.backward()
+    close_to(loss.detach(), losses[own].detach(), "loss")
+    ours = dict(model.named_parameters())
+    for path, p in plain.named_parameters():
+        if p.grad is None:
+            continue
+        got = ours[path].grad
+        assert got is not None, path
+        close_to(full(got), p.grad, f"gradient of `{path}`")
+
+
+def _sharded_data(model: nn.Module) -> bool:
+    """Whether the ranks see data of their own (FSDP) or the same (tensor parallel)."""
+    return any("FSDP" in type(m).__name__ for m in model.modules())
+
+
+# FSDP2 -------------------------------------------------------------------------------------------
+
+
+def fsdp(model: nn.Module, rank: Rank) -> None:
+    for block in blocks_of(model):
+        fully_shard(block, mesh=rank.mesh)
+    fully_shard(model, mesh=rank.mesh)
+
+
+for _name, _mode, _order in itertools.product(("llama", "ltx", "flux"), MODES, ORDERS):
+    case(f"fsdp2-{_name}-{_mode}-{_order}")(
+        functools.partial(check, _name, _mode, _order, fsdp, reason="DTensor")
+    )
+
+
+# Tensor parallel ---------------------------------------------------------------------------------
+
+
+def auto_plan(model: nn.Module, rank: Rank) -> None:
+    """What `from_pretrained(tp_plan="auto")` does, on a model that is there already."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = {}
+    for pattern, style in model.tp_plan.items():  # type: ignore[union-attr]
+        before, star, after = pattern.partition("*")
+        paths = [f"{before}{i}{after}" for i in range(len(blocks_of(model)))] if star else [before]
+        for path in paths:
+            module = model.get_submodule(path)
+            held = [n for n, p in module._parameters.items() if p is not None]
+            plan |= {f"{path}.{n}": style for n in held}
+            plan[path] = style
+    apply_tensor_parallelism(model, rank.mesh, plan)
+
+
+def megatron(model: nn.Module, rank: Rank, *, local: bool = True) -> None:
+    """DTensor weights by `parallelize_module`: gate and up by columns, down by rows."""
+    for block in blocks_of(model):
+        plan = {
+            "mlp.gate_proj": ColwiseParallel(use_local_output=local),
+            "mlp.up_proj": ColwiseParallel(use_local_output=local),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        if not local:
+            plan["mlp.down_proj"] = RowwiseParallel(input_layouts=Shard(-1))
+        parallelize_module(block, rank.mesh, plan)
+
+
+for _name, _mode, _order in itertools.product(("llama", "qwen3"), MODES, ORDERS):
+    case(f"tp-auto-{_name}-{_mode}-{_order}")(
+        functools.partial(check, _name, _mode, _order, auto_plan)
+    )
+for _mode, _order in itertools.product(MODES, ORDERS):
+    case(f"tp-dtensor-{_mode}-{_order}")(
+        functools.partial(check, "llama", _mode, _order, megatron)
+    )
+    case(f"tp-dtensor-outputs-{_mode}-{_order}")(
+        functools.partial(check, "llama", _mode, _order, functools.partial(megatron, local=False))
+    )
