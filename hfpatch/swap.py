@@ -8,6 +8,7 @@ are, so their hooks go on firing, and whoever wraps the module later wraps the a
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,28 @@ class Slot:
     def clear(self) -> None:
         self.owner.__dict__.pop(self.attribute, None)
 
+    def exists(self) -> bool:
+        return self.attribute in self.owner.__dict__
+
+
+@dataclass(frozen=True)
+class Captured(Slot):
+    """A variable of somebody's function that wraps the module's forward and holds ours."""
+
+    attribute: str = "cell_contents"
+
+    def get(self) -> Any:
+        return self.owner.cell_contents
+
+    def set(self, value: Any) -> None:
+        self.owner.cell_contents = value
+
+    def clear(self) -> None:
+        raise AssertionError("a wrapper needs something to call")
+
+    def exists(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class Swapped:
@@ -61,6 +84,27 @@ def slots(module: nn.Module) -> Iterator[Slot]:
     for reference in getattr(registry, "_fn_refs", ()):
         yield Slot(reference, "original_forward")
         yield Slot(reference, "forward")
+    forward = module.__dict__.get("forward")
+    if forward is not None and adapter_of(forward) is None:
+        yield from _captured(module, forward, 4)
+
+
+def _captured(module: nn.Module, forward: Any, depth: int) -> Iterator[Slot]:
+    """Where functions that were put around our adapter hold it: transformers' tensor parallelism
+    does so, and whoever writes `old = m.forward; m.forward = lambda x: old(x)`."""
+    function = forward.func if isinstance(forward, functools.partial) else forward
+    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if not isinstance(held, (types.MethodType, types.FunctionType, functools.partial)):
+            continue
+        if adapter_of(held) is not None:
+            if getattr(held, "__self__", None) is module:
+                yield Captured(cell)
+        elif depth:
+            yield from _captured(module, held, depth - 1)
 
 
 def is_native(module: nn.Module, forward: Any) -> bool:
@@ -126,7 +170,7 @@ class _Undo:
 
 
 def _remember(slot: Slot) -> _Undo:
-    return _Undo(slot, slot.attribute in slot.owner.__dict__, slot.get())
+    return _Undo(slot, slot.exists(), slot.get())
 
 
 @dataclass(frozen=True)

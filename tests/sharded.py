@@ -207,6 +207,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model: the items of its longest list of modules."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=len))
+    """The transformer blocks of a model, of all its lists of them."""
+    names = ("layers", "blocks", "transformer_blocks", "single_transformer_blocks")
+    return [
+        block
+        for path, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and path.rpartition(".")[2] in names
+        for block in part
+    ]

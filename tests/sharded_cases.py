@@ -172,3 +172,60 @@ for _mode, _order in itertools.product(MODES, ORDERS):
     case(f"tp-dtensor-outputs-{_mode}-{_order}")(
         functools.partial(check, "llama", _mode, _order, functools.partial(megatron, local=False))
     )
+
+
+# DeepSpeed ZeRO-3 --------------------------------------------------------------------------------
+
+
+def zero3(model: nn.Module, rank: Rank) -> None:
+    """As DeepSpeed's ZeRO-3 keeps a model: each rank has a part of each parameter, whose `data` is
+    empty but while its module runs; hooks on every module gather and release them."""
+    parts: dict[nn.Parameter, tuple[torch.Tensor, torch.Size]] = {}
+    for p in model.parameters():
+        flat = p.data.flatten()
+        padded = torch.nn.functional.pad(flat, (0, flat.numel() % dist.get_world_size()))
+        parts[p] = (padded.chunk(dist.get_world_size())[rank.index].clone(), p.shape)
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        for p in module._parameters.values():
+            if p is not None:
+                part, shape = parts[p]
+                whole = part.new_empty(part.numel() * dist.get_world_size())
+                dist.all_gather_into_tensor(whole, part)
+                p.data = whole[: shape.numel()].view(shape)
+
+    def release(module: nn.Module, *_: Any) -> None:
+        for p in module._parameters.values():
+            if p is not None:
+                p.data = p.data.new_empty(0)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+        release(module)
+
+
+for _name, _order in itertools.product(("llama", "ltx", "flux"), ORDERS):
+    case(f"zero3-{_name}-inference-{_order}")(
+        functools.partial(check, _name, "inference", _order, zero3, reason="ZeRO-3")
+    )
+
+
+# Context parallel --------------------------------------------------------------------------------
+
+
+def context_parallel(kind: str) -> Shard_:
+    def shard(model: nn.Module, rank: Rank) -> None:
+        from diffusers import ContextParallelConfig
+
+        model.enable_parallelism(  # type: ignore[operator]
+            config=ContextParallelConfig(**{f"{kind}_degree": dist.get_world_size()})
+        )
+
+    return shard
+
+
+for _name, _kind, _order in itertools.product(("ltx", "flux", "wan"), ("ulysses", "ring"), ORDERS):
+    case(f"context-{_kind}-{_name}-{_order}")(
+        functools.partial(check, _name, "inference", _order, context_parallel(_kind))
+    )
