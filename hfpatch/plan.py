@@ -340,7 +340,10 @@ def _unfit(site: Site, subject: Subject) -> probe.Refusal | None:
         )
     if isinstance(subject, CustomSubject):
         return None
-    if (why := _partitioned(site, subject)) is not None:
+    why = _partitioned(site, subject)
+    if why is None and isinstance(subject, BlockSubject) and _context_parallel(module):
+        why = "its attention is split over several GPUs (context parallel)"
+    if why is not None:
         return probe.Refusal("unsupported", why)
     for name, p in module._parameters.items():
         if p is None:
@@ -354,6 +357,12 @@ def _unfit(site: Site, subject: Subject) -> probe.Refusal | None:
                 f"{', '.join(str(t).removeprefix('torch.') for t in KERNEL_DTYPES)}",
             )
     return None
+
+
+def _context_parallel(block: nn.Module) -> bool:
+    """Whether diffusers' `enable_parallelism` splits the attention of a block."""
+    processors = [getattr(m, "processor", None) for m in block.modules()]
+    return any(getattr(p, "_parallel_config", None) is not None for p in processors)
 
 
 def _partitioned(site: Site, subject: Subject) -> str | None:

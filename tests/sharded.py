@@ -129,6 +129,8 @@ def _serve(index: int, device_type: str, meeting: str, pipe: Any) -> None:
     try:
         rank = _join(index, device_type, meeting)
         import sharded_cases  # noqa: F401  # fills CASES
+
+            import cp
     except BaseException:
         pipe.send(traceback.format_exc())
         return
@@ -178,9 +180,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self.calls = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func.namespace.startswith("_hfpatch_kernels")
         return func(*args, **(kwargs or {}))
 

@@ -187,6 +187,16 @@ class Contract:
                 "calls use the original forward. Use torch.no_grad() or mode='training'"
             )
 
+    def changed(self) -> None:
+        """Say once that a block's parts are not those that were proven."""
+        if "changed" not in self._warned:
+            self._warned.add("changed")
+            self._warn_once(
+                f"{self.name} got hooks, other processors or context parallelism inside after it "
+                "was patched; such calls use the original forward. Call `hfpatch.apply` again: "
+                "its parts are patched then"
+            )
+
     def partitioned(self, parameter: str) -> None:
         """Say once why a call with a parameter that is partly elsewhere is not taken."""
         if "partitioned" not in self._warned:

@@ -214,8 +214,12 @@ class BlockSubject(Subject):
         def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the original's pieces itself
                 return original(self, hidden_states, *args, **kwargs)
-            if type(hidden_states) is Tensor and not forward_ad() and ready(self) and not partitioned(self):
-                if grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
+            if type(hidden_states) is Tensor and not forward_ad():
+                if not ready(self):
+                    contract.changed()
+                elif partitioned(self):
+                    pass
+                elif grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
                     contract.needs_grad()
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
                     key = (hidden_states.dtype, None)
