@@ -129,8 +129,6 @@ def _serve(index: int, device_type: str, meeting: str, pipe: Any) -> None:
     try:
         rank = _join(index, device_type, meeting)
         import sharded_cases  # noqa: F401  # fills CASES
-
-            import cp
     except BaseException:
         pipe.send(traceback.format_exc())
         return
@@ -194,7 +192,7 @@ def kernels_run(some: bool = True) -> Iterator[None]:
 
 
 def close_to(ours: torch.Tensor, theirs: torch.Tensor, what: str = "output") -> None:
-    """Within what a collective's other order of additions and our own kernels may differ in fp32."""
+    """Within what another order of additions, in collectives and kernels, changes in fp32."""
     # 2^-23 times the roughly thousand roundings of two layers of width 100
     error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
     assert error < 2e-5, f"{what}: off by {error:.1e}"

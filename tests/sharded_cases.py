@@ -1,4 +1,4 @@
-"""The cases of `sharded.Ranks`: FSDP2, tensor parallel, ZeRO-3's empty parameters, context parallel.
+"""The cases of `sharded.Ranks`: FSDP2, tensor and context parallel, ZeRO-3's empty parameters.
 
 Every case builds the same model twice from one seed: one stays plain, and the other is patched and
 sharded in either order. Numbers must agree, kernels must run or a reason must be in the report, and
@@ -44,7 +44,7 @@ def inputs_of(name: str, rank: Rank, model: nn.Module, seed: int = 0) -> dict[st
 
 
 def even_inputs_of(name: str, rank: Rank, model: nn.Module) -> dict[str, Any]:
-    """What context parallel takes: texts of an even length, and no mask (diffusers fails on one)."""
+    """What context parallel takes: texts of an even length, no mask (diffusers fails on one)."""
     inputs = inputs_of(name, rank, model) | {"return_dict": False}
     text = inputs["encoder_hidden_states"]
     inputs["encoder_hidden_states"] = text[:, : text.shape[1] // 2 * 2]
@@ -103,7 +103,11 @@ def check(
     with torch.no_grad():
         with kernels_run(False):
             ours = outputs(name, model, inputs)
-        assert torch.equal(ours, outputs(name, twin, inputs)), "not the original after restore"
+        theirs = outputs(name, twin, inputs)
+        if rank.device.type == "cpu":
+            assert torch.equal(ours, theirs), "not the original after restore"
+        else:  # cuBLAS may pick another algorithm on a second call
+            close_to(ours, theirs, "output after restore")
     return model
 
 
@@ -235,7 +239,7 @@ def context_parallel(kind: str) -> Shard_:
         config = ContextParallelConfig(**{f"{kind}_degree": dist.get_world_size()})
         # on the CPU, diffusers divides by the number of accelerators
         count = max(torch.accelerator.device_count(), 1)
-        with mock.patch("torch.accelerator.device_count", lambda: count):
+        with mock.patch("torch.accelerator.device_count", return_value=count):
             model.enable_parallelism(config=config)  # type: ignore[operator]
 
     return shard

@@ -234,7 +234,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def is_dtensor(p: Tensor) -> bool:
-    """Whether `p` is sharded or replicated over a mesh; torch.distributed is not imported for it."""
+    """Whether `p` is spread over a mesh; torch.distributed is not imported to know it."""
     return type(p).__name__ == "DTensor"
 
 
