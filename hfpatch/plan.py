@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch import kernelized, packing, probe, registry, swap
+from hfpatch.errors import HfpatchError, PatchError
 from hfpatch.ops import KERNEL_DTYPES, OPS
 from hfpatch.patches.base import (
     Contract,
@@ -304,7 +305,13 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
         draft.skips.append(Skip(path, class_name, kind, reason))
 
     for family in families:
-        subject = family.examine(module)
+        try:
+            subject = family.examine(module)
+        except Exception as e:  # a lookalike may lack anything
+            why = f"it could not be examined: {type(e).__name__}: {e}"
+            if settings.strict:
+                raise PatchError(f"`{path}` ({class_name}): {why}") from e
+            return skip("unsupported", why)
         if subject is None:
             continue
         if settings.include is not None and not _matches(settings.include, path, class_name):
@@ -313,7 +320,15 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
             return skip("excluded", "matched by `exclude`")
         if isinstance(subject, str):
             return skip("unsupported", subject)
-        outcome = _unfit(site, subject) or _prepare(site, family, subject, settings)
+        try:
+            outcome = _unfit(site, subject) or _prepare(site, family, subject, settings)
+        except HfpatchError:
+            raise
+        except Exception as e:
+            why = f"proving its kernel failed: {type(e).__name__}: {e}"
+            if settings.strict:
+                raise PatchError(f"`{path}` ({class_name}): {why}") from e
+            outcome = probe.Refusal("rejected", why)
         if isinstance(outcome, Prepared):
             draft.prepared.append(outcome)
             draft.covered.update(id(m) for m in subject.covers())

@@ -225,19 +225,20 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
     slot.set(types.MethodType(forward, module))
 
 
-def _erase(module: nn.Module) -> _Undo | None:
+def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
+    """Take our adapter off; appends what undoes it before anything is written."""
     for slot in slots(module):
         mark = adapter_of(slot.get())
         if mark is None:
             continue
-        undo = _remember(slot)
+        done.append(_remember(slot))
+        _unpack(module, mark)
         if slot.owner is module and slot.attribute == "forward" and not mark.had_forward:
             slot.clear()
         else:  # under a wrapper, which needs something to call
             slot.set(types.MethodType(type(module).forward, module))
-        _unpack(module, mark)
-        return undo
-    return None
+        return True
+    return False
 
 
 def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
@@ -253,21 +254,57 @@ def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
     done: list[Callable[[], None]] = []
     try:
         for module in stale:
-            undo = _erase(module)
-            if undo is not None:
-                done.append(undo)
+            _erase(module, done)
         for one in fresh:
             _write(one, done)
     except BaseException as e:
-        for undo_step in reversed(done):
-            undo_step()
+        failed = _each(reversed(done))
         if not isinstance(e, Exception):
             raise
+        left = f", but for {len(failed)} of {len(done)} steps: {failed[0]}" if failed else ""
         raise PatchError(
-            f"patching failed ({type(e).__name__}: {e}); every module was put back as it was"
+            f"patching failed ({type(e).__name__}: {e}); every module was put back as it was{left}"
         ) from e
 
 
+def _each(steps: Iterable[Callable[[], None]]) -> list[BaseException]:
+    """Carry out every step, also behind one that fails; what was raised."""
+    failed: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as e:
+            failed.append(e)
+    return failed
+
+
 def restore(modules: Iterable[nn.Module]) -> int:
-    """Take our adapters off; returns how many there were."""
-    return sum(_erase(module) is not None for module in modules)
+    """Take our adapters off; returns how many there were.
+
+    An interrupt in the middle is raised when all of them are off.
+
+    Raises:
+        PatchError: an adapter could not be taken off in two attempts; all the others are.
+    """
+    count = 0
+    errors: list[BaseException] = []
+    stuck: list[str] = []
+    for module in modules:
+        if swapped(module) is None:
+            continue
+        count += 1
+        failed = _each([lambda m=module: _erase(m, [])])  # type: ignore[misc]
+        if failed and swapped(module) is not None:
+            failed += _each([lambda m=module: _erase(m, [])])  # type: ignore[misc]
+        errors += failed
+        if swapped(module) is not None:
+            stuck.append(type(module).__name__)
+    interrupts = [e for e in errors if not isinstance(e, Exception)]
+    if interrupts:
+        raise interrupts[0]
+    if stuck:
+        raise PatchError(
+            f"{len(stuck)} modules ({', '.join(sorted(set(stuck)))}) could not be restored "
+            f"({type(errors[0]).__name__}: {errors[0]}); call `hfpatch.restore` again"
+        ) from errors[0]
+    return count

@@ -167,7 +167,14 @@ class Contract:
                 return None
             with self._lock:
                 if device not in self._proven:
-                    self._proven[device] = self._prove(device)
+                    try:
+                        self._proven[device] = self._prove(device)
+                    except torch.OutOfMemoryError:
+                        self._warn_once(
+                            f"{self.name}: there was no memory to prove its kernel on {device}; "
+                            "the call uses the original forward, and the next one tries again"
+                        )
+                        return None
             found = self.table(device).get(key)
             if found is not None:
                 return found

@@ -167,6 +167,8 @@ class BlockSubject(Subject):
             try:
                 theirs = original(block, **low)
                 ours = fused(block, **low)
+            except torch.OutOfMemoryError:
+                raise  # says nothing of the block: another time there is memory
             except Exception as e:
                 return f"with {dtype} the fused block failed: {type(e).__name__}: {e}"
             # on the CPU: loading a GPU's fp64 kernels for this would take longer than all the rest
