@@ -267,7 +267,7 @@ def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
         ) from e
 
 
-def _each(steps: Iterable[Callable[[], None]]) -> list[BaseException]:
+def _each(steps: Iterable[Callable[[], object]]) -> list[BaseException]:
     """Carry out every step, also behind one that fails; what was raised."""
     failed: list[BaseException] = []
     for step in steps:
@@ -293,9 +293,10 @@ def restore(modules: Iterable[nn.Module]) -> int:
         if swapped(module) is None:
             continue
         count += 1
-        failed = _each([lambda m=module: _erase(m, [])])  # type: ignore[misc]
+        attempt = functools.partial(_erase, module, [])
+        failed = _each([attempt])
         if failed and swapped(module) is not None:
-            failed += _each([lambda m=module: _erase(m, [])])  # type: ignore[misc]
+            failed += _each([attempt])
         errors += failed
         if swapped(module) is not None:
             stuck.append(type(module).__name__)

@@ -24,7 +24,6 @@ from hfpatch import packing, probe, sources, swap
 from hfpatch.errors import HfpatchError, KernelLoadError, PatchError, VerificationError
 from hfpatch.plan import forget_proofs
 
-
 plan = importlib.import_module("hfpatch.plan")  # `hfpatch.plan` is the function
 
 
@@ -365,7 +364,7 @@ class Small(nn.Module):
 
 def test_a_thousand_cycles() -> None:
     """No growth in what Python or the process holds; the outputs stay the same to the bit."""
-    started = time.perf_counter()
+    started = time.process_time()  # of this process alone, however busy the machine is
     model = Small().requires_grad_(False).eval()
     x = torch.randn(3, 32)
     dicts, expected = snapshot(model), model(x)
@@ -393,7 +392,7 @@ def test_a_thousand_cycles() -> None:
     assert grown < 28_000
     assert _allocated() - in_use < 100_000
     assert_same_dicts(dicts, model)
-    assert time.perf_counter() - started < 60
+    assert time.process_time() - started < 60
 
 
 #: The fields of glibc's `struct mallinfo2`, in order.

@@ -37,6 +37,8 @@ class Patcher:
         self.local = threading.local()
         self.modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.applied = 0
+        self.applying = False
+        self.calls = 0  # of kernels, by models: without those of the probes
         self.swaps: Counter[str] = Counter()
         self.untouched: Counter[str] = Counter()
 
@@ -58,12 +60,31 @@ class Patcher:
         if self.modes.get(model) == mode:
             return
         self.modes[model] = mode
-        report = hfpatch.apply(model, mode=mode)
+        self.applying = True
+        try:
+            report = hfpatch.apply(model, mode=mode)
+        finally:
+            self.applying = False
         self.applied += 1
         self.swaps.update(swap.op for swap in report.swaps)
         if not report.swaps:
             reason = report.skips[0].reason if report.skips else "nothing nominated"
             self.untouched[f"{type(model).__name__}: {reason}"] += 1
+
+    def counted(self, bind: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+        """`Kernel.bind` whose results count their calls."""
+
+        @functools.wraps(bind)
+        def wrapped(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            call = bind(*args, **kwargs)
+
+            def count(*tensors: Any) -> Any:
+                self.calls += not self.applying
+                return call(*tensors)
+
+            return count
+
+        return wrapped
 
     def constructor(self, init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
@@ -159,7 +180,12 @@ class Recorder:
         patched: dict[str, Any] = {}
         if self.patcher is not None:
             p = self.patcher
-            patched = {"applied": p.applied, "swaps": dict(p.swaps), "untouched": dict(p.untouched)}
+            patched = {
+                "applied": p.applied,
+                "swaps": dict(p.swaps),
+                "calls": p.calls,
+                "untouched": dict(p.untouched),
+            }
         self.path.write_text(json.dumps({"tests": self.tests, "patched": patched}, indent=1))
 
 
@@ -174,6 +200,9 @@ def pytest_configure(config: pytest.Config) -> None:
         patcher = Patcher()
         patcher.watch(PreTrainedModel)
         patcher.watch(ModelMixin)
+        from hfpatch.sources import Kernel
+
+        Kernel.bind = patcher.counted(Kernel.bind)  # type: ignore[method-assign]
     record = os.environ.get("HFPATCH_UPSTREAM_RECORD")
     if record:
         config.pluginmanager.register(Recorder(Path(record), patcher), "hfpatch-upstream")

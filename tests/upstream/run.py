@@ -220,14 +220,16 @@ def page() -> str:
         if (path := RESULTS / f"{name}.json").exists()
     ]
     lines = [HEAD, "| family | passed plain | passed patched | failed plain | failed patched "]
-    lines += ["| skipped | models patched | modules swapped |\n", "|---" * 8, "|\n"]
+    lines += ["| skipped | models patched | modules swapped | kernel calls |\n"]
+    lines += ["|---" * 9, "|\n"]
     for r in found:
         plain, patched = Counter(r["plain"]), Counter(r["patched"])
         swaps = ", ".join(f"{n} {op}" for op, n in sorted(r["details"]["swaps"].items()))
         lines.append(
             f"| {r['family']} | {plain['passed']} | {patched['passed']} "
             f"| {plain['failed'] + plain['error']} | {patched['failed'] + patched['error']} "
-            f"| {patched['skipped']} | {r['details']['applied']} | {swaps} |\n"
+            f"| {patched['skipped']} | {r['details']['applied']} | {swaps} "
+            f"| {r['details']['calls']} |\n"
         )
     lines.append(NOTES)
     for title, key in (
