@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -181,6 +182,18 @@ def megatron(model: nn.Module, rank: Rank, *, local: bool = True) -> None:
         parallelize_module(block, rank.mesh, plan)
 
 
+def norms_by_tokens(model: nn.Module, rank: Rank) -> None:
+    """Norms with DTensor weights, called with DTensors: each process' tokens count as its own."""
+    for block in blocks_of(model):
+        paths = [p for p, m in block.named_modules() if "RMSNorm" in type(m).__name__]
+        plan = {p: SequenceParallel(use_local_output=True) for p in paths}
+        parallelize_module(block, rank.mesh, plan)
+
+
+for _name, _order in itertools.product(("llama", "ltx"), ORDERS):
+    case(f"tp-norms-{_name}-inference-{_order}")(
+        functools.partial(check, _name, "inference", _order, norms_by_tokens, reason="is a DTensor")
+    )
 for _name, _mode, _order in itertools.product(("llama", "qwen3"), MODES, ORDERS):
     case(f"tp-auto-{_name}-{_mode}-{_order}")(
         functools.partial(check, _name, _mode, _order, auto_plan)
