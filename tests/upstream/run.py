@@ -7,10 +7,13 @@ The folder holds `transformers` and `diffusers`, checked out at the installed ve
     git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
 
-Their tests need `pip install -r requirements/upstream.txt`. A test that passes plain and fails
-patched is run three times more either way; if it goes on failing it is a regression, unless
-`expected.toml` gives the reason. Exit status: 1 if there are regressions or reasons out of date.
-The results stay in `.cache/upstream/`; `--page` writes docs/compatibility-upstream.md from them.
+Their tests need `pip install -r requirements/upstream.txt`. A CHECKOUT.txt in a checkout that is no
+tag says on the page how it was put together.
+
+A test that passes plain and fails patched is run three times more either way; if it goes on failing
+it is a regression, unless `expected.toml` gives the reason. Exit status: 1 if there are regressions
+or reasons out of date. The results stay in `.cache/upstream/`; `--page` writes
+docs/compatibility-upstream.md from them.
 """
 
 from __future__ import annotations
@@ -103,6 +106,22 @@ def version_of(path: Path) -> str:
     """The version that a checkout's setup.py declares."""
     found = re.search(r'version="([^"]+)"', (path / "setup.py").read_text())
     return found[1] if found else "unknown"
+
+
+def remark_on(path: Path) -> str:
+    """What its CHECKOUT.txt says of a checkout that is no tag: how it was put together."""
+    note = path / "CHECKOUT.txt"
+    return f" ({' '.join(note.read_text().split())})" if note.exists() else ""
+
+
+def commit_of(path: Path) -> str:
+    """The commit of a work tree, "+" behind it if files were changed."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain") else "")
 
 
 def run(repository: str, tests: list[str], patch: bool, record: Path) -> dict[str, Any]:
@@ -250,7 +269,8 @@ def page() -> str:
             lines.append(f"- {family}: `{name.partition('::')[2]}`: {last}\n")
     lines.append("\n## Versions\n\n")
     for r in found:
-        lines.append(f"- {r['family']}: {r['versions']}, {r['date']}\n")
+        commit = r.get("commit", "a commit that was not recorded")
+        lines.append(f"- {r['family']}: {r['versions']}, hfpatch at {commit}, {r['date']}\n")
     return "".join(lines)
 
 
@@ -258,7 +278,7 @@ def _versions(repository: str) -> str:
     installed = importlib.metadata.version(repository)
     sources = version_of(checkout(repository))
     return (
-        f"{repository} {installed} with the tests of {sources}, "
+        f"{repository} {installed} with the tests of {sources}{remark_on(checkout(repository))}, "
         f"torch {importlib.metadata.version('torch')}"
     )
 
@@ -278,6 +298,7 @@ def main() -> int:
         data = {
             **result.to_json(),
             "versions": _versions(FAMILIES[family][0]),
+            "commit": commit_of(ROOT),
             "date": datetime.date.today().isoformat(),
         }
         (RESULTS / f"{family}.json").write_text(json.dumps(data, indent=1))
