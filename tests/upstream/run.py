@@ -268,9 +268,12 @@ def page() -> str:
             last = (why.strip().splitlines() or [""])[-1][:200]
             lines.append(f"- {family}: `{name.partition('::')[2]}`: {last}\n")
     lines.append("\n## Versions\n\n")
+    together: dict[str, list[str]] = {}
     for r in found:
         commit = r.get("commit", "a commit that was not recorded")
-        lines.append(f"- {r['family']}: {r['versions']}, hfpatch at {commit}, {r['date']}\n")
+        state = f"{r['versions']}, hfpatch at {commit}, {r['date']}"
+        together.setdefault(state, []).append(r["family"])
+    lines += [f"- {', '.join(families)}: {state}\n" for state, families in together.items()]
     return "".join(lines)
 
 
