@@ -53,12 +53,20 @@ def _own(p: torch.Tensor) -> bool:
 
 
 def pack(linears: Sequence[nn.Module]) -> list[tuple[nn.Parameter, ...]]:
-    """Move the layers' weights, and their biases, one behind the other; returns what moved."""
-    return [
-        _move([m._parameters[name] for m in linears])  # type: ignore[misc]
-        for name in ("weight", "bias")
-        if linears[0]._parameters[name] is not None
-    ]
+    """Move the layers' weights, and their biases, one behind the other; returns what moved.
+
+    If anything fails, nothing has moved.
+    """
+    moved: list[tuple[nn.Parameter, ...]] = []
+    try:
+        for name in ("weight", "bias"):
+            if linears[0]._parameters[name] is not None:
+                moved.append(_move([m._parameters[name] for m in linears]))  # type: ignore[misc]
+    except BaseException:
+        for parameters in moved:
+            unpack(parameters)
+        raise
+    return moved
 
 
 def _move(parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:

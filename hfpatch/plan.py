@@ -11,8 +11,18 @@ import torch
 from torch import nn
 
 from hfpatch import kernelized, packing, probe, registry, swap
+from hfpatch.errors import HfpatchError, PatchError
 from hfpatch.ops import KERNEL_DTYPES, OPS
-from hfpatch.patches.base import Contract, Family, Forward, Subject, code_of, is_hooked
+from hfpatch.patches.base import (
+    Contract,
+    Family,
+    Forward,
+    Subject,
+    class_of,
+    code_of,
+    is_dtensor,
+    is_hooked,
+)
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.blocks.chain import Chain
 from hfpatch.patches.custom import CustomSubject
@@ -199,7 +209,7 @@ def _make_plan(
         site for prefix, root in roots for site in _sites(prefix, root, settings.assume_device)
     ]
     for pattern in (*(settings.include or ()), *settings.exclude):
-        if not any(_matches((pattern,), s.path, type(s.module).__name__) for s in sites):
+        if not any(_matches((pattern,), s.path, class_of(s.module).__name__) for s in sites):
             raise ValueError(
                 f"pattern {pattern!r} in `include`/`exclude` matches no module path or class name "
                 f"of {name}"
@@ -263,24 +273,33 @@ class Site:
 
     `execution` is the device type that an offload hook, on it or above, moves its inputs to, if one
     does; `home` the device type of the nearest weights, its own or those of a module above it.
+    `gathered` says that FSDP2, on it or above, makes its DTensors plain parameters for its forward.
     """
 
     path: str
     module: nn.Module
     execution: str | None
     home: str
+    gathered: bool = False
 
 
 def _sites(prefix: str, root: nn.Module, assumed: str | None) -> Iterator[Site]:
     execution: dict[str, str | None] = {}
     home: dict[str, str] = {}
+    gathered: dict[str, bool] = {}
     for path, module in root.named_modules():
         above = path.rpartition(".")[0]
+        gathered[path] = _is_fully_sharded(module) or (gathered[above] if path else False)
         execution[path] = _execution_device(module) or (execution[above] if path else assumed)
         own = next((p.device.type for p in module.parameters()), None)
         home[path] = own or (home[above] if path else "cpu")
         full = f"{prefix}.{path}" if prefix and path else prefix or path
-        yield Site(full, module, execution[path], home[path])
+        yield Site(full, module, execution[path], home[path], gathered[path])
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on it; nothing of torch.distributed is imported for this."""
+    return class_of(module) is not type(module) and hasattr(module, "unshard")
 
 
 def _execution_device(module: nn.Module) -> str | None:
@@ -297,14 +316,20 @@ def _execution_device(module: nn.Module) -> str | None:
 
 def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
     path, module = site.path, site.module
-    class_name = type(module).__name__
+    class_name = class_of(module).__name__
     settings = draft.settings
 
     def skip(kind: str, reason: str) -> None:
         draft.skips.append(Skip(path, class_name, kind, reason))
 
     for family in families:
-        subject = family.examine(module)
+        try:
+            subject = family.examine(module)
+        except Exception as e:  # a lookalike may lack anything
+            why = f"it could not be examined: {type(e).__name__}: {e}"
+            if settings.strict:
+                raise PatchError(f"`{path}` ({class_name}): {why}") from e
+            return skip("unsupported", why)
         if subject is None:
             continue
         if settings.include is not None and not _matches(settings.include, path, class_name):
@@ -313,7 +338,15 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
             return skip("excluded", "matched by `exclude`")
         if isinstance(subject, str):
             return skip("unsupported", subject)
-        outcome = _unfit(module, subject) or _prepare(site, family, subject, settings)
+        try:
+            outcome = _unfit(site, subject) or _prepare(site, family, subject, settings)
+        except HfpatchError:
+            raise
+        except Exception as e:
+            why = f"proving its kernel failed: {type(e).__name__}: {e}"
+            if settings.strict:
+                raise PatchError(f"`{path}` ({class_name}): {why}") from e
+            outcome = probe.Refusal("rejected", why)
         if isinstance(outcome, Prepared):
             draft.prepared.append(outcome)
             draft.covered.update(id(m) for m in subject.covers())
@@ -325,8 +358,9 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
         return skip(outcome.kind, outcome.reason)
 
 
-def _unfit(module: nn.Module, subject: Subject) -> probe.Refusal | None:
+def _unfit(site: Site, subject: Subject) -> probe.Refusal | None:
     """What rules a module out before anything is run."""
+    module = site.module
     foreign = swap.foreign_forward(module)
     if foreign is not None:
         return probe.Refusal("foreign", foreign)
@@ -339,16 +373,45 @@ def _unfit(module: nn.Module, subject: Subject) -> probe.Refusal | None:
         )
     if isinstance(subject, CustomSubject):
         return None
+    why = _partitioned(site, subject)
+    if why is None and isinstance(subject, BlockSubject) and _context_parallel(module):
+        why = "its attention is split over several GPUs (context parallel)"
+    if why is not None:
+        return probe.Refusal("unsupported", why)
     for name, p in module._parameters.items():
         if p is None:
             continue
-        if type(p) not in (nn.Parameter, torch.Tensor):
+        if not is_dtensor(p) and type(p) not in (nn.Parameter, torch.Tensor):
             return probe.Refusal("unsupported", f"`{name}` is a {type(p).__name__}")
         if p.dtype not in KERNEL_DTYPES:
             return probe.Refusal(
                 "unsupported",
                 f"`{name}` is {p.dtype}; the kernels take "
                 f"{', '.join(str(t).removeprefix('torch.') for t in KERNEL_DTYPES)}",
+            )
+    return None
+
+
+def _context_parallel(block: nn.Module) -> bool:
+    """Whether diffusers' `enable_parallelism` splits the attention of a block."""
+    processors = [getattr(m, "processor", None) for m in block.modules()]
+    return any(getattr(p, "_parallel_config", None) is not None for p in processors)
+
+
+def _partitioned(site: Site, subject: Subject) -> str | None:
+    """Why parameters of which each process holds a part cannot be read, if they cannot.
+
+    FSDP2 gathers them before the forward. Nobody does so for tensor parallel, and DeepSpeed's hooks
+    of ZeRO-3 stand on each module inside a block as well. Projections are called, not read.
+    """
+    whole = isinstance(subject, BlockSubject)
+    for name, p in site.module.named_parameters(recurse=whole):
+        if is_dtensor(p) and not site.gathered:
+            return f"`{name}` is a DTensor: a part of it is here"
+        if p.numel() == 0 and p.device.type != "meta":
+            return (
+                f"`{name}` is empty, as DeepSpeed's ZeRO-3 leaves it between calls; call `apply` "
+                "before the model is partitioned"
             )
     return None
 
@@ -415,7 +478,7 @@ def _prepare(
     errors = [p.errors.get(subject.main_combo(), (0.0, 0.0)) for p in good.values()]
     entry = Swap(
         path,
-        type(module).__name__,
+        class_of(module).__name__,
         formula.op,
         str(formula),
         proof.kernels[0].source,
@@ -466,7 +529,7 @@ def _prepare_block(
             _fill_block(contract, proof, device)
             return None
 
-        contract = Contract(type(module).__name__, prove_late, training=False)
+        contract = Contract(class_of(module).__name__, prove_late, training=False)
         _blocks[key] = (contract, {})
     contract, proofs = _blocks[key]
     for device in devices:
@@ -481,7 +544,7 @@ def _prepare_block(
         return probe.Refusal("unsupported" if "no compiled" in reason else kind, reason)
     entry = Swap(
         path,
-        type(module).__name__,
+        class_of(module).__name__,
         "block",
         subject.title,
         ", ".join(sorted({k[1] for k in kernels})),
@@ -517,9 +580,9 @@ def _prepare_custom(
     if isinstance(errors, str):
         return probe.Refusal("rejected", errors)
     entry = Swap(
-        path, type(module).__name__, subject.op, subject.title, subject.source, "", (), *errors
+        path, class_of(module).__name__, subject.op, subject.title, subject.source, "", (), *errors
     )
-    contract = Contract(type(module).__name__, lambda device: None, settings.training)
+    contract = Contract(class_of(module).__name__, lambda device: None, settings.training)
     original = type(module).forward
     over = (lambda inner: subject.forward(inner, contract)) if subject.op == "recall" else None
     return Prepared(module, lambda: subject.forward(original, contract), entry, over=over)
@@ -566,6 +629,6 @@ def _contract(
             probe.fill(contract, proof, device)
             return None
 
-        contract = Contract(type(module).__name__, prove_late, settings.training)
+        contract = Contract(class_of(module).__name__, prove_late, settings.training)
         _contracts[key] = (contract, {})
     return _contracts[key]

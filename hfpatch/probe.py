@@ -161,6 +161,8 @@ def _prove(
     base = Combo(torch.float32, torch.float32 if subject.main_combo().param else None)
     try:
         trial = _Trial(subject, base, device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the module: another time there is memory
     except Exception as e:
         return Refusal("mismatch", f"`{name}` could not be probed: {type(e).__name__}: {e}")
     if not isinstance(trial.original, Tensor):
@@ -234,6 +236,8 @@ def _fits(
     """
     try:
         trial = _Trial(subject, combo, device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:
         return Refusal("unsupported", f"the original does not take {combo}: {e}")
     fits: dict[Formula, int] = {}
@@ -334,6 +338,8 @@ def _verify(
     before = trial.x.clone()
     try:
         y = compute(trial.module, trial.x)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:
         return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
     if not isinstance(y, Tensor) or y.shape != trial.original.shape:

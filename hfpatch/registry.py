@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hfpatch import sources
 from hfpatch.patches import FAMILIES, Family
+from hfpatch.patches.base import class_of
 from hfpatch.patches.custom import CustomFamily
 
 
@@ -120,7 +121,7 @@ def register(
 
 def nominating(module: nn.Module) -> list[Family]:
     """Families that want to look at `module`: the user's rows first, then ours by rank."""
-    class_name = type(module).__name__
+    class_name = class_of(module).__name__
     found = [r.family for r in _rows if r.pattern.search(class_name)]
     found += [f for f in FAMILIES if f.nominates(module)]
     return list(dict.fromkeys(found))

@@ -8,6 +8,7 @@ are, so their hooks go on firing, and whoever wraps the module later wraps the a
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,28 @@ class Slot:
     def clear(self) -> None:
         self.owner.__dict__.pop(self.attribute, None)
 
+    def exists(self) -> bool:
+        return self.attribute in self.owner.__dict__
+
+
+@dataclass(frozen=True)
+class Captured(Slot):
+    """A variable of somebody's function that wraps the module's forward and holds ours."""
+
+    attribute: str = "cell_contents"
+
+    def get(self) -> Any:
+        return self.owner.cell_contents
+
+    def set(self, value: Any) -> None:
+        self.owner.cell_contents = value
+
+    def clear(self) -> None:
+        raise AssertionError("a wrapper needs something to call")
+
+    def exists(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class Swapped:
@@ -61,6 +84,27 @@ def slots(module: nn.Module) -> Iterator[Slot]:
     for reference in getattr(registry, "_fn_refs", ()):
         yield Slot(reference, "original_forward")
         yield Slot(reference, "forward")
+    forward = module.__dict__.get("forward")
+    if forward is not None and adapter_of(forward) is None:
+        yield from _captured(module, forward, 4)
+
+
+def _captured(module: nn.Module, forward: Any, depth: int) -> Iterator[Slot]:
+    """Where functions that were put around our adapter hold it: transformers' tensor parallelism
+    does so, and whoever writes `old = m.forward; m.forward = lambda x: old(x)`."""
+    function = forward.func if isinstance(forward, functools.partial) else forward
+    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if not isinstance(held, (types.MethodType, types.FunctionType, functools.partial)):
+            continue
+        if adapter_of(held) is not None:
+            if getattr(held, "__self__", None) is module:
+                yield Captured(cell)
+        elif depth:
+            yield from _captured(module, held, depth - 1)
 
 
 def is_native(module: nn.Module, forward: Any) -> bool:
@@ -126,7 +170,7 @@ class _Undo:
 
 
 def _remember(slot: Slot) -> _Undo:
-    return _Undo(slot, slot.attribute in slot.owner.__dict__, slot.get())
+    return _Undo(slot, slot.exists(), slot.get())
 
 
 @dataclass(frozen=True)
@@ -183,19 +227,20 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
     slot.set(types.MethodType(forward, module))
 
 
-def _erase(module: nn.Module) -> _Undo | None:
+def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
+    """Take our adapter off; appends what undoes it before anything is written."""
     for slot in slots(module):
         mark = adapter_of(slot.get())
         if mark is None:
             continue
-        undo = _remember(slot)
+        done.append(_remember(slot))
+        _unpack(module, mark)
         if slot.owner is module and slot.attribute == "forward" and not mark.had_forward:
             slot.clear()
         else:  # under a wrapper, which needs something to call
             slot.set(types.MethodType(type(module).forward, module))
-        _unpack(module, mark)
-        return undo
-    return None
+        return True
+    return False
 
 
 def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
@@ -211,21 +256,58 @@ def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
     done: list[Callable[[], None]] = []
     try:
         for module in stale:
-            undo = _erase(module)
-            if undo is not None:
-                done.append(undo)
+            _erase(module, done)
         for one in fresh:
             _write(one, done)
     except BaseException as e:
-        for undo_step in reversed(done):
-            undo_step()
+        failed = _each(reversed(done))
         if not isinstance(e, Exception):
             raise
+        left = f", but for {len(failed)} of {len(done)} steps: {failed[0]}" if failed else ""
         raise PatchError(
-            f"patching failed ({type(e).__name__}: {e}); every module was put back as it was"
+            f"patching failed ({type(e).__name__}: {e}); every module was put back as it was{left}"
         ) from e
 
 
+def _each(steps: Iterable[Callable[[], object]]) -> list[BaseException]:
+    """Carry out every step, also behind one that fails; what was raised."""
+    failed: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as e:
+            failed.append(e)
+    return failed
+
+
 def restore(modules: Iterable[nn.Module]) -> int:
-    """Take our adapters off; returns how many there were."""
-    return sum(_erase(module) is not None for module in modules)
+    """Take our adapters off; returns how many there were.
+
+    An interrupt in the middle is raised when all of them are off.
+
+    Raises:
+        PatchError: an adapter could not be taken off in two attempts; all the others are.
+    """
+    count = 0
+    errors: list[BaseException] = []
+    stuck: list[str] = []
+    for module in modules:
+        if swapped(module) is None:
+            continue
+        count += 1
+        attempt = functools.partial(_erase, module, [])
+        failed = _each([attempt])
+        if failed and swapped(module) is not None:
+            failed += _each([attempt])
+        errors += failed
+        if swapped(module) is not None:
+            stuck.append(type(module).__name__)
+    interrupts = [e for e in errors if not isinstance(e, Exception)]
+    if interrupts:
+        raise interrupts[0]
+    if stuck:
+        raise PatchError(
+            f"{len(stuck)} modules ({', '.join(sorted(set(stuck)))}) could not be restored "
+            f"({type(errors[0]).__name__}: {errors[0]}); call `hfpatch.restore` again"
+        ) from errors[0]
+    return count

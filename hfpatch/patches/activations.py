@@ -22,6 +22,7 @@ from hfpatch.patches.base import (
     first_argument,
     forward_ad,
     input_name,
+    plain,
     replicate,
 )
 from hfpatch.sources import Kernel, torch_kernel
@@ -66,12 +67,16 @@ class ActivationSubject(Subject):
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         call = kernel.bind(dict(formula.params), training)
-        # where autograd needs the activation and the kernel has none: the same formula on ATen
-        differentiable = call if training else torch_kernel(formula.op).bind(dict(formula.params))
+        # where autograd needs the activation and the kernel has none, or where the projection
+        # gives a DTensor (tensor parallel), which knows ATen's operators alone: these
+        aten = torch_kernel(formula.op).bind(dict(formula.params))
+        differentiable = call if training else aten
         projection = self.projection
 
         def compute(module: nn.Module, x: Tensor) -> Tensor:
             h = x if projection is None else module._modules[projection](x)  # type: ignore[misc]
+            if not plain(h):
+                return aten(h)
             return differentiable(h) if h.requires_grad else call(h)
 
         return compute

@@ -129,7 +129,7 @@ class Family(ABC):
     rank: ClassVar[int]
 
     def nominates(self, module: nn.Module) -> bool:
-        return self.pattern.search(type(module).__name__) is not None
+        return self.pattern.search(class_of(module).__name__) is not None
 
     @abstractmethod
     def examine(self, module: nn.Module) -> Subject | str | None:
@@ -167,7 +167,14 @@ class Contract:
                 return None
             with self._lock:
                 if device not in self._proven:
-                    self._proven[device] = self._prove(device)
+                    try:
+                        self._proven[device] = self._prove(device)
+                    except torch.OutOfMemoryError:
+                        self._warn_once(
+                            f"{self.name}: there was no memory to prove its kernel on {device}; "
+                            "the call uses the original forward, and the next one tries again"
+                        )
+                        return None
             found = self.table(device).get(key)
             if found is not None:
                 return found
@@ -187,6 +194,25 @@ class Contract:
                 "calls use the original forward. Use torch.no_grad() or mode='training'"
             )
 
+    def changed(self) -> None:
+        """Say once that a block's parts are not those that were proven."""
+        if "changed" not in self._warned:
+            self._warned.add("changed")
+            self._warn_once(
+                f"{self.name} got hooks, other processors or context parallelism inside after it "
+                "was patched; such calls use the original forward. Call `hfpatch.apply` again: "
+                "its parts are patched then"
+            )
+
+    def partitioned(self, parameter: str) -> None:
+        """Say once why a call with a parameter that is partly elsewhere is not taken."""
+        if "partitioned" not in self._warned:
+            self._warned.add("partitioned")
+            self._warn_once(
+                f"{self.name}: `{parameter}` is partitioned over several processes; such calls use "
+                "the original forward"
+            )
+
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
@@ -200,6 +226,23 @@ def _describe(key: Any) -> str:
 def forward_ad() -> bool:
     """Whether forward-mode differentiation is on, which the kernels do not take part in."""
     return bool(_forward_ad._current_level >= 0)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class as it was written: `fully_shard` puts one of its own before it.
+
+    That is made at run time, `FSDP` and the name, of FSDP's and the module's own class.
+    """
+    cls = type(module)
+    bases = cls.__bases__
+    if len(bases) == 2 and bases[0].__module__.startswith("torch.distributed."):
+        return bases[1]
+    return cls
+
+
+def is_dtensor(p: Tensor) -> bool:
+    """Whether `p` is spread over a mesh; torch.distributed is not imported to know it."""
+    return type(p).__name__ == "DTensor"
 
 
 def plain(x: Any) -> bool:

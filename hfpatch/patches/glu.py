@@ -29,6 +29,7 @@ from hfpatch.patches.base import (
     forward_ad,
     input_name,
     is_hooked,
+    plain,
     replicate,
 )
 from hfpatch.sources import Kernel, torch_kernel
@@ -135,8 +136,10 @@ class GatedSubject(Subject):
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         call = kernel.bind(dict(formula.params), training)
-        # where autograd needs the product and the kernel has none: the same formula on ATen
-        differentiable = call if training else torch_kernel(formula.op).bind(dict(formula.params))
+        # where autograd needs the product and the kernel has none, or where a projection gives a
+        # DTensor (tensor parallel), which knows ATen's operators alone: the same formula on these
+        aten = torch_kernel(formula.op).bind(dict(formula.params))
+        differentiable = call if training else aten
         gate, up, down, dropout = (
             self.roles.gate,
             self.roles.up,
@@ -149,11 +152,15 @@ class GatedSubject(Subject):
             m = module._modules
             h = m[gate](x)  # type: ignore[misc]
             if up is None:
-                h = differentiable(h) if h.requires_grad else call(h)
+                run = aten if not plain(h) else differentiable if h.requires_grad else call
+                h = run(h)
             else:
                 u = m[up](x)  # type: ignore[misc]
-                grad = h.requires_grad or u.requires_grad
-                h = differentiable(h, u) if grad else call(h, u)
+                if not (plain(h) and plain(u)):
+                    run = aten
+                else:
+                    run = differentiable if h.requires_grad or u.requires_grad else call
+                h = run(h, u)
             if dropout is not None:
                 h = m[dropout](h)  # type: ignore[misc]
             if down is None:

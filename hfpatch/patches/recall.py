@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor
+from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor, class_of
 from hfpatch.patches.blocks.memo import StepMemo, accompany, current_capture, stream_of, version
 from hfpatch.patches.custom import CustomSubject
 
@@ -134,7 +134,7 @@ class FullMasks(Family):
     }
 
     def examine(self, module: nn.Module) -> Subject | str | None:
-        masks = self.masks[type(module).__name__]
+        masks = self.masks[class_of(module).__name__]
         code = getattr(_unwrapped(type(module).forward), "__code__", None)
         for name, place in masks:
             if code is None or code.co_varnames[place + 1] != name:

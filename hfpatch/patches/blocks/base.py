@@ -22,6 +22,7 @@ from hfpatch.patches.base import (
     code_of,
     fingerprint,
     forward_ad,
+    is_dtensor,
     is_hooked,
 )
 from hfpatch.patches.blocks.chain import Chain
@@ -173,6 +174,8 @@ class BlockSubject(Subject):
             try:
                 theirs = original(block, **low)
                 ours = fused(block, **low)
+            except torch.OutOfMemoryError:
+                raise  # says nothing of the block: another time there is memory
             except Exception as e:
                 return f"with {dtype} the fused block failed: {type(e).__name__}: {e}"
             # on the CPU: loading a GPU's fp64 kernels for this would take longer than all the rest
@@ -209,12 +212,26 @@ class BlockSubject(Subject):
         autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
         ready = self.ready
         chain = {"chain": self.chain} if self.chained else {}
+        distributed = torch.distributed.is_available()
+
+        def partitioned(block: nn.Module) -> bool:
+            """Whether a parameter is a DTensor or empty: FSDP2 has gathered them by now."""
+            if not (distributed and torch.distributed.is_initialized()):
+                return False
+            found = [n for n, p in block.named_parameters() if is_dtensor(p) or p.numel() == 0]
+            if found:
+                contract.partitioned(found[0])
+            return bool(found)
 
         def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the original's pieces itself
                 return original(self, hidden_states, *args, **kwargs)
-            if type(hidden_states) is Tensor and not forward_ad() and ready(self):
-                if grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
+            if type(hidden_states) is Tensor and not forward_ad():
+                if not ready(self):
+                    contract.changed()
+                elif partitioned(self):
+                    pass
+                elif grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
                     contract.needs_grad()
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
                     key = (hidden_states.dtype, None)

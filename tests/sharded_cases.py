@@ -1,0 +1,273 @@
+"""The cases of `sharded.Ranks`: FSDP2, tensor and context parallel, ZeRO-3's empty parameters.
+
+Every case builds the same model twice from one seed: one stays plain, and the other is patched and
+sharded in either order. Numbers must agree, kernels must run or a reason must be in the report, and
+`restore` must give back the unpatched sharded model, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import zoo
+from sharded import Rank, blocks_of, case, close_to, full, kernels_run
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import hfpatch
+
+Shard_ = Callable[[nn.Module, Rank], None]
+ORDERS = ("patch first", "shard first")
+MODES = ("inference", "training")
+
+
+def build(name: str, rank: Rank) -> nn.Module:
+    return zoo.ENTRIES[name].build().to(rank.device)
+
+
+def inputs_of(name: str, rank: Rank, model: nn.Module, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = zoo.ENTRIES[name].inputs(model, generator=generator)
+    return {k: v.to(rank.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def even_inputs_of(name: str, rank: Rank, model: nn.Module) -> dict[str, Any]:
+    """What context parallel takes: texts of an even length, no mask (diffusers fails on one)."""
+    inputs = inputs_of(name, rank, model) | {"return_dict": False}
+    text = inputs["encoder_hidden_states"]
+    inputs["encoder_hidden_states"] = text[:, : text.shape[1] // 2 * 2]
+    if "txt_ids" in inputs:
+        inputs["txt_ids"] = inputs["txt_ids"][: text.shape[1] // 2 * 2]
+    if "encoder_attention_mask" in inputs:
+        inputs["encoder_attention_mask"] = None
+    return inputs
+
+
+def outputs(name: str, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    result = model(**inputs)
+    return full(
+        result[0] if inputs.get("return_dict") is False else zoo.ENTRIES[name].output(result)
+    )
+
+
+def patch(model: nn.Module, mode: str, order: str, shard: Shard_, rank: Rank) -> hfpatch.Report:
+    if order == "patch first":
+        report = hfpatch.apply(model, mode=mode)
+        shard(model, rank)
+        return report
+    shard(model, rank)
+    return hfpatch.apply(model, mode=mode)
+
+
+def check(
+    name: str,
+    mode: str,
+    order: str,
+    shard: Shard_,
+    rank: Rank,
+    reason: str | None = None,
+    inputs_for: Callable[..., dict[str, Any]] = inputs_of,
+) -> nn.Module:
+    """The whole of a case; `reason` must be in the report of a model that was sharded first."""
+    plain, model, twin = (build(name, rank) for _ in range(3))
+    shard(twin, rank)
+    report = patch(model, mode, order, shard, rank)
+    patched = bool(report.swaps)
+    assert patched or reason is not None
+    if reason is not None and order == "shard first":
+        reasons = [s.reason for s in report.skips]
+        assert any(reason in r for r in reasons), reasons
+    inputs = inputs_for(name, rank, plain)
+    if mode == "inference":
+        with torch.no_grad():
+            with kernels_run(patched):
+                ours = outputs(name, model, inputs)
+            close_to(ours, outputs(name, plain, inputs))
+    else:
+        _check_gradients(name, plain, model, rank)
+    assert bool(hfpatch.status(model).swaps) == patched
+    hfpatch.restore(model)
+    assert not hfpatch.status(model).swaps
+    with torch.no_grad():
+        with kernels_run(False):
+            ours = outputs(name, model, inputs)
+        theirs = outputs(name, twin, inputs)
+        if rank.device.type == "cpu":
+            assert torch.equal(ours, theirs), "not the original after restore"
+        else:  # cuBLAS may pick another algorithm on a second call
+            close_to(ours, theirs, "output after restore")
+    return model
+
+
+def _check_gradients(name: str, plain: nn.Module, model: nn.Module, rank: Rank) -> None:
+    """One training step: gradients equal those of the mean loss over the ranks' own batches."""
+    data = _sharded_data(model)
+    seeds = range(dist.get_world_size()) if data else [0]
+    losses = [outputs(name, plain, inputs_of(name, rank, plain, s)).square().mean() for s in seeds]
+    (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+    own = rank.index if data else 0
+    with kernels_run():
+        loss = outputs(name, model, inputs_of(name, rank, plain, own)).square().mean()
+    loss.backward()
+    close_to(loss.detach(), losses[own].detach(), "loss")
+    ours = dict(model.named_parameters())
+    for path, p in plain.named_parameters():
+        if p.grad is None:
+            continue
+        got = ours[path].grad
+        assert got is not None, path
+        close_to(full(got), p.grad, f"gradient of `{path}`")
+
+
+def _sharded_data(model: nn.Module) -> bool:
+    """Whether the ranks see data of their own (FSDP) or the same (tensor parallel)."""
+    return any("FSDP" in type(m).__name__ for m in model.modules())
+
+
+# FSDP2 -------------------------------------------------------------------------------------------
+
+
+def fsdp(model: nn.Module, rank: Rank) -> None:
+    for block in blocks_of(model):
+        fully_shard(block, mesh=rank.mesh)
+    fully_shard(model, mesh=rank.mesh)
+
+
+for _name, _mode, _order in itertools.product(("llama", "ltx", "flux"), MODES, ORDERS):
+    case(f"fsdp2-{_name}-{_mode}-{_order}")(functools.partial(check, _name, _mode, _order, fsdp))
+
+
+# Tensor parallel ---------------------------------------------------------------------------------
+
+
+def auto_plan(model: nn.Module, rank: Rank) -> None:
+    """What `from_pretrained(tp_plan="auto")` does, on a model that is there already."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = {}
+    for pattern, style in model.tp_plan.items():  # type: ignore[union-attr]
+        before, star, after = pattern.partition("*")
+        paths = [f"{before}{i}{after}" for i in range(len(blocks_of(model)))] if star else [before]
+        for path in paths:
+            module = model.get_submodule(path)
+            held = [n for n, p in module._parameters.items() if p is not None]
+            plan |= {f"{path}.{n}": style for n in held}
+            plan[path] = style
+    apply_tensor_parallelism(model, rank.mesh, plan)
+
+
+def megatron(model: nn.Module, rank: Rank, *, local: bool = True) -> None:
+    """DTensor weights by `parallelize_module`: gate and up by columns, down by rows."""
+    for block in blocks_of(model):
+        plan = {
+            "mlp.gate_proj": ColwiseParallel(use_local_output=local),
+            "mlp.up_proj": ColwiseParallel(use_local_output=local),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        if not local:
+            plan["mlp.down_proj"] = RowwiseParallel(input_layouts=Shard(-1))
+        parallelize_module(block, rank.mesh, plan)
+
+
+def norms_by_tokens(model: nn.Module, rank: Rank) -> None:
+    """Norms with DTensor weights, called with DTensors: each process' tokens count as its own."""
+    for block in blocks_of(model):
+        paths = [p for p, m in block.named_modules() if "RMSNorm" in type(m).__name__]
+        plan = {p: SequenceParallel(use_local_output=True) for p in paths}
+        parallelize_module(block, rank.mesh, plan)
+
+
+for _name, _order in itertools.product(("llama", "ltx"), ORDERS):
+    case(f"tp-norms-{_name}-inference-{_order}")(
+        functools.partial(check, _name, "inference", _order, norms_by_tokens, reason="is a DTensor")
+    )
+for _name, _mode, _order in itertools.product(("llama", "qwen3"), MODES, ORDERS):
+    case(f"tp-auto-{_name}-{_mode}-{_order}")(
+        functools.partial(check, _name, _mode, _order, auto_plan)
+    )
+for _mode, _order in itertools.product(MODES, ORDERS):
+    case(f"tp-dtensor-{_mode}-{_order}")(functools.partial(check, "llama", _mode, _order, megatron))
+    case(f"tp-dtensor-outputs-{_mode}-{_order}")(
+        functools.partial(check, "llama", _mode, _order, functools.partial(megatron, local=False))
+    )
+
+
+# DeepSpeed ZeRO-3 --------------------------------------------------------------------------------
+
+
+def zero3(model: nn.Module, rank: Rank) -> None:
+    """As DeepSpeed's ZeRO-3 keeps a model: each rank has a part of each parameter, whose `data` is
+    empty but while its module runs; hooks on every module gather and release them."""
+    parts: dict[nn.Parameter, tuple[torch.Tensor, torch.Size]] = {}
+    for p in model.parameters():
+        flat = p.data.flatten()
+        padded = torch.nn.functional.pad(flat, (0, flat.numel() % dist.get_world_size()))
+        parts[p] = (padded.chunk(dist.get_world_size())[rank.index].clone(), p.shape)
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        for p in module._parameters.values():
+            if p is not None:
+                part, shape = parts[p]
+                whole = part.new_empty(part.numel() * dist.get_world_size())
+                dist.all_gather_into_tensor(whole, part)
+                p.data = whole[: shape.numel()].view(shape)
+
+    def release(module: nn.Module, *_: Any) -> None:
+        for p in module._parameters.values():
+            if p is not None:
+                p.data = p.data.new_empty(0)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+        release(module)
+
+
+for _name, _order in itertools.product(("llama", "ltx", "flux"), ORDERS):
+    case(f"zero3-{_name}-inference-{_order}")(
+        functools.partial(check, _name, "inference", _order, zero3, reason="ZeRO-3")
+    )
+
+
+# Context parallel --------------------------------------------------------------------------------
+
+
+def context_parallel(kind: str) -> Shard_:
+    def shard(model: nn.Module, rank: Rank) -> None:
+        from diffusers import ContextParallelConfig
+
+        config = ContextParallelConfig(**{f"{kind}_degree": dist.get_world_size()})
+        # on the CPU, diffusers divides by the number of accelerators
+        count = max(torch.accelerator.device_count(), 1)
+        with mock.patch("torch.accelerator.device_count", return_value=count):
+            model.enable_parallelism(config=config)  # type: ignore[operator]
+
+    return shard
+
+
+# Ring attention needs a backend that returns the log-sum-exp, which the native one does not.
+for _name, _kind, _order in itertools.product(("ltx", "flux", "wan"), ("ulysses",), ORDERS):
+    case(f"context-{_kind}-{_name}-{_order}")(
+        functools.partial(
+            check,
+            _name,
+            "inference",
+            _order,
+            context_parallel(_kind),
+            reason="attention is split over several GPUs",
+            inputs_for=even_inputs_of,
+        )
+    )
