@@ -12,6 +12,8 @@ do is left to the model's own forward, and the reason is in `hfpatch.status(mode
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 import threading
 import warnings
@@ -139,6 +141,62 @@ def _attention_registry() -> Any:
 _ADAPTER_STATE = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
 
 
+class Watch:
+    """A model's modules, flat: a step of a few milliseconds must not spend some on walking them.
+
+    It holds the modules inside of the model, so that no other gets the address of one, but neither
+    the model nor its `__dict__`, whose bound methods lead back to it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inside = [m for m in model.modules() if m is not model]
+        self._dicts = [m.__dict__ for m in self._inside]
+        self._children = self._look(model)
+
+    def _look(self, model: nn.Module) -> list[int]:
+        return list(map(id, _values(d["_modules"] for d in (model.__dict__, *self._dicts))))
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether the model still consists of these modules."""
+        return self._look(model) == self._children
+
+    def signature(self, model: nn.Module) -> list[Any]:
+        """See `model_signature`."""
+        inside = self._dicts
+        for d, module in zip(inside, self._inside, strict=True):
+            if (
+                d["_forward_hooks"]
+                or d["_forward_pre_hooks"]
+                or "_hf_hook" in d
+                or "_diffusers_hook" in d
+            ):
+                name = type(module).__name__
+                raise NotCapturable(f"a `{name}` inside has hooks (offload, cache …)")
+        dicts = (model.__dict__, *inside)
+        held = (d[kind] for d in dicts for kind in ("_parameters", "_buffers"))
+        tensors = [t for t in _values(held) if t is not None]
+        if not all(map(_IS_CUDA, tensors)):
+            where = next(t.device for t in tensors if not t.is_cuda)
+            raise NotCapturable(f"some of its weights are on {where}")
+        processors = [p for d in dicts if (p := d.get("processor")) is not None]
+        return [
+            list(map(_DATA_PTR, tensors)),
+            list(map(_DTYPE, tensors)),
+            [d["training"] for d in dicts],
+            [_identity(d.get("forward")) for d in inside],
+            [(id(p), getattr(p, "_attention_backend", None)) for p in processors],
+            [repr([d.get(name) for name in _ADAPTER_STATE]) for d in dicts if "scaling" in d],
+        ]
+
+
+_IS_CUDA, _DTYPE = operator.attrgetter("is_cuda"), operator.attrgetter("dtype")
+_DATA_PTR = operator.methodcaller("data_ptr")
+
+
+def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(dict.values, dicts))
+
+
 def model_signature(model: nn.Module) -> list[Any]:
     """Addresses of all parameters and buffers, and the settings that a graph cannot read later.
 
@@ -146,36 +204,7 @@ def model_signature(model: nn.Module) -> list[Any]:
         NotCapturable: a module inside has hooks, or weights off the GPU. Hooks on `model` itself
             are fine: they run outside of the graph.
     """
-    found: list[Any] = []
-    stack: list[nn.Module] = [model]
-    while stack:
-        module = stack.pop()
-        d = module.__dict__
-        if module is not model and (
-            d["_forward_hooks"]
-            or d["_forward_pre_hooks"]
-            or "_hf_hook" in d
-            or "_diffusers_hook" in d
-        ):
-            raise NotCapturable(f"a `{type(module).__name__}` inside has hooks (offload, cache …)")
-        for tensors in (d["_parameters"], d["_buffers"]):
-            for t in tensors.values():
-                if t is None:
-                    continue
-                if not t.is_cuda:
-                    raise NotCapturable(f"some of its weights are on {t.device}")
-                found.append(t.data_ptr())
-                found.append(t.dtype)
-        if module is not model:
-            found.append(_identity(d.get("forward")))
-        if "processor" in d:
-            found.append(id(d["processor"]))
-            found.append(getattr(d["processor"], "_attention_backend", None))
-        if "scaling" in d:
-            found.append(repr([d.get(name) for name in _ADAPTER_STATE]))
-        found.append(d["training"])
-        stack.extend(m for m in d["_modules"].values() if m is not None)
-    return found
+    return Watch(model).signature(model)
 
 
 def _identity(forward: Any) -> int:
@@ -245,6 +274,7 @@ class ModelGraphs:
     reasons: dict[str, None] = field(default_factory=dict)
     _seen: set[Any] = field(default_factory=set)
     _signature: list[Any] | None = None
+    _watch: Watch | None = None
     _pool: Any = None
     _last: Any = None  # (stream, event) of the last replay
     _lock: Any = field(default_factory=threading.RLock)
@@ -277,7 +307,9 @@ class ModelGraphs:
             raise NotCapturable("autocast is on")
         if torch.cuda.is_current_stream_capturing():
             raise NotCapturable("another graph is being captured")
-        signature = model_signature(model)
+        if self._watch is None or not self._watch.is_current(model):
+            self._watch, self._signature = Watch(model), None
+        signature = self._watch.signature(model)
         if signature != self._signature:
             self.clear()
             self._signature = signature
