@@ -1,0 +1,118 @@
+"""What a row of docs/compatibility.md is: something a user does to a model, and how to look at it.
+
+`do` changes the model (or wraps or copies it) and `run` calls it; most rows need only one of the
+two. Both get the `Case`, which knows the column and has a folder for files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from columns import Column
+
+#: How far outputs may be from the unpatched model's, relative, in the Frobenius norm.
+NOISE = {
+    # reductions in another order, through two layers and their residual sums
+    torch.float32: 1e-5,
+    # a rounding is 2^-11; fused parts round less often, and two layers add up a dozen places
+    torch.float16: 4e-3,
+    # the same with roundings of 2^-8
+    torch.bfloat16: 3e-2,
+    # no kernel takes it, but modules that compute in fp32 inside a model in fp64 have one
+    torch.float64: 1e-5,
+}
+
+
+@dataclass
+class Case:
+    """One run of a row on a column."""
+
+    column: Column
+    dtype: torch.dtype
+    folder: Path
+    notes: dict[str, Any] = field(default_factory=dict)  # what `do` leaves for `run`
+    _files: int = 0
+
+    def inputs(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Keyword arguments of one call; equal values each time."""
+        return dict(self.column.entry.inputs(None, dtype or self.dtype))
+
+    def build(self, seed: int = 0) -> Any:
+        """Another model of the column."""
+        return self.column.entry.build(torch.float32, seed)
+
+    def output(self, result: Any) -> torch.Tensor:
+        return self.column.entry.output(result)
+
+    def path(self, name: str) -> Path:
+        """A new path in the case's folder."""
+        self._files += 1
+        return self.folder / f"{self._files}-{name}"
+
+
+def same(case: Case, model: Any) -> Any:
+    """Nothing done."""
+    return model
+
+
+def forward(case: Case, model: Any) -> Any:
+    """One call under `no_grad`."""
+    with torch.no_grad():
+        return case.output(model(**case.inputs()))
+
+
+def always(column: Column) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something a user does.
+
+    `unless` says for which columns there is no such thing, and why. `why` gives the reason for
+    every state other than "patched": by state, or by "column:state" where one family differs.
+    `mode` is `apply`'s. `exact` rows return no tensors that kernels touch. `lasting` is false where
+    the deed puts new tensors into the modules at every call, as offloading does.
+    """
+
+    group: str
+    title: str
+    do: Callable[[Case, Any], Any] = same
+    run: Callable[[Case, Any], Any] = forward
+    unless: Callable[[Column], str | None] = always
+    why: Mapping[str, str] = field(default_factory=dict)
+    mode: str = "inference"
+    dtype: torch.dtype = torch.float32
+    noise: float | None = None
+    lasting: bool = True
+    afterwards: Callable[[Case, Any], None] | None = None
+
+    @property
+    def tolerance(self) -> float:
+        return NOISE[self.dtype] if self.noise is None else self.noise
+
+    def reason(self, column: Column, state: str) -> str | None:
+        return self.why.get(f"{column.name}:{state}", self.why.get(state))
+
+
+def only(kinds: str, reason: str) -> Callable[[Column], str | None]:
+    """For the columns of these kinds (words) or names alone."""
+    words = kinds.split()
+
+    def unless(column: Column) -> str | None:
+        return None if column.kind in words or column.name in words else reason
+
+    return unless
+
+
+def both(*conditions: Callable[[Column], str | None]) -> Callable[[Column], str | None]:
+    """The first reason of several."""
+
+    def unless(column: Column) -> str | None:
+        return next((r for c in conditions if (r := c(column)) is not None), None)
+
+    return unless

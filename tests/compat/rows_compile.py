@@ -1,0 +1,194 @@
+"""torch.compile, export and the contexts that change what an operator does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from row import Case, Row, forward, only
+from torch import nn
+
+GROUP = "Compilers and contexts"
+COMPILING = (
+    "While a model is compiled the swapped modules hand over to their originals, which inductor "
+    "fuses with their neighbours: the graph is the unpatched model's."
+)
+REGIONS = (
+    "The compiled layers hand over to their originals, which inductor fuses with their neighbours; "
+    "the modules outside of them are patched."
+)
+
+
+def compiled(**settings: Any) -> Callable[[Case, Any], Any]:
+    def do(case: Case, model: nn.Module) -> nn.Module:
+        return torch.compile(model, **({"backend": "eager"} | settings))
+
+    return do
+
+
+def compiled_in_place(case: Case, model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def repeated_blocks(case: Case, model: nn.Module) -> nn.Module:
+    model.compile_repeated_blocks(backend="eager")
+    return model
+
+
+def regions(case: Case, model: nn.Module) -> nn.Module:
+    from accelerate.utils import compile_regions
+
+    return compile_regions(model, backend="eager")
+
+
+def every_layer(case: Case, model: nn.Module) -> nn.Module:
+    """`compile` on each layer of each list, in place."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                layer.compile(backend="eager")
+    return model
+
+
+def two_sizes(case: Case, model: nn.Module) -> Any:
+    """A second call with another batch size."""
+    first = forward(case, model)
+    inputs = {k: _halved(v) for k, v in case.inputs().items()}
+    with torch.no_grad():
+        return first, case.output(model(**inputs))
+
+
+def _halved(value: Any) -> Any:
+    batched = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == 2
+    return torch.cat((value, value)) if batched else value
+
+
+def exported(case: Case, model: nn.Module) -> Any:
+    """The exported program's own output: it must hold no operator of ours."""
+    with torch.no_grad():
+        program = torch.export.export(model, (), case.inputs(), strict=False)
+        targets = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+        result = program.module()(**case.inputs())
+    return case.output(result), sorted(t for t in targets if "hfpatch" in t)
+
+
+def eager_and_compiled(case: Case, model: nn.Module) -> Any:
+    """The same model compiled and called without: the second uses the kernels."""
+    compiled_model = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        return case.output(compiled_model(**case.inputs())), forward(case, model)
+
+
+def in_context(make: Callable[[], Any]) -> Callable[[Case, Any], Any]:
+    def run(case: Case, model: nn.Module) -> Any:
+        with make():
+            output = case.output(model(**case.inputs()))
+        return output.clone()
+
+    return run
+
+
+def autocast(dtype: torch.dtype) -> Callable[[], Any]:
+    def make() -> Any:
+        stack = torch.autocast("cpu", dtype)
+        return _Both(torch.no_grad(), stack)
+
+    return make
+
+
+class _Both:
+    def __init__(self, *contexts: Any) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for c in self.contexts:
+            c.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for c in reversed(self.contexts):
+            c.__exit__(*exc)
+
+
+def functional(case: Case, model: nn.Module) -> Any:
+    """`torch.func.functional_call` with other parameters."""
+    state = {k: v * 0.9 for k, v in model.state_dict().items() if v.is_floating_point()}
+    with torch.no_grad():
+        result = torch.func.functional_call(model, state, (), case.inputs())
+    return case.output(result)
+
+
+NO_REPEATED = "Its class has no `compile_repeated_blocks` (it is diffusers')."
+ROWS = (
+    Row(GROUP, "`torch.compile(model)`", compiled(), why={"original": COMPILING}),
+    Row(
+        GROUP,
+        "`torch.compile(model)`, AOTAutograd",
+        compiled(backend="aot_eager"),
+        why={"original": COMPILING},
+    ),
+    Row(
+        GROUP,
+        "`torch.compile(model)`, inductor",
+        compiled(backend="inductor"),
+        unless=only(
+            "bert",
+            "Tested on one family: the captured graph is the unpatched model's, as the rows above "
+            "show, and what inductor makes of it cannot differ.",
+        ),
+        why={"original": COMPILING},
+    ),
+    Row(
+        GROUP,
+        "`torch.compile(fullgraph=True)`",
+        compiled(fullgraph=True),
+        why={"original": COMPILING},
+    ),
+    Row(
+        GROUP,
+        "`torch.compile(dynamic=True)`, two batch sizes",
+        compiled(dynamic=True),
+        two_sizes,
+        why={"original": COMPILING},
+    ),
+    Row(GROUP, "`model.compile()`", compiled_in_place, why={"original": COMPILING}),
+    Row(
+        GROUP,
+        "`model.compile_repeated_blocks()`",
+        repeated_blocks,
+        unless=only("denoiser", NO_REPEATED),
+        why={"original": COMPILING, "partly": REGIONS},
+    ),
+    Row(
+        GROUP,
+        "regional compilation (`accelerate.utils.compile_regions`)",
+        regions,
+        why={"original": COMPILING, "partly": REGIONS},
+    ),
+    Row(
+        GROUP,
+        "`layer.compile()` of every layer",
+        every_layer,
+        why={"original": COMPILING, "partly": REGIONS},
+    ),
+    Row(GROUP, "compiled, and called without as well", run=eager_and_compiled),
+    Row(GROUP, "`torch.export.export`", run=exported, why={"original": COMPILING}),
+    Row(GROUP, "`torch.inference_mode()`", run=in_context(torch.inference_mode)),
+    Row(
+        GROUP,
+        "`torch.autocast(dtype=torch.bfloat16)`",
+        run=in_context(autocast(torch.bfloat16)),
+        dtype=torch.float32,
+        why={
+            "original": "Autocast decides the dtype of each operator in the original: calls under "
+            "it are handed back."
+        },
+    ),
+    Row(GROUP, "`torch.func.functional_call`", run=functional),
+    Row(
+        GROUP,
+        "`apply(model, cuda_graphs=True)`",
+        unless=only("", "CUDA graphs need a GPU, and are tested there by tests/gpu."),
+    ),
+)
