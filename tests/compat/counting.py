@@ -26,24 +26,31 @@ class Count:
 
     kernels: int = 0
     blocks: int = 0
+    formulas: int = 0  # what autograd records of a kernel without a gradient: PyTorch's operators
 
     def reset(self) -> None:
-        self.kernels = self.blocks = 0
+        self.kernels = self.blocks = self.formulas = 0
 
     def copy(self) -> Count:
-        return Count(self.kernels, self.blocks)
+        return Count(self.kernels, self.blocks, self.formulas)
 
 
 COUNT = Count()
 
 
-def _counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _counted(function: Callable[..., Any], name: str, training: bool = True) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            setattr(COUNT, name, getattr(COUNT, name) + 1)
+            recorded = not training and torch.is_grad_enabled() and _requires_grad(args)
+            counter = "formulas" if recorded else name
+            setattr(COUNT, counter, getattr(COUNT, counter) + 1)
         return function(*args, **kwargs)
 
     return call
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
 
 
 @contextmanager
@@ -56,7 +63,9 @@ def installed() -> Iterator[Count]:
         fill(contract, type(proof)(forwards, proof.max_abs_error, proof.max_rel_error), device)
 
     plan.forget_proofs()
-    sources.Kernel.bind = lambda *a, **k: _counted(bind(*a, **k), "kernels")  # type: ignore
+    sources.Kernel.bind = lambda kernel, params, training=False: _counted(  # type: ignore
+        bind(kernel, params, training), "kernels", training
+    )
     sources.Kernel.bind_into = lambda *a, **k: _counted(  # type: ignore[method-assign]
         bind_into(*a, **k), "kernels"
     )

@@ -6,6 +6,7 @@ two. Both get the `Case`, which knows the column and has a folder for files.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from columns import Column
+from torch import nn
 
 #: How far outputs may be from the unpatched model's, relative, in the Frobenius norm.
 NOISE = {
@@ -34,6 +36,7 @@ class Case:
     column: Column
     dtype: torch.dtype
     folder: Path
+    thin: bool = False  # one layer of each kind: where compiling takes the time
     notes: dict[str, Any] = field(default_factory=dict)  # what `do` leaves for `run`
     _files: int = 0
 
@@ -43,7 +46,8 @@ class Case:
 
     def build(self, seed: int = 0) -> Any:
         """Another model of the column."""
-        return self.column.entry.build(torch.float32, seed)
+        model = self.column.entry.build(torch.float32, seed)
+        return thinned(model) if self.thin else model
 
     def output(self, result: Any) -> torch.Tensor:
         return self.column.entry.output(result)
@@ -52,6 +56,21 @@ class Case:
         """A new path in the case's folder."""
         self._files += 1
         return self.folder / f"{self._files}-{name}"
+
+
+def thinned(model: nn.Module) -> nn.Module:
+    """Cut lists of equal layers to their first one; hybrids keep a layer of each kind."""
+    if getattr(model.config, "layer_types", None) and len(set(model.config.layer_types)) > 1:
+        return model
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if isinstance(child, nn.ModuleList) and len({type(m) for m in child}) == 1:
+                module._modules[name] = child[:1]
+    for name in ("num_hidden_layers", "num_layers", "num_decoder_layers"):
+        if hasattr(model.config, name):
+            with contextlib.suppress(AttributeError, TypeError):  # diffusers' are frozen
+                setattr(model.config, name, 1)
+    return model
 
 
 def same(case: Case, model: Any) -> Any:
@@ -89,6 +108,7 @@ class Row:
     dtype: torch.dtype = torch.float32
     noise: float | None = None
     lasting: bool = True
+    thin: bool = False
     afterwards: Callable[[Case, Any], None] | None = None
 
     @property
