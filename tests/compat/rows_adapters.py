@@ -186,11 +186,20 @@ def fused_qkv(case: Case, model: nn.Module) -> nn.Module:
 # Quantized and foreign linear layers ------------------------------------------------------------
 
 
+def quantizable(model: nn.Module) -> list[str]:
+    """As quantizers choose: not T5's `wo`, whose class reads its dtype; rows of whole groups."""
+    return [
+        n
+        for n in linear_names(model)
+        if not n.endswith(".wo") and model.get_submodule(n).in_features % 32 == 0
+    ]
+
+
 def replaced(make: Callable[[nn.Linear], nn.Module]) -> Callable[[Case, Any], Any]:
-    """Every linear layer of the blocks replaced, as quantizers do it."""
+    """Linear layers of the blocks replaced, as quantizers do it."""
 
     def do(case: Case, model: nn.Module) -> nn.Module:
-        for name in linear_names(model):
+        for name in quantizable(model):
             parent, _, child = name.rpartition(".")
             owner = model.get_submodule(parent)
             setattr(owner, child, make(getattr(owner, child)))
@@ -265,14 +274,18 @@ def gguf(linear: nn.Linear) -> nn.Module:
 def torchao_int8(case: Case, model: nn.Module) -> nn.Module:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    names = set(linear_names(model))
+    names = set(quantizable(model))
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, name: name in names)
     return model
 
 
+FUSED_QKV = (
+    "Fused projections come with another attention processor, which the fused blocks do not know: "
+    "they go to the original. (Fused blocks pack these weights themselves.)"
+)
 QUANTIZED = (
-    "The fused forward of this block reads its layers' dtype from a floating-point weight, which "
-    "a quantized layer does not have: its parts are patched."
+    "Where the layers are quantized first, this fused block cannot read off them in which dtype it "
+    "computes: its parts are patched."
 )
 
 ROWS = (
@@ -296,6 +309,7 @@ ROWS = (
         "`pipe.load_lora_weights`, `set_adapters`",
         loaded_lora,
         scaled_lora,
+        lasting=False,
         unless=only("denoiser", DENOISERS),
     ),
     Row(GROUP, "`fuse_lora`", fused_lora, unless=only("denoiser", DENOISERS)),
@@ -305,10 +319,11 @@ ROWS = (
         "`fuse_qkv_projections`",
         fused_qkv,
         unless=only("denoiser", "Its class has no `fuse_qkv_projections` (it is diffusers')."),
+        why={"partly": FUSED_QKV},
     ),
     Row(GROUP, "own subclass of `nn.Linear`", replaced(counting_linear), calls_of_linears),
-    Row(GROUP, "torchao int8, weights only", torchao_int8),
-    Row(GROUP, "bitsandbytes 8 bit", replaced(bnb_8bit)),
-    Row(GROUP, "bitsandbytes 4 bit (NF4)", replaced(bnb_4bit)),
-    Row(GROUP, "GGUF layers (Q8_0)", replaced(gguf)),
+    Row(GROUP, "torchao int8, weights only", torchao_int8, why={"partly": QUANTIZED}),
+    Row(GROUP, "bitsandbytes 8 bit", replaced(bnb_8bit), why={"partly": QUANTIZED}),
+    Row(GROUP, "bitsandbytes 4 bit (NF4)", replaced(bnb_4bit), why={"partly": QUANTIZED}),
+    Row(GROUP, "GGUF layers (Q8_0)", replaced(gguf), why={"partly": QUANTIZED}),
 )
