@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Family, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
@@ -54,7 +55,7 @@ class ModelBlock(BlockSubject):
         return type(self).unused(self.module)
 
     def main_combo(self) -> Combo:
-        return Combo(type(self).projection(self.module).weight.dtype, None)
+        return Combo(compute_dtype(self.module, type(self).projection(self.module)), None)
 
 
 class BlockFamily(Family):
@@ -86,6 +87,16 @@ class BlockFamily(Family):
         if not unhooked(*idle):
             return "a module inside has hooks, which the fused forward would not run"
         return kind(module)
+
+
+def compute_dtype(block: nn.Module, projection: Any) -> torch.dtype:
+    """The dtype that a block computes in: that of `projection`'s weight, or, where a quantizer
+    stores that weight in a dtype of its own, the narrowest that the block's parameters have."""
+    dtype: torch.dtype = projection.weight.dtype
+    if dtype in KERNEL_DTYPES:
+        return dtype
+    others = [p.dtype for p in block.parameters() if p.dtype in KERNEL_DTYPES]
+    return min(others, key=lambda d: d.itemsize, default=dtype)
 
 
 def odd_processors(name: str, attentions: Iterable[Any]) -> str | None:
