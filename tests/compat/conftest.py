@@ -9,6 +9,7 @@ import counting
 import page
 import pytest
 import torch
+from columns import COLUMNS
 from harness import Cell
 from rows import ROWS
 
@@ -56,11 +57,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not config.getoption("--write-matrix", False) or hasattr(config, "workerinput"):
         return
     known = page.parse(page.PATH.read_text(encoding="utf-8")) if page.PATH.exists() else {}
-    try:
-        text = page.render(ROWS, {**known, **_cells})
-    except KeyError as e:
-        print(f"\n{page.PATH.name} not written: no cell for {e}, its test failed or did not run")
+    everything = {(row.title, column) for row in ROWS for column in COLUMNS}
+    cells = dict.fromkeys(everything, Cell(page.UNTESTED, page.UNTESTED)) | known | _cells
+    page.PATH.write_text(page.render(ROWS, cells), encoding="utf-8")
+    missing = sorted(c for c in everything if cells[c].before == page.UNTESTED)
+    print(f"\nwrote {page.PATH}", *missing, sep="\nuntested: ")
+    if missing:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    else:
-        page.PATH.write_text(text, encoding="utf-8")
-        print(f"\nwrote {page.PATH}")

@@ -108,8 +108,9 @@ def baseline(name: str, thin: bool) -> Count:
 def _state(count: Count, base: Count, row: Row) -> str:
     if not count.kernels:
         return ORIGINAL
-    fewer = count.kernels < base.kernels if row.run is forward else False
-    if fewer or (base.blocks and count.blocks < base.blocks):
+    calls = row.calls or 1
+    fewer = row.calls and count.kernels < base.kernels * calls
+    if fewer or count.blocks < base.blocks * calls:
         return PARTLY
     return PATCHED
 

@@ -13,6 +13,8 @@ from row import Row
 PATH = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 COMMAND = "python -m pytest tests/compat --write-matrix"
 
+#: What stands in a page that is being made for a cell whose test failed or did not run.
+UNTESTED = "untested"
 #: (row's title, column's name) -> cell
 Cells = Mapping[tuple[str, str], Cell]
 

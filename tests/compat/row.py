@@ -94,8 +94,10 @@ class Row:
 
     `unless` says for which columns there is no such thing, and why. `why` gives the reason for
     every state other than "patched": by state, or by "column:state" where one family differs.
-    `mode` is `apply`'s. `exact` rows return no tensors that kernels touch. `lasting` is false where
-    the deed puts new tensors into the modules at every call, as offloading does.
+    `mode` is `apply`'s. `forwards` is how often `run` calls the model, where that is one known
+    number, so that a single kernel that does not run is noticed; else only fused blocks are
+    compared. `lasting` is false where the deed puts new tensors into the modules at every call, as
+    offloading does.
     """
 
     group: str
@@ -107,9 +109,14 @@ class Row:
     mode: str = "inference"
     dtype: torch.dtype = torch.float32
     noise: float | None = None
+    forwards: int = 0
     lasting: bool = True
     thin: bool = False
     afterwards: Callable[[Case, Any], None] | None = None
+
+    @property
+    def calls(self) -> int:
+        return 1 if self.run is forward else self.forwards
 
     @property
     def tolerance(self) -> float:

@@ -155,14 +155,18 @@ ROWS = (
     _compiled_row(
         "regional compilation (`accelerate.utils.compile_regions`)",
         regions,
-        unless=lambda c: "accelerate's function fails on this class, patched or not."
-        if c.name == "sd15-unet"
-        else None,
+        unless=lambda c: (
+            "accelerate's function fails on this class, patched or not."
+            if c.name == "sd15-unet"
+            else None
+        ),
     ),
     _compiled_row("`layer.compile()` of every layer", every_layer),
-    Row(GROUP, "compiled, and called without as well", run=eager_and_compiled, thin=True),
+    Row(
+        GROUP, "compiled, and called without as well", run=eager_and_compiled, forwards=1, thin=True
+    ),
     _compiled_row("`torch.export.export`", run=exported, lasting=False),
-    Row(GROUP, "`torch.inference_mode()`", run=in_context(torch.inference_mode)),
+    Row(GROUP, "`torch.inference_mode()`", run=in_context(torch.inference_mode), forwards=1),
     Row(
         GROUP,
         "`torch.autocast(dtype=torch.bfloat16)`",
@@ -172,7 +176,7 @@ ROWS = (
             "it are handed back."
         },
     ),
-    Row(GROUP, "`torch.func.functional_call`", run=functional),
+    Row(GROUP, "`torch.func.functional_call`", run=functional, forwards=1),
     Row(
         GROUP,
         "`apply(model, cuda_graphs=True)`",

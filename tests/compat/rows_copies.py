@@ -156,17 +156,26 @@ ROWS = (
     Row(GROUP, "modules copied into another model", module_by_module),
     Row(GROUP, "`pickle`", pickled, why={"original": UNPATCHED}),
     Row(GROUP, "`torch.save(model)`, `torch.load`", saved_whole, why={"original": UNPATCHED}),
-    Row(GROUP, "`torch.save(model.state_dict())`, `load_state_dict`", saved_state, with_files),
-    Row(GROUP, "`safetensors` `save_model`, `load_model`", saved_safetensors, with_files),
-    Row(GROUP, "`save_pretrained`", saved_and_kept, with_files, lasting=False),
+    Row(
+        GROUP,
+        "`torch.save(model.state_dict())`, `load_state_dict`",
+        saved_state,
+        with_files,
+        forwards=1,
+    ),
+    Row(
+        GROUP, "`safetensors` `save_model`, `load_model`", saved_safetensors, with_files, forwards=1
+    ),
+    Row(GROUP, "`save_pretrained`", saved_and_kept, with_files, forwards=1, lasting=False),
     Row(
         GROUP,
         "`save_pretrained`, `from_pretrained`",
         saved_pretrained,
         with_files,
+        forwards=1,
         why={"original": MADE_ANEW},
     ),
     Row(GROUP, "`share_memory()`", shared),
-    Row(GROUP, "sent to a spawned process", run=in_spawned),
-    Row(GROUP, "in a DataLoader worker", run=in_data_loader),
+    Row(GROUP, "sent to a spawned process", run=in_spawned, forwards=1),
+    Row(GROUP, "in a DataLoader worker", run=in_data_loader, forwards=1),
 )

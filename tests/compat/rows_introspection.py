@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from row import Case, Row, forward
 from torch import nn
 
@@ -95,15 +94,26 @@ def module_tree_in_profiler(case: Case, model: nn.Module) -> Any:
 
 
 ROWS = (
-    Row(GROUP, "`repr(model)`", run=described(repr)),
-    Row(GROUP, "class names, `isinstance`, `get_submodule`", run=described(classes, submodules)),
+    Row(GROUP, "`repr(model)`", run=described(repr), forwards=1),
+    Row(
+        GROUP,
+        "class names, `isinstance`, `get_submodule`",
+        run=described(classes, submodules),
+        forwards=1,
+    ),
     Row(
         GROUP,
         "`named_parameters`, `named_buffers`, `state_dict` keys",
-        run=described(parameters, buffers, lambda m: list(m.state_dict()), footprint),
+        run=described(parameters, buffers, lambda m: list(m.state_dict(), forwards=1), footprint),
+        forwards=1,
     ),
-    Row(GROUP, "`inspect.signature(module.forward)`", run=described(signatures)),
-    Row(GROUP, "name and docstring of `module.forward`", run=described(names_of_forwards)),
-    Row(GROUP, "operators in `torch.profiler`", run=profiled),
-    Row(GROUP, "`record_function` around modules", run=module_tree_in_profiler),
+    Row(GROUP, "`inspect.signature(module.forward)`", run=described(signatures), forwards=1),
+    Row(
+        GROUP,
+        "name and docstring of `module.forward`",
+        run=described(names_of_forwards),
+        forwards=1,
+    ),
+    Row(GROUP, "operators in `torch.profiler`", run=profiled, forwards=1),
+    Row(GROUP, "`record_function` around modules", run=module_tree_in_profiler, forwards=1),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from pipelines import OneModelPipeline
-from row import Case, Row, both, forward, only
+from row import Case, Row, only
 from torch import nn
 
 GROUP = "Placement and dtype"
@@ -53,7 +53,7 @@ def dispatch(case: Case, model: nn.Module) -> nn.Module:
 
     parts = [n for n, m in model.named_modules() if _is_leaf_of_map(n, m)]
     device_map = {n: "disk" if i % 2 else "cpu" for i, n in enumerate(parts)}
-    device_map |= {n: "cpu" for n in model._parameters}
+    device_map |= dict.fromkeys(model._parameters, "cpu")
     return dispatch_model(
         model,
         device_map,
@@ -68,21 +68,27 @@ def _is_leaf_of_map(path: str, module: nn.Module) -> bool:
     parent, _, name = path.rpartition(".")
     if name.isdigit():
         return parent.count(".") <= 1
-    return not any(p.isdigit() for p in path.split(".")) and not any(
-        isinstance(m, nn.ModuleList) for m in module.modules()
-    ) and ("." not in path or path.count(".") == 1 and not module._modules)
+    return (
+        not any(p.isdigit() for p in path.split("."))
+        and not any(isinstance(m, nn.ModuleList) for m in module.modules())
+        and ("." not in path or (path.count(".") == 1 and not module._modules))
+    )
 
 
 def auto(case: Case, model: nn.Module) -> nn.Module:
     """Saved and loaded again by `from_pretrained`, which places it."""
     folder = case.path("model")
     model.save_pretrained(folder)
-    return type(model).from_pretrained(
-        folder,
-        device_map="auto",
-        max_memory={"cpu": _size(model) // 2},
-        offload_folder=str(case.path("offload")),
-    ).eval()
+    return (
+        type(model)
+        .from_pretrained(
+            folder,
+            device_map="auto",
+            max_memory={"cpu": _size(model) // 2},
+            offload_folder=str(case.path("offload")),
+        )
+        .eval()
+    )
 
 
 def _size(model: nn.Module) -> int:
@@ -232,6 +238,7 @@ ROWS = (
         "`pipe.enable_model_cpu_offload()`",
         pipeline("enable_model_cpu_offload", device="cpu"),
         lambda case, pipe: case.output(pipe(**case.inputs())),
+        forwards=2,
     ),
     Row(
         GROUP,
@@ -266,9 +273,9 @@ ROWS = (
         '`from_pretrained(device_map="auto")`, CPU and disk',
         auto,
         lasting=False,
-        unless=lambda c: "diffusers has no automatic device map for its class."
-        if c.name == "ltx"
-        else None,
+        unless=lambda c: (
+            "diffusers has no automatic device map for its class." if c.name == "ltx" else None
+        ),
         why={"original": MADE_ANEW, "partly": HOOKED},
     ),
     Row(

@@ -15,9 +15,7 @@ RECORDED = (
     'In the default `mode="inference"` calls that autograd records are computed by the original, '
     'or by its formula on PyTorch\'s operators; `mode="training"` has kernels with gradients.'
 )
-PARTS = (
-    "Fused blocks have no gradient: in `mode=\"training\"` their parts that have one are patched."
-)
+PARTS = 'Fused blocks have no gradient: in `mode="training"` their parts that have one are patched.'
 NOTHING = "None of its modules has a kernel with a gradient that gains anything over PyTorch's own."
 #: Gradients pass the model twice, and sums over a batch follow: twice the noise of a forward.
 GRADIENT_NOISE = 4 * NOISE[torch.float32]
@@ -252,8 +250,12 @@ ROWS = (
     _training("gradient checkpointing", checkpointing, gradients_in_train_mode),
     Row(GROUP, "`train()` with dropout and `eval()`", run=train_and_eval),
     _training("gradient accumulation", _same, accumulated),
-    _training("`Accelerator`, 50 steps (5 where models are larger)", _same, accelerated("no"),
-              noise=CURVE_NOISE),
+    _training(
+        "`Accelerator`, 50 steps (5 where models are larger)",
+        _same,
+        accelerated("no"),
+        noise=CURVE_NOISE,
+    ),
     _training(
         '`Accelerator(mixed_precision="bf16")`',
         _after_once,

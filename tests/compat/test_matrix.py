@@ -19,7 +19,11 @@ COMMITTED = page.parse(PAGE)
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: re.sub(r"\W+", "-", r.title).strip("-"))
 def test_cell(
-    row: object, column: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: object
+    row: object,
+    column: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: object,
 ) -> None:
     cell = run_cell(row, COLUMNS[column], tmp_path)  # type: ignore[arg-type]
     record_property("cell", (row.title, column, *astuple(cell)))  # type: ignore
