@@ -138,7 +138,8 @@ def run_cell(row: Row, column: Column, folder: Path) -> Cell:
     """Do it in both orders, compare with the unpatched model, restore, compare again."""
     if (absent := row.unless(column)) is not None:
         return Cell(ABSENT, ABSENT, absent)
-    torch._dynamo.reset()
+    if row.thin:  # compiled
+        torch._dynamo.reset()
     base = baseline(column.name, row.thin)
 
     case = Case(column, row.dtype, folder, row.thin)

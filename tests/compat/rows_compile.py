@@ -121,8 +121,8 @@ def functional(case: Case, model: nn.Module) -> Any:
 
 NO_REPEATED = "Its class has no `compile_repeated_blocks` (it is diffusers')."
 ONE_FAMILY = (
-    "Tested on other families: the captured graph is the unpatched model's, as the row above shows, "
-    "and what a backend makes of it cannot differ."
+    "Tested on other families: the captured graph is the unpatched model's, as the first row "
+    "shows, and what a backend makes of it cannot differ."
 )
 
 

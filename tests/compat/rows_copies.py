@@ -19,6 +19,7 @@ from row import Case, Row, forward
 from torch import nn
 
 import hfpatch
+from hfpatch import swap
 
 GROUP = "Copies and files"
 UNPATCHED = (
@@ -42,6 +43,14 @@ def first_still_patched(case: Case, target: Any) -> None:
     assert count and hfpatch.restore(target) == count
     assert len(hfpatch.status(first).swaps) == count
     assert not hfpatch.status(target).swaps
+
+
+def cleanly_unpatched(case: Case, target: nn.Module) -> None:
+    """What an instance holds as its forward, if anything, is its class's own, bound to itself."""
+    assert not hfpatch.status(target).swaps
+    for path, module in target.named_modules():
+        held = module.__dict__.get("forward")
+        assert held is None or swap.is_native(module, held), path
 
 
 def pickled(case: Case, model: nn.Module) -> nn.Module:
@@ -154,8 +163,14 @@ ROWS = (
     Row(GROUP, "`copy.deepcopy`", copied, afterwards=first_still_patched),
     Row(GROUP, "`copy.copy`", shallow, lasting=False),
     Row(GROUP, "modules copied into another model", module_by_module),
-    Row(GROUP, "`pickle`", pickled, why={"original": UNPATCHED}),
-    Row(GROUP, "`torch.save(model)`, `torch.load`", saved_whole, why={"original": UNPATCHED}),
+    Row(GROUP, "`pickle`", pickled, why={"original": UNPATCHED}, afterwards=cleanly_unpatched),
+    Row(
+        GROUP,
+        "`torch.save(model)`, `torch.load`",
+        saved_whole,
+        why={"original": UNPATCHED},
+        afterwards=cleanly_unpatched,
+    ),
     Row(
         GROUP,
         "`torch.save(model.state_dict())`, `load_state_dict`",

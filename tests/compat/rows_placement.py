@@ -182,8 +182,8 @@ def channels_last(case: Case, model: nn.Module) -> nn.Module:
 
 FP64 = "The kernels take fp32, fp16 and bf16: calls in fp64 go to the original."
 FP64_PARTS = (
-    "The kernels take fp32, fp16 and bf16: calls in fp64 go to the original. The norms that compute "
-    "in fp32 in any case are patched."
+    "The kernels take fp32, fp16 and bf16: calls in fp64 go to the original. The norms that "
+    "compute in fp32 in any case are patched."
 )
 MIXED_GATE = (
     "In half precision the mixer hands its gated norm fp32 values with a half-precision gate: that "

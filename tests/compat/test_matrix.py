@@ -5,30 +5,37 @@ from __future__ import annotations
 import re
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import page
 import pytest
 from columns import COLUMNS
 from harness import run_cell
+from row import Row
 from rows import ROWS
 
 PAGE = page.PATH.read_text(encoding="utf-8") if page.PATH.exists() else ""
 COMMITTED = page.parse(PAGE)
 
 
+def _parameter(row: Row) -> Any:
+    name = re.sub(r"\W+", "-", row.title).strip("-")
+    return pytest.param(row, id=name, marks=[pytest.mark.slow] if row.thin else [])
+
+
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: re.sub(r"\W+", "-", r.title).strip("-"))
+@pytest.mark.parametrize("row", [_parameter(row) for row in ROWS])
 def test_cell(
-    row: object,
+    row: Row,
     column: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-    record_property: object,
+    record_property: Any,
 ) -> None:
-    cell = run_cell(row, COLUMNS[column], tmp_path)  # type: ignore[arg-type]
-    record_property("cell", (row.title, column, *astuple(cell)))  # type: ignore
+    cell = run_cell(row, COLUMNS[column], tmp_path)
+    record_property("cell", (row.title, column, *astuple(cell)))
     if not request.config.getoption("--write-matrix", False):
-        assert cell == COMMITTED.get((row.title, column)), (  # type: ignore[attr-defined]
+        assert cell == COMMITTED.get((row.title, column)), (
             f"docs/compatibility.md says something else; write it with `{page.COMMAND}`"
         )
 
