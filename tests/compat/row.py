@@ -99,7 +99,8 @@ class Row:
     `mode` is `apply`'s. `forwards` is how often `run` calls the model, where that is one known
     number, so that a single kernel that does not run is noticed; else only fused blocks are
     compared. `lasting` is false where the deed puts new tensors into the modules at every call, as
-    offloading does.
+    offloading does. `thin` rows compile: on models cut to one layer of each kind. They, and `slow`
+    ones, have pytest's marker.
     """
 
     group: str
@@ -114,6 +115,7 @@ class Row:
     forwards: int = 0
     lasting: bool = True
     thin: bool = False
+    slow: bool = False
     afterwards: Callable[[Case, Any], None] | None = None
 
     @property

@@ -104,7 +104,7 @@ ROWS = (
     Row(
         GROUP,
         "`named_parameters`, `named_buffers`, `state_dict` keys",
-        run=described(parameters, buffers, lambda m: list(m.state_dict(), forwards=1), footprint),
+        run=described(parameters, buffers, lambda m: list(m.state_dict()), footprint),
         forwards=1,
     ),
     Row(GROUP, "`inspect.signature(module.forward)`", run=described(signatures), forwards=1),

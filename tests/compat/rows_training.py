@@ -132,8 +132,8 @@ def frozen_but(case: Case, model: nn.Module) -> Any:
         return loss.detach(), _as_one(grads)
 
 
-def _steps(case: Case) -> int:
-    return 50 if case.column.name in ("llama", "bert") else 5
+def _steps(case: Case, mixed: str) -> int:
+    return 50 if mixed == "no" and case.column.name in ("llama", "bert") else 5
 
 
 def accelerated(mixed: str) -> Callable[[Case, Any], Any]:
@@ -151,7 +151,7 @@ def accelerated(mixed: str) -> Callable[[Case, Any], Any]:
             prepared, optimizer = accelerator.prepare(model, optimizer)
             torch.manual_seed(1)
             losses = []
-            for _ in range(_steps(case)):
+            for _ in range(_steps(case, mixed)):
                 with accelerator.accumulate(prepared):
                     loss = loss_of(case, prepared)
                     accelerator.backward(loss)
@@ -255,11 +255,13 @@ ROWS = (
         _same,
         accelerated("no"),
         noise=CURVE_NOISE,
+        slow=True,
     ),
     _training(
         '`Accelerator(mixed_precision="bf16")`',
         _after_once,
         accelerated("bf16"),
+        slow=True,
         noise=NOISE[torch.bfloat16],
         why={
             "original": "Mixed precision is autocast, under which calls are handed back: it "
@@ -271,6 +273,7 @@ ROWS = (
         _same,
         trained,
         noise=CURVE_NOISE,
+        slow=True,
         unless=only(
             "llama bert", "Tested on Llama and BERT; `Accelerator` above trains every family."
         ),

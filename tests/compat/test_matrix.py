@@ -19,8 +19,8 @@ COMMITTED = page.parse(PAGE)
 
 
 def _parameter(row: Row) -> Any:
-    name = re.sub(r"\W+", "-", row.title).strip("-")
-    return pytest.param(row, id=name, marks=[pytest.mark.slow] if row.thin else [])
+    name = re.sub(r"\W+", "-", f"{row.group}: {row.title}").strip("-")
+    return pytest.param(row, id=name, marks=[pytest.mark.slow] if row.thin or row.slow else [])
 
 
 @pytest.mark.parametrize("column", COLUMNS)
