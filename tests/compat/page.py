@@ -21,9 +21,9 @@ Cells = Mapping[tuple[str, str], Cell]
 HEAD = f"""\
 # What users do to a model
 
-Every row is something that is done to a model, every column a model family. Each cell was run, on
-small models of the real classes with random weights, on the CPU: done before `hfpatch.apply`, done
-after it, and once more after `hfpatch.restore`. The result was compared with the unpatched model to
+Every row is something that is done to a model, every column a model family. Each cell but those
+marked n/a was run, on small models of the real classes with random weights, on the CPU: done before
+`hfpatch.apply`, done after it, and each of these once more after `hfpatch.restore`. The result was compared with the unpatched model to
 which the same was done (within the rounding noise of the dtype; bit for bit where no kernel ran and
 after `restore`), and the calls of kernels were counted.
 
@@ -33,7 +33,7 @@ after `restore`), and the calls of kernels were counted.
 | {PARTLY} | some of them run; the other modules hand their calls to the original |
 | {ORIGINAL} | no kernel runs: the calls are handed back to the original, which is correct and not \
 faster |
-| {ABSENT} | there is no such thing for this family |
+| {ABSENT} | not run: there is no such thing for this family, or it is tested elsewhere |
 
 Two words with a slash: done before `apply` / done after it. A number leads to the reason at the
 end of the page.
