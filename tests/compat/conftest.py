@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from harness import Cell
 from rows import ROWS
 
 _cells: dict[tuple[str, str], Cell] = {}
+_writing: list[bool] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,17 +52,33 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             if name == "cell":
                 row, column, before, after, reason = value
                 _cells[row, column] = Cell(before, after, reason)
+                if _writing and len(_cells) % 10 == 0:  # an interrupted run keeps what it saw
+                    _write()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-matrix", False) and not hasattr(config, "workerinput"):
+        _writing.append(True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    config = session.config
-    if not config.getoption("--write-matrix", False) or hasattr(config, "workerinput"):
+    if not _writing:
         return
-    known = page.parse(page.PATH.read_text(encoding="utf-8")) if page.PATH.exists() else {}
-    everything = {(row.title, column) for row in ROWS for column in COLUMNS}
-    cells = dict.fromkeys(everything, Cell(page.UNTESTED, page.UNTESTED)) | known | _cells
-    page.PATH.write_text(page.render(ROWS, cells), encoding="utf-8")
-    missing = sorted(c for c in everything if cells[c].before == page.UNTESTED)
+    missing = _write()
     print(f"\nwrote {page.PATH}", *missing, sep="\nuntested: ")
     if missing:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _write() -> list[tuple[str, str]]:
+    """The page with the cells seen so far beside those that it had; returns what it lacks."""
+    lock = Path(__file__).resolve().parents[2] / ".cache" / "matrix.lock"
+    lock.parent.mkdir(exist_ok=True)
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # groups of rows may run at the same time
+        known = page.parse(page.PATH.read_text(encoding="utf-8")) if page.PATH.exists() else {}
+        everything = {(row.title, column) for row in ROWS for column in COLUMNS}
+        untested = dict.fromkeys(everything, Cell(page.UNTESTED, page.UNTESTED))
+        cells = untested | known | _cells
+        page.PATH.write_text(page.render(ROWS, cells), encoding="utf-8")
+    return sorted(c for c in everything if cells[c].before == page.UNTESTED)
