@@ -52,7 +52,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             if name == "cell":
                 row, column, before, after, reason = value
                 _cells[row, column] = Cell(before, after, reason)
-                if _writing and len(_cells) % 10 == 0:  # an interrupted run keeps what it saw
+                if _writing and len(_cells) % 3 == 0:  # an interrupted run keeps what it saw
                     _write()
 
 
