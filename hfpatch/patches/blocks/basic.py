@@ -26,6 +26,7 @@ from hfpatch.patches.blocks.parts import (
     BlockFamily,
     Constant,
     ModelBlock,
+    compute_dtype,
     gelu_of,
     odd_feed_forward,
     out_projection,
@@ -86,7 +87,7 @@ class BasicSubject(ModelBlock):
             why = _odd_attention(attn)
             if why is not None:
                 return why
-        dtype = block.attn1.to_out[0].weight.dtype
+        dtype = compute_dtype(block, block.attn1.to_out[0])
         others = {p.dtype for n in norms if n is not None for p in n.parameters()} - {dtype}
         if others:
             return f"its norms are {', '.join(map(str, others))}, its projections {dtype}"

@@ -19,6 +19,7 @@ from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 from hfpatch.patches.blocks.chain import Chain, Place
 from hfpatch.patches.blocks.memo import StepMemo, companion
+from hfpatch.patches.blocks.parts import compute_dtype
 from hfpatch.patches.blocks.projections import (
     feed_forward,
     is_packed,
@@ -50,7 +51,8 @@ class LtxSubject(BlockSubject):
         return [[a2.to_k, a2.to_v]]
 
     def main_combo(self) -> Combo:
-        return Combo(self.module.attn1.to_out[0].weight.dtype, None)  # type: ignore[union-attr,index]
+        m: Any = self.module
+        return Combo(compute_dtype(m, m.attn1.to_out[0]), None)
 
     def idle(self) -> list[nn.Module]:
         m: Any = self.module
@@ -265,7 +267,7 @@ class LtxBlocks(Family):
             idle = _idle(m)
             approximate = m.ff.net[0].approximate
             dtypes = {p.dtype for part in idle for p in part._parameters.values() if p is not None}
-            projection = m.attn1.to_out[0].weight.dtype
+            projection = compute_dtype(m, m.attn1.to_out[0])
         except (AttributeError, IndexError, TypeError) as e:
             return f"not the block it is named after: {e}"
         if any(type(a.processor).__name__ != _PROCESSOR for a in (m.attn1, m.attn2)):

@@ -105,6 +105,16 @@ class BlockFamily(Family):
         return kind(module)
 
 
+def compute_dtype(block: nn.Module, projection: Any) -> torch.dtype:
+    """The dtype that a block computes in: that of `projection`'s weight, or, where a quantizer
+    stores that weight in a dtype of its own, the narrowest that the block's parameters have."""
+    dtype: torch.dtype = projection.weight.dtype
+    if dtype in KERNEL_DTYPES:
+        return dtype
+    others = [p.dtype for p in block.parameters() if p.dtype in KERNEL_DTYPES]
+    return min(others, key=lambda d: d.itemsize, default=dtype)
+
+
 def odd_processors(name: str | tuple[str, ...], attentions: Iterable[Any]) -> str | None:
     """Why an attention is not the one that class `name` computes, as diffusers builds it."""
     names = (name,) if isinstance(name, str) else name
