@@ -184,8 +184,8 @@ def test_cross_entropy(
     assert abs(y.item() - wide.item()) <= 4e-6 * abs(wide.item()) + 1e-6
     scale = torch.finfo(dtype)
     bound = scale.eps * truth.abs() + 2e-5 * truth.abs().amax(-1, keepdim=True)
-    # p - 1 of a near-certain class keeps the error of p, whose exponent, z - lse, is a difference of
-    # two rounded numbers; eight rows share the mean's gradient
+    # p - 1 of a near-certain class keeps the error of p, whose exponent, z - lse, is a difference
+    # of two rounded numbers; eight rows share the mean's gradient
     largest = min(logits.abs().max().item(), cap or float("inf"))
     bound = bound + scale.smallest_normal * scale.eps + (4e-7 + 2**-23 * largest) / 8
     assert ((actual.double() - truth).abs() <= bound).all()
