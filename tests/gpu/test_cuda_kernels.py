@@ -69,8 +69,8 @@ def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dt
             if cols > 1:
                 y, truth = run(kernels_module, "layer_norm", x + 1, w, bias, 1e-5)
                 bound = 4 * limit(dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
-                # Three numbers may lie close together, far from 0: their mean is rounded to 2^-22 of
-                # the largest, by two additions and a product, and moves all of them.
+                # Three numbers may lie close together, far from 0: their mean is rounded to 2^-22
+                # of the largest, by two additions and a product, and moves all of them.
                 z = (x + 1).double()
                 moved = 2**-22 * z.abs().amax(-1, keepdim=True)
                 moved *= (z.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
