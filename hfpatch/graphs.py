@@ -292,7 +292,7 @@ class ModelGraphs:
     reasons: dict[str, None] = field(default_factory=dict)
     _seen: set[Any] = field(default_factory=set)
     _signature: list[Any] | None = None
-    _pool: _Pool | None = None
+    _pool: Any = None
     _last: Any = None  # (stream, event) of the last replay
     _lock: Any = field(default_factory=threading.RLock)
 
