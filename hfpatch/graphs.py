@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -215,6 +215,53 @@ def _identity(forward: Any) -> int:
 # Recording and replaying
 
 
+class _Pool:
+    """Where the graphs of one model are recorded: memory that they share, and a stream of its own.
+
+    The first graph allocates the workspace of cuBLAS for that stream in this memory, and the later
+    ones use it too. Some versions of PyTorch (2.13) free it with any graph of the stream: not with
+    one of another model, then, and what is left of the memory is only the next recording's. Others
+    (2.11) never free it, so the stream of a model whose graphs are gone is another model's next.
+    """
+
+    _lock = threading.Lock()
+    _taken: ClassVar[set[int]] = set()  # streams that are, or once were, a pool's
+    _idle: ClassVar[dict[int, list[Any]]] = {}  # by device
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.stream: Any = None
+        self._back: Any = None
+
+    def open(self) -> None:
+        """Take memory and a stream of the current device, once.
+
+        Raises:
+            NotCapturable: no stream is left.
+        """
+        if self.stream is not None:
+            return
+        with self._lock:
+            idle = self._idle.setdefault(torch.cuda.current_device(), [])
+            self.stream = idle.pop() if idle else self._new_stream()
+            self._taken.add(self.stream.cuda_stream)
+        self.handle = torch.cuda.graph_pool_handle()
+        self._back = weakref.finalize(self, idle.append, self.stream)
+        self._back.atexit = False
+
+    def _new_stream(self) -> Any:
+        for _ in range(32):  # PyTorch has so many, and hands them out in turns
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            if stream.cuda_stream not in self._taken:
+                return stream
+        raise NotCapturable("PyTorch's 32 streams are all taken by graphs of other models")
+
+    def spoil(self) -> None:
+        """Recording failed: nothing else is recorded on this stream."""
+        if self._back is not None:
+            self._back.detach()
+
+
 @dataclass
 class _Recorded:
     """One graph with the buffers that it reads and writes."""
@@ -223,6 +270,7 @@ class _Recorded:
     inputs: list[Tensor]
     output: Any
     kept: list[Any]
+    pool: _Pool  # after the graph, which goes first
 
     def replay(self, tensors: list[Tensor]) -> Any:
         for ours, theirs in zip(self.inputs, tensors, strict=True):
@@ -243,23 +291,22 @@ def _check_output(value: Any) -> None:
             raise NotCapturable(f"its forward returns a {type(leaf).__name__}")
 
 
-def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: Any) -> _Recorded:
+def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _Pool) -> _Recorded:
     """Run once to warm up, then record. The static inputs hold the values of this call."""
     _, tensors = call_key(args, kwargs)
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(tensors[0].device):
+        pool.open()
         inputs = [torch.empty_like(t).copy_(t) for t in tensors]
         static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
-        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            _check_output(original(model, *static_args, **static_kwargs))
-        side.synchronize()  # the graph may read what this call has left to later ones
+        # Not on the pool's stream: cuBLAS would get a workspace outside of the pool.
+        _check_output(original(model, *static_args, **static_kwargs))
+        torch.cuda.current_stream().synchronize()  # the graph may read what this call has left
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"
-        record = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode)
+        record = torch.cuda.graph(graph, pool.handle, pool.stream, capture_error_mode=mode)
         with Capture() as capture, record:
             output = original(model, *static_args, **static_kwargs)
-    return _Recorded(graph, inputs, output, capture.kept)
+    return _Recorded(graph, inputs, output, capture.kept, pool)
 
 
 @dataclass
@@ -346,7 +393,7 @@ class ModelGraphs:
             return None
         self.make_room()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool = _Pool()
         try:
             entry = self.recorded[key] = _record(model, original, args, kwargs, self._pool)
         except NotCapturable as e:
@@ -354,6 +401,7 @@ class ModelGraphs:
             raise
         except (RuntimeError, ValueError) as e:  # what CUDA or the model says of a capture
             self.failed[key] = f"recording failed: {type(e).__name__}: {_first_line(e)}"
+            self._pool.spoil()
             self._pool = None  # the next graph gets a pool of its own
             raise NotCapturable(self.failed[key]) from e
         return entry

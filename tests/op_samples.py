@@ -92,9 +92,16 @@ class Sample:
 
     @property
     def kinds(self) -> list[str]:
-        """ "rows" or "sum" for each result of `call`."""
-        rules = [rule for rule in self.results if not self._scratch(rule)]
-        return ["sum" if rule in SUMS or "&" in rule else "rows" for rule in rules]
+        """For each result of `call`: "rows", "sum" over all rows, or "sum of each": the gradient of
+        a parameter that every sample of the batch has its own of. The order in which a sum is added
+        up depends on how many rows there are."""
+        return [self._kind(rule) for rule in self.results if not self._scratch(rule)]
+
+    def _kind(self, rule: str) -> str:
+        of, wanted, _ = rule.removeprefix("=").partition("&")
+        if wanted and of in self.tensors and self.tensors[of].per_row:
+            return "sum of each"
+        return "sum" if wanted or rule in SUMS else "rows"
 
     @staticmethod
     def _scratch(rule: str) -> bool:

@@ -188,7 +188,6 @@ def test_recorded_at_the_second_call_and_bounded(monkeypatch: pytest.MonkeyPatch
         return made[-1]
 
     monkeypatch.setattr(graphs, "_record", record)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(ModelGraphs, "_replay", lambda self, entry, tensors: entry)
     held, model = ModelGraphs(limit=2), nn.Linear(3, 3).eval().requires_grad_(False)
 
@@ -219,7 +218,6 @@ def test_a_failed_recording_is_said_once_and_not_repeated(
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(graphs, "_record", record)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     held, model = ModelGraphs(), nn.Linear(3, 3).eval().requires_grad_(False)
     call = (model, lambda model, x: "original", (torch.ones(1),), {})
     assert held.run(*call) == "original"
@@ -228,6 +226,37 @@ def test_a_failed_recording_is_said_once_and_not_repeated(
     ) as seen:
         assert [held.run(*call) for _ in range(3)] == ["original"] * 3
     assert len(seen) == 1 and len(tried) == 1
+
+
+class Stream:
+    made = 0
+
+    def __init__(self) -> None:
+        Stream.made += 1
+        self.cuda_stream = Stream.made % 32  # as PyTorch's come in turns
+
+
+def test_no_two_pools_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(graphs._Pool, "_taken", set())
+    monkeypatch.setattr(graphs._Pool, "_idle", {})
+    pools = [graphs._Pool() for _ in range(32)]
+    for pool in pools:
+        pool.open()
+        pool.open()
+    assert len({p.stream.cuda_stream for p in pools}) == 32
+    one = graphs._Pool()
+    with pytest.raises(NotCapturable, match="32 streams"):
+        one.open()
+    freed = pools.pop().stream
+    del pool
+    one.open()
+    assert one.stream is freed
+    pools.pop().spoil()  # a failed recording's stream is not used again
+    with pytest.raises(NotCapturable, match="32 streams"):
+        graphs._Pool().open()
 
 
 def test_apply_on_the_cpu_runs_the_model_and_says_why(kernels_module: object) -> None:

@@ -62,14 +62,20 @@ def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dt
                 assert error <= 1.51 * limit(narrow), (w_dtype, cast, error)
             if w is not None:
                 y, truth = run(kernels_module, "rms_norm", x, w, bias, 1e-5, 1.0, "none")
-                scale = truth.abs().amax(-1, keepdim=True)
+                scale = truth.abs().amax(-1, keepdim=True).clamp_min(1e-30)  # a weight may be -1
                 if bias is not None:  # the sum may cancel
                     scale = scale + bias.double().abs().max()
                 assert ((y.double() - truth).abs() / scale).max() <= limit(dtype)
             if cols > 1:
                 y, truth = run(kernels_module, "layer_norm", x + 1, w, bias, 1e-5)
-                scale = truth.abs().amax(-1, keepdim=True) + 1e-3
-                assert ((y.double() - truth).abs() / scale).max() <= 4 * limit(dtype)
+                bound = 4 * limit(dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
+                # Three numbers may lie close together, far from 0: their mean is rounded to 2^-22
+                # of the largest, by two additions and a product, and moves all of them.
+                z = (x + 1).double()
+                moved = 2**-22 * z.abs().amax(-1, keepdim=True)
+                moved *= (z.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+                bound += moved if w is None else moved * w.double().abs().max()
+                assert ((y.double() - truth).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

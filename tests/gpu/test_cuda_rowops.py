@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -167,16 +169,24 @@ def test_sample(kernels_module: ModuleType, settings: Any, cols: int, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "cols"), [(8, 40000), (40, 40000)])
+@pytest.mark.parametrize("rows", [8, 40])  # a cluster of CTAs per row, and one CTA
 def test_sample_at_the_edge_of_ties(
-    kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dtype
+    kernels_module: ModuleType, rows: int, dtype: torch.dtype
 ) -> None:
-    """All equal: top-p keeps the last ones, as many as it takes."""
+    """All equal: top-p keeps the last ones, as many as it takes, and every one of them is drawn."""
+    cols = 40000
     logits = torch.ones(rows, cols, device="cuda", dtype=dtype)
     seeds = torch.arange(rows, device="cuda")
-    for start in range(0, 400, rows):
-        tokens = kernels_module.sample(logits, seeds + start, top_p=0.001)
-        assert (tokens >= cols - 40).all()
+    # 0.001 is a little more in fp32, so that 40 of 40000 equal ones are not enough; 0.0008 is less.
+    for top_p, kept in ((0.001, 41), (0.0008, 32), (2.0**-10, 40)):
+        assert kept == math.ceil(Fraction(torch.tensor(top_p).item()) * cols)
+        tokens = torch.cat(
+            [
+                kernels_module.sample(logits, seeds + start, top_p=top_p)
+                for start in range(0, 400, rows)
+            ]
+        )
+        assert tokens.unique().tolist() == list(range(cols - kept, cols))
     odd = logits.clone()
     odd[0, 5], odd[1], odd[2, 7] = NAN, -INF, INF
     tokens = kernels_module.sample(odd, seeds, top_k=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -112,6 +113,17 @@ def test_distribution(settings: Any, dtype: torch.dtype, kernels_module: ModuleT
     chi_square = ((counts - expected)[some].square() / expected[some]).sum().item()
     freedom = int(some.sum()) - 1
     assert chi_square <= freedom + 5 * math.sqrt(2 * max(freedom, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_top_p_among_equal_logits(dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """The last ones are kept, as many as reach top-p as a float, and every one of them is drawn."""
+    cols = 40000
+    # 0.001 is a little more in fp32, so that 40 of 40000 equal ones are not enough; 0.0008 is less.
+    for top_p, kept in ((0.001, 41), (0.0008, 32), (2.0**-10, 40)):
+        assert kept == math.ceil(Fraction(torch.tensor(top_p).item()) * cols)
+        tokens = drawn(kernels_module, torch.ones(cols, dtype=dtype), 400, (1.0, 0, top_p, 0.0))
+        assert tokens.unique().tolist() == list(range(cols - kept, cols))
 
 
 def test_positions_are_independent(kernels_module: ModuleType) -> None:
