@@ -61,14 +61,14 @@ def _cells(run: dict[str, Any]) -> dict[str, str | None]:
 
     launches = text("launches_per_step", "d")
     return {
-        "end to end s": text("seconds", ".2f"),
+        "total s": text("seconds", ".2f"),
         "×": text("speed_up", ".2f"),
         "step ms": text("step_ms", ".1f"),
         "× step": text("step_speed_up", ".2f"),
         "decode s": text("decode_seconds", ".2f"),
         "first step s": text("first_step_seconds", ".2f"),
-        "launches a step": launches,
-        "operators a step": None if launches else text("operators_per_step", "d"),
+        "launches per step": launches,
+        "operators per step": None if launches else text("operators_per_step", "d"),
         "peak GiB": text("peak_memory_gib", ".2f"),
         "latents differ": text("latents_relative_difference", ".1e"),
         "pixels differ": text("max_pixel_difference", "d"),
@@ -86,7 +86,7 @@ def as_table(runs: dict[str, dict[str, Any]]) -> str:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("variant", no_wrap=True)
     for title in titles:
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", min_width=max(map(len, title.split())))
     for name, row in cells.items():
         table.add_row(name, *(row[title] or "" for title in titles))
     console = Console(width=118, no_color=True, highlight=False, legacy_windows=False)
@@ -115,7 +115,7 @@ def save_chart(runs: dict[str, dict[str, Any]], title: str, output: Path) -> Pat
     step.tick_params(axis="y", length=0)
     whole.invert_yaxis()  # shared: the first variant on top
     for axes in (whole, step):
-        axes.set_xlim(right=axes.get_xlim()[1] * 1.22)  # room for the labels
+        axes.set_xlim(right=axes.get_xlim()[1] * 1.3)  # room for the labels
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, axis="x", linewidth=0.3)
         axes.set_axisbelow(True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import _ltx_attention
 import _ltx_show
+import torch
 from _common import (
     Output,
     add_device_arguments,
@@ -241,6 +242,24 @@ def compare(
     return files
 
 
+def measure_or_exit(
+    pipe: Any, args: argparse.Namespace, variant: Variant, out: Output, traces: list[Path]
+) -> Measurement:
+    """`measure`; what a user can do something about ends in a message."""
+    try:
+        return measure(pipe, args, variant, out.say, traces)
+    except torch.OutOfMemoryError as e:
+        sys.exit(
+            f"error: out of GPU memory in `{variant.name}`: {str(e).splitlines()[0]}\n"
+            "Use fewer --num-frames, a lower --height and --width, or a smaller --batch-size."
+        )
+    except torch._dynamo.exc.TorchDynamoException as e:
+        sys.exit(
+            f"error: torch.compile failed in `{variant.name}`: {str(e).splitlines()[0]}\n"
+            "It needs a C++ compiler, on a GPU also Triton; without --compile nothing is compiled."
+        )
+
+
 def verdict(result: dict[str, Any], backend: str) -> str:
     """The kernels' distance from eager beside that of two right results from each other."""
     key = "latents_relative_difference"
@@ -266,8 +285,8 @@ def main(argv: list[str] | None = None) -> None:
     traces: list[Path] = []
     measured: list[Measurement] = []
     for variant in chosen_variants(args):
-        measured.append(measure(pipe, args, variant, out.say, traces))
-        run = measured[-1]
+        run = measure_or_exit(pipe, args, variant, out, traces)
+        measured.append(run)
         out.say(
             f"{variant.name}: {run.generation.seconds:.2f} s, of it "
             f"{run.generation.denoise_seconds:.2f} s denoising: "
