@@ -22,6 +22,7 @@ FUSED_BLOCKS = {
     "BasicTransformerBlock",
     "ResnetBlock2D",
     "LTXVideoTransformerBlock",
+    "LTXVideoResnetBlock3d",
     "WanTransformerBlock",
     "FluxTransformerBlock",
     "FluxSingleTransformerBlock",
