@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 import zlib
@@ -86,14 +87,16 @@ def running(pipe: Any, variant: Variant, args: argparse.Namespace) -> Iterator[A
         if variant.kernels:
             report = hfpatch.apply(pipe, cuda_graphs=variant.graphs)
         if variant.compiled:
-            torch.compiler.reset()
             model.compile(dynamic=False)
         yield report
     finally:
-        model._compiled_call_impl = None  # what `Module.compile` sets
+        if variant.compiled:
+            model._compiled_call_impl = None  # what `Module.compile` sets
+            torch.compiler.reset()
         hfpatch.restore(pipe)
         if variant.attention:
             _ltx_attention.use(model, args.attention_backend)
+        gc.collect()  # so that the next one's peak memory is its own
 
 
 # -------------------------------------------------------------------------------------------------

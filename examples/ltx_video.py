@@ -189,11 +189,20 @@ def load_pipeline(args: argparse.Namespace) -> Any:
     return pipe
 
 
+def make_folders(args: argparse.Namespace) -> None:
+    """Now, since a folder that cannot be written to would be found out after minutes."""
+    for flag, folder in (("--output", args.output.parent), ("--profile", args.profile)):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            sys.exit(f"error: `{flag}`: the folder {str(folder)!r} cannot be made: {e.strerror}")
+
+
 def heading(args: argparse.Namespace, result: dict[str, Any]) -> str:
     repeats = f", median of {args.repeats}" if args.repeats > 1 else ""
     attention = args.attention_backend or "as the model has it"
     return (
-        f"LTX-Video, {result['weights']} weights\n"
         f"  device      {result['device']}\n"
         f"  precision   {result['dtype']}\n"
         f"  resolution  {args.width} x {args.height}\n"
@@ -277,8 +286,8 @@ def main(argv: list[str] | None = None) -> None:
     result = describe(args)
     if args.compare and not _ltx_show.can_draw():
         out.say(_ltx_show.NO_CHART)
-    if args.profile is not None:
-        args.profile.mkdir(parents=True, exist_ok=True)
+    make_folders(args)
+    out.say(f"loading LTX-Video, {result['weights']} weights")
     pipe = load_pipeline(args)
     out.say(heading(args, result))
 

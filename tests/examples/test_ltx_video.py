@@ -174,6 +174,34 @@ def test_video_profiles(compared: Compared) -> None:
         assert names.count("aten::addmm") == 47, "4 blocks of 10 linears, 7 around: one step"
 
 
+@pytest.mark.parametrize(
+    ("name", "is_launch"),
+    [
+        ("cudaLaunchKernel", True),
+        ("cudaLaunchKernelExC", True),
+        ("cuLaunchKernelEx", True),  # Triton's and cuDNN's
+        ("cudaGraphLaunch", True),
+        ("cudaMemcpyAsync", True),
+        ("cudaMemsetAsync", True),
+        ("cudaStreamSynchronize", False),
+        ("cudaFuncSetAttribute", False),
+        ("cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags", False),
+    ],
+)
+def test_what_counts_as_a_launch(ltx_video: ModuleType, name: str, is_launch: bool) -> None:
+    del ltx_video  # examples/ is on the path
+    profiles = importlib.import_module("_ltx_profile")
+    assert bool(profiles._LAUNCH.match(name)) == is_launch
+
+
+def test_video_says_where_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("ltx_video.py", *SMALL, "--output", "file/v.mp4", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "`--output`: the folder 'file' cannot be made" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_video_with_another_attention_backend(
     ltx_video: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
