@@ -53,33 +53,42 @@ def save_videos(videos: np.ndarray, output: Path, fps: int) -> list[Path]:
     return files
 
 
-def save_comparison(original: np.ndarray, patched: np.ndarray, output: Path) -> Path:
-    """A PNG of one frame: original | patched | difference, amplified to full brightness.
+def save_differences(original: np.ndarray, others: dict[str, np.ndarray], output: Path) -> Path:
+    """A PNG of one frame, a row for each of `others`: original | other | difference, amplified.
 
-    The frame is the one where the two videos [batch, frames, height, width, 3] differ most.
+    All rows show the same frame, the one where any of the videos [batch, frames, height, width, 3]
+    differs most from the original, and amplify alike: the largest difference is at full brightness.
     """
-    difference = _absolute_difference(original, patched)
-    per_frame = difference.max(axis=(2, 3, 4))
+    differences = {name: _absolute_difference(original, other) for name, other in others.items()}
+    per_frame = np.max([d.max(axis=(2, 3, 4)) for d in differences.values()], axis=0)
     video, frame = np.unravel_index(per_frame.argmax(), per_frame.shape)
     largest = int(per_frame.max())
     gain = 255 // largest if largest else 1
-    panels = {
-        "original": original[video, frame],
-        f"patched (frame {frame})": patched[video, frame],
-        f"difference x {gain}, largest {largest}/255" if largest else "difference: none": (
-            difference[video, frame] * gain
-        ).astype(np.uint8),
-    }
     height, width = original.shape[2:4]
     zoom = max(1, round(PANEL_WIDTH / width))
-    step = width * zoom + GAP
-    picture = Image.new("RGB", (3 * step - GAP, height * zoom + CAPTION_HEIGHT), "black")
+    size = (width * zoom, height * zoom)
+    row_height = size[1] + CAPTION_HEIGHT
+    picture = Image.new(
+        "RGB", (3 * (size[0] + GAP) - GAP, len(others) * (row_height + GAP) - GAP), "black"
+    )
     draw = ImageDraw.Draw(picture)
     font = ImageFont.load_default(size=16)
-    for i, (caption, pixels) in enumerate(panels.items()):
-        panel = Image.fromarray(pixels).resize((width * zoom, height * zoom), Image.NEAREST)
-        picture.paste(panel, (i * step, CAPTION_HEIGHT))
-        draw.text((i * step + 6, 5), caption, fill="white", font=font)
+    for row, (name, other) in enumerate(others.items()):
+        difference = differences[name][video, frame]
+        worst = int(difference.max())
+        panels = {
+            "eager": original[video, frame],
+            f"{name} (frame {frame})": other[video, frame],
+            f"difference x {gain}, largest {worst}/255" if worst else "difference: none": (
+                difference * gain
+            ).astype(np.uint8),
+        }
+        top = row * (row_height + GAP)
+        for i, (caption, pixels) in enumerate(panels.items()):
+            left = i * (size[0] + GAP)
+            panel = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST)
+            picture.paste(panel, (left, top + CAPTION_HEIGHT))
+            draw.text((left + 6, top + 5), caption, fill="white", font=font)
     output.parent.mkdir(parents=True, exist_ok=True)
     picture.save(output)
     return output

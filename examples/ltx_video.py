@@ -2,6 +2,7 @@
 
     python examples/ltx_video.py --compare                      # Lightricks/LTX-Video, from the Hub
     python examples/ltx_video.py --compare --random-weights     # nothing to download
+    python examples/ltx_video.py --compare --compile --cuda-graphs --difference --profile outputs
     python examples/ltx_video.py --prompt "A lighthouse at dusk" --output lighthouse.mp4
 
 With random weights the model has the real architecture, so the times are real, but the video is
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
-import zlib
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import _ltx_attention
+import _ltx_show
 import torch
 from _common import (
     Output,
@@ -26,30 +27,18 @@ from _common import (
     at_least,
     device_name,
     dtype_name,
-    now,
     resolve_device,
 )
 from _ltx_random import build_pipeline
-from _pictures import pixel_difference, save_comparison, save_videos, to_pixels
+from _ltx_variants import EAGER, FPS, KERNELS, Measurement, Variant, chosen_variants, measure
+from _pictures import save_differences, save_videos
 
-import hfpatch
+from hfpatch.env import versions
 
 PROMPT = "A clear mountain stream runs over mossy stones, sunlight flickering on the water"
-NEGATIVE_PROMPT = "worst quality, inconsistent motion, blurry, jittery, distorted"
-FPS = 24
 # What --height, --width, --num-frames and --steps are when not given.
 FULL_SIZE = {"height": 512, "width": 768, "num_frames": 49, "steps": 30}
 SMALL_SIZE = {"height": 128, "width": 192, "num_frames": 17, "steps": 20}
-PROMPT_TOKENS = 128
-
-
-@dataclass
-class Timing:
-    """One generation: seconds in all, seconds in the denoising loop, denoising steps a second."""
-
-    seconds: float
-    denoise_seconds: float
-    iterations_per_second: float
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -70,6 +59,29 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--use-optimized-kernels", dest="optimized", action="store_true", default=True,
         help="apply hfpatch (the default)")  # fmt: skip
     add("--no-optimized-kernels", dest="optimized", action="store_false")
+    add("--cuda-graphs", action="store_true",
+        help="replay each step as one CUDA graph, with hfpatch's kernels; needs a GPU")  # fmt: skip
+    add(
+        "--attention-backend",
+        metavar="NAME",
+        help="of diffusers' set_attention_backend, for all variants; a wrong name lists them",
+    )
+    add(
+        "--difference",
+        nargs="?",
+        const="auto",
+        metavar="BACKEND",
+        help="--compare, and also with eager under another attention backend, which shows how far "
+        "two right results are apart (auto: the first that runs here and rounds differently)",
+    )
+    add(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="write traces and tables of a denoising step and of the decoding of each variant",
+    )
+    add("--repeats", type=at_least(1), default=1,
+        help="generations per variant; the one of median time counts (default: 1)")  # fmt: skip
     add("--batch-size", type=at_least(1), default=1, help="videos at a time (default: 1)")
     add("--num-frames", type=at_least(1), help="8 k + 1")
     add("--height", type=at_least(32), help="pixels, a multiple of 32")
@@ -84,6 +96,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
 
     resolve_device(parser, args)
+    args.compare = args.compare or args.difference is not None
     if args.random_weights == "auto":
         args.random_weights = "full" if args.device.type == "cuda" else "small"
     for name, value in (SMALL_SIZE if args.random_weights == "small" else FULL_SIZE).items():
@@ -113,8 +126,41 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error(f"argument --output: expected a name ending in .mp4, got {str(args.output)!r}")
     if args.compare and not args.optimized:
         parser.error("argument --compare: needs the optimized kernels; drop --no-optimized-kernels")
+    if args.profile is not None and args.profile.exists() and not args.profile.is_dir():
+        parser.error(f"argument --profile: {str(args.profile)!r} is a file, not a folder")
+    if args.cuda_graphs:
+        check_graphs(parser, args)
+    check_attention(parser, args)
     if importlib.util.find_spec("imageio_ffmpeg") is None:  # said now, not after the generation
         parser.error("writing the mp4 needs ffmpeg: run `pip install imageio-ffmpeg`")
+
+
+def check_graphs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.device.type != "cuda":
+        parser.error(f"argument --cuda-graphs: needs a GPU, the device is {args.device}")
+    if not args.optimized:
+        parser.error("argument --cuda-graphs: is a part of hfpatch; drop --no-optimized-kernels")
+    if args.compile and not args.compare:
+        parser.error(
+            "argument --cuda-graphs: a compiled model runs without them; drop --compile, or add "
+            "--compare to measure each alone"
+        )
+
+
+def check_attention(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Replaces --difference auto by a name."""
+    name = args.attention_backend
+    if name is not None:
+        name = _ltx_attention.check(parser, args, "--attention-backend", name)
+        args.attention_backend = name
+    if args.difference == "auto":
+        args.difference = _ltx_attention.another(name, args.device, args.dtype)
+        if args.difference is None:
+            parser.error("argument --difference: no second attention backend runs here")
+    elif args.difference is not None:
+        args.difference = _ltx_attention.check(parser, args, "--difference", args.difference)
+        if args.difference == (name or _ltx_attention.default_backend()):
+            parser.error(f"argument --difference: {args.difference!r} is what eager runs with")
 
 
 def load_pipeline(args: argparse.Namespace) -> Any:
@@ -131,136 +177,146 @@ def load_pipeline(args: argparse.Namespace) -> Any:
                 f"error: `--model {args.model}` could not be loaded: {e}\n"
                 "Give the Hub id or folder of an LTX-Video pipeline, or use --random-weights."
             )
-    return pipe.to(args.device)
+    pipe = pipe.to(args.device)
+    if args.attention_backend is not None:
+        try:
+            _ltx_attention.use(pipe.transformer, args.attention_backend)
+        except Exception as e:  # a kernel of the Hub that could not be fetched or loaded
+            sys.exit(
+                f"error: `--attention-backend {args.attention_backend}` could not be set: {e}\n"
+                "Choose another: a name that is not one lists them."
+            )
+    return pipe
 
 
-def prompt_arguments(pipe: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt, for a pipeline without a text encoder as random embeddings that stand for it."""
-    if pipe.text_encoder is not None:
-        return {
-            "prompt": [args.prompt] * args.batch_size,
-            "negative_prompt": [NEGATIVE_PROMPT] * args.batch_size,
-        }
-    shape = (args.batch_size, PROMPT_TOKENS, pipe.transformer.config.caption_channels)
-    arguments: dict[str, Any] = {}
-    for prefix, text in (("", args.prompt), ("negative_", NEGATIVE_PROMPT)):
-        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-        embeds = torch.randn(shape, generator=generator)
-        arguments[f"{prefix}prompt_embeds"] = embeds.to(args.device, args.dtype)
-        arguments[f"{prefix}prompt_attention_mask"] = torch.ones(shape[:2], device=args.device)
-    return arguments
+def make_folders(args: argparse.Namespace) -> None:
+    """Now, since a folder that cannot be written to would be found out after minutes."""
+    for flag, folder in (("--output", args.output.parent), ("--profile", args.profile)):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            sys.exit(f"error: `{flag}`: the folder {str(folder)!r} cannot be made: {e.strerror}")
 
 
-def generate(
-    pipe: Any, args: argparse.Namespace, label: str, steps: int
-) -> tuple[np.ndarray, Timing]:
-    """Frames [batch, frames, height, width, 3] in 0..255 and how long they took."""
-    pipe.set_progress_bar_config(desc=label, unit="step")
-    denoised = 0.0
-
-    def on_step_end(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        nonlocal denoised
-        if step == steps - 1:
-            denoised = now(args.device)
-        return tensors
-
-    arguments = prompt_arguments(pipe, args)
-    if pipe.vae.config.timestep_conditioning:  # LTX-Video 0.9.1 and later
-        arguments |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-    started = now(args.device)
-    frames = pipe(
-        **arguments,
-        height=args.height,
-        width=args.width,
-        num_frames=args.num_frames,
-        num_inference_steps=steps,
-        guidance_scale=args.guidance_scale,
-        frame_rate=FPS,
-        generator=torch.Generator().manual_seed(args.seed),  # on the CPU: the same on any device
-        callback_on_step_end=on_step_end,
-        output_type="np",
-    ).frames
-    ended = now(args.device)
-    loop = denoised - started
-    return to_pixels(frames), Timing(ended - started, loop, steps / loop)
-
-
-def measure(
-    pipe: Any, args: argparse.Namespace, label: str, out: Output
-) -> tuple[np.ndarray, Timing]:
-    """Warm up, generate, and say how long it took."""
-    if args.compile:
-        torch.compiler.reset()
-        pipe.transformer.compile(dynamic=False)
-    if args.warmup_iterations:
-        generate(pipe, args, f"{label}, warm-up", max(2, args.warmup_iterations))
-    frames, timing = generate(pipe, args, label, args.steps)
-    out.say(
-        f"{label:>8}: {timing.seconds:.2f} s, of it {timing.denoise_seconds:.2f} s denoising: "
-        f"{timing.iterations_per_second:.2f} it/s"
+def heading(args: argparse.Namespace, result: dict[str, Any]) -> str:
+    repeats = f", median of {args.repeats}" if args.repeats > 1 else ""
+    attention = args.attention_backend or "as the model has it"
+    return (
+        f"  device      {result['device']}\n"
+        f"  precision   {result['dtype']}\n"
+        f"  resolution  {args.width} x {args.height}\n"
+        f"  frames      {args.num_frames}, batch {args.batch_size}\n"
+        f"  steps       {args.steps}, after {args.warmup_iterations} to warm up{repeats}\n"
+        f"  attention   {attention}"
     )
-    return frames, timing
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings, for the JSON."""
+    result: dict[str, Any] = {
+        "device": device_name(args.device),
+        "dtype": dtype_name(args.dtype),
+        "weights": f"random ({args.random_weights})" if args.random_weights else args.model,
+    }
+    for name in ("prompt", "batch_size", "num_frames", "height", "width", "steps",
+                 "warmup_iterations", "repeats", "guidance_scale", "seed",
+                 "attention_backend"):  # fmt: skip
+        result[name] = getattr(args, name)
+    result["versions"] = versions()
+    return result
+
+
+def beside(output: Path, ending: str) -> Path:
+    """`film.mp4` → `film_<ending>`."""
+    return output.with_name(f"{output.stem}_{ending}")
+
+
+def compare(
+    measured: list[Measurement], args: argparse.Namespace, result: dict[str, Any]
+) -> list[Path]:
+    """Videos and pictures of a comparison, and what it says in one line each."""
+    frames = {m.variant.name: m.generation.frames for m in measured}
+    eager = frames.pop(EAGER.name)
+    kernels = result["runs"][KERNELS.name]
+    result["speed_up"] = kernels["speed_up"]
+    result["step_speed_up"] = kernels["step_speed_up"]
+    files = save_videos(eager, beside(args.output, "eager.mp4"), FPS)
+    files.append(save_differences(eager, frames, beside(args.output, "difference.png")))
+    if _ltx_show.can_draw():
+        title = f"LTX-Video, {args.width} × {args.height}, {args.num_frames} frames, "
+        title += f"{args.steps} steps, {result['dtype']}, {result['device']}"
+        chart = beside(args.output, "compare.png")
+        files.append(_ltx_show.save_chart(result["runs"], title, chart))
+    return files
+
+
+def measure_or_exit(
+    pipe: Any, args: argparse.Namespace, variant: Variant, out: Output, traces: list[Path]
+) -> Measurement:
+    """`measure`; what a user can do something about ends in a message."""
+    try:
+        return measure(pipe, args, variant, out.say, traces)
+    except torch.OutOfMemoryError as e:
+        sys.exit(
+            f"error: out of GPU memory in `{variant.name}`: {str(e).splitlines()[0]}\n"
+            "Use fewer --num-frames, a lower --height and --width, or a smaller --batch-size."
+        )
+    except torch._dynamo.exc.TorchDynamoException as e:
+        sys.exit(
+            f"error: torch.compile failed in `{variant.name}`: {str(e).splitlines()[0]}\n"
+            "It needs a C++ compiler, on a GPU also Triton; without --compile nothing is compiled."
+        )
+
+
+def verdict(result: dict[str, Any], backend: str) -> str:
+    """The kernels' distance from eager beside that of two right results from each other."""
+    key = "latents_relative_difference"
+    ours = result["runs"][KERNELS.name][key]
+    theirs = result["runs"][Variant(attention=backend).name][key]
+    return (
+        f"final latents, relative difference from eager: kernels {ours:.2e}, "
+        f"eager under {backend} {theirs:.2e}"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     out = Output(args.json)
-    result: dict[str, Any] = {
-        "device": device_name(args.device),
-        "dtype": dtype_name(args.dtype),
-        "weights": f"random ({args.random_weights})" if args.random_weights else args.model,
-        "compiled": args.compile,
-        "prompt": args.prompt,
-        "runs": {},
-        "files": [],
-    }
-    for name in ("batch_size", "num_frames", "height", "width", "steps", "warmup_iterations",
-                 "guidance_scale", "seed"):  # fmt: skip
-        result[name] = getattr(args, name)
+    result = describe(args)
+    if args.compare and not _ltx_show.can_draw():
+        out.say(_ltx_show.NO_CHART)
+    make_folders(args)
+    out.say(f"loading LTX-Video, {result['weights']} weights")
     pipe = load_pipeline(args)
-    out.say(
-        f"LTX-Video, {result['weights']} weights{', compiled' if args.compile else ''}\n"
-        f"  device      {result['device']}\n"
-        f"  precision   {result['dtype']}\n"
-        f"  resolution  {args.width} x {args.height}\n"
-        f"  frames      {args.num_frames}, batch {args.batch_size}\n"
-        f"  steps       {args.steps}, after {args.warmup_iterations} to warm up"
-    )
+    out.say(heading(args, result))
 
-    frames: dict[str, np.ndarray] = {}
-    timings: dict[str, Timing] = {}
-    if args.compare or not args.optimized:
-        frames["original"], timings["original"] = measure(pipe, args, "original", out)
-    if args.optimized:
-        report = hfpatch.apply(pipe)
-        result["report"] = report.to_dict()
-        out.say(f"\n{report}\n")
-        frames["patched"], timings["patched"] = measure(pipe, args, "patched", out)
-    result["runs"] = {label: asdict(timing) for label, timing in timings.items()}
-
-    main_label = "patched" if args.optimized else "original"
-    files = save_videos(frames[main_label], args.output, FPS)
-    if args.compare:
-        original, patched = timings["original"], timings["patched"]
-        result["speed_up"] = original.seconds / patched.seconds
-        result["denoise_speed_up"] = original.denoise_seconds / patched.denoise_seconds
-        result |= asdict(pixel_difference(frames["original"], frames["patched"]))
-        files += save_videos(
-            frames["original"], args.output.with_stem(f"{args.output.stem}_original"), FPS
-        )
-        files.append(
-            save_comparison(
-                frames["original"],
-                frames["patched"],
-                args.output.with_name(f"{args.output.stem}_compare.png"),
-            )
-        )
+    traces: list[Path] = []
+    measured: list[Measurement] = []
+    for variant in chosen_variants(args):
+        run = measure_or_exit(pipe, args, variant, out, traces)
+        measured.append(run)
         out.say(
-            f"speed-up: {result['speed_up']:.2f}x ({result['denoise_speed_up']:.2f}x denoising)\n"
-            f"largest pixel difference: {result['max_pixel_difference']} of 255 "
-            f"(mean {result['mean_pixel_difference']:.4f})"
+            f"{variant.name}: {run.generation.seconds:.2f} s, of it "
+            f"{run.generation.denoise_seconds:.2f} s denoising: "
+            f"{run.iterations_per_second:.2f} it/s"
         )
-    result["files"] = [str(file) for file in files]
+    result["runs"] = {
+        m.variant.name: _ltx_show.as_run(m, measured[0] if m is not measured[0] else None)
+        for m in measured
+    }
+
+    shown = next((m for m in measured if m.variant == KERNELS), measured[0])
+    files = save_videos(shown.generation.frames, args.output, FPS)
+    document = beside(args.output, "compare.json")
+    if args.compare:
+        files += [*compare(measured, args, result), document]
+    result["files"] = [str(file) for file in files + traces]
+    if args.compare:
+        document.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    out.say(f"\n{_ltx_show.as_table(result['runs'])}\n")
+    if args.difference:
+        out.say(verdict(result, args.difference))
     out.say("wrote " + ", ".join(result["files"]))
     out.finish(result)
 

@@ -14,7 +14,7 @@ from hfpatch.patches.base import Tensor
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, backend: Any = None
 ) -> Tensor:
-    """Scaled dot-product attention of [B, S, H, D] tensors; the result has the layout of `q`.
+    """Scaled dot-product attention of [B, S, H, D] tensors; the result is contiguous.
 
     Args:
         q, k, v: views as they are; nothing is copied for the kernel's sake.
@@ -29,10 +29,10 @@ def attention(
         and dispatch._AttentionBackendRegistry.get_active_backend()[0]
         == dispatch.AttentionBackendName.NATIVE
     ):
-        return fastest(q, k, v, mask)
-    return dispatch.dispatch_attention_fn(  # type: ignore[no-any-return]
-        q, k, v, attn_mask=mask, backend=backend
-    )
+        out = fastest(q, k, v, mask)
+    else:
+        out = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
+    return out.contiguous()  # some backends, PyTorch's unfused one among them, answer [B, H, S, D]
 
 
 @functools.cache
