@@ -2,9 +2,11 @@
 #
 # PYTHON       interpreter that makes the virtual environment
 # PIP_ARGS     extra arguments of pip, such as an index of CPU builds of torch
+# JOBS         processes that run the tests
 # ARCHS        CUDA architectures: all, native, none, or a list such as 8.0;9.0
 PYTHON ?= python3
 PIP_ARGS ?=
+JOBS ?= 2
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
@@ -43,7 +45,7 @@ lint: install
 test: ARCHS ?= 8.0;9.0
 test: export HFPATCH_BUILD_STRICT = 1
 test: build lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 demo: ARCHS ?= native
 demo: build
