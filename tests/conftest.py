@@ -19,6 +19,33 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = os.environ.get("HFPATCH_TEST_KERNELS")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--failures",
+        metavar="FILE",
+        help="write each failure there as it happens",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures")
+    if path and not hasattr(config, "workerinput"):  # not in pytest-xdist's workers
+        config.pluginmanager.register(FailureLog(Path(path)))
+
+
+class FailureLog:
+    """A machine may be taken away, or a time limit end the run, before pytest's summary."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.unlink(missing_ok=True)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"### {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}\n")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if PUBLISHED:  # those that call the package; models are patched with the in-tree build
         ours = {"kernels_module", "kernels_dir", "library"}
