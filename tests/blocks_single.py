@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import blocks_families
-import blocks_vae
 import torch
 from blocks_row import Call, Draw, Row, tables
 from torch import Tensor, nn
@@ -176,5 +175,4 @@ ROWS: Mapping[str, Row] = {
         inside="norm1",
     ),
     **blocks_families.ROWS,
-    **blocks_vae.ROWS,
 }

@@ -22,7 +22,6 @@ FUSED_BLOCKS = {
     "BasicTransformerBlock",
     "ResnetBlock2D",
     "LTXVideoTransformerBlock",
-    "LTXVideoResnetBlock3d",
     "WanTransformerBlock",
     "FluxTransformerBlock",
     "FluxSingleTransformerBlock",
