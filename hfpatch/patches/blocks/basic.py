@@ -29,11 +29,10 @@ from hfpatch.patches.blocks.parts import (
     compute_dtype,
     gelu_of,
     odd_feed_forward,
-    out_projection,
     plain_attention,
     small,
 )
-from hfpatch.patches.blocks.projections import feed_forward, project
+from hfpatch.patches.blocks.projections import feed_forward, output_projection, project
 
 
 class BasicSubject(ModelBlock):
@@ -235,7 +234,7 @@ def _attend(attn: Any, x: Tensor, context: Tensor | None, mask: Tensor | None) -
     if mask is not None:
         mask = attn.prepare_attention_mask(mask, k.shape[1], x.shape[0])
         mask = mask.view(x.shape[0], attn.heads, -1, mask.shape[-1])
-    return out_projection(attn, plain_attention(attn, q, k, v, mask))
+    return output_projection(attn, plain_attention(attn, q, k, v, mask))
 
 
 def _odd_attention(attn: Any) -> str | None:

@@ -25,11 +25,10 @@ from hfpatch.patches.blocks.parts import (
     heads_of,
     odd_dtypes,
     odd_feed_forward,
-    out_projection,
     small,
     undispatched,
 )
-from hfpatch.patches.blocks.projections import gelu_product, project
+from hfpatch.patches.blocks.projections import gelu_product, output_projection, project
 
 
 class CogVideoXSubject(ModelBlock):
@@ -137,7 +136,7 @@ class CogVideoXSubject(ModelBlock):
             if rotary is not None:
                 turned = (q[:, text:], k[:, text:])
                 turn(*turned, *turned, *tables_of(*rotary))
-            return out_projection(attn, undispatched(q, k, v).flatten(2, 3))
+            return output_projection(attn, undispatched(q, k, v).flatten(2, 3))
 
         def fused(
             block: Any,

@@ -25,6 +25,7 @@ from hfpatch.patches.blocks.projections import (
     gelu_product,
     is_packed,
     is_plain,
+    output_projection,
     project,
     project_into,
 )
@@ -221,8 +222,7 @@ def added_qkv_of(attn: Any) -> tuple[Any, Any, Any]:
 
 def to_out(attn: Any) -> Callable[[Tensor], Tensor]:
     """The output projection and its dropout."""
-    linear, dropout = attn.to_out
-    return lambda x: dropout(linear(x))
+    return lambda x: output_projection(attn, x)
 
 
 def joined(first: Tensor, second: Tensor) -> Tensor:

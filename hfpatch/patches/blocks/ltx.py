@@ -121,7 +121,7 @@ class LtxSubject(BlockSubject):
             by_head = (batch, -1, heads, width // heads)
             q, k, v = q.view(by_head), k.view(by_head), v.view(by_head)
             out = attention(q, k, v, mask, backend=attn.processor._attention_backend)
-            return output_projection(attn.to_out, out.view(batch, length, width))
+            return output_projection(attn, out.view(batch, length, width))
 
         def fused(
             block: Any,

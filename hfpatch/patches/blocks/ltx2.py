@@ -31,10 +31,9 @@ from hfpatch.patches.blocks.parts import (
     heads_of,
     odd_dtypes,
     odd_feed_forward,
-    out_projection,
     small,
 )
-from hfpatch.patches.blocks.projections import feed_forward, project
+from hfpatch.patches.blocks.projections import feed_forward, output_projection, project
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -402,7 +401,7 @@ class Attend:
         out = attention(q, k, v, mask, backend=attn.processor._attention_backend)
         if logits is not None:
             out = out * (2.0 * torch.sigmoid(logits)).unsqueeze(-1)
-        return out_projection(attn, out.flatten(2, 3))
+        return output_projection(attn, out.flatten(2, 3))
 
     def _normed_rope(self, x: Tensor, weight: Tensor, rotary: Rotary) -> Tensor:
         cos, sin = self._compact(*rotary)

@@ -211,11 +211,6 @@ def undispatched(
     return out.transpose(1, 2)
 
 
-def out_projection(attn: Any, x: Tensor) -> Tensor:
-    """diffusers' `to_out`: a linear layer and a dropout, called as modules."""
-    return attn.to_out[1](attn.to_out[0](x))  # type: ignore[no-any-return]
-
-
 class Constant:
     """A vector of one value per width, device and dtype: a gate of ones, a shift of zeros.
 

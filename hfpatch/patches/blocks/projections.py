@@ -125,11 +125,11 @@ def drops_nothing(dropout: Any) -> bool:
     )
 
 
-def output_projection(to_out: nn.ModuleList, x: Tensor) -> Tensor:
-    """diffusers' `to_out`: [linear, dropout]."""
-    modules = to_out._modules
+def output_projection(attn: Any, x: Tensor) -> Tensor:
+    """diffusers' `attn.to_out`: [linear, dropout]."""
+    modules = attn._modules["to_out"]._modules
     x = modules["0"](x)
-    dropout: Any = modules["1"]
+    dropout = modules["1"]
     return x if drops_nothing(dropout) else dropout(x)
 
 

@@ -27,11 +27,10 @@ from hfpatch.patches.blocks.parts import (
     heads_of,
     odd_dtypes,
     odd_processors,
-    out_projection,
     small,
     undispatched,
 )
-from hfpatch.patches.blocks.projections import project
+from hfpatch.patches.blocks.projections import output_projection, project
 
 _LINEAR, _CROSS = "SanaLinearAttnProcessor2_0", "SanaAttnProcessor2_0"
 
@@ -178,7 +177,7 @@ def linear_attention(attn: Any, x: Tensor) -> Tensor:
     sums = q @ k.sum(2).unsqueeze(-1)
     out = (q @ (k.transpose(2, 3) @ v)) / (sums + 1e-15)
     out = out.transpose(1, 2).to(x.dtype).flatten(2)
-    return within_range(out_projection(attn, out))
+    return within_range(output_projection(attn, out))
 
 
 def cross_attention(attn: Any, x: Tensor, text: Tensor, mask: Tensor | None) -> Tensor:
@@ -189,7 +188,7 @@ def cross_attention(attn: Any, x: Tensor, text: Tensor, mask: Tensor | None) -> 
         mask = attn.prepare_attention_mask(mask, text.shape[1], text.shape[0])
         mask = mask.view(text.shape[0], attn.heads, -1, mask.shape[-1])
     q, k, v = heads_of(attn, q, k, v)
-    return out_projection(attn, undispatched(q, k, v, mask).flatten(2, 3))
+    return output_projection(attn, undispatched(q, k, v, mask).flatten(2, 3))
 
 
 def _normed(attn: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,10 +26,9 @@ from hfpatch.patches.blocks.parts import (
     dispatched,
     heads_of,
     odd_feed_forward,
-    out_projection,
     small,
 )
-from hfpatch.patches.blocks.projections import feed_forward, project
+from hfpatch.patches.blocks.projections import feed_forward, output_projection, project
 
 #: Tokens of the text in a context that begins with an image's; a constant of diffusers' processor.
 _TEXT_TOKENS = 512
@@ -172,7 +171,7 @@ class WanSubject(ModelBlock):
                 q, k = q.flatten(2), k.flatten(2)
             else:
                 q, k = self_norm_rope(q, k, attn.norm_q.weight, attn.norm_k.weight, None, None)
-            return out_projection(attn, dispatched(attn, q, k, v))
+            return output_projection(attn, dispatched(attn, q, k, v))
 
         def cross_attention(attn: Any, x: Tensor, context: Tensor) -> Tensor:
             image = None
@@ -187,7 +186,7 @@ class WanSubject(ModelBlock):
                 k, v = project(image, (attn.add_k_proj, attn.add_v_proj))
                 k = added_norm(k, attn.norm_added_k.weight, None)
                 out = out + dispatched(attn, q, k, v)
-            return out_projection(attn, out)
+            return output_projection(attn, out)
 
         def fused(
             block: Any,
