@@ -83,9 +83,9 @@ def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dt
                 [i.double() for i in inputs],
                 seed.double(),
             )
-            # Sums over the rows, of terms of both signs: n additions, each rounded to u = 2^-24 of
-            # what there is by then, about the 2-norm of the terms. So sqrt(n) u of that norm:
-            # 1.5e-6 for 600 rows, however small the sum is.
+            # Sums over the rows, of terms of both signs. An addition rounds what there is by then,
+            # about the 2-norm of the terms, however small the sum is in the end: a chain of n comes
+            # to sqrt(n) 2^-24 of that norm. For one column 600 rows make chains of 38 and then 16.
             x_hat = formula(x=inputs[0].double(), eps=codes.get("eps", 1e-6))
             terms = [None, *((seed.double() * f).norm(dim=0) for f in (x_hat, 1.0))]
             for a, t, i, of in zip(actual, truth, inputs, terms, strict=False):
