@@ -194,6 +194,7 @@ def test_flags_of_the_examples_are_all_documented(name: str) -> None:
 def test_no_flag_is_invented(path: Path) -> None:
     known = flags_of(cli.build_parser()) | COMMON
     known |= {"--no-deps", "--force-reinstall"}  # pip's
+    known |= set(FLAG.findall((ROOT / "tests/compat/conftest.py").read_text(encoding="utf-8")))
     for source in (*(ROOT / "examples").glob("[a-z]*.py"), Path(kernel_build.__file__)):
         known |= flags_in_source(source)
     assert set(FLAG.findall(path.read_text(encoding="utf-8"))) <= known
