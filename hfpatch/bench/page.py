@@ -177,6 +177,8 @@ def _models(found: Sequence[Result]) -> str:
                 [_MODEL_COLUMNS[i][0] for i in used], ([row[i] for i in used] for row in cells)
             ),
         ]
+        if "note" in result:
+            lines.append(f"{result['note']}\n")
     lines.append(
         "`hfpatch` is `hfpatch.apply(model)` alone: nothing is compiled. The first `apply` of a "
         "process includes loading the kernel library; later ones reuse its proofs. Arrows: eager "
