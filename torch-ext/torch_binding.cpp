@@ -604,12 +604,13 @@ struct Binding {
     // Statistics of a group norm; a call that the C function refuses gets any shape.
     int32_t group_statistics(const DLTensor &x, int64_t *shape) const {
       constexpr int groups = find("groups"), last = find("channels_last");
-      const int64_t count = ints[groups] > 0 ? ints[groups] : 0;
       const bool valid = x.ndim == 3;
+      const int64_t channels = valid ? x.shape[ints[last] ? 2 : 1] : 0;
+      const int64_t count = ints[groups] > 0 && ints[groups] <= channels ? ints[groups] : 0;
       shape[0] = valid ? x.shape[0] : 0;
       shape[1] = count;
-      shape[2] = 1 + (valid ? hfp_group_parts(x.shape[ints[last] ? 2 : 1],
-                                              x.shape[ints[last] ? 1 : 2], count, ints[last])
+      shape[2] = 1 + (valid ? hfp_group_parts(channels, x.shape[ints[last] ? 1 : 2], count,
+                                              ints[last])
                             : 1);
       shape[3] = 2;
       return 4;
