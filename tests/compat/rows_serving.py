@@ -325,8 +325,8 @@ ROWS = (
         "continuous batching (`generate_batch`)",
         unless=only(
             "",
-            "It needs a GPU: on the CPU transformers' loop does not end for an unpatched model "
-            "either.",
+            "Not run on the CPU, where transformers' loop had not ended after 40 s for an "
+            "unpatched model either.",
         ),
     ),
     Row(GROUP, "`pipeline(...)`", as_pipeline, called_pipeline, lasting=False),
