@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hfpatch import sources
-from hfpatch.patches import FAMILIES, Family
-from hfpatch.patches.base import class_of
+from hfpatch.patches.base import Family, class_of
 from hfpatch.patches.custom import CustomFamily
 
 
@@ -109,7 +108,7 @@ def register(
     else:
         if sample is not None:
             raise ValueError("`sample=` belongs to `forward=`: a family makes its own inputs")
-        families = {f.name: f for f in FAMILIES}
+        families = {f.name: f for f in own_families()}
         if family not in families:
             raise ValueError(
                 f"`family` must be one of {', '.join(map(repr, sorted(families)))}, got {family!r}"
@@ -119,9 +118,16 @@ def register(
     return Registration(lambda: _rows.remove(row) if row in _rows else None)
 
 
+def own_families() -> tuple[Family, ...]:
+    """hfpatch's, in the order of their rank; imported here because there are many."""
+    from hfpatch.patches.families import FAMILIES
+
+    return FAMILIES
+
+
 def nominating(module: nn.Module) -> list[Family]:
     """Families that want to look at `module`: the user's rows first, then ours by rank."""
     class_name = class_of(module).__name__
     found = [r.family for r in _rows if r.pattern.search(class_name)]
-    found += [f for f in FAMILIES if f.nominates(module)]
+    found += [f for f in own_families() if f.nominates(module)]
     return list(dict.fromkeys(found))

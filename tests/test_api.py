@@ -508,19 +508,16 @@ def test_report_as_table_json_and_html() -> None:
 
 def test_import_is_light() -> None:
     code = """
-import sys, time
+import sys, time, torch
 start = time.process_time()  # of this process alone, however busy the machine is
-import torch
-torchs = time.process_time() - start
-start = time.process_time()
 import hfpatch
 took = time.process_time() - start
 heavy = {"transformers", "diffusers", "kernels", "accelerate", "rich"} & sys.modules.keys()
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
-print(took / torchs)
+print(took)
 """
-    shares = [
+    times = [
         float(
             subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -528,4 +525,4 @@ print(took / torchs)
         )
         for _ in range(5)
     ]
-    assert min(shares) < 0.15, shares  # of what torch takes
+    assert min(times) < 0.1, times
