@@ -86,7 +86,7 @@ class BasicSubject(ModelBlock):
             why = _odd_attention(attn)
             if why is not None:
                 return why
-        dtype = compute_dtype(block, block.attn1.to_out[0])
+        dtype = compute_dtype([block], block.attn1.to_out[0])
         others = {p.dtype for n in norms if n is not None for p in n.parameters()} - {dtype}
         if others:
             return f"its norms are {', '.join(map(str, others))}, its projections {dtype}"

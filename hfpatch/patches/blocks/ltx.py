@@ -52,7 +52,7 @@ class LtxSubject(BlockSubject):
 
     def main_combo(self) -> Combo:
         m: Any = self.module
-        return Combo(compute_dtype(m, m.attn1.to_out[0]), None)
+        return Combo(compute_dtype([m], m.attn1.to_out[0]), None)
 
     def idle(self) -> list[nn.Module]:
         m: Any = self.module
@@ -267,7 +267,7 @@ class LtxBlocks(Family):
             idle = _idle(m)
             approximate = m.ff.net[0].approximate
             dtypes = {p.dtype for part in idle for p in part._parameters.values() if p is not None}
-            projection = compute_dtype(m, m.attn1.to_out[0])
+            projection = compute_dtype([m], m.attn1.to_out[0])
         except (AttributeError, IndexError, TypeError) as e:
             return f"not the block it is named after: {e}"
         if any(type(a.processor).__name__ != _PROCESSOR for a in (m.attn1, m.attn2)):

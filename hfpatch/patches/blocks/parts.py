@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +70,7 @@ class ModelBlock(BlockSubject):
 
     def main_combo(self) -> Combo:
         modules = [self.module, *self.idle()]
-        return Combo(working_dtype(modules, type(self).projection(self.module)), None)
+        return Combo(compute_dtype(modules, type(self).projection(self.module)), None)
 
 
 class BlockFamily(Family):
@@ -105,13 +104,13 @@ class BlockFamily(Family):
         return kind(module)
 
 
-def compute_dtype(block: nn.Module, projection: Any) -> torch.dtype:
+def compute_dtype(modules: Sequence[nn.Module], projection: Any) -> torch.dtype:
     """The dtype that a block computes in: that of `projection`'s weight, or, where a quantizer
-    stores that weight in a dtype of its own, the narrowest that the block's parameters have."""
+    stores that weight in a dtype of its own, the narrowest that parameters in `modules` have."""
     dtype: torch.dtype = projection.weight.dtype
     if dtype in KERNEL_DTYPES:
         return dtype
-    others = [p.dtype for p in block.parameters() if p.dtype in KERNEL_DTYPES]
+    others = [p.dtype for m in modules for p in m.parameters() if p.dtype in KERNEL_DTYPES]
     return min(others, key=lambda d: d.itemsize, default=dtype)
 
 
@@ -129,20 +128,9 @@ def odd_processors(name: str | tuple[str, ...], attentions: Iterable[Any]) -> st
     return None
 
 
-def working_dtype(modules: Sequence[nn.Module], projection: Any) -> torch.dtype:
-    """The dtype that a block computes in: of `projection`, or where that is quantized of the
-    parameters of `modules`."""
-    dtype: torch.dtype = projection.weight.dtype
-    if dtype in KERNEL_DTYPES:
-        return dtype
-    own = (p for m in modules for p in m._parameters.values() if p is not None)
-    inside = (p for m in modules for p in m.parameters())
-    return next((p.dtype for p in chain(own, inside) if p.is_floating_point()), dtype)
-
-
 def odd_dtypes(modules: Sequence[nn.Module], projection: Any) -> str | None:
     """Why modules whose parameters a kernel reads are not of the dtype that the block works in."""
-    dtype = working_dtype(modules, projection)
+    dtype = compute_dtype(modules, projection)
     found = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
     others = ", ".join(sorted(map(str, found - {dtype})))
     return f"its norms are {others}, its projections {dtype}" if others else None

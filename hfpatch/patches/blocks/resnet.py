@@ -49,7 +49,7 @@ class ResnetSubject(ModelBlock):
             return "its norms differ in groups or eps, or have no weights"
         if block.conv2.out_channels != block.out_channels:
             return "its second convolution has other channels than the first"
-        dtype = compute_dtype(block, block.conv1)
+        dtype = compute_dtype([block], block.conv1)
         others = {p.dtype for n in (block.norm1, block.norm2) for p in n.parameters()} - {dtype}
         if others:
             return f"its norms are {', '.join(map(str, others))}, its convolutions {dtype}"

@@ -225,7 +225,7 @@ def _fp32_parts(block: Any) -> tuple[str, ...]:
     known = block.__dict__.get("fp32_parts")
     if known is not None:
         return known  # type: ignore[no-any-return]
-    if compute_dtype(block, block.attn1.to_out[0]).itemsize >= 4:
+    if compute_dtype([block], block.attn1.to_out[0]).itemsize >= 4:
         return ()
     names = ("scale_shift_table", "norm2.weight", "norm2.bias")
     found = dict(block.named_parameters())
