@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -367,7 +366,6 @@ class Small(nn.Module):
 
 def test_a_thousand_cycles() -> None:
     """No growth in what Python or the process holds; the outputs stay the same to the bit."""
-    started = time.process_time()  # of this process alone, however busy the machine is
     model = Small().requires_grad_(False).eval()
     x = torch.randn(3, 32)
     dicts, expected = snapshot(model), model(x)
@@ -397,7 +395,6 @@ def test_a_thousand_cycles() -> None:
     objects, traced, in_use = map(min, zip(*grown, strict=True))
     assert objects < 175 and traced < 14_000 and in_use < 50_000, grown
     assert_same_dicts(dicts, model)
-    assert time.process_time() - started < 60
 
 
 #: The fields of glibc's `struct mallinfo2`, in order.
