@@ -12,6 +12,7 @@ do is left to the model's own forward, and the reason is in `hfpatch.status(mode
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import sys
@@ -30,7 +31,7 @@ from torch.compiler import is_compiling
 
 from hfpatch import swap
 from hfpatch.patches.base import Forward, Tensor, forward_ad
-from hfpatch.patches.blocks.memo import Capture
+from hfpatch.patches.blocks.memo import Capture, rehearsal
 from hfpatch.plan import Prepared, Swap
 
 #: Graphs that one model keeps; the one that was not used for longest is dropped first.
@@ -232,6 +233,7 @@ class _Pool:
         self.handle: Any = None
         self.stream: Any = None
         self._back: Any = None
+        self._one: Any = None
 
     def open(self) -> None:
         """Take memory and a stream of the current device, once.
@@ -241,6 +243,7 @@ class _Pool:
         """
         if self.stream is not None:
             return
+        self._one = torch.ones(1, device="cuda")
         with self._lock:
             idle = self._idle.setdefault(torch.cuda.current_device(), [])
             self.stream = idle.pop() if idle else self._new_stream()
@@ -256,9 +259,24 @@ class _Pool:
                 return stream
         raise NotCapturable("PyTorch's 32 streams are all taken by graphs of other models")
 
-    def spoil(self) -> None:
-        """Recording failed: nothing else is recorded on this stream."""
-        if self._back is not None:
+    def abandon(self, graph: Any) -> None:
+        """Undo what a failed capture leaves in PyTorch, where its own `reset` does not.
+
+        The allocator would go on as if a capture were underway (`empty_cache` frees nothing then)
+        and never give this memory back, and the generator of random numbers would refuse every
+        `torch.randn` ("Offset increment outside graph capture") until some capture ends well. A
+        stream on which none does is not used again.
+        """
+        graph.reset()
+        device = torch.cuda.current_device()
+        with contextlib.suppress(AttributeError, RuntimeError):  # it is not underway: all is well
+            torch._C._cuda_endAllocateToPool(device, self.handle)
+            torch._C._cuda_releasePool(device, self.handle)
+        try:
+            small = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(small, stream=self.stream, capture_error_mode="thread_local"):
+                self._one.fill_(1)
+        except RuntimeError:
             self._back.detach()
 
 
@@ -299,13 +317,21 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _
         inputs = [torch.empty_like(t).copy_(t) for t in tensors]
         static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
         # Not on the pool's stream: cuBLAS would get a workspace outside of the pool.
-        _check_output(original(model, *static_args, **static_kwargs))
-        torch.cuda.current_stream().synchronize()  # the graph may read what this call has left
+        with rehearsal():
+            _check_output(original(model, *static_args, **static_kwargs))
+        stream = torch.cuda.current_stream()
+        stream.synchronize()  # the graph may read what this call has left
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"
         record = torch.cuda.graph(graph, pool.handle, pool.stream, capture_error_mode=mode)
-        with Capture() as capture, record:
-            output = original(model, *static_args, **static_kwargs)
+        try:
+            with Capture() as capture, record:
+                output = original(model, *static_args, **static_kwargs)
+        except BaseException:
+            pool.abandon(graph)
+            # where the capture's end failed too, `torch.cuda.graph` leaves its stream current
+            torch.cuda.set_stream(stream)
+            raise
     return _Recorded(graph, inputs, output, capture.kept, pool)
 
 
@@ -401,7 +427,6 @@ class ModelGraphs:
             raise
         except (RuntimeError, ValueError) as e:  # what CUDA or the model says of a capture
             self.failed[key] = f"recording failed: {type(e).__name__}: {_first_line(e)}"
-            self._pool.spoil()
             self._pool = None  # the next graph gets a pool of its own
             raise NotCapturable(self.failed[key]) from e
         return entry
@@ -411,6 +436,8 @@ class ModelGraphs:
         while len(self.recorded) >= self.limit:
             _, oldest = self.recorded.popitem(last=False)
             oldest.graph.reset()
+        if not self.recorded:
+            self._pool = None  # PyTorch takes no new graph into a pool that its last one has left
 
     def _replay(self, entry: _Recorded, tensors: list[Tensor]) -> Any:
         with torch.cuda.device(tensors[0].device), torch.no_grad():
