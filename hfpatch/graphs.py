@@ -1,9 +1,12 @@
-"""CUDA graphs of a denoiser's forward: one launch for a whole step, the same kernels and numbers.
+"""CUDA graphs of a denoiser's forward: one launch for a whole step, the same operators and numbers.
 
 A model that is called with the same shapes step after step (a diffusion transformer, a UNet) spends
 a part of each step launching kernels. `hfpatch.apply(model, cuda_graphs=True)` records the second
 call of every kind and replays it from the third on. The kind of a call is its key: shapes, strides,
 dtypes and devices of the tensors, and the values of everything else.
+
+The kernels are those of a call without a graph, but for small attentions, which cuDNN serves in a
+graph only: they agree to the precision of the dtype.
 
 What a graph bakes in is compared at every call: addresses of parameters and buffers, processors,
 LoRA scales, forwards. If one changed, the graphs are dropped and recorded anew. What a graph cannot
@@ -12,7 +15,6 @@ do is left to the model's own forward, and the reason is in `hfpatch.status(mode
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import sys
@@ -30,6 +32,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch import swap
+from hfpatch.captures import abandon
 from hfpatch.patches.base import Forward, Tensor, forward_ad
 from hfpatch.patches.blocks.memo import Capture, rehearsal
 from hfpatch.plan import Prepared, Swap
@@ -233,7 +236,6 @@ class _Pool:
         self.handle: Any = None
         self.stream: Any = None
         self._back: Any = None
-        self._one: Any = None
 
     def open(self) -> None:
         """Take memory and a stream of the current device, once.
@@ -243,7 +245,6 @@ class _Pool:
         """
         if self.stream is not None:
             return
-        self._one = torch.ones(1, device="cuda")
         with self._lock:
             idle = self._idle.setdefault(torch.cuda.current_device(), [])
             self.stream = idle.pop() if idle else self._new_stream()
@@ -260,23 +261,8 @@ class _Pool:
         raise NotCapturable("PyTorch's 32 streams are all taken by graphs of other models")
 
     def abandon(self, graph: Any) -> None:
-        """Undo what a failed capture leaves in PyTorch, where its own `reset` does not.
-
-        The allocator would go on as if a capture were underway (`empty_cache` frees nothing then)
-        and never give this memory back, and the generator of random numbers would refuse every
-        `torch.randn` ("Offset increment outside graph capture") until some capture ends well. A
-        stream on which none does is not used again.
-        """
-        graph.reset()
-        device = torch.cuda.current_device()
-        with contextlib.suppress(AttributeError, RuntimeError):  # it is not underway: all is well
-            torch._C._cuda_endAllocateToPool(device, self.handle)
-            torch._C._cuda_releasePool(device, self.handle)
-        try:
-            small = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(small, stream=self.stream, capture_error_mode="thread_local"):
-                self._one.fill_(1)
-        except RuntimeError:
+        """A recording failed. A stream that cannot record any more is not used again."""
+        if not abandon(graph, self.handle, self.stream):
             self._back.detach()
 
 
