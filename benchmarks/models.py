@@ -203,6 +203,11 @@ def main() -> int:
         help="torch.compile as a peer: the model (about a minute each), its repeated blocks, not",
     )
     parser.add_argument("--commit", help="commit that was measured; default: git's HEAD")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows in --output that are of the same commit and device",
+    )
     args = parser.parse_args()
     head = (
         args.commit
@@ -220,13 +225,19 @@ def main() -> int:
         "dtype": "bfloat16",
         "rows": rows,
     }
-    failed = 0
+    if args.resume and args.output and args.output.exists():
+        old = json.loads(args.output.read_text())
+        if all(old[key] == result[key] for key in ("commit", "device")):
+            rows += old["rows"]
+    failed, several = 0, len(names) > 1
     for name in names:
+        if any(row["case"] == name for row in rows):
+            continue
         compiled = "none" if name == "llama-8b decode" else args.compile
         try:
-            rows.append((measured_apart if len(names) > 1 else measure)(name, compiled))
+            rows.append((measured_apart if several else measure)(name, compiled))
         except RuntimeError as e:
-            if len(names) == 1:
+            if not several:
                 raise
             print(e, file=sys.stderr)
             failed += 1
