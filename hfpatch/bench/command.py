@@ -40,7 +40,9 @@ def add_parser(commands: Any) -> None:
         help="processes that compile for torch.compile before the measuring; default: half the "
         "cores, up to 8, on a GPU machine, else 1",
     )
-    parser.add_argument("--output", type=Path, metavar="JSON", help="with both suites: a folder")
+    parser.add_argument(
+        "--output", type=Path, metavar="JSON", help="a folder takes a file for each suite"
+    )
     parser.add_argument("--commit", help="what was measured; default: git's HEAD")
     parser.add_argument("--list", action="store_true", help="show what would be measured")
     parser.add_argument(
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     for suite in suites:
         result = results.head(suite, device, args.commit)
         path = args.output
-        if path and len(suites) > 1:
+        if path and (len(suites) > 1 or path.is_dir()):
             short = "cpu" if device.type == "cpu" else result["device"].split()[1].lower()
             path = path / f"{suite}-{short}.json"
         start = time.perf_counter()
