@@ -274,6 +274,7 @@ class _Recorded:
     inputs: list[Tensor]
     output: Any
     kept: list[Any]
+    stream: Any  # on which the inputs were made, and whose next tensors get their memory
     pool: _Pool  # after the graph, which goes first
 
     def replay(self, tensors: list[Tensor]) -> Any:
@@ -318,7 +319,7 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _
             # where the capture's end failed too, `torch.cuda.graph` leaves its stream current
             torch.cuda.set_stream(stream)
             raise
-    return _Recorded(graph, inputs, output, capture.kept, pool)
+    return _Recorded(graph, inputs, output, capture.kept, stream, pool)
 
 
 @dataclass
@@ -341,7 +342,7 @@ class ModelGraphs:
     def clear(self) -> None:
         """Free every graph and its memory."""
         for entry in self.recorded.values():
-            entry.graph.reset()
+            self._drop(entry)
         self.recorded.clear()
         self.failed.clear()
         self._seen.clear()
@@ -421,9 +422,14 @@ class ModelGraphs:
         """Drop the graphs that were not used for longest, so that one more fits."""
         while len(self.recorded) >= self.limit:
             _, oldest = self.recorded.popitem(last=False)
-            oldest.graph.reset()
+            self._drop(oldest)
         if not self.recorded:
             self._pool = None  # PyTorch takes no new graph into a pool that its last one has left
+
+    def _drop(self, entry: _Recorded) -> None:
+        if self._last is not None and self._last[0] != entry.stream:
+            entry.stream.wait_event(self._last[1])  # another stream may be replaying it still
+        entry.graph.reset()
 
     def _replay(self, entry: _Recorded, tensors: list[Tensor]) -> Any:
         with torch.cuda.device(tensors[0].device), torch.no_grad():

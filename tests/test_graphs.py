@@ -345,6 +345,20 @@ def test_a_failed_capture_leaves_nothing_behind(
 
 
 @pytest.mark.usefixtures("as_cuda")
+def test_a_stream_that_gets_a_graphs_memory_waits_for_its_last_replay() -> None:
+    waited: list[Any] = []
+    own: Any = SimpleNamespace(wait_event=waited.append)
+    held = ModelGraphs()
+    for last, expected in (((object(), "event"), ["event"]), ((own, "event"), []), (None, [])):
+        entry: Any = Recorded()
+        entry.stream = own
+        held.recorded["a"], held._last = entry, last
+        waited.clear()
+        held.clear()
+        assert waited == expected and entry.graph.freed
+
+
+@pytest.mark.usefixtures("as_cuda")
 def test_a_pool_that_its_last_graph_left_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
