@@ -43,10 +43,12 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
     """What ran, in its order, and what pytest said."""
     (folder / "order").unlink(missing_ok=True)
     (folder / "test_it.py").write_text(FILE)
+    # this test may itself run in a worker of pytest-xdist
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider",
          "-c", "pytest.ini", "--rootdir", str(folder), str(folder), *arguments],
-        cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        cwd=folder, env={**outside, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     said = done.stdout + done.stderr
