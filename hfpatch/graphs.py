@@ -1,9 +1,12 @@
-"""CUDA graphs of a denoiser's forward: one launch for a whole step, the same kernels and numbers.
+"""CUDA graphs of a denoiser's forward: one launch for a whole step, the same operators and numbers.
 
 A model that is called with the same shapes step after step (a diffusion transformer, a UNet) spends
 a part of each step launching kernels. `hfpatch.apply(model, cuda_graphs=True)` records the second
 call of every kind and replays it from the third on. The kind of a call is its key: shapes, strides,
 dtypes and devices of the tensors, and the values of everything else.
+
+The kernels are those of a call without a graph, but for small attentions, which cuDNN serves in a
+graph only: they agree to the precision of the dtype.
 
 What a graph bakes in is compared at every call: addresses of parameters and buffers, processors,
 LoRA scales, forwards. If one changed, the graphs are dropped and recorded anew. What a graph cannot
@@ -29,8 +32,9 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch import swap
+from hfpatch.captures import abandon
 from hfpatch.patches.base import Forward, Tensor, forward_ad
-from hfpatch.patches.blocks.memo import Capture
+from hfpatch.patches.blocks.memo import Capture, rehearsal
 from hfpatch.plan import Prepared, Swap
 
 #: Graphs that one model keeps; the one that was not used for longest is dropped first.
@@ -256,9 +260,9 @@ class _Pool:
                 return stream
         raise NotCapturable("PyTorch's 32 streams are all taken by graphs of other models")
 
-    def spoil(self) -> None:
-        """Recording failed: nothing else is recorded on this stream."""
-        if self._back is not None:
+    def abandon(self, graph: Any) -> None:
+        """A recording failed. A stream that cannot record any more is not used again."""
+        if not abandon(graph, self.handle, self.stream):
             self._back.detach()
 
 
@@ -270,6 +274,7 @@ class _Recorded:
     inputs: list[Tensor]
     output: Any
     kept: list[Any]
+    stream: Any  # on which the inputs were made, and whose next tensors get their memory
     pool: _Pool  # after the graph, which goes first
 
     def replay(self, tensors: list[Tensor]) -> Any:
@@ -299,14 +304,22 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _
         inputs = [torch.empty_like(t).copy_(t) for t in tensors]
         static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
         # Not on the pool's stream: cuBLAS would get a workspace outside of the pool.
-        _check_output(original(model, *static_args, **static_kwargs))
-        torch.cuda.current_stream().synchronize()  # the graph may read what this call has left
+        with rehearsal():
+            _check_output(original(model, *static_args, **static_kwargs))
+        stream = torch.cuda.current_stream()
+        stream.synchronize()  # the graph may read what this call has left
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"
         record = torch.cuda.graph(graph, pool.handle, pool.stream, capture_error_mode=mode)
-        with Capture() as capture, record:
-            output = original(model, *static_args, **static_kwargs)
-    return _Recorded(graph, inputs, output, capture.kept, pool)
+        try:
+            with Capture() as capture, record:
+                output = original(model, *static_args, **static_kwargs)
+        except BaseException:
+            pool.abandon(graph)
+            # where the capture's end failed too, `torch.cuda.graph` leaves its stream current
+            torch.cuda.set_stream(stream)
+            raise
+    return _Recorded(graph, inputs, output, capture.kept, stream, pool)
 
 
 @dataclass
@@ -329,7 +342,7 @@ class ModelGraphs:
     def clear(self) -> None:
         """Free every graph and its memory."""
         for entry in self.recorded.values():
-            entry.graph.reset()
+            self._drop(entry)
         self.recorded.clear()
         self.failed.clear()
         self._seen.clear()
@@ -401,7 +414,6 @@ class ModelGraphs:
             raise
         except (RuntimeError, ValueError) as e:  # what CUDA or the model says of a capture
             self.failed[key] = f"recording failed: {type(e).__name__}: {_first_line(e)}"
-            self._pool.spoil()
             self._pool = None  # the next graph gets a pool of its own
             raise NotCapturable(self.failed[key]) from e
         return entry
@@ -410,7 +422,14 @@ class ModelGraphs:
         """Drop the graphs that were not used for longest, so that one more fits."""
         while len(self.recorded) >= self.limit:
             _, oldest = self.recorded.popitem(last=False)
-            oldest.graph.reset()
+            self._drop(oldest)
+        if not self.recorded:
+            self._pool = None  # PyTorch takes no new graph into a pool that its last one has left
+
+    def _drop(self, entry: _Recorded) -> None:
+        if self._last is not None and self._last[0] != entry.stream:
+            entry.stream.wait_event(self._last[1])  # another stream may be replaying it still
+        entry.graph.reset()
 
     def _replay(self, entry: _Recorded, tensors: list[Tensor]) -> Any:
         with torch.cuda.device(tensors[0].device), torch.no_grad():

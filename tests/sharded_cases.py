@@ -8,6 +8,7 @@ sharded in either order. Numbers must agree, kernels must run or a reason must b
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +152,15 @@ for _name, _mode, _order in itertools.product(("llama", "ltx", "flux"), MODES, O
 
 
 # Tensor parallel ---------------------------------------------------------------------------------
+
+
+def no_auto_plan() -> str | None:
+    """Why this transformers cannot do what `auto_plan` does, if so."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
+        return None
+    return "this transformers (5.17, say) takes no plan and refuses a vocabulary of an odd size"
 
 
 def auto_plan(model: nn.Module, rank: Rank) -> None:

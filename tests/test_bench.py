@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,38 @@ def test_the_command(
         calls = [row["call"] for row in result["rows"] if "call" in row]
         assert {"patched LlamaRMSNorm module", "torch.nn.RMSNorm module", "x * x"} <= set(calls)
         assert {row["op"].split()[0] for row in result["rows"] if "op" in row} >= {"rms_norm"}
+
+
+def test_a_row_that_fails_does_not_take_the_others_along(
+    tmp_path: Path,
+    kernels_module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And what was measured is on the disk before the next op is."""
+    threads, measure = torch.get_num_threads(), ops.measure
+    before: list[list[str]] = []
+
+    def one_fails(task: ops.Task, *rest: Any) -> dict[str, Any]:
+        rows = json.loads(output.read_text())["rows"] if output.exists() else []
+        before.append([row["op"] for row in rows])
+        if task.case.op == "silu":
+            raise RuntimeError("no [kernel] here")
+        return measure(task, *rest)
+
+    monkeypatch.setattr(ops, "measure", one_fails)
+    output = tmp_path / "ops-cpu.json"  # in the folder that is named
+    few = ["--op", "silu", "--op", "mul_add", "--op", "gelu", "--shape", "4x64"]
+    arguments = ["bench", "ops", "--device", "cpu", "--threads", "1", "--dtype", "float32"]
+    try:
+        assert cli.main([*arguments, *few, "--output", str(tmp_path)]) == 1
+    finally:
+        torch.set_num_threads(threads)
+    result = json.loads(output.read_text())
+    assert result["failed"] == {"silu 4x64 float32": "RuntimeError: no [kernel] here"}
+    measured = [row["op"] for row in result["rows"]]
+    assert len(measured) >= 2 and before[-1] == measured[: len(before[-1])] and before[-1]
+    assert "silu 4x64 float32: RuntimeError: no [kernel] here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from types import MethodType
+import gc
+from collections.abc import Iterator
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hfpatch
 from hfpatch import graphs
 from hfpatch.graphs import ModelGraphs, NotCapturable, call_key, model_signature, rebuild_call
+from hfpatch.patches.blocks.attention import _pays
+from hfpatch.patches.blocks.memo import Capture, for_a_graph, rehearsal
+from hfpatch.patches.blocks.parts import Constant
 
 
 @pytest.fixture
@@ -236,12 +242,19 @@ class Stream:
         self.cuda_stream = Stream.made % 32  # as PyTorch's come in turns
 
 
-def test_no_two_pools_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pools ask of CUDA, without it."""
+    ones = torch.ones
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch, "ones", lambda *size, device=None, **kw: ones(*size, **kw))
     monkeypatch.setattr(graphs._Pool, "_taken", set())
     monkeypatch.setattr(graphs._Pool, "_idle", {})
+
+
+def test_no_two_pools_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_device(monkeypatch)
     pools = [graphs._Pool() for _ in range(32)]
     for pool in pools:
         pool.open()
@@ -254,9 +267,141 @@ def test_no_two_pools_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     del pool
     one.open()
     assert one.stream is freed
-    pools.pop().spoil()  # a failed recording's stream is not used again
-    with pytest.raises(NotCapturable, match="32 streams"):
-        graphs._Pool().open()
+
+
+class Driver:
+    """torch.cuda's captures, as PyTorch 2.11's fail: the end of one that failed raises, and its
+    stream, the allocator's and the generator's states stay those of a capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+        no_device(monkeypatch)
+        self.stream: Any = SimpleNamespace(synchronize=lambda: None)
+        self.broken, self.failed = broken, False
+        self.underway: list[Any] = []
+        self.refused_random_numbers = False
+        own = torch._C
+        monkeypatch.setattr(own, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
+        monkeypatch.setattr(own, "_cuda_releasePool", self.release, raising=False)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda s: setattr(self, "stream", s))
+
+    def end_allocate(self, device: int, handle: Any) -> None:
+        if handle not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(handle)
+
+    def release(self, device: int, handle: Any) -> None:
+        assert handle not in self.underway
+
+    @contextlib.contextmanager
+    def graph(
+        self, graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = ""
+    ) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        before, self.stream = self.stream, stream
+        self.underway.append(pool)
+        self.refused_random_numbers = True
+        try:
+            yield
+        finally:
+            if self.failed and (self.broken or pool is not None):
+                raise RuntimeError("CUDA error: operation failed due to a previous error")
+            self.underway.remove(pool)
+            self.refused_random_numbers = False
+            self.stream = before
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["recovers", "stays broken"])
+@pytest.mark.usefixtures("as_cuda")
+def test_a_failed_capture_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """The calls go on, on the stream of the caller; its stream records again if it can."""
+    driver = Driver(monkeypatch, broken)
+    caller = driver.stream
+
+    def original(model: nn.Module, x: Tensor) -> Tensor:
+        seen.append((driver.stream is caller, for_a_graph()))
+        if driver.stream is not caller:
+            driver.failed = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return x + 1
+
+    seen: list[tuple[bool, bool]] = []
+    held, model = ModelGraphs(), nn.Linear(3, 3).eval().requires_grad_(False)
+    held.run(model, original, (torch.zeros(2),), {})
+    with pytest.warns(RuntimeWarning, match="recording failed: RuntimeError"):
+        result = held.run(model, original, (torch.zeros(2),), {})
+    assert result.tolist() == [1, 1] and driver.stream is caller
+    # as it is; then rehearsed, captured, and again as it is
+    assert seen == [(True, False), (True, True), (False, True), (True, False)]
+    assert (0, 1) not in driver.underway
+    assert driver.refused_random_numbers == broken
+    gc.collect()
+    assert len(graphs._Pool._idle[0]) == (0 if broken else 1)
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_a_stream_that_gets_a_graphs_memory_waits_for_its_last_replay() -> None:
+    waited: list[Any] = []
+    own: Any = SimpleNamespace(wait_event=waited.append)
+    held = ModelGraphs()
+    for last, expected in (((object(), "event"), ["event"]), ((own, "event"), []), (None, [])):
+        entry: Any = Recorded()
+        entry.stream = own
+        held.recorded["a"], held._last = entry, last
+        waited.clear()
+        held.clear()
+        assert waited == expected and entry.graph.freed
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_a_pool_that_its_last_graph_left_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Driver(monkeypatch, False)
+    pools: list[Any] = []
+
+    def record(*args: Any) -> Any:
+        pools.append(args[-1])
+        return Recorded()
+
+    monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(ModelGraphs, "_replay", lambda self, entry, tensors: entry)
+    for limit, same in ((1, False), (2, True)):
+        held, model = ModelGraphs(limit), nn.Linear(3, 3).eval().requires_grad_(False)
+        for size in (1, 2, 3):
+            for _ in range(2):
+                held.run(model, lambda model, x: x, (torch.zeros(size),), {})
+        assert len(pools) == 3 and (pools[0] is pools[1] is pools[2]) == same
+        pools.clear()
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_a_rehearsal_launches_what_the_recording_will() -> None:
+    """cuDNN's plan cannot be made while a graph is captured, also not one of somebody else's."""
+    q = torch.empty(1, 8, 64, 64)
+    assert not _pays(q, q)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not _pays(q, q)
+    with rehearsal():
+        assert _pays(q, q)
+    with Capture():
+        assert _pays(q, q)
+    assert not _pays(q, q)
+
+
+def test_a_graph_keeps_the_constants_that_it_reads() -> None:
+    ones, like = Constant(1.0), torch.empty(2, 4)
+    held = ones(like)
+    with Capture() as capture:
+        assert ones(like) is held
+    assert len(capture.kept) == 1 and capture.kept[0] is held
+    assert ones(like) is held and len(capture.kept) == 1
 
 
 def test_apply_on_the_cpu_runs_the_model_and_says_why(kernels_module: object) -> None:

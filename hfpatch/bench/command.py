@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def add_parser(commands: Any) -> None:
         help="processes that compile for torch.compile before the measuring; default: half the "
         "cores, up to 8, on a GPU machine, else 1",
     )
-    parser.add_argument("--output", type=Path, metavar="JSON", help="with both suites: a folder")
+    parser.add_argument(
+        "--output", type=Path, metavar="JSON", help="a folder takes a file for each suite"
+    )
     parser.add_argument("--commit", help="what was measured; default: git's HEAD")
     parser.add_argument("--list", action="store_true", help="show what would be measured")
     parser.add_argument(
@@ -51,7 +54,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit status.
+    """The command; returns the exit status: 1 if a row could not be measured.
 
     Raises:
         ValueError: an argument that cannot be; says what can.
@@ -80,25 +83,43 @@ def run(args: argparse.Namespace) -> int:
     if device.type not in package.devices:
         raise ValueError(f"the kernel build {package.variant} has no code for {device.type}")
     console = Console()
+    broken = False
     for suite in suites:
         result = results.head(suite, device, args.commit)
+        path = args.output
+        if path and (len(suites) > 1 or path.is_dir()):
+            short = "cpu" if device.type == "cpu" else result["device"].split()[1].lower()
+            path = path / f"{suite}-{short}.json"
         start = time.perf_counter()
+
+        def save(
+            part: dict[str, Any],
+            result: dict[str, Any] = result,
+            path: Path | None = path,
+            start: float = start,
+        ) -> None:
+            """What there is by now, so that a run that is cut off keeps what it measured."""
+            result |= part | {"seconds": round(time.perf_counter() - start, 1)}
+            if path and not args.list:
+                results.write(result, path)
+
         measured = _ops if suite == "ops" else _host
-        result |= measured(args, package.module, device, console)
-        result["seconds"] = round(time.perf_counter() - start, 1)
+        save(measured(args, package.module, device, console, save))
         if args.list:
             continue
         console.print(f"{suite}: {result['seconds']} s on {result['device']}")
-        if args.output:
-            short = "cpu" if device.type == "cpu" else result["device"].split()[1].lower()
-            many = len(suites) > 1
-            path = args.output / f"{suite}-{short}.json" if many else args.output
-            results.write(result, path)
+        if path:
             console.print(f"wrote {path}")
-    return 0
+        broken |= bool(result.get("failed"))
+    return int(broken)
 
 
-def _ops(args: argparse.Namespace, package: Any, device: Any, console: Any) -> dict[str, Any]:
+Save = Callable[[dict[str, Any]], None]
+
+
+def _ops(
+    args: argparse.Namespace, package: Any, device: Any, console: Any, save: Save
+) -> dict[str, Any]:
     import itertools
 
     from rich.console import Console
@@ -116,6 +137,13 @@ def _ops(args: argparse.Namespace, package: Any, device: Any, console: Any) -> d
             console.print(str(task), highlight=False)
         return {"rows": []}
     rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    copy: float | None = None
+
+    def found() -> dict[str, Any]:
+        part: dict[str, Any] = {} if copy is None else {"copy_bytes_per_s": copy}
+        return part | ({"failed": failed} if failed else {}) | {"rows": rows}
+
     with _progress(Console(stderr=True)) as progress:
         jobs = compiling.default_jobs(device.type) if args.jobs is None else args.jobs
         bar = progress.add_task("compiling", total=compiling.count(tasks, peers), visible=jobs > 1)
@@ -128,19 +156,26 @@ def _ops(args: argparse.Namespace, package: Any, device: Any, console: Any) -> d
             here = []
             for task in group:
                 progress.update(bar, description=str(task))
-                here.append(ops.measure(task, package, device, peers, copy))
+                try:
+                    here.append(ops.measure(task, package, device, peers, copy))
+                except Exception as e:  # the other rows are worth having
+                    failed[str(task)] = f"{type(e).__name__}: {e}"
+                    console.print(f"{task}: {failed[str(task)]}", style="red", markup=False)
                 progress.advance(bar)
             for cache in ("cold", "warm"):
                 show.show_ops(console, here, cache)
             rows += here
-    show.summary(console, rows)
-    if copy is None:
-        return {"rows": rows}
-    console.print(f"copy: {copy / 1e12:.2f} TB/s read and written")
-    return {"copy_bytes_per_s": copy, "rows": rows}
+            save(found())
+    if rows:
+        show.summary(console, rows)
+    if copy is not None:
+        console.print(f"copy: {copy / 1e12:.2f} TB/s read and written")
+    return found()
 
 
-def _host(args: argparse.Namespace, package: Any, device: Any, console: Any) -> dict[str, Any]:
+def _host(
+    args: argparse.Namespace, package: Any, device: Any, console: Any, save: Save
+) -> dict[str, Any]:
     from rich.console import Console
 
     from hfpatch.bench import host, show
@@ -154,6 +189,7 @@ def _host(args: argparse.Namespace, package: Any, device: Any, console: Any) -> 
         for row in host.op_rows(package, device):
             progress.update(bar, description=f"host: {row['op']}")
             rows.append(row)
+            save({"rows": rows})
     show.show_host(console, rows)
     return {"rows": rows}
 

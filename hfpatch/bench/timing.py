@@ -6,12 +6,15 @@ up meets all of them.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from hfpatch.captures import abandon
 
 Call = Callable[[], Any]
 
@@ -33,12 +36,17 @@ class Replay:
             calls[0]()
             stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
+            pool = torch.cuda.graph_pool_handle()
             # not `torch.cuda.graph`: it empties the allocator's cache each time
-            self._graph.capture_begin()
+            self._graph.capture_begin(pool)
             try:
                 self._results = [call() for call in calls]
-            finally:
                 self._graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    self._graph.capture_end()
+                abandon(self._graph, pool, stream)  # a peer that cannot be captured is one row's
+                raise
         self._stream, self._calls = stream, len(calls)
         self._loops = 1
         self.microseconds()

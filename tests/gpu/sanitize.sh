@@ -5,11 +5,17 @@
 #   tests/gpu/sanitize.sh memcheck -k rope   one tool, further arguments go to pytest
 #
 # PYTHON            the interpreter with torch and hfpatch's requirements
-# COMPUTE_SANITIZER the tool, where it is not on PATH (CUDA toolkit, or nvidia-cuda-sanitizer-api)
+# COMPUTE_SANITIZER the tool, where it is neither on PATH nor in CUDA_HOME (CUDA toolkit, or
+#                   nvidia-cuda-sanitizer-api)
+# LOGS              a folder: all tools run at once, and each writes sanitize-TOOL-SHARD.log there
+# SHARDS            with LOGS: processes for each tool, each with a part of the tests (default 1)
 set -eu
 cd "$(dirname "$0")/../.."
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
 python=${PYTHON:-python}
+if ! command -v "$sanitizer" >/dev/null && [ -z "${COMPUTE_SANITIZER:-}" ]; then
+  sanitizer=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
+fi
 if ! command -v "$sanitizer" >/dev/null; then
   echo "sanitize.sh: expected \`$sanitizer\` on PATH; install the CUDA toolkit, or set" \
     "COMPUTE_SANITIZER" >&2
@@ -21,16 +27,46 @@ if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
   shift
 fi
 # Built before, so that the compiler does not run under the tool.
-$python -c "
-import pathlib
-from hfpatch import kernel_build
-root = pathlib.Path.cwd()
-kernel_build.build(root, root / 'hfpatch' / '_kernels', ('cuda',), archs='native')"
+[ "${HFPATCH_TEST_BUILD:-}" = 0 ] ||
+  "$python" hfpatch/kernel_build.py --out hfpatch/_kernels --archs native
 # Every tensor is an allocation of its own, so that a byte too far is seen.
-export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-for tool in $tools; do
-  echo "== $tool"
-  "$sanitizer" --tool "$tool" --error-exitcode 99 --target-processes application-only \
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
+check() { # a tool, then arguments of pytest
+  tool=$1
+  shift
+  options=
+  # torch asks the driver for things that it may not have; our own launches are checked by our code
+  [ "$tool" != memcheck ] || options="--report-api-errors no"
+  # shellcheck disable=SC2086
+  "$sanitizer" --tool "$tool" $options --error-exitcode 99 --target-processes application-only \
     --print-limit 20 "$python" -m pytest tests/gpu/test_cuda_sanitize.py -m sanitize -q \
     -p no:cacheprovider --timeout 600 "$@"
+}
+if [ -z "${LOGS:-}" ]; then
+  for tool in $tools; do
+    echo "== $tool"
+    check "$tool" "$@"
+  done
+  exit
+fi
+shards=${SHARDS:-1}
+started=
+for tool in $tools; do
+  shard=0
+  while [ $shard -lt "$shards" ]; do
+    check "$tool" --shard "$shard/$shards" "$@" >"$LOGS/sanitize-$tool-$shard.log" 2>&1 &
+    started="$started $tool-$shard:$!"
+    shard=$((shard + 1))
+  done
 done
+status=0
+for one in $started; do
+  if wait "${one#*:}"; then
+    echo "${one%:*}: nothing found"
+  else
+    code=$?
+    status=1
+    echo "${one%:*}: exit status $code; see $LOGS/sanitize-${one%:*}.log"
+  fi
+done
+exit $status

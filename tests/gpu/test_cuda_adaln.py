@@ -72,7 +72,9 @@ def assert_like(actual: Any, expected: Any, *dtypes: torch.dtype) -> None:
         scale = 1 + e.double().abs().amax(-1, keepdim=True)
         error = (a.double() - e.double()).abs() / scale
         assert error.max() <= max(4 * eps, 8e-6)
-        assert (error > 8e-6).double().mean() < 0.02
+        # a share of 2 %, and four deviations of it: of one column there are 111 results
+        share = 0.02 * error.numel()
+        assert (error > 8e-6).sum() <= share + 4 * share**0.5
 
 
 @pytest.mark.parametrize("modulation", DTYPES, ids=str)

@@ -12,7 +12,7 @@ from hfpatch import cli
 from hfpatch.bench import ops, timing
 from hfpatch.bench.cases import CASES, Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SMALL = 16
 

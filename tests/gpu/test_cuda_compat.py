@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -21,10 +21,13 @@ MODELS = ("ltx", "flux", "wan", "sd15-unet", "llama", "gemma3", "bamba", "t5-v1.
 
 
 @pytest.fixture(autouse=True)
-def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiled kernels must be there; products in true fp32, or TF32 hides everything."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    matmul = torch.backends.cuda.matmul  # its settings cannot be deleted, as monkeypatch would
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    yield
+    matmul.allow_tf32 = before
 
 
 def group_offload(kind: str, **settings: object) -> Callable[[nn.Module], None]:

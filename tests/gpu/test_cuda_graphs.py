@@ -141,6 +141,8 @@ def test_dropped_graphs_leave_the_others_alone() -> None:
     hfpatch.restore(other)
     gc.collect()
     torch.cuda.empty_cache()
+    given_back = {s.cuda_stream for s in graphs._Pool._idle[torch.cuda.current_device()]}
+    assert streams[1] in given_back and streams[0] not in given_back
     taken = torch.full((64, 1 << 20), torch.nan, device="cuda")
     pieces = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]
     for _ in range(3):
@@ -149,7 +151,7 @@ def test_dropped_graphs_leave_the_others_alone() -> None:
     hfpatch.apply(other, cuda_graphs=2)
     again = [entry.run(other, inputs) for _ in range(3)][-1]
     torch.testing.assert_close(again, expected[1], rtol=2e-2, atol=2e-2)
-    assert graphs._graphs[other]._pool.stream.cuda_stream == streams[1]
+    assert graphs._graphs[other]._pool.stream.cuda_stream in given_back
 
 
 def test_hooks_gradients_and_autocast_run_the_model() -> None:
@@ -178,10 +180,32 @@ def test_a_model_that_synchronizes_is_left_alone() -> None:
 
     model, x = Syncs().eval(), torch.ones(3, device="cuda")
     hfpatch.apply(model, cuda_graphs=True)
+    stream = torch.cuda.current_stream()
     assert model(x).tolist() == [3.0] * 3
     with pytest.warns(RuntimeWarning, match="recording failed"):
         assert model(x).tolist() == [3.0] * 3
     assert model(2 * x).tolist() == [12.0] * 3
+    # what PyTorch leaves of a failed capture was put right
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(3, device="cuda").isfinite().all()
+    reserved = torch.cuda.memory_reserved()
+    large = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved
+
+
+def test_one_graph_at_a_time() -> None:
+    """The only graph of a model goes before the next is recorded, and its memory with it."""
+    entry, model, inputs = build("wan")
+    hfpatch.apply(model, cuda_graphs=1)
+    part = {k: v[:1] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    expected = [entry.run(model, i) for i in (inputs, part)]
+    for _ in range(3):
+        for i, e in zip((inputs, part), expected, strict=True):
+            torch.testing.assert_close(entry.run(model, i), e, rtol=2e-2, atol=2e-2)
+    assert recorded(model) == 1
+    assert not any("recording failed" in n for n in hfpatch.status(model).plan.notes)
 
 
 def test_two_streams_take_turns() -> None:

@@ -210,6 +210,7 @@ def test_zero_size(kernels_module: ModuleType, shape: tuple[int, ...]) -> None:
     assert kernels_module.gated(x, x).shape == x.shape
 
 
+@pytest.mark.alone
 def test_more_than_two_to_the_31_elements(kernels_module: ModuleType) -> None:
     rows, cols = 2**31 // 8192 + 5, 8192
     if torch.cuda.mem_get_info()[0] < 5 * rows * cols * 2:

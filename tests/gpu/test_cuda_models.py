@@ -133,6 +133,7 @@ def test_compiled_patched_model_is_inductors() -> None:
     assert relative_error(entry.run(compiled, inputs), expected) < 1e-5
 
 
+@pytest.mark.alone
 def test_apply_is_quick_on_the_full_ltx_transformer() -> None:
     from diffusers import LTXVideoTransformer3DModel
 

@@ -263,6 +263,7 @@ def test_zero_size(kernels_module: ModuleType) -> None:
     )
 
 
+@pytest.mark.alone
 def test_more_than_two_to_the_31_elements(kernels_module: ModuleType) -> None:
     tokens, h, d = 2**31 // 4096 + 5, 32, 128
     if torch.cuda.mem_get_info()[0] < 5 * tokens * h * d * 2:

@@ -13,11 +13,14 @@ import pytest
 
 from hfpatch import kernel_build
 from hfpatch.kernel_project.checks import check_project
+from hfpatch.kernel_project.checks.library import MANYLINUX
 from hfpatch.kernel_project.new import new_project
 from hfpatch.kernel_project.project import Project
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
+#: What the compiler of a machine with a GPU need not meet, and `hfpatch[publish]` checks.
+OF_THE_MACHINE = {f"loads on {MANYLINUX}", "the library keeps to the ABIs"}
 
 
 @pytest.mark.skipif(not (shutil.which("nvcc") or os.environ.get("CUDA_HOME")), reason="no nvcc")
@@ -25,9 +28,11 @@ def test_the_scaffold_runs_on_the_gpu(tmp_path: Path) -> None:
     root = new_project("my-kernel", tmp_path)
     (built,) = kernel_build.build(root, root, ("cuda",), archs="native", verbose=False)
 
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
     def run(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=root,
+            [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, cwd=root,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -36,7 +41,7 @@ def test_the_scaffold_runs_on_the_gpu(tmp_path: Path) -> None:
     out = run("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests")
     assert "[cuda-" in out and "[cpu-" in out, "the CUDA build serves both"
     rows = check_project(Project.open(root))
-    assert [row for row in rows if not row.passed] == []
+    assert [row for row in rows if not row.passed and row.what not in OF_THE_MACHINE] == []
     (loaded,) = (row for row in rows if row.what == "`kernels` loads it")
     assert loaded.where == built.name and loaded.note == "2 names, 1 layers"
     found = re.search(r"relu_squared +([\d.]+) us", run("benchmarks/benchmark.py"))

@@ -20,7 +20,7 @@ from torch import nn
 from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
-from hfpatch.patches.blocks.memo import StepMemo
+from hfpatch.patches.blocks.memo import StepMemo, for_a_graph
 from hfpatch.patches.blocks.projections import (
     gelu_product,
     is_packed,
@@ -291,7 +291,7 @@ class MaskedAttention:
             and mask.shape[1:3] == (1, 1)
             # neither may wait for the GPU here, nor once per block
             and not mask.is_inference()
-            and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+            and not (mask.is_cuda and (for_a_graph() or torch.cuda.is_current_stream_capturing()))
         ):
             kept = self._kept(mask)
             if len(kept) == 1:

@@ -19,7 +19,7 @@ from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 from hfpatch.patches.blocks.chain import Chain, Place
 from hfpatch.patches.blocks.memo import StepMemo, companion
-from hfpatch.patches.blocks.parts import compute_dtype
+from hfpatch.patches.blocks.parts import Constant, compute_dtype
 from hfpatch.patches.blocks.projections import (
     feed_forward,
     is_packed,
@@ -113,7 +113,7 @@ class LtxSubject(BlockSubject):
         )
         cross_norm = bind("rms_norm", eps=m.attn2.norm_q.eps, cast="none")
         compact = StepMemo(_compact)
-        ones = _Ones()
+        ones = Constant(1.0)  # the sum after cross-attention has no gate
 
         def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             batch, length, width = q.shape
@@ -217,24 +217,6 @@ def _compact(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def _halved(table: Tensor) -> Tensor:
     kept = companion(table)
     return table[..., ::2].contiguous() if kept is None else kept
-
-
-class _Ones:
-    """A gate of ones: the sum after cross-attention has none, and 1 * x is exact."""
-
-    def __init__(self) -> None:
-        self._held: Tensor | None = None
-
-    def __call__(self, like: Tensor) -> Tensor:
-        held = self._held
-        if (
-            held is None
-            or held.dtype != like.dtype
-            or held.device != like.device
-            or held.shape[0] != like.shape[-1]
-        ):
-            held = self._held = torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
-        return held
 
 
 def _activation(m: Any) -> str:

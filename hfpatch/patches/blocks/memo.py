@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ class Capture:
 
 class _Now(threading.local):
     capture: Capture | None = None
+    rehearsing: bool = False
 
 
 _now = _Now()
@@ -47,6 +49,28 @@ _now = _Now()
 def current_capture() -> Capture | None:
     """The graph of ours that is being recorded in this thread."""
     return _now.capture
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """The run before a recording. It must launch what the recording will: a kernel that is planned,
+    compiled or loaded for the first time while a graph is captured may end the capture."""
+    before, _now.rehearsing = _now.rehearsing, True
+    try:
+        yield
+    finally:
+        _now.rehearsing = before
+
+
+def for_a_graph() -> bool:
+    """Whether this thread records a graph of ours, or rehearses one."""
+    return _now.rehearsing or _now.capture is not None
+
+
+def keep_for_capture(value: Any) -> None:
+    """`value`, made before, is read by the graph of ours that is recorded now, if one is."""
+    if _now.capture is not None:
+        _now.capture.kept.append(value)
 
 
 def stream_of(t: Tensor) -> int | None:

@@ -17,6 +17,7 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Contract, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
+from hfpatch.patches.blocks.memo import keep_for_capture
 
 
 class ModelBlock(BlockSubject):
@@ -220,4 +221,6 @@ class Constant:
             # made while a CUDA graph is captured it would be the graph's own memory
             if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._held[key] = held
+        else:
+            keep_for_capture(held)
         return held
