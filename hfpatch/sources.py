@@ -305,10 +305,15 @@ class Sources:
         """From the `kernels=` and `hub=` arguments, completed by environment and config file."""
         defaults = read_defaults()
         options = HubOptions.of(hub, defaults.hub)
-        choices = Choices.parse(defaults.kernels if kernels is None else kernels)
-        for op in OPS:
-            for source in choices.of(op) or ():
-                _check_source(op, source, options)
+        try:
+            choices = Choices.parse(defaults.kernels if kernels is None else kernels)
+            for op in OPS:
+                for source in choices.of(op) or ():
+                    _check_source(op, source, options)
+        except (TypeError, ValueError) as e:
+            if kernels is not None or not defaults.origin:
+                raise
+            raise ValueError(f"{defaults.origin}: {e}") from e
         return cls(choices, strict, options)
 
     def explicit(self, op: str) -> bool:

@@ -14,6 +14,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
+from hfpatch.hub.spec import is_commit
+
 
 def cache_dir() -> Path:
     """Where kernels are cached."""
@@ -40,9 +42,10 @@ class CachedRepo:
     def commit_of(self, ref: str) -> str | None:
         """The commit that a version or branch was when it was downloaded."""
         try:
-            return (self.folder / "refs" / ref).read_text().strip() or None
-        except OSError:
+            commit = (self.folder / "refs" / ref).read_text().strip()
+        except (OSError, ValueError):
             return None
+        return commit if is_commit(commit) else None  # it becomes a part of a path
 
     def build(self, commit: str) -> Path:
         """The folder of variants of a commit, which may not be there."""

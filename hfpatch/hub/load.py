@@ -12,15 +12,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.errors import KernelLoadError
+from hfpatch.errors import KernelIntegrityError, KernelLoadError
 from hfpatch.hub import verify
+from hfpatch.hub.explain import reason
 from hfpatch.hub.options import HubOptions
 from hfpatch.hub.patience import impatient
 from hfpatch.hub.resolver import (
     PinnedResolver,
     dependency_of,
     hub_api,
-    reason,
     variant_folder,
 )
 from hfpatch.hub.spec import HubSpec
@@ -110,7 +110,7 @@ def install(spec: HubSpec, options: HubOptions, refresh: bool = False) -> DepTre
             tree.validate_metadata(AllValidator(default_metadata_validators()))
             installed = tree.install(api=api)
         for node in _nodes(installed):
-            _check(variant_folder(node.location), pinned, options)
+            check_variant(variant_folder(node.location), pinned)
     except KernelLoadError:
         raise
     except Exception as e:
@@ -149,17 +149,26 @@ def _nodes(tree: DepTreeNode[Any]) -> Iterator[Any]:
         yield from _nodes(dep)
 
 
-def _check(variant: Path, pinned: PinnedResolver, options: HubOptions) -> None:
-    verify.check_content(variant)
+def check_variant(variant: Path, pinned: PinnedResolver) -> None:
+    """Compare a variant's folder with its digests, and as the options say with signature and lock.
+
+    Raises:
+        KernelIntegrityError: it is not what it should be.
+    """
     snapshot = variant.parent.parent
     if snapshot.parent.name != "snapshots":  # of LOCAL_KERNELS: the user's own
+        verify.check_content(variant)
         return
     repo = snapshot.parent.parent.name.removeprefix("kernels--").replace("--", "/", 1)
-    if options.require_signed:
-        verify.check_signature(variant)
-    if pinned.lock is not None:
-        locked = pinned.lock.of(pinned.specs[repo, snapshot.name])
-        verify.check_lock(variant, locked.variants, pinned.lock.path)
+    spec = pinned.specs[repo, snapshot.name]
+    try:
+        verify.check_content(variant)
+        if pinned.options.require_signed:
+            verify.check_signature(variant)
+        if pinned.lock is not None:
+            verify.check_lock(variant, pinned.lock.of(spec).variants, pinned.lock.path)
+    except KernelIntegrityError as e:
+        raise KernelIntegrityError(f"`{spec}`: {e}") from e
 
 
 @contextmanager
