@@ -117,9 +117,7 @@ def parse_variable(text: str) -> Any:
     for entry in filter(None, (e.strip() for e in text.split(";"))):
         op, equals, value = entry.partition("=")
         if not equals:
-            raise ValueError(
-                f"expected `op=source` in {entry!r}, entries separated by `;`"
-            )
+            raise ValueError(f"expected `op=source` in {entry!r}, entries separated by `;`")
         choices[op.strip()] = _variable_choice(value)
     return choices
 

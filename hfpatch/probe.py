@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,6 +145,21 @@ def prove(
 
     Nothing of the model is touched; no gradient is recorded; torch's random state stays as it was.
     """
+    with _quietly(device):
+        return _prove(subject, sources, torch.device(device), verify, training)
+
+
+def matching_ops(subject: Subject, device: str) -> set[str]:
+    """The ops of the formulas that explain `subject` in fp32; what is asked before a download."""
+    with _quietly(device):
+        trial = _base_trial(subject, torch.device(device))
+        if isinstance(trial, Refusal):
+            return set()
+        return {f.op for f in _matching(subject, trial)[0]}
+
+
+@contextmanager
+def _quietly(device: str) -> Iterator[None]:
     with (
         torch.no_grad(),
         torch.autocast(device, enabled=False),
@@ -151,12 +167,11 @@ def prove(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of the original, about dtypes that the model never uses
-        return _prove(subject, sources, torch.device(device), verify, training)
+        yield
 
 
-def _prove(
-    subject: Subject, sources: Sources, device: torch.device, verify: bool, training: bool
-) -> Proof | Refusal:
+def _base_trial(subject: Subject, device: torch.device) -> _Trial | Refusal:
+    """The original in fp32, which says what it computes."""
     name = type(subject.module).__name__
     base = Combo(torch.float32, torch.float32 if subject.main_combo().param else None)
     try:
@@ -169,7 +184,16 @@ def _prove(
         return Refusal(
             "mismatch", f"`{name}` returns {type(trial.original).__name__}, not a tensor"
         )
+    return trial
 
+
+def _prove(
+    subject: Subject, sources: Sources, device: torch.device, verify: bool, training: bool
+) -> Proof | Refusal:
+    name = type(subject.module).__name__
+    trial = _base_trial(subject, device)
+    if isinstance(trial, Refusal):
+        return trial
     matches, nearest = _matching(subject, trial)
     if not matches:
         return Refusal("mismatch", _explain(name, nearest))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +21,11 @@ from hfpatch.errors import KernelLoadError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
 
+if TYPE_CHECKING:
+    from hfpatch.hub.load import HubPackage
+
 LOCAL_BUILD = Path(__file__).parent / "_kernels"
+_ARCH = re.compile(r"(\d+)\.(\d+)([af]?)(\+PTX)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -264,21 +269,26 @@ def _verified_metadata(path: Path) -> dict[str, Any]:
 
 def unsupported_capability(archs: tuple[str, ...], capability: tuple[int, int]) -> str | None:
     """Why a build for `archs` (e.g. "9.0", "12.1+PTX") cannot run on `capability`, or None."""
-    for arch in archs:
-        number, _, ptx = arch.partition("+")
-        major, minor = (int(part) for part in number.rstrip("af").split("."))
-        if ptx and capability >= (major, minor):
-            return None
-        if number[-1] == "a" and capability == (major, minor):
-            return None
-        if number[-1] != "a" and capability[0] == major and capability[1] >= minor:
-            return None
-    if not archs:
-        return None
+    known = [a for a in map(_arch, archs) if a is not None]
+    if not known or any(runs(capability) for runs in known):
+        return None  # names that are not known say nothing
     return (
         f"the build has no code for compute capability {capability[0]}.{capability[1]}, "
         f"only for {', '.join(archs)}"
     )
+
+
+def _arch(text: str) -> Callable[[tuple[int, int]], bool] | None:
+    """Which capabilities code for "9.0", "9.0a", "10.0f" or "12.1+PTX" runs on; None: unknown."""
+    match = _ARCH.fullmatch(text)
+    if match is None:
+        return None
+    least = int(match[1]), int(match[2])
+    if match[3] == "a":
+        return lambda found: found == least
+    if match[4] and not match[3]:
+        return lambda found: found >= least
+    return lambda found: found[0] == least[0] and found >= least
 
 
 # ------------------------------------------------------------------------------ resolution
@@ -290,15 +300,20 @@ class Sources:
 
     Each op has sources in order of preference, by default ("local", "torch"). One that fails is
     noted in `notes` and the next is tried; under `strict` the failure is raised. Where the list
-    ends without a kernel, `missing` says why.
+    ends without a kernel, `missing` says why. A Hub repository is asked for once, whatever comes of
+    it.
+
+    `block=True` asks for a fused block, which calls kernels of this project's own kind only: of a
+    list, another project's is passed over for the next.
     """
 
     choices: Choices
     strict: bool = False
     hub: HubOptions = field(default_factory=HubOptions)
     notes: list[str] = field(default_factory=list)
-    _kernels: dict[str, Kernel | None] = field(default_factory=dict)
-    _missing: dict[str, str] = field(default_factory=dict)
+    _kernels: dict[tuple[str, bool], Kernel | None] = field(default_factory=dict)
+    _missing: dict[tuple[str, bool], str] = field(default_factory=dict)
+    _packages: dict[str, HubPackage | KernelLoadError] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, kernels: Any, strict: bool, hub: Any = None) -> Sources:
@@ -320,33 +335,46 @@ class Sources:
         """Whether the user named one source for `op`: it is used even where it gains nothing."""
         return self.choices.explicit(op)
 
-    def kernel(self, op: str) -> Kernel | None:
+    def remote(self, op: str) -> bool:
+        """Whether a kernel for `op` might have to be downloaded."""
+        sources = self.choices.of(op) or ()
+        return any(isinstance(s, str) and (s == "hub" or "/" in s) for s in sources)
+
+    def kernel(self, op: str, block: bool = False) -> Kernel | None:
         """The kernel for `op`; None if it is switched off (`{op: None}`) or `missing`."""
-        if op not in self._kernels:
-            self._kernels[op] = self._resolve(op)
-        return self._kernels[op]
+        if (op, block) not in self._kernels:
+            self._kernels[op, block] = self._resolve(op, block)
+        return self._kernels[op, block]
 
-    def missing(self, op: str) -> str | None:
+    def missing(self, op: str, block: bool = False) -> str | None:
         """Why no source gave a kernel for `op`; None if one did, or it is switched off."""
-        self.kernel(op)
-        return self._missing.get(op)
+        self.kernel(op, block)
+        return self._missing.get((op, block))
 
-    def _resolve(self, op: str) -> Kernel | None:
+    def _resolve(self, op: str, block: bool) -> Kernel | None:
         sources = self.choices.of(op)
         if sources is None:
             return None
         failures: list[str] = []
+        pass_over = block and not self.explicit(op)
         for source in sources:
             for candidate in self._candidates(op, source):
+                if pass_over and _has_adapter(candidate):
+                    continue
                 try:
-                    return self._load(op, candidate)
+                    kernel = self._load(op, candidate)
                 except KernelLoadError as e:
                     if self.strict:
                         raise
                     failures.append(str(e))
-                    follows = self._follows(op, sources, source, candidate)
-                    self._note(f"{e} {follows}")
-        self._missing[op] = failures[-1] if failures else f"no source that was named has `{op}`"
+                    said = str(e) if str(e).endswith(".") else f"{e}."
+                    self._note(f"{said} {self._follows(op, sources, source, candidate)}")
+                    continue
+                if not (pass_over and kernel.accepts is not None):
+                    return kernel
+        self._missing[op, block] = (
+            failures[-1] if failures else f"no source that was named has `{op}`"
+        )
         return None
 
     def _candidates(self, op: str, source: Source) -> tuple[Source, ...]:
@@ -382,9 +410,26 @@ class Sources:
             return local_package().kernel(op)
         if f"{op}:{source}" in _registered:
             return _registered[f"{op}:{source}"]
-        from hfpatch.hub.kernel import hub_kernel
+        from hfpatch.hub.kernel import hub_package, kernel_of
 
-        return hub_kernel(op, source, self.hub)
+        if source not in self._packages:
+            try:
+                self._packages[source] = hub_package(source, self.hub)
+            except KernelLoadError as e:
+                self._packages[source] = e
+        package = self._packages[source]
+        if isinstance(package, KernelLoadError):
+            raise package
+        return kernel_of(package, op)
+
+
+def _has_adapter(source: Source) -> bool:
+    """Whether this is a repository of another project, which need not be loaded to know that."""
+    if not (isinstance(source, str) and "/" in source):
+        return False
+    from hfpatch.hub.adapters import ADAPTERS
+
+    return any(source == a.spec for a in ADAPTERS)
 
 
 def _check_source(op: str, source: Source, options: HubOptions) -> None:

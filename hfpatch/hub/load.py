@@ -124,7 +124,7 @@ def _load(spec: HubSpec, options: HubOptions) -> HubPackage:
     try:
         with _no_bytecode():
             module = tree.load()
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # it may end the process in any way but this
         raise KernelLoadError(
             f"Hub kernel `{spec}` could not be imported ({path.name}): {reason(e)}"
         ) from e
