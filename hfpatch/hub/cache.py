@@ -47,6 +47,11 @@ class CachedRepo:
             return None
         return commit if is_commit(commit) else None  # it becomes a part of a path
 
+    def refs(self) -> list[str]:
+        """The versions and branches that were downloaded."""
+        folder = self.folder / "refs"
+        return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
     def build(self, commit: str) -> Path:
         """The folder of variants of a commit, which may not be there."""
         return self.folder / "snapshots" / commit / "build"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.adapters import adapter_for, same_signature
 from hfpatch.hub.adapters.base import Need
-from hfpatch.hub.cache import cache_dir
+from hfpatch.hub.cache import CachedRepo, cache_dir, offline
 from hfpatch.hub.explain import reason
 from hfpatch.hub.kernel import OWN
 from hfpatch.hub.patience import impatient
@@ -116,6 +116,8 @@ def inspect_hub(spec: HubSpec | str) -> Inspection:
 def _inspect_hub(spec: HubSpec | str) -> Inspection:
     from kernels.variants import get_variants, resolve_variants
 
+    if offline():
+        return _inspect_cached(spec)
     api = hub_api()
     if isinstance(spec, str):
         spec = HubSpec(spec, _newest(spec))
@@ -138,9 +140,31 @@ def _inspect_hub(spec: HubSpec | str) -> Inspection:
     return _inspect(Path(str(path)) / folder, str(spec), commit, trace)
 
 
+def _inspect_cached(spec: HubSpec | str) -> Inspection:
+    """Inspect what was downloaded; "org/name" alone is its newest version there."""
+    from kernels.variants import get_variants_local, resolve_variants
+
+    repo = CachedRepo(spec if isinstance(spec, str) else spec.repo)
+    if isinstance(spec, str):
+        versions = [s for r in repo.refs() if (s := HubSpec(spec, r)).version is not None]
+        spec = max(versions, key=lambda s: s.version or 0, default=HubSpec(spec, "v1"))
+    commit = spec.commit or repo.commit_of(spec.ref)
+    build = repo.build(commit or "")
+    _, trace = resolve_variants(get_variants_local(build))
+    for decision in trace:  # of the others only the metadata may be here
+        variant = build / decision.variant.variant_str
+        if commit is not None and repo.complete(commit, variant.name):
+            return _inspect(variant, str(spec), commit, trace)
+    raise KernelLoadError(
+        f"`{spec}` is not complete in the cache `{cache_dir()}` and HF_HUB_OFFLINE is set. While "
+        f"online: `hfpatch download {spec}`"
+    )
+
+
 def _newest(repo: str) -> str:
     branches = hub_api().list_repo_refs(repo_id=repo, repo_type="kernel").branches
-    versions = [int(b.name[1:]) for b in branches if b.name[:1] == "v" and b.name[1:].isdigit()]
+    found = (HubSpec(repo, b.name).version for b in branches)
+    versions = [v for v in found if v is not None]
     if not versions:
         raise KernelLoadError(
             f"`{repo}` has no version branch (v1, v2, …); name a commit: "
