@@ -110,6 +110,12 @@ def plan_publication(
             f"`--version {version}`: `build.toml` says {project.version}, which is written in "
             f"every build; set `version = {match[1]}` there and build again"
         )
+    branch = project.toml["general"].get("hub", {}).get("branch", f"v{project.version}")
+    if branch != f"v{project.version}":
+        raise ProjectError(
+            f"`{project.root / 'build.toml'}` says `branch = {branch!r}`, where nobody looks for a "
+            f"version; this publishes to `v{project.version}`: remove the line"
+        )
     variants = project.variants()
     if not variants:
         raise ProjectError(
@@ -188,7 +194,8 @@ def _commit(
         if file.size > 100_000 or file.path.endswith(".so"):
             say(f"sending {file.path} ({file.size:,} bytes)")
             api.preupload_lfs_files(plan.repo_id, [addition], **where)
-    say(f"committing {len(files)} files to {branch}" + (f", {len(stale)} removed" if stale else ""))
+    count = f"{len(files)} file" + "s" * (len(files) != 1)
+    say(f"committing {count} to {branch}" + (f", {len(stale)} removed" if stale else ""))
     api.create_commit(
         plan.repo_id,
         [*additions, *(CommitOperationDelete(p) for p in stale)],
