@@ -2,9 +2,13 @@
 # All that needs a GPU, in one command: kernels built for it, tests, benchmarks, compute-sanitizer.
 #
 #   tests/gpu/all.sh OUT                everything (about 40 minutes on an H100)
-#   tests/gpu/all.sh OUT tests models   these steps only: build, tests, models, ops, sanitize
+#   tests/gpu/all.sh OUT tests models   these steps only: build, tests, hub, models, ops, sanitize
 #
-# OUT gets build.log, tests.log, failures.txt (written as tests fail, so that a run that is cut off
+# The step `hub` builds our kernels and a scaffold as kernel projects, publishes the kernels to a Hub
+# on the loopback interface, and runs the tests with what `kernels.get_kernel` downloads from it.
+#
+# OUT gets build.log, tests.log, hub.log, failures.txt (written as tests fail, so that a run that is
+# cut off
 # keeps them), ops-*.json, host-*.json, models.json, sanitize.log.
 #
 # PYTHON        the interpreter with torch and hfpatch's requirements
@@ -20,7 +24,7 @@ if [ $# -lt 1 ]; then
 fi
 out=$1
 shift
-steps=${*:-build tests models ops sanitize}
+steps=${*:-build tests hub models ops sanitize}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=
@@ -43,6 +47,11 @@ for step in $steps; do
       --failures "$out/failures.txt" ${PYTEST_ARGS:-}
     tail -n 3 "$out/tests.log"
     ;;
+  hub)
+    run hub hub.log "$python" -m pytest tests/hub/test_own_kernels.py tests/hub/test_kernel_new.py \
+      -q -n 2 -p no:cacheprovider
+    tail -n 3 "$out/hub.log"
+    ;;
   models)
     eval "set -- ${MODELS_ARGS:-}"
     run models models.log "$python" benchmarks/models.py --output "$out/models.json" "$@"
@@ -53,7 +62,7 @@ for step in $steps; do
     ;;
   sanitize) PYTHON=$python run sanitize sanitize.log tests/gpu/sanitize.sh ;;
   *)
-    echo "all.sh: expected build, tests, models, ops or sanitize, got \`$step\`" >&2
+    echo "all.sh: expected build, tests, hub, models, ops or sanitize, got \`$step\`" >&2
     exit 2
     ;;
   esac
