@@ -52,6 +52,12 @@ def kernel_of(package: HubPackage, op: str) -> Kernel:
 def _kernel_of(package: HubPackage, op: str) -> Kernel:
     spec = package.spec
     if package.name == OWN:
+        found = params_of(package.module, op)
+        if found is not None and not same_signature(op, found):
+            raise KernelLoadError(
+                f"Hub kernel `{spec}` is built from another version of hfpatch: it "
+                f"{_other_signature(op, found)}; take another version of either"
+            )
         devices = package.devices | {"cpu"}  # its CUDA build serves the CPU too
         return KernelPackage(
             package.module, str(spec), package.version, devices, package.archs
@@ -104,16 +110,20 @@ def _why_not(package: HubPackage, adapter: Adapter | None, op: str) -> str:
         served = ", ".join(f"`{row.op}`" for row in adapter.rows)
         return f"serves no `{op}`; it serves {served}"
     found = params_of(package.module, op)
-    expected = ", ".join(inspect.signature(OPS[op].reference).parameters)
     if found is None:
         return (
             f"exports no `{op}`; it has: {', '.join(_functions(package.module)) or 'none'}. "
             f"`hfpatch inspect {package.spec}` says what it could serve"
         )
     return (
-        f"has `{op}({', '.join(found)})`, expected `{op}({expected})`: wrap it and register the "
-        "wrapper with `hfpatch.register(op=..., kernel=..., name=...)`"
+        f"{_other_signature(op, found)}: wrap it and register the wrapper with "
+        "`hfpatch.register(op=..., kernel=..., name=...)`"
     )
+
+
+def _other_signature(op: str, found: tuple[str, ...]) -> str:
+    expected = ", ".join(inspect.signature(OPS[op].reference).parameters)
+    return f"has `{op}({', '.join(found)})`, expected `{op}({expected})`"
 
 
 def _functions(module: ModuleType) -> list[str]:

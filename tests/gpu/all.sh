@@ -8,8 +8,7 @@
 # on the loopback interface, and runs the tests with what `kernels.get_kernel` downloads from it.
 #
 # OUT gets build.log, tests.log, hub.log, failures.txt (written as tests fail, so that a run that is
-# cut off
-# keeps them), ops-*.json, host-*.json, models.json, sanitize.log.
+# cut off keeps them), ops-*.json, host-*.json, models.json, sanitize.log.
 #
 # PYTHON        the interpreter with torch and hfpatch's requirements
 # JOBS          processes of tests (default 8)

@@ -179,6 +179,14 @@ def test_attributes_that_raise(toy: HubServer) -> None:
     assert skip.kind == "unavailable" and "lazy silu" in skip.reason
 
 
+def test_our_own_name_is_no_passport(toy: HubServer) -> None:
+    """Another version's function, or another project's by our name, also without `verify`."""
+    toy.put("toy/kernel", package("def silu(out, x): pass\n", name="hfpatch-kernels"))
+    for verify in (True, False):
+        (skip,) = apply(verify=verify).skips
+        assert skip.kind == "unavailable" and "expected `silu(x)`" in skip.reason
+
+
 def test_architectures_by_kernels_own_rules() -> None:
     """Also names that nobody knows, which must neither raise nor refuse."""
     from kernels.archs import _supports_cuda_capability
