@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -114,7 +115,9 @@ def install(spec: HubSpec, options: HubOptions, refresh: bool = False) -> DepTre
     except KernelLoadError:
         raise
     except Exception as e:
-        raise KernelLoadError(f"Hub kernel `{spec}` could not be loaded: {reason(e)}") from e
+        local = os.environ.get("LOCAL_KERNELS")
+        seen = "" if local is None else f", with LOCAL_KERNELS={local!r},"
+        raise KernelLoadError(f"Hub kernel `{spec}`{seen} could not be loaded: {reason(e)}") from e
     return installed
 
 

@@ -34,6 +34,8 @@ class HubOptions:
     repos: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, _checked(f.name, getattr(self, f.name)))
         for repo in self.repos:
             HubSpec.parse(repo, self.allow_branches)
 
@@ -57,7 +59,7 @@ class HubOptions:
             raise ValueError(
                 f"`hub` has no option {unknown[0]!r}; the options are: {', '.join(names)}"
             )
-        return replace(defaults, **{name: _checked(name, v) for name, v in value.items()})
+        return replace(defaults, **value)
 
     def trusts(self, spec: HubSpec) -> bool:
         """Whether the user vouches for this repository."""

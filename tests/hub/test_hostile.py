@@ -187,6 +187,16 @@ def test_our_own_name_is_no_passport(toy: HubServer) -> None:
         assert skip.kind == "unavailable" and "expected `silu(x)`" in skip.reason
 
 
+@pytest.mark.parametrize("value", ["nonsense", "toy/kernel=/nonexistent", "toy/kernel="])
+def test_local_kernels_that_are_none(
+    value: str, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_KERNELS", value)
+    with hub.quiet():
+        (skip,) = apply().skips
+    assert f"with LOCAL_KERNELS='{value}', could not be loaded" in skip.reason
+
+
 def test_architectures_by_kernels_own_rules() -> None:
     """Also names that nobody knows, which must neither raise nor refuse."""
     from kernels.archs import _supports_cuda_capability
@@ -298,6 +308,8 @@ def test_the_place_of_a_wrong_choice_is_named(
 def test_wrong_options(options: dict[str, object], message: str, hub: HubServer) -> None:
     with hub.quiet(), pytest.raises((TypeError, ValueError), match=message):
         apply(hub=options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        HubOptions(**options)  # type: ignore[arg-type]
     assert HubOptions.of({"repos": ["toy/kernel@x"], "allow_branches": True}).repos
 
 
