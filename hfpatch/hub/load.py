@@ -124,6 +124,14 @@ def install(spec: HubSpec, options: HubOptions, refresh: bool = False) -> DepTre
 def _load(spec: HubSpec, options: HubOptions) -> HubPackage:
     tree = install(spec, options)
     path, metadata = variant_folder(tree.location), tree.location.metadata
+    for node in _nodes(tree):
+        name = node.location.metadata.id
+        if _is_a_module(name):
+            raise KernelIntegrityError(
+                f"`{spec}`: the `id` of `{node.location.metadata.name}` is {name!r}, which is a "
+                "module's that is here already, or no name of one; nothing was imported. Tell its "
+                "publisher"
+            )
     try:
         with _no_bytecode():
             module = tree.load()
@@ -172,6 +180,17 @@ def check_variant(variant: Path, pinned: PinnedResolver) -> None:
             verify.check_lock(variant, pinned.lock.of(spec).variants, pinned.lock.path)
     except KernelIntegrityError as e:
         raise KernelIntegrityError(f"`{spec}`: {e}") from e
+
+
+def _is_a_module(name: str) -> bool:
+    """Whether `import name` finds something, apart from kernels that were loaded; or never could.
+
+    `kernels` imports a package under the name that its metadata say, whatever has it.
+    """
+    if not name.isidentifier() or name == "__main__":
+        return True
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return any(find(name, None) is not None for find in finders if find is not None)
 
 
 @contextmanager

@@ -197,6 +197,18 @@ def test_local_kernels_that_are_none(
     assert f"with LOCAL_KERNELS='{value}', could not be loaded" in skip.reason
 
 
+@pytest.mark.parametrize("name", ["torch", "json", "sys", "__main__", "hfpatch", "a.b", "", "x-y"])
+def test_the_name_of_a_module_that_is_here(name: str, toy: HubServer) -> None:
+    """`kernels` would put the package in its place, for the whole process."""
+    before = sys.modules.get(name)
+    toy.put("toy/kernel", package(DEADLY, id=name))
+    (skip,) = apply().skips
+    assert "which is a module's that is here already" in skip.reason
+    with pytest.raises(KernelIntegrityError):
+        apply(strict=True)
+    assert sys.modules.get(name) is before
+
+
 def test_architectures_by_kernels_own_rules() -> None:
     """Also names that nobody knows, which must neither raise nor refuse."""
     from kernels.archs import _supports_cuda_capability
