@@ -619,7 +619,9 @@ def _contract(
 ) -> tuple[Contract, dict[str, probe.Proof | probe.Refusal]]:
     ops = _ops(module, family, subject, devices, settings)
     kernels = tuple(
+        # another project's may not do, and then what follows it counts
         (op, k.source, k.version, settings.sources.explicit(op))
+        + (settings.sources.order(op) if k.adapted else ())
         if (k := settings.sources.kernel(op)) is not None
         else (op, settings.sources.missing(op))
         for op in OPS

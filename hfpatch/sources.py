@@ -313,6 +313,7 @@ class Sources:
     notes: list[str] = field(default_factory=list)
     _kernels: dict[tuple[str, bool], Kernel | None] = field(default_factory=dict)
     _missing: dict[tuple[str, bool], str] = field(default_factory=dict)
+    _after: dict[tuple[str, str], Kernel | None] = field(default_factory=dict)
     _packages: dict[str, HubPackage | KernelLoadError] = field(default_factory=dict)
 
     @classmethod
@@ -351,50 +352,62 @@ class Sources:
         self.kernel(op, block)
         return self._missing.get((op, block))
 
+    def after(self, op: str, kernel: Kernel) -> Kernel | None:
+        """The kernel that follows in the order of preference, for what `kernel` cannot take."""
+        key = (op, kernel.source)
+        if key not in self._after:
+            names = [_name(source) for source in self.order(op)]
+            start = names.index(kernel.source) + 1 if kernel.source in names else len(names)
+            self._after[key] = self._first(op, start, False, [])
+        return self._after[key]
+
+    def pass_over(self, op: str, kernel: Kernel, why: str) -> None:
+        """Note why `kernel` is not used where it was preferred, and what is."""
+        following = self.after(op, kernel)
+        self._note(_sentences(why, _follows(None if following is None else following.source)))
+
+    def order(self, op: str) -> tuple[Source, ...]:
+        """What is tried for `op`, in order; "hub" as the repositories that it stands for."""
+        found: list[Source] = []
+        for source in self.choices.of(op) or ():
+            if source == "hub":
+                from hfpatch.hub.kernel import served_by_the_hub
+
+                found += served_by_the_hub(op, self.hub)
+            else:
+                found.append(source)
+        return tuple(found)
+
     def _resolve(self, op: str, block: bool) -> Kernel | None:
-        sources = self.choices.of(op)
-        if sources is None:
+        if self.choices.of(op) is None:
             return None
         failures: list[str] = []
-        pass_over = block and not self.explicit(op)
-        for source in sources:
-            for candidate in self._candidates(op, source):
-                if pass_over and _has_adapter(candidate):
-                    continue
-                try:
-                    kernel = self._load(op, candidate)
-                except KernelLoadError as e:
-                    if self.strict:
-                        raise
-                    failures.append(str(e))
-                    said = str(e) if str(e).endswith(".") else f"{e}."
-                    self._note(f"{said} {self._follows(op, sources, source, candidate)}")
-                    continue
-                if not (pass_over and kernel.accepts is not None):
-                    return kernel
-        self._missing[op, block] = (
-            failures[-1] if failures else f"no source that was named has `{op}`"
-        )
+        kernel = self._first(op, 0, block and not self.explicit(op), failures)
+        if kernel is None:
+            why = failures[-1] if failures else f"no source that was named has `{op}`"
+            self._missing[op, block] = why
+        return kernel
+
+    def _first(
+        self, op: str, start: int, pass_others_over: bool, failures: list[str]
+    ) -> Kernel | None:
+        """The first kernel from a place in the order on; failures to load are noted."""
+        order = self.order(op)
+        for i, source in enumerate(order[start:], start + 1):
+            if pass_others_over and _has_adapter(source):
+                continue
+            try:
+                kernel = self._load(op, source)
+            except KernelLoadError as e:
+                if self.strict:
+                    raise
+                failures.append(str(e))
+                following = _name(order[i]) if i < len(order) else None
+                self._note(_sentences(str(e), _follows(following)))
+                continue
+            if not (pass_others_over and kernel.accepts is not None):
+                return kernel
         return None
-
-    def _candidates(self, op: str, source: Source) -> tuple[Source, ...]:
-        if source != "hub":
-            return (source,)
-        from hfpatch.hub.kernel import served_by_the_hub
-
-        return served_by_the_hub(op, self.hub)
-
-    def _follows(
-        self, op: str, sources: tuple[Source, ...], source: Source, candidate: Source
-    ) -> str:
-        """What is tried after a failure, as a sentence."""
-        rest = self._candidates(op, source)
-        rest = rest[rest.index(candidate) + 1 :] + sources[sources.index(source) + 1 :]
-        if not rest:
-            return "The modules stay as they are."
-        if rest[0] == "torch":
-            return "Using torch's own operators instead."
-        return f"Trying `{rest[0]}` instead."
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -402,8 +415,7 @@ class Sources:
 
     def _load(self, op: str, source: Source) -> Kernel:
         if not isinstance(source, str):
-            name = getattr(source, "__name__", "function")
-            return Kernel(op, source, name, f"#{id(source)}", differentiable=False)
+            return Kernel(op, source, _name(source), f"#{id(source)}", differentiable=False)
         if source == "torch":
             return torch_kernel(op)
         if source == "local":
@@ -421,6 +433,24 @@ class Sources:
         if isinstance(package, KernelLoadError):
             raise package
         return kernel_of(package, op)
+
+
+def _name(source: Source) -> str:
+    """What reports call a source: `Kernel.source` of what is loaded from it."""
+    return source if isinstance(source, str) else getattr(source, "__name__", "function")
+
+
+def _follows(source: str | None) -> str:
+    """What is tried after a failure, as a sentence."""
+    if source is None:
+        return "The modules stay as they are."
+    if source == "torch":
+        return "Using torch's own operators instead."
+    return f"Trying `{source}` instead."
+
+
+def _sentences(first: str, second: str) -> str:
+    return f"{first} {second}" if first.endswith(".") else f"{first}. {second}"
 
 
 def _has_adapter(source: Source) -> bool:
