@@ -146,7 +146,7 @@ def publish(
 
     Args:
         plan: what to publish.
-        private: of a repository that does not exist yet.
+        private: of a repository that does not exist yet; False: as its owner's settings say.
         say: told what is being done.
 
     Raises:
@@ -156,7 +156,7 @@ def publish(
 
     api = HfApi(endpoint=constants.ENDPOINT, library_name="hfpatch")
     with _explained(plan.repo_id):
-        api.create_repo(plan.repo_id, repo_type="kernel", private=private, exist_ok=True)
+        api.create_repo(plan.repo_id, repo_type="kernel", private=private or None, exist_ok=True)
         refs = api.list_repo_refs(plan.repo_id, repo_type="kernel")
         heads = {b.name: b.target_commit for b in refs.branches}
         new = plan.branch not in heads
