@@ -7,6 +7,8 @@ was found to be trusted when this was downloaded.
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +48,19 @@ class CachedRepo:
         except (OSError, ValueError):
             return None
         return commit if is_commit(commit) else None  # it becomes a part of a path
+
+    def remember(self, ref: str, commit: str) -> None:
+        """Note which commit a version or branch is from now on, where huggingface_hub looks too."""
+        if self.commit_of(ref) == commit:
+            return
+        path = self.folder / "refs" / ref
+        new = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(commit)
+            os.replace(new, path)  # whole, whoever reads it now
+        except OSError:
+            return  # a cache that is read-only: it is asked again
 
     def refs(self) -> list[str]:
         """The versions and branches that were downloaded."""

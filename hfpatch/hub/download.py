@@ -113,6 +113,7 @@ def _every_variant(spec: HubSpec, options: HubOptions) -> tuple[str, set[str]]:
             metadata = Metadata.read_from_file(variant / "metadata.json")
             todo += [spec_of(d) for d in metadata.kernel_depends]
             names |= {variant.name} if one == spec else set()
+    resolver.remember()
     return commits[spec], names
 
 

@@ -19,7 +19,7 @@ from hfpatch.hub.cache import CachedRepo, cache_dir, offline
 from hfpatch.hub.explain import reason
 from hfpatch.hub.kernel import OWN
 from hfpatch.hub.patience import impatient
-from hfpatch.hub.resolver import hub_api
+from hfpatch.hub.resolver import hub_api, newest_commit
 from hfpatch.hub.spec import HubSpec
 from hfpatch.ops import OPS
 
@@ -121,11 +121,7 @@ def _inspect_hub(spec: HubSpec | str) -> Inspection:
     api = hub_api()
     if isinstance(spec, str):
         spec = HubSpec(spec, _newest(spec))
-    commit = str(
-        api.resolve_revision(
-            spec.repo, repo_type="kernel", revision=spec.ref, cache_dir=cache_dir()
-        ).resolved
-    )
+    commit = spec.commit or newest_commit(api, spec)
     _, trace = resolve_variants(get_variants(api, repo_id=spec.repo, revision=commit))
     if not trace:
         raise KernelLoadError(f"`{spec}` has no build variants")

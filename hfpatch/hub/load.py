@@ -112,6 +112,7 @@ def install(spec: HubSpec, options: HubOptions, refresh: bool = False) -> DepTre
             installed = tree.install(api=api)
         for node in _nodes(installed):
             check_variant(variant_folder(node.location), pinned)
+        pinned.remember()
     except KernelLoadError:
         raise
     except Exception as e:

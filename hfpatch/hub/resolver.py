@@ -17,7 +17,7 @@ from hfpatch.hub.cache import CachedRepo, cache_dir, offline
 from hfpatch.hub.explain import reason
 from hfpatch.hub.lock import LockFile
 from hfpatch.hub.options import HubOptions
-from hfpatch.hub.spec import HubSpec
+from hfpatch.hub.spec import HubSpec, is_commit
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -36,6 +36,18 @@ def hub_api() -> HfApi:
     api: HfApi = _get_hf_api()
     api.user_agent = api.user_agent or None
     return api
+
+
+def newest_commit(api: HfApi, spec: HubSpec) -> str:
+    """What a version or branch is now on the Hub.
+
+    huggingface_hub's `resolve_revision` would answer with what was cached where the Hub does not
+    answer, and would move what the cache takes the version for before anything is downloaded.
+    """
+    commit = api.kernel_info(spec.repo, revision=spec.ref).sha
+    if commit is None or not is_commit(commit):
+        raise KernelLoadError(f"the Hub names {commit!r} as the commit of `{spec}`, which is none")
+    return commit
 
 
 def spec_of(kernel: KernelDependency) -> HubSpec:
@@ -70,11 +82,13 @@ class PinnedResolver:
         options: on what terms.
         refresh: ask the Hub what a version is now, even if the cache knows what it was.
         specs: what was resolved, by variant folder, for the checks that follow.
+        asked: what the Hub said that versions are; see `remember`.
     """
 
     options: HubOptions
     refresh: bool = False
     specs: dict[tuple[str, str], HubSpec] = field(default_factory=dict)
+    asked: dict[HubSpec, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         path = self.options.lockfile
@@ -123,10 +137,16 @@ class PinnedResolver:
                 f"`{spec}` was never downloaded to `{cache_dir()}` and HF_HUB_OFFLINE is set. "
                 f"While online: `hfpatch download {spec}`"
             )
-        resolved = api.resolve_revision(
-            spec.repo, repo_type="kernel", revision=spec.ref, cache_dir=cache_dir()
-        )
-        return str(resolved.resolved)
+        commit = self.asked[spec] = newest_commit(api, spec)
+        return commit
+
+    def remember(self) -> None:
+        """Once all is here and verified, let versions mean what the Hub said they are.
+
+        Not before: a download that breaks off leaves what was there in use.
+        """
+        for spec, commit in self.asked.items():
+            CachedRepo(spec.repo).remember(spec.ref, commit)
 
     def require_trust(self, api: HfApi, spec: HubSpec) -> None:
         """Trusted by the user, or as a publisher that the Hub trusts.

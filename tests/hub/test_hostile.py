@@ -403,6 +403,43 @@ def test_all_variants_are_verified(toy: HubServer) -> None:
         download(spec, HubOptions(require_signed=True), all_variants=True)
 
 
+def test_only_a_whole_download_moves_a_version(
+    toy: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a look at the new one, not a lock, not a download that broke off, nor a Hub that is away:
+    the cached commit would be taken for what was asked, or lost while the Hub is not there."""
+    spec, trusted = HubSpec.parse(SPEC), HubOptions(trust_remote_code=True)
+    old = download(spec, HubOptions()).commit
+    new = toy.put("toy/kernel", package(SILU + "\n# new\n"))
+
+    def used() -> str:
+        with toy.quiet():
+            (swap,) = apply().swaps
+        return swap.version.split(":")[0]
+
+    assert inspect_hub(spec).commit == new and used() == old[:12]
+    lock([spec], HubOptions(), tmp_path / "hfpatch.lock")
+    assert used() == old[:12]
+    new = toy.put("toy/kernel", package(SILU + "\n# newer\n"))
+    toy.fail("GET", "/resolve/.*__init__.py", Status(403))
+    with pytest.raises(KernelLoadError, match="403"):
+        download(spec, HubOptions())
+    assert used() == old[:12]
+    toy.heal()
+    toy.fail("GET", "/revision/v1", Status(403))
+    with pytest.raises(KernelLoadError, match="403"):
+        download(spec, trusted)
+    toy.heal()
+    with monkeypatch.context() as away:
+        away.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+        with pytest.raises(KernelLoadError, match="Connection refused"):
+            download(spec, trusted)
+    assert used() == old[:12]
+    assert download(spec, HubOptions()).previous == old and used() == new[:12]
+    for odd in (Path("refs/v1.tmp"), Path("refs/heads")):
+        assert not list(Path(constants.HF_HUB_CACHE).glob(f"kernels--toy--kernel/{odd}*"))
+
+
 def test_refreshing_needs_a_network(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = HubSpec.parse(SPEC)
     download(spec, HubOptions())
