@@ -315,6 +315,7 @@ class Sources:
     _missing: dict[tuple[str, bool], str] = field(default_factory=dict)
     _after: dict[tuple[str, str], Kernel | None] = field(default_factory=dict)
     _packages: dict[str, HubPackage | KernelLoadError] = field(default_factory=dict)
+    _unreached: str = ""
 
     @classmethod
     def parse(cls, kernels: Any, strict: bool, hub: Any = None) -> Sources:
@@ -422,17 +423,33 @@ class Sources:
             return local_package().kernel(op)
         if f"{op}:{source}" in _registered:
             return _registered[f"{op}:{source}"]
-        from hfpatch.hub.kernel import hub_package, kernel_of
+        from hfpatch.hub.kernel import kernel_of
+
+        return kernel_of(self._package(source), op)
+
+    def _package(self, source: str) -> HubPackage:
+        from hfpatch.hub.cache import CachedRepo
+        from hfpatch.hub.explain import unreached
+        from hfpatch.hub.kernel import hub_package
 
         if source not in self._packages:
+            spec = HubSpec.parse(source, self.hub.allow_branches)
+            here = spec.commit or CachedRepo(spec.repo).commit_of(spec.ref) or self.hub.lockfile
             try:
+                if self._unreached and not here:  # a Hub that is away is waited for once
+                    raise KernelLoadError(
+                        f"Hub kernel `{source}` is not in the cache, and the Hub gave no answer "
+                        f"about `{self._unreached}`"
+                    )
                 self._packages[source] = hub_package(source, self.hub)
             except KernelLoadError as e:
                 self._packages[source] = e
+                if unreached(e):
+                    self._unreached = source
         package = self._packages[source]
         if isinstance(package, KernelLoadError):
             raise package
-        return kernel_of(package, op)
+        return package
 
 
 def _name(source: Source) -> str:

@@ -25,6 +25,20 @@ def reason(e: BaseException) -> str:
     return f"{said} ({type(root).__name__}: {_line(root)})"
 
 
+def unreached(e: BaseException) -> bool:
+    """Whether an error, or one that led to it, is that the Hub gave no answer at all."""
+    from huggingface_hub import errors
+
+    # its HTTP client's, whichever that is
+    client: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    chain: list[BaseException] = [e]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    if any(isinstance(error, errors.HfHubHTTPError) for error in chain):
+        return False
+    return any(isinstance(error, client | ConnectionError | TimeoutError) for error in chain)
+
+
 def _line(e: BaseException) -> str:
     return " ".join(_MORE.sub("", str(e)).split())
 

@@ -142,6 +142,22 @@ def test_timeout(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_kernel()
 
 
+def test_a_hub_that_is_away_is_waited_for_once(
+    toy: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each repository of a list would cost a timeout; what is cached is used all the same."""
+    expect_kernel()
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    toy.fail("GET", "/api/", Hang(60))
+    m = nn.Sequential(nn.SiLU()).requires_grad_(False)
+    before = len(toy.requests)
+    report = hfpatch.apply(m, kernels="hub", hub={"repos": ["a/b@v1", "c/d@v1", SPEC]})
+    assert [s.source for s in report.swaps] == [SPEC] and len(toy.requests) == before + 1
+    first, second = report.notes
+    assert "timed out" in first
+    assert "`c/d@v1` is not in the cache, and the Hub gave no answer about `a/b@v1`" in second
+
+
 def test_threads_leave_the_shared_client_as_it_was() -> None:
     """`impatient` blocks that overlap: each takes its own hook out, in any order."""
     client = huggingface_hub.get_session()
