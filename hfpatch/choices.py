@@ -106,20 +106,18 @@ def parse_variable(text: str) -> Any:
     """The value of HFPATCH_KERNELS as a `kernels=` argument.
 
     "hub,local,torch" is an order of preference; "rms_norm=org/name@v1;*=local,torch" goes by op.
-    One source without a comma is a named one; "none" switches an op off.
+    One source without a comma is a named one; "none" switches an op off, alone every op.
 
     Raises:
         ValueError: an entry is neither.
     """
     if "=" not in text:
-        return _variable_choice(text)
+        return {EVERY_OP: _variable_choice(text)}
     choices = {}
     for entry in filter(None, (e.strip() for e in text.split(";"))):
         op, equals, value = entry.partition("=")
         if not equals:
-            raise ValueError(
-                f"HFPATCH_KERNELS: expected `op=source` in {entry!r}, entries separated by `;`"
-            )
+            raise ValueError(f"expected `op=source` in {entry!r}, entries separated by `;`")
         choices[op.strip()] = _variable_choice(value)
     return choices
 
@@ -127,7 +125,7 @@ def parse_variable(text: str) -> Any:
 def _variable_choice(text: str) -> Any:
     names = [n.strip() for n in text.split(",") if n.strip()]
     if not names:
-        raise ValueError(f"HFPATCH_KERNELS: expected sources separated by `,`, got {text!r}")
+        raise ValueError(f"expected sources separated by `,`, got {text!r}")
     if names == ["none"]:
         return None
     return names if "," in text else names[0]

@@ -220,7 +220,8 @@ def _run(model: Any, inputs: dict[str, Any] | None) -> Any:
 
 def _title(model: str) -> str:
     path = Path(model)
-    return path.parent.name if path.name in ("config.json", "model_index.json") else model
+    named = path.name in ("config.json", "model_index.json")
+    return path.resolve().parent.name if named else model
 
 
 def _config_file(model: str, subfolder: str | None, name: str) -> dict[str, Any] | None:
@@ -289,7 +290,7 @@ def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any
     cls = getattr(transformers, names[0], None) if names else None
     if cls is None:
         raise ValueError(f"`architectures` {names} names no class of this transformers version")
-    if args.trust_remote_code:
+    if args.trust_remote_code and "auto_map" in config:  # its own code; without it, for kernels
         raise ValueError("--trust-remote-code works with weights only: apply-check MODEL")
     with torch.device(device):
         return cls(cls.config_class.from_dict(config)).to(dtype)

@@ -27,10 +27,17 @@ _HUB_KEYS = ("repos", "lockfile", "require-signed", "allow-branches")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds where the arguments of `apply` say nothing."""
+    """What holds where the arguments of `apply` say nothing.
+
+    Attributes:
+        kernels: as the argument; None if neither the environment nor the file says.
+        hub: as the argument.
+        origin: where `kernels` was read, for messages.
+    """
 
     kernels: Any = None
     hub: HubOptions = field(default_factory=HubOptions)
+    origin: str = ""
 
 
 def read_defaults() -> Defaults:
@@ -42,7 +49,12 @@ def read_defaults() -> Defaults:
     path = config_file()
     found = Defaults() if path is None else _from_file(path)
     variable = os.environ.get("HFPATCH_KERNELS", "").strip()
-    return Defaults(parse_variable(variable), found.hub) if variable else found
+    if not variable:
+        return found
+    try:
+        return Defaults(parse_variable(variable), found.hub, "HFPATCH_KERNELS")
+    except ValueError as e:
+        raise ValueError(f"HFPATCH_KERNELS: {e}") from e
 
 
 def config_file() -> Path | None:
@@ -63,9 +75,16 @@ def config_file() -> Path | None:
         if (folder / "hfpatch.toml").is_file():
             return folder / "hfpatch.toml"
         project = folder / "pyproject.toml"
-        if project.is_file() and "hfpatch" in _toml(project).get("tool", {}):
+        if project.is_file() and "hfpatch" in _table(_toml(project), "tool", project):
             return project
     return None
+
+
+def _table(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    value = data.get(key, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"`{path}`: `{key}` must be a table, got {value!r}")
+    return value
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -80,11 +99,11 @@ def _toml(path: Path) -> dict[str, Any]:
 def _from_file(path: Path) -> Defaults:
     data = _toml(path)
     if path.name == "pyproject.toml":
-        data = data.get("tool", {}).get("hfpatch", {})
+        data = _table(_table(data, "tool", path), "hfpatch", path)
     unknown = sorted(set(data) - {"kernels", "hub"})
     if unknown:
         raise ValueError(f"`{path}` has no key {unknown[0]!r}: expected `kernels` and `hub`")
-    table = data.get("hub", {})
+    table = _table(data, "hub", path)
     if "trust-remote-code" in table or "trust_remote_code" in table:
         raise ValueError(
             f"`{path}`: `trust_remote_code` is taken from the argument `hub=` alone, so that no "
@@ -99,6 +118,6 @@ def _from_file(path: Path) -> Defaults:
     if isinstance(options.get("lockfile"), str):
         options["lockfile"] = path.parent / options["lockfile"]
     try:
-        return Defaults(data.get("kernels"), HubOptions.of(options))
+        return Defaults(data.get("kernels"), HubOptions.of(options), f"`{path}`")
     except (TypeError, ValueError) as e:
         raise ValueError(f"`{path}`: {e}") from e

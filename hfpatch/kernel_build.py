@@ -428,7 +428,30 @@ def read_project(project: Path) -> dict[str, Any]:
         missing.append("torch.src")
     if missing:
         raise KernelBuildError(f"`{path}` lacks {', '.join(f'`{name}`' for name in missing)}")
+    if wrong := _wrong_types(toml):
+        raise KernelBuildError(f"`{path}`: {wrong}")
     return toml
+
+
+def _wrong_types(toml: dict[str, Any]) -> str | None:
+    """What is not of the type that everything here reads; kernels' parser judges the rest."""
+    general, kernel = toml["general"], toml.get("kernel", {})
+    version = general["version"]
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        return f"`general.version` must be a whole number from 0 up, got {version!r}"
+    if not isinstance(general["backends"], list):
+        return f"`general.backends` must be a list, got {general['backends']!r}"
+    tables = {f"general.{key}": general.get(key, {}) for key in ("hub", "cpu", "cuda")}
+    tables["kernel"] = kernel
+    if isinstance(kernel, dict):
+        tables |= {f"kernel.{name}": section for name, section in kernel.items()}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            return f"`{name}` must be a table, got {table!r}"
+    for name, table in {"torch": toml["torch"], **tables}.items():
+        if not isinstance(table.get("src", []), list):
+            return f"`{name}.src` must be a list of files, got {table['src']!r}"
+    return None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -450,11 +473,25 @@ class _Builder:
                 f"`{backend}`: expected a backend of build.toml "
                 f"({', '.join(self.general['backends'])})"
             )
-        if backend not in self.toml["torch"].get("stable-abi", {}):
+        abi = self.toml["torch"].get("stable-abi", {})
+        #: The stable ABI that it is built for, e.g. "2.11": one for all backends, or one for each.
+        self.abi = str(abi.get(backend, "") if isinstance(abi, dict) else abi)
+        if not re.fullmatch(r"\d\.\d+", self.abi):
             raise KernelBuildError(
                 f'`{project / "build.toml"}`: expected `{backend} = "2.11"` under '
                 "`[torch.stable-abi]`: builds on torch's stable ABI only are made here, others by "
                 "kernel-builder"
+            )
+        name = self.general["name"]
+        if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", name):
+            raise KernelBuildError(
+                f"`general.name` must be of lower-case letters, digits and dashes, got {name!r}"
+            )
+        init = project / "torch-ext" / self.package / "__init__.py"
+        if not init.is_file():
+            raise KernelBuildError(
+                f"`{init}` is not there: the Python package of a kernel called "
+                f"`{name}` is expected in that folder"
             )
         self.cxx = find_cxx()
         self.torch = find_torch()
@@ -483,7 +520,7 @@ class _Builder:
 
     @property
     def variant(self) -> str:
-        abi = self.toml["torch"]["stable-abi"][self.backend].replace(".", "")
+        abi = self.abi.replace(".", "")
         name = f"cu{self.nvcc.version[0]}{self.nvcc.version[1]}" if self.nvcc else self.backend
         machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(
             platform.machine(), platform.machine()
@@ -556,7 +593,7 @@ class _Builder:
         return f"nvcc {name} ({sms[0]}" + (f"…{sms[-1]})" if len(sms) > 1 else ")")
 
     def _target_version(self) -> str:
-        major, minor = self.toml["torch"]["stable-abi"][self.backend].split(".")
+        major, minor = self.abi.split(".")
         return f"-DTORCH_TARGET_VERSION={(int(major) << 56) | (int(minor) << 48):#x}ULL"
 
     def _host_flags(self) -> list[str]:
@@ -733,15 +770,21 @@ class _Builder:
                 "id": self.id,
                 "version": self.general["version"],
                 "license": self.general["license"],
-                "python-depends": self.general.get("python-depends", []),
+                "python-depends": self._depends("python-depends"),
                 "backend": backend,
                 "digest": digest(root),
             }
             metadata |= {k: self.general[k] for k in ("upstream", "source") if k in self.general}
+            if kernel_depends := self._depends("kernel-depends"):
+                metadata["kernel-depends"] = kernel_depends
             _write(root / "metadata.json", json.dumps(metadata, indent=2) + "\n")
             if final.exists():
                 shutil.rmtree(final)
             os.replace(root, final)
+
+    def _depends(self, key: str) -> list[Any]:
+        """What the package needs on every backend, and on this one (`general.cuda`)."""
+        return [*self.general.get(key, []), *self.general.get(self.backend, {}).get(key, [])]
 
     def up_to_date(self, variant: Path) -> bool:
         """Whether `variant` is this very build, undamaged."""
@@ -749,7 +792,9 @@ class _Builder:
             metadata = json.loads((variant / "metadata.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
-        return bool(metadata.get("id") == self.id and metadata.get("digest") == digest(variant))
+        return isinstance(metadata, dict) and bool(
+            metadata.get("id") == self.id and metadata.get("digest") == digest(variant)
+        )
 
     def _first_op(self) -> str:
         """Any operator of the library: `_ops.py` asks whether it is registered."""

@@ -424,6 +424,7 @@ def forget_proofs() -> None:
     """Drop every cached proof; the next `apply` probes afresh."""
     _contracts.clear()
     _blocks.clear()
+    _identified.clear()
 
 
 def _probe_devices(site: Site) -> tuple[str, ...] | probe.Refusal:
@@ -457,7 +458,7 @@ def _prepare(
         return devices
     if isinstance(subject, BlockSubject):
         return _prepare_block(path, module, subject, devices, settings)
-    contract, proofs = _contract(module, family, subject, settings)
+    contract, proofs = _contract(module, family, subject, devices, settings)
     for device in devices:
         if device not in proofs:
             proofs[device] = probe.prove(
@@ -505,12 +506,12 @@ def _prepare_block(
         return probe.Refusal("unsupported", "the fused block has no backward")
     sources = settings.sources
     for op in subject.ops:
-        if (why := sources.missing(op)) is not None:
+        if (why := sources.missing(op, block=True)) is not None:
             return probe.Refusal("unavailable", why)
     kernels = tuple(
         (op, k.source, k.version, sources.explicit(op))
         for op in subject.ops
-        if (k := sources.kernel(op)) is not None
+        if (k := sources.kernel(op, block=True)) is not None
     )
     key = (code_of(module), subject.key, subject.main_combo(), kernels)
     if key not in _blocks:
@@ -588,12 +589,39 @@ def _prepare_custom(
     return Prepared(module, lambda: subject.forward(original, contract), entry, over=over)
 
 
-def _contract(
-    module: nn.Module, family: Family, subject: Subject, settings: Settings
-) -> tuple[Contract, dict[str, probe.Proof | probe.Refusal]]:
+# Which ops a module may be, where that was asked before its kernels.
+_identified: dict[Any, set[str]] = {}
+
+
+def _ops(
+    module: nn.Module,
+    family: Family,
+    subject: Subject,
+    devices: tuple[str, ...],
+    settings: Settings,
+) -> set[str]:
+    """The ops whose kernels are needed: before a download, only those that the module can be."""
     ops = {f.op for f in subject.formulas()}
+    if len(ops) == 1 or not any(settings.sources.remote(op) for op in ops):
+        return ops
+    key = (code_of(module), family.name, subject.key, subject.main_combo(), devices)
+    if key not in _identified:
+        _identified[key] = set().union(*(probe.matching_ops(subject, d) for d in devices))
+    return _identified[key]
+
+
+def _contract(
+    module: nn.Module,
+    family: Family,
+    subject: Subject,
+    devices: tuple[str, ...],
+    settings: Settings,
+) -> tuple[Contract, dict[str, probe.Proof | probe.Refusal]]:
+    ops = _ops(module, family, subject, devices, settings)
     kernels = tuple(
+        # another project's may not do, and then what follows it counts
         (op, k.source, k.version, settings.sources.explicit(op))
+        + (settings.sources.order(op) if k.adapted else ())
         if (k := settings.sources.kernel(op)) is not None
         else (op, settings.sources.missing(op))
         for op in OPS

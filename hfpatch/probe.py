@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,6 +145,21 @@ def prove(
 
     Nothing of the model is touched; no gradient is recorded; torch's random state stays as it was.
     """
+    with _quietly(device):
+        return _prove(subject, sources, torch.device(device), verify, training)
+
+
+def matching_ops(subject: Subject, device: str) -> set[str]:
+    """The ops of the formulas that explain `subject` in fp32; what is asked before a download."""
+    with _quietly(device):
+        trial = _base_trial(subject, torch.device(device))
+        if isinstance(trial, Refusal):
+            return set()
+        return {f.op for f in _matching(subject, trial)[0]}
+
+
+@contextmanager
+def _quietly(device: str) -> Iterator[None]:
     with (
         torch.no_grad(),
         torch.autocast(device, enabled=False),
@@ -151,12 +167,11 @@ def prove(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of the original, about dtypes that the model never uses
-        return _prove(subject, sources, torch.device(device), verify, training)
+        yield
 
 
-def _prove(
-    subject: Subject, sources: Sources, device: torch.device, verify: bool, training: bool
-) -> Proof | Refusal:
+def _base_trial(subject: Subject, device: torch.device) -> _Trial | Refusal:
+    """The original in fp32, which says what it computes."""
     name = type(subject.module).__name__
     base = Combo(torch.float32, torch.float32 if subject.main_combo().param else None)
     try:
@@ -169,37 +184,97 @@ def _prove(
         return Refusal(
             "mismatch", f"`{name}` returns {type(trial.original).__name__}, not a tensor"
         )
+    return trial
 
+
+def _prove(
+    subject: Subject, sources: Sources, device: torch.device, verify: bool, training: bool
+) -> Proof | Refusal:
+    name = type(subject.module).__name__
+    trial = _base_trial(subject, device)
+    if isinstance(trial, Refusal):
+        return trial
     matches, nearest = _matching(subject, trial)
     if not matches:
         return Refusal("mismatch", _explain(name, nearest))
 
-    proof = Proof({}, {}, {}, ())
     trials: dict[Combo, tuple[_Trial, dict[Formula, int]]] = {}
+    dropped: dict[Combo, Refusal] = {}
     for combo in subject.combos():
         tried = _fits(subject, combo, matches, device)
         if isinstance(tried, Refusal):
-            proof.dropped[combo] = tried
+            dropped[combo] = tried
         else:
             trials[combo] = tried
     order = _by_consistency(matches, [fits for _, fits in trials.values()])
-    for combo, (combo_trial, fits) in trials.items():
-        formula = next(f for f in order if f in fits)
+    formulas = {c: next(f for f in order if f in fits) for c, (_, fits) in trials.items()}
+    main = subject.main_combo()
+    chosen = _Chosen(sources)
+    while True:
+        proof = Proof({}, {}, {}, (), dropped=dict(dropped))
+        refusal = _prove_with(
+            subject, trial, {c: (trials[c][0], f) for c, f in formulas.items()}, chosen, device,
+            verify, training, proof,
+        )  # fmt: skip
+        if refusal is None:
+            return proof
+        if main not in formulas or not chosen.pass_over(formulas[main].op, refusal):
+            return refusal
+
+
+@dataclass
+class _Chosen:
+    """The kernel of each op: the preferred one, or one that follows it for this subject."""
+
+    sources: Sources
+    instead: dict[str, Kernel] = field(default_factory=dict)
+
+    def kernel(self, op: str) -> Kernel | None:
+        return self.instead.get(op) or self.sources.kernel(op)
+
+    def pass_over(self, op: str, refusal: Refusal) -> bool:
+        """Take the next in the order of preference, where another project's kernel does not do."""
+        kernel = self.kernel(op)
+        if kernel is None or not kernel.adapted:
+            return False
+        if refusal.kind == "rejected" and self.sources.strict:
+            return False
+        if refusal.kind not in ("rejected", "unsupported", "no gain"):
+            return False
+        following = self.sources.after(op, kernel)
+        if following is None:
+            return False
+        if refusal.kind != "no gain":
+            self.sources.pass_over(op, kernel, refusal.reason)
+        self.instead[op] = following
+        return True
+
+
+def _prove_with(
+    subject: Subject,
+    trial: _Trial,
+    trials: dict[Combo, tuple[_Trial, Formula]],
+    chosen: _Chosen,
+    device: torch.device,
+    verify: bool,
+    training: bool,
+    proof: Proof,
+) -> Refusal | None:
+    """Prove every combination into `proof`, with one choice of kernels, or say why not."""
+    for combo_trial, formula in trials.values():
         outcome = _prove_combo(
-            subject, combo_trial, formula, sources, device, verify, training, proof
+            subject, combo_trial, formula, chosen, device, verify, training, proof
         )
         if outcome is not None:
             if outcome.kind in ("off", "unavailable"):
                 return outcome
-            proof.dropped[combo] = outcome
+            proof.dropped[combo_trial.combo] = outcome
     main = subject.main_combo()
     if main not in proof.computes:
         return proof.dropped.get(main, Refusal("unsupported", f"no kernel for {main}"))
     ops = {f.op for f in proof.formulas.values()}
-    proof.kernels = tuple(k for op in sorted(ops) if (k := sources.kernel(op)) is not None)
-    if gain := _no_gain(subject, trial, proof, sources, device.type):
-        return gain
-    return proof
+    proof.kernels = tuple(k for op in sorted(ops) if (k := chosen.kernel(op)) is not None)
+    return _no_gain(subject, trial, proof, chosen, device.type)
 
 
 def _matching(subject: Subject, trial: _Trial) -> tuple[list[Formula], tuple[Formula, str] | None]:
@@ -292,16 +367,16 @@ def _prove_combo(
     subject: Subject,
     trial: _Trial,
     formula: Formula,
-    sources: Sources,
+    chosen: _Chosen,
     device: torch.device,
     verify: bool,
     training: bool,
     proof: Proof,
 ) -> Refusal | None:
     """Prove one combination into `proof`, or say why not."""
-    kernel = sources.kernel(formula.op)
+    kernel = chosen.kernel(formula.op)
     if kernel is None:
-        if (why := sources.missing(formula.op)) is not None:
+        if (why := chosen.sources.missing(formula.op)) is not None:
             return Refusal("unavailable", why)
         return Refusal("off", f"op `{formula.op}` is switched off by `kernels=`")
     if kernel.accepts is not None and (why := kernel.accepts(formula.params)) is not None:
@@ -378,16 +453,16 @@ def _count(call: Callable[[], Any]) -> list[str]:
 
 
 def _no_gain(
-    subject: Subject, trial: _Trial, proof: Proof, sources: Sources, device: str
+    subject: Subject, trial: _Trial, proof: Proof, chosen: _Chosen, device: str
 ) -> Refusal | None:
     """Refuse a swap that launches as much as the original does, unless measured to be faster."""
     formula = proof.formulas.get(trial.combo)
-    if formula is None or sources.explicit(formula.op):
+    if formula is None or chosen.sources.explicit(formula.op):
         return None
     compute = proof.computes[trial.combo]
     theirs = _count(lambda: subject.run(trial.module, trial.x))
     ours = _count(lambda: compute(trial.module, trial.x))
-    kernel = sources.kernel(formula.op)
+    kernel = chosen.kernel(formula.op)
     assert kernel is not None
     faster = kernel.source != "torch" and not kernel.adapted
     faster = faster and device in OPS[formula.op].beats_single_kernel

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +21,11 @@ from hfpatch.errors import KernelLoadError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
 
+if TYPE_CHECKING:
+    from hfpatch.hub.load import HubPackage
+
 LOCAL_BUILD = Path(__file__).parent / "_kernels"
+_ARCH = re.compile(r"(\d+)\.(\d+)([af]?)(\+PTX)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -264,21 +269,26 @@ def _verified_metadata(path: Path) -> dict[str, Any]:
 
 def unsupported_capability(archs: tuple[str, ...], capability: tuple[int, int]) -> str | None:
     """Why a build for `archs` (e.g. "9.0", "12.1+PTX") cannot run on `capability`, or None."""
-    for arch in archs:
-        number, _, ptx = arch.partition("+")
-        major, minor = (int(part) for part in number.rstrip("af").split("."))
-        if ptx and capability >= (major, minor):
-            return None
-        if number[-1] == "a" and capability == (major, minor):
-            return None
-        if number[-1] != "a" and capability[0] == major and capability[1] >= minor:
-            return None
-    if not archs:
-        return None
+    known = [a for a in map(_arch, archs) if a is not None]
+    if not known or any(runs(capability) for runs in known):
+        return None  # names that are not known say nothing
     return (
         f"the build has no code for compute capability {capability[0]}.{capability[1]}, "
         f"only for {', '.join(archs)}"
     )
+
+
+def _arch(text: str) -> Callable[[tuple[int, int]], bool] | None:
+    """Which capabilities code for "9.0", "9.0a", "10.0f" or "12.1+PTX" runs on; None: unknown."""
+    match = _ARCH.fullmatch(text)
+    if match is None:
+        return None
+    least = int(match[1]), int(match[2])
+    if match[3] == "a":
+        return lambda found: found == least
+    if match[4] and not match[3]:
+        return lambda found: found >= least
+    return lambda found: found[0] == least[0] and found >= least
 
 
 # ------------------------------------------------------------------------------ resolution
@@ -290,78 +300,115 @@ class Sources:
 
     Each op has sources in order of preference, by default ("local", "torch"). One that fails is
     noted in `notes` and the next is tried; under `strict` the failure is raised. Where the list
-    ends without a kernel, `missing` says why.
+    ends without a kernel, `missing` says why. A Hub repository is asked for once, whatever comes of
+    it.
+
+    `block=True` asks for a fused block, which calls kernels of this project's own kind only: of a
+    list, another project's is passed over for the next.
     """
 
     choices: Choices
     strict: bool = False
     hub: HubOptions = field(default_factory=HubOptions)
     notes: list[str] = field(default_factory=list)
-    _kernels: dict[str, Kernel | None] = field(default_factory=dict)
-    _missing: dict[str, str] = field(default_factory=dict)
+    _kernels: dict[tuple[str, bool], Kernel | None] = field(default_factory=dict)
+    _missing: dict[tuple[str, bool], str] = field(default_factory=dict)
+    _after: dict[tuple[str, str], Kernel | None] = field(default_factory=dict)
+    _packages: dict[str, HubPackage | KernelLoadError] = field(default_factory=dict)
+    _unreached: str = ""
 
     @classmethod
     def parse(cls, kernels: Any, strict: bool, hub: Any = None) -> Sources:
         """From the `kernels=` and `hub=` arguments, completed by environment and config file."""
         defaults = read_defaults()
         options = HubOptions.of(hub, defaults.hub)
-        choices = Choices.parse(defaults.kernels if kernels is None else kernels)
-        for op in OPS:
-            for source in choices.of(op) or ():
-                _check_source(op, source, options)
+        try:
+            choices = Choices.parse(defaults.kernels if kernels is None else kernels)
+            for op in OPS:
+                for source in choices.of(op) or ():
+                    _check_source(op, source, options)
+        except (TypeError, ValueError) as e:
+            if kernels is not None or not defaults.origin:
+                raise
+            raise ValueError(f"{defaults.origin}: {e}") from e
         return cls(choices, strict, options)
 
     def explicit(self, op: str) -> bool:
         """Whether the user named one source for `op`: it is used even where it gains nothing."""
         return self.choices.explicit(op)
 
-    def kernel(self, op: str) -> Kernel | None:
+    def remote(self, op: str) -> bool:
+        """Whether a kernel for `op` might have to be downloaded."""
+        sources = self.choices.of(op) or ()
+        return any(isinstance(s, str) and (s == "hub" or "/" in s) for s in sources)
+
+    def kernel(self, op: str, block: bool = False) -> Kernel | None:
         """The kernel for `op`; None if it is switched off (`{op: None}`) or `missing`."""
-        if op not in self._kernels:
-            self._kernels[op] = self._resolve(op)
-        return self._kernels[op]
+        if (op, block) not in self._kernels:
+            self._kernels[op, block] = self._resolve(op, block)
+        return self._kernels[op, block]
 
-    def missing(self, op: str) -> str | None:
+    def missing(self, op: str, block: bool = False) -> str | None:
         """Why no source gave a kernel for `op`; None if one did, or it is switched off."""
-        self.kernel(op)
-        return self._missing.get(op)
+        self.kernel(op, block)
+        return self._missing.get((op, block))
 
-    def _resolve(self, op: str) -> Kernel | None:
-        sources = self.choices.of(op)
-        if sources is None:
+    def after(self, op: str, kernel: Kernel) -> Kernel | None:
+        """The kernel that follows in the order of preference, for what `kernel` cannot take."""
+        key = (op, kernel.source)
+        if key not in self._after:
+            names = [_name(source) for source in self.order(op)]
+            start = names.index(kernel.source) + 1 if kernel.source in names else len(names)
+            self._after[key] = self._first(op, start, False, [])
+        return self._after[key]
+
+    def pass_over(self, op: str, kernel: Kernel, why: str) -> None:
+        """Note why `kernel` is not used where it was preferred, and what is."""
+        following = self.after(op, kernel)
+        self._note(_sentences(why, _follows(None if following is None else following.source)))
+
+    def order(self, op: str) -> tuple[Source, ...]:
+        """What is tried for `op`, in order; "hub" as the repositories that it stands for."""
+        found: list[Source] = []
+        for source in self.choices.of(op) or ():
+            if source == "hub":
+                from hfpatch.hub.kernel import served_by_the_hub
+
+                found += served_by_the_hub(op, self.hub)
+            else:
+                found.append(source)
+        return tuple(found)
+
+    def _resolve(self, op: str, block: bool) -> Kernel | None:
+        if self.choices.of(op) is None:
             return None
         failures: list[str] = []
-        for source in sources:
-            for candidate in self._candidates(op, source):
-                try:
-                    return self._load(op, candidate)
-                except KernelLoadError as e:
-                    if self.strict:
-                        raise
-                    failures.append(str(e))
-                    follows = self._follows(op, sources, source, candidate)
-                    self._note(f"{e} {follows}")
-        self._missing[op] = failures[-1] if failures else f"no source that was named has `{op}`"
+        kernel = self._first(op, 0, block and not self.explicit(op), failures)
+        if kernel is None:
+            why = failures[-1] if failures else f"no source that was named has `{op}`"
+            self._missing[op, block] = why
+        return kernel
+
+    def _first(
+        self, op: str, start: int, pass_others_over: bool, failures: list[str]
+    ) -> Kernel | None:
+        """The first kernel from a place in the order on; failures to load are noted."""
+        order = self.order(op)
+        for i, source in enumerate(order[start:], start + 1):
+            if pass_others_over and _has_adapter(source):
+                continue
+            try:
+                kernel = self._load(op, source)
+            except KernelLoadError as e:
+                if self.strict:
+                    raise
+                failures.append(str(e))
+                following = _name(order[i]) if i < len(order) else None
+                self._note(_sentences(str(e), _follows(following)))
+                continue
+            if not (pass_others_over and kernel.accepts is not None):
+                return kernel
         return None
-
-    def _candidates(self, op: str, source: Source) -> tuple[Source, ...]:
-        if source != "hub":
-            return (source,)
-        from hfpatch.hub.kernel import served_by_the_hub
-
-        return served_by_the_hub(op, self.hub)
-
-    def _follows(
-        self, op: str, sources: tuple[Source, ...], source: Source, candidate: Source
-    ) -> str:
-        """What is tried after a failure, as a sentence."""
-        rest = self._candidates(op, source)
-        rest = rest[rest.index(candidate) + 1 :] + sources[sources.index(source) + 1 :]
-        if not rest:
-            return "The modules stay as they are."
-        if rest[0] == "torch":
-            return "Using torch's own operators instead."
-        return f"Trying `{rest[0]}` instead."
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -369,17 +416,67 @@ class Sources:
 
     def _load(self, op: str, source: Source) -> Kernel:
         if not isinstance(source, str):
-            name = getattr(source, "__name__", "function")
-            return Kernel(op, source, name, f"#{id(source)}", differentiable=False)
+            return Kernel(op, source, _name(source), f"#{id(source)}", differentiable=False)
         if source == "torch":
             return torch_kernel(op)
         if source == "local":
             return local_package().kernel(op)
         if f"{op}:{source}" in _registered:
             return _registered[f"{op}:{source}"]
-        from hfpatch.hub.kernel import hub_kernel
+        from hfpatch.hub.kernel import kernel_of
 
-        return hub_kernel(op, source, self.hub)
+        return kernel_of(self._package(source), op)
+
+    def _package(self, source: str) -> HubPackage:
+        from hfpatch.hub.cache import CachedRepo
+        from hfpatch.hub.explain import unreached
+        from hfpatch.hub.kernel import hub_package
+
+        if source not in self._packages:
+            spec = HubSpec.parse(source, self.hub.allow_branches)
+            here = spec.commit or CachedRepo(spec.repo).commit_of(spec.ref) or self.hub.lockfile
+            try:
+                if self._unreached and not here:  # a Hub that is away is waited for once
+                    raise KernelLoadError(
+                        f"Hub kernel `{source}` is not in the cache, and the Hub gave no answer "
+                        f"about `{self._unreached}`"
+                    )
+                self._packages[source] = hub_package(source, self.hub)
+            except KernelLoadError as e:
+                self._packages[source] = e
+                if unreached(e):
+                    self._unreached = source
+        package = self._packages[source]
+        if isinstance(package, KernelLoadError):
+            raise package
+        return package
+
+
+def _name(source: Source) -> str:
+    """What reports call a source: `Kernel.source` of what is loaded from it."""
+    return source if isinstance(source, str) else getattr(source, "__name__", "function")
+
+
+def _follows(source: str | None) -> str:
+    """What is tried after a failure, as a sentence."""
+    if source is None:
+        return "The modules stay as they are."
+    if source == "torch":
+        return "Using torch's own operators instead."
+    return f"Trying `{source}` instead."
+
+
+def _sentences(first: str, second: str) -> str:
+    return f"{first} {second}" if first.endswith(".") else f"{first}. {second}"
+
+
+def _has_adapter(source: Source) -> bool:
+    """Whether this is a repository of another project, which need not be loaded to know that."""
+    if not (isinstance(source, str) and "/" in source):
+        return False
+    from hfpatch.hub.adapters import ADAPTERS
+
+    return any(source == a.spec for a in ADAPTERS)
 
 
 def _check_source(op: str, source: Source, options: HubOptions) -> None:

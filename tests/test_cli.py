@@ -43,6 +43,19 @@ def test_plan_of_a_config_needs_no_weights(llama: Path, capsys: pytest.CaptureFi
     assert "gated(activation=silu)" in out
 
 
+def test_plan_where_one_is(
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file without a folder still has a name; trust in kernels needs no weights."""
+    monkeypatch.chdir(llama)
+    assert cli.main(["plan", "config.json", "--trust-remote-code", "--kernels", "none"]) == 0
+    assert capsys.readouterr().out.startswith("llama: 0 to swap, ")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "m.M"}}))
+    assert cli.main(["plan", "config.json", "--trust-remote-code"]) == 2
+    assert "works with weights only" in capsys.readouterr().err
+
+
 def test_plan_of_a_large_model_takes_no_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

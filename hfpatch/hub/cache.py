@@ -7,12 +7,16 @@ was found to be trusted when this was downloaded.
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.file_download import repo_folder_name
+
+from hfpatch.hub.spec import is_commit
 
 
 def cache_dir() -> Path:
@@ -40,9 +44,28 @@ class CachedRepo:
     def commit_of(self, ref: str) -> str | None:
         """The commit that a version or branch was when it was downloaded."""
         try:
-            return (self.folder / "refs" / ref).read_text().strip() or None
-        except OSError:
+            commit = (self.folder / "refs" / ref).read_text().strip()
+        except (OSError, ValueError):
             return None
+        return commit if is_commit(commit) else None  # it becomes a part of a path
+
+    def remember(self, ref: str, commit: str) -> None:
+        """Note which commit a version or branch is from now on, where huggingface_hub looks too."""
+        if self.commit_of(ref) == commit:
+            return
+        path = self.folder / "refs" / ref
+        new = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(commit)
+            os.replace(new, path)  # whole, whoever reads it now
+        except OSError:
+            return  # a cache that is read-only: it is asked again
+
+    def refs(self) -> list[str]:
+        """The versions and branches that were downloaded."""
+        folder = self.folder / "refs"
+        return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
     def build(self, commit: str) -> Path:
         """The folder of variants of a commit, which may not be there."""

@@ -77,7 +77,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from hfpatch.hub.spec import HubSpec
 
     name: str = args.kernel
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         found = inspect_local(Path(name))
     else:
         spec = HubSpec.parse(name, allow_branches=True)
@@ -89,6 +89,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _download(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from hfpatch.errors import KernelLoadError
     from hfpatch.hub.download import download
     from hfpatch.hub.lock import FILE
 
@@ -96,11 +97,18 @@ def _download(args: argparse.Namespace) -> int:
     path = options.lockfile or Path(FILE)
     if not args.kernels and path.is_file():  # what is locked, rather than what is newest
         options = replace(options, lockfile=path)
+    failed = 0
     for spec in _specs(args, options, path):
-        done = download(spec, options, args.all_variants)
+        try:
+            done = download(spec, options, args.all_variants)
+        except KernelLoadError as e:  # the others are fetched all the same
+            failed += 1
+            print(f"hfpatch download: {e}", file=sys.stderr)
+            continue
         moved = f" (was {done.previous[:12]})" if done.previous else ""
-        print(f"{spec}: {done.commit[:12] or 'LOCAL_KERNELS'}{moved}, {done.path.name}")
-    return 0
+        which = ", ".join(done.variants) + ("" if done.fits else "; none for this system")
+        print(f"{spec}: {done.commit[:12] or 'LOCAL_KERNELS'}{moved}, {which}")
+    return int(failed > 0)
 
 
 def _lock(args: argparse.Namespace) -> int:
@@ -111,7 +119,8 @@ def _lock(args: argparse.Namespace) -> int:
     path = options.lockfile or Path(FILE)
     locked = lock(_specs(args, options, path), options, path)
     for name, entry in sorted(locked.kernels.items()):
-        print(f"{name}: {entry.commit[:12]}, {len(entry.variants)} variants")
+        count = len(entry.variants)
+        print(f"{name}: {entry.commit[:12]}, {count} variant{'s' * (count != 1)}")
     print(f"wrote {path} and {path.with_name(KERNELS_FILE)}", file=sys.stderr)
     return 0
 

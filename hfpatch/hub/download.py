@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.errors import KernelLoadError
+from hfpatch.errors import KernelLoadError, NoCompatibleVariantError
 from hfpatch.hub.cache import CachedRepo, cache_dir
-from hfpatch.hub.load import install
+from hfpatch.hub.explain import reason
+from hfpatch.hub.load import check_variant, install
 from hfpatch.hub.lock import Locked, LockFile
 from hfpatch.hub.options import HubOptions
 from hfpatch.hub.patience import impatient
-from hfpatch.hub.resolver import PinnedResolver, hub_api, reason, spec_of, variant_folder
+from hfpatch.hub.resolver import PinnedResolver, hub_api, spec_of, variant_folder
 from hfpatch.hub.spec import HubSpec
 from hfpatch.hub.verify import lock_hash
 
@@ -29,13 +30,15 @@ class Downloaded:
         spec: what was asked for.
         commit: what it is; "" for a local build of LOCAL_KERNELS.
         previous: what the cache took it for before, if that was another commit.
-        path: the variant's folder.
+        variants: those that are here: this system's first, or every one.
+        fits: whether there is one for this system.
     """
 
     spec: HubSpec
     commit: str
     previous: str | None
-    path: Path
+    variants: tuple[str, ...]
+    fits: bool = True
 
 
 def download(spec: HubSpec, options: HubOptions, all_variants: bool = False) -> Downloaded:
@@ -44,31 +47,74 @@ def download(spec: HubSpec, options: HubOptions, all_variants: bool = False) -> 
     Args:
         spec: what to fetch. Without a lock file a version is taken as it is now on the Hub.
         options: on what terms.
-        all_variants: fetch the builds for other systems too, for a cache that is shared.
+        all_variants: fetch the builds for other systems too, for a cache that is shared; there
+            need be none for this one.
 
     Raises:
         KernelLoadError: see `hfpatch.hub.load.load`.
     """
-    previous = CachedRepo(spec.repo).commit_of(spec.ref)
-    tree = install(spec, options, refresh=True)
-    path = variant_folder(tree.location)
-    snapshot = path.parent.parent
-    commit = snapshot.name if snapshot.parent.name == "snapshots" else ""
-    if commit and all_variants:
+    cached = CachedRepo(spec.repo)
+    previous = cached.commit_of(spec.ref)
+    path: Path | None = None
+    commit, names = "", set[str]()
+    try:
+        path = variant_folder(install(spec, options, refresh=True).location)
+        snapshot = path.parent.parent
+        if snapshot.parent.name == "snapshots":
+            commit = snapshot.name
+    except NoCompatibleVariantError:
+        if not all_variants:
+            raise
+    if all_variants and (commit or path is None):
         try:
-            hub_api().snapshot_download(
-                spec.repo,
-                repo_type="kernel",
-                revision=commit,
-                allow_patterns="build/*",
-                ignore_patterns=["*.pyc", "**/__pycache__/**"],
-                cache_dir=cache_dir(),
-            )
+            with impatient():
+                commit, names = _every_variant(spec, options)
+        except KernelLoadError:
+            raise
         except Exception as e:
             raise KernelLoadError(
                 f"the other variants of `{spec}` could not be downloaded: {reason(e)}"
             ) from e
-    return Downloaded(spec, commit, previous if previous not in (None, commit) else None, path)
+    here = () if path is None else (path.name,)
+    return Downloaded(
+        spec,
+        commit,
+        previous if previous not in (None, commit) else None,
+        (*here, *sorted(names - {*here})),
+        path is not None,
+    )
+
+
+def _every_variant(spec: HubSpec, options: HubOptions) -> tuple[str, set[str]]:
+    """Fetch and verify every variant of a kernel and of its dependencies; its commit and names."""
+    from kernels import Metadata
+
+    api, resolver = hub_api(), PinnedResolver(options, refresh=True)
+    commits: dict[HubSpec, str] = {}
+    names: set[str] = set()
+    todo = [spec]
+    while todo:
+        one = todo.pop()
+        if one in commits:
+            continue
+        commit = commits[one] = resolver.commit_of(api, one)
+        resolver.require_trust(api, one)
+        resolver.specs[one.repo, commit] = one
+        folder = api.snapshot_download(
+            one.repo,
+            repo_type="kernel",
+            revision=commit,
+            allow_patterns="build/*",
+            ignore_patterns=["*.pyc", "**/__pycache__/**"],
+            cache_dir=cache_dir(),
+        )
+        for variant in sorted(p for p in (Path(str(folder)) / "build").iterdir() if p.is_dir()):
+            check_variant(variant, resolver)
+            metadata = Metadata.read_from_file(variant / "metadata.json")
+            todo += [spec_of(d) for d in metadata.kernel_depends]
+            names |= {variant.name} if one == spec else set()
+    resolver.remember()
+    return commits[spec], names
 
 
 def lock(specs: Iterable[HubSpec], options: HubOptions, path: Path) -> LockFile:
@@ -103,10 +149,19 @@ def lock(specs: Iterable[HubSpec], options: HubOptions, path: Path) -> LockFile:
     return locked
 
 
-def _lock(api: HfApi, spec: HubSpec, resolver: PinnedResolver, found: dict[str, Locked]) -> None:
+def _lock(
+    api: HfApi,
+    spec: HubSpec,
+    resolver: PinnedResolver,
+    found: dict[str, Locked],
+    above: tuple[HubSpec, ...] = (),
+) -> None:
     from kernels import Metadata
     from kernels.variants import get_variants
 
+    if spec in above:
+        circle = " → ".join(f"`{s}`" for s in (*above[above.index(spec) :], spec))
+        raise KernelLoadError(f"{circle}: it depends on itself, so it cannot be loaded")
     if str(spec) in found:
         return
     commit = resolver.commit_of(api, spec)
@@ -133,4 +188,4 @@ def _lock(api: HfApi, spec: HubSpec, resolver: PinnedResolver, found: dict[str, 
             )
         variants[name] = lock_hash(data)
         for dependency in metadata.kernel_depends:
-            _lock(api, spec_of(dependency), resolver, found)
+            _lock(api, spec_of(dependency), resolver, found, (*above, spec))

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.adapters import adapter_for, same_signature
 from hfpatch.hub.adapters.base import Need
-from hfpatch.hub.cache import cache_dir
+from hfpatch.hub.cache import CachedRepo, cache_dir, offline
+from hfpatch.hub.explain import reason
 from hfpatch.hub.kernel import OWN
 from hfpatch.hub.patience import impatient
-from hfpatch.hub.resolver import hub_api, reason
+from hfpatch.hub.resolver import hub_api, newest_commit
 from hfpatch.hub.spec import HubSpec
 from hfpatch.ops import OPS
 
@@ -89,7 +90,12 @@ class Inspection:
             )
         if not (self.ops or self.route or self.candidates):
             lines.append("  none that is known")
-        return "\n".join(lines)
+        return "\n".join(map(_printable, lines))
+
+
+def _printable(line: str) -> str:
+    """A line without the control characters that somebody else's names may hold."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def inspect_hub(spec: HubSpec | str) -> Inspection:
@@ -110,14 +116,12 @@ def inspect_hub(spec: HubSpec | str) -> Inspection:
 def _inspect_hub(spec: HubSpec | str) -> Inspection:
     from kernels.variants import get_variants, resolve_variants
 
+    if offline():
+        return _inspect_cached(spec)
     api = hub_api()
     if isinstance(spec, str):
         spec = HubSpec(spec, _newest(spec))
-    commit = str(
-        api.resolve_revision(
-            spec.repo, repo_type="kernel", revision=spec.ref, cache_dir=cache_dir()
-        ).resolved
-    )
+    commit = spec.commit or newest_commit(api, spec)
     _, trace = resolve_variants(get_variants(api, repo_id=spec.repo, revision=commit))
     if not trace:
         raise KernelLoadError(f"`{spec}` has no build variants")
@@ -132,9 +136,31 @@ def _inspect_hub(spec: HubSpec | str) -> Inspection:
     return _inspect(Path(str(path)) / folder, str(spec), commit, trace)
 
 
+def _inspect_cached(spec: HubSpec | str) -> Inspection:
+    """Inspect what was downloaded; "org/name" alone is its newest version there."""
+    from kernels.variants import get_variants_local, resolve_variants
+
+    repo = CachedRepo(spec if isinstance(spec, str) else spec.repo)
+    if isinstance(spec, str):
+        versions = [s for r in repo.refs() if (s := HubSpec(spec, r)).version is not None]
+        spec = max(versions, key=lambda s: s.version or 0, default=HubSpec(spec, "v1"))
+    commit = spec.commit or repo.commit_of(spec.ref)
+    build = repo.build(commit or "")
+    _, trace = resolve_variants(get_variants_local(build))
+    for decision in trace:  # of the others only the metadata may be here
+        variant = build / decision.variant.variant_str
+        if commit is not None and repo.complete(commit, variant.name):
+            return _inspect(variant, str(spec), commit, trace)
+    raise KernelLoadError(
+        f"`{spec}` is not complete in the cache `{cache_dir()}` and HF_HUB_OFFLINE is set. While "
+        f"online: `hfpatch download {spec}`"
+    )
+
+
 def _newest(repo: str) -> str:
     branches = hub_api().list_repo_refs(repo_id=repo, repo_type="kernel").branches
-    versions = [int(b.name[1:]) for b in branches if b.name[:1] == "v" and b.name[1:].isdigit()]
+    found = (HubSpec(repo, b.name).version for b in branches)
+    versions = [v for v in found if v is not None]
     if not versions:
         raise KernelLoadError(
             f"`{repo}` has no version branch (v1, v2, …); name a commit: "
@@ -156,7 +182,7 @@ def inspect_local(root: Path) -> Inspection:
         raise KernelLoadError(f"`{root}` holds no `build/<variant>/` of a kernel")
     try:
         return _inspect(root / "build" / trace[0].variant.variant_str, str(root), "", trace)
-    except (OSError, ValueError, SyntaxError) as e:
+    except Exception as e:
         raise KernelLoadError(f"`{root}` could not be inspected: {reason(e)}") from e
 
 
@@ -223,42 +249,86 @@ def exports(variant: Path, package: str) -> tuple[_Names, _Names, _Names]:
     """A package's functions, those that it exports, and the layers of its `layers`; each with the
     names of its parameters."""
     root = variant if (variant / "__init__.py").is_file() else variant / package
-    functions, _, names = _module(root, "__init__")
+    reader = _Reader({})
+    functions, _, names = reader.read(root, "__init__")
     public = names if names is not None else {n for n in functions if not n.startswith("_")}
-    _, layers, _ = _module(root, "layers")
+    _, layers, _ = reader.read(root, "layers")
     return functions, {n: p for n, p in functions.items() if n in public}, layers
 
 
-def _module(root: Path, name: str) -> tuple[_Names, _Names, set[str] | None]:
-    """Functions, classes with a `forward`, and `__all__` of a module, imports followed."""
-    file = root / f"{name}.py"
-    if not file.is_file():
-        file, root = root / name / "__init__.py", root / name
-    if not file.is_file():
-        return {}, {}, None
-    functions: _Names = {}
-    classes: _Names = {}
-    named: set[str] | None = None
+@dataclass
+class _Module:
+    """What one file says: its functions, classes with a `forward`, imports and `__all__`."""
+
+    root: Path
+    functions: _Names
+    classes: _Names
+    imports: dict[str, tuple[str, str]]  # name here: module, name there
+    named: set[str] | None
+
+
+@dataclass
+class _Reader:
+    """Reads the modules of a package, each once; they may import each other in circles."""
+
+    parsed: dict[Path, _Module]
+
+    def read(self, root: Path, name: str) -> tuple[_Names, _Names, set[str] | None]:
+        """Functions, classes and `__all__` of a module, imports followed."""
+        module = self._module(root, name)
+        if module is None:
+            return {}, {}, None
+        functions, classes = dict(module.functions), dict(module.classes)
+        for new, (source, original) in module.imports.items():
+            found = self._find(module.root, source, original)
+            if found is not None:
+                (classes if found[0] else functions)[new] = found[1]
+        return functions, classes, module.named
+
+    def _find(self, root: Path, name: str, wanted: str) -> tuple[bool, tuple[str, ...]] | None:
+        """Whether a name is a class, and its parameters; None if no module defines it."""
+        seen: set[tuple[Path, str, str]] = set()
+        while (root, name, wanted) not in seen:
+            seen.add((root, name, wanted))
+            module = self._module(root, name)
+            if module is None:
+                return None
+            for kind, found in enumerate((module.functions, module.classes)):
+                if wanted in found:
+                    return bool(kind), found[wanted]
+            if wanted not in module.imports:
+                return None
+            root, (name, wanted) = module.root, module.imports[wanted]
+        return None
+
+    def _module(self, root: Path, name: str) -> _Module | None:
+        *folders, last = name.split(".")
+        root = root.joinpath(*folders)
+        file = root / f"{last}.py"
+        if not file.is_file():
+            file, root = root / last / "__init__.py", root / last
+        if not file.is_file():
+            return None
+        if file not in self.parsed:
+            self.parsed[file] = _parse(file, root)
+        return self.parsed[file]
+
+
+def _parse(file: Path, root: Path) -> _Module:
+    module = _Module(root, {}, {}, {}, None)
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
-            functions[node.name] = _parameters(node)
+            module.functions[node.name] = _parameters(node)
         elif isinstance(node, ast.ClassDef):
-            forward = [
-                f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward"
-            ]
-            if forward:
-                classes[node.name] = _parameters(forward[0])[1:]
+            for f in node.body:
+                if isinstance(f, ast.FunctionDef) and f.name == "forward":
+                    module.classes[node.name] = _parameters(f)[1:]
         elif isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            theirs, their_classes, _ = _module(root, node.module)
             for alias in node.names:
-                new = alias.asname or alias.name
-                if alias.name in theirs:
-                    functions[new] = theirs[alias.name]
-                if alias.name in their_classes:
-                    classes[new] = their_classes[alias.name]
+                module.imports[alias.asname or alias.name] = (node.module, alias.name)
         elif isinstance(node, ast.Assign):
-            named = _all(node) or named
-    return functions, classes, named
+            module.named = _all(node) or module.named
+    return module
 
 
 def _all(node: ast.Assign) -> set[str] | None:

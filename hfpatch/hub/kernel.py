@@ -9,6 +9,7 @@ from typing import Any
 
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.adapters import Adapter, Row, adapter_for, params_of, repos_for, same_signature
+from hfpatch.hub.explain import reason
 from hfpatch.hub.load import HubPackage, load
 from hfpatch.hub.options import HubOptions
 from hfpatch.hub.spec import HubSpec
@@ -26,9 +27,37 @@ def hub_kernel(op: str, text: str, options: HubOptions) -> Kernel:
         ValueError: the repository is not pinned.
         KernelLoadError: it cannot be had, or serves no such op.
     """
-    spec = HubSpec.parse(text, options.allow_branches)
-    package = load(spec, options)
+    return kernel_of(hub_package(text, options), op)
+
+
+def hub_package(text: str, options: HubOptions) -> HubPackage:
+    """A Hub repository, "org/name@v1", imported; see `hub_kernel`."""
+    return load(HubSpec.parse(text, options.allow_branches), options)
+
+
+def kernel_of(package: HubPackage, op: str) -> Kernel:
+    """The kernel for `op` that a package has.
+
+    Raises:
+        KernelLoadError: it serves no such op.
+    """
+    try:
+        return _kernel_of(package, op)
+    except KernelLoadError:
+        raise
+    except Exception as e:  # of the package's own attributes, which may be anything
+        raise KernelLoadError(f"Hub kernel `{package.spec}` cannot be used: {reason(e)}") from e
+
+
+def _kernel_of(package: HubPackage, op: str) -> Kernel:
+    spec = package.spec
     if package.name == OWN:
+        found = params_of(package.module, op)
+        if found is not None and not same_signature(op, found):
+            raise KernelLoadError(
+                f"Hub kernel `{spec}` is built from another version of hfpatch: it "
+                f"{_other_signature(op, found)}; take another version of either"
+            )
         devices = package.devices | {"cpu"}  # its CUDA build serves the CPU too
         return KernelPackage(
             package.module, str(spec), package.version, devices, package.archs
@@ -50,9 +79,10 @@ def served_by_the_hub(op: str, options: HubOptions) -> tuple[str, ...]:
 def _adapted(package: HubPackage, adapter: Adapter, row: Row) -> Kernel:
     why = row.unmet(lambda name: params_of(package.module, name))
     if why is not None:
+        other = "" if str(package.spec) == adapter.spec else f"take `{adapter.spec}`, or "
         raise KernelLoadError(
             f"Hub kernel `{package.spec}` {why}: hfpatch's adapter for `{row.op}` was written for "
-            f"`{adapter.spec}`; take that version, or register a function of your own "
+            f"`{adapter.spec}` as it was; {other}register a function of your own "
             "(`hfpatch.register`)"
         )
     return _kernel(package, row.op, row.make(package.module), row)
@@ -80,16 +110,20 @@ def _why_not(package: HubPackage, adapter: Adapter | None, op: str) -> str:
         served = ", ".join(f"`{row.op}`" for row in adapter.rows)
         return f"serves no `{op}`; it serves {served}"
     found = params_of(package.module, op)
-    expected = ", ".join(inspect.signature(OPS[op].reference).parameters)
     if found is None:
         return (
             f"exports no `{op}`; it has: {', '.join(_functions(package.module)) or 'none'}. "
             f"`hfpatch inspect {package.spec}` says what it could serve"
         )
     return (
-        f"has `{op}({', '.join(found)})`, expected `{op}({expected})`: wrap it and register the "
-        "wrapper with `hfpatch.register(op=..., kernel=..., name=...)`"
+        f"{_other_signature(op, found)}: wrap it and register the wrapper with "
+        "`hfpatch.register(op=..., kernel=..., name=...)`"
     )
+
+
+def _other_signature(op: str, found: tuple[str, ...]) -> str:
+    expected = ", ".join(inspect.signature(OPS[op].reference).parameters)
+    return f"has `{op}({', '.join(found)})`, expected `{op}({expected})`"
 
 
 def _functions(module: ModuleType) -> list[str]:

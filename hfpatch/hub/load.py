@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -12,15 +13,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.errors import KernelLoadError
+from hfpatch.errors import KernelIntegrityError, KernelLoadError
 from hfpatch.hub import verify
+from hfpatch.hub.explain import reason
 from hfpatch.hub.options import HubOptions
 from hfpatch.hub.patience import impatient
 from hfpatch.hub.resolver import (
     PinnedResolver,
     dependency_of,
     hub_api,
-    reason,
     variant_folder,
 )
 from hfpatch.hub.spec import HubSpec
@@ -110,21 +111,32 @@ def install(spec: HubSpec, options: HubOptions, refresh: bool = False) -> DepTre
             tree.validate_metadata(AllValidator(default_metadata_validators()))
             installed = tree.install(api=api)
         for node in _nodes(installed):
-            _check(variant_folder(node.location), pinned, options)
+            check_variant(variant_folder(node.location), pinned)
+        pinned.remember()
     except KernelLoadError:
         raise
     except Exception as e:
-        raise KernelLoadError(f"Hub kernel `{spec}` could not be loaded: {reason(e)}") from e
+        local = os.environ.get("LOCAL_KERNELS")
+        seen = "" if local is None else f", with LOCAL_KERNELS={local!r},"
+        raise KernelLoadError(f"Hub kernel `{spec}`{seen} could not be loaded: {reason(e)}") from e
     return installed
 
 
 def _load(spec: HubSpec, options: HubOptions) -> HubPackage:
     tree = install(spec, options)
     path, metadata = variant_folder(tree.location), tree.location.metadata
+    for node in _nodes(tree):
+        name = node.location.metadata.id
+        if _is_a_module(name):
+            raise KernelIntegrityError(
+                f"`{spec}`: the `id` of `{node.location.metadata.name}` is {name!r}, which is a "
+                "module's that is here already, or no name of one; nothing was imported. Tell its "
+                "publisher"
+            )
     try:
         with _no_bytecode():
             module = tree.load()
-    except Exception as e:
+    except (Exception, SystemExit) as e:  # it may end the process in any way but this
         raise KernelLoadError(
             f"Hub kernel `{spec}` could not be imported ({path.name}): {reason(e)}"
         ) from e
@@ -149,17 +161,37 @@ def _nodes(tree: DepTreeNode[Any]) -> Iterator[Any]:
         yield from _nodes(dep)
 
 
-def _check(variant: Path, pinned: PinnedResolver, options: HubOptions) -> None:
-    verify.check_content(variant)
+def check_variant(variant: Path, pinned: PinnedResolver) -> None:
+    """Compare a variant's folder with its digests, and as the options say with signature and lock.
+
+    Raises:
+        KernelIntegrityError: it is not what it should be.
+    """
     snapshot = variant.parent.parent
     if snapshot.parent.name != "snapshots":  # of LOCAL_KERNELS: the user's own
+        verify.check_content(variant)
         return
     repo = snapshot.parent.parent.name.removeprefix("kernels--").replace("--", "/", 1)
-    if options.require_signed:
-        verify.check_signature(variant)
-    if pinned.lock is not None:
-        locked = pinned.lock.of(pinned.specs[repo, snapshot.name])
-        verify.check_lock(variant, locked.variants, pinned.lock.path)
+    spec = pinned.specs[repo, snapshot.name]
+    try:
+        verify.check_content(variant)
+        if pinned.options.require_signed:
+            verify.check_signature(variant)
+        if pinned.lock is not None:
+            verify.check_lock(variant, pinned.lock.of(spec).variants, pinned.lock.path)
+    except KernelIntegrityError as e:
+        raise KernelIntegrityError(f"`{spec}`: {e}") from e
+
+
+def _is_a_module(name: str) -> bool:
+    """Whether `import name` finds something, apart from kernels that were loaded; or never could.
+
+    `kernels` imports a package under the name that its metadata say, whatever has it.
+    """
+    if not name.isidentifier() or name == "__main__":
+        return True
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return any(find(name, None) is not None for find in finders if find is not None)
 
 
 @contextmanager

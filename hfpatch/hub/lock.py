@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.errors import KernelLoadError
-from hfpatch.hub.spec import HubSpec
+from hfpatch.hub.spec import HubSpec, is_commit
 
 FILE = "hfpatch.lock"
 KERNELS_FILE = "kernels.lock"
@@ -45,11 +45,8 @@ class LockFile:
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != _FORMAT:
                 raise ValueError(f"format {data['format']}, expected {_FORMAT}")
-            kernels = {
-                str(row["kernel"]): Locked(str(row["commit"]), dict(row["variants"]))
-                for row in data["kernels"]
-            }
-        except (OSError, KeyError, TypeError, ValueError) as e:
+            kernels = dict(_row(row) for row in data["kernels"])
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as e:
             raise KernelLoadError(
                 f"the lock file `{path}` cannot be read ({type(e).__name__}: {e}); write it with "
                 "`hfpatch lock org/name@v1`"
@@ -63,13 +60,27 @@ class LockFile:
             for spec, lock in sorted(self.kernels.items())
         ]
         text = json.dumps({"format": _FORMAT, "kernels": rows}, indent=2) + "\n"
-        self.path.write_text(text, encoding="utf-8")
-        self.path.with_name(KERNELS_FILE).write_text(self._pins(), encoding="utf-8")
+        theirs = self.path.with_name(KERNELS_FILE)
+        try:
+            pins = self._pins(theirs)
+            self.path.write_text(text, encoding="utf-8")
+            theirs.write_text(pins, encoding="utf-8")
+        except OSError as e:
+            raise KernelLoadError(f"the lock file `{self.path}` cannot be written: {e}") from e
 
-    def _pins(self) -> str:
+    def _pins(self, path: Path) -> str:
+        """Our pins as `kernels` writes them, and those of `path` (`kernels lock`) beside them."""
         from kernels._rust import KernelDependency, KernelLock, KernelLocks, KernelVersion
 
         locks = {}
+        if path.is_file():
+            try:
+                locks = dict(KernelLocks.from_json(path.read_text(encoding="utf-8")).items())
+            except ValueError as e:
+                raise KernelLoadError(
+                    f"`{path}`, which would be written too, is no lock file of `kernels` ({e}); "
+                    "move it away"
+                ) from e
         for text, lock in self.kernels.items():
             spec = HubSpec.parse(text, allow_branches=True)
             version = (
@@ -94,3 +105,12 @@ class LockFile:
                 f"`hfpatch lock {spec}`"
             )
         return locked
+
+
+def _row(row: dict[str, Any]) -> tuple[str, Locked]:
+    """A kernel of the file; its parts become parts of paths, so they must be what they should."""
+    spec = HubSpec.parse(row["kernel"], allow_branches=True)
+    if not is_commit(row["commit"]):
+        raise ValueError(f"`{spec}` is locked to {row['commit']!r}, which is no commit")
+    variants = {str(name): str(hash) for name, hash in row["variants"].items()}
+    return str(spec), Locked(row["commit"], variants)

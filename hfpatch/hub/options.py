@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ class HubOptions:
         allow_branches: take branches and tags, whose content can change, besides versions and
             commits.
         lockfile: an `hfpatch.lock`: only what it lists is loaded, at its commit, if its sha256 is
-            the locked one.
+            the locked one. It does not say that a publisher is trusted.
         repos: what the source "hub" stands for, in order of preference; empty: the repositories
             that hfpatch has adapters for.
     """
@@ -32,6 +32,12 @@ class HubOptions:
     allow_branches: bool = False
     lockfile: Path | None = None
     repos: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, _checked(f.name, getattr(self, f.name)))
+        for repo in self.repos:
+            HubSpec.parse(repo, self.allow_branches)
 
     @classmethod
     def of(cls, value: Any, defaults: HubOptions | None = None) -> HubOptions:
@@ -53,7 +59,7 @@ class HubOptions:
             raise ValueError(
                 f"`hub` has no option {unknown[0]!r}; the options are: {', '.join(names)}"
             )
-        return replace(defaults, **{name: _checked(name, v) for name, v in value.items()})
+        return replace(defaults, **value)
 
     def trusts(self, spec: HubSpec) -> bool:
         """Whether the user vouches for this repository."""
@@ -68,10 +74,7 @@ def _checked(name: str, value: Any) -> Any:
             return None if value is None else Path(value)
         raise TypeError(f"`hub['lockfile']` must be a path, got {type(value).__name__}")
     if name == "repos":
-        repos = _strings(name, value)
-        for repo in repos:
-            HubSpec.parse(repo, allow_branches=True)
-        return repos
+        return _strings(name, value)
     if name == "trust_remote_code" and not isinstance(value, bool):
         return _strings(name, value)
     if not isinstance(value, bool):
@@ -80,6 +83,8 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(v, str) for v in value):
-        raise TypeError(f"`hub[{name!r}]` must be a sequence of repositories, got {value!r}")
+    known = isinstance(value, Sequence | Set) and not isinstance(value, str)
+    if not known or not all(isinstance(v, str) for v in value):
+        also = "True, False or " if name == "trust_remote_code" else ""
+        raise TypeError(f"`hub[{name!r}]` must be {also}a sequence of repositories, got {value!r}")
     return tuple(value)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
+
+_lock = Lock()
 
 
 @contextmanager
@@ -12,7 +15,8 @@ def impatient() -> Iterator[None]:
     """Give requests of huggingface_hub's client that have no timeout HF_HUB_ETAG_TIMEOUT seconds.
 
     Downloads have one of their own; calls of the API (repository info, trees, organizations) are
-    sent with none (huggingface_hub 2.4), and no argument reaches it from here.
+    sent with none (huggingface_hub 2.4), and no argument reaches it from here. The client is the
+    whole process', so what is added to it is taken out again by itself, whoever else adds what.
     """
     from huggingface_hub import constants, get_session
 
@@ -26,9 +30,13 @@ def impatient() -> Iterator[None]:
                 ("connect", "read", "write", "pool"), seconds
             )
 
-    before = client.event_hooks
-    client.event_hooks = {**before, "request": [*before.get("request", ()), limit]}
+    with _lock:
+        hooks = client.event_hooks
+        client.event_hooks = {**hooks, "request": [*hooks.get("request", ()), limit]}
     try:
         yield
     finally:
-        client.event_hooks = before
+        with _lock:
+            hooks = client.event_hooks
+            left = [hook for hook in hooks.get("request", ()) if hook is not limit]
+            client.event_hooks = {**hooks, "request": left}

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import KernelLoadError, KernelUntrustedError, NoCompatibleVariantError
 from hfpatch.hub.cache import CachedRepo, cache_dir, offline
+from hfpatch.hub.explain import reason
 from hfpatch.hub.lock import LockFile
 from hfpatch.hub.options import HubOptions
-from hfpatch.hub.spec import HubSpec
+from hfpatch.hub.spec import HubSpec, is_commit
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -37,14 +38,31 @@ def hub_api() -> HfApi:
     return api
 
 
+def newest_commit(api: HfApi, spec: HubSpec) -> str:
+    """What a version or branch is now on the Hub.
+
+    huggingface_hub's `resolve_revision` would answer with what was cached where the Hub does not
+    answer, and would move what the cache takes the version for before anything is downloaded.
+    """
+    commit = api.kernel_info(spec.repo, revision=spec.ref).sha
+    if commit is None or not is_commit(commit):
+        raise KernelLoadError(f"the Hub names {commit!r} as the commit of `{spec}`, which is none")
+    return commit
+
+
 def spec_of(kernel: KernelDependency) -> HubSpec:
-    """A dependency of `kernels` as a spec."""
+    """A dependency of `kernels` as a spec.
+
+    Raises:
+        ValueError: it has no name that a repository or a revision can have; the metadata of a
+            kernel may say anything.
+    """
     from kernels._rust import KernelVersion
 
     version = kernel.version
-    if isinstance(version, KernelVersion.Version):
-        return HubSpec(kernel.repo_id, f"v{version.version}")
-    return HubSpec(kernel.repo_id, version.revision)
+    numbered = isinstance(version, KernelVersion.Version)
+    ref = f"v{version.version}" if numbered else version.revision
+    return HubSpec.parse(f"{kernel.repo_id}@{ref}", allow_branches=True)
 
 
 def dependency_of(spec: HubSpec) -> KernelDependency:
@@ -64,11 +82,13 @@ class PinnedResolver:
         options: on what terms.
         refresh: ask the Hub what a version is now, even if the cache knows what it was.
         specs: what was resolved, by variant folder, for the checks that follow.
+        asked: what the Hub said that versions are; see `remember`.
     """
 
     options: HubOptions
     refresh: bool = False
     specs: dict[tuple[str, str], HubSpec] = field(default_factory=dict)
+    asked: dict[HubSpec, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         path = self.options.lockfile
@@ -79,6 +99,11 @@ class PinnedResolver:
     ) -> LocalKernel | RemoteKernel:
         """The kernel's best variant for this system: in the cache, or on the Hub."""
         spec = spec_of(kernel)
+        if not spec.pinned and not self.options.allow_branches and self.lock is None:
+            raise KernelLoadError(
+                f"it depends on `{spec}`, a branch, which can change under you: lock it (`hfpatch "
+                "lock`), or allow it with `hub={'allow_branches': True}` (`--allow-branches`)"
+            )
         commit = self.commit_of(api, spec)
         self.specs[spec.repo, commit] = spec
         cached = _cached_kernel(spec, commit, backend)
@@ -102,27 +127,46 @@ class PinnedResolver:
         cached = CachedRepo(spec.repo).commit_of(spec.ref)
         if cached is not None and not self.refresh:
             return cached
+        if cached is not None and offline():
+            raise KernelLoadError(
+                f"what `{spec}` is now cannot be asked while HF_HUB_OFFLINE is set; the cache "
+                f"`{cache_dir()}` has {cached[:12]}, which loads as it is"
+            )
         if offline():
             raise KernelLoadError(
                 f"`{spec}` was never downloaded to `{cache_dir()}` and HF_HUB_OFFLINE is set. "
                 f"While online: `hfpatch download {spec}`"
             )
-        resolved = api.resolve_revision(
-            spec.repo, repo_type="kernel", revision=spec.ref, cache_dir=cache_dir()
-        )
-        return str(resolved.resolved)
+        commit = self.asked[spec] = newest_commit(api, spec)
+        return commit
+
+    def remember(self) -> None:
+        """Once all is here and verified, let versions mean what the Hub said they are.
+
+        Not before: a download that breaks off leaves what was there in use.
+        """
+        for spec, commit in self.asked.items():
+            CachedRepo(spec.repo).remember(spec.ref, commit)
 
     def require_trust(self, api: HfApi, spec: HubSpec) -> None:
-        """Trusted by the user, by the lock file, or as a publisher that the Hub trusts."""
+        """Trusted by the user, or as a publisher that the Hub trusts.
+
+        A lock file says which code, not whose: a config file can name one, and no file may make
+        foreign code run. Nor does a publisher answer for a pull request: anybody can open one.
+        """
         repo = CachedRepo(spec.repo)
-        if self.options.trusts(spec) or self.lock is not None:
-            return
-        if repo.trusted and not self.refresh:
+        if self.options.trusts(spec):
             return
         how = (
             f"If you trust it: `hub={{'trust_remote_code': ['{spec.repo}']}}`, or "
             "`--trust-remote-code` on the command line"
         )
+        if spec.ref.startswith("refs/pr/"):
+            raise KernelUntrustedError(
+                f"`{spec}` is a pull request, which is not its publisher's. {how}"
+            )
+        if repo.trusted and not self.refresh:
+            return
         if offline():
             raise KernelUntrustedError(
                 f"`{spec}`: whether `{spec.publisher}` is a trusted publisher was never asked, and "
@@ -140,17 +184,6 @@ class PinnedResolver:
                 f"`{spec}`: `{spec.publisher}` is not a trusted publisher. {how}"
             )
         repo.remember_trust()
-
-
-def reason(e: BaseException) -> str:
-    """An error and, where another one led to it, that one: the type and the text of each."""
-    said = f"{type(e).__name__}: {e}".strip()
-    cause = e.__cause__
-    while cause is not None and cause.__cause__ is not None:
-        cause = cause.__cause__
-    if cause is None or str(cause) in said:
-        return said
-    return f"{said} ({type(cause).__name__}: {cause})"
 
 
 def _cached_kernel(spec: HubSpec, commit: str, backend: str | None) -> LocalKernel | None:

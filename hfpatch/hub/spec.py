@@ -5,9 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_SPEC = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<ref>[\w.-]+(?:/[\w.-]+)*))?$")
-_VERSION = re.compile(r"^v(\d+)$")
-_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+# ASCII, and no part that begins with a dot or a dash: it becomes a folder and a part of an address
+_PART = r"[A-Za-z0-9_][\w.-]*"
+_SPEC = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<ref>{_PART}(?:/{_PART})*))?", re.ASCII)
+_VERSION = re.compile(r"v(0|[1-9]\d{0,8})", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_commit(text: str) -> bool:
+    """Whether this is the full name of a git commit."""
+    return _COMMIT.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
@@ -30,31 +37,37 @@ class HubSpec:
             ValueError: it names no repository, or (unless `allow_branches`) is not pinned to a
                 version or a commit.
         """
-        match = _SPEC.match(text)
-        if match is None:
+        match = _SPEC.fullmatch(text)
+        if match is None or ".." in text or "--" in match["repo"]:
             raise ValueError(
                 f"`{text}` is not a Hub kernel: expected `org/name@v1` or "
                 "`org/name@<40-digit commit>`"
             )
         ref = match["ref"] or "main"
-        if not allow_branches and not (_VERSION.match(ref) or _COMMIT.match(ref)):
+        spec = cls(match["repo"], ref)
+        if not (allow_branches or spec.pinned):
             raise ValueError(
                 f"`{text}` is not a pinned Hub kernel: write `org/name@v1` (a version) or "
                 "`org/name@<40-digit commit>`; a branch can change under you, so it is taken only "
-                "with `hub={'allow_branches': True}`"
+                "with `hub={'allow_branches': True}` (`--allow-branches`)"
             )
-        return cls(match["repo"], ref)
+        return spec
+
+    @property
+    def pinned(self) -> bool:
+        """Whether `ref` is a version or a commit, rather than a branch or tag of another name."""
+        return self.version is not None or self.commit is not None
 
     @property
     def version(self) -> int | None:
         """The version that `ref` names, or None."""
-        match = _VERSION.match(self.ref)
+        match = _VERSION.fullmatch(self.ref)
         return int(match[1]) if match else None
 
     @property
     def commit(self) -> str | None:
         """The commit that `ref` is, or None."""
-        return self.ref if _COMMIT.match(self.ref) else None
+        return self.ref if is_commit(self.ref) else None
 
     @property
     def publisher(self) -> str:

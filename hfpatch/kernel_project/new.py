@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
         ProjectError: see above.
     """
     module = name.replace("-", "_")
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise ProjectError(
             f"`{name}` is not a kernel's name: expected lower-case letters, digits and dashes, a "
             "letter first and at least two characters, e.g. `my-kernel`"
@@ -84,7 +84,7 @@ def check_repo_id(repo_id: str) -> None:
         ProjectError: see above.
     """
     bad = "--" in repo_id or ".." in repo_id or repo_id.endswith((".git", ".", "-"))
-    if bad or len(repo_id) > 96 or not _REPO.match(repo_id):
+    if bad or len(repo_id) > 96 or not _REPO.fullmatch(repo_id):
         raise ProjectError(
             f"`{repo_id}` is not a repository of the Hub: expected `org/name` or `user/name`, of "
             "letters, digits, `-`, `_` and `.`"

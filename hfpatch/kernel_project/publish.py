@@ -110,6 +110,12 @@ def plan_publication(
             f"`--version {version}`: `build.toml` says {project.version}, which is written in "
             f"every build; set `version = {match[1]}` there and build again"
         )
+    branch = project.toml["general"].get("hub", {}).get("branch", f"v{project.version}")
+    if branch != f"v{project.version}":
+        raise ProjectError(
+            f"`{project.root / 'build.toml'}` says `branch = {branch!r}`, where nobody looks for a "
+            f"version; this publishes to `v{project.version}`: remove the line"
+        )
     variants = project.variants()
     if not variants:
         raise ProjectError(
@@ -140,7 +146,7 @@ def publish(
 
     Args:
         plan: what to publish.
-        private: of a repository that does not exist yet.
+        private: of a repository that does not exist yet; False: as its owner's settings say.
         say: told what is being done.
 
     Raises:
@@ -150,7 +156,7 @@ def publish(
 
     api = HfApi(endpoint=constants.ENDPOINT, library_name="hfpatch")
     with _explained(plan.repo_id):
-        api.create_repo(plan.repo_id, repo_type="kernel", private=private, exist_ok=True)
+        api.create_repo(plan.repo_id, repo_type="kernel", private=private or None, exist_ok=True)
         refs = api.list_repo_refs(plan.repo_id, repo_type="kernel")
         heads = {b.name: b.target_commit for b in refs.branches}
         new = plan.branch not in heads
@@ -188,7 +194,8 @@ def _commit(
         if file.size > 100_000 or file.path.endswith(".so"):
             say(f"sending {file.path} ({file.size:,} bytes)")
             api.preupload_lfs_files(plan.repo_id, [addition], **where)
-    say(f"committing {len(files)} files to {branch}" + (f", {len(stale)} removed" if stale else ""))
+    count = f"{len(files)} file" + "s" * (len(files) != 1)
+    say(f"committing {count} to {branch}" + (f", {len(stale)} removed" if stale else ""))
     api.create_commit(
         plan.repo_id,
         [*additions, *(CommitOperationDelete(p) for p in stale)],

@@ -6,6 +6,8 @@
 #     build     the kernels for this GPU
 #     tests     those that can share the GPU, JOBS at a time; what failed before goes first
 #     alone     those that measure time or take most of the memory, one at a time
+#     hub       our kernels and a scaffold as kernel projects: built, published to a Hub on the
+#               loopback interface, tested as `kernels.get_kernel` downloads them
 #     models    benchmarks/models.py
 #     ops       `hfpatch bench`
 #     sanitize  compute-sanitizer's four tools at once
@@ -13,7 +15,7 @@
 #
 # Called again with the same OUT it goes on where it was cut off: tests that passed there are left
 # out (tests.jsonl), models that were measured too (models.json). Delete a file to begin anew.
-# OUT gets, written as things happen: build.log, tests.jsonl (a line per test), failures.txt,
+# OUT gets, written as things happen: build.log, hub.log, tests.jsonl (a line per test), failures.txt,
 # ops-*.json, host-*.json, models.json, sanitize-*.log, steps.jsonl (a line per step).
 #
 # PYTHON        the interpreter with torch and hfpatch's requirements
@@ -33,12 +35,12 @@ if [ $# -lt 1 ]; then
 fi
 out=$1
 shift
-steps=${*:-build tests alone models ops sanitize}
+steps=${*:-build tests alone hub models ops sanitize}
 for step in $steps; do
   case $step in
-  build | tests | alone | models | ops | sanitize | two) ;;
+  build | tests | alone | hub | models | ops | sanitize | two) ;;
   *)
-    echo "all.sh: expected build, tests, alone, models, ops, sanitize or two, got \`$step\`" >&2
+    echo "all.sh: expected build, tests, alone, hub, models, ops, sanitize or two, got \`$step\`" >&2
     exit 2
     ;;
   esac
@@ -84,6 +86,11 @@ for step in $steps; do
     ;;
   alone) tests alone tests/gpu -m "alone or slow" ;;
   two) tests two tests/gpu -n 1 -k "distributed or second_device or mixed_devices" ;;
+  hub)
+    run hub hub.log "$python" -m pytest tests/hub/test_own_kernels.py tests/hub/test_kernel_new.py \
+      -q -n 2 -p no:cacheprovider
+    tail -n 3 "$out/hub.log"
+    ;;
   models)
     eval "set -- ${MODELS_ARGS:-}"
     run models models.log "$python" benchmarks/models.py --resume --output "$out/models.json" "$@"

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import kernels.hf_hub
 import kernels.resolver
 import pytest
@@ -32,6 +33,7 @@ from hfpatch.errors import (
 )
 from hfpatch.hub import HubOptions, HubSpec, verify
 from hfpatch.hub.download import lock
+from hfpatch.hub.patience import impatient
 from hfpatch.sources import Kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +135,40 @@ def test_timeout(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.fail("GET", "/tree/", Hang(60))
     expect_original("could not be loaded", "timed out")
     toy.heal()
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    toy.fail("GET", "/resolve/.*__init__.py", Hang(60))
+    expect_original("could not be loaded", "timed out")
+    toy.heal()
     expect_kernel()
+
+
+def test_a_hub_that_is_away_is_waited_for_once(
+    toy: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each repository of a list would cost a timeout; what is cached is used all the same."""
+    expect_kernel()
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    toy.fail("GET", "/api/", Hang(60))
+    m = nn.Sequential(nn.SiLU()).requires_grad_(False)
+    before = len(toy.requests)
+    report = hfpatch.apply(m, kernels="hub", hub={"repos": ["a/b@v1", "c/d@v1", SPEC]})
+    assert [s.source for s in report.swaps] == [SPEC] and len(toy.requests) == before + 1
+    first, second = report.notes
+    assert "timed out" in first
+    assert "`c/d@v1` is not in the cache, and the Hub gave no answer about `a/b@v1`" in second
+
+
+def test_threads_leave_the_shared_client_as_it_was() -> None:
+    """`impatient` blocks that overlap: each takes its own hook out, in any order."""
+    client = huggingface_hub.get_session()
+    before = client.event_hooks
+    first, second = impatient(), impatient()
+    for block in (first, second):
+        block.__enter__()
+    assert len(client.event_hooks["request"]) == len(before["request"]) + 2
+    for block in (first, second):
+        block.__exit__(None, None, None)
+    assert client.event_hooks == before
 
 
 def test_a_slow_download_arrives(toy: HubServer) -> None:
@@ -472,7 +507,7 @@ def test_a_cache_that_cannot_be_written(toy: HubServer, monkeypatch: pytest.Monk
 
 
 def test_two_processes_write_the_same_cache(toy: HubServer, tmp_path: Path) -> None:
-    toy.put("toy/kernel", package(more={f"part{i}.py": "x = 1\n" * 500 for i in range(6)}))
+    toy.put("toy/kernel", package(more={f"part{i}.py": f"x = {i}\n" * 500 for i in range(6)}))
     toy.fail("GET", "/resolve/", Slow(0.2))
     code = (
         "from hfpatch.hub import HubOptions, HubSpec\nfrom hfpatch.hub.load import load\n"
@@ -480,7 +515,10 @@ def test_two_processes_write_the_same_cache(toy: HubServer, tmp_path: Path) -> N
         "package = load(HubSpec.parse('toy/kernel@v1'), HubOptions())\n"
         "print(package.module.silu.__name__, package.version)\n"
     )
-    env = toy.env(tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="")
+    cache = tmp_path / "kernels"
+    env = toy.env(
+        tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="", KERNELS_CACHE=str(cache)
+    )
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=env, text=True, stdin=subprocess.PIPE,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -496,6 +534,26 @@ def test_two_processes_write_the_same_cache(toy: HubServer, tmp_path: Path) -> N
         assert process.returncode == 0, err
         results.append(out)
     assert results[0] == results[1] and results[0].startswith("silu ")
+    assert list(cache.glob("kernels--toy--kernel/snapshots/*/build/torch-cpu/part5.py"))
+    assert not list(tmp_path.glob("home/**/kernels--*")), "the variable says where"
+
+
+def test_a_download_that_was_killed_is_taken_up(toy: HubServer, tmp_path: Path) -> None:
+    toy.put("toy/kernel", package(more={f"part{i}.py": f"x = {i}\n" * 500 for i in range(6)}))
+    toy.fail("GET", "/resolve/.*part3.py", Hang(60))
+    command = [sys.executable, "-m", "hfpatch", "download", SPEC]
+    env = toy.env(
+        tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="",
+        HF_HUB_CACHE=constants.HF_HUB_CACHE,
+    )  # fmt: skip
+    process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not toy.seen("GET", "part3.py"):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert toy.seen("GET", "part3.py"), "it ended before"
+    toy.heal()
+    assert expect_kernel().endswith(":torch-cpu")
 
 
 def test_nothing_warns_where_all_is_well(toy: HubServer) -> None:

@@ -99,7 +99,7 @@ def test_the_templates_are_in_the_wheel() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "a", "2fast", "My-kernel", "a_b", "a/b", "../x", "kernel-", "ä-b", "try", "torch"],
+    ["", "a", "2fast", "My-kernel", "a_b", "a/b", "../x", "kernel-", "ä-b", "try", "torch", "ab\n"],
 )
 def test_names_that_are_none(name: str, tmp_path: Path) -> None:
     with pytest.raises(ProjectError, match=r"is not a kernel's name|which is taken"):
@@ -107,7 +107,9 @@ def test_names_that_are_none(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("repo", ["x", "a/b/c", "a/", "/b", "a b/c", "a/b--c", "a/b.git", "-a/b"])
+@pytest.mark.parametrize(
+    "repo", ["x", "a/b/c", "a/", "/b", "a b/c", "a/b--c", "a/b.git", "-a/b", "a/b\n"]
+)
 def test_repositories_that_are_none(repo: str, tmp_path: Path) -> None:
     with pytest.raises(ProjectError, match="is not a repository of the Hub"):
         check_repo_id(repo)
@@ -146,6 +148,60 @@ def test_not_a_kernel_project(
     assert "lacks `general.version`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("version = 1", "version = '1'", "`general.version` must be a whole number"),
+        ("version = 1", "version = -1", "`general.version` must be a whole number"),
+        ("[general.hub]\nrepo-id =", "hub =", "`general.hub` must be a table"),
+        ("[kernel.my_kernel_cpu]", "[[kernel]]", "`kernel` must be a table"),
+        ('["cpu", "cuda"]', '"cpu"', "`general.backends` must be a list"),
+        ("[torch.stable-abi]", "[general.cuda]\n[torch.stable-abi]", ""),
+        ("[general.hub]", "cuda = 1\n[general.hub]", "`general.cuda` must be a table"),
+    ],
+)
+def test_values_of_another_type(
+    old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = new_project(NAME, tmp_path)
+    toml = (root / "build.toml").read_text()
+    assert old in toml
+    (root / "build.toml").write_text(toml.replace(old, new, 1))
+    for action in ("build", "check", "publish"):
+        if message:
+            assert cli.main(["kernel", action, str(root)]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"hfpatch kernel {action}: ") and message in error
+    if not message:
+        assert kernel_build.read_project(root)
+
+
+def test_dependencies_and_one_abi_for_all_backends(tmp_path: Path) -> None:
+    """What kernels' parser takes, and the kernel needs to load: in the metadata of the build."""
+    from kernels import Metadata
+
+    root = new_project(NAME, tmp_path)
+    toml = (root / "build.toml").read_text()
+    toml = toml.replace('[torch.stable-abi]\ncpu = "2.11"\ncuda = "2.11"\n', "")
+    toml = toml.replace("[torch]\n", '[torch]\nstable-abi = "2.11"\n')
+    toml = toml.replace(
+        "[general.hub]",
+        'python-depends = ["einops"]\n'
+        'kernel-depends = [{ repo-id = "toy/base", version = 1 }]\n'
+        '[general.cuda]\npython-depends = ["nvidia-cutlass-dsl"]\n[general.hub]',
+    )
+    (root / "build.toml").write_text(toml)
+    assert Build.open(root).general
+    (variant,) = kernel_build.build(root, root, ("cpu",), verbose=False)
+    metadata = Metadata.read_from_file(variant.path / "metadata.json")
+    assert "abi211" in variant.path.name
+    assert metadata.python_depends == ["einops"]
+    assert [d.repo_id for d in metadata.kernel_depends] == ["toy/base"]
+    shutil.rmtree(root / "torch-ext" / "my_kernel")
+    with pytest.raises(KernelBuildError, match="the Python package of a kernel called `my-kernel`"):
+        kernel_build.build(root, root, ("cpu",), verbose=False)
+
+
 def test_build_without_compilers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +224,9 @@ def test_build_of_what_is_not_built_here(
     (root / "build.toml").write_text(toml.replace('["cpu", "cuda"]', '["rocm"]'))
     assert cli.main(["kernel", "build", str(root)]) == 2
     assert "this builds cpu and cuda" in capsys.readouterr().err
+    (root / "build.toml").write_text(toml.replace('name = "my-kernel"', 'name = "My Kernel"'))
+    with pytest.raises(KernelBuildError, match=r"`general\.name` must be of lower-case letters"):
+        kernel_build.build(root, tmp_path, ("cpu",), verbose=False)
     (root / "build.toml").write_text(toml.replace('cpu = "2.11"\n', ""))
     with pytest.raises(KernelBuildError, match=r"expected `cpu = \"2.11\"` under"):
         kernel_build.build(root, tmp_path, ("cpu",), verbose=False)

@@ -275,6 +275,10 @@ def test_where_and_which_version(
     toml = project / "build.toml"
     toml.write_text(toml.read_text().replace("your-name/", "me/"))
     assert plan_publication(Project.open(project)).repo_id == REPO
+    good = toml.read_text()
+    toml.write_text(good.replace("[general.hub]", '[general.hub]\nbranch = "dev"'))
+    assert "says `branch = 'dev'`" in refused("--repo-id", REPO)
+    toml.write_text(good)
     shutil.rmtree(project / "build")
     assert "has no built variant; `hfpatch kernel build`" in refused("--repo-id", REPO)
 

@@ -243,6 +243,48 @@ def test_an_order_of_preference(hub: HubServer) -> None:
         hfpatch.apply(m, kernels={"silu": order}, strict=True)
 
 
+GELU = """
+import torch
+
+def gelu(x, approximate="none"):
+    return torch.nn.functional.gelu(x, approximate=approximate) FACTOR
+
+__all__ = ["gelu"]
+"""
+
+
+def test_a_kernel_that_a_module_cannot_take_is_passed_over(hub: HubServer) -> None:
+    """Wrong, or without code for the device: the next in the order of preference is proven."""
+    from transformers.activations import NewGELUActivation
+
+    hub.trust("toy")
+    hub.put("toy/wrong", package(GELU.replace("FACTOR", "* 1.01")))
+    hub.put("toy/xpu", package(GELU.replace("FACTOR", ""), backend={"type": "xpu"}))
+    hub.put("toy/kernel", package(GELU.replace("FACTOR", "")))
+    module = nn.Sequential(NewGELUActivation())
+    expected = module(X)
+
+    def patched(*order: str, **arguments: object) -> Report:
+        report = hfpatch.apply(module, kernels={"gelu": list(order)}, **arguments)  # type: ignore[arg-type]
+        torch.testing.assert_close(module(X), expected)
+        return report
+
+    wrong, xpu, good = "toy/wrong@v1", "toy/xpu@v1", "toy/kernel@v1"
+    report = patched(wrong, xpu, good, "local")
+    assert [s.source for s in report.swaps] == [good]
+    first, second = report.notes
+    assert f"`{wrong}` for `gelu` is wrong" in first and first.endswith(f"`{xpu}` instead.")
+    assert "has no code for cpu" in second and second.endswith(f"Trying `{good}` instead.")
+    assert [s.source for s in patched(wrong, "local").swaps] == ["local"]
+    assert [s.kind for s in patched(wrong).skips] == ["rejected"], "another order, another outcome"
+    assert [s.source for s in patched(xpu, "torch").swaps] == ["torch"]
+    report = hfpatch.apply(module, kernels="hub", hub={"repos": [wrong, good]})
+    assert [s.source for s in report.swaps] == [good]
+    with pytest.raises(VerificationError):
+        patched(wrong, good, strict=True)
+    assert [s.source for s in patched(xpu, good, strict=True).swaps] == [good]
+
+
 def test_the_source_hub_is_the_users_list_or_the_known_repositories(hub: HubServer) -> None:
     hub.trust("toy")
     hub.put("toy/kernel", package())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hfpatch.hub.adapters.base import Adapter, Row, borrow, only
+from hfpatch.hub.adapters.signatures import as_rms_norm, as_rope_qk
 
 Tensor = torch.Tensor
 
@@ -15,19 +16,14 @@ Tensor = torch.Tensor
 def _rms_norm(module: ModuleType) -> Any:
     layer = module.layers.LigerRMSNorm
 
-    def rms_norm(
-        x: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        cast: str = "none",
+    def call(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
     ) -> Any:
         if bias is not None:
             raise ValueError("`LigerRMSNorm` takes no bias")
         return borrow(layer, weight=weight, variance_epsilon=eps)(x.contiguous())
 
-    return rms_norm
+    return as_rms_norm(call)
 
 
 def _first(pair: Any) -> Any:
@@ -58,20 +54,10 @@ def _gated(module: ModuleType) -> Any:
 
 
 def _rope_qk(module: ModuleType) -> Any:
-    def rope_qk(
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        seq_dim: int = 1,
-        interleaved: bool = False,
-        rotary_dim: int = 0,
-        round_products: bool = False,
-    ) -> Any:
-        # it may rotate in place, where a transposed view is what it would copy to
-        return module.liger_rotary_pos_emb(q.clone(), k.clone(), cos, sin)
-
-    return rope_qk
+    # it may rotate in place, where a transposed view is what it would copy to
+    return as_rope_qk(
+        lambda q, k, cos, sin, seq_dim: module.liger_rotary_pos_emb(q.clone(), k.clone(), cos, sin)
+    )
 
 
 ADAPTER = Adapter(

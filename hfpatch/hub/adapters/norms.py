@@ -8,45 +8,35 @@ from typing import Any
 import torch
 
 from hfpatch.hub.adapters.base import Adapter, Row, only
+from hfpatch.hub.adapters.signatures import (
+    as_add_layer_norm,
+    as_add_rms_norm,
+    as_layer_norm,
+    as_rms_norm,
+)
 
 Tensor = torch.Tensor
-
-
-def _need(weight: Tensor | None, bias: Tensor | None, what: str) -> None:
-    if weight is None or bias is not None:
-        raise ValueError(f"{what} needs a weight and takes no bias")
-
+_NO_OFFSET = only(weight_offset=(0.0,))
 
 # ---------------------------------------------------------------------------- rmsnorm
 
 
 def _rmsnorm(module: ModuleType) -> Any:
-    def rms_norm(
-        x: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        cast: str = "none",
+    def call(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
     ) -> Any:
-        _need(weight, bias, "`apply_rms_norm`")
+        if weight is None or bias is not None:
+            raise ValueError("`apply_rms_norm` needs a weight and takes no bias")
         return module.apply_rms_norm(x.contiguous(), weight, eps)
 
-    return rms_norm
+    return as_rms_norm(call)
 
 
 RMSNORM = Adapter(
     "kernels-community/rmsnorm",
     1,
     "rmsnorm",
-    (
-        Row(
-            "rms_norm",
-            ("apply_rms_norm(input, weight, eps)",),
-            _rmsnorm,
-            only(weight_offset=(0.0,)),
-        ),
-    ),
+    (Row("rms_norm", ("apply_rms_norm(input, weight, eps)",), _rmsnorm, _NO_OFFSET),),
 )
 
 # ---------------------------------------------------------------------------- layer-norm
@@ -57,39 +47,27 @@ _LN = (
 )
 
 
-def _dropout_add_ln(
-    module: ModuleType, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
-) -> Any:
-    if weight is None:
-        raise ValueError("`dropout_add_ln_fwd` needs a weight")
-    rows = x.contiguous().view(-1, x.shape[-1])
-    out = module.dropout_add_ln_fwd(
-        rows, weight, bias, None, None, None, None, 0.0, eps, 1.0, 0, None, False, rms
-    )
-    return out[0].view(x.shape)
+def _dropout_add_ln(module: ModuleType, rms: bool) -> Any:
+    def call(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+    ) -> Any:
+        if weight is None:
+            raise ValueError("`dropout_add_ln_fwd` needs a weight")
+        rows = x.contiguous().view(-1, x.shape[-1])
+        out = module.dropout_add_ln_fwd(
+            rows, weight, bias, None, None, None, None, 0.0, eps, 1.0, 0, None, False, rms
+        )
+        return out[0].view(x.shape)
+
+    return call
 
 
 def _ln_rms(module: ModuleType) -> Any:
-    def rms_norm(
-        x: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        cast: str = "none",
-    ) -> Any:
-        return _dropout_add_ln(module, x, weight, bias, eps, True)
-
-    return rms_norm
+    return as_rms_norm(_dropout_add_ln(module, rms=True))
 
 
 def _ln_layer(module: ModuleType) -> Any:
-    def layer_norm(
-        x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-    ) -> Any:
-        return _dropout_add_ln(module, x, weight, bias, eps, False)
-
-    return layer_norm
+    return as_layer_norm(_dropout_add_ln(module, rms=False))
 
 
 LAYER_NORM = Adapter(
@@ -97,7 +75,7 @@ LAYER_NORM = Adapter(
     1,
     "layer-norm",
     (
-        Row("rms_norm", (_LN,), _ln_rms, only(weight_offset=(0.0,)), min_capability=(8, 0)),
+        Row("rms_norm", (_LN,), _ln_rms, _NO_OFFSET, min_capability=(8, 0)),
         Row("layer_norm", (_LN,), _ln_layer, min_capability=(8, 0)),
     ),
 )
@@ -108,59 +86,35 @@ _RMS_FN = "rms_norm_fn(x, weight, bias, residual, x1, weight1, bias1, eps)"
 _LAYER_FN = "layer_norm_fn(x, weight, bias, residual, x1, weight1, bias1, eps)"
 
 
-def _triton_rms(module: ModuleType) -> Any:
-    def rms_norm(
-        x: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        cast: str = "none",
-    ) -> Any:
-        centred = weight_offset == 1.0
-        return module.rms_norm_fn(x, weight, bias, eps=eps, zero_centered_weight=centred)
-
-    return rms_norm
-
-
-def _triton_layer(module: ModuleType) -> Any:
-    def layer_norm(
-        x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-    ) -> Any:
-        return module.layer_norm_fn(x, weight, bias, eps=eps)
-
-    return layer_norm
-
-
-def _triton_add_rms(module: ModuleType) -> Any:
-    def add_rms_norm(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        cast: str = "none",
-    ) -> Any:
-        centred = weight_offset == 1.0
-        return module.rms_norm_fn(
-            x, weight, bias, residual=residual, eps=eps, prenorm=True, zero_centered_weight=centred
+def _rms(module: ModuleType) -> Any:
+    return as_rms_norm(
+        lambda x, weight, bias, eps, offset: module.rms_norm_fn(
+            x, weight, bias, eps=eps, zero_centered_weight=offset == 1.0
         )
+    )
 
-    return add_rms_norm
+
+def _layer(module: ModuleType) -> Any:
+    return as_layer_norm(
+        lambda x, weight, bias, eps, offset: module.layer_norm_fn(x, weight, bias, eps=eps)
+    )
 
 
-def _triton_add_layer(module: ModuleType) -> Any:
-    def add_layer_norm(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Any:
-        return module.layer_norm_fn(x, weight, bias, residual=residual, eps=eps, prenorm=True)
+def _add_rms(module: ModuleType) -> Any:
+    return as_add_rms_norm(
+        lambda x, residual, weight, bias, eps, offset: module.rms_norm_fn(
+            x, weight, bias, residual=residual, eps=eps, prenorm=True,
+            zero_centered_weight=offset == 1.0,
+        )
+    )  # fmt: skip
 
-    return add_layer_norm
+
+def _add_layer(module: ModuleType) -> Any:
+    return as_add_layer_norm(
+        lambda x, residual, weight, bias, eps, offset: module.layer_norm_fn(
+            x, weight, bias, residual=residual, eps=eps, prenorm=True
+        )
+    )
 
 
 _OFFSETS = only(weight_offset=(0.0, 1.0))
@@ -170,9 +124,9 @@ FLASH_ATTN_OPS = Adapter(
     1,
     "flash-attn-ops",
     (
-        Row("rms_norm", (_RMS_FN,), _triton_rms, _OFFSETS, differentiable=True),
-        Row("layer_norm", (_LAYER_FN,), _triton_layer, differentiable=True),
-        Row("add_rms_norm", (_RMS_FN,), _triton_add_rms, _OFFSETS, differentiable=True),
-        Row("add_layer_norm", (_LAYER_FN,), _triton_add_layer, differentiable=True),
+        Row("rms_norm", (_RMS_FN,), _rms, _OFFSETS, differentiable=True),
+        Row("layer_norm", (_LAYER_FN,), _layer, differentiable=True),
+        Row("add_rms_norm", (_RMS_FN,), _add_rms, _OFFSETS, differentiable=True),
+        Row("add_layer_norm", (_LAYER_FN,), _add_layer, differentiable=True),
     ),
 )

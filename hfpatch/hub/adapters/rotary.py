@@ -5,29 +5,17 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from hfpatch.hub.adapters.base import Adapter, Row, only
-
-Tensor = torch.Tensor
+from hfpatch.hub.adapters.signatures import as_rope_qk
 
 
 def _rope_qk(module: ModuleType) -> Any:
-    def rope_qk(
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        seq_dim: int = 1,
-        interleaved: bool = False,
-        rotary_dim: int = 0,
-        round_products: bool = False,
-    ) -> Any:
-        # [B, H, S, D] has its heads where the tables get a dimension: at 1; [B, S, H, D] at 2
-        unsqueeze = {2: 1, 1: 2}[seq_dim]
-        return module.apply_rotary_transformers(q, k, cos, sin, unsqueeze)
-
-    return rope_qk
+    # [B, H, S, D] has its heads where the tables get a dimension: at 1; [B, S, H, D] at 2
+    return as_rope_qk(
+        lambda q, k, cos, sin, seq_dim: module.apply_rotary_transformers(
+            q, k, cos, sin, 3 - seq_dim
+        )
+    )
 
 
 ADAPTER = Adapter(

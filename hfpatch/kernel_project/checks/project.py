@@ -49,7 +49,8 @@ def _build_toml(project: Project) -> Row:
     try:
         build = Build.open(project.root)
     except ValueError as e:
-        return Row(_WHERE, what, str(e), "correct it; kernels' own parser said this")
+        said = " ".join(str(e).split())
+        return Row(_WHERE, what, said, "correct it; kernels' own parser said this")
     if project.toml["general"].get("edition") != 5:
         edition = project.toml["general"].get("edition")
         return Row(_WHERE, what, f"edition {edition}, expected 5", "`kernel-builder update-build`")

@@ -21,7 +21,7 @@ def rows(project: Project, variant: Path) -> Iterator[Row]:
     try:
         metadata = Metadata.read_from_file(variant / "metadata.json")
     except ValueError as e:
-        yield Row(where, "its metadata are valid", str(e).splitlines()[0], _AGAIN)
+        yield Row(where, "its metadata are valid", " ".join(str(e).split()), _AGAIN)
         return
     backend, archs = str(metadata.backend.backend_type).lower(), metadata.backend.archs or []
     note = backend + (f" for {', '.join(archs)}" if archs else "")

@@ -124,7 +124,7 @@ class BlockSubject(Subject):
         """
         kernels: dict[str, Kernel] = {}
         for op in self.ops:
-            kernel = sources.kernel(op)
+            kernel = sources.kernel(op, block=True)
             if kernel is None:
                 return f"op `{op}` is switched off by `kernels=`"
             if kernel.accepts is not None:
