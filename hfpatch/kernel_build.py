@@ -68,6 +68,8 @@ MIN_ARCH = (7, 5)
 # Symbols that the library takes from libtorch's own OpenMP runtime: linking a second runtime would
 # start a second thread pool, deaf to torch.set_num_threads.
 _OPENMP = re.compile(r"^(GOMP_|omp_|__kmpc_)")
+# What the interpreter itself provides.
+_PYTHON = re.compile(r"^_?Py[A-Z_]")
 
 _CXX_FLAGS = (
     "-O3",
@@ -253,6 +255,13 @@ class _Unit:
 
 # -------------------------------------------------------------------------------------------------
 # What the machine has
+
+
+def python_headers() -> list[str]:
+    """Directories of this interpreter's `Python.h`; none where its headers are not installed."""
+    paths = dict.fromkeys(sysconfig.get_path(name) for name in ("include", "platinclude"))
+    found = [path for path in paths if path and (Path(path) / "Python.h").is_file()]
+    return list(paths) if found else []
 
 
 def find_torch() -> Torch:
@@ -499,6 +508,7 @@ class _Builder:
         self.archs = cuda_archs(archs, self.nvcc) if self.nvcc else []
         if self.nvcc and not self.archs:
             raise ToolchainMissing("no CUDA architecture to build for (none asked, or no GPU here)")
+        self.python_headers = python_headers()
         self.cxx_version = _run([self.cxx, "--version"]).splitlines()[0]
         self.clang = "clang" in self.cxx_version
         self.cache = self._cache_dir()
@@ -544,6 +554,7 @@ class _Builder:
             sha.update(path.relative_to(self.project).as_posix().encode() + b"\0")
             sha.update(path.read_bytes())
         flags = [*_CXX_FLAGS, *self.archs, self.cxx_version, self.torch.version]
+        flags.append(f"python headers: {bool(self.python_headers)}")
         sha.update("\0".join(flags).encode())
         return sha.hexdigest()[:10]
 
@@ -572,6 +583,7 @@ class _Builder:
             )
             if binding:
                 includes.append(f"-I{self.generated}")
+                includes += [f"-isystem{directory}" for directory in self.python_headers]
                 command.append(f"-DTORCH_EXTENSION_NAME={self.id}")
             if binding or "torch" in section.get("depends", []):
                 includes += ["-isystem", str(self.torch.include)]
@@ -698,13 +710,13 @@ class _Builder:
         openmp = [*self.torch.lib.glob("libgomp*"), *self.torch.path.glob("../torch.libs/libgomp*")]
         if self.clang or not openmp:
             command.append("-fopenmp")
-        # All symbols must resolve, except the OpenMP ones, so warn and look at the warnings.
+        # All symbols must resolve, except OpenMP's and Python's: warn and look at the warnings.
         command += ["-Wl,--as-needed", "-Wl,-z,defs", "-Wl,--warn-unresolved-symbols"]
         command += ["-Wl,--exclude-libs,ALL", "-Wl,--build-id=none"]
         command.append(f"-Wl,--version-script={self.generated / 'exports.map'}")
         output = _run(command, cwd=self.project)
         undefined = set(re.findall(r"undefined reference to [`'\"]([^`'\"]+)", output))
-        undefined = {name for name in undefined if not _OPENMP.match(name)}
+        undefined = {name for name in undefined if not (_OPENMP.match(name) or _PYTHON.match(name))}
         if undefined:
             raise KernelBuildError(
                 "undefined symbols; is a source missing in build.toml? "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,8 @@ class Kernel:
         fn: called with the signature of `OPS[op].reference`; differentiable if `differentiable`.
         raw: the same as a bare operator (tensors, then `OPS[op].encode`d codes), without autograd.
         raw_into: `raw` with the tensors to write before all others; returns nothing.
+        calls: the package's `calls`: `raw` and `raw_into` bound to their codes, past the dispatcher
+            where nothing listens to it.
         source: what the report calls it: "local", "torch", "org/repo@v1", or a registered name.
         version: identifies the code, for the report and for the cache of probes.
         devices: device types that it has code for; None when it does not say.
@@ -59,6 +61,7 @@ class Kernel:
     adapted: bool = False
     accepts: Callable[[Mapping[str, Any]], str | None] | None = None
     min_capability: tuple[int, int] | None = None
+    calls: Any = None
 
     def bind(self, params: dict[str, Any], training: bool = False) -> Callable[..., torch.Tensor]:
         """A callable of the op's tensors alone, as cheap as this source allows."""
@@ -67,12 +70,20 @@ class Kernel:
             return lambda *tensors: fn(*tensors, **params)
         raw = self.raw
         codes = OPS[self.op].encode(params)
-        if self.op == "rms_norm":  # the most called of all: without packing and unpacking
-            a, b, c = codes
-            return lambda x, w, bias: raw(x, w, bias, a, b, c)
+        if self.calls is not None and (bound := self.calls.bind(self.op, codes)) is not None:
+            return bound  # type: ignore[no-any-return]
         if OPS[self.op].scratch:  # every op with scratch memory has one result
             return lambda *tensors: raw(*tensors, *codes)[0]
         return lambda *tensors: raw(*tensors, *codes)
+
+    def guard(
+        self, bound: Callable[..., Any], *tensors: torch.Tensor | None
+    ) -> Callable[..., Any] | None:
+        """What `bind` returned, for tensors like these: NotImplemented for any other call, and
+        where autograd would record or autocast is on. None if this source has no such callable."""
+        if self.calls is None or not isinstance(bound, BuiltinFunctionType):
+            return None
+        return self.calls.guard(bound, *tensors)  # type: ignore[no-any-return]
 
     def bind_into(self, outputs: int, params: dict[str, Any]) -> Callable[..., None]:
         """A callable of the `outputs` tensors to write, then of the op's tensors; inference only.
@@ -81,6 +92,8 @@ class Kernel:
         """
         if (raw := self.raw_into) is not None:
             codes = OPS[self.op].encode(params)
+            if self.calls is not None and (bound := self.calls.bind(self.op, codes, True)):
+                return bound  # type: ignore[no-any-return]
             return lambda *tensors: raw(*tensors, *codes)
         fn = self.fn
 
@@ -178,6 +191,7 @@ class KernelPackage:
             devices=self.devices,
             archs=self.archs,
             raw_into=self._raw(f"{op}_out"),
+            calls=getattr(self.module, "calls", None),
         )
 
     def _raw(self, name: str) -> Callable[..., Any] | None:

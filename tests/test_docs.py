@@ -214,6 +214,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
     pattern = re.compile(r"\bHFPATCH_(?!H_)[A-Z_]+\b")
     code = [*(ROOT / "hfpatch").glob("*.py"), *(ROOT / "kernel_src").rglob("*.cpp")]
     code += [ROOT / "setup.py", *(ROOT / "examples").glob("*.py")]
+    code += (ROOT / "torch-ext").rglob("*.py")
     read = {name for path in code for name in pattern.findall(path.read_text(encoding="utf-8"))}
     named = {name for path in DOCS for name in pattern.findall(path.read_text(encoding="utf-8"))}
     assert named == read

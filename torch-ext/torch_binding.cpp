@@ -32,143 +32,14 @@
 #include <type_traits>
 #include <utility>
 
+#include "calls.h"
 #include "hfpatch.h"
+#include "op_table.h"
 #include "registration.h"
-
-#if defined(CUDA_KERNEL)
-// The shim declares it for builds of torch with USE_CUDA only; the library exports it in all.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
-#endif
 
 namespace {
 
-constexpr int kMaxDims = 64;  // at::TensorIterator's own limit
-
-// ---------------------------------------------------------------------------------------------
-// The schema string, at compile time
-
-enum class Kind { Tensor, OptionalTensor, List, MutableList, Float, Int, Invalid };
-
-struct Argument {
-  Kind kind = Kind::Invalid;
-  std::string_view name;
-};
-
-constexpr std::string_view trim(std::string_view s) {
-  while (!s.empty() && s.front() == ' ') s.remove_prefix(1);
-  while (!s.empty() && s.back() == ' ') s.remove_suffix(1);
-  return s;
-}
-
-// The i-th of the comma-separated parts of `list`; empty when there are fewer.
-constexpr std::string_view part(std::string_view list, std::size_t i) {
-  for (; i > 0; --i) {
-    const std::size_t comma = list.find(',');
-    if (comma == std::string_view::npos) return {};
-    list.remove_prefix(comma + 1);
-  }
-  return trim(list.substr(0, list.find(',')));
-}
-
-constexpr std::size_t count_parts(std::string_view list) {
-  std::size_t n = 0;
-  while (!part(list, n).empty()) ++n;
-  return n;
-}
-
-constexpr Argument parse_argument(std::string_view text) {
-  const std::size_t space = text.find(' ');
-  const std::string_view type = text.substr(0, space);
-  const std::string_view name = trim(text.substr(space + 1));
-  if (type == "Tensor") return {Kind::Tensor, name};
-  if (type == "Tensor?") return {Kind::OptionalTensor, name};
-  if (type == "Tensor[]") return {Kind::List, name};
-  if (type.substr(0, 7) == "Tensor(" && type.find("!)[]") != std::string_view::npos)
-    return {Kind::MutableList, name};
-  if (type == "float") return {Kind::Float, name};
-  if (type == "int") return {Kind::Int, name};
-  return {Kind::Invalid, name};
-}
-
-// ---------------------------------------------------------------------------------------------
-// The C function's parameters: outputs, arguments, stream
-
-template <class T>
-constexpr bool matches(Kind kind) {
-  if (std::is_same_v<T, const DLTensor *>)
-    return kind == Kind::Tensor || kind == Kind::OptionalTensor;
-  if (std::is_same_v<T, const HfpTensorList *>)
-    return kind == Kind::List || kind == Kind::MutableList;
-  if (std::is_same_v<T, double>) return kind == Kind::Float;
-  if (std::is_same_v<T, int64_t>) return kind == Kind::Int;
-  return false;
-}
-
-template <class Function>
-struct Signature;
-
-template <class... Parameters>
-struct Signature<int32_t (*)(Parameters...)> {
-  using Tuple = std::tuple<Parameters...>;
-  static constexpr std::size_t size = sizeof...(Parameters);
-  static constexpr std::size_t outputs =
-      (std::size_t{std::is_same_v<Parameters, DLTensor *>} + ... + 0);
-};
-
-// ---------------------------------------------------------------------------------------------
-// Result rules: what the functional operator allocates
-
-enum class Rule {
-  LikeFirst,
-  LikeNamed,  // "=A"
-  Norm,
-  Halved,
-  Modulated,
-  Rows,
-  Weight,  // gradients of norms
-  Bias,
-  Partials,
-  Scalar,  // of lists
-  Chunks,
-  Indices,  // row operations
-  Workspace,
-  Topk,
-  TopkIndices,
-  LikeIfNeeded,  // "=A&1"
-  Sums,          // "sums=A"
-  Groups,
-  Invalid
-};
-
-constexpr Rule parse_rule(std::string_view text) {
-  if (!text.empty() && text.front() == '=') {
-    return text.find('&') == std::string_view::npos ? Rule::LikeNamed : Rule::LikeIfNeeded;
-  }
-  if (text.substr(0, 5) == "sums=") return Rule::Sums;
-  if (text == "x") return Rule::LikeFirst;
-  if (text == "norm") return Rule::Norm;
-  if (text == "halved") return Rule::Halved;
-  if (text == "modulated") return Rule::Modulated;
-  if (text == "rows") return Rule::Rows;
-  if (text == "dweight") return Rule::Weight;
-  if (text == "dbias") return Rule::Bias;
-  if (text == "partials") return Rule::Partials;
-  if (text == "scalar") return Rule::Scalar;
-  if (text == "chunks") return Rule::Chunks;
-  if (text == "indices") return Rule::Indices;
-  if (text == "workspace") return Rule::Workspace;
-  if (text == "topk") return Rule::Topk;
-  if (text == "topk_indices") return Rule::TopkIndices;
-  if (text == "groups") return Rule::Groups;
-  return Rule::Invalid;
-}
-
-// The argument that a rule names: "A" of "=A", "=A&1" and "sums=A".
-constexpr std::string_view named(std::string_view rule) {
-  const std::size_t equals = rule.find('=');
-  if (equals == std::string_view::npos) return {};
-  return rule.substr(equals + 1, rule.find('&') - equals - 1);
-}
+using namespace hfp_torch;
 
 // What libtorch calls the dtypes and devices; asked once: the numbers are not part of its ABI.
 struct Codes {
@@ -212,36 +83,8 @@ struct Codes {
 
 const Codes codes;
 
-// A shim call failed: libtorch has written its own message to the log.
-[[noreturn, gnu::noinline]] void fail(const char *operation, const char *call) {
-  throw std::runtime_error(std::string("hfpatch: `") + operation + "`: torch refused `" + call +
-                           "`");
-}
-
-#define HFP_SHIM(operation, call)                                       \
-  do {                                                                  \
-    if (__builtin_expect((call) != AOTI_TORCH_SUCCESS, 0)) fail(operation, #call); \
-  } while (0)
-
 // ---------------------------------------------------------------------------------------------
 // Tensors
-
-// A tensor handle that this call owns and deletes.
-class Handle {
- public:
-  Handle() = default;
-  Handle(const Handle &) = delete;
-  Handle &operator=(const Handle &) = delete;
-  ~Handle() {
-    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
-  }
-  void take(AtenTensorHandle handle) { handle_ = handle; }
-  AtenTensorHandle get() const { return handle_; }
-  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
-
- private:
-  AtenTensorHandle handle_ = nullptr;
-};
 
 struct View {
   DLTensor tensor;
@@ -319,38 +162,6 @@ class List {
   std::unique_ptr<DLTensor *[]> pointers_;
 };
 
-// Whether the kernels can walk it: unit last stride, and few enough outer dimensions after merging
-// those that are evenly spaced.
-inline bool walkable(const DLTensor &t) {
-  if (t.ndim == 0) return true;
-  int64_t i = t.ndim - 1;
-  if (t.strides[i] != 1) return false;
-  int groups = 0;
-  int64_t expected = -1;
-  for (--i; i >= 0; --i) {
-    if (t.shape[i] == 1) continue;
-    if (t.strides[i] != expected && ++groups > HFP_MAX_OUTER_DIMS) return false;
-    expected = t.strides[i] * t.shape[i];
-  }
-  return true;
-}
-
-// Contiguous strides, as torch computes them (a dimension of size 0 counts as 1).
-inline void contiguous_strides(int32_t ndim, const int64_t *shape, int64_t *strides) {
-  int64_t stride = 1;
-  for (int32_t i = ndim - 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= shape[i] > 1 ? shape[i] : 1;
-  }
-}
-
-inline void check_dims(const char *operation, int32_t ndim) {
-  if (__builtin_expect(ndim > kMaxDims, 0)) {
-    throw std::runtime_error(std::string("hfpatch: `") + operation +
-                             "`: expected at most 64 dimensions, got " + std::to_string(ndim));
-  }
-}
-
 // Replaces the tensor by a contiguous copy.
 [[gnu::noinline]] void make_contiguous(const char *operation, Handle &handle, View &view) {
   const DLTensor &t = view.tensor;
@@ -370,84 +181,20 @@ inline void check_dims(const char *operation, int32_t ndim) {
   describe(operation, copy, false, view);
 }
 
-// Makes the tensors' device current for the launch, if it is not, and finds torch's stream there.
-class Launch {
- public:
-  Launch(const char *operation, const DLTensor &first) {
-#if defined(CUDA_KERNEL)
-    if (first.device.device_type != kDLCUDA) return;
-    const int32_t device = first.device.device_id;
-    int32_t current = -1;
-    HFP_SHIM(operation, aoti_torch_get_current_device_index(&current));
-    if (current != device) HFP_SHIM(operation, aoti_torch_create_device_guard(device, &guard_));
-    const AOTITorchError status = aoti_torch_get_current_cuda_stream(device, &stream);
-    if (status != AOTI_TORCH_SUCCESS) {
-      release();
-      fail(operation, "aoti_torch_get_current_cuda_stream");
-    }
-#else
-    (void)operation, (void)first;
-#endif
-  }
-  Launch(const Launch &) = delete;
-  Launch &operator=(const Launch &) = delete;
-  ~Launch() { release(); }
-
-  void *stream = nullptr;
-
- private:
-  void release() {
-    if (guard_ != nullptr) aoti_torch_delete_device_guard(std::exchange(guard_, nullptr));
-  }
-  DeviceGuardHandle guard_ = nullptr;
-};
-
 // ---------------------------------------------------------------------------------------------
 // One operator
 
 template <class Op>
-struct Binding {
-  using Sig = Signature<std::remove_const_t<decltype(Op::function)>>;
-  static constexpr std::size_t kOutputs = Sig::outputs;
-  static constexpr std::size_t kArguments = count_parts(Op::arguments);
-  static constexpr auto kArgs = [] {
-    std::array<Argument, kArguments> args{};
-    for (std::size_t i = 0; i < kArguments; ++i) args[i] = parse_argument(part(Op::arguments, i));
-    return args;
-  }();
+struct Binding : Row<Op> {
+  using Table = Row<Op>;
+  using Table::find;
+  using Table::is_list;
+  using Table::kArgs;
+  using Table::kArguments;
+  using Table::kLists;
+  using Table::kOutputs;
+  using Table::lists_before;
 
-  static constexpr bool is_list(std::size_t i) {
-    return kArgs[i].kind == Kind::List || kArgs[i].kind == Kind::MutableList;
-  }
-  // How many of the first `end` arguments are lists.
-  static constexpr std::size_t lists_before(std::size_t end) {
-    std::size_t n = 0;
-    for (std::size_t i = 0; i < end; ++i) n += is_list(i) ? 1 : 0;
-    return n;
-  }
-  static constexpr std::size_t kLists = lists_before(kArguments);
-
-  // -1: there is none of that name.
-  static constexpr int find(std::string_view name) {
-    for (std::size_t i = 0; i < kArguments; ++i)
-      if (kArgs[i].name == name) return static_cast<int>(i);
-    return -1;
-  }
-
-  template <std::size_t... I>
-  static constexpr bool parameters_match(std::index_sequence<I...>) {
-    return (matches<std::tuple_element_t<kOutputs + I, typename Sig::Tuple>>(kArgs[I].kind) && ...);
-  }
-
-  static_assert(Sig::size == kOutputs + kArguments + 1,
-                "HFP_OP_TABLE: the schema and the C function differ in the number of arguments");
-  static_assert(parameters_match(std::make_index_sequence<kArguments>{}),
-                "HFP_OP_TABLE: the schema and the C function differ in the type of an argument");
-  static_assert(kArguments > 0 && (kArgs[0].kind == Kind::Tensor || is_list(0)),
-                "HFP_OP_TABLE: the first argument must be a Tensor or a list");
-  static_assert(kOutputs == 0 ? std::string_view(Op::result) == "none"
-                              : count_parts(Op::result) == kOutputs,
-                "HFP_OP_TABLE: one result rule per output, separated by commas");
 
   // The arguments of one call, taken off the boxed stack: it owns every handle there.
   struct Call {
@@ -601,21 +348,6 @@ struct Binding {
       }
     }
 
-    // Statistics of a group norm; a call that the C function refuses gets any shape.
-    int32_t group_statistics(const DLTensor &x, int64_t *shape) const {
-      constexpr int groups = find("groups"), last = find("channels_last");
-      const bool valid = x.ndim == 3;
-      const int64_t channels = valid ? x.shape[ints[last] ? 2 : 1] : 0;
-      const int64_t count = ints[groups] > 0 && ints[groups] <= channels ? ints[groups] : 0;
-      shape[0] = valid ? x.shape[0] : 0;
-      shape[1] = count;
-      shape[2] = 1 + (valid ? hfp_group_parts(channels, x.shape[ints[last] ? 1 : 2], count,
-                                              ints[last])
-                            : 1);
-      shape[3] = 2;
-      return 4;
-    }
-
     template <std::size_t O>
     void allocate(Handle &handle, View &out) const {
       constexpr Rule rule = parse_rule(part(Op::result, O));
@@ -700,7 +432,7 @@ struct Binding {
       } else if constexpr (rule == Rule::Groups) {
         static_assert(find("groups") >= 0 && find("channels_last") >= 0,
                       "result rule \"groups\": needs `groups` and `channels_last`");
-        ndim = group_statistics(x, shape);
+        ndim = group_statistics(x, ints[find("groups")], ints[find("channels_last")] != 0, shape);
         dtype = codes.f32;
       }
       contiguous_strides(ndim, shape, strides);
@@ -819,18 +551,6 @@ struct InPlace {
   }
 };
 
-#define HFP_OP(NAME, FUNCTION, RESULT, ARGUMENTS)            \
-  struct NAME##_op {                                         \
-    static constexpr const char *name = #NAME;               \
-    static constexpr const char *out_name = #NAME "_out";    \
-    static constexpr auto function = &FUNCTION;              \
-    static constexpr const char *result = RESULT;            \
-    static constexpr const char *arguments = ARGUMENTS;      \
-  };
-HFP_OP_TABLE(HFP_OP)
-HFP_LIST_OP_TABLE(HFP_OP)
-#undef HFP_OP
-
 template <class Op>
 void define(torch::stable::detail::StableLibrary &ops) {
   ops.def(Binding<Op>::schema().c_str());
@@ -879,5 +599,3 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   HFP_IN_PLACE_TABLE(HFP_IMPLEMENT_IN_PLACE)
 }
 #endif
-
-REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

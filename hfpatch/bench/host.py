@@ -19,6 +19,7 @@ from hfpatch.bench.inputs import label, make_inputs
 from hfpatch.bench.peers import OURS, function_of, prepare
 from hfpatch.bench.shapes import shapes_of
 from hfpatch.bench.timing import Call, host_times
+from hfpatch.sources import local_package
 
 Tensor = torch.Tensor
 
@@ -51,6 +52,9 @@ def norm_rows(package: Any, device: torch.device) -> list[dict[str, Any]]:
     patched = model[0]
     weight, out = fused.weight.detach(), torch.empty_like(x)
     op, op_out = package.ops.rms_norm.default, package.ops.rms_norm_out.default
+    params = {"eps": formulas.EPS, "cast": "input"}
+    kernel = local_package().kernel("rms_norm")
+    bound, bound_into = kernel.bind(params), kernel.bind_into(1, params)
     calls: dict[str, Call] = {
         "eager LlamaRMSNorm module": lambda: eager(x),
         "torch.nn.RMSNorm module": lambda: fused(x),
@@ -59,6 +63,8 @@ def norm_rows(package: Any, device: torch.device) -> list[dict[str, Any]]:
         "hfpatch function": lambda: package.rms_norm(x, weight, None, formulas.EPS),
         "hfpatch op": lambda: op(x, weight, None, formulas.EPS, 0.0, 1),
         "hfpatch op, out variant": lambda: op_out(out, x, weight, None, formulas.EPS, 0.0, 1),
+        "hfpatch bound call": lambda: bound(x, weight, None),
+        "hfpatch bound call, out variant": lambda: bound_into(out, x, weight, None),
         "x * x": lambda: x * x,
     }
     with torch.no_grad():

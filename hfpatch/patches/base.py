@@ -159,7 +159,7 @@ class Contract:
     def proven(self, device: str) -> None:
         self._proven[device] = None
 
-    def late(self, x: Tensor, key: Any) -> Forward | None:
+    def late(self, x: Tensor, key: Any) -> Any:
         """Slow path of a call that the tables do not know: prove the device, or warn once."""
         device = x.device.type
         if device in ("cpu", "cuda") and device not in self._proven:

@@ -86,7 +86,8 @@ class GatedNormSubject(NormSubject):
         code = type(self.module).forward.__code__
         names = code.co_varnames[1 : code.co_argcount]
         training = contract.training
-        cpu, cuda = contract.cpu, contract.cuda
+        cpu: Any = contract.cpu  # of what `entry` gave
+        cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
 
         def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -124,7 +125,7 @@ class GatedNormSubject(NormSubject):
                     if run is None:
                         run = contract.late(x, key)
                     if run is not None:
-                        return run(x, gate, w)
+                        return run[0](x, gate, w)
             return original(self, *args, **kwargs)
 
         return forward

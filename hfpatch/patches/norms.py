@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -30,6 +31,7 @@ from hfpatch.patches.base import (
 from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
+_MAX_GUARDS = 64  # of an adapter, one after the other
 _DEFAULT_WIDTH = 96  # of the probe's input when a norm has no weight that says its width
 
 
@@ -132,24 +134,34 @@ class NormSubject(Subject):
 
         return compute
 
-    def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Forward:
-        """Called with (x, weight, bias): one Python frame less per call than `compute`."""
-        return kernel.bind(dict(formula.params), training)
+    def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Any:
+        """Callables of (x, weight, bias): one Python frame less per call than `compute`."""
+        run = kernel.bind(dict(formula.params), training)
+        return run, functools.partial(kernel.guard, run)
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         weight, bias, width = self.weight, self.bias, self.width
         checked_width = width if self._param(weight) is None else None
         name = input_name(self.module)
         training = contract.training
-        cpu, cuda = contract.cpu, contract.cuda
+        cpu: Any = contract.cpu  # of what `entry` gave
+        cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         missing = object()
+        guarded: Forward | None = None  # for calls like the last one
+        guards = 0
 
         # Norms are called hundreds of times per step and last microseconds: this is written for
         # few frames, few attribute look-ups and no work that a plain call does not need.
         def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
+            nonlocal guarded, guards
             if is_compiling():  # inductor fuses a norm with its neighbours
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
+            if guarded is not None and not args and not kwargs:
+                p = self._parameters
+                y = guarded(x, p.get(weight), p.get(bias))
+                if y is not NotImplemented:
+                    return y
             if x is missing:
                 x = first_argument((), kwargs, name)
             elif args or kwargs:
@@ -179,7 +191,10 @@ class NormSubject(Subject):
                     else:
                         run = None
                     if run is not None:
-                        return run(x, w, b)
+                        # a module that sees ever other dtypes gains nothing by another guard
+                        if checked_width is None and not training and guards < _MAX_GUARDS:
+                            guarded, guards = run[1](x, w, b), guards + 1
+                        return run[0](x, w, b)
             return original(self, **kwargs) if x is None else original(self, x)
 
         return forward

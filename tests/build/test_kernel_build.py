@@ -104,13 +104,15 @@ def test_library_needs_torch_and_names_no_path(kernels_dir: Path) -> None:
             assert path.encode() + b"/" not in content
 
 
-def test_exports_only_the_c_interface(kernels_dir: Path) -> None:
+def test_exports_only_the_c_interface_and_the_python_module(kernels_dir: Path) -> None:
     (library,) = cpu_variant(kernels_dir).glob("*.abi3.so")
     out = subprocess.run(
         ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
     ).stdout
     functions = {line.split()[-1] for line in out.splitlines() if " T " in line}
-    assert functions
+    module = f"PyInit_{library.name.removesuffix('.abi3.so')}"
+    assert module in functions and len(functions) > 1
+    functions.remove(module)
     assert all(name.startswith("hfp_") for name in functions), functions
 
 
@@ -136,7 +138,7 @@ def test_objects_are_reused_until_a_header_changes(tmp_path: Path) -> None:
 
     builder._compile_unit = spy  # type: ignore[method-assign]
     builder.compile()
-    assert sorted(ran) == ["portable.cpp", "simd.cpp", "torch_binding.cpp"]
+    assert sorted(ran) == ["portable.cpp", "python_calls.cpp", "simd.cpp", "torch_binding.cpp"]
     ran.clear()
     builder.compile()
     assert ran == []

@@ -4,12 +4,13 @@ The functions take and return tensors and know autograd and `torch.compile`. `op
 operators with integer codes (`ops.rms_norm.default(x, weight, bias, eps, weight_offset, cast)` and
 `ops.rms_norm_out.default(out, x, ...)`), for paths where each microsecond of the host counts; they
 have no autograd, and writing to `out` does not raise its version counter. Functions that end in an
-underscore write over their input. `layers` are modules for
+underscore write over their input. `calls.bind` gives an operator without the dispatcher, for code
+that calls few tensors often. `layers` are modules for
 `kernels.LayerRepository`.
 """
 
 from . import _fakes as _fakes
-from . import layers
+from . import calls, layers
 from ._adaln import (
     add_layer_norm,
     add_rms_norm,
@@ -54,6 +55,7 @@ __all__ = [
     "add_silu",
     "add_silu_",
     "argmax",
+    "calls",
     "clip_grad_norm_",
     "clip_grads",
     "cross_entropy",

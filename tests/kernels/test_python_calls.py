@@ -1,0 +1,336 @@
+"""Operators as plain callables (`calls.bind`): the same bits, and the operator where it is seen."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from types import ModuleType
+from typing import Any, ClassVar
+
+import proofs
+import pytest
+import torch
+from op_samples import BY_ID, DTYPES, FORMULAS, Sample, rows, sample
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Those that no adapter calls through `Kernel.bind` have results of another shape or dtype.
+BOUND = [
+    name for name, s in BY_ID.items() if s.op in FORMULAS and FORMULAS[s.op].direct
+    and s.op not in ("argmax", "topk", "softmax")
+]  # fmt: skip
+OF_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def bind(kernels: ModuleType, s: Sample, into: bool = False, width: int = 34) -> Any:
+    return kernels.calls.bind(s.op, FORMULAS[s.op].encode(s.values(width)), into)
+
+
+def ordered(s: Sample, tensors: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    return tuple(tensors.get(n) for kind, n in s.schema.arguments if kind.startswith("Tensor"))
+
+
+def as_list(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+@OF_DTYPE
+@pytest.mark.parametrize("name", BOUND)
+def test_same_bits_as_the_operator(
+    name: str, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    s = BY_ID[name]
+    call, into = bind(kernels_module, s), bind(kernels_module, s, into=True)
+    assert inspect.isbuiltin(call)
+    for layout in proofs.LAYOUTS:
+        tensors = proofs.laid_out(s, s.make(dtype), layout)
+        if tensors is None:
+            continue
+        expected = s.call(kernels_module, tensors)
+        got = as_list(call(*ordered(s, tensors)))
+        proofs.assert_same_bits(got, expected, f"{name}, {layout}")
+        assert [g.stride() for g in got] == [e.stride() for e in expected]
+        if into is None:  # needs scratch memory
+            assert len(s.results) > len(expected)
+            continue
+        outs = [torch.full_like(e, 7.0) for e in expected]
+        assert into(*outs, *ordered(s, tensors)) is None
+        proofs.assert_same_bits(outs, expected, f"{name}, {layout}, into")
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_no_rows(name: str, kernels_module: ModuleType) -> None:
+    s = BY_ID[name]
+    tensors = s.make(torch.bfloat16, n=0)
+    got = as_list(bind(kernels_module, s)(*ordered(s, tensors)))
+    proofs.assert_same_bits(got, s.call(kernels_module, tensors), name)
+
+
+@pytest.mark.parametrize("x", DTYPES, ids=str)
+@pytest.mark.parametrize("weight", [*DTYPES, None], ids=str)
+@pytest.mark.parametrize("cast", ["none", "input", "weight"])
+def test_mixed_dtypes(
+    x: torch.dtype, weight: torch.dtype | None, cast: str, kernels_module: ModuleType
+) -> None:
+    s = sample("rms_norm", x=rows(3, "D"), eps=1e-6, cast=cast)
+    w = None if weight is None else torch.randn(34).to(weight)
+    values, call = s.make(x)["x"], bind(kernels_module, s)
+    codes = FORMULAS["rms_norm"].encode(s.params)
+    expected = kernels_module.ops.rms_norm.default(values, w, None, *codes)
+    proofs.assert_same_bits([call(values, w, None)], [expected], f"{x} {weight} {cast}")
+    for op in ("gate_residual", "mul_add"):
+        cast = "input" if cast == "weight" else cast
+        b = torch.randn(34).to(weight or x)
+        codes = FORMULAS[op].encode({"cast": cast})
+        given = (values, b, values) if op == "gate_residual" else (values, b, b)
+        expected = getattr(kernels_module.ops, op).default(*given, *codes)
+        got = kernels_module.calls.bind(op, codes)(*given)
+        proofs.assert_same_bits([got], [expected], f"{op} {x} {weight} {cast}")
+
+
+def _rms_norm(kernels: ModuleType) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    s = BY_ID["rms_norm"]
+    made = s.make(torch.float32)
+    return bind(kernels, s), made["x"], made["weight"]
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_watches_operators_sees_it(kernels_module: ModuleType) -> None:
+    call, x, w = _rms_norm(kernels_module)
+    expected = call(x, w, None)
+    with Seen() as seen:
+        assert torch.equal(call(x, w, None), expected)
+    assert seen.names[0] == "rms_norm"
+    with Called() as called:
+        assert torch.equal(call(x, w, None), expected)
+    assert any("rms_norm" in name for name in called.names)
+    with torch.profiler.profile() as profile:
+        assert torch.equal(call(x, w, None), expected)
+    assert any(e.key.endswith("::rms_norm") for e in profile.key_averages())
+
+    traced = torch.jit.trace(lambda t: call(t, w, None) * 2, (x,), check_trace=False)
+    assert "rms_norm" in str(traced.graph)
+    assert torch.equal(traced(2 * x), call(2 * x, w, None) * 2)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda t: call(t, w, None))(x)
+    assert "rms_norm" in graph.code
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert isinstance(call(fake, mode.from_tensor(w), None), torch._subclasses.FakeTensor)
+
+
+def test_transforms_get_what_the_operator_gives(kernels_module: ModuleType) -> None:
+    """Inside vmap the tensors are of the ordinary class, but have no memory of their own."""
+    call, x, w = _rms_norm(kernels_module)
+    codes = FORMULAS["rms_norm"].encode(BY_ID["rms_norm"].params)
+
+    def outcome(f: Any) -> Any:
+        try:
+            return torch.func.vmap(f)(x)
+        except Exception as e:
+            return str(e)
+
+    ours = outcome(lambda t: call(t, w, None))
+    theirs = outcome(lambda t: kernels_module.ops.rms_norm.default(t, w, None, *codes))
+    assert type(ours) is type(theirs)
+    assert ours == theirs if isinstance(ours, str) else torch.equal(ours, theirs)
+
+
+class Logged(torch.Tensor):
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_go_to_the_operator(kernels_module: ModuleType) -> None:
+    call, x, w = _rms_norm(kernels_module)
+    Logged.seen.clear()
+    got = call(x.as_subclass(Logged), w, None)
+    assert type(got) is Logged and any("rms_norm" in name for name in Logged.seen)
+    assert torch.equal(got.as_subclass(torch.Tensor), call(x, w, None))
+
+
+def test_errors_are_the_operators(kernels_module: ModuleType) -> None:
+    call, x, w = _rms_norm(kernels_module)
+    codes = FORMULAS["rms_norm"].encode(BY_ID["rms_norm"].params)
+    raw = kernels_module.ops.rms_norm.default
+    for bad in (
+        (x.double(), w, None), (x, w[:-1], None), (x.to(torch.int32), w, None), (x, w),
+        (x, w, None, None), (None, w, None), ("x", w, None), (x, w.bfloat16(), w),
+    ):  # fmt: skip
+        outcomes = []
+        for f in (lambda *t: call(*t), lambda *t: raw(*t, *codes)):
+            try:
+                outcomes.append(f(*bad))
+            except Exception as e:
+                outcomes.append((type(e), str(e)))
+        assert isinstance(outcomes[0], tuple) and outcomes[0] == outcomes[1]
+    with pytest.raises(TypeError):
+        call(x=x)
+
+
+def test_what_bind_refuses(kernels_module: ModuleType) -> None:
+    calls = kernels_module.calls
+    assert calls.bind("topk", (3,)) is None  # results of another dtype: the operator allocates them
+    assert calls.bind("group_norm", (2, 1e-5, 0, 0), into=True) is None
+    with pytest.raises(IndexError):
+        calls.bind("rms_norm", (1e-6, 0.0))
+    with pytest.raises(TypeError, match=r"`codes` of `rms_norm`: expected 3 numbers, got 4"):
+        calls.bind("rms_norm", (1e-6, 0.0, 1, 1))
+    with pytest.raises(TypeError):
+        calls.bind("rms_norm", ("a", 0.0, 1))
+    with pytest.raises(AttributeError):
+        calls.bind("no_such_op", ())
+    for stranger in (len, print, "x", 3, lambda: None):
+        with pytest.raises((TypeError, ValueError)):
+            calls.guard(stranger, torch.ones(3))
+
+
+def test_guard(kernels_module: ModuleType) -> None:
+    """It takes calls like the one it was made with, and says so of any other."""
+    call, x, w = _rms_norm(kernels_module)
+    guarded = kernels_module.calls.guard(call, x, w, None)
+    expected = call(x, w, None)
+    assert torch.equal(guarded(x, w, None), expected)
+    assert torch.equal(guarded(x[:1], w, None), expected[:1])  # of any shape
+    for other in (
+        (x.bfloat16(), w, None), (x, w.bfloat16(), None), (x, None, None), (x, w, w), (x, w),
+        (x.as_subclass(Logged), w, None), (object(), w, None), (x, w[:-1], None), (None, w, None),
+        (x.to("meta"), w, None),
+    ):  # fmt: skip
+        assert guarded(*other) is NotImplemented
+    assert kernels_module.calls.guard(call, x.bfloat16(), w.bfloat16(), None)(x, w, None) is (
+        NotImplemented
+    )
+    assert kernels_module.calls.guard(call, x.as_subclass(Logged), w, None) is None
+
+    parameter = torch.nn.Parameter(w)
+    assert guarded(x, parameter, None) is NotImplemented
+    with torch.no_grad():
+        assert torch.equal(guarded(x, parameter, None), expected)
+    with torch.inference_mode():
+        assert torch.equal(guarded(x, parameter, None), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert guarded(x, w, None) is NotImplemented
+    with torch.autograd.forward_ad.dual_level():
+        assert guarded(x, w, None) is NotImplemented
+    with Seen() as seen:
+        assert guarded(x, w, None) is NotImplemented
+    assert seen.names == []
+
+
+def test_memory(kernels_module: ModuleType) -> None:
+    """Nothing is kept by a call, a refused one, a bound callable or its copies."""
+    call, x, w = _rms_norm(kernels_module)
+    guarded = kernels_module.calls.guard(call, x, w, None)
+    norm = bind(kernels_module, BY_ID["group_norm"])
+    group = ordered(BY_ID["group_norm"], BY_ID["group_norm"].make(torch.float32))
+    assert copy.deepcopy(call) is call
+
+    def work() -> None:
+        for _ in range(200):
+            call(x, w, None), guarded(x, w, None), guarded(x, None, None), norm(*group)
+            with pytest.raises(RuntimeError):
+                call(x, w[:-1], None)
+            bind(kernels_module, BY_ID["rms_norm"])
+            kernels_module.calls.guard(call, x, w, None)
+
+    def count() -> tuple[int, int, int]:
+        gc.collect()
+        return sys.getrefcount(x), sys.getrefcount(w), len(gc.get_objects())
+
+    work()
+    before = proofs.bytes_in_use()
+    counted = count()
+    for _ in range(5):
+        work()
+    assert count()[:2] == counted[:2] and count()[2] - counted[2] < 50
+    assert proofs.bytes_in_use() - before < 100_000
+
+
+def test_threads_run_side_by_side(kernels_module: ModuleType) -> None:
+    """The interpreter's lock is given up for the kernel: another thread runs meanwhile."""
+    call = kernels_module.calls.bind("gelu", FORMULAS["gelu"].encode({"approximate": "none"}))
+    x = torch.randn(1 << 24)
+    go, ran = threading.Event(), []
+    thread = threading.Thread(target=lambda: (go.wait(), ran.append(True)))
+    interval = sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(1000)  # nobody is made to give it up
+        go.set()
+        call(x)
+        assert ran
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+SWITCHED_OFF = """
+import torch
+from hfpatch.sources import local_package
+package = local_package()
+assert package.module.calls.bind("silu", ()) is None
+x = torch.randn(3, 8)
+kernel = package.kernel("silu")
+assert torch.equal(kernel.bind({})(x), kernel.raw(x))
+out = torch.empty_like(x)
+kernel.bind_into(1, {})(out, x)
+assert torch.equal(out, kernel.raw(x))
+assert kernel.guard(kernel.bind({}), x) is None
+"""
+UNKNOWN_TORCH = "import torch; del torch.Tensor.__dlpack_c_exchange_api__\n" + SWITCHED_OFF
+
+
+@pytest.mark.parametrize(
+    ("code", "switch"), [(SWITCHED_OFF, "0"), (UNKNOWN_TORCH, "1")], ids=["off", "unknown torch"]
+)
+def test_without(code: str, switch: str) -> None:
+    environment = {**os.environ, "HFPATCH_PYTHON_CALLS": switch}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+TWO_COPIES = """
+import shutil, sys, torch
+from pathlib import Path
+from kernels import get_local_kernel
+from hfpatch.sources import LOCAL_BUILD
+copy = Path(sys.argv[1]) / "copy"
+shutil.copytree(LOCAL_BUILD, copy)
+first, second = get_local_kernel(LOCAL_BUILD), get_local_kernel(copy)
+assert first.__file__ != second.__file__
+x = torch.randn(3, 8)
+a, b = first.calls.bind("silu", ()), second.calls.bind("silu", ())
+assert torch.equal(a(x), b(x)) and torch.equal(second.calls.guard(a, x)(x), a(x))
+"""
+
+
+def test_two_copies_of_a_build(tmp_path: Any) -> None:
+    """The second must not load its library: the operators are registered already."""
+    subprocess.run([sys.executable, "-c", TWO_COPIES, str(tmp_path)], check=True)

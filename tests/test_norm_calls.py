@@ -1,0 +1,167 @@
+"""A patched norm's second call takes a shorter way: wherever the first is not its like, it is not
+taken."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hfpatch
+
+
+def _pair(dtype: torch.dtype = torch.float32) -> tuple[Any, Any, torch.Tensor]:
+    """A patched norm that has been called, and one that is as it was."""
+    norm = LlamaRMSNorm(48).to(dtype)
+    nn.init.normal_(norm.weight)
+    plain = copy.deepcopy(norm)
+    model = nn.Sequential(norm)
+    assert len(hfpatch.apply(model).swaps) == 1
+    x = torch.randn(5, 48, dtype=dtype)
+    with torch.no_grad():
+        for _ in range(3):
+            norm(x)
+    return norm, plain, x
+
+
+def _no_grad(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return norm(x)
+
+
+def _dtype(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return norm(x.bfloat16())
+
+
+def _weight(norm: Any, x: torch.Tensor) -> Any:
+    norm.weight = nn.Parameter(norm.weight.detach().bfloat16())
+    with torch.no_grad():
+        return norm(x)
+
+
+def _values(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        norm.weight.mul_(2)
+        return norm(x)
+
+
+def _data(norm: Any, x: torch.Tensor) -> Any:
+    norm.weight.data = norm.weight.data[:16].clone()
+    with torch.no_grad():
+        return norm(x[:, :16])
+
+
+def _gradient(norm: Any, x: torch.Tensor) -> Any:
+    y = norm(x)
+    y.sum().backward()
+    return norm.weight.grad
+
+
+def _input_gradient(norm: Any, x: torch.Tensor) -> Any:
+    norm.requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+    norm(leaf).pow(2).sum().backward()
+    return leaf.grad
+
+
+def _jvp(norm: Any, x: torch.Tensor) -> Any:
+    norm.requires_grad_(False)
+    return torch.func.jvp(norm, (x,), (torch.ones_like(x),))[1]
+
+
+def _dual(norm: Any, x: torch.Tensor) -> Any:
+    ad = torch.autograd.forward_ad
+    with torch.no_grad(), ad.dual_level():
+        return ad.unpack_dual(norm(ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def _vmap(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return torch.func.vmap(norm)(x)
+
+
+def _autocast(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return norm(x)
+
+
+def _compiled(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return torch.compile(norm, backend="eager", fullgraph=True)(x)
+
+
+def _exported(norm: Any, x: torch.Tensor) -> Any:
+    return torch.export.export(norm, (x,)).module()(x).detach()
+
+
+def _traced(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return torch.jit.trace(norm, (x,), check_trace=False)(2 * x)
+
+
+def _keyword(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return norm(hidden_states=x)
+
+
+def _strided(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return norm(x.t().contiguous().t())
+
+
+def _empty(norm: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return norm(x[:0])
+
+
+def _hook(norm: Any, x: torch.Tensor) -> Any:
+    norm.register_forward_hook(lambda module, args, y: y + 1)
+    with torch.no_grad():
+        return norm(x)
+
+
+def _moved(norm: Any, x: torch.Tensor) -> Any:
+    return norm.to("meta")(x.to("meta")).shape
+
+
+CALLS = [f for name, f in list(globals().items()) if name[0] == "_" and name not in ("_pair",)
+         and callable(f) and getattr(f, "__module__", "") == __name__]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__.lstrip("_"))
+def test_as_the_original(call: Callable[[Any, torch.Tensor], Any]) -> None:
+    norm, plain, x = _pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the adapter says once what it does not take
+        expected, got = call(plain, x), call(norm, x)
+    torch.testing.assert_close(got, expected)
+    if isinstance(got, torch.Tensor):
+        assert (got.dtype, got.requires_grad) == (expected.dtype, expected.requires_grad)
+    if call in (_hook, _moved):
+        return
+    again = x[:, : plain.weight.numel()]  # and the short way is there still
+    torch.testing.assert_close(_no_grad(norm, again), _no_grad(plain, again))
+
+
+@pytest.mark.parametrize("bad", [(), (None,), ("x",), (1, 2)], ids=str)
+def test_the_originals_error(bad: tuple[Any, ...]) -> None:
+    norm, plain, _ = _pair()
+    for module in (plain, norm):
+        with pytest.raises((TypeError, AttributeError)):
+            module(*bad)
+
+
+def test_other_dtypes_in_turn() -> None:
+    """Each change of dtype makes another guard, up to a limit; the numbers stay."""
+    norm, plain, x = _pair()
+    with torch.no_grad():
+        for _ in range(100):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                torch.testing.assert_close(norm(x.to(dtype)), plain(x.to(dtype)))

@@ -1,0 +1,92 @@
+"""Operators bound to their numbers, past PyTorch's dispatcher where nothing listens to it."""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+
+from ._ops import add_op_namespace_prefix, ops
+
+_NAMESPACE = add_op_namespace_prefix("")[:-2]
+_SHARED = "_python_calls"  # on the operators' namespace: copies of one build share its library
+
+
+def bind(name: str, codes: tuple[Any, ...], into: bool = False) -> Optional[Callable[..., Any]]:
+    """A callable of the operator's tensors alone, without autograd; None if this build has none.
+
+    It takes ordinary tensors. What it does not take goes to the operator: subclasses, any mode,
+    trace, transform or profile that watches operators, layouts that want a copy, bad arguments.
+
+    Args:
+        name: the operator, e.g. ``"rms_norm"``.
+        codes: its numbers, as the operator takes them after the tensors.
+        into: the callable takes the tensors to write before all others and returns None.
+
+    Returns:
+        The results without scratch memory, one as a tensor and several as a tuple.
+    """
+    if _extension is None:
+        return None
+    operator = getattr(ops, name + "_out" if into else name).default
+    result: Optional[Callable[..., Any]] = _extension.bind(name, into, codes, operator._op)
+    return result
+
+
+def guard(bound: Callable[..., Any], *tensors: Any) -> Optional[Callable[..., Any]]:
+    """The same callable for tensors like these alone; None if it does not take even these.
+
+    Like means: of the same dtypes and device type, None at the same places. For any other call it
+    returns NotImplemented, and also where autograd would record, inside a level of forward-mode
+    differentiation and under autocast. So a caller need not ask for any of it first.
+
+    Args:
+        bound: what `bind` returned, without ``into``.
+        tensors: one call's.
+    """
+    result: Optional[Callable[..., Any]] = _extension.guard(bound, *tensors)
+    return result
+
+
+def _load() -> Any:
+    if os.environ.get("HFPATCH_PYTHON_CALLS", "1") == "0":
+        return None
+    found = ops.__dict__.get(_SHARED)
+    if found is not None:
+        return found
+    if f"{__package__}.{_NAMESPACE}" not in sys.modules:
+        library = Path(__file__).parent / f"{_NAMESPACE}.abi3.so"
+        # Operators of another copy: this one's library must not be loaded beside it.
+        if os.path.realpath(library) not in torch.ops.loaded_libraries:
+            return None
+    try:
+        extension = import_module(f".{_NAMESPACE}", __package__)
+        listeners = (
+            torch._C._len_torch_dispatch_stack,
+            torch._C._len_torch_function_stack,
+            torch._C._get_tracing_state,
+            torch._C._functorch.peek_interpreter_stack,
+            torch._C._autograd._profiler_enabled,
+        )
+        ready = extension.setup(
+            torch.Tensor.__dlpack_c_exchange_api__,
+            torch.Tensor,
+            torch.nn.Parameter,
+            torch.empty_like,
+            torch.Tensor.new_empty_strided,
+            listeners,
+            torch.is_grad_enabled,
+            torch.is_autocast_enabled,
+            torch.autograd.forward_ad,
+        )
+    except (ImportError, AttributeError):  # built without Python's headers; another torch
+        return None
+    if not ready:
+        return None
+    setattr(ops, _SHARED, extension)
+    return extension
+
+
+_extension = _load()

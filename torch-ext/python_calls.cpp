@@ -1,0 +1,582 @@
+// python_calls.cpp: the operators as plain Python callables, past PyTorch's dispatcher.
+//
+// A call of an operator goes through a boxed stack, the dispatcher and a tensor handle for each
+// argument: for a small model that is most of the time a call takes. Where nothing listens to the
+// dispatcher, none of it is needed. `bind` gives a callable that reads the tensors through DLPack's
+// exchange API (https://dmlc.github.io/dlpack/latest/), lets torch allocate the result and calls the
+// C function. It takes ordinary tensors alone, and decides nothing: whatever it does not take (a
+// subclass, a mode, a trace, the profiler, a layout that the kernels do not walk, an argument that
+// the C function refuses) goes to the operator, which does it or says what is wrong.
+//
+// Python's stable ABI of 3.9 only. Without Python's headers there is no such module, and every call
+// goes through the dispatcher.
+#if __has_include(<Python.h>)
+
+#if !defined(Py_LIMITED_API)
+#define Py_LIMITED_API 0x03090000
+#endif
+#include <Python.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "calls.h"
+#include "hfpatch.h"
+#include "op_table.h"
+
+// In the stable ABI from 3.10 on by name; Python 3.7 and newer know the convention.
+#if !defined(METH_FASTCALL)
+#define METH_FASTCALL 0x0080
+#endif
+
+namespace {
+
+using namespace hfp_torch;
+
+// ---------------------------------------------------------------------------------------------
+// DLPack's exchange API, version 1
+
+struct ExchangeApi {
+  struct {
+    uint32_t major, minor;
+    void *previous;
+  } header;
+  void *managed_tensor_allocator;
+  void *managed_tensor_from_py_object_no_sync;
+  void *managed_tensor_to_py_object_no_sync;
+  int (*dltensor_from_py_object_no_sync)(void *py_object, DLTensor *out);
+  void *current_work_stream;
+};
+
+// What `setup` was given; the references live as long as the process.
+struct Torch {
+  const ExchangeApi *api = nullptr;
+  PyObject *tensor = nullptr, *parameter = nullptr;         // types
+  PyObject *empty_like = nullptr, *new_empty_strided = nullptr;
+  PyObject *listeners = nullptr;  // tuple of functions: true while something listens to operators
+  PyObject *grad_enabled = nullptr, *autocast_enabled = nullptr;
+  PyObject *forward_ad = nullptr;  // the module: `_current_level` >= 0 inside a dual level
+};
+
+Torch torch_;
+
+// A reference that this scope owns.
+class Owned {
+ public:
+  explicit Owned(PyObject *object = nullptr) : object_(object) {}
+  Owned(const Owned &) = delete;
+  Owned &operator=(const Owned &) = delete;
+  ~Owned() { Py_XDECREF(object_); }
+  void take(PyObject *object) { object_ = object; }
+  PyObject *get() const { return object_; }
+  PyObject *release() { return std::exchange(object_, nullptr); }
+
+ private:
+  PyObject *object_;
+};
+
+bool is_true(const Owned &answer) {  // an error counts as true
+  return answer.get() == nullptr || PyObject_IsTrue(answer.get()) != 0;
+}
+
+// Whether nobody would miss the operator.
+bool unheard() {
+  const Py_ssize_t count = PyTuple_Size(torch_.listeners);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (is_true(Owned(PyObject_CallObject(PyTuple_GetItem(torch_.listeners, i), nullptr))))
+      return false;
+  }
+  return true;
+}
+
+// Whether differentiation or autocast would take part in a call with these arguments.
+bool differentiated(PyObject *const *args, Py_ssize_t count, PyObject *device) {
+  const Owned level(PyObject_GetAttrString(torch_.forward_ad, "_current_level"));
+  if (level.get() == nullptr || PyLong_AsLong(level.get()) >= 0) return true;
+  // Without an argument it is CUDA's, and twice as fast.
+  if (is_true(Owned(PyObject_CallObject(torch_.autocast_enabled, device)))) return true;
+  if (!is_true(Owned(PyObject_CallObject(torch_.grad_enabled, nullptr)))) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (args[i] != Py_None && is_true(Owned(PyObject_GetAttrString(args[i], "requires_grad"))))
+      return true;
+  }
+  return false;
+}
+
+bool read(PyObject *object, DLTensor &tensor) {
+  PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(object));
+  if (type != torch_.tensor && type != torch_.parameter) return false;
+  if (torch_.api->dltensor_from_py_object_no_sync(object, &tensor) != 0) return false;
+  return tensor.ndim == 0 || tensor.strides != nullptr;
+}
+
+bool is_contiguous(const DLTensor &t) {
+  int64_t stride = 1;
+  for (int32_t i = t.ndim - 1; i >= 0; --i) {
+    if (t.strides[i] != stride) return false;
+    stride *= t.shape[i] > 1 ? t.shape[i] : 1;
+  }
+  return true;
+}
+
+bool same(DLDataType a, DLDataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+PyObject *tuple_of(int32_t count, const int64_t *values) {
+  PyObject *tuple = PyTuple_New(count);
+  for (int32_t i = 0; tuple != nullptr && i < count; ++i) {
+    PyObject *value = PyLong_FromLongLong(values[i]);
+    if (value == nullptr || PyTuple_SetItem(tuple, i, value) != 0) {
+      Py_DECREF(tuple);
+      return nullptr;
+    }
+  }
+  return tuple;
+}
+
+// An uninitialized contiguous tensor of that shape, else like `source`.
+PyObject *empty(PyObject *source, const DLTensor &like, int32_t ndim, const int64_t *shape) {
+  if (ndim == like.ndim && is_contiguous(like) &&
+      (shape == like.shape ||
+       std::memcmp(shape, like.shape, static_cast<std::size_t>(ndim) * sizeof(int64_t)) == 0)) {
+    return PyObject_CallFunctionObjArgs(torch_.empty_like, source, nullptr);
+  }
+  if (ndim > kMaxDims) return nullptr;
+  int64_t strides[kMaxDims];
+  contiguous_strides(ndim, shape, strides);
+  const Owned sizes(tuple_of(ndim, shape)), steps(tuple_of(ndim, strides));
+  if (sizes.get() == nullptr || steps.get() == nullptr) return nullptr;
+  return PyObject_CallFunctionObjArgs(torch_.new_empty_strided, source, sizes.get(), steps.get(),
+                                      nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------
+// One bound operator
+
+constexpr int kMaxArguments = 16;
+
+struct Bound {
+  PyObject *(*run)(const Bound &, PyObject *const *, Py_ssize_t);
+  bool (*admit)(Bound &, PyObject *const *, Py_ssize_t);
+  PyObject *fallback, *codes;  // the operator, and its numbers as a tuple
+  bool scratch;                // the operator returns scratch memory behind its one result
+  double floats[kMaxArguments];
+  int64_t ints[kMaxArguments];
+  // Of a guarded one: what its tensors must be; a dtype of no bits stands for None.
+  PyObject *device = nullptr;  // what `is_autocast_enabled` takes for it
+  int32_t device_type;
+  DLDataType dtypes[kMaxArguments];
+};
+
+constexpr bool is_tensor(Kind kind) {
+  return kind == Kind::Tensor || kind == Kind::OptionalTensor;
+}
+
+constexpr bool bindable(Rule rule) {
+  return rule == Rule::LikeFirst || rule == Rule::LikeNamed || rule == Rule::Norm ||
+         rule == Rule::Halved || rule == Rule::Modulated || rule == Rule::Groups;
+}
+
+template <class Op>
+struct Runner : Row<Op> {
+  using Table = Row<Op>;
+  using Table::find;
+  using Table::kArgs;
+  using Table::kArguments;
+  using Table::kOutputs;
+
+  template <std::size_t O>
+  static constexpr Rule rule() {
+    return parse_rule(part(Op::result, O));
+  }
+  template <std::size_t... O>
+  static constexpr bool all_bindable(std::index_sequence<O...>) {
+    return (bindable(rule<O>()) && ...);
+  }
+  static constexpr bool kBindable = Table::kLists == 0 && kOutputs > 0 &&
+                                    kArguments <= kMaxArguments &&
+                                    all_bindable(std::make_index_sequence<kOutputs>{});
+  // Scratch memory comes last and is not returned.
+  static constexpr bool kScratch = rule<kOutputs - 1>() == Rule::Groups;
+  static constexpr std::size_t kResults = kOutputs - kScratch;
+  static_assert(!kScratch || kResults == 1, "scratch memory: of operators with one result");
+
+  static constexpr Py_ssize_t kTensors = [] {
+    Py_ssize_t n = 0;
+    for (const Argument &a : kArgs) n += is_tensor(a.kind);
+    return n;
+  }();
+
+  struct Call {
+    const Bound &bound;
+    PyObject *objects[kArguments] = {};  // borrowed; null for None
+    DLTensor views[kArguments], outs[kOutputs];
+    int64_t scratch_shape[4], scratch_strides[4];
+    Handle scratch;
+
+    // False: not a call for this way.
+    bool take(PyObject *const *args) {
+      for (std::size_t i = 0, next = 0; i < kArguments; ++i) {
+        if (!is_tensor(kArgs[i].kind)) continue;
+        PyObject *object = args[next++];
+        if (object == Py_None) {
+          if (kArgs[i].kind != Kind::OptionalTensor) return false;
+          if (bound.device != nullptr && bound.dtypes[i].bits != 0) return false;
+          continue;
+        }
+        if (!read(object, views[i]) || !walkable(views[i])) return false;
+        if (bound.device != nullptr && (!same(views[i].dtype, bound.dtypes[i]) ||
+                                        views[i].device.device_type != bound.device_type))
+          return false;
+        objects[i] = object;
+      }
+      return true;
+    }
+
+    template <std::size_t I>
+    auto argument() const {
+      if constexpr (kArgs[I].kind == Kind::Float) {
+        return bound.floats[I];
+      } else if constexpr (kArgs[I].kind == Kind::Int) {
+        return bound.ints[I];
+      } else {
+        const DLTensor *tensor = objects[I] != nullptr ? &views[I] : nullptr;
+        return tensor;
+      }
+    }
+
+    // The argument whose dtype result O has, and whose shape unless the rule says another; -1 where
+    // no argument has that dtype.
+    template <std::size_t O>
+    int source() const {
+      constexpr Rule r = rule<O>();
+      if constexpr (r == Rule::LikeNamed) {
+        return find(named(part(Op::result, O)));
+      } else if constexpr (r == Rule::Norm) {
+        constexpr int weight = find("weight"), cast = find("cast");
+        if (objects[weight] == nullptr || same(views[0].dtype, views[weight].dtype)) return 0;
+        if (bound.ints[cast] == HFP_CAST_NONE) return 0;
+        return bound.ints[cast] == HFP_CAST_WEIGHT || views[weight].dtype.bits == 32 ? weight : -1;
+      } else if constexpr (r == Rule::Modulated) {
+        if (same(views[0].dtype, views[1].dtype)) return 0;
+        if (bound.ints[find("cast")] != HFP_CAST_INPUT || views[0].dtype.bits == 32) return 0;
+        return views[1].dtype.bits == 32 ? 1 : -1;
+      } else {
+        return 0;
+      }
+    }
+
+    template <std::size_t O>
+    bool allocate(Owned &result) {
+      const int from = source<O>();
+      if (from < 0 || objects[from] == nullptr) return false;
+      const DLTensor &like = views[from];
+      if constexpr (rule<O>() == Rule::Groups) {
+        return allocate_scratch();
+      } else if constexpr (rule<O>() == Rule::Halved) {
+        if (like.ndim == 0 || like.ndim > kMaxDims) return false;
+        int64_t shape[kMaxDims];
+        std::memcpy(shape, like.shape, static_cast<std::size_t>(like.ndim) * sizeof(int64_t));
+        shape[like.ndim - 1] /= 2;
+        result.take(empty(objects[from], like, like.ndim, shape));
+      } else {
+        const DLTensor &shaped = rule<O>() == Rule::LikeNamed ? like : views[0];
+        result.take(empty(objects[from], like, shaped.ndim, shaped.shape));
+      }
+      return result.get() != nullptr && read(result.get(), outs[O]);
+    }
+
+    // Memory that only the kernel sees: never a Python object.
+    bool allocate_scratch() {
+      const DLTensor &x = views[0];
+      DLTensor &out = outs[kOutputs - 1];
+      const int32_t ndim = group_statistics(x, bound.ints[find("groups")],
+                                            bound.ints[find("channels_last")] != 0, scratch_shape);
+      contiguous_strides(ndim, scratch_shape, scratch_strides);
+      const bool cuda = x.device.device_type == kDLCUDA;
+      AtenTensorHandle handle = nullptr;
+      if (aoti_torch_empty_strided(
+              ndim, scratch_shape, scratch_strides, aoti_torch_dtype_float32(),
+              cuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(),
+              x.device.device_id, &handle) != AOTI_TORCH_SUCCESS)
+        return false;
+      scratch.take(handle);
+      if (aoti_torch_get_data_ptr(handle, &out.data) != AOTI_TORCH_SUCCESS) return false;
+      out.device = x.device;
+      out.dtype = {kDLFloat, 32, 1};
+      out.ndim = ndim;
+      out.shape = scratch_shape;
+      out.strides = scratch_strides;
+      out.byte_offset = 0;
+      return true;
+    }
+
+    template <std::size_t... O, std::size_t... I>
+    bool launch(std::index_sequence<O...>, std::index_sequence<I...>) {
+      int32_t status = HFP_LAUNCH_FAILED;
+      PyThreadState *const thread = PyEval_SaveThread();
+      try {
+        const Launch device(Op::name, views[0]);
+        status = Op::function(&outs[O]..., argument<I>()..., device.stream);
+      } catch (const std::exception &) {  // the operator fails alike, and says so
+      }
+      PyEval_RestoreThread(thread);
+      return status == HFP_OK;
+    }
+
+    bool launch() {
+      return launch(std::make_index_sequence<kOutputs>{}, std::make_index_sequence<kArguments>{});
+    }
+  };
+
+  template <std::size_t... O>
+  static PyObject *functional(const Bound &bound, PyObject *const *args,
+                              std::index_sequence<O...>) {
+    Call call{bound};
+    Owned results[kOutputs];  // empty where it is scratch
+    if (!call.take(args) || !(call.template allocate<O>(results[O]) && ...) || !call.launch())
+      return nullptr;
+    if constexpr (kResults == 1) return results[0].release();
+    PyObject *tuple = PyTuple_New(kResults);
+    if (tuple == nullptr) return nullptr;
+    for (std::size_t i = 0; i < kResults; ++i)
+      PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), results[i].release());
+    return tuple;
+  }
+
+  static PyObject *run(const Bound &bound, PyObject *const *args, Py_ssize_t count) {
+    if (count != kTensors) return nullptr;
+    return functional(bound, args, std::make_index_sequence<kOutputs>{});
+  }
+
+  // Takes what these tensors are as the guard.
+  static bool admit(Bound &bound, PyObject *const *args, Py_ssize_t count) {
+    if (count != kTensors) return false;
+    Call call{bound};
+    if (!call.take(args)) return false;
+    for (std::size_t i = 0; i < kArguments; ++i)
+      bound.dtypes[i] = call.objects[i] != nullptr ? call.views[i].dtype : DLDataType{};
+    bound.device_type = call.views[0].device.device_type;
+    bound.device = bound.device_type == kDLCUDA ? PyTuple_New(0) : Py_BuildValue("(s)", "cpu");
+    return bound.device != nullptr;
+  }
+
+  // The results come first and are written.
+  static PyObject *run_into(const Bound &bound, PyObject *const *args, Py_ssize_t count) {
+    if (count != kTensors + static_cast<Py_ssize_t>(kOutputs)) return nullptr;
+    Call call{bound};
+    for (std::size_t i = 0; i < kOutputs; ++i)
+      if (!read(args[i], call.outs[i])) return nullptr;
+    if (!call.take(args + kOutputs) || !call.launch()) return nullptr;
+    Py_INCREF(Py_None);
+    return Py_None;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// The module
+
+#define HFP_STRING_(X) #X
+#define HFP_STRING(X) HFP_STRING_(X)
+
+// Of this build alone: another's may be laid out differently.
+constexpr const char *kCapsule = HFP_STRING(TORCH_EXTENSION_NAME) ".bound";
+
+void destroy(PyObject *capsule) {
+  auto *bound = static_cast<Bound *>(PyCapsule_GetPointer(capsule, kCapsule));
+  if (bound == nullptr) return;
+  Py_XDECREF(bound->fallback);
+  Py_XDECREF(bound->codes);
+  Py_XDECREF(bound->device);
+  delete bound;
+}
+
+PyObject *dispatch(const Bound &bound, PyObject *const *args, Py_ssize_t count) {
+  const Py_ssize_t codes = PyTuple_Size(bound.codes);
+  const Owned all(PyTuple_New(count + codes));
+  if (all.get() == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < count + codes; ++i) {
+    PyObject *item = i < count ? args[i] : PyTuple_GetItem(bound.codes, i - count);
+    Py_INCREF(item);
+    PyTuple_SetItem(all.get(), i, item);
+  }
+  Owned result(PyObject_CallObject(bound.fallback, all.get()));
+  if (result.get() == nullptr || !bound.scratch) return result.release();
+  PyObject *first = PyTuple_GetItem(result.get(), 0);
+  Py_XINCREF(first);
+  return first;
+}
+
+PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  const auto *bound = static_cast<Bound *>(PyCapsule_GetPointer(self, kCapsule));
+  if (bound == nullptr) return nullptr;
+  if (unheard()) {
+    if (PyObject *result = bound->run(*bound, args, count)) return result;
+  }
+  if (PyErr_Occurred() != nullptr) PyErr_Clear();  // the operator says it, if it is an error
+  return dispatch(*bound, args, count);
+}
+
+// The same for tensors like those it was guarded with; NotImplemented for any other call, and for
+// those that differentiation or autocast takes part in.
+PyObject *call_guarded(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  const auto *bound = static_cast<Bound *>(PyCapsule_GetPointer(self, kCapsule));
+  if (bound == nullptr) return nullptr;
+  if (unheard() && !differentiated(args, count, bound->device)) {
+    if (PyObject *result = bound->run(*bound, args, count)) return result;
+  }
+  if (PyErr_Occurred() != nullptr) PyErr_Clear();
+  Py_INCREF(Py_NotImplemented);
+  return Py_NotImplemented;
+}
+
+template <class Function>
+PyCFunction fastcall(Function *function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef call_method = {"call", fastcall(call), METH_FASTCALL,
+                           "A kernel of tensors, bound to its numbers."};
+PyMethodDef guarded_method = {"call_guarded", fastcall(call_guarded), METH_FASTCALL,
+                              "The same, or NotImplemented."};
+
+// Reads the operator's numbers from a tuple; false with an exception set.
+template <class Op>
+bool read_codes(PyObject *codes, Bound &bound) {
+  Py_ssize_t next = 0;
+  for (std::size_t i = 0; i < Row<Op>::kArguments; ++i) {
+    const Kind kind = Row<Op>::kArgs[i].kind;
+    if (is_tensor(kind)) continue;
+    PyObject *item = PyTuple_GetItem(codes, next++);  // an IndexError says too few
+    if (item == nullptr) return false;
+    if (kind == Kind::Float) bound.floats[i] = PyFloat_AsDouble(item);
+    else bound.ints[i] = PyLong_AsLongLong(item);
+    if (PyErr_Occurred() != nullptr) return false;
+  }
+  if (next == PyTuple_Size(codes)) return true;
+  PyErr_Format(PyExc_TypeError, "`codes` of `%s`: expected %zd numbers, got %zd", Op::name, next,
+               PyTuple_Size(codes));
+  return false;
+}
+
+// 1: bound, 0: another name or not to be bound, -1: an exception is set.
+template <class Op>
+int bind_row(std::string_view name, bool into, PyObject *codes, Bound &bound) {
+  if constexpr (Runner<Op>::kBindable) {
+    if (name != Op::name) return 0;
+    if (into && Runner<Op>::kScratch) return 0;
+    bound.scratch = Runner<Op>::kScratch;
+    bound.run = into ? &Runner<Op>::run_into : &Runner<Op>::run;
+    bound.admit = &Runner<Op>::admit;
+    return read_codes<Op>(codes, bound) ? 1 : -1;
+  } else {
+    (void)name, (void)into, (void)codes, (void)bound;
+    return 0;
+  }
+}
+
+// bind(name, into, codes, operator) -> callable of the tensors, or None
+PyObject *bind(PyObject *, PyObject *arguments) {
+  const char *name = nullptr;
+  int into = 0;
+  PyObject *codes = nullptr, *fallback = nullptr;
+  if (!PyArg_ParseTuple(arguments, "spO!O", &name, &into, &PyTuple_Type, &codes, &fallback))
+    return nullptr;
+  auto *bound = new Bound{};
+  int found = 0;
+#define HFP_BIND(NAME, ...) \
+  if (found == 0) found = bind_row<NAME##_op>(name, into != 0, codes, *bound);
+  if (torch_.api != nullptr) {
+    HFP_OP_TABLE(HFP_BIND)
+  }
+#undef HFP_BIND
+  if (found != 1) {
+    delete bound;
+    if (found < 0) return nullptr;
+    Py_INCREF(Py_None);
+    return Py_None;
+  }
+  Py_INCREF(fallback), Py_INCREF(codes);
+  bound->fallback = fallback;
+  bound->codes = codes;
+  const Owned self(PyCapsule_New(bound, kCapsule, destroy));
+  if (self.get() == nullptr) return nullptr;
+  return PyCFunction_NewEx(&call_method, self.get(), nullptr);
+}
+
+// guard(bound, *tensors) -> callable of tensors like these, or None
+PyObject *guard(PyObject *, PyObject *arguments) {
+  const Py_ssize_t count = PyTuple_Size(arguments);
+  PyObject *args[kMaxArguments];
+  PyObject *bare = count > 0 ? PyTuple_GetItem(arguments, 0) : nullptr;
+  if (bare == nullptr || count > kMaxArguments || !PyCFunction_Check(bare)) {
+    PyErr_SetString(PyExc_TypeError, "`guard`: expected what `bind` returned, then tensors");
+    return nullptr;
+  }
+  const auto *from = static_cast<Bound *>(
+      PyCapsule_GetPointer(PyCFunction_GetSelf(bare), kCapsule));
+  if (from == nullptr) return nullptr;
+  for (Py_ssize_t i = 1; i < count; ++i) args[i - 1] = PyTuple_GetItem(arguments, i);
+  auto *bound = new Bound(*from);
+  bound->device = nullptr;
+  if (!bound->admit(*bound, args, count - 1)) {
+    Py_XDECREF(bound->device);
+    delete bound;
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();
+    Py_INCREF(Py_None);
+    return Py_None;
+  }
+  Py_INCREF(bound->fallback), Py_INCREF(bound->codes);
+  const Owned self(PyCapsule_New(bound, kCapsule, destroy));
+  if (self.get() == nullptr) return nullptr;
+  return PyCFunction_NewEx(&guarded_method, self.get(), nullptr);
+}
+
+// setup(exchange_api, Tensor, Parameter, empty_like, new_empty_strided, listeners,
+//       is_grad_enabled, is_autocast_enabled, forward_ad) -> bool
+PyObject *setup(PyObject *, PyObject *arguments) {
+  Torch given;
+  PyObject *capsule = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO!OOO", &capsule, &given.tensor, &given.parameter,
+                        &given.empty_like, &given.new_empty_strided, &PyTuple_Type,
+                        &given.listeners, &given.grad_enabled, &given.autocast_enabled,
+                        &given.forward_ad))
+    return nullptr;
+  const auto *api =
+      static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (api == nullptr) return nullptr;
+  const bool known = api->header.major == 1 && api->dltensor_from_py_object_no_sync != nullptr;
+  if (known && torch_.api == nullptr) {
+    for (PyObject *object : {given.tensor, given.parameter, given.empty_like,
+                             given.new_empty_strided, given.listeners, given.grad_enabled,
+                             given.autocast_enabled, given.forward_ad})
+      Py_INCREF(object);
+    given.api = api;
+    torch_ = given;
+  }
+  return PyBool_FromLong(known);
+}
+
+PyMethodDef methods[] = {
+    {"bind", bind, METH_VARARGS, "bind(name, into, codes, operator) -> callable or None"},
+    {"guard", guard, METH_VARARGS, "guard(bound, *tensors) -> callable or None"},
+    {"setup", setup, METH_VARARGS, "setup(exchange_api, ...) -> whether this torch is known"},
+    {nullptr, nullptr, 0, nullptr}};
+
+#define HFP_INIT_(NAME) PyInit_##NAME
+#define HFP_INIT(NAME) HFP_INIT_(NAME)
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, HFP_STRING(TORCH_EXTENSION_NAME),
+                      "The operators as plain callables.", 0, methods,
+                      nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC HFP_INIT(TORCH_EXTENSION_NAME)(void) { return PyModule_Create(&module); }
+
+#endif
