@@ -70,10 +70,11 @@ def apply(
         strict: raise when a requested kernel cannot be loaded or fails its verification, instead of
             leaving the module as it is and saying so in the report.
         cuda_graphs: record the forward of `model` (of a pipeline: of its denoisers) in CUDA graphs,
-            one per kind of call, and replay it: the same numbers (to the precision of the dtype)
-            without the time of launching kernels. A number is the most graphs to keep (True: 8).
-            Calls that cannot be replayed (hooks inside, gradients, tensors on the CPU) run as they
-            are; the reason is warned of once and in `status`.
+            one per kind of call, and replay it: the same kernels and bits without the time of
+            launching them (but for attention where padding is masked: to the precision of the
+            dtype). A number is the most graphs to keep (True: 8). Calls that cannot be replayed
+            (hooks inside, gradients, tensors on the CPU) run as they are; the reason is warned of
+            once and in `status`.
 
     Returns:
         the report; `print(report)` is a table.

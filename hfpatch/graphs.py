@@ -1,12 +1,9 @@
-"""CUDA graphs of a denoiser's forward: one launch for a whole step, the same operators and numbers.
+"""CUDA graphs of a denoiser's forward: one launch for a whole step, the same kernels and numbers.
 
 A model that is called with the same shapes step after step (a diffusion transformer, a UNet) spends
 a part of each step launching kernels. `hfpatch.apply(model, cuda_graphs=True)` records the second
 call of every kind and replays it from the third on. The kind of a call is its key: shapes, strides,
 dtypes and devices of the tensors, and the values of everything else.
-
-The kernels are those of a call without a graph, but for small attentions, which cuDNN serves in a
-graph only: they agree to the precision of the dtype.
 
 What a graph bakes in is compared at every call: addresses of parameters and buffers, processors,
 LoRA scales, forwards. If one changed, the graphs are dropped and recorded anew. What a graph cannot

@@ -381,18 +381,17 @@ def test_a_pool_that_its_last_graph_left_is_not_used_again(
 
 
 @pytest.mark.usefixtures("as_cuda")
-def test_a_rehearsal_launches_what_the_recording_will() -> None:
-    """cuDNN's plan cannot be made while a graph is captured, also not one of somebody else's."""
-    q = torch.empty(1, 8, 64, 64)
-    assert not _pays(q, q)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not _pays(q, q)
-    with rehearsal():
-        assert _pays(q, q)
-    with Capture():
-        assert _pays(q, q)
-    assert not _pays(q, q)
+def test_attention_in_a_graph_is_the_one_without() -> None:
+    """The same bits; and cuDNN's plan, which cannot be made in a capture, is there by then."""
+    for small, length in ((True, 64), (False, 16384)):
+        q = torch.empty(1, 1, 8, length, 64, device="meta")[0]
+        assert _pays(q, q) is not small
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert _pays(q, q) is not small
+        for around in (rehearsal(), Capture()):
+            with around:
+                assert _pays(q, q) is not small
 
 
 def test_a_graph_keeps_the_constants_that_it_reads() -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from hfpatch.patches.base import Tensor
-from hfpatch.patches.blocks.memo import for_a_graph
 
 
 def attention(
@@ -67,13 +66,12 @@ def _pays(q: Tensor, k: Tensor) -> bool:
     flash attention's (236 us against 101 in pytorch/pytorch#191576).
 
     12 GFLOP take either kernel 30 to 50 us: a UNet's 1024 tokens, or a video's attention to its
-    text, whose step then waits for the host. A CUDA graph of ours has no such cost; its rehearsal
-    makes cuDNN's plan, which cannot be made during a capture. A graph that somebody else captures
-    gets the kernel that the calls before it had.
+    text, whose step then waits for the host. In a CUDA graph the launch costs nothing, but a graph
+    gives the very bits of a call without one.
     """
     batch, heads, length, dim = q.shape
     flops = 4 * batch * heads * length * k.shape[2] * dim
-    return flops >= _SMALL or for_a_graph()
+    return flops >= _SMALL
 
 
 _SMALL = 12e9
