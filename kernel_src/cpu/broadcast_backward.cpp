@@ -24,7 +24,7 @@ namespace cpu {
 // the result is the same.
 int32_t broadcast_backward(const BroadcastBackwardArgs &given) {
   BroadcastBackwardArgs args = given;
-  args.parts = args.parts > 1 ? summed_parts(args.reduced, args.parts) : 1;
+  args.parts = args.parts > 1 ? summed_parts(args.reduced, kPartRows, args.parts) : 1;
   const int64_t sums = args.outer * args.inner, cols = args.x_rows.cols;
   const int64_t wide = cols < kSumColumns ? cols : kSumColumns;
   const int64_t elements = args.reduced / args.parts * wide;
@@ -173,7 +173,8 @@ static void backward_units(const BroadcastBackwardArgs &args, int64_t begin, int
     const int64_t count = cols - col < kSumColumns ? cols - col : kSumColumns;
     // Whole registers are read and written, also at the end of a row.
     alignas(64) float first[kSumColumns], second[kSumColumns];
-    for (int64_t i = 0; i < count + kLanes - 1 && i < kSumColumns; ++i) first[i] = second[i] = 0;
+    if constexpr (Activation == kMulAdd) __builtin_memset(first, 0, sizeof first);
+    __builtin_memset(second, 0, sizeof second);
     const char *param =
         rows > 0 ? at(args.param, RowCursor(args.param_rows, row).offset() + col, args.param_type)
                  : nullptr;
@@ -189,14 +190,17 @@ static void backward_units(const BroadcastBackwardArgs &args, int64_t begin, int
       backward_rows<X, Same, Activation, 1>(b, last, last);
     }
     if (parts == 1) {
-      put_sums(args.first, args.param_type, sum * cols + col, first, count);
+      if constexpr (Activation == kMulAdd) {
+        put_sums(args.first, args.param_type, sum * cols + col, first, count);
+      }
       put_sums(args.second, args.param_type, sum * cols + col, second, count);
     } else {
       float *partials = args.partials + slot * wide + col;
-      if (args.first) put_sums(partials, DType::F32, 0, first, count);
-      if (args.second) {
-        put_sums(partials + (args.first ? cols : 0), DType::F32, 0, second, count);
+      if constexpr (Activation == kMulAdd) {
+        if (args.first) put_sums(partials, DType::F32, 0, first, count);
+        if (args.first) partials += cols;
       }
+      if (args.second) put_sums(partials, DType::F32, 0, second, count);
     }
   }
 }

@@ -71,11 +71,10 @@ inline int64_t rows_grain(int64_t cols) {
 }
 
 // Into how many parts a sum over `rows` is split, at most `most`. Each part's sums are written and
-// read again: with 16 rows to a part that is little next to the rows. Fewer rows are split finer, for
-// threads to have something to do; the number of threads itself must not matter.
-inline int64_t summed_parts(int64_t rows, int64_t most) {
-  int64_t rows_of_part = rows / 32;
-  rows_of_part = rows_of_part < 4 ? 4 : rows_of_part > 16 ? 16 : rows_of_part;
+// read again: with 16 rows to a part that is little next to the rows themselves. How many threads
+// there are must not matter: another split rounds differently.
+constexpr int64_t kPartRows = 16;
+inline int64_t summed_parts(int64_t rows, int64_t rows_of_part, int64_t most) {
   const int64_t parts = rows < rows_of_part ? 1 : rows / rows_of_part;
   return parts < most ? parts : most;
 }

@@ -17,7 +17,10 @@ namespace {
 template <class Kernel, class Sum>
 int32_t norm_backward(NormBackwardArgs args, Kernel kernel, Sum sum) {
   const int64_t cols = args.x_rows.cols;
-  const int64_t parts = summed_parts(args.x_rows.rows, args.partial_rows);
+  // A unit of work is a part here: of few rows there are more, for threads to have something to do.
+  const int64_t rows = args.x_rows.rows / 32;
+  const int64_t rows_of_part = rows < 4 ? 4 : rows < kPartRows ? rows : kPartRows;
+  const int64_t parts = summed_parts(args.x_rows.rows, rows_of_part, args.partial_rows);
   args.partial_rows = parts;
   if (args.x_rows.rows > 0) {
     const int64_t elements = args.x_rows.rows * cols / parts;

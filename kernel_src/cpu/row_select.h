@@ -1,6 +1,9 @@
-// row_select.h: the n-th greatest of a row without a sort, digit by digit of row_keys.h's keys
-// (radix select); for topk and sample. Plain C++: compiled once.
+// row_select.h: the greatest of a row without sorting it, for topk and sample. The n-th one digit by
+// digit of row_keys.h's keys (radix select), and what row_top.h needs. Plain C++: compiled once.
 #pragma once
+
+#include <algorithm>
+#include <functional>
 
 #include "../row_keys.h"
 #include "common.h"
@@ -77,6 +80,25 @@ inline int index_digits(int64_t cols) {
   int digits = 1;
   while (digits < 4 && (cols - 1) >> (8 * digits) != 0) ++digits;
   return digits;
+}
+
+// --- for row_top.h ----------------------------------------------------------------------------
+
+// Room besides 2 k pairs: few cuts where k is small.
+constexpr int kMoreThanK = 512, kMostAppended = 64;
+
+struct TopPairs {
+  uint64_t found[2 * HFP_MAX_TOPK + kMoreThanK + kMostAppended];
+};
+
+inline void descending(uint64_t *pairs, int count) {
+  std::sort(pairs, pairs + count, std::greater<uint64_t>());
+}
+
+// Moves the k greatest to the front, the least of them last, and returns that one's key.
+inline uint32_t cut(uint64_t *pairs, int count, int k) {
+  std::nth_element(pairs, pairs + k - 1, pairs + count, std::greater<uint64_t>());
+  return static_cast<uint32_t>(pairs[k - 1] >> 32);
 }
 
 }  // namespace cpu

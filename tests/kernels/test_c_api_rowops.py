@@ -162,6 +162,39 @@ def test_argmax_and_topk(lib, dtype):
     assert topk(lib, torch.empty(0, 5, dtype=dtype), 3)[1].shape == (0, 3)
 
 
+def rows_for_topk(dtype, cols):
+    """What fills the buffer of candidates again and again, and what never does."""
+    up = torch.arange(cols, dtype=torch.float32)
+    x = torch.stack(
+        [
+            up - cols // 2,  # each element is among the greatest so far
+            -up,
+            up % 97,
+            (up >= cols - 3).float(),  # the greatest ones last, in the row's tail
+            torch.where(up % 3 == 0, NAN, up),
+            torch.where(up >= cols - 60, NAN, -INF),
+            torch.where(up == cols - 1, -INF, NAN),
+            torch.full((cols,), -INF),
+            torch.where(up == cols // 2, -0.0, 0.0),
+        ]
+    )
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_topk_of_hard_rows(lib, dtype):
+    for k in (1, 3, 50, 2048):
+        room = 2 * k + 512  # of topk.cpp's buffer
+        for cols in {max(k, 17), *range(room - 2, room + 3), room + 64, room + 67, 3 * room + 1}:
+            x = rows_for_topk(dtype, cols)
+            values, indices = topk(lib, x, k)
+            order = ordered(x)[:, :k]
+            assert torch.equal(indices, order), (cols, k)
+            assert same_bits(values, x.gather(-1, order)), (cols, k)  # -0 stays -0
+    x = rows_for_topk(dtype, 300_001)
+    assert torch.equal(topk(lib, x, 2048)[1], ordered(x)[:, :2048])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sample_is_a_function_of_the_row(lib, dtype):
     x = (torch.randn(40, 3001) * 3).to(dtype)
