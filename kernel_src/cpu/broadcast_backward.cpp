@@ -7,7 +7,7 @@
 namespace hfp {
 namespace cpu {
 
-constexpr int64_t kSumColumns = 1024;  // of a unit of work; its sums are on the stack
+constexpr int64_t kSumColumns = 4096;  // of a unit of work; its sums are on the stack
 
 inline int64_t column_blocks(int64_t cols) { return (cols + kSumColumns - 1) / kSumColumns; }
 
@@ -24,7 +24,8 @@ namespace cpu {
 // the result is the same.
 int32_t broadcast_backward(const BroadcastBackwardArgs &given) {
   BroadcastBackwardArgs args = given;
-  args.parts = args.parts > 1 ? summed_parts(args.reduced, kPartRows, args.parts) : 1;
+  const int64_t rows_of_part = args.reduced < 4 * kPartRows ? 4 : kPartRows;
+  args.parts = args.parts > 1 ? summed_parts(args.reduced, rows_of_part, args.parts) : 1;
   const int64_t sums = args.outer * args.inner, cols = args.x_rows.cols;
   const int64_t wide = cols < kSumColumns ? cols : kSumColumns;
   const int64_t elements = args.reduced / args.parts * wide;
