@@ -51,7 +51,7 @@ inline uint32_t digit_at(const uint64_t (&bins)[256], uint64_t *wanted) {
 }
 
 // The key such that those above it are fewer than n and those from it on at least n, by
-// keys(i, &key), which says whether i counts. Returns the least key that is selected, and in *n how many of the
+// keys(i, &key) for 0 <= i < cols, which says whether i counts. Returns the least key that is selected, and in *n how many of the
 // elements with the prefix of the result belong to the n, in *all how many there are.
 template <class Keys>
 uint32_t select_key(const Keys &keys, int64_t cols, int digits, int first_shift, uint64_t *n,
@@ -90,10 +90,6 @@ constexpr int kMoreThanK = 512, kMostAppended = 64;
 struct TopPairs {
   uint64_t found[2 * HFP_MAX_TOPK + kMoreThanK + kMostAppended];
 };
-
-inline void descending(uint64_t *pairs, int count) {
-  std::sort(pairs, pairs + count, std::greater<uint64_t>());
-}
 
 // Moves the k greatest to the front, the least of them last, and returns that one's key.
 inline uint32_t cut(uint64_t *pairs, int count, int k) {

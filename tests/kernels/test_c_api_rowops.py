@@ -221,6 +221,30 @@ def test_sample_is_a_function_of_the_row(lib, dtype):
     assert not torch.equal(sample(lib, x, seeds + 1, *codes), tokens)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_top_k_of_sample_is_a_mask(lib, dtype):
+    """The same token as from logits that are -inf where top-k cuts off: another way through."""
+    cols = 9001
+    x = torch.randn(8, cols)
+    x[1] = -x[1].abs() - 1
+    x[2] = torch.randint(4, (cols,)).float()  # thousands of ties
+    x[3] *= 1e-36  # z and x subnormal, or 0 in fp16
+    x[4, 7:] = -INF
+    x[5] = torch.arange(cols) / 500
+    x[6, ::2] = 0.0
+    x[7] *= 100
+    x = x.to(dtype)
+    for temperature, k in itertools.product((0.3, 1.0, 1.7), (1, 50, 2048, 4000)):
+        z = x.float() / torch.tensor(temperature)
+        least = z.sort(-1, descending=True)[0][:, k - 1 : k]
+        masked = x.masked_fill(z < least, -INF)
+        for top_p, min_p in ((1.0, 0.0), (0.8, 0.0), (0.95, 0.01)):
+            seeds = torch.randint(2**62, (8,))
+            tokens = sample(lib, x, seeds, temperature, k, top_p, min_p)
+            expected = sample(lib, masked, seeds, temperature, 0, top_p, min_p)
+            assert torch.equal(tokens, expected), (temperature, k, top_p)
+
+
 def test_sample_odd_values(lib):
     x = torch.tensor(
         [[0.0, 3.0, 3.0], [NAN, 5.0, 1.0], [INF, 5.0, INF], [-INF, -INF, -INF], [-INF, 2.0, -INF]]
