@@ -109,6 +109,24 @@ def test_softmax_odd_values(lib, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_whose_maximum_rises(lib, dtype):
+    """The sum goes by blocks of columns; each may raise the maximum, or hold what is not finite."""
+    cols = 5003
+    at = torch.arange(cols)
+    x = torch.stack([at / 250.0, -at / 250.0, torch.where(at < 2000, -INF, at / 500.0)])
+    x = x.to(dtype)
+    y = torch.softmax(x.double(), -1)
+    bound = y * (SOFTMAX_FP32 * 22 + ROUNDING[dtype]) * 1.01 + SUBNORMAL[dtype]
+    out = softmax(lib, x)
+    assert_close(out, y, bound + 2.0**-126, "rising")
+    for value, column in itertools.product((NAN, INF), (0, 1500, cols - 1)):
+        odd = x.clone()
+        odd[1:, column] = value
+        mixed = softmax(lib, odd)
+        assert same_bits(mixed[0], out[0]) and mixed[1:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_layouts(lib, dtype):
     base = torch.randn(3, 4, 5, 40).to(dtype)
     mask = torch.randn(3, 1, 5, 40).to(dtype)
