@@ -70,16 +70,27 @@ inline int64_t rows_grain(int64_t cols) {
   return cols >= kGrainElements ? 1 : kGrainElements / cols;
 }
 
+// Into how many parts a sum over `rows` is split, at most `most`. Each part's sums are written and
+// read again: with 16 rows to a part that is little next to the rows themselves. How many threads
+// there are must not matter: another split rounds differently.
+constexpr int64_t kPartRows = 16;
+inline int64_t summed_parts(int64_t rows, int64_t rows_of_part, int64_t most) {
+  const int64_t parts = rows < rows_of_part ? 1 : rows / rows_of_part;
+  return parts < most ? parts : most;
+}
+
 // Walks the element offsets of consecutive rows without a division per row.
 class RowCursor {
  public:
-  RowCursor(const Rows &rows, int64_t row) : rows_(rows) {
-    const int64_t outer = row / rows.n2;
-    i2_ = row - outer * rows.n2;
-    const int64_t i0 = outer / rows.n1;
-    i1_ = outer - i0 * rows.n1;
-    base0_ = i0 * rows.s0;
-    offset_ = base0_ + i1_ * rows.s1 + i2_ * rows.s2;
+  RowCursor(const Rows &rows, int64_t row) : rows_(rows) { move_to(row); }
+
+  void move_to(int64_t row) {
+    const int64_t outer = row / rows_.n2;
+    i2_ = row - outer * rows_.n2;
+    const int64_t i0 = outer / rows_.n1;
+    i1_ = outer - i0 * rows_.n1;
+    base0_ = i0 * rows_.s0;
+    offset_ = base0_ + i1_ * rows_.s1 + i2_ * rows_.s2;
   }
 
   int64_t offset() const { return offset_; }

@@ -9,7 +9,7 @@ namespace hfp {
 namespace cpu {
 
 int32_t fused_norm(const FusedNormArgs &args) {
-  parallel(HFP_FOR_SIMD(fused_norm_kernel)(args.type), args, args.x_rows.rows,
+  parallel(HFP_FOR_SIMD(fused_norm_kernel)(args), args, args.x_rows.rows,
            rows_grain(args.x_rows.cols), 1);
   return HFP_OK;
 }
@@ -30,51 +30,107 @@ struct FusedRow {
   const char *x, *residual, *gate, *scale, *shift;
 };
 
-template <DType X>
-HFP_INLINE void fused_sum(const FusedNormArgs &args, const FusedRow &row, char *sum,
-                          int64_t cols) {
-  const int64_t gate_size = size_of(args.modulation_type);
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-    vf y = load_any(X, row.x + i * size_of(X), n);
-    if (row.gate) {
-      y *= load_any(args.modulation_type, row.gate + i * gate_size, n);
-      if (args.eager) y = round_to<X>(y);  // the gate has the dtype of x then
-    }
-    store_any(X, sum + i * size_of(X), load_any(X, row.residual + i * size_of(X), n) + y, n);
-  }
+// What all rows share; a copy, since a store through a char pointer might change the arguments.
+struct FusedNorm {
+  DType weight_type, modulation_type, out_type;
+  const char *weight, *bias;
+  float weight_offset;
+  int cast;
+  bool eager;
+};
+
+// Same: this argument has the dtype of x, as all have then.
+template <DType X, bool Same>
+HFP_INLINE vf fused_load(DType type, const char *p, int64_t i, int64_t n) {
+  if constexpr (Same) return load_up_to<X>(p + i * size_of(X), n);
+  else return load_any(type, p + i * size_of(type), n);
 }
 
-template <DType X>
-HFP_INLINE vf fused_columns(const FusedNormArgs &args, const FusedRow &row, const char *x,
-                            vf mean_hi, vf mean_lo, vf rstd, int64_t i, int64_t n) {
-  const DType weight_type = args.weight_type, modulation_type = args.modulation_type;
-  const char *weight = static_cast<const char *>(args.weight);
-  const char *bias = static_cast<const char *>(args.bias);
-  vf y = ((load_any(X, x + i * size_of(X), n) - mean_hi) - mean_lo) * rstd;
-  if (args.cast != HFP_CAST_NONE) y = round_any(args.cast == HFP_CAST_INPUT ? X : weight_type, y);
-  if (weight) {
-    y *= load_any(weight_type, weight + i * size_of(weight_type), n) + splat(args.weight_offset);
-    if (args.cast != HFP_CAST_NONE) y = round_any(args.out_type, y);
+template <DType X, bool Same>
+HFP_INLINE vf fused_round(DType type, vf v) {
+  if constexpr (Same) return round_to<X>(v);
+  else return round_any(type, v);
+}
+
+template <DType X, bool Same>
+HFP_INLINE void sum_columns(const FusedNorm &f, const FusedRow &row, char *sum, int64_t i,
+                            int64_t n) {
+  vf y = load_up_to<X>(row.x + i * size_of(X), n);
+  if (row.gate) {
+    y *= fused_load<X, Same>(f.modulation_type, row.gate, i, n);
+    if (f.eager) y = round_to<X>(y);  // the gate has the dtype of x then
   }
-  if (bias) y += load_any(weight_type, bias + i * size_of(weight_type), n);
+  store_up_to<X>(sum + i * size_of(X), load_up_to<X>(row.residual + i * size_of(X), n) + y, n);
+}
+
+template <DType X, bool Same>
+HFP_INLINE void fused_sum(const FusedNorm &f, const FusedRow row, char *sum, int64_t cols) {
+  int64_t i = 0;
+  for (; i + kLanes <= cols; i += kLanes) sum_columns<X, Same>(f, row, sum, i, kLanes);
+  if (i < cols) sum_columns<X, Same>(f, row, sum, i, cols - i);
+}
+
+struct FusedScale {
+  vf mean_hi, mean_lo, rstd;
+};
+
+template <DType X, bool Same>
+HFP_INLINE vf fused_columns(const FusedNorm &f, const FusedRow &row, const char *x,
+                            const FusedScale &s, int64_t i, int64_t n) {
+  vf y = ((load_up_to<X>(x + i * size_of(X), n) - s.mean_hi) - s.mean_lo) * s.rstd;
+  if (f.cast != HFP_CAST_NONE) {
+    y = fused_round<X, Same>(f.cast == HFP_CAST_INPUT ? X : f.weight_type, y);
+  }
+  if (f.weight) {
+    y *= fused_load<X, Same>(f.weight_type, f.weight, i, n) + splat(f.weight_offset);
+    if (f.cast != HFP_CAST_NONE) y = fused_round<X, Same>(f.out_type, y);
+  }
+  if (f.bias) y += fused_load<X, Same>(f.weight_type, f.bias, i, n);
   if (row.scale) {
-    const int64_t at = i * size_of(modulation_type);
-    vf scale = load_any(modulation_type, row.scale + at, n) + splat(1.0f);
-    if (args.eager) {
-      scale = round_any(modulation_type, scale);
-      y = round_any(args.out_type, round_to<X>(y) * scale);
+    vf scale = fused_load<X, Same>(f.modulation_type, row.scale, i, n) + splat(1.0f);
+    if (f.eager) {
+      scale = fused_round<X, Same>(f.modulation_type, scale);
+      y = fused_round<X, Same>(f.out_type, round_to<X>(y) * scale);
     } else {
       y *= scale;
     }
-    y += load_any(modulation_type, row.shift + at, n);
+    y += fused_load<X, Same>(f.modulation_type, row.shift, i, n);
   }
   return y;
 }
 
-template <DType X>
+template <DType X, bool Same>
+HFP_INLINE void fused_out(const FusedNorm &f, const FusedRow row, const char *x, char *out,
+                          const FusedScale s, int64_t cols) {
+  if constexpr (Same) {
+    constexpr int64_t size = size_of(X);
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= cols; i += 2 * kLanes) {
+      const vf a = fused_columns<X, Same>(f, row, x, s, i, kLanes);
+      const vf b = fused_columns<X, Same>(f, row, x, s, i + kLanes, kLanes);
+      store_pair<X>(out + i * size, a, b);
+    }
+    for (; i < cols; i += kLanes) {
+      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
+      store_up_to<X>(out + i * size, fused_columns<X, Same>(f, row, x, s, i, n), n);
+    }
+  } else {
+    for (int64_t i = 0; i < cols; i += kLanes) {
+      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
+      const vf y = fused_columns<X, Same>(f, row, x, s, i, n);
+      store_any(f.out_type, out + i * size_of(f.out_type), y, n);
+    }
+  }
+}
+
+template <DType X, bool Same>
 static void fused_rows(const FusedNormArgs &args, int64_t begin, int64_t end) {
-  const int64_t cols = args.x_rows.cols, out_size = size_of(args.out_type);
+  const int64_t cols = args.x_rows.cols;
+  const FusedNorm f = {
+      args.weight_type, args.modulation_type, args.out_type,
+      static_cast<const char *>(args.weight), static_cast<const char *>(args.bias),
+      args.weight_offset, args.cast, args.eager,
+  };
   const double eps = args.eps, count = static_cast<double>(cols);
   // An absent argument is walked as x is, and not read.
   RowCursor x_row(args.x_rows, begin);
@@ -94,7 +150,7 @@ static void fused_rows(const FusedNormArgs &args, int64_t begin, int64_t end) {
     const char *x = row.x;
     if (args.sum) {
       char *sum = at(args.sum, r * cols, X);
-      fused_sum<X>(args, row, sum, cols);
+      fused_sum<X, Same>(f, row, sum, cols);
       x = sum;
     }
     // As in layer_norm.cpp and rms_norm.cpp.
@@ -108,23 +164,27 @@ static void fused_rows(const FusedNormArgs &args, int64_t begin, int64_t end) {
     } else {
       square = reduce<X, SquareTerm>(x, cols, 0, 0) / count;
     }
-    const vf rstd = splat(static_cast<float>(1.0 / __builtin_sqrt(square + eps)));
-    char *out = at(args.out, r * cols, args.out_type);
-    for (int64_t i = 0; i < cols; i += kLanes) {
-      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-      store_any(args.out_type, out + i * out_size,
-                fused_columns<X>(args, row, x, splat(hi), splat(lo), rstd, i, n), n);
-    }
+    const double rstd = 1.0 / __builtin_sqrt(square + eps);
+    const FusedScale scale = {splat(hi), splat(lo), splat(static_cast<float>(rstd))};
+    fused_out<X, Same>(f, row, x, at(args.out, r * cols, args.out_type), scale, cols);
     x_row.next(), residual_row.next(), gate_row.next(), scale_row.next(), shift_row.next();
   }
 }
 
 using FusedNormKernel = void (*)(const FusedNormArgs &, int64_t, int64_t);
 
-static FusedNormKernel fused_norm_kernel(DType type) {
-  return type == DType::F32   ? fused_rows<DType::F32>
-         : type == DType::F16 ? fused_rows<DType::F16>
-                              : fused_rows<DType::BF16>;
+template <DType X>
+static FusedNormKernel fused_choose(const FusedNormArgs &args) {
+  // What is absent is not read, whatever its dtype is called.
+  const bool same = args.out_type == X && (args.weight_type == X || (!args.weight && !args.bias)) &&
+                    (args.modulation_type == X || (!args.gate && !args.scale));
+  return same ? fused_rows<X, true> : fused_rows<X, false>;
+}
+
+static FusedNormKernel fused_norm_kernel(const FusedNormArgs &args) {
+  return args.type == DType::F32   ? fused_choose<DType::F32>(args)
+         : args.type == DType::F16 ? fused_choose<DType::F16>(args)
+                                   : fused_choose<DType::BF16>(args);
 }
 
 }  // namespace HFP_SIMD

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "common.h"
+#include "list_parts.h"
 
 namespace hfp {
 namespace cpu {
@@ -42,6 +42,23 @@ static float finish_norm(const GradNormArgs &args) {
   return most;
 }
 
+namespace {
+
+struct ClipList {
+  const ClipGradsArgs &args;
+  float factor;
+
+  int64_t count() const { return args.grads->count; }
+  int64_t size(int64_t i) const { return flat_tensor(*args.grads, i).numel; }
+
+  void run(int64_t i, int64_t begin, int64_t end) const {
+    const ClipPart part = {flat_tensor(*args.grads, i), factor};
+    HFP_FOR_SIMD(clip_kernel)(part.t.type)(part, begin, end);
+  }
+};
+
+}  // namespace
+
 int32_t grad_norm(const GradNormArgs &args) {
   NormPart part = {};
   part.partials = args.partials;
@@ -57,14 +74,9 @@ int32_t grad_norm(const GradNormArgs &args) {
 }
 
 int32_t clip_grads(const ClipGradsArgs &args) {
-  ClipPart part = {};
-  part.factor = args.max_norm / (*args.total_norm + 1e-6f);
-  if (part.factor >= 1.0f) return HFP_OK;  // a factor of 1; false for NaN
-  for (int64_t i = 0; i < args.grads->count; ++i) {
-    part.t = flat_tensor(*args.grads, i);
-    if (part.t.numel == 0) continue;
-    parallel(HFP_FOR_SIMD(clip_kernel)(part.t.type), part, part.t.numel, kGrainElements, 64);
-  }
+  const float factor = args.max_norm / (*args.total_norm + 1e-6f);
+  if (factor >= 1.0f) return HFP_OK;  // a factor of 1; false for NaN
+  parallel_list(ClipList{args, factor}, 1024, kGrainElements);
   return HFP_OK;
 }
 
@@ -123,11 +135,18 @@ static NormKernel norm_kernel(DType type, int norm_type) {
 
 template <DType T>
 static void clip_range(const ClipPart &part, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; i += kLanes) {
+  const vf factor = splat(part.factor);
+  char *x = at(part.t.data, 0, T);
+  int64_t i = begin;
+  for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+    char *p = x + i * size_of(T), *q = p + kLanes * size_of(T);
+    store_pair<T>(p, load<T>(p) * factor, load<T>(q) * factor);
+  }
+  for (; i < end; i += kLanes) {
     const int64_t n = end - i < kLanes ? end - i : kLanes;
-    char *p = at(part.t.data, i, T);
-    if (n == kLanes) store<T>(p, load<T>(p) * part.factor);
-    else store_n<T>(p, load_n<T>(p, n) * part.factor, n);
+    char *p = x + i * size_of(T);
+    if (n == kLanes) store<T>(p, load<T>(p) * factor);
+    else store_n<T>(p, load_n<T>(p, n) * factor, n);
   }
 }
 

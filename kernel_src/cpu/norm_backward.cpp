@@ -15,9 +15,13 @@ namespace {
 
 // Part p of the rows is [p * rows / P, (p + 1) * rows / P): whoever computes it, its sums are the same.
 template <class Kernel, class Sum>
-int32_t norm_backward(const NormBackwardArgs &args, Kernel kernel, Sum sum) {
+int32_t norm_backward(NormBackwardArgs args, Kernel kernel, Sum sum) {
   const int64_t cols = args.x_rows.cols;
-  const int64_t parts = args.partial_rows;
+  // A unit of work is a part here: of few rows there are more, for threads to have something to do.
+  const int64_t rows = args.x_rows.rows / 32;
+  const int64_t rows_of_part = rows < 4 ? 4 : rows < kPartRows ? rows : kPartRows;
+  const int64_t parts = summed_parts(args.x_rows.rows, rows_of_part, args.partial_rows);
+  args.partial_rows = parts;
   if (args.x_rows.rows > 0) {
     const int64_t elements = args.x_rows.rows * cols / parts;
     parallel(kernel, args, parts, kGrainElements / (elements > 0 ? elements : 1), 1);
@@ -46,76 +50,123 @@ int32_t layer_norm_backward(const NormBackwardArgs &args) {
 
 #else  // compiled once per instruction set
 
+#include "any_type.h"
+
 namespace hfp {
 namespace cpu {
 namespace HFP_SIMD {
 
-// One register or its first n lanes, of a dtype known at run time only.
-HFP_INLINE vf load_any(DType type, const char *p, int64_t n) {
-  if (n == kLanes) {
-    return type == DType::F32   ? load<DType::F32>(p)
-           : type == DType::F16 ? load<DType::F16>(p)
-                                : load<DType::BF16>(p);
-  }
-  return type == DType::F32   ? load_n<DType::F32>(p, n)
-         : type == DType::F16 ? load_n<DType::F16>(p, n)
-                              : load_n<DType::BF16>(p, n);
-}
+// What the columns of all rows share, read once: a store through a char pointer might change args.
+struct Upstream {
+  DType grad_type, weight_type;
+  const char *weight;  // or null
+  vf offset;
+};
 
-HFP_INLINE void store_any(DType type, char *p, vf v, int64_t n) {
-  if (type == DType::F32) {
-    n == kLanes ? store<DType::F32>(p, v) : store_n<DType::F32>(p, v, n);
-  } else if (type == DType::F16) {
-    n == kLanes ? store<DType::F16>(p, v) : store_n<DType::F16>(p, v, n);
-  } else {
-    n == kLanes ? store<DType::BF16>(p, v) : store_n<DType::BF16>(p, v, n);
-  }
-}
-
-HFP_INLINE vf round_any(DType type, vf v) {
-  return type == DType::F32   ? v
-         : type == DType::F16 ? round_to<DType::F16>(v)
-                              : round_to<DType::BF16>(v);
-}
-
-// n == kLanes or the tail. Same: grad and weight have the dtype of x.
+// Same: grad and weight have the dtype of x.
 template <DType X, bool Same>
-HFP_INLINE vf load_as(DType type, const char *p, int64_t i, int64_t n) {
-  if constexpr (Same) {
-    return n == kLanes ? load<X>(p + i * size_of(X)) : load_n<X>(p + i * size_of(X), n);
-  } else {
-    return load_any(type, p + i * size_of(type), n);
+HFP_INLINE vf load_grad(const Upstream &up, const char *grad, int64_t i, int64_t n) {
+  if constexpr (Same) return load_up_to<X>(grad + i * size_of(X), n);
+  else return load_any(up.grad_type, grad + i * size_of(up.grad_type), n);
+}
+
+// grad * weight
+template <DType X, bool Same>
+HFP_INLINE vf weighted(const Upstream &up, vf g, int64_t i, int64_t n) {
+  if (!up.weight) return g;
+  if constexpr (Same) return g * (load_up_to<X>(up.weight + i * size_of(X), n) + up.offset);
+  else {
+    const int64_t size = size_of(up.weight_type);
+    return g * (load_any(up.weight_type, up.weight + i * size, n) + up.offset);
   }
 }
 
-template <DType X, bool Same>
-HFP_INLINE vf upstream(const NormBackwardArgs &args, const char *grad, int64_t i, int64_t n) {
-  const vf g = load_as<X, Same>(args.grad_type, grad, i, n);
-  if (!args.weight) return g;
-  const char *weight = static_cast<const char *>(args.weight);
-  return g * (load_as<X, Same>(args.weight_type, weight, i, n) + args.weight_offset);
-}
+// Over a row, or every fourth register of it: (x - mean)^2, h, and h (x - mean).
+struct Terms {
+  vf square = {}, h = {}, product = {};
+};
 
-// The sums of h and of h (x - mean) over a row; in blocks, as reduce() of simd.h.
+struct RowSums {
+  double square = 0, h = 0, product = 0;
+};
+
 template <DType X, bool Same, bool Centred>
-HFP_INLINE void sum_products(const NormBackwardArgs &args, const char *x, const char *grad,
-                             float hi, float lo, double *sum, double *product) {
-  const int64_t cols = args.x_rows.cols;
+HFP_INLINE void add_terms(Terms *terms, const Upstream &up, const char *x, const char *grad, vf hi,
+                          vf lo, int64_t i, int64_t n) {
+  const vf h = weighted<X, Same>(up, load_grad<X, Same>(up, grad, i, n), i, n);  // 0 past the end
+  vf v = load_up_to<X>(x + i * size_of(X), n);
+  if constexpr (Centred) {
+    v = (v - hi) - lo;
+    terms->h += h;
+  }
+  terms->product = fma(h, v, terms->product);
+  if (Centred && n < kLanes) {  // -mean past the end
+    vi lane;
+    for (int k = 0; k < kLanes; ++k) lane[k] = k;
+    v = lane < static_cast<int32_t>(n) ? v : vf{};
+  }
+  terms->square = fma(v, v, terms->square);
+}
+
+// In one pass. The order is that of reduce() of simd.h: the squares are the forward's, bit for bit.
+template <DType X, bool Same, bool Centred>
+HFP_INLINE RowSums sums_of_row(const Upstream &up, const char *x, const char *grad, int64_t cols,
+                               vf hi, vf lo) {
+  RowSums total;
   for (int64_t block = 0; block < cols; block += kBlock) {
     const int64_t end = cols - block < kBlock ? cols : block + kBlock;
-    vf s = {}, d = {};
-    for (int64_t i = block; i < end; i += kLanes) {
-      const int64_t n = end - i < kLanes ? end - i : kLanes;
-      const vf h = upstream<X, Same>(args, grad, i, n);  // 0 past the end
-      vf v = load_as<X, true>(X, x, i, n);
-      if constexpr (Centred) {
-        v = (v - hi) - lo;
-        s += h;
-      }
-      d = fma(h, v, d);
+    Terms a, b, c, d;
+    int64_t i = block;
+    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+      add_terms<X, Same, Centred>(&a, up, x, grad, hi, lo, i, kLanes);
+      add_terms<X, Same, Centred>(&b, up, x, grad, hi, lo, i + kLanes, kLanes);
+      add_terms<X, Same, Centred>(&c, up, x, grad, hi, lo, i + 2 * kLanes, kLanes);
+      add_terms<X, Same, Centred>(&d, up, x, grad, hi, lo, i + 3 * kLanes, kLanes);
     }
-    if constexpr (Centred) *sum += sum_lanes(s);
-    *product += sum_lanes(d);
+    if (i + kLanes <= end) {
+      add_terms<X, Same, Centred>(&a, up, x, grad, hi, lo, i, kLanes);
+      i += kLanes;
+      if (i + kLanes <= end) {
+        add_terms<X, Same, Centred>(&b, up, x, grad, hi, lo, i, kLanes);
+        i += kLanes;
+        if (i + kLanes <= end) {
+          add_terms<X, Same, Centred>(&c, up, x, grad, hi, lo, i, kLanes);
+          i += kLanes;
+        }
+      }
+    }
+    if (i < end) add_terms<X, Same, Centred>(&d, up, x, grad, hi, lo, i, end - i);
+    total.square += sum_lanes((a.square + b.square) + (c.square + d.square));
+    total.product += sum_lanes((a.product + b.product) + (c.product + d.product));
+    if constexpr (Centred) total.h += sum_lanes((a.h + b.h) + (c.h + d.h));
+  }
+  return total;
+}
+
+// Of one row: what dx and the parameters' sums need besides the columns.
+struct RowScales {
+  vf hi, lo, rstd, mean_h, mean_product;
+};
+
+template <DType X, bool Same, bool Centred>
+HFP_INLINE void write_columns(const Upstream &up, const RowScales &row, const char *x,
+                              const char *grad, char *dx, DType hat_type, float *weight_sums,
+                              float *bias_sums, int64_t i, int64_t n) {
+  vf hat = load_up_to<X>(x + i * size_of(X), n);
+  if constexpr (Centred) hat = (hat - row.hi) - row.lo;
+  hat *= row.rstd;
+  // Read before dx is written, which may be one of them.
+  const vf g = load_grad<X, Same>(up, grad, i, n);
+  const vf h = weighted<X, Same>(up, g, i, n);
+  store_up_to<X>(dx + i * size_of(X), row.rstd * ((h - row.mean_h) - hat * row.mean_product), n);
+  if (weight_sums) {
+    char *to = reinterpret_cast<char *>(weight_sums + i);
+    store_up_to<DType::F32>(
+        to, fma(g, round_any(hat_type, hat), load_up_to<DType::F32>(to, n)), n);
+  }
+  if (bias_sums) {
+    char *to = reinterpret_cast<char *>(bias_sums + i);
+    store_up_to<DType::F32>(to, g + load_up_to<DType::F32>(to, n), n);
   }
 }
 
@@ -124,9 +175,13 @@ static void norm_backward_parts(const NormBackwardArgs &args, int64_t begin, int
   const int64_t rows = args.x_rows.rows, cols = args.x_rows.cols, parts = args.partial_rows;
   const int64_t wide = cols * ((args.dweight ? 1 : 0) + (args.dbias ? 1 : 0));
   const double eps = args.eps, count = static_cast<double>(cols);
+  const DType hat_type = args.hat_type;
+  const Upstream up = {args.grad_type, args.weight_type, static_cast<const char *>(args.weight),
+                       splat(args.weight_offset)};
   for (int64_t part = begin; part < end; ++part) {
     float *sums = args.partials + part * wide;
-    float *bias_sums = sums + (args.dweight ? cols : 0);
+    float *weight_sums = args.dweight ? sums : nullptr;
+    float *bias_sums = args.dbias ? sums + (args.dweight ? cols : 0) : nullptr;
     for (int64_t i = 0; i < wide; ++i) sums[i] = 0;
     // Without the product part * rows, which can overflow.
     const int64_t whole = rows / parts, more = rows % parts;
@@ -136,42 +191,28 @@ static void norm_backward_parts(const NormBackwardArgs &args, int64_t begin, int
     RowCursor xs(args.x_rows, first), grads(args.grad_rows, first);
     for (int64_t row = first; row < last; ++row, xs.next(), grads.next()) {
       const char *x = at(args.x, xs.offset(), X);
-      const char *grad = at(args.grad, grads.offset(), args.grad_type);
+      const char *grad = at(args.grad, grads.offset(), up.grad_type);
       char *dx = at(args.dx, row * cols, X);
       float hi = 0, lo = 0;
-      double square;
       if constexpr (Centred) {
         const float start = load_n<X>(x, 1)[0];
         const double mean = start + reduce<X, ShiftedTerm>(x, cols, start, 0) / count;
         hi = static_cast<float>(mean), lo = static_cast<float>(mean - hi);
-        square = reduce<X, ShiftedSquareTerm>(x, cols, hi, lo) / count;
-      } else {
-        square = reduce<X, SquareTerm>(x, cols, 0, 0) / count;
       }
-      double sum = 0, product = 0;
-      sum_products<X, Same, Centred>(args, x, grad, hi, lo, &sum, &product);
-      const double rstd = 1.0 / __builtin_sqrt(square + eps);
-      const vf scale = splat(static_cast<float>(rstd));
-      const vf mean_h = splat(static_cast<float>(sum / count));
-      const vf mean_product = splat(static_cast<float>(product * rstd / count));
-      for (int64_t i = 0; i < cols; i += kLanes) {
-        const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-        vf hat = load_as<X, true>(X, x, i, n);
-        if constexpr (Centred) hat = (hat - hi) - lo;
-        hat *= scale;
-        // Both before dx is written, which may be one of them.
-        const vf g = load_as<X, Same>(args.grad_type, grad, i, n);
-        const vf h = upstream<X, Same>(args, grad, i, n);
-        store_any(X, dx + i * size_of(X), scale * ((h - mean_h) - hat * mean_product), n);
-        if (args.dweight) {
-          char *to = reinterpret_cast<char *>(sums + i);
-          store_any(DType::F32, to,
-                    fma(g, round_any(args.hat_type, hat), load_any(DType::F32, to, n)), n);
-        }
-        if (args.dbias) {
-          char *to = reinterpret_cast<char *>(bias_sums + i);
-          store_any(DType::F32, to, g + load_any(DType::F32, to, n), n);
-        }
+      const RowSums sum =
+          sums_of_row<X, Same, Centred>(up, x, grad, cols, splat(hi), splat(lo));
+      const double rstd = 1.0 / __builtin_sqrt(sum.square / count + eps);
+      const RowScales scales = {splat(hi), splat(lo), splat(static_cast<float>(rstd)),
+                                splat(static_cast<float>(sum.h / count)),
+                                splat(static_cast<float>(sum.product * rstd / count))};
+      int64_t i = 0;
+      for (; i + kLanes <= cols; i += kLanes) {
+        write_columns<X, Same, Centred>(up, scales, x, grad, dx, hat_type, weight_sums, bias_sums,
+                                        i, kLanes);
+      }
+      if (i < cols) {
+        write_columns<X, Same, Centred>(up, scales, x, grad, dx, hat_type, weight_sums, bias_sums,
+                                        i, cols - i);
       }
     }
   }
@@ -188,8 +229,8 @@ static void sum_partials(const NormBackwardArgs &args, int64_t begin, int64_t en
     n = limit - i < kLanes ? limit - i : kLanes;
     vf sum = {};
     for (int64_t part = 0; part < args.partial_rows; ++part) {
-      sum += load_any(DType::F32,
-                      reinterpret_cast<const char *>(args.partials + part * wide + i), n);
+      sum += load_up_to<DType::F32>(
+          reinterpret_cast<const char *>(args.partials + part * wide + i), n);
     }
     const DType type = to_weight ? args.weight_type : args.bias_type;
     const int64_t col = to_weight || !args.dweight ? i : i - cols;

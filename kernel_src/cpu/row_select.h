@@ -1,6 +1,9 @@
-// row_select.h: the n-th greatest of a row without a sort, digit by digit of row_keys.h's keys
-// (radix select); for topk and sample. Plain C++: compiled once.
+// row_select.h: the greatest of a row without sorting it, for topk and sample. The n-th one digit by
+// digit of row_keys.h's keys (radix select), and what row_top.h needs. Plain C++: compiled once.
 #pragma once
+
+#include <algorithm>
+#include <functional>
 
 #include "../row_keys.h"
 #include "common.h"
@@ -48,7 +51,7 @@ inline uint32_t digit_at(const uint64_t (&bins)[256], uint64_t *wanted) {
 }
 
 // The key such that those above it are fewer than n and those from it on at least n, by
-// keys(i, &key), which says whether i counts. Returns the least key that is selected, and in *n how many of the
+// keys(i, &key) for 0 <= i < cols, which says whether i counts. Returns the least key that is selected, and in *n how many of the
 // elements with the prefix of the result belong to the n, in *all how many there are.
 template <class Keys>
 uint32_t select_key(const Keys &keys, int64_t cols, int digits, int first_shift, uint64_t *n,
@@ -77,6 +80,21 @@ inline int index_digits(int64_t cols) {
   int digits = 1;
   while (digits < 4 && (cols - 1) >> (8 * digits) != 0) ++digits;
   return digits;
+}
+
+// --- for row_top.h ----------------------------------------------------------------------------
+
+// Room besides 2 k pairs: few cuts where k is small.
+constexpr int kMoreThanK = 512, kMostAppended = 64;
+
+struct TopPairs {
+  uint64_t found[2 * HFP_MAX_TOPK + kMoreThanK + kMostAppended];
+};
+
+// Moves the k greatest to the front, the least of them last, and returns that one's key.
+inline uint32_t cut(uint64_t *pairs, int count, int k) {
+  std::nth_element(pairs, pairs + k - 1, pairs + count, std::greater<uint64_t>());
+  return static_cast<uint32_t>(pairs[k - 1] >> 32);
 }
 
 }  // namespace cpu

@@ -31,7 +31,8 @@ namespace hfp {
 namespace cpu {
 namespace HFP_SIMD {
 
-// Columns that are added up in fp32, at most 256 after each other with the narrowest registers.
+// Columns that are added up in fp32, at most 256 after each other with the narrowest registers, and
+// that stay in the first cache between two looks at them.
 constexpr int64_t kSumCols = 1024;
 
 HFP_INLINE vi softmax_lanes() {
@@ -40,102 +41,169 @@ HFP_INLINE vi softmax_lanes() {
   return lane;
 }
 
+// A row of the input; copies, since a store through a char pointer might change the arguments.
+struct SoftmaxRow {
+  const char *x, *mask;
+  DType mask_type;
+  float scale;
+};
+
 // scale * x + mask of n <= kLanes columns; -inf past them.
 template <DType T, bool Mask>
-HFP_INLINE vf scaled(const SoftmaxArgs &args, const char *x, const char *mask, int64_t i,
-                     int64_t n, vi lanes) {
-  vf z = load_up_to<T>(x + i * size_of(T), n) * args.scale;
-  if constexpr (Mask) {
-    z += load_any(args.mask_type, mask + i * size_of(args.mask_type), n);
-  }
-  return n == kLanes ? z : lanes < static_cast<int32_t>(n) ? z : splat(-__builtin_inff());
+HFP_INLINE vf scaled(const SoftmaxRow &row, int64_t i, int64_t n) {
+  vf z = load_up_to<T>(row.x + i * size_of(T), n) * row.scale;
+  if constexpr (Mask) z += load_any(row.mask_type, row.mask + i * size_of(row.mask_type), n);
+  if (n == kLanes) return z;
+  return softmax_lanes() < static_cast<int32_t>(n) ? z : splat(-__builtin_inff());
 }
 
-// The greatest one, or NaN if there is one.
+// exp(z) for z <= 0; for half types to 2^-17, of which both the sum and the result are made.
+template <DType T>
+HFP_INLINE vf exponential(vf z) {
+  if constexpr (T == DType::F32) return exp_nonpositive(z);
+  else return exp2_product<true>(z, 1.44269504f);
+}
+
+HFP_INLINE vf greater(vf a, vf b) { return a > b ? a : b; }  // b if either is NaN
+
+// The greatest one of columns [begin, end); NaN does not count.
 template <DType T, bool Mask>
-HFP_INLINE float row_maximum(const SoftmaxArgs &args, const char *x, const char *mask,
-                             int64_t cols, vi lanes) {
-  vf most = splat(-__builtin_inff());
-  vi nan = {};
-  for (int64_t i = 0; i < cols; i += kLanes) {
-    const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-    const vf z = scaled<T, Mask>(args, x, mask, i, n, lanes);
-    most = z > most ? z : most;
-    nan |= (vi)(z != z);
+HFP_INLINE float block_maximum(const SoftmaxRow &row, int64_t begin, int64_t end) {
+  const float low = -__builtin_inff();
+  vf a = splat(low), b = a, c = a, d = a;
+  int64_t i = begin;
+  for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+    a = greater(scaled<T, Mask>(row, i, kLanes), a);
+    b = greater(scaled<T, Mask>(row, i + kLanes, kLanes), b);
+    c = greater(scaled<T, Mask>(row, i + 2 * kLanes, kLanes), c);
+    d = greater(scaled<T, Mask>(row, i + 3 * kLanes, kLanes), d);
   }
-  float top = most[0];
-  int32_t any = 0;
-  for (int k = 0; k < kLanes; ++k) {
-    top = most[k] > top ? most[k] : top;
-    any |= nan[k];
+  for (; i < end; i += kLanes) {
+    a = greater(scaled<T, Mask>(row, i, end - i < kLanes ? end - i : kLanes), a);
   }
-  return any ? __builtin_nanf("") : top;
+  a = greater(greater(a, b), greater(c, d));
+  float top = low;
+  for (int k = 0; k < kLanes; ++k) top = a[k] > top ? a[k] : top;
+  return top;
+}
+
+template <DType T, bool Mask>
+HFP_INLINE float block_sum(const SoftmaxRow &row, int64_t begin, int64_t end, float top) {
+  vf a = {}, b = {};
+  int64_t i = begin;
+  for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+    a += exponential<T>(scaled<T, Mask>(row, i, kLanes) - top);
+    b += exponential<T>(scaled<T, Mask>(row, i + kLanes, kLanes) - top);
+  }
+  for (; i < end; i += kLanes) {
+    a += exponential<T>(scaled<T, Mask>(row, i, end - i < kLanes ? end - i : kLanes) - top);
+  }
+  return sum_lanes(a + b);
+}
+
+// The greatest one and the sum of exp(z - greatest), in one pass: where a block raises the maximum,
+// the sum before it is scaled down. (Milakov and Gimelshein, arXiv:1805.02867.)
+struct SoftmaxSum {
+  float top;
+  double sum;  // NaN if there is a NaN or +inf
+};
+
+template <DType T, bool Mask>
+HFP_INLINE SoftmaxSum softmax_sum(const SoftmaxRow &row, int64_t cols) {
+  const float low = -__builtin_inff();
+  SoftmaxSum s = {low, 0};
+  for (int64_t block = 0; block < cols; block += kSumCols) {
+    const int64_t stop = cols - block < kSumCols ? cols : block + kSumCols;
+    const float top = block_maximum<T, Mask>(row, block, stop);
+    if (top > s.top) {
+      s.sum *= __builtin_exp(static_cast<double>(s.top) - top);
+      s.top = top;
+    }
+    s.sum += block_sum<T, Mask>(row, block, stop, s.top == low ? 0.0f : s.top);
+  }
+  return s;
 }
 
 template <DType T, bool Mask>
 static void softmax_rows(const SoftmaxArgs &args, int64_t begin, int64_t end) {
   const int64_t cols = args.x_rows.cols;
-  const vi lanes = softmax_lanes();
   RowCursor cursor(args.x_rows, begin), mask_cursor(args.mask_rows, begin);
-  for (int64_t row = begin; row < end; ++row, cursor.next(), mask_cursor.next()) {
-    const char *x = at(args.x, cursor.offset(), T);
-    const char *mask = Mask ? at(args.mask, mask_cursor.offset(), args.mask_type) : nullptr;
-    char *out = at(args.out, row * cols, T);
-    const float top = row_maximum<T, Mask>(args, x, mask, cols, lanes);
-    // As torch: -inf - -inf and inf - inf are NaN, and with them the sum.
-    if (!(top > -__builtin_inff() && top < __builtin_inff())) {
-      const vf nan = splat(__builtin_nanf(""));
-      for (int64_t i = 0; i < cols; i += kLanes) {
-        store_up_to<T>(out + i * size_of(T), nan, cols - i < kLanes ? cols - i : kLanes);
-      }
-      continue;
+  for (int64_t r = begin; r < end; ++r, cursor.next(), mask_cursor.next()) {
+    const SoftmaxRow row = {
+        at(args.x, cursor.offset(), T),
+        Mask ? at(args.mask, mask_cursor.offset(), args.mask_type) : nullptr,
+        args.mask_type,
+        args.scale,
+    };
+    char *out = at(args.out, r * cols, T);
+    const SoftmaxSum s = softmax_sum<T, Mask>(row, cols);
+    // As torch: a greatest one that is not finite makes the row NaN.
+    const bool finite = s.top > -__builtin_inff() && s.sum < __builtin_inf();
+    const float share = finite ? static_cast<float>(1 / s.sum) : __builtin_nanf("");
+    const float top = finite ? s.top : 0.0f;
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= cols; i += 2 * kLanes) {
+      const vf a = exponential<T>(scaled<T, Mask>(row, i, kLanes) - top) * share;
+      const vf b = exponential<T>(scaled<T, Mask>(row, i + kLanes, kLanes) - top) * share;
+      store_pair<T>(out + i * size_of(T), a, b);
     }
-    // fp32 results keep the exponentials on their way to the sum; half types would round them.
-    double sum = 0;
-    for (int64_t block = 0; block < cols; block += kSumCols) {
-      const int64_t stop = cols - block < kSumCols ? cols : block + kSumCols;
-      vf s = {};
-      for (int64_t i = block; i < stop; i += kLanes) {
-        const int64_t n = stop - i < kLanes ? stop - i : kLanes;
-        vf e = exp_nonpositive(scaled<T, Mask>(args, x, mask, i, n, lanes) - top);
-        s += e;
-        if constexpr (T == DType::F32) store_up_to<T>(out + i * size_of(T), e, n);
-      }
-      sum += sum_lanes(s);
-    }
-    const float share = static_cast<float>(1 / sum);
-    for (int64_t i = 0; i < cols; i += kLanes) {
+    for (; i < cols; i += kLanes) {
       const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-      vf e;
-      if constexpr (T == DType::F32) e = load_up_to<T>(out + i * size_of(T), n);
-      else e = exp_nonpositive(scaled<T, Mask>(args, x, mask, i, n, lanes) - top);
-      store_up_to<T>(out + i * size_of(T), e * share, n);
+      const vf a = exponential<T>(scaled<T, Mask>(row, i, n) - top) * share;
+      store_up_to<T>(out + i * size_of(T), a, n);
     }
   }
+}
+
+// The products of columns [begin, end).
+template <DType T>
+HFP_INLINE float block_dot(const char *g, const char *y, int64_t begin, int64_t end) {
+  constexpr int64_t size = size_of(T), next = kLanes * size;
+  vf a = {}, b = {}, c = {}, d = {};
+  int64_t i = begin;
+  for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+    const char *p = g + i * size, *q = y + i * size;
+    a = fma(load<T>(p), load<T>(q), a);
+    b = fma(load<T>(p + next), load<T>(q + next), b);
+    c = fma(load<T>(p + 2 * next), load<T>(q + 2 * next), c);
+    d = fma(load<T>(p + 3 * next), load<T>(q + 3 * next), d);
+  }
+  for (; i < end; i += kLanes) {
+    const int64_t n = end - i < kLanes ? end - i : kLanes;
+    a = fma(load_up_to<T>(g + i * size, n), load_up_to<T>(y + i * size, n), a);
+  }
+  return sum_lanes((a + b) + (c + d));
+}
+
+template <DType T>
+HFP_INLINE vf softmax_slope(const char *g, const char *y, float scale, float dot, int64_t i,
+                            int64_t n) {
+  const vf p = load_up_to<T>(y + i * size_of(T), n) * scale;
+  return p * (load_up_to<T>(g + i * size_of(T), n) - dot);
 }
 
 template <DType T>
 static void softmax_backward_rows(const SoftmaxArgs &args, int64_t begin, int64_t end) {
   const int64_t cols = args.y_rows.cols;
+  const float scale = args.scale;
   RowCursor grads(args.grad_rows, begin), ys(args.y_rows, begin);
   for (int64_t row = begin; row < end; ++row, grads.next(), ys.next()) {
     const char *g = at(args.grad, grads.offset(), T), *y = at(args.y, ys.offset(), T);
     char *dx = at(args.out, row * cols, T);
-    double dot = 0;
+    double sum = 0;
     for (int64_t block = 0; block < cols; block += kSumCols) {
-      const int64_t stop = cols - block < kSumCols ? cols : block + kSumCols;
-      vf s = {};
-      for (int64_t i = block; i < stop; i += kLanes) {
-        const int64_t n = stop - i < kLanes ? stop - i : kLanes;
-        s = fma(load_up_to<T>(g + i * size_of(T), n), load_up_to<T>(y + i * size_of(T), n), s);
-      }
-      dot += sum_lanes(s);
+      sum += block_dot<T>(g, y, block, cols - block < kSumCols ? cols : block + kSumCols);
     }
-    const float by = static_cast<float>(dot);
-    for (int64_t i = 0; i < cols; i += kLanes) {
+    const float dot = static_cast<float>(sum);
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= cols; i += 2 * kLanes) {
+      const vf a = softmax_slope<T>(g, y, scale, dot, i, kLanes);
+      const vf b = softmax_slope<T>(g, y, scale, dot, i + kLanes, kLanes);
+      store_pair<T>(dx + i * size_of(T), a, b);
+    }
+    for (; i < cols; i += kLanes) {
       const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-      const vf p = load_up_to<T>(y + i * size_of(T), n) * args.scale;
-      store_up_to<T>(dx + i * size_of(T), p * (load_up_to<T>(g + i * size_of(T), n) - by), n);
+      store_up_to<T>(dx + i * size_of(T), softmax_slope<T>(g, y, scale, dot, i, n), n);
     }
   }
 }

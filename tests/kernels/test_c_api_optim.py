@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -221,6 +223,34 @@ def test_clip(lib):
             assert_close(g.check(), truth, bound, f"{dtype} {max_norm}")
             if factor == 1:
                 assert same_bits(g.out, old)
+
+
+def test_lists_do_not_depend_on_the_threads(built):
+    """The same bits with 1 and with 3 threads, which share tensors, and lists with empty ones."""
+    code = (
+        "import sys, hashlib, torch; sys.path.insert(0, sys.argv[2]); import c_api\n"
+        "lib = c_api.Library(sys.argv[1]); torch.manual_seed(0)\n"
+        "sizes = [0, 1, 1023, 1024, 1025, 0, 70001, 5, 33000, 2048, 0]\n"
+        "p, g, m, v = ([torch.randn(n).abs() for n in sizes] for _ in range(4))\n"
+        "steps = [torch.full((1,), float(i + 1)) for i in range(len(sizes))]\n"
+        "none = (None,) * 4\n"
+        "lib.call('adamw_step', p, g, m, v, [], [], steps, *none, 1e-2, .9, .99, 1e-8, .1, 0)\n"
+        "half = [t.bfloat16() for t in p]\n"
+        "lib.call('clip_grads', g + half, torch.tensor(9.0), 1.0)\n"
+        "data = b''.join(t.float().numpy().tobytes() for t in [*p, *m, *v, *g, *half])\n"
+        "print(hashlib.sha256(data).hexdigest())\n"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(built), str(Path(__file__).parent)],
+            env={**os.environ, "OMP_NUM_THREADS": threads},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for threads in ("1", "3")
+    }
+    assert len(found) == 1
 
 
 def test_clip_by_nan(lib):

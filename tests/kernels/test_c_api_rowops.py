@@ -109,6 +109,24 @@ def test_softmax_odd_values(lib, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_whose_maximum_rises(lib, dtype):
+    """The sum goes by blocks of columns; each may raise the maximum, or hold what is not finite."""
+    cols = 5003
+    at = torch.arange(cols)
+    x = torch.stack([at / 250.0, -at / 250.0, torch.where(at < 2000, -INF, at / 500.0)])
+    x = x.to(dtype)
+    y = torch.softmax(x.double(), -1)
+    bound = y * (SOFTMAX_FP32 * 22 + ROUNDING[dtype]) * 1.01 + SUBNORMAL[dtype]
+    out = softmax(lib, x)
+    assert_close(out, y, bound + 2.0**-126, "rising")
+    for value, column in itertools.product((NAN, INF), (0, 1500, cols - 1)):
+        odd = x.clone()
+        odd[1:, column] = value
+        mixed = softmax(lib, odd)
+        assert same_bits(mixed[0], out[0]) and mixed[1:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_layouts(lib, dtype):
     base = torch.randn(3, 4, 5, 40).to(dtype)
     mask = torch.randn(3, 1, 5, 40).to(dtype)
@@ -162,6 +180,39 @@ def test_argmax_and_topk(lib, dtype):
     assert topk(lib, torch.empty(0, 5, dtype=dtype), 3)[1].shape == (0, 3)
 
 
+def rows_for_topk(dtype, cols):
+    """What fills the buffer of candidates again and again, and what never does."""
+    up = torch.arange(cols, dtype=torch.float32)
+    x = torch.stack(
+        [
+            up - cols // 2,  # each element is among the greatest so far
+            -up,
+            up % 97,
+            (up >= cols - 3).float(),  # the greatest ones last, in the row's tail
+            torch.where(up % 3 == 0, NAN, up),
+            torch.where(up >= cols - 60, NAN, -INF),
+            torch.where(up == cols - 1, -INF, NAN),
+            torch.full((cols,), -INF),
+            torch.where(up == cols // 2, -0.0, 0.0),
+        ]
+    )
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_topk_of_hard_rows(lib, dtype):
+    for k in (1, 3, 50, 2048):
+        room = 2 * k + 512  # of topk.cpp's buffer
+        for cols in {max(k, 17), *range(room - 2, room + 3), room + 64, room + 67, 3 * room + 1}:
+            x = rows_for_topk(dtype, cols)
+            values, indices = topk(lib, x, k)
+            order = ordered(x)[:, :k]
+            assert torch.equal(indices, order), (cols, k)
+            assert same_bits(values, x.gather(-1, order)), (cols, k)  # -0 stays -0
+    x = rows_for_topk(dtype, 300_001)
+    assert torch.equal(topk(lib, x, 2048)[1], ordered(x)[:, :2048])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sample_is_a_function_of_the_row(lib, dtype):
     x = (torch.randn(40, 3001) * 3).to(dtype)
@@ -186,6 +237,30 @@ def test_sample_is_a_function_of_the_row(lib, dtype):
     assert moved[0] == tokens[0]  # position 0
     assert (moved != tokens).float().mean() > 0.3
     assert not torch.equal(sample(lib, x, seeds + 1, *codes), tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_top_k_of_sample_is_a_mask(lib, dtype):
+    """The same token as from logits that are -inf where top-k cuts off: another way through."""
+    cols = 9001
+    x = torch.randn(8, cols)
+    x[1] = -x[1].abs() - 1
+    x[2] = torch.randint(4, (cols,)).float()  # thousands of ties
+    x[3] *= 1e-36  # z and x subnormal, or 0 in fp16
+    x[4, 7:] = -INF
+    x[5] = torch.arange(cols) / 500
+    x[6, ::2] = 0.0
+    x[7] *= 100
+    x = x.to(dtype)
+    for temperature, k in itertools.product((0.3, 1.0, 1.7), (1, 50, 2048, 4000)):
+        z = x.float() / torch.tensor(temperature)
+        least = z.sort(-1, descending=True)[0][:, k - 1 : k]
+        masked = x.masked_fill(z < least, -INF)
+        for top_p, min_p in ((1.0, 0.0), (0.8, 0.0), (0.95, 0.01)):
+            seeds = torch.randint(2**62, (8,))
+            tokens = sample(lib, x, seeds, temperature, k, top_p, min_p)
+            expected = sample(lib, masked, seeds, temperature, 0, top_p, min_p)
+            assert torch.equal(tokens, expected), (temperature, k, top_p)
 
 
 def test_sample_odd_values(lib):

@@ -185,6 +185,23 @@ def test_mul_add_gradients(lib, dtype, param):
                     assert same_bits(one[0], da) and same_bits(one[1], same)
 
 
+def test_sums_over_many_rows_and_wide_ones(lib):
+    """Rows in parts, columns in blocks; rows of a sum that do not follow each other."""
+    for shape, param in (
+        ((1, 200, 4500), (4500,)),
+        ((37, 4097), (4097,)),
+        ((300, 3, 40), (1, 3, 40)),
+        ((6, 70, 33), (1, 70, 33)),
+    ):
+        a, grad = torch.randn(2, *shape)
+        b = torch.randn(param)
+        da, db, dc = backward(lib, "mul_add_backward", b, 3, grad, a, b, 1)
+        assert_gradient(da, grad.double() * b, (grad.double() * b).abs(), torch.float32)
+        for got, terms in ((db, grad.double() * a), (dc, grad.double())):
+            size = terms.abs().sum_to_size(param)
+            assert_gradient(got, terms.sum_to_size(param), size, torch.float32)
+
+
 def test_gradients_repeat_and_may_replace_grad(lib):
     grad, a = torch.randn(2, 500, 96), torch.randn(2, 500, 96)
     b = torch.randn(2, 1, 96)

@@ -82,9 +82,8 @@ def argmax(x: Tensor) -> Tensor:
 def topk(x: Tensor, k: int) -> Tuple[Tensor, Tensor]:
     """The ``k`` greatest values of the last dimension, in descending order, and their indices.
 
-    By radix select: only the ``k`` that were found are sorted. NaN counts as the greatest, and -0
-    equals 0. Of equal values, those with the lowest indices, in their order: the result is
-    determined by the input.
+    Only the ``k`` that were found are sorted. NaN counts as the greatest, and -0 equals 0. Of equal
+    values, those with the lowest indices, in their order: the result is determined by the input.
 
     Args:
         x: ``[..., D]``; fp32, fp16 or bf16.
