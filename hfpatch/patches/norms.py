@@ -21,11 +21,12 @@ from hfpatch.patches.base import (
     fingerprint,
     first_argument,
     floating_params,
-    forward_ad,
     input_name,
     plain,
     random_like,
     replicate,
+    settings_of,
+    watched,
 )
 from hfpatch.sources import Kernel
 
@@ -143,6 +144,7 @@ class NormSubject(Subject):
         training = contract.training
         cpu, cuda = contract.cpu, contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+        read, settings = settings_of(self.module)
         missing = object()
 
         # Norms are called hundreds of times per step and last microseconds: this is written for
@@ -150,15 +152,20 @@ class NormSubject(Subject):
         def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses a norm with its neighbours
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
+            if type(self).forward is not original:  # its class is another one, or was patched
+                return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)
             if x is missing:
                 x = first_argument((), kwargs, name)
             elif args or kwargs:
                 return original(self, x, *args, **kwargs)
-            if type(x) is Tensor and not forward_ad():
-                p = self._parameters
+            if type(x) is Tensor and not watched():
+                d = self.__dict__
+                p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
-                if (
+                if read(d) != settings:
+                    contract.changed()
+                elif (
                     not training
                     and grad_enabled()
                     and (
