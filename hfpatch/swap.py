@@ -189,6 +189,9 @@ def _replica(self: nn.Module) -> nn.Module:
     return replica
 
 
+_replica.__name__ = _REPLICATE  # a pickle holds a method by this name: the class's own, then
+
+
 def _is_ours(method: Any) -> bool:
     return adapter_of(method) is not None or getattr(method, "__func__", None) is _replica
 
