@@ -29,7 +29,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch import swap
-from hfpatch.patches.base import Forward, Tensor, watched
+from hfpatch.patches.base import Forward, Tensor, has_diffusers_hook, watched
 from hfpatch.patches.blocks.memo import Capture
 from hfpatch.plan import Prepared, Swap
 
@@ -171,7 +171,7 @@ class Watch:
                 d["_forward_hooks"]
                 or d["_forward_pre_hooks"]
                 or "_hf_hook" in d
-                or "_diffusers_hook" in d
+                or has_diffusers_hook(d)
             ):
                 name = type(module).__name__
                 raise NotCapturable(f"a `{name}` inside has hooks (offload, cache …)")

@@ -357,8 +357,14 @@ def is_hooked(module: nn.Module) -> bool:
         or d.get("_backward_hooks")
         or d.get("_backward_pre_hooks")
         or "_hf_hook" in d
-        or "_diffusers_hook" in d
+        or has_diffusers_hook(d)
     )
+
+
+def has_diffusers_hook(attributes: dict[str, Any]) -> bool:
+    """Whether one of diffusers' hooks is on the module: their registry stays when they go."""
+    registry = attributes.get("_diffusers_hook")
+    return registry is not None and bool(registry.hooks)
 
 
 def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
