@@ -187,6 +187,7 @@ class Watch:
             list(map(_DTYPE, tensors)),
             [d["training"] for d in dicts],
             [d.get(name) for d, name in self._numbers],
+            list(map(type, self._inside)),
             [_identity(d.get("forward")) for d in inside],
             [(id(p), getattr(p, "_attention_backend", None)) for p in processors],
             [repr([d.get(name) for name in _ADAPTER_STATE]) for d in dicts if "scaling" in d],
