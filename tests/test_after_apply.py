@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import textwrap
@@ -164,6 +165,27 @@ def test_what_was_changed_is_said_once() -> None:
     # a whole block again with the norm as it is now, or its parts, with a reason
     known = {s.path for s in report.swaps} | {s.path for s in report.skips}
     assert "transformer_blocks.0" in known
+
+
+class NormWithTables(nn.LayerNorm):
+    """With attributes that are no settings: a copy's tensors have no one answer to ==."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.tables = (torch.ones(2), torch.ones(2))
+        self.history: list[int] = []
+
+
+def test_a_copy_of_a_module_that_holds_tensors_in_a_tuple() -> None:
+    model = nn.Sequential(NormWithTables()).eval().requires_grad_(False)
+    x = torch.randn(3, 64)
+    hfpatch.apply(model)
+    patched = model(x)
+    copied = copy.deepcopy(model)
+    copied[0].history.append(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(copied(x), patched)
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -372,7 +372,7 @@ def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 #: Values that a forward may read off its module as settings.
-_PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any]:
@@ -384,12 +384,18 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
     names = [
         k
         for k, v in module.__dict__.items()
-        if isinstance(v, _PLAIN) and k not in _BLANK.__dict__ and not k.startswith("_")
+        if _is_setting(v) and k not in _BLANK.__dict__ and not k.startswith("_")
     ]
     if not names:
         return _no_settings, None
     read = operator.itemgetter(*names)
     return read, read(module.__dict__)
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):  # not of tensors, which have no one answer to ==
+        return all(isinstance(v, _PLAIN) for v in value)
+    return isinstance(value, _PLAIN)
 
 
 def _no_settings(attributes: dict[str, Any]) -> None:
