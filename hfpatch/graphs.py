@@ -30,7 +30,7 @@ from torch.compiler import is_compiling
 
 from hfpatch import swap
 from hfpatch.captures import abandon
-from hfpatch.patches.base import Forward, Tensor, forward_ad
+from hfpatch.patches.base import Forward, Tensor, has_diffusers_hook, watched
 from hfpatch.patches.blocks.memo import Capture, rehearsal
 from hfpatch.plan import Prepared, Swap
 
@@ -152,6 +152,9 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._inside = [m for m in model.modules() if m is not model]
         self._dicts = [m.__dict__ for m in self._inside]
+        self._numbers = [
+            (d, k) for d in self._dicts for k, v in d.items() if type(v) is float and k[0] != "_"
+        ]
         self._children = self._look(model)
 
     def _look(self, model: nn.Module) -> list[int]:
@@ -169,7 +172,7 @@ class Watch:
                 d["_forward_hooks"]
                 or d["_forward_pre_hooks"]
                 or "_hf_hook" in d
-                or "_diffusers_hook" in d
+                or has_diffusers_hook(d)
             ):
                 name = type(module).__name__
                 raise NotCapturable(f"a `{name}` inside has hooks (offload, cache …)")
@@ -184,6 +187,8 @@ class Watch:
             list(map(_DATA_PTR, tensors)),
             list(map(_DTYPE, tensors)),
             [d["training"] for d in dicts],
+            [d.get(name) for d, name in self._numbers],
+            list(map(type, self._inside)),
             [_identity(d.get("forward")) for d in inside],
             [(id(p), getattr(p, "_attention_backend", None)) for p in processors],
             [repr([d.get(name) for name in _ADAPTER_STATE]) for d in dicts if "scaling" in d],
@@ -358,8 +363,8 @@ class ModelGraphs:
         key, tensors = call_key(args, kwargs)
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             raise NotCapturable("autograd records; call it under torch.no_grad()")
-        if forward_ad():
-            raise NotCapturable("forward-mode differentiation is on")
+        if watched():
+            raise NotCapturable("forward-mode differentiation, torch.func or torch.jit.trace is on")
         if torch.is_autocast_enabled("cuda"):
             raise NotCapturable("autocast is on")
         if torch.cuda.is_current_stream_capturing():

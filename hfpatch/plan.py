@@ -373,6 +373,12 @@ def _unfit(site: Site, subject: Subject) -> probe.Refusal | None:
         )
     if isinstance(subject, CustomSubject):
         return None
+    for child in subject.covers():
+        if (foreign := swap.foreign_forward(child)) is not None:
+            return probe.Refusal(
+                "unsupported",
+                f"the fused forward would not run a `{type(child).__name__}` inside: {foreign}",
+            )
     why = _partitioned(site, subject)
     if why is None and isinstance(subject, BlockSubject) and _context_parallel(module):
         why = "its attention is split over several GPUs (context parallel)"
@@ -521,6 +527,8 @@ def _prepare_block(
             return probe.Refusal(
                 "unsupported", f"no small copy of it could be made: {type(e).__name__}: {e}"
             )
+        if (why := subject.unlike(tiny)) is not None:
+            return probe.Refusal("unsupported", why)
         stand_in = type(subject)(tiny)
 
         def prove_late(device: str) -> str | None:

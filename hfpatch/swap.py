@@ -173,6 +173,29 @@ def _remember(slot: Slot) -> _Undo:
     return _Undo(slot, slot.exists(), slot.get())
 
 
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+def _replica(self: nn.Module) -> nn.Module:
+    """`nn.DataParallel`'s copy of a module for another GPU, with the class's own forward.
+
+    Such a copy has the `__dict__` of its module: a forward that is bound to that one, and would
+    compute with its parameters, on its GPU.
+    """
+    replica: nn.Module = type(self)._replicate_for_data_parallel(self)  # type: ignore[no-untyped-call]
+    for attribute in ("forward", _REPLICATE):
+        if _is_ours(replica.__dict__.get(attribute)):
+            del replica.__dict__[attribute]
+    return replica
+
+
+_replica.__name__ = _REPLICATE  # a pickle holds a method by this name: the class's own, then
+
+
+def _is_ours(method: Any) -> bool:
+    return adapter_of(method) is not None or getattr(method, "__func__", None) is _replica
+
+
 @dataclass(frozen=True)
 class Fresh:
     """A swap to make."""
@@ -224,6 +247,10 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
     forward.__qualname__ = f"{type(module).__qualname__}.forward"
     forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]
     setattr(forward, _MARK, Swapped(forward, fresh.details, had, packed_refs))
+    if slot.owner is module and slot.attribute == "forward":
+        replicate = Slot(module, _REPLICATE)
+        done.append(_remember(replicate))
+        replicate.set(types.MethodType(_replica, module))
     slot.set(types.MethodType(forward, module))
 
 
@@ -234,6 +261,10 @@ def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
         if mark is None:
             continue
         done.append(_remember(slot))
+        replicate = Slot(module, _REPLICATE)
+        if _is_ours(replicate.get()):
+            done.append(_remember(replicate))
+            replicate.clear()
         _unpack(module, mark)
         if slot.owner is module and slot.attribute == "forward" and not mark.had_forward:
             slot.clear()
@@ -293,6 +324,8 @@ def restore(modules: Iterable[nn.Module]) -> int:
     stuck: list[str] = []
     for module in modules:
         if swapped(module) is None:
+            if _is_ours(module.__dict__.get(_REPLICATE)):  # somebody wrote over the forward alone
+                Slot(module, _REPLICATE).clear()
             continue
         count += 1
         attempt = functools.partial(_erase, module, [])

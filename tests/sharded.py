@@ -155,6 +155,7 @@ def _join(index: int, device_type: str, meeting: str) -> Rank:
     device = torch.device(device_type, index if device_type == "cuda" else None)
     if device_type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # convolutions in true fp32, as products are
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         init_method=f"file://{meeting}",

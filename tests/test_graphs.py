@@ -128,6 +128,10 @@ class TestDecisions:
         assert changed()
         model.blocks[1].train()
         assert changed()
+        model.blocks[0].norm1.eps = 0.5
+        assert changed()
+        model.blocks[0].norm1.__class__ = type("Other", (type(model.blocks[0].norm1),), {})
+        assert changed()
         model.blocks[0].forward = MethodType(lambda self, x, *rest: x, model.blocks[0])  # as a swap
         assert changed()
         del model.blocks[0].forward

@@ -20,10 +20,11 @@ from hfpatch.patches.base import (
     Tensor,
     fingerprint,
     first_argument,
-    forward_ad,
     input_name,
     plain,
     replicate,
+    settings_of,
+    watched,
 )
 from hfpatch.sources import Kernel, torch_kernel
 
@@ -85,18 +86,23 @@ class ActivationSubject(Subject):
         name = input_name(self.module)
         cpu, cuda = contract.cpu, contract.cuda
         autocast = torch.is_autocast_enabled
+        read, settings = settings_of(self.module)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses it with its neighbours
                 return original(self, *args, **kwargs)
+            if type(self).forward is not original:  # its class is another one, or was patched
+                return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if (
                 type(x) is Tensor
-                and not forward_ad()
+                and not watched()
                 and x.is_contiguous()  # a channels-last input keeps its layout in the original
             ):
                 on_cuda = x.is_cuda
-                if not autocast("cuda" if on_cuda else "cpu"):
+                if read(self.__dict__) != settings:
+                    contract.changed()
+                elif not autocast("cuda" if on_cuda else "cpu"):
                     key = (x.dtype, None)
                     run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
                     if run is None:

@@ -7,6 +7,7 @@ module's place. It decides nothing: `hfpatch.probe` runs the original against ea
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import threading
 import types
@@ -195,13 +196,13 @@ class Contract:
             )
 
     def changed(self) -> None:
-        """Say once that a block's parts are not those that were proven."""
+        """Say once that a module is not as it was proven."""
         if "changed" not in self._warned:
             self._warned.add("changed")
             self._warn_once(
-                f"{self.name} got hooks, other processors or context parallelism inside after it "
-                "was patched; such calls use the original forward. Call `hfpatch.apply` again: "
-                "its parts are patched then"
+                f"{self.name} got other settings, or hooks, processors, forwards or modules "
+                "inside, after it was patched; such calls use the original forward. Call "
+                "`hfpatch.apply` again: it, or its parts, are patched then"
             )
 
     def partitioned(self, parameter: str) -> None:
@@ -223,9 +224,14 @@ def _describe(key: Any) -> str:
     return str(Combo(*key)) if isinstance(key, tuple) else str(key)
 
 
-def forward_ad() -> bool:
-    """Whether forward-mode differentiation is on, which the kernels do not take part in."""
-    return bool(_forward_ad._current_level >= 0)
+_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_tracing = torch._C._get_tracing_state
+
+
+def watched() -> bool:
+    """Whether something looks on that kernels take no part in: forward-mode derivatives, a
+    transform of `torch.func`, `torch.jit.trace`, whose graphs must load without hfpatch."""
+    return _forward_ad._current_level >= 0 or _transforming() or _tracing() is not None
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -351,12 +357,83 @@ def is_hooked(module: nn.Module) -> bool:
         or d.get("_backward_hooks")
         or d.get("_backward_pre_hooks")
         or "_hf_hook" in d
-        or "_diffusers_hook" in d
+        or has_diffusers_hook(d)
     )
+
+
+def has_diffusers_hook(attributes: dict[str, Any]) -> bool:
+    """Whether one of diffusers' hooks is on the module: their registry stays when they go."""
+    registry = attributes.get("_diffusers_hook")
+    return registry is not None and bool(registry.hooks)
 
 
 def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None and t.is_floating_point()]
+
+
+#: Values that a forward may read off its module as settings.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+    """What reads a module's settings off its `__dict__`, and what it reads now.
+
+    Settings are the plain attributes that somebody may set while the module is patched, such as
+    `eps`: what was bound to their values is no longer right when they differ.
+    """
+    names = [
+        k
+        for k, v in module.__dict__.items()
+        if _is_setting(v) and k not in _BLANK.__dict__ and not k.startswith("_")
+    ]
+    if not names:
+        return _no_settings, None
+    read = operator.itemgetter(*names)
+    return read, read(module.__dict__)
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):  # not of tensors, which have no one answer to ==
+        return all(isinstance(v, _PLAIN) for v in value)
+    return isinstance(value, _PLAIN)
+
+
+def _no_settings(attributes: dict[str, Any]) -> None:
+    return None
+
+
+class Part:
+    """A module that a fused forward stands in for and never calls: class, forward and settings."""
+
+    def __init__(self, module: nn.Module, path: tuple[str, ...] = ()) -> None:
+        self._path, self._class = path, type(module)
+        self._read, self._settings = settings_of(module)
+
+    def is_same(self, root: nn.Module) -> bool:
+        """Whether the module at this path below `root` is as it was, and nobody's hook is on it."""
+        module: nn.Module | None = root
+        for name in self._path:
+            if module is None:
+                return False
+            module = module._modules.get(name)
+        if module is None or type(module) is not self._class or is_replaced(module):
+            return False
+        return bool(self._read(module.__dict__) == self._settings)
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether calling `module` runs more or else than its class's forward: a hook's, an own one."""
+    forward = module.__dict__.get("forward")
+    return (forward is not None and not _is_bound(module, forward)) or is_hooked(module)
+
+
+def _is_bound(module: nn.Module, forward: Any) -> bool:
+    """Whether an instance's forward is its class's, as hooks leave it when they go, or ours."""
+    function = getattr(forward, "__func__", None)
+    ours = getattr(getattr(function, "__hfpatch__", None), "adapter", None)
+    return getattr(forward, "__self__", None) is module and (
+        function is type(module).forward or (ours is not None and ours is function)
+    )
 
 
 _BLANK = nn.Module()

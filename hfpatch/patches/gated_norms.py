@@ -17,8 +17,9 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
-    forward_ad,
     plain,
+    settings_of,
+    watched,
 )
 from hfpatch.patches.norms import NormSubject
 from hfpatch.sources import Kernel
@@ -89,6 +90,7 @@ class GatedNormSubject(NormSubject):
         cpu: Any = contract.cpu  # of what `entry` gave
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+        read, settings = settings_of(self.module)
 
         def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             """hidden_states and gate by position or by name; None for any other call."""
@@ -100,6 +102,8 @@ class GatedNormSubject(NormSubject):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the gate with its neighbours
                 return original(self, *args, **kwargs)
+            if type(self).forward is not original:  # its class is another one, or was patched
+                return type(self).forward(self, *args, **kwargs)
             x, gate = inputs(args, kwargs)
             w = self._parameters.get(weight)
             if (
@@ -112,10 +116,12 @@ class GatedNormSubject(NormSubject):
                 and x.dim() > 1
                 and x.shape[-1] == width
                 and x.device == gate.device
-                and not forward_ad()
+                and not watched()
             ):
+                if read(self.__dict__) != settings:
+                    contract.changed()
                 # Under autograd the op is its formula in PyTorch, which gains nothing.
-                if grad_enabled() and (x.requires_grad or gate.requires_grad or w.requires_grad):
+                elif grad_enabled() and (x.requires_grad or gate.requires_grad or w.requires_grad):
                     if not training:
                         contract.needs_grad()
                 elif not autocast("cuda" if x.is_cuda else "cpu"):

@@ -21,16 +21,17 @@ from hfpatch.patches.base import (
     Family,
     Formula,
     Forward,
+    Part,
     Subject,
     Tensor,
     code_of,
     fingerprint,
     first_argument,
-    forward_ad,
     input_name,
-    is_hooked,
     plain,
     replicate,
+    settings_of,
+    watched,
 )
 from hfpatch.sources import Kernel, torch_kernel
 
@@ -172,22 +173,27 @@ class GatedSubject(Subject):
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         name, act = input_name(self.module), self.act
-        act_type = type(self.module._modules[act]) if act is not None else None
+        part = None if act is None else Part(self._child(act))
+        read, settings = settings_of(self.module)
         cpu, cuda = contract.cpu, contract.cuda
         autocast = torch.is_autocast_enabled
 
         def untouched(self: nn.Module) -> bool:
-            """Whether the activation, which is not called, is still the one that was proven."""
-            if act is None:
-                return True
-            child = self._modules[act]
-            return type(child) is act_type and child is not None and not is_hooked(child)
+            """Whether the settings, and the activation, which is not called, are those proven."""
+            same = read(self.__dict__) == settings and (
+                part is None or part.is_same(self._modules[act])  # type: ignore
+            )
+            if not same:
+                contract.changed()
+            return same
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the product into one pointwise kernel
                 return original(self, *args, **kwargs)
+            if type(self).forward is not original:  # its class is another one, or was patched
+                return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
-            if type(x) is Tensor and not forward_ad() and untouched(self):
+            if type(x) is Tensor and not watched() and untouched(self):
                 on_cuda = x.is_cuda
                 if not autocast("cuda" if on_cuda else "cpu"):
                     key = (x.dtype, x.dtype)

@@ -22,11 +22,12 @@ from hfpatch.patches.base import (
     fingerprint,
     first_argument,
     floating_params,
-    forward_ad,
     input_name,
     plain,
     random_like,
     replicate,
+    settings_of,
+    watched,
 )
 from hfpatch.sources import Kernel
 
@@ -147,6 +148,7 @@ class NormSubject(Subject):
         cpu: Any = contract.cpu  # of what `entry` gave
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+        read, settings = settings_of(self.module)
         missing = object()
         guarded: Forward | None = None  # for calls like the last one
         guards = 0
@@ -157,8 +159,11 @@ class NormSubject(Subject):
             nonlocal guarded, guards
             if is_compiling():  # inductor fuses a norm with its neighbours
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
-            if guarded is not None and not args and not kwargs:
-                p = self._parameters
+            if type(self).forward is not original:  # its class is another one, or was patched
+                return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)
+            d = self.__dict__
+            if guarded is not None and not args and not kwargs and read(d) == settings:
+                p = d["_parameters"]
                 y = guarded(x, p.get(weight), p.get(bias))
                 if y is not NotImplemented:
                     return y
@@ -166,11 +171,13 @@ class NormSubject(Subject):
                 x = first_argument((), kwargs, name)
             elif args or kwargs:
                 return original(self, x, *args, **kwargs)
-            if type(x) is Tensor and not forward_ad():
-                p = self._parameters
+            if type(x) is Tensor and not watched():
+                p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
-                if (
+                if read(d) != settings:
+                    contract.changed()
+                elif (
                     not training
                     and grad_enabled()
                     and (

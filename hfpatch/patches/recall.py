@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor, class_of
+from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor, class_of, watched
 from hfpatch.patches.blocks.memo import StepMemo, accompany, current_capture, stream_of, version
 from hfpatch.patches.custom import CustomSubject
 
@@ -85,6 +85,7 @@ def _recalling_tables(original: Forward) -> Forward:
         if (
             not is_compiling()
             and type(hidden_states) is Tensor
+            and not watched()
             and video_coords is None
             and all(type(s) is int for s in sizes)
             and (scale is None or all(type(s) in (int, float) for s in scale))
@@ -166,6 +167,8 @@ def _without_full_mask(original: Forward, name: str, place: int) -> Forward:
         if (
             not is_compiling()
             and type(mask) is Tensor
+            and not watched()
+            and not mask.is_meta
             and mask.ndim == 2
             and version(mask) is not None
             and stream_of(mask) is not None

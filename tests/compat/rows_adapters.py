@@ -60,6 +60,21 @@ def added_adapter(case: Case, model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+def added_between_applies(case: Case, model: nn.Module) -> nn.Module:
+    """An adapter, `apply`, another adapter, `apply`, the first one deleted."""
+    import hfpatch
+
+    patched, config = bool(hfpatch.status(model).swaps), lora_config(model)
+    for name in ("first", "second"):
+        model.add_adapter(config, name)
+        _seed(model)
+        if patched:
+            hfpatch.apply(model)
+    getattr(model, "delete_adapters", getattr(model, "delete_adapter", None))("first")
+    getattr(model, "set_adapters", model.set_adapter)("second")
+    return model.eval()
+
+
 def two_adapters(case: Case, model: nn.Module) -> nn.Module:
     from peft import get_peft_model
 
@@ -292,6 +307,7 @@ ROWS = (
     Row(GROUP, "PEFT `get_peft_model`, LoRA", peft_model()),
     Row(GROUP, "PEFT `get_peft_model`, DoRA", peft_model(use_dora=True)),
     Row(GROUP, "`model.add_adapter`", added_adapter),
+    Row(GROUP, "adapters added and deleted between two applies", added_between_applies),
     Row(GROUP, "`set_adapter`, `disable_adapter`", two_adapters, switched, forwards=4),
     Row(GROUP, "`merge_adapter`, `unmerge_adapter`", peft_model(), merged, forwards=2),
     Row(GROUP, "`merge_and_unload`", merged_for_good),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from row import Case, Row, forward, only
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GROUP = "Compilers and contexts"
 COMPILING = (
@@ -119,7 +120,83 @@ def functional(case: Case, model: nn.Module) -> Any:
     return case.output(result)
 
 
+def embedded(case: Case, model: Any) -> tuple[str, torch.Tensor, dict[str, Any]]:
+    """The name and value of the input that derivatives are taken by, and the others."""
+    inputs = case.inputs()
+    if "input_ids" not in inputs:
+        name = "sample" if "sample" in inputs else "hidden_states"
+        return name, inputs.pop(name), inputs
+    ids = inputs.pop("input_ids")
+    return "inputs_embeds", model.get_input_embeddings()(ids).detach(), inputs
+
+
+def vmapped(case: Case, model: nn.Module) -> Any:
+    """A batch of batches; and a plain call, which must not meet what was kept of it."""
+    name, x, rest = embedded(case, model)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return case.output(model(**rest, **{name: x}))
+
+    with torch.no_grad():
+        return torch.func.vmap(call)(torch.stack([x, x * 0.5])), call(x * 0.7)
+
+
+def functional_gradient(case: Case, model: nn.Module) -> Any:
+    name, x, rest = embedded(case, model)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return case.output(model(**rest, **{name: x})).pow(2).mean()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.func.grad(loss)(x)
+
+
+def forward_mode(case: Case, model: nn.Module) -> Any:
+    name, x, rest = embedded(case, model)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return case.output(model(**rest, **{name: x}))
+
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.func.jvp(call, (x,), (torch.sin(3 * x),))
+
+
+def traced(case: Case, model: nn.Module) -> Any:
+    """The trace must load where hfpatch is not."""
+    inputs = case.inputs()
+
+    class Call(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self) -> torch.Tensor:
+            return case.output(self.model(**inputs))
+
+    with torch.no_grad():
+        trace = torch.jit.trace(Call(), (), check_trace=False)
+        return trace(), "hfpatch" in str(trace.inlined_graph)
+
+
+def compiled_and_restored(case: Case, model: nn.Module) -> Any:
+    """Compiled as it is, then restored, then patched again: the compiled model goes on."""
+    import hfpatch
+
+    patched = bool(hfpatch.status(model).swaps)
+    compiled_model = torch.compile(model, backend="eager")
+    outputs = [forward(case, compiled_model)]
+    if patched:
+        hfpatch.restore(model)
+    outputs.append(forward(case, compiled_model))
+    if patched:
+        hfpatch.apply(compiled_model)
+    return [*outputs, forward(case, compiled_model), forward(case, model)]
+
+
 NO_REPEATED = "Its class has no `compile_repeated_blocks` (it is diffusers')."
+TRANSFORMED = "The transforms of `torch.func` know PyTorch's operators: such calls are handed back."
+#: Gradients pass the model twice: four times the noise of a forward.
+GRADIENT_NOISE = 4e-5
 ONE_FAMILY = (
     "Tested on other families: the captured graph is the unpatched model's, as the first row "
     "shows, and what a backend makes of it cannot differ."
@@ -165,7 +242,17 @@ ROWS = (
     Row(
         GROUP, "compiled, and called without as well", run=eager_and_compiled, forwards=1, thin=True
     ),
+    Row(
+        GROUP, "compiled, restored, patched again", run=compiled_and_restored, forwards=1, thin=True
+    ),
     _compiled_row("`torch.export.export`", run=exported, lasting=False),
+    Row(
+        GROUP,
+        "`torch.jit.trace`",
+        run=traced,
+        lasting=False,
+        why={"original": "The trace is the unpatched model's, so that it loads without hfpatch."},
+    ),
     Row(GROUP, "`torch.inference_mode()`", run=in_context(torch.inference_mode), forwards=1),
     Row(
         GROUP,
@@ -177,6 +264,16 @@ ROWS = (
         },
     ),
     Row(GROUP, "`torch.func.functional_call`", run=functional, forwards=1),
+    Row(GROUP, "`torch.func.vmap`, and a call without", run=vmapped, forwards=1),
+    Row(
+        GROUP,
+        "`torch.func.grad`",
+        run=functional_gradient,
+        mode="training",
+        noise=GRADIENT_NOISE,
+        why={"original": TRANSFORMED},
+    ),
+    Row(GROUP, "`torch.func.jvp`", run=forward_mode, why={"original": TRANSFORMED}),
     Row(
         GROUP,
         "`apply(model, cuda_graphs=True)`",

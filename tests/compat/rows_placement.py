@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from pipelines import OneModelPipeline
-from row import Case, Row, only
+from row import Case, Row, forward, only
 from torch import nn
 
 GROUP = "Placement and dtype"
@@ -176,6 +176,51 @@ def other_weights(case: Case, model: nn.Module) -> nn.Module:
     return model
 
 
+def assigned(case: Case, model: nn.Module) -> nn.Module:
+    model.load_state_dict(case.build(seed=7).state_dict(), assign=True)
+    return model
+
+
+def swapped_tensors(case: Case, model: nn.Module) -> nn.Module:
+    """Casts that exchange the tensors in a parameter for others."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(torch.bfloat16).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def on_the_meta_device(case: Case, model: nn.Module) -> Any:
+    """Shapes alone: the weights as fake tensors, which `FakeTensorMode` makes of them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fake = {
+            k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v
+            for k, v in case.inputs().items()
+        }
+        result = case.output(model(**fake))
+    return list(result.shape), str(result.dtype)
+
+
+def replica(case: Case, model: nn.Module) -> Any:
+    """A copy as `nn.DataParallel` makes it for another GPU: other weights in the same modules."""
+    modules = list(model.modules())
+    copies = {m: m._replicate_for_data_parallel() for m in modules}
+    for module, other in copies.items():
+        other._former_parameters = {}
+        for name, child in module._modules.items():
+            other._modules[name] = None if child is None else copies[child]
+        for name, p in module._parameters.items():
+            if p is None:
+                other._parameters[name] = None
+            else:
+                setattr(other, name, p.detach() * 1.5)
+        for name, buffer in module._buffers.items():
+            other._buffers[name] = None if buffer is None else buffer.clone()
+    return forward(case, copies[model]), forward(case, model)
+
+
 def channels_last(case: Case, model: nn.Module) -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
@@ -230,6 +275,8 @@ ROWS = (
     ),
     Row(GROUP, "`to_empty` from the meta device, weights loaded again", from_meta),
     Row(GROUP, "`load_state_dict` of other weights", other_weights),
+    Row(GROUP, "`load_state_dict(assign=True)`", assigned, lasting=False),
+    Row(GROUP, "casts under `set_swap_module_params_on_conversion`", swapped_tensors),
     Row(GROUP, "weights changed in place", weights(_halved)),
     Row(GROUP, "`parameter.data` replaced", weights(_moved)),
     Row(GROUP, "parameters replaced by new ones", _new_parameters),
@@ -284,6 +331,23 @@ ROWS = (
         layerwise_casting,
         lasting=False,
         why={"partly": CAST},
+    ),
+    Row(
+        GROUP,
+        "called with fake tensors",
+        run=on_the_meta_device,
+        why={"original": "There is nothing to compute: shapes come from the original."},
+    ),
+    Row(
+        GROUP,
+        "copies by `nn.DataParallel`",
+        run=replica,
+        forwards=1,
+        unless=lambda c: (
+            "Its class asks its own parameters for their dtype, of which such a copy has none."
+            if c.name == "wan"
+            else None
+        ),
     ),
     Row(GROUP, "`unwrap_model`", unwrapped("no", True)),
     Row(GROUP, "`unwrap_model(keep_fp32_wrapper=False)`", unwrapped("bf16", False)),

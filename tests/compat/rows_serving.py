@@ -320,15 +320,6 @@ ROWS = (
         step_by_step,
         only("causal", "Its decoder takes the encoder's states too; `generate` is tested."),
     ),
-    Row(
-        GROUP,
-        "continuous batching (`generate_batch`)",
-        unless=only(
-            "",
-            "Not run on the CPU, where transformers' loop had not ended after 40 s for an "
-            "unpatched model either.",
-        ),
-    ),
     Row(GROUP, "`pipeline(...)`", as_pipeline, called_pipeline, lasting=False),
     Row(GROUP, "called by several threads", run=threads, forwards=8),
     Row(GROUP, "two models of a class, different settings", run=two_settings),

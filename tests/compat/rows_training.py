@@ -226,6 +226,41 @@ def _training(title: str, do: Any, run: Any, **settings: Any) -> Row:
     )
 
 
+def second_derivatives(case: Case, model: nn.Module) -> Any:
+    """A gradient penalty: the square of the input's gradient, by every parameter."""
+    from rows_compile import embedded
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with as_it_was(model), sdpa_kernel(SDPBackend.MATH):
+        name, x, rest = embedded(case, model)
+        model.requires_grad_(True)
+        x.requires_grad_(True)
+        loss = loss_of(case, model, rest | {name: x})
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (1e3 * grad.pow(2).sum()).backward()
+        grads = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+        return grad.detach(), _as_one(grads)
+
+
+def data_parallel(case: Case, model: nn.Module) -> Any:
+    """`DistributedDataParallel` in a group of one process."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{case.path('meeting')}", rank=0, world_size=1
+    )
+    try:
+        with as_it_was(model):
+            model.requires_grad_(True)
+            wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            loss = loss_of(case, wrapped)
+            loss.backward()
+            grads = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+            return loss.detach(), _as_one(grads)
+    finally:
+        dist.destroy_process_group()
+
+
 def _same(case: Case, model: Any) -> Any:
     return model
 
@@ -248,8 +283,16 @@ ROWS = (
     _training("gradient of the input, parameters frozen", _same, input_gradient),
     _training("only the norms trained", _same, frozen_but),
     _training("gradient checkpointing", checkpointing, gradients_in_train_mode),
+    _training(
+        "second derivatives (`create_graph=True`)",
+        _same,
+        second_derivatives,
+        # a sum over products of two gradients
+        noise=4 * GRADIENT_NOISE,
+    ),
     Row(GROUP, "`train()` with dropout and `eval()`", run=train_and_eval),
     _training("gradient accumulation", _same, accumulated),
+    _training("`DistributedDataParallel`", _same, data_parallel),
     _training(
         "`Accelerator`, 50 steps (5 where models are larger)",
         _same,

@@ -6,6 +6,7 @@ The sharded cases are those that tests/sharding runs on the CPU: tests/sharded_c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import sharded
@@ -125,3 +126,68 @@ def test_a_model_over_two_devices(order: str) -> None:
     assert relative_error(got.cpu(), expected.cpu()) < 2e-5
     hfpatch.restore(model)
     torch.testing.assert_close(entry.run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5-v1.1", "flux", "wan"])
+def test_device_map_auto(name: str, tmp_path: Path) -> None:
+    """`from_pretrained(device_map="auto")` with room for two thirds of the model on each GPU."""
+    entry = zoo.ENTRIES[name]
+    source = entry.build()
+    room = sum(p.nbytes for p in source.parameters()) * 2 // 3
+    source.save_pretrained(tmp_path)
+
+    def load() -> nn.Module:
+        model: nn.Module = type(source).from_pretrained(
+            tmp_path, device_map="auto", max_memory={0: room, 1: 2 * room}
+        )
+        return model.eval()
+
+    inputs = {
+        k: v.to("cuda:0") if isinstance(v, torch.Tensor) else v
+        for k, v in entry.inputs(source).items()
+    }
+    plain, model = load(), load()
+    assert {p.device.index for p in model.parameters()} == {0, 1}
+    expected = entry.run(plain, inputs)
+    assert hfpatch.apply(model).swaps
+    for _ in range(2):
+        got = entry.run(model, inputs)
+        assert got.device == expected.device
+        assert relative_error(got.cpu(), expected.cpu()) < 2e-5
+    hfpatch.restore(model)
+    torch.testing.assert_close(entry.run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("order", ["patch first", "wrap first"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_data_parallel(name: str, mode: str, order: str) -> None:
+    """`nn.DataParallel`, which `Trainer` takes on two GPUs without a launcher: its copies of the
+    modules for the second GPU must compute with their own parameters."""
+    entry = zoo.ENTRIES[name]
+    inputs = {
+        k: v.to("cuda:0") if isinstance(v, torch.Tensor) else v
+        for k, v in entry.inputs(None).items()
+    }
+    if name == "llama":
+        inputs["use_cache"] = False  # a cache cannot be gathered
+    plain, model = (entry.build().to("cuda:0").requires_grad_(True) for _ in range(2))
+    if order == "patch first":
+        hfpatch.apply(model, mode=mode)
+    wrapped = nn.DataParallel(model, [0, 1])
+    if order == "wrap first":
+        hfpatch.apply(wrapped, mode=mode)
+    assert hfpatch.status(model).swaps
+    ours, theirs = entry.output(wrapped(**inputs)), entry.output(plain(**inputs))
+    assert relative_error(ours.detach().cpu(), theirs.detach().cpu()) < 2e-5
+    ours.square().mean().backward()
+    theirs.square().mean().backward()
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == expected.keys()
+    error = sum((got[n] - g).square().sum() for n, g in expected.items())
+    assert error.sqrt() < 1e-4 * sum(g.square().sum() for g in expected.values()).sqrt()
+    hfpatch.restore(wrapped)
+    assert not hfpatch.status(model).swaps
+    with torch.no_grad():
+        assert relative_error(entry.output(wrapped(**inputs)).cpu(), theirs.detach().cpu()) < 2e-5

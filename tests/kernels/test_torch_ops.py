@@ -223,11 +223,54 @@ def test_no_graph_without_need(kernels_module: ModuleType) -> None:
         assert kernels_module.silu(x.requires_grad_()).grad_fn is None
 
 
-def test_second_derivative_is_refused(kernels_module: ModuleType) -> None:
-    x, seed = tensor(4, 8).requires_grad_(), tensor(4, 8).requires_grad_()
-    (g,) = torch.autograd.grad(kernels_module.silu(x), x, seed, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
+def test_second_derivative_through_two_functions(kernels_module: ModuleType) -> None:
+    """One that a backward kernel cannot give must not be left out of a sum of several."""
+    k = kernels_module
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return (x + k.gated(k.rms_norm(x), k.silu(x))).pow(3).sum()
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:], None, 1e-6)
+        return (x + torch.nn.functional.silu(normed) * torch.nn.functional.silu(x)).pow(3).sum()
+
+    x, v = tensor(4, 8), tensor(4, 8)
+    _, got = torch.autograd.functional.vhp(ours, x, v)
+    _, expected = torch.autograd.functional.vhp(formula, x.double(), v.double())
+    assert expected.norm() > 1
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_second_derivative_of_cross_entropy(softcap: float, kernels_module: ModuleType) -> None:
+    x, target = tensor(4, 8), torch.tensor([1, 7, -100, 0])
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = kernels_module.cross_entropy(
+            x, target, label_smoothing=0.1, softcap=softcap
+        )
+        return loss
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        z = softcap * torch.tanh(x / softcap) if softcap else x
+        return torch.nn.functional.cross_entropy(z, target, label_smoothing=0.1)
+
+    _, got = torch.autograd.functional.vhp(ours, x, tensor(4, 8))
+    _, expected = torch.autograd.functional.vhp(formula, x.double(), tensor(4, 8).double())
+    assert expected.norm() > 1e-2
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivative_where_one_tensor_is_both_inputs(kernels_module: ModuleType) -> None:
+    x = tensor(4, 8).requires_grad_()
+    (g,) = torch.autograd.grad(kernels_module.gated(x, x).sum(), x, create_graph=True)
+    y = x.detach().double().requires_grad_()
+    product = (torch.nn.functional.silu(y) * y).sum()
+    (expected,) = torch.autograd.grad(product, y, create_graph=True)
+    torch.testing.assert_close(g.double(), expected, rtol=1e-5, atol=1e-5)
+    (second,) = torch.autograd.grad(g.square().sum(), x)
+    (truth,) = torch.autograd.grad(expected.square().sum(), y)
+    torch.testing.assert_close(second.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------

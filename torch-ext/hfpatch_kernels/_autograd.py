@@ -1,14 +1,14 @@
 """Gradients: forward and backward are one kernel each.
 
 Each class is entered only when a gradient is wanted, since `Function.apply` costs more than a
-kernel launch. The second derivative is not there: `once_differentiable` says so to who asks.
+kernel launch. A second derivative is the formula's: `_second`.
 """
 
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from . import _codes
+from . import _codes, _second
 from ._ops import ops
+from ._second import twice_differentiable
 
 
 def _parameter_needs(ctx):
@@ -33,7 +33,7 @@ class RMSNorm(Function):
         return ops.rms_norm.default(x, weight, bias, eps, weight_offset, cast)
 
     @staticmethod
-    @once_differentiable
+    @twice_differentiable(_second.rms_norm)
     def backward(ctx, grad):
         x, weight, bias = ctx.saved_tensors
         dx, dweight, dbias, _ = ops.rms_norm_backward.default(
@@ -46,15 +46,15 @@ class LayerNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         ctx.save_for_backward(x, weight, bias)
-        ctx.eps = eps
+        ctx.codes = (eps,)
         return ops.layer_norm.default(x, weight, bias, eps)
 
     @staticmethod
-    @once_differentiable
+    @twice_differentiable(_second.layer_norm)
     def backward(ctx, grad):
         x, weight, bias = ctx.saved_tensors
         dx, dweight, dbias, _ = ops.layer_norm_backward.default(
-            grad, x, weight, bias, ctx.eps, _parameter_needs(ctx)
+            grad, x, weight, bias, *ctx.codes, _parameter_needs(ctx)
         )
         return (*_wanted(ctx, dx, dweight, dbias), None)
 
@@ -63,32 +63,32 @@ class Activation(Function):
     @staticmethod
     def forward(ctx, x, activation):
         ctx.save_for_backward(x)
-        ctx.activation = activation
+        ctx.codes = (activation,)
         if activation == _codes.SILU:
             return ops.silu.default(x)
         return ops.gelu.default(x, activation)
 
     @staticmethod
-    @once_differentiable
+    @twice_differentiable(_second.activation)
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        if ctx.activation == _codes.SILU:
+        if ctx.codes == (_codes.SILU,):
             return ops.silu_backward.default(grad, x), None
-        return ops.gelu_backward.default(grad, x, ctx.activation), None
+        return ops.gelu_backward.default(grad, x, *ctx.codes), None
 
 
 class Gated(Function):
     @staticmethod
     def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
+        ctx.codes = (activation,)
         return ops.gated.default(gate, up, activation)
 
     @staticmethod
-    @once_differentiable
+    @twice_differentiable(_second.gated)
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
-        dgate, dup = ops.gated_backward.default(grad, gate, up, ctx.activation)
+        dgate, dup = ops.gated_backward.default(grad, gate, up, *ctx.codes)
         return (*_wanted(ctx, dgate, dup), None)
 
 
@@ -100,7 +100,7 @@ class GatedPacked(Function):
         return ops.gated_packed.default(x, activation, gate_first)
 
     @staticmethod
-    @once_differentiable
+    @twice_differentiable(_second.gated_packed)
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return ops.gated_packed_backward.default(grad, x, *ctx.codes), None, None
@@ -115,7 +115,7 @@ class CrossEntropy(Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @twice_differentiable(_second.cross_entropy)
     def backward(ctx, grad):
         dlogits = ops.cross_entropy_backward.default(
             grad.contiguous(), *ctx.saved_tensors, *ctx.codes

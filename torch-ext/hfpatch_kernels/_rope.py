@@ -5,7 +5,6 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from . import _codes, _functions
 from ._ops import ops
@@ -44,9 +43,11 @@ class Rope(Function):
         return _rope(x, cos, sin, *codes)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        return _rope(grad, *_opposite(*ctx.saved_tensors), *ctx.codes), None, None, None
+        opposite = _opposite(*ctx.saved_tensors)
+        if torch.is_grad_enabled():  # a second derivative
+            return Rope.apply(grad, *opposite, ctx.codes), None, None, None
+        return _rope(grad, *opposite, *ctx.codes), None, None, None
 
 
 class RopeQK(Function):
@@ -57,9 +58,10 @@ class RopeQK(Function):
         return _rope_qk(q, k, cos, sin, *codes)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_q, grad_k):
         opposite = _opposite(*ctx.saved_tensors)
+        if torch.is_grad_enabled():  # a second derivative
+            return (*RopeQK.apply(grad_q, grad_k, *opposite, ctx.codes), None, None, None)
         grad_q, grad_k = _rope_qk(grad_q, grad_k, *opposite, *ctx.codes)
         return grad_q, grad_k, None, None, None
 

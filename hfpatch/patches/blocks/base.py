@@ -17,13 +17,15 @@ from hfpatch.patches.base import (
     Contract,
     Formula,
     Forward,
+    Part,
     Subject,
     Tensor,
+    class_of,
     code_of,
     fingerprint,
-    forward_ad,
     is_dtensor,
     is_hooked,
+    watched,
 )
 from hfpatch.patches.blocks.chain import Chain
 from hfpatch.sources import Kernel, Sources
@@ -85,7 +87,31 @@ class BlockSubject(Subject):
     @staticmethod  # the adapter keeps it: bound, it would keep the module of the subject alive
     @abstractmethod
     def ready(block: nn.Module) -> bool:
-        """Whether a block is still as it was proven: processors, no hooks on idle modules."""
+        """Whether the rest of a block is as it was proven, its attentions' processors above all.
+
+        That its idle modules are, is looked at before: `still_proven`.
+        """
+
+    def still_proven(self) -> Callable[[nn.Module], bool]:
+        """A function that tells whether a block's idle modules are those of now: classes,
+        settings, nobody's hooks or forwards. It holds none of them: copies share it."""
+        paths = {id(m): path for path, m in self.module.named_modules()}
+        parts = [Part(m, tuple(paths[id(m)].split("."))) for m in self.idle()]
+
+        def same(block: nn.Module) -> bool:
+            return all(part.is_same(block) for part in parts)
+
+        return same
+
+    def unlike(self, tiny: nn.Module) -> str | None:
+        """Which idle module is of another class than in `tiny`, which is what is proven."""
+        theirs = dict(tiny.named_modules())
+        ids = {id(m) for m in self.idle()}
+        for path, module in self.module.named_modules():
+            if id(module) in ids and class_of(module) is not type(theirs.get(path)):
+                expected = type(theirs.get(path)).__name__
+                return f"`{path}` is a `{class_of(module).__name__}`, expected `{expected}`"
+        return None
 
     def packs(self) -> list[list[nn.Module]]:
         """Linear layers that `project` is called with: worth one product each."""
@@ -210,7 +236,7 @@ class BlockSubject(Subject):
     def forward(self, original: Forward, contract: Contract) -> Forward:
         cpu, cuda = contract.cpu, contract.cuda
         autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
-        ready = self.ready
+        ready, same = self.ready, self.still_proven()
         chain = {"chain": self.chain} if self.chained else {}
         distributed = torch.distributed.is_available()
 
@@ -226,8 +252,10 @@ class BlockSubject(Subject):
         def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the original's pieces itself
                 return original(self, hidden_states, *args, **kwargs)
-            if type(hidden_states) is Tensor and not forward_ad():
-                if not ready(self):
+            if type(self).forward is not original:  # its class is another one, or was patched
+                return type(self).forward(self, hidden_states, *args, **kwargs)
+            if type(hidden_states) is Tensor and not watched():
+                if not (same(self) and ready(self)):
                     contract.changed()
                 elif partitioned(self):
                     pass

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Forward, Tensor, is_hooked
+from hfpatch.patches.base import Forward, Tensor, is_replaced
 from hfpatch.patches.blocks.joint import compact
 from hfpatch.patches.blocks.memo import StepMemo
 from hfpatch.patches.blocks.parts import (
@@ -199,7 +199,7 @@ def _feed_forward(ff: Any, x: Tensor) -> Tensor:
     if (
         hasattr(first, "approximate")
         and not (dropout.training and dropout.p)
-        and not any(is_hooked(m) for m in (ff, first, dropout))
+        and not any(is_replaced(m) for m in (ff, first, dropout))
     ):
         h = gelu_product(first.proj, x, first.approximate)
         if h is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.patches.base import Forward, Tensor, is_hooked
+from hfpatch.patches.base import Forward, Tensor, is_replaced
 from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.joint import (
     JointFamily,
@@ -70,7 +70,7 @@ class Flux2Subject(JointSubject):
         swiglu = bind("gated_packed", activation="silu", gate_first=True)
 
         def feed_forward(ff: Any, x: Tensor) -> Tensor:
-            if is_hooked(ff):
+            if is_replaced(ff):
                 return ff(x)  # type: ignore[no-any-return]
             return ff.linear_out(swiglu(ff.linear_in(x)))  # type: ignore[no-any-return]
 

@@ -50,9 +50,7 @@ class ModelBlock(BlockSubject):
 
     @classmethod
     def ready(cls, block: nn.Module) -> bool:
-        return odd_processors(cls.processor, cls.attentions(block)) is None and unhooked(
-            *cls.unused(block)
-        )
+        return odd_processors(cls.processor, cls.attentions(block)) is None
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         inner, name = super().forward(original, contract), self.argument

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Tensor, is_hooked
+from hfpatch.patches.base import Tensor, is_hooked, is_replaced
 
 
 def is_plain(linear: Any, x: Tensor) -> bool:
@@ -142,8 +142,8 @@ def feed_forward(ff: Any, x: Tensor) -> Tensor:
         len(modules) == 3
         and approximate is not None
         and drops_nothing(dropout)
-        and not is_hooked(ff)
-        and not is_hooked(first)
+        and not is_replaced(ff)
+        and not is_replaced(first)
     ):
         second = modules["2"]
         h = gelu_product(first.proj, x, approximate)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hfpatch.patches.base import Forward, Tensor
-from hfpatch.patches.blocks.base import unhooked
 from hfpatch.patches.blocks.joint import within_range
 from hfpatch.patches.blocks.parts import (
     BlockFamily,
@@ -56,7 +55,7 @@ class SanaSubject(ModelBlock):
 
     @classmethod
     def ready(cls, block: Any) -> bool:
-        return _odd_attentions(block) is None and unhooked(*cls.unused(block))
+        return _odd_attentions(block) is None
 
     @staticmethod
     def odd(block: Any) -> str | None:
