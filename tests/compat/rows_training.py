@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -243,12 +244,17 @@ def second_derivatives(case: Case, model: nn.Module) -> Any:
 
 
 def data_parallel(case: Case, model: nn.Module) -> Any:
-    """`DistributedDataParallel` in a group of one process."""
+    """`DistributedDataParallel` in a group of one process.
+
+    Gloo's group joins its threads when it is freed, and holds the interpreter's lock that they may
+    be waiting for: a run hung there. So it never is freed.
+    """
     import torch.distributed as dist
 
     dist.init_process_group(
         "gloo", init_method=f"file://{case.path('meeting')}", rank=0, world_size=1
     )
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
     try:
         with as_it_was(model):
             model.requires_grad_(True)
