@@ -145,14 +145,15 @@ def test_all_of_the_gpu_in_one_command(python: Path, tmp_path: Path) -> None:
         python, str(out), JOBS="3", MODELS_ARGS="--compile blocks --only 'ltx-video 49 frames'",
         OPS_ARGS="--op silu", PYTEST_ARGS="-k rope", SHARDS="2", LIMIT="50",
     )  # fmt: skip
-    assert status == 1 and "failed: tests alone sanitize" in said, said
-    build, tests, alone, models, ops, *rest = calls
+    assert status == 1 and "failed: tests alone hub sanitize" in said, said
+    build, tests, alone, hub, models, ops, *rest = calls
     assert build.endswith("hfpatch/kernel_build.py --out hfpatch/_kernels --archs native")
     for call in (tests, alone):
         assert call.startswith("1 -m pytest -q") and call.endswith("-k rope")
         assert f"--results {out}/tests.jsonl --failures {out}/failures.txt --first" in call
     assert "-n 3 --maxschedchunk 4" in tests and "-m not alone and not slow" in tests
     assert "-m alone or slow" in alone and "-n 3" not in alone
+    assert "tests/hub/test_own_kernels.py" in hub and "-n 3" not in hub
     assert f"--resume --output {out}/models.json --compile blocks --only ltx-video 49" in models
     assert f"-m hfpatch bench --device cuda --output {out} --op silu" in ops
     tools = [call for call in rest if call.startswith("tool")]
