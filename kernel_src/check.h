@@ -38,7 +38,8 @@ class Check {
 
   // A required input of any shape with at least one dimension. The first one sets the device.
   // `replaced_by` names the only result that may be the same view; kAny: every one; nullptr: none.
-  static constexpr const char *kAny = "";
+  // An array: the same address in every source, which a literal need not have.
+  static constexpr char kAny[] = "";
   bool input(const char *name, const DLTensor *raw, Tensor *tensor, const char *replaced_by = kAny);
   // A tensor of which nothing is known yet; `writes` for a result.
   bool parsed(const char *name, const DLTensor *raw, Tensor *tensor) {
