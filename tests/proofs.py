@@ -327,3 +327,20 @@ def at_once(
         w.join()
     if failures:
         raise failures[0]
+
+
+def on_a_late_stream(
+    tensors: dict[str, Tensor], call: Callable[[dict[str, Tensor]], list[Tensor]]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Copies of `tensors` and what `call` makes of them on a stream of its own, where they come
+    after a sleep: a launch on any other stream would miss them."""
+    late = {k: torch.zeros_like(t) for k, t in tensors.items()}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for k, t in tensors.items():
+            late[k].copy_(t)
+        results = call(late)
+    stream.synchronize()
+    return late, results

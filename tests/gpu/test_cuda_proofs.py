@@ -96,19 +96,10 @@ def test_a_thousand_replays(name: str, kernels_module: ModuleType) -> None:
 
 @EVERY
 def test_other_stream(name: str, kernels_module: ModuleType) -> None:
-    """Inputs come after a sleep on the current stream: a launch elsewhere would miss them."""
     sample = BY_ID[name]
     tensors = sample.make(BF16, 7, 1024, "cuda")
     expected = sample.call(kernels_module, tensors, 1024)
-    late = {k: torch.zeros_like(t) for k, t in tensors.items()}
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        for k, t in tensors.items():
-            late[k].copy_(t)
-        actual = sample.call(kernels_module, late, 1024)
-    stream.synchronize()
+    _, actual = proofs.on_a_late_stream(tensors, lambda t: sample.call(kernels_module, t, 1024))
     proofs.assert_same_bits(actual, expected, name)
 
 

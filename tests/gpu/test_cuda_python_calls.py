@@ -8,7 +8,7 @@ import proofs
 import pytest
 import torch
 from op_samples import BY_ID, DTYPES
-from test_python_calls import BOUND, as_list, bind, ordered
+from test_python_calls import BOUND, as_list, bind, check_same_bits, ordered
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -19,38 +19,16 @@ BF16 = torch.bfloat16
 def test_same_bits_as_the_operator(
     name: str, dtype: torch.dtype, kernels_module: ModuleType
 ) -> None:
-    s = BY_ID[name]
-    call, into = bind(kernels_module, s), bind(kernels_module, s, into=True)
-    for layout in proofs.LAYOUTS:
-        tensors = proofs.laid_out(s, s.make(dtype, device="cuda"), layout)
-        if tensors is None:
-            continue
-        expected = s.call(kernels_module, tensors)
-        got = as_list(call(*ordered(s, tensors)))
-        proofs.assert_same_bits(got, expected, f"{name}, {layout}")
-        assert all(g.is_cuda for g in got)
-        if into is not None:
-            outs = [torch.full_like(e, 7.0) for e in expected]
-            into(*outs, *ordered(s, tensors))
-            proofs.assert_same_bits(outs, expected, f"{name}, {layout}, into")
+    check_same_bits(BY_ID[name], kernels_module, dtype, "cuda")
 
 
 @pytest.mark.parametrize("name", BOUND)
 def test_other_stream_and_graph(name: str, kernels_module: ModuleType) -> None:
-    """Inputs come after a sleep on the current stream: a launch elsewhere would miss them."""
     s = BY_ID[name]
     call = bind(kernels_module, s, width=1024)
     tensors = s.make(BF16, 7, 1024, "cuda")
     expected = s.call(kernels_module, tensors, 1024)
-    late = {k: torch.zeros_like(t) for k, t in tensors.items()}
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        for k, t in tensors.items():
-            late[k].copy_(t)
-        actual = as_list(call(*ordered(s, late)))
-    stream.synchronize()
+    late, actual = proofs.on_a_late_stream(tensors, lambda t: as_list(call(*ordered(s, t))))
     proofs.assert_same_bits(actual, expected, name)
 
     graph = torch.cuda.CUDAGraph()

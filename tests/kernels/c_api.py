@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -242,3 +243,15 @@ def built_library() -> Path | None:
     folder = tempfile.mkdtemp(prefix="hfpatch-c-api-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return build(Path(folder), compiler)
+
+
+def printed(code: str, library: Path | str, threads: int) -> str:
+    """What a fresh process prints with `sys.argv[1]` the library, `[2]` this folder and so many
+    threads of OpenMP."""
+    return subprocess.run(
+        [sys.executable, "-c", code, str(library), str(Path(__file__).parent)],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout

@@ -39,28 +39,32 @@ def as_list(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
-@OF_DTYPE
-@pytest.mark.parametrize("name", BOUND)
-def test_same_bits_as_the_operator(
-    name: str, dtype: torch.dtype, kernels_module: ModuleType
-) -> None:
-    s = BY_ID[name]
-    call, into = bind(kernels_module, s), bind(kernels_module, s, into=True)
-    assert inspect.isbuiltin(call)
+def check_same_bits(s: Sample, kernels: ModuleType, dtype: torch.dtype, device: str) -> None:
+    """The operator's results, in every layout, new and written to given tensors."""
+    call, into = bind(kernels, s), bind(kernels, s, into=True)
     for layout in proofs.LAYOUTS:
-        tensors = proofs.laid_out(s, s.make(dtype), layout)
+        tensors = proofs.laid_out(s, s.make(dtype, device=device), layout)
         if tensors is None:
             continue
-        expected = s.call(kernels_module, tensors)
+        expected = s.call(kernels, tensors)
         got = as_list(call(*ordered(s, tensors)))
-        proofs.assert_same_bits(got, expected, f"{name}, {layout}")
-        assert [g.stride() for g in got] == [e.stride() for e in expected]
+        proofs.assert_same_bits(got, expected, f"{s.id}, {layout}")
+        assert [(g.stride(), g.device) for g in got] == [(e.stride(), e.device) for e in expected]
         if into is None:  # needs scratch memory
             assert len(s.results) > len(expected)
             continue
         outs = [torch.full_like(e, 7.0) for e in expected]
         assert into(*outs, *ordered(s, tensors)) is None
-        proofs.assert_same_bits(outs, expected, f"{name}, {layout}, into")
+        proofs.assert_same_bits(outs, expected, f"{s.id}, {layout}, into")
+
+
+@OF_DTYPE
+@pytest.mark.parametrize("name", BOUND)
+def test_same_bits_as_the_operator(
+    name: str, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    assert inspect.isbuiltin(bind(kernels_module, BY_ID[name]))
+    check_same_bits(BY_ID[name], kernels_module, dtype, "cpu")
 
 
 @pytest.mark.parametrize("name", BOUND)
