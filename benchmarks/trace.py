@@ -1,4 +1,5 @@
-"""Where a step's GPU time goes: kernels by total time, gaps, launches; eager, patched or compiled.
+"""Where a step's GPU time goes: kernels by total time, gaps, launches; eager, patched,
+patched in a CUDA graph, or compiled.
 
 python benchmarks/trace.py "ltx-video 49 frames" --mode patched
 """
@@ -70,14 +71,16 @@ def gaps(kernels: list[Any], rows: int = 12) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=list(CASES))
-    parser.add_argument("--mode", choices=["eager", "patched", "compiled"], default="patched")
+    parser.add_argument(
+        "--mode", choices=["eager", "patched", "graphs", "compiled"], default="patched"
+    )
     parser.add_argument("--rows", type=int, default=30)
     args = parser.parse_args()
     model, step = CASES[args.case]()
     fast: Any = model
     with torch.no_grad():
-        if args.mode == "patched":
-            hfpatch.apply(model)
+        if args.mode in ("patched", "graphs"):
+            hfpatch.apply(model, cuda_graphs=args.mode == "graphs")
         elif args.mode == "compiled":
             fast = torch.compile(model, dynamic=False)
         ms = step_milliseconds(lambda: step(fast))
