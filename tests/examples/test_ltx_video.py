@@ -121,8 +121,8 @@ def test_video_compared(compared: Compared) -> None:
         assert runs[other]["latents_relative_difference"] > 0, "0: nothing ran differently"
     assert runs["kernels"]["operators_per_step"] < eager["operators_per_step"]
     assert runs["eager, _native_math"]["operators_per_step"] == eager["operators_per_step"]
-    # the compiler runs before the first step
-    assert runs["compile"]["first_step_seconds"] > 3 * runs["compile"]["step_ms"] / 1e3
+    # the compiler runs before the first step; how many steps it lasts is the machine's
+    assert runs["compile"]["first_step_seconds"] > runs["compile"]["step_ms"] / 1e3
     assert result["speed_up"] == runs["kernels"]["speed_up"]
 
 

@@ -48,8 +48,10 @@ def test_bad_calls_by_ctypes(kernels_dir: Path, tmp_path: Path) -> None:
 def library(kernels_module: ModuleType) -> Library:
     (binary,) = Path(kernels_module.__file__).parent.glob("*.so")
     # A copy of the build may have been loaded first, by a test of the Hub: then its library has the
-    # operators, and this one must not be loaded beside it.
-    loaded = [p for p in torch.ops.loaded_libraries if Path(p).name == binary.name]
+    # operators, and this one must not be loaded beside it. In a Hub's cache its file is a digest,
+    # so it is known by the operators' namespace.
+    namespace = binary.name.partition(".")[0].encode()
+    loaded = [p for p in torch.ops.loaded_libraries if namespace in Path(p).read_bytes()]
     return Library(loaded[0] if loaded else binary)
 
 
