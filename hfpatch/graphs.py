@@ -156,6 +156,12 @@ class Watch:
             (d, k) for d in self._dicts for k, v in d.items() if type(v) is float and k[0] != "_"
         ]
         self._children = self._look(model)
+        dicts = (model.__dict__, *self._dicts)
+        self._held = [h for d in dicts for h in (d["_parameters"], d["_buffers"]) if h]
+
+    def addresses(self) -> list[int]:
+        """Of the parameters and buffers of the modules that were there at first."""
+        return [t.data_ptr() for t in _values(self._held) if t is not None]
 
     def _look(self, model: nn.Module) -> list[int]:
         return list(map(id, _values(d["_modules"] for d in (model.__dict__, *self._dicts))))
@@ -184,7 +190,7 @@ class Watch:
             raise NotCapturable(f"some of its weights are on {where}")
         processors = [p for d in dicts if (p := d.get("processor")) is not None]
         return [
-            list(map(_DATA_PTR, tensors)),
+            list(map(_DATA_PTR, tensors)),  # _ADDRESSES
             list(map(_DTYPE, tensors)),
             [d["training"] for d in dicts],
             [d.get(name) for d, name in self._numbers],
@@ -195,6 +201,7 @@ class Watch:
         ]
 
 
+_ADDRESSES = 0  # their place in a signature
 _IS_CUDA, _DTYPE = operator.attrgetter("is_cuda"), operator.attrgetter("dtype")
 _DATA_PTR = operator.methodcaller("data_ptr")
 
@@ -343,6 +350,8 @@ class ModelGraphs:
 
     def clear(self) -> None:
         """Free every graph and its memory."""
+        if self._last is not None:
+            self._last[1].synchronize()  # one may be at work still
         for entry in self.recorded.values():
             self._drop(entry)
         self.recorded.clear()
@@ -358,6 +367,20 @@ class ModelGraphs:
         Raises:
             NotCapturable: the model's own forward must run.
         """
+        key, tensors = self._kind(model, args, kwargs)
+        self._unchanged(model)
+        if key in self.failed:
+            raise NotCapturable(self.failed[key])
+        return key, tensors
+
+    def _kind(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Tensor]]:
+        """Its key and tensors by all that is known without a look at the modules inside.
+
+        Raises:
+            NotCapturable: the model's own forward must run.
+        """
         if model.training:
             raise NotCapturable("it is in training mode; call .eval()")
         key, tensors = call_key(args, kwargs)
@@ -369,21 +392,30 @@ class ModelGraphs:
             raise NotCapturable("autocast is on")
         if torch.cuda.is_current_stream_capturing():
             raise NotCapturable("another graph is being captured")
+        return (key, global_state()), tensors
+
+    def _unchanged(self, model: nn.Module) -> bool:
+        """Whether the model is what its graphs have recorded; if not, there are none from now on.
+
+        Raises:
+            NotCapturable: the model as it is cannot be recorded.
+        """
         if self._watch is None or not self._watch.is_current(model):
             self._watch, self._signature = Watch(model), None
         signature = self._watch.signature(model)
-        if signature != self._signature:
-            self.clear()
-            self._signature = signature
-        key = (key, global_state())
-        if key in self.failed:
-            raise NotCapturable(self.failed[key])
-        return key, tensors
+        if signature == self._signature:
+            return True
+        self.clear()
+        self._signature = signature
+        return False
 
     def run(self, model: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
         """The model's result, from a graph where one may serve."""
         with self._lock:
             try:
+                served, result = self._serve_early(model, args, kwargs)
+                if served:
+                    return result
                 key, tensors = self.decide(model, args, kwargs)
                 entry = self._entry(key, model, original, args, kwargs)
             except NotCapturable as e:
@@ -392,6 +424,40 @@ class ModelGraphs:
             if entry is not None:
                 return self._replay(entry, tensors)
         return original(model, *args, **kwargs)
+
+    def _serve_early(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Replay first, and look whether the model changed while the GPU works.
+
+        A look at all modules takes the host milliseconds. What a graph reads must be where it was;
+        that is asked before. It writes to memory of its own alone, so a result that turns out to be
+        that of the model as it was is forgotten, and nothing else has happened.
+
+        Returns:
+            (whether a graph served, its result)
+
+        Raises:
+            NotCapturable: the model's own forward must run.
+        """
+        if not self.recorded or self._watch is None or self._signature is None:
+            return False, None
+        key, tensors = self._kind(model, args, kwargs)
+        entry = self.recorded.get(key)
+        if entry is None or self._watch.addresses() != self._signature[_ADDRESSES]:
+            return False, None
+        generator = _generator(tensors[0].device)
+        offset = generator.get_offset()  # random numbers that the graph draws
+        result = self._replay(entry, tensors)
+        same = False
+        try:
+            same = self._unchanged(model)
+        finally:
+            if not same:
+                generator.set_offset(offset)
+        if same:
+            self.recorded.move_to_end(key)
+        return same, result if same else None
 
     def _entry(
         self, key: Any, model: nn.Module, original: Forward, args: Any, kwargs: Any
@@ -453,6 +519,10 @@ class ModelGraphs:
                 RuntimeWarning,
                 stacklevel=5,
             )
+
+
+def _generator(device: torch.device) -> Any:
+    return torch.cuda.default_generators[device.index]
 
 
 def _event() -> Any:

@@ -189,6 +189,18 @@ class Graph:
         self.freed = True
 
 
+class Offset:
+    """A generator that counts what was drawn."""
+
+    value = 0
+
+    def get_offset(self) -> int:
+        return self.value
+
+    def set_offset(self, value: int) -> None:
+        self.value = value
+
+
 @pytest.mark.usefixtures("as_cuda")
 def test_recorded_at_the_second_call_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
@@ -198,6 +210,7 @@ def test_recorded_at_the_second_call_and_bounded(monkeypatch: pytest.MonkeyPatch
         return made[-1]
 
     monkeypatch.setattr(graphs, "_record", record)
+    monkeypatch.setattr(graphs, "_generator", lambda device: Offset())
     monkeypatch.setattr(ModelGraphs, "_replay", lambda self, entry, tensors: entry)
     held, model = ModelGraphs(limit=2), nn.Linear(3, 3).eval().requires_grad_(False)
 
@@ -216,6 +229,53 @@ def test_recorded_at_the_second_call_and_bounded(monkeypatch: pytest.MonkeyPatch
     assert call(1) is made[0] and len(held.recorded) == 2
     held.clear()
     assert all(entry.graph.freed for entry in made)
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_a_replay_that_came_too_early_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules are looked at while the GPU works; weights that moved are seen before."""
+    generator, replayed = Offset(), []
+
+    def replay(self: ModelGraphs, entry: Any, tensors: list[Tensor]) -> Any:
+        replayed.append(entry)
+        generator.value += 4
+        return entry
+
+    monkeypatch.setattr(graphs, "_record", lambda *args: Recorded())
+    monkeypatch.setattr(graphs, "_generator", lambda device: generator)
+    monkeypatch.setattr(ModelGraphs, "_replay", replay)
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).eval().requires_grad_(False)
+    held = ModelGraphs()
+
+    def call() -> Any:
+        return held.run(model, lambda model, x: "original", (torch.ones(3),), {})
+
+    def settled() -> Any:
+        call()
+        entry = call()
+        assert call() is entry != "original"
+        replayed.clear()
+        generator.value = 0
+        return entry
+
+    for early, change in (
+        (1, lambda: setattr(model[1], "eps", model[1].eps / 2)),
+        (1, lambda: setattr(model, "1", copy.deepcopy(model[1]))),
+        (1, lambda: model.append(nn.Linear(3, 3).requires_grad_(False))),
+        (0, lambda: setattr(model[0], "bias", nn.Parameter(torch.ones(3), requires_grad=False))),
+        (0, lambda: setattr(model[0].weight, "data", model[0].weight.data.clone())),
+    ):
+        entry = settled()
+        change()
+        assert call() == "original"
+        assert len(replayed) == early and entry.graph.freed and generator.value == 0
+    entry = settled()
+    hook = model[0].register_forward_hook(lambda *a: None)
+    with pytest.warns(RuntimeWarning, match="`Linear` inside has hooks"):
+        assert call() == "original"
+    assert replayed == [entry] and generator.value == 0
+    hook.remove()
+    assert call() is entry
 
 
 def test_a_failed_recording_is_said_once_and_not_repeated(
@@ -353,7 +413,8 @@ def test_a_stream_that_gets_a_graphs_memory_waits_for_its_last_replay() -> None:
     waited: list[Any] = []
     own: Any = SimpleNamespace(wait_event=waited.append)
     held = ModelGraphs()
-    for last, expected in (((object(), "event"), ["event"]), ((own, "event"), []), (None, [])):
+    event = SimpleNamespace(synchronize=lambda: None)
+    for last, expected in (((object(), event), [event]), ((own, event), []), (None, [])):
         entry: Any = Recorded()
         entry.stream = own
         held.recorded["a"], held._last = entry, last
