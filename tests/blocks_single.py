@@ -107,6 +107,62 @@ def strided(draw: Draw, batch: int, tokens: int) -> Call:
     return image(draw, batch, tokens) | {"input_tensor": draw(batch, 24, 3, tokens).mT}
 
 
+def transformer_2d(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.transformers.transformer_2d import Transformer2DModel
+
+        usual = {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 24,
+            "norm_num_groups": 4,
+            "cross_attention_dim": 48,
+        }
+        return Transformer2DModel(**(usual | settings))
+
+    return make
+
+
+def picture(draw: Draw, batch: int, tokens: int) -> Call:
+    text = draw(batch, 6, 48)
+    return {
+        "hidden_states": draw(batch, 24, tokens, 3),
+        "encoder_hidden_states": text,
+        "return_dict": False,
+    }
+
+
+def picture_alone(draw: Draw, batch: int, tokens: int) -> Call:
+    return picture(draw, batch, tokens) | {"encoder_hidden_states": None}
+
+
+def picture_last(draw: Draw, batch: int, tokens: int) -> Call:
+    call = picture(draw, batch, tokens)
+    return call | {"hidden_states": call["hidden_states"].to(memory_format=torch.channels_last)}
+
+
+def picture_alone_last(draw: Draw, batch: int, tokens: int) -> Call:
+    return picture_last(draw, batch, tokens) | {"encoder_hidden_states": None}
+
+
+def picture_strided(draw: Draw, batch: int, tokens: int) -> Call:
+    return picture(draw, batch, tokens) | {"hidden_states": draw(batch, 24, 3, tokens).mT}
+
+
+def picture_masked(draw: Draw, batch: int, tokens: int) -> Call:
+    """As a UNet masks its text: a bias, made before."""
+    call = picture_last(draw, batch, tokens)
+    bias = torch.zeros(batch, 1, 6)
+    bias[:, :, 4:] = -10000.0
+    return call | {"encoder_attention_mask": bias.to(call["hidden_states"].dtype)}
+
+
+def picture_two_dimensional_mask(draw: Draw, batch: int, tokens: int) -> Call:
+    mask = torch.ones(batch, 6)
+    mask[:, 4:] = 0
+    return picture(draw, batch, tokens) | {"encoder_attention_mask": mask}
+
+
 PIXART = {
     "cross_attention_dim": 48,
     "norm_type": "ada_norm_single",
@@ -173,6 +229,27 @@ ROWS: Mapping[str, Row] = {
         aside=("norm1",),
         linear="",
         inside="norm1",
+    ),
+    "transformer of a UNet": Row(
+        transformer_2d(use_linear_projection=True, num_layers=2),
+        {
+            # first: PyTorch 2.13 crashes in a group norm's gradient in channels-last memory
+            "image": picture,
+            "channels last": picture_last,
+            "strided": picture_strided,
+            "masks": picture_masked,
+        },
+        aside=("norm",),
+        linear="proj_in",
+        inside="norm",
+        handed_back={"a mask of two dimensions": picture_two_dimensional_mask},
+    ),
+    "transformer of a UNet, projections by convolution": Row(
+        transformer_2d(cross_attention_dim=None, activation_fn="gelu"),
+        {"image": picture_alone, "channels last": picture_alone_last},
+        aside=("norm",),
+        linear="",
+        inside="norm",
     ),
     **blocks_families.ROWS,
 }

@@ -21,6 +21,7 @@ COMPOSED_ACTIVATIONS = {
 FUSED_BLOCKS = {
     "BasicTransformerBlock",
     "ResnetBlock2D",
+    "Transformer2DModel",
     "LTXVideoTransformerBlock",
     "WanTransformerBlock",
     "FluxTransformerBlock",

@@ -22,6 +22,7 @@ from hfpatch.patches.blocks.resnet import ResnetBlocks
 from hfpatch.patches.blocks.sana import SanaBlocks
 from hfpatch.patches.blocks.sandwich import Lumina2Blocks, ZImageBlocks
 from hfpatch.patches.blocks.sd3 import SD3
+from hfpatch.patches.blocks.transformer_2d import Transformer2DModels
 from hfpatch.patches.blocks.wan import WanBlocks
 from hfpatch.patches.gated_norms import GatedNorms
 from hfpatch.patches.glu import GatedMlps
@@ -59,6 +60,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             RopeTables(),
             FullMasks(),
             ResnetBlocks(),
+            Transformer2DModels(),
             AttentionProcessors(),
             GatedMlps(),
             GatedNorms(),

@@ -25,6 +25,39 @@ def is_plain(linear: Any, x: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.dtype == x.dtype and "forward" not in d
 
 
+def is_plain_convolution(conv: Any, x: Tensor) -> bool:
+    """Whether calling `conv` on `x` is `F.conv2d` with its own weight and nothing else."""
+    if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros" or is_hooked(conv):
+        return False
+    d = conv.__dict__
+    weight = d["_parameters"].get("weight")
+    return type(weight) is nn.Parameter and weight.dtype == x.dtype and "forward" not in d
+
+
+def without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`conv(x)` less its bias, and the bias: [C], or None where it is in the result.
+
+    PyTorch adds a convolution's bias in a kernel of its own, which reads and writes the whole
+    result; whoever adds something to it anyway adds the bias there.
+    """
+    if conv.bias is None or not is_plain_convolution(conv, x):
+        return conv(x), None
+    return conv._conv_forward(x, conv.weight, None), conv.bias
+
+
+def convolve(conv: Any, x: Tensor, more: Tensor | None = None) -> Tensor:
+    """`conv(x)`, and `more` of [C] added to its bias; of one pixel in channels-last memory as a
+    matrix product, whose epilogue adds the bias. With `more` the layer `is_plain_convolution`."""
+    if not is_plain_convolution(conv, x):
+        return conv(x)  # type: ignore[no-any-return]
+    bias = conv.bias if more is None else more if conv.bias is None else conv.bias + more
+    rows = x.permute(0, 2, 3, 1)
+    one = conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0)
+    if not (one and conv.groups == 1 and rows.is_contiguous()):
+        return conv._conv_forward(x, conv.weight, bias)  # type: ignore[no-any-return]
+    return F.linear(rows, conv.weight.flatten(1), bias).permute(0, 3, 1, 2)
+
+
 def project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     """`tuple(linear(x) for linear in linears)`: one product where their weights stand packed.
 

@@ -2,8 +2,10 @@
 
     h = conv1(silu(norm1(x))) + time[:, :, None, None];  x = shortcut(x) + conv2(silu(norm2(h)))
 
-Convolutions, the time projection and the dropout are called as modules. Images in channels-last
-memory stay so. Blocks that change the resolution, or scale by the time, are left as they are.
+Convolutions, the time projection and the dropout are called as modules; of convolutions that are
+nothing more, the first one's bias is added with the time, and the second's by the shortcut. Images
+in channels-last memory stay so. Blocks that change the resolution, or scale by the time, are left
+as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +20,32 @@ from torch import nn
 from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.memo import StepMemo
 from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, compute_dtype, small
+from hfpatch.patches.blocks.projections import convolve, is_plain_convolution, without_bias
+
+
+def group_norm(
+    like: nn.GroupNorm, bind: Callable[..., Callable[..., Any]], silu: bool
+) -> Callable[[Tensor, Any], Tensor]:
+    """A function of an image [N, C, H, W] and a norm with the settings of `like`; the result is in
+    channels-last memory where the image is."""
+    settings = {"groups": like.num_groups, "eps": like.eps, "silu": silu}
+    first = bind("group_norm", **settings, channels_last=False)
+    last = bind("group_norm", **settings, channels_last=True)
+
+    def normalize(x: Tensor, norm: Any) -> Tensor:
+        if is_channels_last(x):
+            rows = x.permute(0, 2, 3, 1)
+            y = last(rows.flatten(1, 2), norm.weight, norm.bias)
+            return y.view(rows.shape).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+        x = x.contiguous()
+        y = first(x.flatten(2), norm.weight, norm.bias)
+        return y.view(x.shape)  # type: ignore[no-any-return]
+
+    return normalize
+
+
+def is_channels_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 class ResnetSubject(ModelBlock):
@@ -92,19 +120,8 @@ class ResnetSubject(ModelBlock):
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
         m: Any = self.module
-        settings = {"groups": m.norm1.num_groups, "eps": m.norm1.eps, "silu": True}
-        first = bind("group_norm", **settings, channels_last=False)
-        last = bind("group_norm", **settings, channels_last=True)
+        norm_silu = group_norm(m.norm1, bind, silu=True)
         activated = StepMemo(F.silu)  # every block of a step gets the same embedding
-
-        def norm_silu(x: Tensor, norm: Any) -> Tensor:
-            if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-                rows = x.permute(0, 2, 3, 1)
-                y = last(rows.flatten(1, 2), norm.weight, norm.bias)
-                return y.view(rows.shape).permute(0, 3, 1, 2)  # type: ignore[no-any-return]
-            x = x.contiguous()
-            y = first(x.flatten(2), norm.weight, norm.bias)
-            return y.view(x.shape)  # type: ignore[no-any-return]
 
         def fused(
             block: Any, input_tensor: Tensor, temb: Tensor | None, *args: Any, **kwargs: Any
@@ -114,16 +131,25 @@ class ResnetSubject(ModelBlock):
                 return type(block).forward(  # type: ignore[no-any-return]
                     block, input_tensor, temb, *args, **kwargs
                 )
-            h = block.conv1(norm_silu(x, block.norm1))
+            h = norm_silu(x, block.norm1)
             if block.time_emb_proj is not None:
                 time = temb if block.skip_time_act or temb is None else activated(temb)
-                h = h + block.time_emb_proj(time)[:, :, None, None]
-            h = block.conv2(block.dropout(norm_silu(h, block.norm2)))
-            if block.conv_shortcut is not None:
-                x = block.conv_shortcut(x)
+                time = block.time_emb_proj(time)
+                h, bias = without_bias(block.conv1, h)
+                h = h + (time if bias is None else time + bias)[:, :, None, None]
+            else:
+                h = block.conv1(h)
+            h = block.dropout(norm_silu(h, block.norm2))
+            if block.conv_shortcut is not None and is_plain_convolution(block.conv_shortcut, x):
+                h, bias = without_bias(block.conv2, h)
+                x = convolve(block.conv_shortcut, x, bias)
+            else:
+                h = block.conv2(h)
+                if block.conv_shortcut is not None:
+                    x = block.conv_shortcut(x)
             h = x + h
             scale = block.output_scale_factor
-            return h if scale == 1 else h / scale  # type: ignore[no-any-return]
+            return h if scale == 1 else h / scale
 
         return fused
 
