@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,4 +72,5 @@ def test_profile_has_kernels(result: Any) -> None:
     assert len(texts) == 4
     for text in texts:
         assert " launches by the host, " in text
-        assert "conv" in text.partition(", decoding: ")[2]
+        decoding = text.partition(", decoding: ")[2]  # which kernels there are is cuDNN's choice
+        assert len(re.findall(r"^ +[\d.]+ +[\d.]+% +\d+ ", decoding, re.MULTILINE)) > 5
