@@ -158,8 +158,16 @@ _MODEL_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("apply s", lambda r: f"{r['apply_s']:.2f}"),
     ("modules swapped", lambda r: str(r["swaps"])),
     ("kernels launched", lambda r: f"{r['eager_launches']} → {r['patched_launches']}"),
+    ("queued: eager, hfpatch, graphs, torch.compile ms", lambda r: _queued(r)),
     ("peak GiB", lambda r: _change(r.get("eager_peak_gib"), r.get("patched_peak_gib"))),
 )
+
+
+def _queued(row: Row) -> str:
+    compiled = row.get("compiled_queued_ms") or row.get("compiled_blocks_queued_ms")
+    names = ("eager_queued_ms", "patched_queued_ms", "graphs_queued_ms")
+    times = [*(row.get(name) for name in names), compiled]
+    return ", ".join(_number(t) or "-" for t in times) if any(times) else ""
 
 
 def _change(before: float | None, after: float | None) -> str:
@@ -182,7 +190,9 @@ def _models(found: Sequence[Result]) -> str:
     lines.append(
         "`hfpatch` is `hfpatch.apply(model)` alone: nothing is compiled. The first `apply` of a "
         "process includes loading the kernel library; later ones reuse its proofs. Arrows: eager "
-        "→ hfpatch. Compare figures of one table: machines of the same kind differ by 2 %.\n"
+        "→ hfpatch. *queued*: a step among ten that are queued one behind another, as in a "
+        "denoising loop; elsewhere each step is waited for. Compare figures of one table: machines "
+        "of the same kind differ by 2 %, their hosts by more.\n"
     )
     return "\n".join(lines)
 

@@ -163,3 +163,20 @@ def step_milliseconds(call: Call, *, warmup: int = 3, steps: int = 10) -> float:
         sync()
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3
+
+
+def queued_milliseconds(call: Call, *, warmup: int = 3, steps: int = 10) -> float:
+    """Wall time of a model step in milliseconds where steps are queued one behind another.
+
+    So does a denoising loop, which waits for the device at its end: what the host does before a
+    step's first kernel is hidden by the step before.
+    """
+    sync = _synchronizer()
+    for _ in range(warmup):
+        call()
+    sync()
+    start = time.perf_counter()
+    for _ in range(steps):
+        call()
+    sync()
+    return (time.perf_counter() - start) / steps * 1e3

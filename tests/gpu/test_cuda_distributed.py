@@ -184,7 +184,8 @@ def test_data_parallel(name: str, mode: str, order: str) -> None:
     theirs.square().mean().backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert got.keys() == expected.keys()
+    idle = got.keys() - expected.keys()  # DataParallel gives those zeros: a pooler's
+    assert expected.keys() <= got.keys() and not any(got[n].any() for n in idle)
     error = sum((got[n] - g).square().sum() for n, g in expected.items())
     assert error.sqrt() < 1e-4 * sum(g.square().sum() for g in expected.values()).sqrt()
     hfpatch.restore(wrapped)
