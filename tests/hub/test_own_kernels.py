@@ -51,7 +51,8 @@ def test_the_published_kernels_pass_the_same_tests(hub: HubServer, tmp_path: Pat
     shutil.rmtree(project)
     hub.trust("me")
 
-    env = hub.env(tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = hub.env(tmp_path / "home", PYTHONPATH=path, HFPATCH_CONFIG="")
     run = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "check": False}
     done = subprocess.run([sys.executable, "-c", LOAD], **run)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
