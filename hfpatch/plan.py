@@ -531,14 +531,15 @@ def _prepare_block(
             return probe.Refusal("unsupported", why)
         stand_in = type(subject)(tiny)
 
-        def prove_late(device: str) -> str | None:
-            proof = stand_in.prove_block(sources, device)
+        def prove_late(device: str, dtype: torch.dtype) -> str | None:
+            proof = stand_in.prove_block(sources, device, dtype)
             if isinstance(proof, str):
                 return proof
             _fill_block(contract, proof, device)
             return None
 
-        contract = Contract(class_of(module).__name__, prove_late, training=False)
+        name = class_of(module).__name__
+        contract = Contract(name, prove_late, training=False, by_dtype=True)
         _blocks[key] = (contract, {})
     contract, proofs = _blocks[key]
     for device in devices:
@@ -570,9 +571,8 @@ def _prepare_block(
 
 
 def _fill_block(contract: Contract, proof: BlockProof, device: str) -> None:
-    for dtype, forward in proof.forwards.items():
-        contract.table(device)[(dtype, None)] = forward
-    contract.proven(device)
+    contract.table(device)[proof.dtype, None] = proof.forward
+    contract.proven(device, proof.dtype)
 
 
 def _prepare_custom(
@@ -591,7 +591,7 @@ def _prepare_custom(
     entry = Swap(
         path, class_of(module).__name__, subject.op, subject.title, subject.source, "", (), *errors
     )
-    contract = Contract(class_of(module).__name__, lambda device: None, settings.training)
+    contract = Contract(class_of(module).__name__, lambda device, dtype: None, settings.training)
     original = type(module).forward
     over = (lambda inner: subject.forward(inner, contract)) if subject.op == "recall" else None
     return Prepared(module, lambda: subject.forward(original, contract), entry, over=over)
@@ -650,7 +650,7 @@ def _contract(
             subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
         )
 
-        def prove_late(device: str) -> str | None:
+        def prove_late(device: str, dtype: torch.dtype) -> str | None:
             if not isinstance(stand_in, Subject):
                 return "its replica could not be examined"
             proof = probe.prove(

@@ -5,6 +5,7 @@ Parametrized over the rows of blocks_single.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hfpatch
+from hfpatch.patches.blocks.base import BlockSubject
 from hfpatch.plan import forget_proofs
 
 CALLS = [(name, call) for name, row in ROWS.items() for call in row.calls]
@@ -128,6 +130,35 @@ def test_batches_and_odd_sizes(name: str, shape: tuple[int, int]) -> None:
     for call in ROWS[name].calls:
         given = call_of(ROWS[name], call, shape=shape)
         assert_equal_numbers(root, given, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet", "wan"])
+def test_other_dtypes_are_proven_at_their_first_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`apply` proves a block in the dtype of its model; another may never come."""
+    compared: list[torch.dtype] = []
+    compare = BlockSubject._compare
+
+    def counted(self: Any, fused: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        compared.append(dtype)
+        return compare(self, fused, device, dtype)
+
+    monkeypatch.setattr(BlockSubject, "_compare", counted)
+    forget_proofs()
+    row, root = ROWS[name], build(ROWS[name], torch.bfloat16)
+    hfpatch.apply(root, include="block")
+    assert compared == [torch.bfloat16]
+    half = call_of(row, dtype=torch.float16)
+    root.half()
+    with contextlib.suppress(RuntimeError), torch.autocast("cpu"):  # PyTorch mixes no dtypes there
+        root.block(**half)
+    assert compared == [torch.bfloat16], "the original runs under autocast: nothing to prove"
+    for _ in range(2):
+        root.block(**half)
+        assert compared == [torch.bfloat16, torch.float16]
+    assert is_fused(root, half, monkeypatch, row)
+    assert_equal_numbers(root, half, torch.float16)
 
 
 HANDED_BACK = [(name, call) for name, row in ROWS.items() for call in row.handed_back]

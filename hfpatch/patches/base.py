@@ -140,36 +140,49 @@ class Family(ABC):
 class Contract:
     """Which calls an adapter may take, and what it does for them: (device, dtypes) -> entry.
 
-    One contract serves every module of equal class, settings and source. A device that was not
-    proven when the model was patched (weights still on the CPU) is proven at its first call.
+    One contract serves every module of equal class, settings and source. What was not proven when
+    the model was patched (a device while its weights were still on the CPU, a block's other dtypes)
+    is proven at its first call.
     """
 
-    def __init__(self, name: str, prove: Callable[[str], str | None], training: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        prove: Callable[[str, torch.dtype], str | None],
+        training: bool,
+        *,
+        by_dtype: bool = False,
+    ) -> None:
+        """`prove(device, dtype)` fills the table of a device, with `by_dtype` for one dtype alone,
+        and returns why it cannot."""
         self.name = name
         self.training = training
         self.cpu: dict[Any, Forward] = {}
         self.cuda: dict[Any, Forward] = {}
         self._prove = prove
-        self._proven: dict[str, str | None] = {}  # device: why it cannot be served, or None
+        self._by_dtype = by_dtype
+        #: Device, and dtype where proofs are by dtype: why it cannot be served, or None.
+        self._proven: dict[tuple[str, torch.dtype | None], str | None] = {}
         self._lock = threading.Lock()
         self._warned: set[str] = set()
 
     def table(self, device: str) -> dict[Any, Forward]:
         return self.cpu if device == "cpu" else self.cuda
 
-    def proven(self, device: str) -> None:
-        self._proven[device] = None
+    def proven(self, device: str, dtype: torch.dtype | None = None) -> None:
+        self._proven[device, dtype if self._by_dtype else None] = None
 
     def late(self, x: Tensor, key: Any) -> Any:
-        """Slow path of a call that the tables do not know: prove the device, or warn once."""
+        """Slow path of a call that the tables do not know: prove it, or warn once."""
         device = x.device.type
-        if device in ("cpu", "cuda") and device not in self._proven:
+        unit = (device, x.dtype if self._by_dtype else None)
+        if device in ("cpu", "cuda") and unit not in self._proven:
             if device == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
             with self._lock:
-                if device not in self._proven:
+                if unit not in self._proven:
                     try:
-                        self._proven[device] = self._prove(device)
+                        self._proven[unit] = self._prove(device, x.dtype)
                     except torch.OutOfMemoryError:
                         self._warn_once(
                             f"{self.name}: there was no memory to prove its kernel on {device}; "
@@ -179,7 +192,7 @@ class Contract:
             found = self.table(device).get(key)
             if found is not None:
                 return found
-        why = self._proven.get(device) or "its kernel was not proven for that"
+        why = self._proven.get(unit) or "its kernel was not proven for that"
         self._warn_once(
             f"{self.name} was called with {_describe(key)} on {device}; such calls use the "
             f"original forward: {why}"

@@ -33,10 +33,10 @@ from hfpatch.sources import Kernel, Sources
 
 @dataclass(frozen=True)
 class BlockProof:
-    """A fused block that reproduces the original: {dtype: forward}, and its largest error in the
-    model's own dtype."""
+    """A fused block that reproduces the original in one dtype, and its largest error."""
 
-    forwards: dict[torch.dtype, Forward]
+    dtype: torch.dtype
+    forward: Forward
     max_abs_error: float
     max_rel_error: float
 
@@ -143,8 +143,11 @@ class BlockSubject(Subject):
         )
         return (own, code_of(self.module), idle)
 
-    def prove_block(self, sources: Sources, device: str) -> BlockProof | str:
-        """Compare the fused with the original forward in every dtype; or why it cannot be used.
+    def prove_block(
+        self, sources: Sources, device: str, dtype: torch.dtype | None = None
+    ) -> BlockProof | str:
+        """Compare the fused with the original forward in one dtype, by default the model's own; or
+        why it cannot be used.
 
         Also without `verify`: for a block this is what identifies its formula.
         """
@@ -164,19 +167,13 @@ class BlockSubject(Subject):
         def bind(op: str, into: int = 0, **params: Any) -> Callable[..., Any]:
             return kernels[op].bind_into(into, params) if into else kernels[op].bind(params)
 
+        if dtype is None:
+            dtype = self.main_combo().x
+        if dtype not in KERNEL_DTYPES:
+            return f"no kernel computes in {dtype}"
         fused = self.fuse(bind)
-        forwards: dict[torch.dtype, Forward] = {}
-        errors: dict[torch.dtype, tuple[float, float]] = {}
-        reason = ""
-        for dtype in KERNEL_DTYPES:
-            outcome = self._compare(fused, torch.device(device), dtype)
-            if isinstance(outcome, str):
-                reason = outcome
-                continue
-            forwards[dtype] = fused
-            errors[dtype] = outcome
-        main = self.main_combo().x
-        return BlockProof(forwards, *errors[main]) if main in forwards else reason
+        outcome = self._compare(fused, torch.device(device), dtype)
+        return outcome if isinstance(outcome, str) else BlockProof(dtype, fused, *outcome)
 
     def _compare(
         self, fused: Forward, device: torch.device, dtype: torch.dtype
@@ -263,11 +260,11 @@ class BlockSubject(Subject):
                     contract.needs_grad()
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
                     key = (hidden_states.dtype, None)
-                    table = cuda if hidden_states.is_cuda else cpu
-                    run = table.get(key) or contract.late(hidden_states, key)
-                    device = "cuda" if hidden_states.is_cuda else "cpu"
-                    if run is not None and not autocast(device):
-                        return run(self, hidden_states, *args, **kwargs, **chain)
+                    device, table = ("cuda", cuda) if hidden_states.is_cuda else ("cpu", cpu)
+                    if not autocast(device):  # asked first: no proof is made under it
+                        run = table.get(key) or contract.late(hidden_states, key)
+                        if run is not None:
+                            return run(self, hidden_states, *args, **kwargs, **chain)
             return original(self, hidden_states, *args, **kwargs)
 
         return forward
