@@ -26,3 +26,22 @@ def test_results_say_where_they_come_from() -> None:
         assert len(result["commit"]) == 40
         assert result["versions"]["torch"]
         assert result["rows"]
+
+
+def test_the_readmes_figures_are_measured_ones() -> None:
+    """Of the first table that has the model."""
+    found: dict[str, dict[str, float]] = {}
+    for file in sorted(RESULTS.glob("models-*.json")):
+        for row in json.loads(file.read_text())["rows"]:
+            found.setdefault(row["case"], row)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| `") and "ms" not in line]
+    names = ("eager_ms", "compiled_blocks_ms", "patched_ms", "graphs_ms")
+    seen = 0
+    for line in lines:
+        case, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        measured = found.get(case.strip("`"))
+        if measured is not None:
+            seen += 1
+            assert [float(c) for c in cells] == [round(measured[n], 1) for n in names], case
+    assert seen >= 5
