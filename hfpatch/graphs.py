@@ -159,9 +159,9 @@ class Watch:
         dicts = (model.__dict__, *self._dicts)
         self._held = [h for d in dicts for h in (d["_parameters"], d["_buffers"]) if h]
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> list[int] | None:
         """Of the parameters and buffers of the modules that were there at first."""
-        return [t.data_ptr() for t in _values(self._held) if t is not None]
+        return _addresses(t for t in _values(self._held) if t is not None)
 
     def _look(self, model: nn.Module) -> list[int]:
         return list(map(id, _values(d["_modules"] for d in (model.__dict__, *self._dicts))))
@@ -188,9 +188,12 @@ class Watch:
         if not all(map(_IS_CUDA, tensors)):
             where = next(t.device for t in tensors if not t.is_cuda)
             raise NotCapturable(f"some of its weights are on {where}")
+        addresses = _addresses(tensors)
+        if addresses is None:
+            raise NotCapturable("some of its weights are not plain tensors (sharded, fake …)")
         processors = [p for d in dicts if (p := d.get("processor")) is not None]
         return [
-            list(map(_DATA_PTR, tensors)),  # _ADDRESSES
+            addresses,  # _ADDRESSES
             list(map(_DTYPE, tensors)),
             [d["training"] for d in dicts],
             [d.get(name) for d, name in self._numbers],
@@ -204,6 +207,14 @@ class Watch:
 _ADDRESSES = 0  # their place in a signature
 _IS_CUDA, _DTYPE = operator.attrgetter("is_cuda"), operator.attrgetter("dtype")
 _DATA_PTR = operator.methodcaller("data_ptr")
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int] | None:
+    """None if one of them has no memory of its own, as a DTensor."""
+    try:
+        return list(map(_DATA_PTR, tensors))
+    except RuntimeError:
+        return None
 
 
 def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:

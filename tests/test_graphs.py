@@ -163,6 +163,22 @@ class TestDecisions:
         with pytest.raises(NotCapturable, match="`WanTransformerBlock` inside has hooks"):
             held.decide(model, (x,), {})
 
+    def test_weights_without_an_address(self) -> None:
+        """What `fully_shard` makes of them after graphs were recorded."""
+
+        class Sharded(Tensor):
+            def data_ptr(self) -> int:
+                raise RuntimeError("Cannot access data pointer of Tensor")
+
+        model, x, held = self.model(), torch.ones(2), ModelGraphs()
+        key, _ = held.decide(model, (x,), {})
+        held.recorded[key] = Recorded()  # type: ignore[assignment]
+        linear: Any = model.get_submodule("blocks.0.attn1.to_q")
+        weight = linear.weight.data.as_subclass(Sharded)
+        linear._parameters["weight"] = weight
+        with pytest.warns(RuntimeWarning, match="not plain tensors"):
+            assert held.run(model, lambda model, x: "original", (x,), {}) == "original"
+
     def test_a_change_of_the_model_drops_the_graphs(self) -> None:
         model: Any = self.model()
         x = torch.ones(2)
