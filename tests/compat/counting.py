@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -59,8 +59,7 @@ def installed() -> Iterator[Count]:
     bind, bind_into, fill = sources.Kernel.bind, sources.Kernel.bind_into, plan._fill_block
 
     def counted_fill(contract: Any, proof: Any, device: str) -> None:
-        forwards = {k: _counted(f, "blocks") for k, f in proof.forwards.items()}
-        fill(contract, type(proof)(forwards, proof.max_abs_error, proof.max_rel_error), device)
+        fill(contract, replace(proof, forward=_counted(proof.forward, "blocks")), device)
 
     plan.forget_proofs()
     sources.Kernel.bind = lambda kernel, params, training=False: _counted(  # type: ignore
