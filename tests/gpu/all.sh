@@ -7,7 +7,8 @@
 #     tests     those that can share the GPU, JOBS at a time; what failed before goes first
 #     alone     those that measure time or take most of the memory, one at a time
 #     hub       our kernels and a scaffold as kernel projects: built, published to a Hub on the
-#               loopback interface, tested as `kernels.get_kernel` downloads them
+#               loopback interface, tested as `kernels.get_kernel` downloads them; needs the extra
+#               `publish` of pyproject.toml
 #     models    benchmarks/models.py
 #     ops       `hfpatch bench`
 #     sanitize  compute-sanitizer's four tools at once

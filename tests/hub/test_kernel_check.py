@@ -219,6 +219,13 @@ def test_python_depends_may_be_imported(project: Path) -> None:
 # ------------------------------------------------------------------------------ a variant
 
 
+def test_bytecode_of_an_import_is_no_part_of_it(project: Path) -> None:
+    """Python leaves it beside what it imports, with the machine's paths; it is not published."""
+    (variant(project) / "__pycache__").mkdir(exist_ok=True)
+    in_variant("__pycache__/ops.cpython-311.pyc", f"{project}/ops.py".encode())(project)
+    assert not failures(project)
+
+
 def metadata(**change: object) -> Callable[[Path], None]:
     def apply(project: Path) -> None:
         path = variant(project) / "metadata.json"

@@ -145,6 +145,8 @@ def _paths(project: Project, variant: Path) -> Row:
 
     def found() -> Iterator[str]:
         for path in sorted(p for p in variant.rglob("*") if p.is_file()):
+            if path.suffix == ".pyc":  # of an import here; it is not published
+                continue
             data = path.read_bytes()
             hits = [p.decode() for p in machine if p in data]
             if path.suffix == ".so":

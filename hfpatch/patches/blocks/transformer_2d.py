@@ -72,7 +72,9 @@ class Transformer2DSubject(ModelBlock):
                 norm_eps=config.norm_eps,
             )
 
-        return small(make, generator)
+        block: Any = small(make, generator)
+        block.norm.eps = m.norm.eps  # the class has one value, a user may set another
+        return block  # type: ignore[no-any-return]
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         m: Any = block
