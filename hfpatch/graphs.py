@@ -354,6 +354,7 @@ class ModelGraphs:
     reasons: dict[str, None] = field(default_factory=dict)
     _seen: set[Any] = field(default_factory=set)
     _signature: list[Any] | None = None
+    _trusted: bool = False  # the last `look` found nothing that forbids graphs
     _watch: Watch | None = None
     _pool: Any = None
     _last: Any = None  # (stream, event) of the last replay
@@ -362,7 +363,7 @@ class ModelGraphs:
     def clear(self) -> None:
         """Free every graph and its memory."""
         if self._last is not None:
-            self._last[1].synchronize()  # one may be at work still
+            self._last[1].synchronize()  # none is destroyed at work
         for entry in self.recorded.values():
             self._drop(entry)
         self.recorded.clear()
@@ -370,24 +371,10 @@ class ModelGraphs:
         self._seen.clear()
         self._pool = self._last = None
 
-    def decide(
+    def kind(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Tensor]]:
-        """The key and the tensors of a call that a graph may serve.
-
-        Raises:
-            NotCapturable: the model's own forward must run.
-        """
-        key, tensors = self._kind(model, args, kwargs)
-        self._unchanged(model)
-        if key in self.failed:
-            raise NotCapturable(self.failed[key])
-        return key, tensors
-
-    def _kind(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Tensor]]:
-        """Its key and tensors by all that is known without a look at the modules inside.
+        """The key and the tensors of a call, by what is known without a look at the modules inside.
 
         Raises:
             NotCapturable: the model's own forward must run.
@@ -405,29 +392,38 @@ class ModelGraphs:
             raise NotCapturable("another graph is being captured")
         return (key, global_state()), tensors
 
-    def _unchanged(self, model: nn.Module) -> bool:
+    def look(self, model: nn.Module, key: Any) -> bool:
         """Whether the model is what its graphs have recorded; if not, there are none from now on.
 
         Raises:
-            NotCapturable: the model as it is cannot be recorded.
+            NotCapturable: the model as it is, or a call of this kind, cannot be recorded.
         """
+        self._trusted = False
         if self._watch is None or not self._watch.is_current(model):
             self._watch, self._signature = Watch(model), None
         signature = self._watch.signature(model)
-        if signature == self._signature:
-            return True
-        self.clear()
-        self._signature = signature
-        return False
+        same = signature == self._signature
+        if not same:
+            self.clear()
+            self._signature = signature
+        self._trusted = True
+        if key in self.failed:
+            raise NotCapturable(self.failed[key])
+        return same
 
     def run(self, model: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
         """The model's result, from a graph where one may serve."""
         with self._lock:
             try:
-                served, result = self._serve_early(model, args, kwargs)
-                if served:
-                    return result
-                key, tensors = self.decide(model, args, kwargs)
+                key, tensors = self.kind(model, args, kwargs)
+                entry = self._in_place(key)
+                if entry is not None:
+                    same, result = self._replay_then_look(entry, tensors, model, key)
+                    if same:
+                        self.recorded.move_to_end(key)
+                        return result
+                else:
+                    self.look(model, key)
                 entry = self._entry(key, model, original, args, kwargs)
             except NotCapturable as e:
                 self._say(type(model).__name__, str(e))
@@ -436,38 +432,38 @@ class ModelGraphs:
                 return self._replay(entry, tensors)
         return original(model, *args, **kwargs)
 
-    def _serve_early(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, Any]:
-        """Replay first, and look whether the model changed while the GPU works.
+    def _in_place(self, key: Any) -> _Recorded | None:
+        """The graph of this kind of call if it may be replayed before `look`: what it reads is
+        where it was, and the last look found nothing in the way."""
+        entry = self.recorded.get(key)
+        if entry is None or not self._trusted or self._watch is None or self._signature is None:
+            return None
+        return entry if self._watch.addresses() == self._signature[_ADDRESSES] else None
 
-        A look at all modules takes the host milliseconds. What a graph reads must be where it was;
-        that is asked before. It writes to memory of its own alone, so a result that turns out to be
-        that of the model as it was is forgotten, and nothing else has happened.
+    def _replay_then_look(
+        self, entry: _Recorded, tensors: list[Tensor], model: nn.Module, key: Any
+    ) -> tuple[bool, Any]:
+        """Replay, and look whether the model changed while the GPU works: that takes the host
+        milliseconds.
+
+        A graph writes to memory of its own alone, so a result that turns out to be that of the
+        model as it was is forgotten, and nothing else has happened.
 
         Returns:
-            (whether a graph served, its result)
+            (whether the model is the same, the result if it is)
 
         Raises:
             NotCapturable: the model's own forward must run.
         """
-        if not self.recorded or self._watch is None or self._signature is None:
-            return False, None
-        key, tensors = self._kind(model, args, kwargs)
-        entry = self.recorded.get(key)
-        if entry is None or self._watch.addresses() != self._signature[_ADDRESSES]:
-            return False, None
         generator = _generator(tensors[0].device)
         offset = generator.get_offset()  # random numbers that the graph draws
         result = self._replay(entry, tensors)
         same = False
         try:
-            same = self._unchanged(model)
+            same = self.look(model, key)
         finally:
             if not same:
                 generator.set_offset(offset)
-        if same:
-            self.recorded.move_to_end(key)
         return same, result if same else None
 
     def _entry(

@@ -45,11 +45,16 @@ def without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return conv._conv_forward(x, conv.weight, None), conv.bias
 
 
-def convolve(conv: Any, x: Tensor, more: Tensor | None = None) -> Tensor:
-    """`conv(x)`, and `more` of [C] added to its bias; of one pixel in channels-last memory as a
-    matrix product, whose epilogue adds the bias. With `more` the layer `is_plain_convolution`."""
-    if not is_plain_convolution(conv, x):
-        return conv(x)  # type: ignore[no-any-return]
+def convolve(conv: Any, x: Tensor) -> Tensor:
+    """`conv(x)`, by `convolve_plain` where it may be."""
+    return convolve_plain(conv, x) if is_plain_convolution(conv, x) else conv(x)
+
+
+def convolve_plain(conv: Any, x: Tensor, more: Tensor | None = None) -> Tensor:
+    """What a layer that `is_plain_convolution` makes of `x`, with `more` of [C] added to its bias.
+
+    Of one pixel in channels-last memory it is a matrix product, whose epilogue adds the bias.
+    """
     bias = conv.bias if more is None else more if conv.bias is None else conv.bias + more
     rows = x.permute(0, 2, 3, 1)
     one = conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0)

@@ -20,7 +20,7 @@ from torch import nn
 from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.memo import StepMemo
 from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, compute_dtype, small
-from hfpatch.patches.blocks.projections import convolve, is_plain_convolution, without_bias
+from hfpatch.patches.blocks.projections import convolve_plain, is_plain_convolution, without_bias
 
 
 def group_norm(
@@ -142,7 +142,7 @@ class ResnetSubject(ModelBlock):
             h = block.dropout(norm_silu(h, block.norm2))
             if block.conv_shortcut is not None and is_plain_convolution(block.conv_shortcut, x):
                 h, bias = without_bias(block.conv2, h)
-                x = convolve(block.conv_shortcut, x, bias)
+                x = convolve_plain(block.conv_shortcut, x, bias)
             else:
                 h = block.conv2(h)
                 if block.conv_shortcut is not None:

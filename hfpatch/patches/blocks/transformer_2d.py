@@ -4,7 +4,8 @@
 
 An image in channels-last memory is its tokens, so nothing is copied on the way in or out, and the
 result is in channels-last memory too: the class's own forward makes it contiguous, and every layer
-behind it converts it back. The blocks and both projections are called as modules.
+behind it converts it back. The blocks and linear projections are called as modules, and so are
+convolutions that are more than one.
 """
 
 from __future__ import annotations
