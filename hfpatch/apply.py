@@ -12,6 +12,7 @@ from torch import nn
 
 from hfpatch import graphs, swap
 from hfpatch.kernelized import OVERWRITTEN
+from hfpatch.patches.blocks import flash3
 from hfpatch.plan import Plan, Prepared, Settings, Skip, check_settings, make_plan
 from hfpatch.report import Report
 
@@ -150,6 +151,7 @@ def status(model: Any) -> Report:
         (
             *(known[0][1].notes if known else ()),
             *(note for _, root in roots for note in graphs.notes(root)),
+            *(flash3.in_use() if any(s.op == "block" for s in found) else ()),
         ),
     )
     return Report(decided, applied=True)

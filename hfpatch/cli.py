@@ -102,6 +102,9 @@ def _env(args: argparse.Namespace) -> int:
             print(f"{'':14} CUDA architectures: {', '.join(build['archs'])}")
     if "problem" in build:
         print(f"{'problem':14} {build['problem']}")
+    flash = found["FlashAttention-3"]
+    said = [flash[key] for key in ("package", "problem") if key in flash]
+    print(f"{'attention':14} FlashAttention-3: {'; '.join(said)}")
     return 0
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from hfpatch.choices import parse_variable
 from hfpatch.hub import HubOptions
 
+_ATTENTION = "HFPATCH_ATTENTION"
 _HUB_KEYS = ("repos", "lockfile", "require-signed", "allow-branches")
 
 
@@ -44,8 +45,9 @@ def read_defaults() -> Defaults:
     """From HFPATCH_KERNELS and the config file, read anew at each call.
 
     Raises:
-        ValueError: one of them is not understood; the message names it.
+        ValueError: one of them, or HFPATCH_ATTENTION, is not understood; the message names it.
     """
+    attention_choice()
     path = config_file()
     found = Defaults() if path is None else _from_file(path)
     variable = os.environ.get("HFPATCH_KERNELS", "").strip()
@@ -55,6 +57,21 @@ def read_defaults() -> Defaults:
         return Defaults(parse_variable(variable), found.hub, "HFPATCH_KERNELS")
     except ValueError as e:
         raise ValueError(f"HFPATCH_KERNELS: {e}") from e
+
+
+def attention_choice() -> str | None:
+    """HFPATCH_ATTENTION, which holds for the process and is read where attention is computed.
+
+    Returns:
+        "torch", where fused blocks use no attention kernel but PyTorch's; None: the fastest one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = os.environ.get(_ATTENTION, "").strip()
+    if value not in ("", "torch"):
+        raise ValueError(f"{_ATTENTION} is {value!r}; expected `torch`, or nothing")
+    return value or None
 
 
 def config_file() -> Path | None:

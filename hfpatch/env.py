@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "diffusers", "kernels", "accelerate", "safetensors")
+_PACKAGES = (
+    *("torch", "transformers", "diffusers", "kernels", "accelerate", "safetensors"),
+    *("flash-attn-3", "fa3-fwd"),  # FlashAttention-3, by either name
+)
 
 
 def versions() -> dict[str, str]:
@@ -34,9 +37,10 @@ def version_line() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Versions, devices and the local kernel build, as plain data."""
+    """Versions, devices, the local kernel build and FlashAttention-3, as plain data."""
     from hfpatch.errors import KernelLoadError
     from hfpatch.ops import OPS
+    from hfpatch.patches.blocks import flash3
     from hfpatch.sources import local_package, unsupported_capability
 
     devices: list[dict[str, Any]] = [
@@ -70,4 +74,9 @@ def describe() -> dict[str, Any]:
                 build["problem"] = why
     except KernelLoadError as e:
         build = {"problem": str(e)}
-    return {"versions": versions(), "devices": devices, "local build": build}
+    return {
+        "versions": versions(),
+        "devices": devices,
+        "local build": build,
+        "FlashAttention-3": flash3.describe(),
+    }

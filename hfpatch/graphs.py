@@ -30,6 +30,7 @@ from torch.compiler import is_compiling
 
 from hfpatch import swap
 from hfpatch.captures import abandon
+from hfpatch.config import attention_choice
 from hfpatch.patches.base import Forward, Tensor, has_diffusers_hook, watched
 from hfpatch.patches.blocks.memo import Capture, rehearsal
 from hfpatch.plan import Prepared, Swap
@@ -127,6 +128,7 @@ def global_state() -> tuple[Any, ...]:
         cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
+        attention_choice(),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hfpatch.patches.base import Tensor
+from hfpatch.patches.blocks import flash3
 
 
 def attention(
@@ -44,12 +45,16 @@ def _dispatch() -> Any:
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """PyTorch's fastest kernel: on Hopper cuDNN's, which is 1.6 times as fast as flash attention at
-    head dim 64; on Ampere it is the slower one.
+    """The fastest kernel: on Hopper FlashAttention-3 for much work, where it is installed, else
+    cuDNN's, which is 1.6 times as fast as PyTorch's flash attention at head dim 64; on Ampere it is
+    the slower one.
 
-    cuDNN's operator is called itself: choosing it by the `sdpa_kernel` context takes 20 us of host
-    time per call. A user's own such context, or switch, holds.
+    Their operators are called themselves: choosing cuDNN's by the `sdpa_kernel` context takes 20 us
+    of host time per call. A user's own such context, or switch, holds, and so does
+    HFPATCH_ATTENTION.
     """
+    if mask is None and flash3.serves(q, k, v):
+        return flash3.attention(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if mask is None and enabled and _pays(q, k) and _cudnn_serves(q, k, v):
