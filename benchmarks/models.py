@@ -23,6 +23,7 @@ import torch
 import hfpatch
 from hfpatch.bench.timing import queued_milliseconds, step_milliseconds
 from hfpatch.env import versions
+from hfpatch.patches.blocks import flash3
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
@@ -160,6 +161,7 @@ def measure(name: str, compiled: str) -> dict[str, Any]:
         timed(row, "patched", lambda: step(model))
         row["patched_peak_gib"] = peak_gib(lambda: step(model))
         patched = step(model)[0].float()
+        row["attention"] = flash3.in_use()
         row["relative_difference"] = ((patched - reference).norm() / reference.norm()).item()
         if not name.startswith("llama"):  # a denoiser: one graph per step
             hfpatch.apply(model, cuda_graphs=True)

@@ -10,6 +10,8 @@ directory or the nearest one above it; `HFPATCH_CONFIG` names another (empty: no
     lockfile = "hfpatch.lock"                 # relative to this file
     require-signed = true
     allow-branches = false
+
+Attention has no argument and no key: HFPATCH_ATTENTION holds for the whole process.
 """
 
 from __future__ import annotations

@@ -213,6 +213,22 @@ def test_bad_arguments(
     assert message in capsys.readouterr().err
 
 
+def test_page_of_attention_kernels(tmp_path: Path) -> None:
+    size = {"batch": 2, "length": 2688, "heads": 32, "dim": 64, "keys": 2688}
+    times = {"cuDNN": 286.0, "FlashAttention-3": 234.04}
+    rows = [
+        {"model": "a", **size, "gpu_us": times, "host_us": dict.fromkeys(times, 12.3)},
+        {"model": "b", **size, "keys": 128, "gpu_us": {"cuDNN": 26.3}, "host_us": {"cuDNN": 9.0}},
+    ]
+    versions = {"torch": "2", "fa3-fwd": "0.0.3", "accelerate": "1"}
+    head = {"suite": "attention", "device": "GPU", "commit": "0" * 40, "versions": versions}
+    (tmp_path / "attention-gpu.json").write_text(json.dumps({**head, "rows": rows}))
+    text = page.render(tmp_path)
+    assert "## Attention kernels" in text and "torch 2, fa3-fwd 0.0.3, commit" in text
+    assert "| a | 2, 2688, 32, 64 | 2688 | 0.118 | 286.0 (12) | **234.0** (12) |" in text
+    assert "| b | 2, 2688, 32, 64 | 128 | 0.006 | **26.3** (9) |  |" in text
+
+
 def test_page_of_new_results(tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,11 @@ def render(results: Path) -> str:
     """The page's text."""
     models, ops = [read(p) for p in sorted(results.glob("models-*.json"))], _gpu_ops(results)
     cpu, host = _load(results, "ops", cpu=True), _load(results, "host") or ops
+    attention = [read(p) for p in sorted(results.glob("attention-*.json"))]
     parts = [
         HEAD,
         _models(models) if models else "",
+        _attention(attention) if attention else "",
         _ops(ops) if ops else "",
         _host(host) if host else "",
         _cpu(cpu) if cpu else "",
@@ -124,7 +127,10 @@ def _current(path: Path, rows: Sequence[Row]) -> bool:
 
 def _source(result: Result, command: str) -> str:
     versions = result["versions"]
-    names = ("torch", "transformers", "diffusers", "triton", "liger-kernel")
+    names = (
+        *("torch", "transformers", "diffusers", "triton", "liger-kernel"),
+        *("flash-attn-3", "fa3-fwd", "flash-attn-4"),
+    )
     packages = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
     threads = f", {result['threads']} threads" if "threads" in result else ""
     commit = result["commit"][:10]
@@ -195,6 +201,38 @@ def _models(found: Sequence[Result]) -> str:
         "of the same kind differ by 2 %, their hosts by more.\n"
     )
     return "\n".join(lines)
+
+
+def _attention(found: Sequence[Result]) -> str:
+    lines = ["## Attention kernels\n"]
+    for result in found:
+        rows = result["rows"]
+        names = list(dict.fromkeys(name for row in rows for name in row["gpu_us"]))
+        lines += [
+            _source(result, "python benchmarks/attention.py"),
+            *_table(
+                ("bf16", "B, S, H, D", "keys", "TFLOP", *names),
+                (_attention_cells(row, names) for row in rows),
+            ),
+        ]
+    lines.append(
+        "Microseconds of GPU time, sustained, the kernels in turns; in brackets the host time of a "
+        "call. Which of them fused blocks use: "
+        "[registry-and-probe.md](registry-and-probe.md#attention).\n"
+    )
+    return "\n".join(lines)
+
+
+def _attention_cells(row: Row, names: Sequence[str]) -> list[str]:
+    size = [row[name] for name in ("batch", "length", "heads", "dim")]
+    flops = 4 * math.prod(size) * row["keys"]
+    times, host = row["gpu_us"], row["host_us"]
+    cells = [row["model"], ", ".join(map(str, size)), str(row["keys"]), f"{flops / 1e12:.3f}"]
+    for name in names:
+        text = _number(times.get(name))
+        bold = f"**{text}**" if text and times[name] == min(times.values()) else text
+        cells.append(f"{bold} ({host[name]:.0f})" if text else "")
+    return cells
 
 
 def _ops(result: Result) -> str:

@@ -35,7 +35,7 @@ def head(suite: str, device: torch.device, commit: str | None) -> Result:
 
 def _peer_versions() -> dict[str, str]:
     found = {}
-    for name in ("liger-kernel", "triton"):
+    for name in ("liger-kernel", "triton", "flash-attn-4"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -259,7 +259,7 @@ def in_use() -> list[str]:
     return [
         f"attention: FlashAttention-3 (`{package.name}`) for {_short(dtype)} at head dim {dim} on "
         f"{device}, from {LARGE:.0e} FLOP up"
-        for (device, dtype, dim), why in _proofs.items()
+        for (device, dtype, dim), why in list(_proofs.items())
         if package is not None and why is None
     ]
 
