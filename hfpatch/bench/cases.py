@@ -36,6 +36,7 @@ class Case:
             and peers are differentiated by autograd; "train" is a scalar and its gradient in one.
         outputs: how many of the results are wanted; the others are scratch.
         adjust: the inputs made consistent with each other, where random ones are not.
+        in_place: ours writes over its inputs.
         extra_dtypes: kind of shapes that are measured in the GPU run's other dtypes too.
     """
 
@@ -49,6 +50,7 @@ class Case:
     mode: Mode = "forward"
     outputs: int | None = None
     adjust: Function | None = None
+    in_place: bool = False
     extra_dtypes: str = ""
 
     @property
@@ -189,7 +191,15 @@ ROPE = (
         "heads",
         lambda k, *a: k.rope_qk(*a, 1, False, 0, True),
         formulas.llama_rope_qk,
-        liger=liger.rope_qk,
+    ),
+    Case(
+        "rope_qk half in place",
+        "q B S H D; k B S K D; cos B S D halves; sin B S D halves",
+        "heads",
+        lambda k, *a: k.rope_qk_(*a, 1, False, 0, True),
+        formulas.llama_rope_qk,
+        liger=liger.rope_qk,  # which is in place
+        in_place=True,
     ),
     Case(
         "rope_qk interleaved",

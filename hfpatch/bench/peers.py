@@ -78,7 +78,7 @@ def function_of(peer: str, case: Case, package: Any) -> Function | None:
 
 def prepare(peer: str, case: Case, fn: Function, inputs: tuple[Tensor, ...]) -> Call:
     """`fn` on these inputs as a call without arguments, the forward of a backward done already."""
-    if peer == "liger":  # some of its functions write over their inputs
+    if peer == "liger" or (peer == OURS and case.in_place):  # written over
         inputs = tuple(t.clone() for t in inputs)
     if case.mode == "forward" or (case.mode == "backward" and peer == OURS):
         return lambda: fn(*inputs)

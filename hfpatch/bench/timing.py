@@ -27,9 +27,17 @@ class Replay:
 
     The results of all calls stay alive in the graph's memory, so that the outputs rotate like the
     inputs; a single output buffer would be overwritten in the L2 cache and never reach memory.
+    `keep=False` frees each, and the next call writes to the same place.
     """
 
-    def __init__(self, calls: Sequence[Call], stream: torch.cuda.Stream, target_us: float) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        stream: torch.cuda.Stream,
+        target_us: float,
+        *,
+        keep: bool = True,
+    ) -> None:
         with torch.cuda.stream(stream):
             for call in calls:
                 call()
@@ -40,7 +48,12 @@ class Replay:
             # not `torch.cuda.graph`: it empties the allocator's cache each time
             self._graph.capture_begin(pool)
             try:
-                self._results = [call() for call in calls]
+                self._results = []
+                for call in calls:
+                    result = call()
+                    if keep:
+                        self._results.append(result)
+                    del result
                 self._graph.capture_end()
             except BaseException:
                 with contextlib.suppress(RuntimeError):

@@ -4,7 +4,7 @@
 namespace hfp::cuda {
 namespace {
 
-constexpr int kRounds = 4;  // vectors of a thread, one after the other
+constexpr int kRounds = 2;  // vectors of a thread, one after the other
 
 struct AdamWScalars {
   Scalar lr, clip_coef, grad_scale;
@@ -17,6 +17,7 @@ struct AdamWScalars {
 
 template <int kBytes>
 struct AdamWTable {
+  static constexpr bool kStartsEarly = true;
   static constexpr int kEntry = 7 * 8 + 8 + 4 + 4 + 4;
   static constexpr int kCapacity = (kBytes - static_cast<int>(sizeof(AdamWScalars)) - 16) / kEntry;
   AdamWScalars s;
@@ -101,6 +102,7 @@ inline constexpr int kAdamWChunk = kListThreads * kAdamWVector<G, M> * kRounds;
 template <class P, class G, class M, bool kMaster, int kBytes>
 __global__ void __launch_bounds__(kListThreads)
     adamw_kernel(const __grid_constant__ AdamWTable<kBytes> table) {
+  wait_for_previous();
   constexpr int N = kAdamWVector<G, M>;
   const AdamWScalars &s = table.s;
   if (s.found_inf && __ldg(s.found_inf) != 0.0f) return;

@@ -17,6 +17,7 @@ constexpr int kThreads = 256;
 constexpr char kOp[] = "broadcast_backward";
 
 struct BackwardParams {
+  static constexpr bool kStartsEarly = true;
   void *dx, *first, *second;
   float *partials;
   const void *grad, *x, *param;
@@ -96,6 +97,7 @@ __device__ __forceinline__ void put_sums(const BackwardParams &p, void *to, bool
 template <class T, class Grad, class F, int N>
 __global__ void __launch_bounds__(kThreads)
     broadcast_backward_kernel(const __grid_constant__ BackwardParams p) {
+  wait_for_previous();
   __shared__ __align__(16) float all[2][kThreads * N];
   const int64_t local = blockIdx.x / static_cast<unsigned>(p.chunks);
   const int chunk = static_cast<int>(blockIdx.x - local * p.chunks);
@@ -157,6 +159,7 @@ constexpr int kSumCols = 32, kSumWarps = 32;
 
 __global__ void __launch_bounds__(kSumCols *kSumWarps)
     sum_parts_kernel(const __grid_constant__ BackwardParams p) {
+  wait_for_previous();
   __shared__ float all[kSumWarps][kSumCols + 1];
   const int64_t chunks = (p.wide + kSumCols - 1) / kSumCols;
   const int64_t local = blockIdx.x / chunks, sum = p.first_unit + local;

@@ -18,26 +18,30 @@ namespace hfp::cuda {
 // Vector I/O
 
 // kStream skips L1: every byte of an activation is read once, so it would only evict the weights.
-// It is a plain (coherent) load, because `out` may be the buffer that is read.
-enum class Cache { kStream, kReadOnly };
+// It is a plain (coherent) load, because `out` may be the buffer that is read; so is kTwice, which
+// leaves in L1 what the CTA reads again.
+enum class Cache { kStream, kTwice, kReadOnly };
+
+template <Cache kCache, class V>
+__device__ __forceinline__ V load_word(const V *from) {
+  if constexpr (kCache == Cache::kStream) return __ldcg(from);
+  else if constexpr (kCache == Cache::kTwice) return __ldca(from);
+  else return __ldg(from);
+}
 
 template <int kBytes, Cache kCache>
 __device__ __forceinline__ void load_bytes(uint32_t *word, const char *from) {
   if constexpr (kBytes == 16) {
-    const uint4 *p = reinterpret_cast<const uint4 *>(from);
-    const uint4 v = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+    const uint4 v = load_word<kCache>(reinterpret_cast<const uint4 *>(from));
     word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
   } else if constexpr (kBytes == 8) {
-    const uint2 *p = reinterpret_cast<const uint2 *>(from);
-    const uint2 v = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+    const uint2 v = load_word<kCache>(reinterpret_cast<const uint2 *>(from));
     word[0] = v.x, word[1] = v.y;
   } else if constexpr (kBytes == 4) {
-    const unsigned int *p = reinterpret_cast<const unsigned int *>(from);
-    word[0] = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+    word[0] = load_word<kCache>(reinterpret_cast<const unsigned int *>(from));
   } else {
     static_assert(kBytes == 2, "a vector has 2, 4, 8 or a multiple of 16 bytes");
-    const unsigned short *p = reinterpret_cast<const unsigned short *>(from);
-    word[0] = kCache == Cache::kStream ? __ldcg(p) : __ldg(p);
+    word[0] = load_word<kCache>(reinterpret_cast<const unsigned short *>(from));
   }
 }
 
@@ -348,11 +352,30 @@ inline bool early_start_supported() {
   return answer == 2;
 }
 
+// Bytes of shared memory that a CTA may ask for on the current device.
+inline int shared_memory_limit() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess) {
+    return 0;
+  }
+  return bytes;
+}
+
+inline constexpr int kStaticSharedMemory = 48 << 10;  // more has to be asked for
+
 // cudaLaunchKernelExC and not <<<>>>: it returns the status of this launch, so that an error that an
 // earlier caller left behind is neither reported here nor cleared.
 template <class Params>
 int32_t launch(void (*kernel)(Params), int64_t grid, int threads, Params &params, void *stream,
-               const char *op) {
+               const char *op, int shared_bytes = 0) {
+  if (shared_bytes > kStaticSharedMemory) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (status != cudaSuccess) return check(status, op);
+  }
   void *arguments[] = {&params};
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -360,6 +383,7 @@ int32_t launch(void (*kernel)(Params), int64_t grid, int threads, Params &params
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
   config.numAttrs = kStartsEarly<Params> && early_start_supported() ? 1 : 0;

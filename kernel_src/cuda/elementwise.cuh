@@ -1,7 +1,7 @@
 // elementwise.cuh: out[i] = f(in0[i], ...) over one or two inputs, contiguous or strided by rows.
 //
 // A function F has: kInputs; name(); and apply<T, N>(a[kInputs][N]), which leaves the result, not
-// yet rounded to T, in a[0].
+// yet rounded to T, in a[0]. Where it has kStreamed, the inputs from there on are parameters.
 #pragma once
 
 #include "common.cuh"
@@ -25,6 +25,12 @@ struct FastDivisor {
   }
 #endif
 };
+
+// A parameter that all rows share stays in L1: from L2, every SM would ask for the same few lines.
+template <class F, class = void>
+inline constexpr int kStreamedInputs = F::kInputs;
+template <class F>
+inline constexpr int kStreamedInputs<F, std::void_t<decltype(F::kStreamed)>> = F::kStreamed;
 
 template <int kInputs>
 struct ElementwiseParams {
@@ -110,7 +116,11 @@ __global__ void __launch_bounds__(kElementwiseThreads)
 #pragma unroll
       for (int k = 0; k < F::kInputs; ++k) {
         const int64_t from = row_offset(p.rows[k], row) + col;
-        v[u][k].template load<Cache::kStream>(static_cast<const T *>(p.in[k]) + from);
+        if (k < kStreamedInputs<F>) {
+          v[u][k].template load<Cache::kStream>(static_cast<const T *>(p.in[k]) + from);
+        } else {
+          v[u][k].template load<Cache::kReadOnly>(static_cast<const T *>(p.in[k]) + from);
+        }
       }
     }
   }

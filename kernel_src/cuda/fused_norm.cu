@@ -334,10 +334,17 @@ constexpr char kOp[] = "fused_norm";
 template <class T, class P, bool kSum>
 int32_t launch_fast(FusedNormParams &p, void *stream) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
-  const RowPlan plan = plan_fused(p.vectors, p.x_rows.rows);
+  const RowPlan plan = plan_fused(p.vectors, p.x_rows.rows, std::is_same_v<T, P>, kSum);
   void (*kernel)(FusedNormParams) = &fused_norm_kernel<T, P, N, kCta, 4, kSum>;
+  if constexpr (std::is_same_v<T, P>) {
+    if (plan.shape == Shape::k8x2) kernel = &fused_norm_kernel<T, P, N, 8, 2, kSum>;
+  }
   if (plan.shape == Shape::k32x2) kernel = &fused_norm_kernel<T, P, N, 32, 2, kSum>;
+  if (plan.shape == Shape::k32x4) kernel = &fused_norm_kernel<T, P, N, 32, 4, kSum>;
   if (plan.shape == Shape::kCtaX1) kernel = &fused_norm_kernel<T, P, N, kCta, 1, kSum>;
+  if constexpr (kSum) {
+    if (plan.shape == Shape::kCtaX2) kernel = &fused_norm_kernel<T, P, N, kCta, 2, kSum>;
+  }
   return launch_rows(kernel, plan, p, stream, kOp);
 }
 

@@ -39,22 +39,19 @@ __device__ __forceinline__ void input(const GatedNormParams &p, float (&y)[N], c
   if (!p.norm_first) times_gate(p, y, gate);
 }
 
-template <class T, int N>
-__device__ __forceinline__ float sum_of_squares(const GatedNormParams &p, const Vec<T, N> &v,
-                                                const Vec<T, N> &gate) {
-  float y[N], sum = 0.0f;
-  input(p, y, v, gate);
+template <int N>
+__device__ __forceinline__ float sum_of_squares(const float (&y)[N]) {
+  float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) sum = fmaf(y[i], y[i], sum);
   return sum;
 }
 
+// y: the input.
 template <class T, int N>
-__device__ __forceinline__ void finish(const GatedNormParams &p, const Vec<T, N> &v,
+__device__ __forceinline__ void finish(const GatedNormParams &p, float (&y)[N],
                                        const Vec<T, N> &gate, float scale, int64_t weight_row,
                                        int64_t col, int64_t at) {
-  float y[N];
-  input(p, y, v, gate);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] *= scale;
   const bool weighted = p.weight != nullptr;
@@ -98,9 +95,13 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
       gate[i].template load<Cache::kStream>(g + at * N);
     }
   }
-  float squares[kVectors];
+  // Kept in fp32: the gate's exponential and reciprocal are worth more than the registers.
+  float y[kVectors][N], squares[kVectors];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) squares[i] = sum_of_squares(p, v[i], gate[i]);
+  for (int i = 0; i < kVectors; ++i) {
+    input(p, y[i], v[i], gate[i]);
+    squares[i] = sum_of_squares(y[i]);
+  }
   const float scale = rsqrtf(fmaf(G::sum(squares, partial), p.inverse_cols, p.eps));
 
   const int64_t weight_row = p.weight != nullptr ? row_offset(p.weight_rows, known_row) : 0;
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     const int at = G::index() + i * G::stride();
     if (at >= vectors) break;
     if constexpr (kVectors >= 4) v[i].stay_packed(p.zero), gate[i].stay_packed(p.zero);
-    finish(p, v[i], gate[i], scale, weight_row, at * N, row * p.x_rows.cols + at * N);
+    finish(p, y[i], gate[i], scale, weight_row, at * N, row * p.x_rows.cols + at * N);
   }
 }
 
@@ -129,7 +130,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     Vec<T, N> v, gate;
     v.template load<Cache::kStream>(x + at * N);
     gate.template load<Cache::kStream>(g + at * N);
-    own[0] += sum_of_squares(p, v, gate);
+    float y[N];
+    input(p, y, v, gate);
+    own[0] += sum_of_squares(y);
   }
   const float scale = rsqrtf(fmaf(G::sum(own, partial), p.inverse_cols, p.eps));
 
@@ -138,7 +141,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     Vec<T, N> v, gate;
     v.template load<Cache::kStream>(x + at * N);
     gate.template load<Cache::kStream>(g + at * N);
-    finish(p, v, gate, scale, weight_row, at * N, row * p.x_rows.cols + at * N);
+    float y[N];
+    input(p, y, v, gate);
+    finish(p, y, gate, scale, weight_row, at * N, row * p.x_rows.cols + at * N);
   }
 }
 
@@ -147,7 +152,6 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 constexpr char kOp[] = "gated_rms_norm";
 
-// By the width alone: few rows are not worth a shape of their own here.
 template <class T, int N>
 int32_t launch_fast(GatedNormParams &p, void *stream) {
   if (p.vectors <= 16) {
@@ -157,6 +161,14 @@ int32_t launch_fast(GatedNormParams &p, void *stream) {
   if (p.vectors <= 64) {
     return launch_rows(&gated_norm_kernel<T, N, 32, 2>,
                        {Shape::k32x2, kRowThreads, kRowThreads / 32}, p, stream, kOp);
+  }
+  if (p.vectors <= kMaxThreads && p.x_rows.rows <= kLatencyFused / p.vectors) {
+    return launch_rows(&gated_norm_kernel<T, N, kCta, 1>,
+                       {Shape::kCtaX1, cta_threads(p.vectors, 1), 1}, p, stream, kOp);
+  }
+  if (p.vectors <= 2 * kMaxThreadsX4) {
+    return launch_rows(&gated_norm_kernel<T, N, kCta, 2>,
+                       {Shape::kCtaX2, cta_threads(p.vectors, 2), 1}, p, stream, kOp);
   }
   return launch_rows(&gated_norm_kernel<T, N, kCta, 4>,
                      {Shape::kCtaX4, cta_threads(p.vectors, 4), 1}, p, stream, kOp);

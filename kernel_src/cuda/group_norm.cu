@@ -1,10 +1,13 @@
 // group_norm.cu: group norm with an optional SiLU. Wu & He, arXiv:1803.08494.
 //
-// Three launches: partial moments of parts of each group; mean and rstd from them; the result. A
-// group is up to millions of elements, and there are too few groups to fill a GPU with one CTA each.
-// The second pass over x finds it in L2 mostly.
+// In NCHW a group lies in one piece. Up to 32768 vectors of 16 bytes it stays in the registers of one
+// CTA, or of a cluster of CTAs (sm_90): one launch, one pass over memory. All other groups take three
+// launches: partial moments of parts of each group; mean and rstd from them; the result. Those are up
+// to millions of elements, and there are too few groups to fill a GPU with one CTA each. The second
+// pass over x finds it in L2 mostly.
 #include "activations.cuh"
-#include "common.cuh"
+#include "cluster.cuh"
+#include "elementwise.cuh"
 
 namespace hfp::cuda {
 
@@ -14,14 +17,19 @@ constexpr int kThreads = 256;       // of the kernels over NCHW
 constexpr int kLastThreads = 512;   // at most, of those over NHWC
 constexpr int kChannelSlots = 4096; // channels times positions at once that a CTA merges in NHWC
 constexpr int kWarp = 32;
+constexpr int kUnroll = 4;          // NCHW: vectors of a thread in the result
+constexpr int kHeldThreads = 512;   // at most, where a group stays in registers
+constexpr int64_t kOneCta = 1024;   // vectors of a group, from where a cluster is faster
 
 struct Params {
+  static constexpr bool kStartsEarly = true;
   const GroupNormArgs a;
   int64_t width;     // channels of a group
   int64_t elements;  // of a group
   int64_t chunk;     // of a part: elements (NCHW) or positions (NHWC)
   int64_t work;      // CTAs' worth of it
   int lanes;         // NHWC: positions that a CTA looks at at once
+  FastDivisor channel_vectors;  // NCHW
 };
 
 // Count, mean and sum of squared deviations; Chan et al., 1979.
@@ -100,7 +108,9 @@ __device__ __forceinline__ int64_t group_start(const Params &p, int64_t unit, bo
 
 // A CTA per part of a group whose elements are consecutive (or, kStrided, at any place).
 template <class T, int N, bool kStrided>
-__global__ void __launch_bounds__(kThreads) group_parts_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads)
+    group_parts_kernel(const __grid_constant__ Params p) {
+  wait_for_previous();
   __shared__ Moments shared[kThreads / kWarp];
   for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
     const int64_t unit = work / p.a.parts, part = work % p.a.parts;
@@ -138,7 +148,9 @@ __global__ void __launch_bounds__(kThreads) group_parts_kernel(const Params p) {
 // A CTA per part of the positions of a sample, for all groups. Thread t holds vector t % V of the
 // channels at positions t / V, t / V + lanes, ...
 template <class T, int N>
-__global__ void __launch_bounds__(kLastThreads) last_parts_kernel(const Params p) {
+__global__ void __launch_bounds__(kLastThreads)
+    last_parts_kernel(const __grid_constant__ Params p) {
+  wait_for_previous();
   __shared__ float means[kChannelSlots], squares[kChannelSlots];
   const int vectors = static_cast<int>(p.a.channels / N);
   const int lane = threadIdx.x / vectors, column = threadIdx.x % vectors;
@@ -194,32 +206,48 @@ __global__ void __launch_bounds__(kLastThreads) last_parts_kernel(const Params p
   }
 }
 
-// A warp per group: all parts to mean and rstd.
+struct Stats {
+  float mean, rstd;
+};
+
+// Of a group, from all of its parts, by one warp.
 template <bool kLast>
-__global__ void __launch_bounds__(kThreads) group_moments_kernel(const Params p) {
+__device__ __forceinline__ void merge_parts(const Params &p, int64_t unit) {
+  Moments m;
+  const int64_t whole = kLast ? p.a.positions : p.elements;
+  for (int64_t part = threadIdx.x % kWarp; part < p.a.parts; part += kWarp) {
+    const int64_t left = whole - part * p.chunk;
+    const int64_t here = left < 0 ? 0 : left < p.chunk ? left : p.chunk;
+    Moments b;
+    b.n = static_cast<float>(kLast ? here * p.width : here);
+    const float *from = slot(p, unit, part);
+    b.mean = __ldcg(from), b.m2 = __ldcg(from + 1);
+    m.merge(b);
+  }
+  m.merge_warp();
+  if (threadIdx.x % kWarp == 0) {
+    float *to = slot(p, unit, p.a.parts);
+    to[0] = m.mean, to[1] = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+  }
+}
+
+__device__ __forceinline__ Stats merged(const Params &p, int64_t unit) {
+  const float *from = slot(p, unit, p.a.parts);
+  return {from[0], from[1]};
+}
+
+// A warp per group.
+template <bool kLast>
+__global__ void __launch_bounds__(kThreads)
+    group_moments_kernel(const __grid_constant__ Params p) {
+  wait_for_previous();
   const int64_t units = p.a.batch * p.a.groups;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   for (int64_t unit = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) +
                       threadIdx.x / kWarp;
        unit < units;
        unit += stride) {
-    Moments m;
-    const int64_t whole = kLast ? p.a.positions : p.elements;
-    for (int64_t part = threadIdx.x % kWarp; part < p.a.parts; part += kWarp) {
-      const int64_t left = whole - part * p.chunk;
-      const int64_t here = left < 0 ? 0 : left < p.chunk ? left : p.chunk;
-      Moments b;
-      b.n = static_cast<float>(kLast ? here * p.width : here);
-      const float *from = slot(p, unit, part);
-      b.mean = from[0], b.m2 = from[1];
-      m.merge(b);
-    }
-    m.merge_warp();
-    if (threadIdx.x % kWarp == 0) {
-      float *to = slot(p, unit, p.a.parts);
-      to[0] = m.mean;
-      to[1] = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
-    }
+    merge_parts<kLast>(p, unit);
   }
 }
 
@@ -247,27 +275,104 @@ __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   v.store(to);
 }
 
-// A CTA per chunk of the positions of one channel of NCHW.
-template <class T, int N, bool kSilu>
-__global__ void __launch_bounds__(kThreads) first_result_kernel(const Params p) {
-  const int64_t chunks = (p.a.positions + p.chunk - 1) / p.chunk;
-  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
-    const int64_t row = work / chunks, begin = work % chunks * p.chunk;
-    const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
-    const float *stats = slot(p, row / p.width, p.a.parts);
-    const float mean = stats[0];
-    const int64_t c = row % p.a.channels;
-    const float factor = stats[1] * parameter(p.a.weight, p.a.weight_type, c, 1.0f);
-    const float summand = parameter(p.a.bias, p.a.weight_type, c, 0.0f);
-    const T *x = static_cast<const T *>(p.a.x) + row * p.a.positions;
-    T *out = static_cast<T *>(p.a.out) + row * p.a.positions;
-    for (int64_t i = begin + threadIdx.x * N; i < end; i += blockDim.x * N) {
-      Vec<T, N> v;
-      float y[N];
-      v.template load<Cache::kStream>(x + i);
-      v.get(y);
+// A CTA, or a cluster, per group of NCHW; p.chunk vectors a CTA, kVectors a thread.
+template <class T, int N, bool kSilu, bool kCluster, int kVectors>
+__global__ void __launch_bounds__(kHeldThreads)
+    group_held_kernel(const __grid_constant__ Params p) {
+  wait_for_previous();
+  using CTAs = Team<kCluster>;
+  __shared__ Moments of_warp[kWarp], of_cta;
+  const int64_t unit = blockIdx.x / CTAs::size();
+  const unsigned rank = CTAs::rank();
+  const int vectors = static_cast<int>(p.elements / N), chunk = static_cast<int>(p.chunk);
+  const int begin = rank * chunk, past = begin + chunk < vectors ? begin + chunk : vectors;
+  const int first = begin + threadIdx.x;
+  const T *x = static_cast<const T *>(p.a.x) + unit * p.elements;
+
+  Vec<T, N> v[kVectors];
 #pragma unroll
-      for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * factor + summand;
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = first + i * static_cast<int>(blockDim.x);
+    if (at < past) v[i].template load<Cache::kStream>(x + static_cast<int64_t>(at) * N);
+  }
+  Sums sums;
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (first + i * static_cast<int>(blockDim.x) >= past) continue;
+    float value[N];
+    v[i].get(value);
+    if (i == 0) sums.pivot = value[0];
+#pragma unroll
+    for (int k = 0; k < N; ++k) sums.add(value[k]);
+    count += N;
+  }
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  Moments m = sums.moments(count);
+  m.merge_warp();
+  if (lane == 0) of_warp[threadIdx.x / kWarp] = m;
+  __syncthreads();
+  m = lane < warps ? of_warp[lane] : Moments{};
+  m.merge_warp();
+  if constexpr (kCluster) {
+    if (threadIdx.x == 0) of_cta = m;
+    CTAs::sync();
+    m = lane < kClusterSize ? *CTAs::at(&of_cta, static_cast<unsigned>(lane)) : Moments{};
+    m.merge_warp();
+  }
+  const float rstd = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+  if (rank == 0 && threadIdx.x == 0) {
+    float *to = slot(p, unit, p.a.parts);
+    to[0] = m.mean, to[1] = rstd;
+  }
+
+  const int64_t channel = unit % p.a.groups * p.width;
+  T *out = static_cast<T *>(p.a.out) + unit * p.elements;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = first + i * static_cast<int>(blockDim.x);
+    if (at >= past) continue;
+    const int64_t c = channel + p.channel_vectors.divide(static_cast<uint32_t>(at));
+    const float factor = rstd * parameter(p.a.weight, p.a.weight_type, c, 1.0f);
+    const float summand = parameter(p.a.bias, p.a.weight_type, c, 0.0f);
+    float y[N];
+    v[i].get(y);
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] = (y[k] - m.mean) * factor + summand;
+    store_result<T, N, kSilu>(out + static_cast<int64_t>(at) * N, y);
+  }
+  if constexpr (kCluster) CTAs::sync();  // of_cta is read by all, so none ends before
+}
+
+// A CTA per chunk of the positions of one channel of NCHW, kUnroll vectors a thread.
+template <class T, int N, bool kSilu>
+__global__ void __launch_bounds__(kThreads)
+    first_result_kernel(const __grid_constant__ Params p) {
+  wait_for_previous();
+  const int64_t step = static_cast<int64_t>(blockDim.x) * N, chunk = step * kUnroll;
+  const int64_t chunks = (p.a.positions + chunk - 1) / chunk;
+  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
+    const int64_t row = work / chunks, first = (work - row * chunks) * chunk + threadIdx.x * N;
+    const T *x = static_cast<const T *>(p.a.x) + row * p.a.positions;
+    Vec<T, N> v[kUnroll];  // asked for before the statistics, so that the latencies overlap
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * step;
+      if (i < p.a.positions) v[u].template load<Cache::kStream>(x + i);
+    }
+    const int64_t c = row % p.a.channels;
+    const Stats s = merged(p, row / p.width);
+    const float factor = s.rstd * parameter(p.a.weight, p.a.weight_type, c, 1.0f);
+    const float summand = parameter(p.a.bias, p.a.weight_type, c, 0.0f);
+    T *out = static_cast<T *>(p.a.out) + row * p.a.positions;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * step;
+      if (i >= p.a.positions) break;
+      float y[N];
+      v[u].get(y);
+#pragma unroll
+      for (int k = 0; k < N; ++k) y[k] = (y[k] - s.mean) * factor + summand;
       store_result<T, N, kSilu>(out + i, y);
     }
   }
@@ -275,7 +380,9 @@ __global__ void __launch_bounds__(kThreads) first_result_kernel(const Params p) 
 
 // As last_parts_kernel shares it out.
 template <class T, int N, bool kSilu>
-__global__ void __launch_bounds__(kLastThreads) last_result_kernel(const Params p) {
+__global__ void __launch_bounds__(kLastThreads)
+    last_result_kernel(const __grid_constant__ Params p) {
+  wait_for_previous();
   const int vectors = static_cast<int>(p.a.channels / N);
   const int lane = threadIdx.x / vectors, c = threadIdx.x % vectors * N;
   if (lane >= p.lanes) return;
@@ -285,10 +392,10 @@ __global__ void __launch_bounds__(kLastThreads) last_result_kernel(const Params 
     float mean[N], factor[N], summand[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const int64_t g = (c + k) / static_cast<int>(p.width);
-      const float *stats = slot(p, sample * p.a.groups + g, p.a.parts);
-      mean[k] = stats[0];
-      factor[k] = stats[1] * parameter(p.a.weight, p.a.weight_type, c + k, 1.0f);
+      const int g = (c + k) / static_cast<int>(p.width);
+      const Stats s = merged(p, sample * p.a.groups + g);
+      mean[k] = s.mean;
+      factor[k] = s.rstd * parameter(p.a.weight, p.a.weight_type, c + k, 1.0f);
       summand[k] = parameter(p.a.bias, p.a.weight_type, c + k, 0.0f);
     }
     const int64_t base = sample * p.a.channels * p.a.positions + c;
@@ -308,18 +415,19 @@ __global__ void __launch_bounds__(kLastThreads) last_result_kernel(const Params 
 
 // NHWC with rows that the kernels above do not take: one element at a time.
 template <class T, bool kSilu>
-__global__ void __launch_bounds__(kThreads) any_result_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads) any_result_kernel(const __grid_constant__ Params p) {
+  wait_for_previous();
   const int64_t all = p.a.batch * p.a.channels * p.a.positions;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < all;
        i += stride) {
     const int64_t c = i % p.a.channels, sample = i / (p.a.channels * p.a.positions);
-    const float *stats = slot(p, sample * p.a.groups + c / p.width, p.a.parts);
+    const Stats s = merged(p, sample * p.a.groups + c / p.width);
     Vec<T, 1> v;
     float y[1];
     v.template load<Cache::kStream>(static_cast<const T *>(p.a.x) + i);
     v.get(y);
-    y[0] = (y[0] - stats[0]) * (stats[1] * parameter(p.a.weight, p.a.weight_type, c, 1.0f)) +
+    y[0] = (y[0] - s.mean) * (s.rstd * parameter(p.a.weight, p.a.weight_type, c, 1.0f)) +
            parameter(p.a.bias, p.a.weight_type, c, 0.0f);
     store_result<T, 1, kSilu>(static_cast<T *>(p.a.out) + i, y);
   }
@@ -335,9 +443,31 @@ int64_t up_to_grid(int64_t work) { return work < kMaxGrid ? work : kMaxGrid; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <bool kLast>
-int32_t launch_moments(Params p, void *stream) {
+int32_t launch_moments(Params &p, void *stream) {
   const int64_t grid = ceil_div(p.a.batch * p.a.groups, kThreads / kWarp);
   return launch(&group_moments_kernel<kLast>, up_to_grid(grid), kThreads, p, stream, kName);
+}
+
+// Groups that stay in registers; false where they do not fit.
+template <class T, int N, bool kSilu>
+bool launch_held(Params p, int device, void *stream, int32_t *status) {
+  const int64_t vectors = p.elements / N, units = p.a.batch * p.a.groups;
+  auto *narrow = &group_held_kernel<T, N, kSilu, true, 4>;
+  auto *wide = &group_held_kernel<T, N, kSilu, true, 8>;
+  const bool few = vectors <= kClusterSize * 4 * kHeldThreads;
+  const bool cluster = vectors > kOneCta && vectors <= kClusterSize * 8 * kHeldThreads &&
+                       units <= kMaxGrid / kClusterSize &&
+                       has_clusters(reinterpret_cast<const void *>(few ? narrow : wide), device);
+  if (!cluster && (vectors > 4 * kHeldThreads || units > kMaxGrid)) return false;
+  p.channel_vectors = FastDivisor(p.a.positions / N);
+  p.chunk = cluster ? ceil_div(vectors, kClusterSize) : vectors;
+  const int threads = cta_threads(p.chunk, cluster && !few ? 8 : 4);
+  if (cluster) {
+    *status = launch_clusters(few ? narrow : wide, units, threads, p, stream, kName);
+  } else {
+    *status = launch(&group_held_kernel<T, N, kSilu, false, 4>, units, threads, p, stream, kName);
+  }
+  return true;
 }
 
 template <class T, int N, bool kSilu>
@@ -348,11 +478,10 @@ int32_t launch_first(Params p, void *stream) {
                           stream, kName);
   if (status == HFP_OK) status = launch_moments<false>(p, stream);
   if (status != HFP_OK) return status;
-  // Four vectors a thread, or as many threads as a short channel has vectors.
+  // As many threads as a short channel has vectors.
   const int64_t vectors = ceil_div(p.a.positions, N);
   const int threads = vectors >= kThreads ? kThreads : static_cast<int>(ceil_div(vectors, 32) * 32);
-  p.chunk = int64_t{4} * threads * N;
-  p.work = p.a.batch * p.a.channels * ceil_div(p.a.positions, p.chunk);
+  p.work = p.a.batch * p.a.channels * ceil_div(p.a.positions, int64_t{kUnroll} * threads * N);
   return launch(&first_result_kernel<T, N, kSilu>, up_to_grid(p.work), threads, p, stream, kName);
 }
 
@@ -383,9 +512,10 @@ int32_t launch_any(Params p, void *stream) {
 }
 
 template <class T, bool kSilu>
-int32_t launch_group_norm(const GroupNormArgs &args, void *stream) {
+int32_t launch_group_norm(const GroupNormArgs &args, int device, void *stream) {
   constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
-  Params p{args, args.channels / args.groups, args.channels / args.groups * args.positions, 0, 0, 0};
+  const int64_t width = args.channels / args.groups;
+  const Params p{args, width, width * args.positions, 0, 0, 0, {}};
   const bool aligned = pointer_aligned(args.x) && pointer_aligned(args.out);
   if (args.channels_last) {
     if (aligned && args.channels % kWidest == 0 && args.channels / kWidest <= kLastThreads) {
@@ -393,14 +523,18 @@ int32_t launch_group_norm(const GroupNormArgs &args, void *stream) {
     }
     return launch_any<T, kSilu>(p, stream);
   }
-  if (aligned && args.positions % kWidest == 0) return launch_first<T, kWidest, kSilu>(p, stream);
+  if (aligned && args.positions % kWidest == 0) {
+    int32_t status = HFP_OK;
+    if (launch_held<T, kWidest, kSilu>(p, device, stream, &status)) return status;
+    return launch_first<T, kWidest, kSilu>(p, stream);
+  }
   return launch_first<T, 1, kSilu>(p, stream);
 }
 
 template <class T>
-int32_t launch_group_norm(const GroupNormArgs &args, void *stream) {
-  return args.silu ? launch_group_norm<T, true>(args, stream)
-                   : launch_group_norm<T, false>(args, stream);
+int32_t launch_group_norm(const GroupNormArgs &args, int device, void *stream) {
+  return args.silu ? launch_group_norm<T, true>(args, device, stream)
+                   : launch_group_norm<T, false>(args, device, stream);
 }
 
 }  // namespace
@@ -409,9 +543,9 @@ int32_t group_norm(const GroupNormArgs &args, int device, void *stream) {
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), kName);
   switch (args.type) {
-    case DType::F32: return launch_group_norm<float>(args, stream);
-    case DType::F16: return launch_group_norm<__half>(args, stream);
-    default: return launch_group_norm<__nv_bfloat16>(args, stream);
+    case DType::F32: return launch_group_norm<float>(args, device, stream);
+    case DType::F16: return launch_group_norm<__half>(args, device, stream);
+    default: return launch_group_norm<__nv_bfloat16>(args, device, stream);
   }
 }
 

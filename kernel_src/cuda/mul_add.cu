@@ -5,6 +5,7 @@ namespace hfp::cuda {
 namespace {
 
 struct MulAddParams {
+  static constexpr bool kStartsEarly = true;
   void *out;
   const void *a, *b, *c;
   Rows a_rows, b_rows, c_rows;
@@ -24,6 +25,7 @@ struct MulAddParams {
 template <class T, int N, bool kSameType>
 __global__ void __launch_bounds__(kElementwiseThreads)
     mul_add_kernel(const __grid_constant__ MulAddParams p) {
+  wait_for_previous();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
   if (at >= p.vectors) return;
   const int64_t row = p.fast_division

@@ -117,6 +117,84 @@ __device__ __forceinline__ void load_factor(float (&w)[N], const NormBackwardPar
   for (int i = 0; i < N; ++i) w[i] += p.weight_offset;  // 0 without a weight
 }
 
+// What a thread adds up for its columns: kSums values a column.
+template <bool kShared, int kSums, int kVectors, int N>
+struct ColumnSums {
+  float v[kSums][kVectors][N];
+
+  __device__ __forceinline__ ColumnSums() {
+#pragma unroll
+    for (int k = 0; k < kSums; ++k)
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+        for (int j = 0; j < N; ++j) v[k][i][j] = 0.0f;
+  }
+  // sum k of vector i += a * b
+  __device__ __forceinline__ void add(int k, int i, const float (&a)[N], const float (&b)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[k][i][j] = fmaf(a[j], b[j], v[k][i][j]);
+  }
+  __device__ __forceinline__ void add(int k, int i, const float (&a)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[k][i][j] += a[j];
+  }
+  __device__ __forceinline__ void get(int k, int i, float (&to)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) to[j] = v[k][i][j];
+  }
+};
+
+// The same in shared memory, for rows whose sums are more than the registers: a place is its
+// thread's alone, so there is nothing to wait for. A warp's places are next to each other.
+template <int kSums, int kVectors, int N>
+struct ColumnSums<true, kSums, kVectors, N> {
+  static_assert(N % 4 == 0, "16 bytes at a time");
+  static constexpr int kFloats = kSums * kVectors * N;  // of a thread
+  float4 *place;
+
+  __device__ __forceinline__ ColumnSums() {
+    extern __shared__ float4 all[];
+    place = all + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kFloats / 4; ++i) place[i * blockDim.x] = make_float4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ float4 *at(int k, int i) const {
+    return place + (k * kVectors + i) * (N / 4) * blockDim.x;
+  }
+  __device__ __forceinline__ void put(int k, int i, const float (&from)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+      at(k, i)[j / 4 * blockDim.x] = make_float4(from[j], from[j + 1], from[j + 2], from[j + 3]);
+    }
+  }
+  __device__ __forceinline__ void add(int k, int i, const float (&a)[N], const float (&b)[N]) {
+    float sum[N];
+    get(k, i, sum);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[j] = fmaf(a[j], b[j], sum[j]);
+    put(k, i, sum);
+  }
+  __device__ __forceinline__ void add(int k, int i, const float (&a)[N]) {
+    float sum[N];
+    get(k, i, sum);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[j] += a[j];
+    put(k, i, sum);
+  }
+  __device__ __forceinline__ void get(int k, int i, float (&to)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+      const float4 four = at(k, i)[j / 4 * blockDim.x];
+      to[j] = four.x, to[j + 1] = four.y, to[j + 2] = four.z, to[j + 3] = four.w;
+    }
+  }
+};
+
+// Whether four vectors of row, weight and sums fit in the 128 registers of kMaxThreadsX4.
+template <bool kCentred, class T, int N = kVectorBytes / static_cast<int>(sizeof(T))>
+inline constexpr bool kFourFit = 4 * (3 * Vec<T, N>::kWords + (kCentred ? 2 : 1) * N) <= 80;
+
 // Rows in registers. Grad and W: the dtypes of grad and weight; W may be AnyType.
 template <bool kCentred, class T, class Grad, class W, int N, int kThreads, int kVectors>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
@@ -139,13 +217,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   // The same number of rounds for all threads of the CTA: they meet at barriers and shuffles.
   int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups;
 
-  float sums[kSums][kVectors][N];
-#pragma unroll
-  for (int k = 0; k < kSums; ++k)
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i)
-#pragma unroll
-      for (int j = 0; j < N; ++j) sums[k][i][j] = 0.0f;
+  ColumnSums<kVectors == 4 && !kFourFit<kCentred, T>, kSums, kVectors, N> sums;
 
   Held<T, Grad, N, kVectors> now;
   now.template load<G>(p, row, vectors);
@@ -211,10 +283,8 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
         load_factor<W>(w, p, weight[i], static_cast<int64_t>(at) * N);
         if constexpr (kCentred) {
 #pragma unroll
-          for (int j = 0; j < N; ++j) {
-            x[j] -= s.mean;
-            sums[1][i][j] += g[j];
-          }
+          for (int j = 0; j < N; ++j) x[j] -= s.mean;
+          sums.add(1, i, g);
         }
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -224,8 +294,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 #pragma unroll
         for (int j = 0; j < N; ++j) x[j] *= s.scale;
         if constexpr (!kCentred) round_any(x, p.hat_type);
-#pragma unroll
-        for (int j = 0; j < N; ++j) sums[0][i][j] = fmaf(g[j], x[j], sums[0][i][j]);
+        sums.add(0, i, g, x);
       }
     }
     if constexpr (kAhead) {
@@ -244,7 +313,9 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int at = G::index() + i * G::stride();
-        if (at < vectors) store_as<float>(out, static_cast<int64_t>(at) * N, sums[k][i]);
+        float sum[N];
+        sums.get(k, i, sum);
+        if (at < vectors) store_as<float>(out, static_cast<int64_t>(at) * N, sum);
       }
     } else {
       // The rows that the groups of this CTA had, added up in order.
@@ -252,7 +323,9 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        store_as<float>(all[group], (G::index() + i * G::stride()) * N, sums[k][i]);
+        float sum[N];
+        sums.get(k, i, sum);
+        store_as<float>(all[group], (G::index() + i * G::stride()) * N, sum);
       }
       __syncthreads();
       for (int col = threadIdx.x; col < p.x_rows.cols; col += kRowThreads) {
@@ -345,10 +418,6 @@ __global__ void __launch_bounds__(kMaxThreads)
 // ---------------------------------------------------------------------------------------------
 // Launchers
 
-// Whether four vectors of row, weight and sums fit in the 128 registers of kMaxThreadsX4.
-template <bool kCentred, class T, int N = kVectorBytes / static_cast<int>(sizeof(T))>
-inline constexpr bool kFourFit = 4 * (3 * Vec<T, N>::kWords + (kCentred ? 2 : 1) * N) <= 80;
-
 template <bool kCentred, class T, int N>
 int32_t launch_loop(NormBackwardParams &p, int64_t grid, void *stream, const char *op) {
   p.vectors = p.x_rows.cols / N;
@@ -368,13 +437,22 @@ int32_t launch_held(NormBackwardParams &p, int64_t grid, void *stream, const cha
     return launch(&norm_backward_kernel<kCentred, T, Grad, W, N, 32, 2>, grid, kRowThreads, p,
                   stream, op);
   }
+  // With both sums of 8 columns, 1024 threads of 64 registers would spill.
+  constexpr int kVectors = kCentred && N == 8 && std::is_same_v<T, W> ? 2 : 1;
   if (vectors <= kMaxThreads) {
-    return launch(&norm_backward_kernel<kCentred, T, Grad, W, N, kCta, 1>, grid,
-                  cta_threads(vectors, 1), p, stream, op);
+    return launch(&norm_backward_kernel<kCentred, T, Grad, W, N, kCta, kVectors>, grid,
+                  cta_threads(vectors, kVectors), p, stream, op);
   }
-  if constexpr (std::is_same_v<T, W> && kFourFit<kCentred, T>) {
-    return launch(&norm_backward_kernel<kCentred, T, Grad, W, N, kCta, 4>, grid,
-                  cta_threads(vectors, 4), p, stream, op);
+  if constexpr (std::is_same_v<T, W>) {
+    auto *kernel = &norm_backward_kernel<kCentred, T, Grad, W, N, kCta, 4>;
+    const int threads = cta_threads(vectors, 4);
+    if constexpr (kFourFit<kCentred, T>) return launch(kernel, grid, threads, p, stream, op);
+    else {
+      const int bytes = ColumnSums<true, kCentred ? 2 : 1, 4, N>::kFloats * 4 * threads;
+      if (bytes <= shared_memory_limit()) {
+        return launch(kernel, grid, threads, p, stream, op, bytes);
+      }
+    }
   }
   return launch_loop<kCentred, T, N>(p, grid, stream, op);
 }

@@ -8,57 +8,14 @@
 #pragma once
 
 #include "../row_keys.h"
+#include "cluster.cuh"
 #include "row_ops.cuh"
 
 namespace hfp::cuda {
 
 inline constexpr int kSelectVectors = 2;       // of each thread at a time
-inline constexpr int kClusterSize = 8;         // the most that every sm_90 GPU can schedule
 inline constexpr int64_t kClusterRows = 16;    // up to so many rows, which leave most SMs idle
 inline constexpr int64_t kClusterVectors = 1024;
-
-// ---------------------------------------------------------------------------------------------
-// The CTAs of one row
-
-template <bool kCluster>
-struct Team {
-  __device__ __forceinline__ static unsigned rank() {
-    unsigned r = 0;
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kCluster) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-#endif
-    return r;
-  }
-
-  __device__ __forceinline__ static unsigned size() { return kCluster ? kClusterSize : 1; }
-
-  // Also orders what the CTAs wrote to each other's shared memory.
-  __device__ __forceinline__ static void sync() {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kCluster) {
-      asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
-      return;
-    }
-#endif
-    __syncthreads();
-  }
-
-  // Of a variable in shared memory, that of CTA `rank`. Generic addresses reach it like one's own.
-  template <class V>
-  __device__ __forceinline__ static V *at(V *own, unsigned rank) {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kCluster) {
-      uint64_t there;
-      asm("mapa.u64 %0, %1, %2;"
-          : "=l"(there)
-          : "l"(reinterpret_cast<uint64_t>(own)), "r"(rank));
-      return reinterpret_cast<V *>(there);
-    }
-#endif
-    (void)rank;
-    return own;
-  }
-};
 
 // ---------------------------------------------------------------------------------------------
 // Walking a row
@@ -235,23 +192,6 @@ __device__ __forceinline__ uint64_t max_over_team(SelectShared &s, int slot, uin
 // ---------------------------------------------------------------------------------------------
 // Launching
 
-// Whether `kernel`'s code on this device was compiled for sm_90, which knows clusters: not so where
-// the driver has made it from older PTX.
-inline bool has_clusters(const void *kernel, int device) {
-  int major = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  if (major < 9) return false;
-  cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
-    cudaGetLastError();  // the launch itself will say it
-    return false;
-  }
-  return attributes.ptxVersion >= 90;
-}
-
 template <class Params>
 int32_t launch_team(void (*one)(Params), void (*cluster)(Params), Params &p, int64_t vectors,
                     int threads, int device, void *stream, const char *op) {
@@ -259,19 +199,7 @@ int32_t launch_team(void (*one)(Params), void (*cluster)(Params), Params &p, int
   if (rows <= kClusterRows && vectors >= kClusterVectors &&
       has_clusters(reinterpret_cast<const void *>(cluster), device)) {
     p.first_row = 0;
-    cudaLaunchAttribute shape;
-    shape.id = cudaLaunchAttributeClusterDimension;
-    shape.val.clusterDim.x = kClusterSize;
-    shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(rows * kClusterSize));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &shape;
-    config.numAttrs = 1;
-    void *arguments[] = {&p};
-    return check(
-        cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(cluster), arguments), op);
+    return launch_clusters(cluster, rows, threads, p, stream, op);
   }
   const int wanted = vectors < threads ? cta_threads(vectors, 1) : threads;
   return launch_rows(one, {Shape::kLoop, wanted, 1}, p, stream, op);

@@ -13,7 +13,7 @@ inline constexpr int kCta = 0;
 
 constexpr int max_threads(int row_threads, int vectors) {
   if (row_threads != kCta) return kRowThreads;
-  return vectors == 4 ? kMaxThreadsX4 : vectors == 8 ? kMaxThreadsX8 : kMaxThreads;
+  return vectors == 2 || vectors == 4 ? kMaxThreadsX4 : vectors == 8 ? kMaxThreadsX8 : kMaxThreads;
 }
 
 template <int kWordsPerVector>

@@ -10,6 +10,7 @@ namespace hfp::cuda {
 namespace {
 
 struct SoftmaxParams {
+  static constexpr bool kStartsEarly = true;
   void *out;
   float2 *workspace;  // (maximum, sum) of each part
   const void *x, *mask;
@@ -75,6 +76,7 @@ struct Source {
 template <class T, bool kAligned, bool kMask, int kThreads, int kVectors>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     softmax_held_kernel(const __grid_constant__ SoftmaxParams p) {
+  wait_for_previous();
   using G = Group<kThreads>;
   constexpr int N = kVectorOf<T>;
   __shared__ float partial[kPartials], all_high[32];
@@ -161,7 +163,9 @@ __device__ __forceinline__ Online part_of(const SoftmaxParams &p,
     Vec<T, N> v[kWaveVectors];
 #pragma unroll
     for (int u = 0; u < kWaveVectors; ++u) {
-      if (at + 32 * u < past) load_vector<T, kAligned>(v[u], source.x, at + 32 * u, source.cols);
+      if (at + 32 * u < past) {
+        load_vector<T, kAligned, Cache::kTwice>(v[u], source.x, at + 32 * u, source.cols);
+      }
     }
 #pragma unroll
     for (int u = 0; u < kWaveVectors; ++u) {
@@ -212,6 +216,7 @@ __device__ __forceinline__ void write_vector(const Source<T, kAligned, kMask> &s
 template <class T, bool kAligned, bool kMask>
 __global__ void __launch_bounds__(kPartThreads, kAligned && !kMask ? 2 : 1)
     softmax_parts_kernel(const __grid_constant__ SoftmaxParams p) {
+  wait_for_previous();
   __shared__ float2 all[kMaxParts];
   const int64_t row = p.first_row + blockIdx.x;
   const Source<T, kAligned, kMask> source(p, row);
@@ -228,7 +233,9 @@ __global__ void __launch_bounds__(kPartThreads, kAligned && !kMask ? 2 : 1)
 #pragma unroll
     for (int u = 0; u < kSplitVectors; ++u) {
       const int64_t here = at + u * kPartThreads;
-      if (here < p.vectors) load_vector<T, kAligned>(v[u], source.x, here, source.cols);
+      if (here < p.vectors) {
+        load_vector<T, kAligned, Cache::kTwice>(v[u], source.x, here, source.cols);
+      }
     }
 #pragma unroll
     for (int u = 0; u < kSplitVectors; ++u) {
@@ -242,6 +249,7 @@ __global__ void __launch_bounds__(kPartThreads, kAligned && !kMask ? 2 : 1)
 template <class T, bool kAligned, bool kMask>
 __global__ void __launch_bounds__(kSplitThreads)
     softmax_split_kernel(const __grid_constant__ SoftmaxParams p) {
+  wait_for_previous();
   const int64_t row = blockIdx.x / static_cast<unsigned>(p.parts.ctas);
   const int part = blockIdx.x % static_cast<unsigned>(p.parts.ctas) * (kSplitThreads / 32) +
                    threadIdx.x / 32u;
@@ -255,6 +263,7 @@ __global__ void __launch_bounds__(kSplitThreads)
 template <class T, bool kAligned, bool kMask>
 __global__ void __launch_bounds__(kSplitThreads)
     softmax_write_kernel(const __grid_constant__ SoftmaxParams p) {
+  wait_for_previous();
   const int64_t row = blockIdx.x / static_cast<unsigned>(p.write_ctas);
   const int64_t first = static_cast<int64_t>(blockIdx.x % static_cast<unsigned>(p.write_ctas)) *
                             (kSplitThreads * kSplitVectors) +

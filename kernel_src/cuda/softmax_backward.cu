@@ -6,6 +6,7 @@ namespace hfp::cuda {
 namespace {
 
 struct SoftmaxBackwardParams {
+  static constexpr bool kStartsEarly = true;
   void *dx;
   float *workspace;  // the sum of each part
   const void *grad, *y;
@@ -29,9 +30,10 @@ struct Pair {
         y(static_cast<const T *>(p.y) + row_offset(p.x_rows, row)),
         cols(p.x_rows.cols) {}
 
+  template <Cache kCache = Cache::kStream>
   __device__ __forceinline__ void load(Vec<T, N> &g, Vec<T, N> &v, int64_t at) const {
-    load_vector<T, kAligned>(g, grad, at, cols);
-    load_vector<T, kAligned>(v, y, at, cols);
+    load_vector<T, kAligned, kCache>(g, grad, at, cols);
+    load_vector<T, kAligned, kCache>(v, y, at, cols);
   }
 
   __device__ __forceinline__ static float dot(const Vec<T, N> &g, const Vec<T, N> &v, float sum) {
@@ -57,6 +59,7 @@ struct Pair {
 template <class T, bool kAligned, int kThreads, int kVectors>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     softmax_backward_held_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
+  wait_for_previous();
   using G = Group<kThreads>;
   constexpr int N = kVectorOf<T>;
   __shared__ float partial[kPartials];
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
 }
 
 // The sum of part `part`, by one warp.
-template <class T, bool kAligned>
+template <class T, bool kAligned, Cache kCache>
 __device__ __forceinline__ float part_of(const SoftmaxBackwardParams &p,
                                          const Pair<T, kAligned> &pair, int part) {
   constexpr int N = kVectorOf<T>;
@@ -97,7 +100,7 @@ __device__ __forceinline__ float part_of(const SoftmaxBackwardParams &p,
     Vec<T, N> g[kWaveVectors], v[kWaveVectors];
 #pragma unroll
     for (int u = 0; u < kWaveVectors; ++u) {
-      if (at + 32 * u < past) pair.load(g[u], v[u], at + 32 * u);
+      if (at + 32 * u < past) pair.template load<kCache>(g[u], v[u], at + 32 * u);
     }
 #pragma unroll
     for (int u = 0; u < kWaveVectors; ++u) {
@@ -113,29 +116,34 @@ __device__ __forceinline__ float whole(const float *parts, int count) {
   return Group<32>::sum_lanes(sum);
 }
 
+// A CTA per row, and so wide that one fills an SM: its row of both inputs then stays in L1 (128 KB of
+// 32000 columns in bf16) until it is read again.
+constexpr int kPairThreads = 1024;
+
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kPartThreads)
+__global__ void __launch_bounds__(kPairThreads)
     softmax_backward_parts_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
+  wait_for_previous();
   __shared__ float all[kMaxParts];
   const int64_t row = p.first_row + blockIdx.x;
   const Pair<T, kAligned> pair(p, row);
-  for (int part = threadIdx.x / 32u; part < p.parts.count; part += kPartThreads / 32) {
-    const float own = part_of(p, pair, part);
+  for (int part = threadIdx.x / 32u; part < p.parts.count; part += kPairThreads / 32) {
+    const float own = part_of<T, kAligned, Cache::kTwice>(p, pair, part);
     if (threadIdx.x % 32u == 0) all[part] = own;
   }
   __syncthreads();
   const float by = whole(all, p.parts.count);
   T *to = static_cast<T *>(p.dx) + row * pair.cols;
-  for (int64_t at = threadIdx.x; at < p.vectors; at += kPartThreads * 2) {
+  for (int64_t at = threadIdx.x; at < p.vectors; at += kPairThreads * 2) {
     Vec<T, kVectorOf<T>> g[2], v[2];
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const int64_t here = at + u * kPartThreads;
-      if (here < p.vectors) pair.load(g[u], v[u], here);
+      const int64_t here = at + u * kPairThreads;
+      if (here < p.vectors) pair.template load<Cache::kTwice>(g[u], v[u], here);
     }
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const int64_t here = at + u * kPartThreads;
+      const int64_t here = at + u * kPairThreads;
       if (here < p.vectors) pair.write(to, g[u], v[u], here, by, p.scale);
     }
   }
@@ -144,17 +152,20 @@ __global__ void __launch_bounds__(kPartThreads)
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kSplitThreads)
     softmax_backward_split_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
+  wait_for_previous();
   const int64_t row = blockIdx.x / static_cast<unsigned>(p.parts.ctas);
   const int part = blockIdx.x % static_cast<unsigned>(p.parts.ctas) * (kSplitThreads / 32) +
                    threadIdx.x / 32u;
   if (part >= p.parts.count) return;
-  const float own = part_of(p, Pair<T, kAligned>(p, row), part);
+  const float own =
+      part_of<T, kAligned, Cache::kStream>(p, Pair<T, kAligned>(p, row), part);
   if (threadIdx.x % 32u == 0) p.workspace[row * p.parts.count + part] = own;
 }
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kSplitThreads)
     softmax_backward_write_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
+  wait_for_previous();
   const int64_t row = blockIdx.x / static_cast<unsigned>(p.write_ctas);
   const int64_t first = static_cast<int64_t>(blockIdx.x % static_cast<unsigned>(p.write_ctas)) *
                             (kSplitThreads * kSplitVectors) +
@@ -197,7 +208,7 @@ int32_t launch_typed(SoftmaxBackwardParams &p, void *stream) {
   p.parts = parts_of(p.x_rows.cols);
   if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
     return launch_rows(&softmax_backward_parts_kernel<T, kAligned>,
-                       {Shape::kLoop, kPartThreads, 1}, p, stream, op);
+                       {Shape::kLoop, kPairThreads, 1}, p, stream, op);
   }
   const int64_t each = kSplitThreads * kSplitVectors, rows = p.x_rows.rows;
   p.write_ctas = static_cast<int>((p.vectors + each - 1) / each);

@@ -16,6 +16,10 @@ inline constexpr int kListThreads = 256;
 // The last tensor whose first chunk is not after `chunk`: tensors without chunks are not in tables.
 template <class Table>
 __device__ __forceinline__ int find_tensor(const Table &table, uint32_t chunk) {
+  // Where every tensor up to here has one chunk, it is that one: a search is eight loads in turn.
+  if (chunk < static_cast<uint32_t>(table.count) && table.first[chunk] == chunk) {
+    return static_cast<int>(chunk);
+  }
   int low = 0, high = table.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;

@@ -13,7 +13,7 @@
 //   kSmallVectors          2^18        up to here one vector per thread         elementwise.cuh
 //   kRowThreads            128         CTA with several rows                    rows.cuh
 //   kMaxThreads(X4, X8)    1024        largest CTA per row with 1 vector per    rows.cuh
-//                          512, 768    thread; with 4; with 8
+//                          512, 768    thread; with 2 or 4; with 8
 //   kLatencyVectors        2^18        up to here one vector per thread         rows.cuh
 //   kHoldWords             64          registers for a row and its parameters   rows.cuh
 //   plan_rows              see below   layout by the row's length               norms
@@ -49,7 +49,7 @@ inline constexpr int64_t kSmallVectors = int64_t{1} << 18;
 // A row lies in the registers of its threads from the first load to the last store, so memory is
 // passed over once. k<A>x<B>: A threads (8, 16, 32: a part of a warp or a warp; Cta: one CTA per
 // row, its size set at the launch) of B vectors (16 bytes where aligned) each.
-enum class Shape { k8x2, k16x2, k32x2, k32x4, k32x8, kCtaX1, kCtaX4, kCtaX8, kLoop };
+enum class Shape { k8x2, k16x2, k32x2, k32x4, k32x8, kCtaX1, kCtaX2, kCtaX4, kCtaX8, kLoop };
 
 // CTA size where a CTA holds several rows. Small, so that the last wave is short.
 inline constexpr int kRowThreads = 128;
@@ -121,12 +121,17 @@ inline constexpr int kHoldWords = 64;
 // Half of the norms', since these kernels have twice its registers.
 inline constexpr int64_t kLatencyFused = kLatencyVectors / 2;
 
-// Fewer shapes than plan_rows, to build less.
-constexpr RowPlan plan_fused(int64_t vectors, int64_t rows) {
+// Fewer shapes than plan_rows, to build less. same_type: the parameters have the dtype of the row;
+// sum: there is a residual.
+constexpr RowPlan plan_fused(int64_t vectors, int64_t rows, bool same_type, bool sum) {
+  if (vectors <= 16 && same_type) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
   if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
   if (vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
     return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
   }
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  // Two inputs: twice the loads of a thread are on their way, and more threads fit.
+  if (vectors <= 2 * kMaxThreadsX4 && sum) return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
   return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
 }
 inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;

@@ -1,0 +1,92 @@
+// cluster.cuh: a team of CTAs that share one piece of work through distributed shared memory (sm_90).
+#pragma once
+
+#include "common.cuh"
+
+namespace hfp::cuda {
+
+inline constexpr int kClusterSize = 8;  // the most that every sm_90 GPU can schedule
+
+// ---------------------------------------------------------------------------------------------
+// The CTAs of a team
+
+template <bool kCluster>
+struct Team {
+  __device__ __forceinline__ static unsigned rank() {
+    unsigned r = 0;
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+#endif
+    return r;
+  }
+
+  __device__ __forceinline__ static unsigned size() { return kCluster ? kClusterSize : 1; }
+
+  // Also orders what the CTAs wrote to each other's shared memory.
+  __device__ __forceinline__ static void sync() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) {
+      asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+      return;
+    }
+#endif
+    __syncthreads();
+  }
+
+  // Of a variable in shared memory, that of CTA `rank`. Generic addresses reach it like one's own.
+  template <class V>
+  __device__ __forceinline__ static V *at(V *own, unsigned rank) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) {
+      uint64_t there;
+      asm("mapa.u64 %0, %1, %2;"
+          : "=l"(there)
+          : "l"(reinterpret_cast<uint64_t>(own)), "r"(rank));
+      return reinterpret_cast<V *>(there);
+    }
+#endif
+    (void)rank;
+    return own;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Launching
+
+// Whether `kernel`'s code on this device was compiled for sm_90, which knows clusters: not so where
+// the driver has made it from older PTX.
+inline bool has_clusters(const void *kernel, int device) {
+  int major = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  if (major < 9) return false;
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    cudaGetLastError();  // the launch itself will say it
+    return false;
+  }
+  return attributes.ptxVersion >= 90;
+}
+
+template <class Params>
+int32_t launch_clusters(void (*kernel)(Params), int64_t clusters, int threads, Params &params,
+                        void *stream, const char *op) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = kClusterSize;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * kClusterSize));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = kStartsEarly<Params> ? 2 : 1;
+  void *arguments[] = {&params};
+  return check(cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), arguments), op);
+}
+
+}  // namespace hfp::cuda
