@@ -1,4 +1,4 @@
-"""Step times of full-size models, random weights: eager, hfpatch, torch.compile, in one run.
+"""Step times of full-size models, random weights: eager, hfpatch, torch.compile, in turns.
 
 python benchmarks/models.py --output benchmarks/results/models-h100.json
 """
@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from hfpatch.env import versions
 from hfpatch.patches.blocks import flash3
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
+Call = Callable[[], Any]
 
 
 def ltx(frames: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any]]:
@@ -93,7 +96,7 @@ CASES: dict[str, Callable[[], tuple[torch.nn.Module, Callable[[torch.nn.Module],
 }
 
 
-def launches(call: Callable[[], Any]) -> int:
+def launches(call: Call) -> int:
     """CUDA kernels that one call launches."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -102,7 +105,7 @@ def launches(call: Callable[[], Any]) -> int:
     return sum(e.count for e in profile.key_averages() if e.device_type.name == "CUDA")
 
 
-def peak_gib(call: Callable[[], Any]) -> float:
+def peak_gib(call: Call) -> float:
     """The most memory that tensors held during one call, the model's included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -111,84 +114,131 @@ def peak_gib(call: Callable[[], Any]) -> float:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def timed(row: dict[str, Any], name: str, call: Callable[[], Any]) -> None:
+#: A way to run a model: what it takes to be in it, and a step.
+Way = tuple[Callable[[], AbstractContextManager[None]], Call]
+WARM_UP, STEPS, QUEUED = 3, 5, 10  # a turn: steps to warm up, waited for one by one, queued
+
+
+def rounds(step_ms: float) -> int:
+    """How often each way of running a model gets its turn: steps for about 8 s, at least one turn.
+
+    A fast model waits for the host, whose speed varies, so it gets more turns.
+    """
+    turn_ms = (WARM_UP + STEPS + QUEUED) * step_ms
+    return max(1, min(5, round(8000 / turn_ms)))
+
+
+def timed(row: dict[str, Any], name: str, call: Call) -> None:
     """Adds the time of a step that the device is waited for, and of one among queued steps.
 
     Measured in turns with others, the least counts: other work on the host only ever adds time.
     """
     for key, ms in (
-        (f"{name}_ms", step_milliseconds(call)),
-        (f"{name}_queued_ms", queued_milliseconds(call)),
+        (f"{name}_ms", step_milliseconds(call, warmup=WARM_UP, steps=STEPS)),
+        (f"{name}_queued_ms", queued_milliseconds(call, warmup=0, steps=QUEUED)),
     ):
         row[key] = min(ms, row.get(key, ms))
 
 
-def compiled_step(model: Any, step: Any, row: dict[str, Any], name: str) -> None:
-    """Adds the time of the first call and that of a step, under torch.compile."""
-    torch._dynamo.reset()
-    fast = torch.compile(model, dynamic=False)
-    start = time.perf_counter()
-    step(fast)
-    torch.cuda.synchronize()
-    row[f"{name}_s"] = time.perf_counter() - start
-    timed(row, f"{name}d", lambda: step(fast))
+def in_turns(row: dict[str, Any], ways: dict[str, Way]) -> None:
+    """Adds the times of all ways, each of which gets as many turns as the others."""
+    state, call = ways["eager"]
+    with state():
+        row["rounds"] = rounds(step_milliseconds(call, warmup=1, steps=3))
+    for _ in range(row["rounds"]):
+        for name, (state, call) in ways.items():
+            with state():
+                timed(row, name, call)
 
 
-def compiled_blocks(model: Any, step: Any, row: dict[str, Any]) -> None:
-    """The same with diffusers' `compile_repeated_blocks`, which compiles one block of each kind."""
-    if not getattr(model, "_repeated_blocks", None):
-        return
-    torch._dynamo.reset()
-    model.compile_repeated_blocks(dynamic=False)
+@contextmanager
+def applied(model: torch.nn.Module, **options: Any) -> Iterator[None]:
+    hfpatch.apply(model, **options)
+    try:
+        yield
+    finally:
+        hfpatch.restore(model)
+
+
+@contextmanager
+def called_compiled(calls: dict[torch.nn.Module, Any]) -> Iterator[None]:
+    """The modules are called by what `Module.compile` made of them."""
+    for module, call in calls.items():
+        module._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        for module in calls:
+            del module._compiled_call_impl  # None would be another module to what was compiled
+
+
+def first_call_s(call: Call) -> float:
     start = time.perf_counter()
-    step(model)
+    call()
     torch.cuda.synchronize()
-    row["compile_blocks_s"] = time.perf_counter() - start
-    timed(row, "compiled_blocks", lambda: step(model))
-    for module in model.modules():
-        module._compiled_call_impl = None
+    return time.perf_counter() - start
+
+
+def compiled_ways(model: Any, step: Any, row: dict[str, Any], compiled: str) -> dict[str, Way]:
+    """torch.compile of the model, patched and as it is, or of its blocks alone; adds what the first
+    call of each takes. All stay compiled while others have their turns."""
+    ways: dict[str, Way] = {}
+    if compiled == "whole":
+        fast = torch.compile(model, dynamic=False)
+        call = partial(step, fast)
+        ways["apply_and_compiled"] = (partial(applied, model), call)
+        with applied(model):
+            row["apply_and_compile_s"] = first_call_s(call)
+        ways["compiled"] = (nullcontext, call)
+        row["compile_s"] = first_call_s(call)
+    if compiled != "none" and getattr(model, "_repeated_blocks", None):
+        model.compile_repeated_blocks(dynamic=False)  # one block of each kind
+        calls = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+        ways["compiled_blocks"] = (partial(called_compiled, calls), partial(step, model))
+        with called_compiled(calls):
+            row["compile_blocks_s"] = first_call_s(partial(step, model))
+    return ways
 
 
 def measure(name: str, compiled: str) -> dict[str, Any]:
     model, step = CASES[name]()
     row: dict[str, Any] = {"case": name}
+    call = partial(step, model)
+
+    def warm() -> torch.Tensor:
+        for _ in range(WARM_UP):
+            call()
+        result: torch.Tensor = call()[0].float()
+        return result
+
     with torch.no_grad():
-        reference = step(model)[0].float()
-        timed(row, "eager", lambda: step(model))
-        row["eager_peak_gib"] = peak_gib(lambda: step(model))
+        ways: dict[str, Way] = {
+            "eager": (nullcontext, call),
+            "patched": (partial(applied, model), call),
+        }
+        reference = warm()
+        row["eager_peak_gib"] = peak_gib(call)
         report = hfpatch.apply(model)
         row["swaps"], row["apply_s"] = len(report.swaps), report.plan.seconds
-        timed(row, "patched", lambda: step(model))
-        row["patched_peak_gib"] = peak_gib(lambda: step(model))
-        patched = step(model)[0].float()
+        patched = warm()
         row["attention"] = flash3.in_use()
+        row["patched_peak_gib"] = peak_gib(call)
         row["relative_difference"] = ((patched - reference).norm() / reference.norm()).item()
         if not name.startswith("llama"):  # a denoiser: one graph per step
+            ways["graphs"] = (partial(applied, model, cuda_graphs=True), call)
             hfpatch.apply(model, cuda_graphs=True)
-            timed(row, "graphs", lambda: step(model))
-            graphed = step(model)[0].float()
+            graphed = warm()
             row["graphs_are_exact"] = torch.equal(graphed, patched)
             off = (graphed - patched).norm() / patched.norm()
             row["graphs_relative_difference"] = off.item()
             row["graphs_notes"] = list(hfpatch.status(model).plan.notes)
-        if compiled == "whole":
-            hfpatch.apply(model)
-            compiled_step(model, step, row, "apply_and_compile")
         hfpatch.restore(model)
-        for _ in range(2 if row["eager_ms"] < 150 else 0):  # those that may wait for the host
-            timed(row, "eager", lambda: step(model))
-            hfpatch.apply(model)
-            timed(row, "patched", lambda: step(model))
-            hfpatch.restore(model)
-        if compiled == "whole":
-            compiled_step(model, step, row, "compile")
-        if compiled != "none":
-            compiled_blocks(model, step, row)
+        in_turns(row, ways | compiled_ways(model, step, row, compiled))
         # Last: once the profiler was attached, every launch in this process takes the host longer.
         torch._dynamo.reset()
-        row["eager_launches"] = launches(lambda: step(model))
+        row["eager_launches"] = launches(call)
         hfpatch.apply(model)
-        row["patched_launches"] = launches(lambda: step(model))
+        row["patched_launches"] = launches(call)
     row["speedup"] = row["eager_ms"] / row["patched_ms"]
     return row
 

@@ -2,24 +2,20 @@
 
 A model that is called with the same shapes step after step (a diffusion transformer, a UNet) spends
 a part of each step launching kernels. `hfpatch.apply(model, cuda_graphs=True)` records the second
-call of every kind and replays it from the third on. The kind of a call is its key: shapes, strides,
-dtypes and devices of the tensors, and the values of everything else.
+call of every kind and replays it from the third on.
 
-What a graph bakes in is compared at every call: addresses of parameters and buffers, processors,
-LoRA scales, forwards. If one changed, the graphs are dropped and recorded anew. What a graph cannot
-do is left to the model's own forward, and the reason is in `hfpatch.status(model)`.
+What a graph bakes in of the model is compared at every call (graph_keys.py). If it changed, the
+graphs are dropped and recorded anew. What a graph cannot do is left to the model's own forward, and
+the reason is in `hfpatch.status(model)`.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
-import sys
 import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -30,8 +26,16 @@ from torch.compiler import is_compiling
 
 from hfpatch import swap
 from hfpatch.captures import abandon
-from hfpatch.config import attention_choice
-from hfpatch.patches.base import Forward, Tensor, has_diffusers_hook, watched
+from hfpatch.graph_keys import (
+    ADDRESSES,
+    PLAIN,
+    NotCapturable,
+    Watch,
+    call_key,
+    global_state,
+    rebuild_call,
+)
+from hfpatch.patches.base import Forward, Tensor, watched
 from hfpatch.patches.blocks.memo import Capture, rehearsal
 from hfpatch.plan import Prepared, Swap
 
@@ -39,206 +43,6 @@ from hfpatch.plan import Prepared, Swap
 DEFAULT_LIMIT = 8
 #: Components of a diffusers pipeline that run once per step.
 DENOISERS = ("transformer", "transformer_2", "unet", "prior")
-
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-
-
-class NotCapturable(Exception):
-    """Why a call cannot be recorded; the text is for the user."""
-
-
-# -------------------------------------------------------------------------------------------------
-# The key of a call
-
-
-def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """What distinguishes this call from others, hashable, and its tensors in a fixed order.
-
-    Raises:
-        NotCapturable: an argument is neither a tensor on a GPU nor a plain value, alone or in
-            tuples, lists and dicts; all tensors must be on one device.
-    """
-    tensors: list[Tensor] = []
-    key = (
-        tuple(_key(a, f"argument {i}", tensors) for i, a in enumerate(args)),
-        tuple((k, _key(v, f"`{k}`", tensors)) for k, v in sorted(kwargs.items())),
-    )
-    if not tensors:
-        raise NotCapturable("the call has no tensor argument")
-    devices = {t.device for t in tensors}
-    if len(devices) > 1:
-        raise NotCapturable(f"its tensors are on {', '.join(sorted(map(str, devices)))}")
-    return key, tensors
-
-
-def _key(value: Any, where: str, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if type(value) not in (Tensor, nn.Parameter):
-            raise NotCapturable(f"{where} is a {type(value).__name__}")
-        if not value.is_cuda:
-            raise NotCapturable(f"{where} is on {value.device}, not on a GPU")
-        if value.requires_grad and torch.is_grad_enabled():
-            raise NotCapturable(f"{where} requires a gradient")
-        tensors.append(value)
-        return (Tensor, tuple(value.shape), value.stride(), value.dtype, value.device)
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    if type(value) in (tuple, list):
-        return (type(value), *(_key(v, where, tensors) for v in value))
-    if type(value) is dict and all(isinstance(k, str) for k in value):
-        return (dict, *((k, _key(v, f"{where}[{k!r}]", tensors)) for k, v in sorted(value.items())))
-    raise NotCapturable(f"{where} is a {type(value).__name__}, which a graph cannot tell apart")
-
-
-def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The argument with other tensors in their places, in the order of `_key`."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if type(value) in (tuple, list):
-        return type(value)(_rebuilt(v, tensors) for v in value)
-    if type(value) is dict:
-        made = {k: _rebuilt(v, tensors) for k, v in sorted(value.items())}
-        return {k: made[k] for k in value}  # in the caller's order
-    return value
-
-
-def rebuild_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with `tensors` in place of its own, in the order of `call_key`."""
-    left = iter(tensors)
-    new_args = tuple(_rebuilt(a, left) for a in args)
-    made = {k: _rebuilt(v, left) for k, v in sorted(kwargs.items())}
-    return new_args, {k: made[k] for k in kwargs}
-
-
-def global_state() -> tuple[Any, ...]:
-    """Settings outside of the model that choose kernels."""
-    backend = None
-    registry = _attention_registry()
-    if registry is not None:
-        backend = registry.get_active_backend()[0]
-    cuda: Any = torch.backends.cuda
-    return (
-        backend,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
-        torch.are_deterministic_algorithms_enabled(),
-        attention_choice(),
-    )
-
-
-def _attention_registry() -> Any:
-    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-    return getattr(dispatch, "_AttentionBackendRegistry", None)
-
-
-# -------------------------------------------------------------------------------------------------
-# What a graph bakes in of the model
-
-#: Attributes of a PEFT layer that are numbers in the recorded kernels' arguments.
-_ADAPTER_STATE = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
-
-
-class Watch:
-    """A model's modules, flat: a step of a few milliseconds must not spend some on walking them.
-
-    It holds the modules inside of the model, so that no other gets the address of one, but neither
-    the model nor its `__dict__`, whose bound methods lead back to it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._inside = [m for m in model.modules() if m is not model]
-        self._dicts = [m.__dict__ for m in self._inside]
-        self._numbers = [
-            (d, k) for d in self._dicts for k, v in d.items() if type(v) is float and k[0] != "_"
-        ]
-        self._children = self._look(model)
-        dicts = (model.__dict__, *self._dicts)
-        self._held = [h for d in dicts for h in (d["_parameters"], d["_buffers"]) if h]
-
-    def addresses(self) -> list[int] | None:
-        """Of the parameters and buffers of the modules that were there at first."""
-        return _addresses(t for t in _values(self._held) if t is not None)
-
-    def _look(self, model: nn.Module) -> list[int]:
-        return list(map(id, _values(d["_modules"] for d in (model.__dict__, *self._dicts))))
-
-    def is_current(self, model: nn.Module) -> bool:
-        """Whether the model still consists of these modules."""
-        return self._look(model) == self._children
-
-    def signature(self, model: nn.Module) -> list[Any]:
-        """See `model_signature`."""
-        inside = self._dicts
-        for d, module in zip(inside, self._inside, strict=True):
-            if (
-                d["_forward_hooks"]
-                or d["_forward_pre_hooks"]
-                or "_hf_hook" in d
-                or has_diffusers_hook(d)
-            ):
-                name = type(module).__name__
-                raise NotCapturable(f"a `{name}` inside has hooks (offload, cache …)")
-        dicts = (model.__dict__, *inside)
-        held = (d[kind] for d in dicts for kind in ("_parameters", "_buffers"))
-        tensors = [t for t in _values(held) if t is not None]
-        if not all(map(_IS_CUDA, tensors)):
-            where = next(t.device for t in tensors if not t.is_cuda)
-            raise NotCapturable(f"some of its weights are on {where}")
-        addresses = _addresses(tensors)
-        if addresses is None:
-            raise NotCapturable("some of its weights are not plain tensors (sharded, fake …)")
-        processors = [p for d in dicts if (p := d.get("processor")) is not None]
-        return [
-            addresses,  # _ADDRESSES
-            list(map(_DTYPE, tensors)),
-            [d["training"] for d in dicts],
-            [d.get(name) for d, name in self._numbers],
-            list(map(type, self._inside)),
-            [_identity(d.get("forward")) for d in inside],
-            [(id(p), getattr(p, "_attention_backend", None)) for p in processors],
-            [repr([d.get(name) for name in _ADAPTER_STATE]) for d in dicts if "scaling" in d],
-        ]
-
-
-_ADDRESSES = 0  # their place in a signature
-_IS_CUDA, _DTYPE = operator.attrgetter("is_cuda"), operator.attrgetter("dtype")
-_DATA_PTR = operator.methodcaller("data_ptr")
-
-
-def _addresses(tensors: Iterable[Tensor]) -> list[int] | None:
-    """None if one of them has no memory of its own, as a DTensor."""
-    try:
-        return list(map(_DATA_PTR, tensors))
-    except RuntimeError:
-        return None
-
-
-def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(dict.values, dicts))
-
-
-def model_signature(model: nn.Module) -> list[Any]:
-    """Addresses of all parameters and buffers, and the settings that a graph cannot read later.
-
-    Raises:
-        NotCapturable: a module inside has hooks, or weights off the GPU. Hooks on `model` itself
-            are fine: they run outside of the graph.
-    """
-    return Watch(model).signature(model)
-
-
-def _identity(forward: Any) -> int:
-    return id(getattr(forward, "__func__", forward))
-
-
-# -------------------------------------------------------------------------------------------------
-# Recording and replaying
 
 
 class _Pool:
@@ -314,7 +118,7 @@ def map_tensors(value: Any, change: Any) -> Any:
 
 def _check_output(value: Any) -> None:
     for leaf in torch.utils._pytree.tree_leaves(value):
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
+        if not isinstance(leaf, (Tensor, *PLAIN)):
             raise NotCapturable(f"its forward returns a {type(leaf).__name__}")
 
 
@@ -440,7 +244,7 @@ class ModelGraphs:
         entry = self.recorded.get(key)
         if entry is None or not self._trusted or self._watch is None or self._signature is None:
             return None
-        return entry if self._watch.addresses() == self._signature[_ADDRESSES] else None
+        return entry if self._watch.addresses() == self._signature[ADDRESSES] else None
 
     def _replay_then_look(
         self, entry: _Recorded, tensors: list[Tensor], model: nn.Module, key: Any

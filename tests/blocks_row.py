@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 Draw = Callable[..., Tensor]
 Call = dict[str, Any]
+#: Of (draw, batch, tokens).
+MakeCall = Callable[[Draw, int, int], Call]
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,13 @@ class Row:
     """
 
     make: Callable[[], nn.Module]
-    calls: Mapping[str, Callable[[Draw, int, int], Call]]
+    calls: Mapping[str, MakeCall]
     fp32_parts: tuple[str, ...] = ()
     aside: tuple[str, ...] = ("norm1", "attn1")
     linear: str = "attn1.to_q"
     inside: str = "attn1"
     waits: bool = False
-    handed_back: Mapping[str, Callable[[Draw, int, int], Call]] = field(default_factory=dict)
+    handed_back: Mapping[str, MakeCall] = field(default_factory=dict)
 
 
 def tables(draw: Draw, *shape: int) -> tuple[Tensor, Tensor]:

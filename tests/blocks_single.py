@@ -10,7 +10,7 @@ from typing import Any
 
 import blocks_families
 import torch
-from blocks_row import Call, Draw, Row, tables
+from blocks_row import Call, Draw, MakeCall, Row, tables
 from torch import Tensor, nn
 
 
@@ -74,11 +74,28 @@ def alone(draw: Draw, batch: int, tokens: int) -> Call:
     return {"hidden_states": draw(batch, tokens, 96)}
 
 
-def timed(call: Callable[[Draw, int, int], Call]) -> Callable[[Draw, int, int], Call]:
+def timed(call: MakeCall) -> MakeCall:
     def modulated(draw: Draw, batch: int, tokens: int) -> Call:
         return call(draw, batch, tokens) | {"timestep": draw(batch, 6 * 96)}
 
     return modulated
+
+
+def channels_last(call: MakeCall) -> MakeCall:
+    return with_images(call, lambda x: x.to(memory_format=torch.channels_last))
+
+
+def strided(call: MakeCall) -> MakeCall:
+    return with_images(call, lambda x: x.mT.contiguous().mT)
+
+
+def with_images(call: MakeCall, change: Callable[[Tensor], Tensor]) -> MakeCall:
+    def changed(draw: Draw, batch: int, tokens: int) -> Call:
+        given = call(draw, batch, tokens)
+        images = {k: x for k, x in given.items() if isinstance(x, Tensor) and x.ndim == 4}
+        return given | {k: change(x) for k, x in images.items()}
+
+    return changed
 
 
 def resnet(**settings: Any) -> Callable[[], nn.Module]:
@@ -96,15 +113,6 @@ def image(draw: Draw, batch: int, tokens: int) -> Call:
 
 def image_alone(draw: Draw, batch: int, tokens: int) -> Call:
     return image(draw, batch, tokens) | {"temb": None}
-
-
-def channels_last(draw: Draw, batch: int, tokens: int) -> Call:
-    call = image(draw, batch, tokens)
-    return call | {"input_tensor": call["input_tensor"].to(memory_format=torch.channels_last)}
-
-
-def strided(draw: Draw, batch: int, tokens: int) -> Call:
-    return image(draw, batch, tokens) | {"input_tensor": draw(batch, 24, 3, tokens).mT}
 
 
 def transformer_2d(**settings: Any) -> Callable[[], nn.Module]:
@@ -136,25 +144,10 @@ def picture_alone(draw: Draw, batch: int, tokens: int) -> Call:
     return picture(draw, batch, tokens) | {"encoder_hidden_states": None}
 
 
-def picture_last(draw: Draw, batch: int, tokens: int) -> Call:
-    call = picture(draw, batch, tokens)
-    return call | {"hidden_states": call["hidden_states"].to(memory_format=torch.channels_last)}
-
-
-def picture_alone_last(draw: Draw, batch: int, tokens: int) -> Call:
-    return picture_last(draw, batch, tokens) | {"encoder_hidden_states": None}
-
-
-def picture_strided(draw: Draw, batch: int, tokens: int) -> Call:
-    return picture(draw, batch, tokens) | {"hidden_states": draw(batch, 24, 3, tokens).mT}
-
-
 def picture_masked(draw: Draw, batch: int, tokens: int) -> Call:
     """As a UNet masks its text: a bias, made before."""
-    call = picture_last(draw, batch, tokens)
-    bias = torch.zeros(batch, 1, 6)
-    bias[:, :, 4:] = -10000.0
-    return call | {"encoder_attention_mask": bias.to(call["hidden_states"].dtype)}
+    call = channels_last(picture)(draw, batch, tokens)
+    return call | {"encoder_attention_mask": bias(batch, 6).to(call["hidden_states"].dtype)}
 
 
 def picture_two_dimensional_mask(draw: Draw, batch: int, tokens: int) -> Call:
@@ -211,14 +204,14 @@ ROWS: Mapping[str, Row] = {
     ),
     "resnet": Row(
         resnet(),
-        {"image": image, "channels last": channels_last, "strided": strided},
+        {"image": image, "channels last": channels_last(image), "strided": strided(image)},
         aside=("norm1", "norm2"),
         linear="time_emb_proj",
         inside="norm1",
     ),
     "resnet with a shortcut": Row(
         resnet(out_channels=32, output_scale_factor=1.5, skip_time_act=True),
-        {"image": image, "channels last": channels_last},
+        {"image": image, "channels last": channels_last(image)},
         aside=("norm1",),
         linear="time_emb_proj",
         inside="norm1",
@@ -235,8 +228,8 @@ ROWS: Mapping[str, Row] = {
         {
             # first: PyTorch 2.13 crashes in a group norm's gradient in channels-last memory
             "image": picture,
-            "channels last": picture_last,
-            "strided": picture_strided,
+            "channels last": channels_last(picture),
+            "strided": strided(picture),
             "masks": picture_masked,
         },
         aside=("norm",),
@@ -246,7 +239,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "transformer of a UNet, projections by convolution": Row(
         transformer_2d(cross_attention_dim=None, activation_fn="gelu"),
-        {"image": picture_alone, "channels last": picture_alone_last},
+        {"image": picture_alone, "channels last": channels_last(picture_alone)},
         aside=("norm",),
         linear="",
         inside="norm",

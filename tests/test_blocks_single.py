@@ -215,6 +215,26 @@ def test_steps_aside_for_a_processor(name: str, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "norm", "reason"),
+    [
+        ("resnet", nn.GroupNorm(4, 24, affine=False), "no `GroupNorm`s with weights"),
+        ("resnet", nn.GroupNorm(3, 24, eps=1e-6), "differ in groups or eps"),
+        ("resnet", nn.GroupNorm(4, 24, eps=0.5), "differ in groups or eps"),
+        ("resnet", nn.GroupNorm(4, 24, 1e-6, dtype=torch.float16), "are torch.float16"),
+        ("transformer of a UNet", nn.BatchNorm2d(24), "no `GroupNorm`s with weights"),
+        ("transformer of a UNet", nn.GroupNorm(4, 24, dtype=torch.float16), "are torch.float16"),
+    ],
+)
+def test_odd_group_norms(name: str, norm: nn.Module, reason: str) -> None:
+    row = ROWS[name]
+    root = build(row)
+    setattr(root.block, row.aside[-1], norm)
+    report = hfpatch.apply(root)
+    (skip,) = (s for s in report.skips if s.path == "block")
+    assert skip.reason.startswith("its norms ") and reason in skip.reason
+
+
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if not row.waits])
 def test_compiles_as_one_graph(name: str) -> None:
     row = ROWS[name]

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
 from hfpatch import graphs
-from hfpatch.graphs import ModelGraphs, NotCapturable, call_key, model_signature, rebuild_call
+from hfpatch.graph_keys import NotCapturable, call_key, model_signature, rebuild_call
+from hfpatch.graphs import ModelGraphs
 from hfpatch.patches.blocks.attention import _pays
 from hfpatch.patches.blocks.memo import Capture, for_a_graph, rehearsal
 from hfpatch.patches.blocks.parts import Constant

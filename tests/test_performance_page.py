@@ -43,5 +43,13 @@ def test_the_readmes_figures_are_measured_ones() -> None:
         measured = found.get(case.strip("`"))
         if measured is not None:
             seen += 1
+            assert 1 <= round(measured["apply_s"]) <= 3, "the sentence above the table"
             assert [float(c) for c in cells] == [round(measured[n], 1) for n in names], case
     assert seen >= 5
+    sdxl, words = found["sdxl-unet channels-last"], " ".join(text.split())
+    assert f"one to three seconds (SDXL {sdxl['apply_s']:.1f} s)" in words
+    eager, patched, graphs = (
+        f"{sdxl[f'{n}_queued_ms']:.1f}" for n in ("eager", "patched", "graphs")
+    )
+    assert f"{eager} ms where steps are queued" in words
+    assert f"(patched {patched}, with graphs {graphs})" in words

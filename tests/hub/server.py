@@ -30,8 +30,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+ROOT = Path(__file__).resolve().parents[2]
 LFS_SUFFIXES = (".so", ".dylib", ".dll", ".bin", ".safetensors")
 LFS_FROM = 10 * 1024 * 1024  # bytes: larger files are LFS whatever their name
+
+
+def python_path() -> str:
+    """`PYTHONPATH` of a fresh process: this checkout, then what this process was given."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 # ------------------------------------------------------------------------------ faults
@@ -180,7 +186,7 @@ class HubServer:
         self._http.server_close()
 
     def env(self, cache: Path, **more: str) -> dict[str, str]:
-        """Environment of a fresh client process that talks to this server and to nothing else."""
+        """Environment of a fresh client process: this checkout, and no server but this one."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "KERNELS_"))}
         return kept | {
             "HF_ENDPOINT": self.url,
@@ -189,6 +195,8 @@ class HubServer:
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "NO_PROXY": "127.0.0.1,localhost",
+            "PYTHONPATH": python_path(),
+            "HFPATCH_CONFIG": "",
             **more,
         }
 

@@ -41,8 +41,7 @@ def test_the_commands_run(hub: HubServer, tmp_path: Path) -> None:
     hub.put("toy/kernel", package())
     hub.put("kernels-community/activation", package(name="activation"))
     kernels_lock = "kernels download ."  # reads what `hfpatch lock` wrote beside its own file
-    env = hub.env(tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="")
-    env["CUDA_VISIBLE_DEVICES"] = ""
+    env = hub.env(tmp_path / "home", CUDA_VISIBLE_DEVICES="")
     printed = {}
     assert len(COMMANDS) == 8
     for command in (*COMMANDS, kernels_lock):

@@ -39,9 +39,8 @@ assert len(calls) == 2 and "kernels--me--my-kernel" in kernel.__file__, (calls, 
 @pytest.mark.timeout(900)  # some fifteen processes that import torch, and two builds
 def test_from_nothing_to_the_hub(hub: HubServer, tmp_path: Path) -> None:
     env = hub.env(
-        tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="", CUDA_VISIBLE_DEVICES="",
-        HFPATCH_CUDA_ARCHS="none", OMP_NUM_THREADS="1",
-    )  # fmt: skip
+        tmp_path / "home", CUDA_VISIBLE_DEVICES="", HFPATCH_CUDA_ARCHS="none", OMP_NUM_THREADS="1"
+    )
 
     def run(arguments: list[str], text: str = "") -> str:
         done = subprocess.run(

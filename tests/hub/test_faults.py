@@ -36,7 +36,6 @@ from hfpatch.hub.download import lock
 from hfpatch.hub.patience import impatient
 from hfpatch.sources import Kernel
 
-ROOT = Path(__file__).resolve().parents[2]
 SPEC = "toy/kernel@v1"
 X = torch.linspace(-4, 4, 96).reshape(2, 48)
 #: A module that must never be imported says so by ending the process.
@@ -516,9 +515,7 @@ def test_two_processes_write_the_same_cache(toy: HubServer, tmp_path: Path) -> N
         "print(package.module.silu.__name__, package.version)\n"
     )
     cache = tmp_path / "kernels"
-    env = toy.env(
-        tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="", KERNELS_CACHE=str(cache)
-    )
+    env = toy.env(tmp_path / "home", KERNELS_CACHE=str(cache))
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=env, text=True, stdin=subprocess.PIPE,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -542,10 +539,7 @@ def test_a_download_that_was_killed_is_taken_up(toy: HubServer, tmp_path: Path) 
     toy.put("toy/kernel", package(more={f"part{i}.py": f"x = {i}\n" * 500 for i in range(6)}))
     toy.fail("GET", "/resolve/.*part3.py", Hang(60))
     command = [sys.executable, "-m", "hfpatch", "download", SPEC]
-    env = toy.env(
-        tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="",
-        HF_HUB_CACHE=constants.HF_HUB_CACHE,
-    )  # fmt: skip
+    env = toy.env(tmp_path / "home", HF_HUB_CACHE=constants.HF_HUB_CACHE)
     process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
     while process.poll() is None and not toy.seen("GET", "part3.py"):
         time.sleep(0.01)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from kernels._rust import Build
 from scaffold import NAME, ROOT, built_scaffold
+from server import python_path
 
 from hfpatch import cli, kernel_build
 from hfpatch.kernel_build import KernelBuildError
@@ -25,6 +26,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_scaffold(tmp_path_factory.mktemp("new"))
 
 
+def own_tests(project: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project / "tests")],
+        env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=project, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
 def test_the_scaffold_is_a_project_of_that_name(tmp_path: Path) -> None:
     root = new_project("a-b2", tmp_path, "me/a-b2")
     assert len(Build.open(root).general.backends) == 2
@@ -37,11 +46,7 @@ def test_the_scaffold_is_a_project_of_that_name(tmp_path: Path) -> None:
 
 def test_the_scaffold_passes_its_own_tests(project: Path) -> None:
     """As it is, and under a name other than the template's."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project / "tests")],
-        env=env, cwd=project, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = own_tests(project)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
@@ -54,11 +59,7 @@ def test_the_scaffolds_tests_can_fail(project: Path, tmp_path: Path) -> None:
         file.write_text(file.read_text().replace("torch.relu(x)", "torch.relu(x + 0.125)"))
     (variant,) = (copy / "build").iterdir()
     shutil.rmtree(variant / "__pycache__", ignore_errors=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(copy / "tests")],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=copy, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    done = own_tests(copy)
     assert done.returncode == 1
     for name in ("test_matches_the_reference", "test_gradients", "test_the_operator_is_what"):
         assert f"FAILED tests/test_ops.py::{name}" in done.stdout
@@ -68,14 +69,12 @@ def test_the_scaffolds_tests_can_fail(project: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(not has_nvcc, reason="no nvcc")
 def test_the_scaffolds_cuda_half_compiles(tmp_path: Path) -> None:
     """And keeps to the Hub's demands, checked from the outside."""
-    from hfpatch.kernel_project.checks import check_project
-    from hfpatch.kernel_project.project import Project
+    from machine import failures
 
     root = new_project(NAME, tmp_path)
     (built,) = kernel_build.build(root, root, ("cuda",), archs="9.0", verbose=False)
     assert built.archs == ("9.0",) and "-cu" in built.name
-    rows = check_project(Project.open(root))
-    assert [r for r in rows if not r.passed] == []
+    assert failures(root) == []
     assert not any(k["spill_stores"] for k in kernel_build.resources(root, "9.0", verbose=False))
 
 

@@ -15,7 +15,7 @@ import zoo
 from kernels import LayerRepository, LocalLayerRepository, Mode, use_kernel_mapping
 from kernels.layer.layer import _CACHED_LAYER, _validate_layer
 from packages import build_files
-from server import HubServer
+from server import HubServer, python_path
 from torch import nn
 from transformers import activations
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -160,8 +160,11 @@ torch.testing.assert_close(model(ids).logits, expected)
 @pytest.mark.slow
 def test_use_kernels(kernels_dir: Path, tmp_path: Path) -> None:
     """transformers' KernelConfig takes our layers; `train()` kernelizes again, which is said."""
-    root = str(Path(__file__).resolve().parents[2])
-    env = os.environ | {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "HFPATCH_CONFIG": ""}
+    env = os.environ | {
+        "PYTHONPATH": python_path(),
+        "HF_HUB_OFFLINE": "1",
+        "HFPATCH_CONFIG": "",
+    }
     done = subprocess.run(
         [sys.executable, "-c", USE_KERNELS, str(kernels_dir)],
         env=env, cwd=tmp_path, capture_output=True, text=True, check=False,

@@ -23,7 +23,6 @@ from hfpatch.errors import (
 )
 from hfpatch.report import Report
 
-ROOT = Path(__file__).resolve().parents[2]
 X = torch.linspace(-4, 4, 96).reshape(2, 48)
 
 
@@ -139,7 +138,7 @@ def test_our_own_build_is_published_and_loaded_in_fresh_processes(
 ) -> None:
     """Uploaded by huggingface_hub, loaded by `kernels.get_kernel`, then in a patched model; last
     with every socket forbidden and telemetry off, of which kernels 0.17.2 dies on its own."""
-    env = hub.env(tmp_path / "home", PYTHONPATH=str(ROOT), HFPATCH_CONFIG="")
+    env = hub.env(tmp_path / "home")
 
     def run(code: str, *arguments: str, **more: str) -> str:
         done = subprocess.run(

@@ -135,6 +135,15 @@ def odd_dtypes(modules: Sequence[nn.Module], projection: Any) -> str | None:
     return f"its norms are {others}, its projections {dtype}" if others else None
 
 
+def odd_group_norms(block: nn.Module, norms: Sequence[Any], projection: Any) -> str | None:
+    """Why norms of a block are not `GroupNorm`s with weights, all alike and in its dtype."""
+    if any(type(norm) is not nn.GroupNorm or not norm.affine for norm in norms):
+        return "its norms are no `GroupNorm`s with weights"
+    if len({(norm.num_groups, norm.eps) for norm in norms}) > 1:
+        return "its norms differ in groups or eps"
+    return odd_dtypes([block, *norms], projection)
+
+
 def gelu_of(ff: Any) -> str:
     """diffusers' `activation_fn` of a `FeedForward` with a GELU or GEGLU."""
     first = ff.net[0]

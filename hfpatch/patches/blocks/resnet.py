@@ -19,7 +19,7 @@ from torch import nn
 
 from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.memo import StepMemo
-from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, compute_dtype, small
+from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, odd_group_norms, small
 from hfpatch.patches.blocks.projections import convolve_plain, is_plain_convolution, without_bias
 
 
@@ -70,18 +70,9 @@ class ResnetSubject(ModelBlock):
             return f"its time embedding is of type {block.time_embedding_norm!r}"
         if type(block.nonlinearity) is not nn.SiLU:
             return f"its activation is `{type(block.nonlinearity).__name__}`"
-        if type(block.norm1) is not nn.GroupNorm or type(block.norm2) is not nn.GroupNorm:
-            return "its norms are no `GroupNorm`s"
-        same = block.norm1.num_groups == block.norm2.num_groups
-        if not same or block.norm1.eps != block.norm2.eps or not block.norm1.affine:
-            return "its norms differ in groups or eps, or have no weights"
         if block.conv2.out_channels != block.out_channels:
             return "its second convolution has other channels than the first"
-        dtype = compute_dtype([block], block.conv1)
-        others = {p.dtype for n in (block.norm1, block.norm2) for p in n.parameters()} - {dtype}
-        if others:
-            return f"its norms are {', '.join(map(str, others))}, its convolutions {dtype}"
-        return None
+        return odd_group_norms(block, [block.norm1, block.norm2], block.conv1)
 
     @staticmethod
     def projection(block: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import Forward, Tensor
-from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, compute_dtype, small
+from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, odd_group_norms, small
 from hfpatch.patches.blocks.projections import convolve
 from hfpatch.patches.blocks.resnet import group_norm
 
@@ -39,13 +39,7 @@ class Transformer2DSubject(ModelBlock):
     def odd(block: Any) -> str | None:
         if not block.is_input_continuous:
             return "its input is no image"
-        if type(block.norm) is not nn.GroupNorm or not block.norm.affine:
-            return "its norm is no `GroupNorm` with weights"
-        dtype = compute_dtype([block.norm], block.proj_in)
-        others = {p.dtype for p in block.norm.parameters()} - {dtype}
-        if others:
-            return f"its norm is {', '.join(map(str, others))}, its projections {dtype}"
-        return None
+        return odd_group_norms(block, [block.norm], block.proj_in)
 
     @staticmethod
     def projection(block: Any) -> Any:

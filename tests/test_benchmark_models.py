@@ -1,0 +1,87 @@
+"""benchmarks/models.py without a GPU: every way of running a model gets as many turns."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch._dynamo.testing import CompileCounter
+
+import hfpatch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def models() -> Iterator[ModuleType]:
+    """benchmarks/models.py"""
+    names = ("models", "families", "joint", "single_stream")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("models")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "rounds"), [(10, 5), (75, 5), (149, 3), (245, 2), (320, 1), (5000, 1)]
+)
+def test_fast_models_get_more_rounds(models: ModuleType, step_ms: float, rounds: int) -> None:
+    assert models.rounds(step_ms) == rounds
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch. `LTXVideo:RuntimeWarning")  # no graphs on a CPU
+def test_every_way_gets_its_turns(
+    models: ModuleType, kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build()
+    inputs = entry.inputs(model) | {"return_dict": False}
+    counter, compiler = CompileCounter(), torch.compile
+    turns: list[tuple[set[str], bool]] = []
+    compiled: list[int] = []
+
+    def milliseconds(call: Callable[[], Any], warmup: int, steps: int) -> float:
+        call()
+        if warmup == models.WARM_UP:  # else it asks how fast the model is
+            swaps = {s.op for s in hfpatch.status(model).swaps}
+            blocks = any(m._compiled_call_impl is not None for m in model.modules())
+            turns.append((swaps, blocks))
+            compiled.append(counter.frame_count)
+        return 100.0 - len(turns)
+
+    monkeypatch.setitem(models.CASES, "tiny", lambda: (model, lambda m: m(**inputs)))
+    monkeypatch.setattr(models, "step_milliseconds", milliseconds)
+    monkeypatch.setattr(models, "queued_milliseconds", lambda call, warmup, steps: 1.0)
+    monkeypatch.setattr(models, "peak_gib", lambda call: 1.0)
+    monkeypatch.setattr(models, "launches", lambda call: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: compiler(f, backend=counter, **kw))
+    row = models.measure("tiny", "whole")
+
+    patched = turns[1][0]
+    ways = {
+        "eager": (set(), False),
+        "patched": (patched, False),
+        "graphs": (patched | {"cuda_graphs"}, False),
+        "apply_and_compiled": (patched, False),
+        "compiled": (set(), False),
+        "compiled_blocks": (set(), True),
+    }
+    assert "block" in patched
+    assert row["rounds"] == 4
+    assert turns == 4 * list(ways.values())
+    assert compiled == [3] * len(turns), "nothing is compiled again between turns"
+    # later turns were shorter here, and the least counts
+    assert [row[f"{name}_ms"] for name in ways] == [81.0, 80.0, 79.0, 78.0, 77.0, 76.0]
+    assert all(row[f"{name}_queued_ms"] == 1.0 for name in ways)
+    assert hfpatch.restore(model) == row["swaps"]
