@@ -72,7 +72,9 @@ inline bool has_clusters(const void *kernel, int device) {
 
 template <class Params>
 int32_t launch_clusters(void (*kernel)(Params), int64_t clusters, int threads, Params &params,
-                        void *stream, const char *op) {
+                        void *stream, const char *op, int shared_bytes = 0) {
+  const cudaError_t status = allow_shared_memory(kernel, shared_bytes);
+  if (status != cudaSuccess) return check(status, op);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = kClusterSize;
@@ -82,6 +84,7 @@ int32_t launch_clusters(void (*kernel)(Params), int64_t clusters, int threads, P
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(clusters * kClusterSize));
   config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = kStartsEarly<Params> ? 2 : 1;

@@ -363,19 +363,21 @@ inline int shared_memory_limit() {
   return bytes;
 }
 
-inline constexpr int kStaticSharedMemory = 48 << 10;  // more has to be asked for
+template <class Params>
+cudaError_t allow_shared_memory(void (*kernel)(Params), int bytes) {
+  constexpr int kAlways = 48 << 10;  // more has to be asked for
+  if (bytes <= kAlways) return cudaSuccess;
+  return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
 
 // cudaLaunchKernelExC and not <<<>>>: it returns the status of this launch, so that an error that an
 // earlier caller left behind is neither reported here nor cleared.
 template <class Params>
 int32_t launch(void (*kernel)(Params), int64_t grid, int threads, Params &params, void *stream,
                const char *op, int shared_bytes = 0) {
-  if (shared_bytes > kStaticSharedMemory) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (status != cudaSuccess) return check(status, op);
-  }
+  const cudaError_t status = allow_shared_memory(kernel, shared_bytes);
+  if (status != cudaSuccess) return check(status, op);
   void *arguments[] = {&params};
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

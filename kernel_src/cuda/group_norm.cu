@@ -1,7 +1,7 @@
 // group_norm.cu: group norm with an optional SiLU. Wu & He, arXiv:1803.08494.
 //
-// In NCHW a group lies in one piece. Up to 32768 vectors of 16 bytes it stays in the registers of one
-// CTA, or of a cluster of CTAs (sm_90): one launch, one pass over memory. All other groups take three
+// In NCHW a group lies in one piece. Up to 32768 vectors of 16 bytes it stays in the shared memory of
+// one CTA, or of a cluster of CTAs (sm_90): one launch, one pass over memory. All others take three
 // launches: partial moments of parts of each group; mean and rstd from them; the result. Those are up
 // to millions of elements, and there are too few groups to fill a GPU with one CTA each. The second
 // pass over x finds it in L2 mostly.
@@ -17,9 +17,10 @@ constexpr int kThreads = 256;       // of the kernels over NCHW
 constexpr int kLastThreads = 512;   // at most, of those over NHWC
 constexpr int kChannelSlots = 4096; // channels times positions at once that a CTA merges in NHWC
 constexpr int kWarp = 32;
-constexpr int kUnroll = 4;          // NCHW: vectors of a thread in the result
-constexpr int kHeldThreads = 512;   // at most, where a group stays in registers
-constexpr int64_t kOneCta = 1024;   // vectors of a group, from where a cluster is faster
+constexpr int kUnroll = 4;          // NCHW: vectors of a thread at once
+// Vectors of a group that is read once: up to here one CTA is as fast as a cluster; most in a CTA of
+// a cluster, of which an SM then holds three; most in one CTA where there are no clusters.
+constexpr int64_t kOneCta = 512, kMostHeld = 4096, kMostAlone = 2048;
 
 struct Params {
   static constexpr bool kStartsEarly = true;
@@ -275,40 +276,46 @@ __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   v.store(to);
 }
 
-// A CTA, or a cluster, per group of NCHW; p.chunk vectors a CTA, kVectors a thread.
-template <class T, int N, bool kSilu, bool kCluster, int kVectors>
-__global__ void __launch_bounds__(kHeldThreads)
+// A CTA, or a cluster, per group of NCHW; p.chunk vectors a CTA, in shared memory: registers would
+// hold them too, but so few CTAs then that the groups of a UNet take three rounds. A place is its
+// thread's alone, so there is nothing to wait for.
+template <class T, int N, bool kSilu, bool kCluster>
+__global__ void __launch_bounds__(kThreads)
     group_held_kernel(const __grid_constant__ Params p) {
   wait_for_previous();
   using CTAs = Team<kCluster>;
+  extern __shared__ uint4 held[];
   __shared__ Moments of_warp[kWarp], of_cta;
   const int64_t unit = blockIdx.x / CTAs::size();
   const unsigned rank = CTAs::rank();
   const int vectors = static_cast<int>(p.elements / N), chunk = static_cast<int>(p.chunk);
-  const int begin = rank * chunk, past = begin + chunk < vectors ? begin + chunk : vectors;
-  const int first = begin + threadIdx.x;
-  const T *x = static_cast<const T *>(p.a.x) + unit * p.elements;
+  const int begin = rank * chunk, left = vectors - begin, count = left < chunk ? left : chunk;
+  const T *x = static_cast<const T *>(p.a.x) + unit * p.elements + static_cast<int64_t>(begin) * N;
 
-  Vec<T, N> v[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = first + i * static_cast<int>(blockDim.x);
-    if (at < past) v[i].template load<Cache::kStream>(x + static_cast<int64_t>(at) * N);
-  }
   Sums sums;
-  int count = 0;
+  int seen = 0;
+  for (int at = threadIdx.x; at < count; at += kUnroll * blockDim.x) {
+    Vec<T, N> v[kUnroll];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (first + i * static_cast<int>(blockDim.x) >= past) continue;
-    float value[N];
-    v[i].get(value);
-    if (i == 0) sums.pivot = value[0];
+    for (int u = 0; u < kUnroll; ++u) {
+      const int here = at + u * static_cast<int>(blockDim.x);
+      if (here < count) v[u].template load<Cache::kStream>(x + static_cast<int64_t>(here) * N);
+    }
 #pragma unroll
-    for (int k = 0; k < N; ++k) sums.add(value[k]);
-    count += N;
+    for (int u = 0; u < kUnroll; ++u) {
+      const int here = at + u * static_cast<int>(blockDim.x);
+      if (here >= count) break;
+      v[u].store(reinterpret_cast<T *>(held + here));
+      float value[N];
+      v[u].get(value);
+      if (seen == 0) sums.pivot = value[0];
+#pragma unroll
+      for (int k = 0; k < N; ++k) sums.add(value[k]);
+      seen += N;
+    }
   }
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  Moments m = sums.moments(count);
+  Moments m = sums.moments(seen);
   m.merge_warp();
   if (lane == 0) of_warp[threadIdx.x / kWarp] = m;
   __syncthreads();
@@ -327,16 +334,16 @@ __global__ void __launch_bounds__(kHeldThreads)
   }
 
   const int64_t channel = unit % p.a.groups * p.width;
-  T *out = static_cast<T *>(p.a.out) + unit * p.elements;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = first + i * static_cast<int>(blockDim.x);
-    if (at >= past) continue;
-    const int64_t c = channel + p.channel_vectors.divide(static_cast<uint32_t>(at));
+  T *out = static_cast<T *>(p.a.out) + unit * p.elements + static_cast<int64_t>(begin) * N;
+#pragma unroll 2
+  for (int at = threadIdx.x; at < count; at += blockDim.x) {
+    const int64_t c = channel + p.channel_vectors.divide(static_cast<uint32_t>(begin + at));
     const float factor = rstd * parameter(p.a.weight, p.a.weight_type, c, 1.0f);
     const float summand = parameter(p.a.bias, p.a.weight_type, c, 0.0f);
+    const uint4 word = held[at];
+    const Vec<T, N> v{{word.x, word.y, word.z, word.w}};
     float y[N];
-    v[i].get(y);
+    v.get(y);
 #pragma unroll
     for (int k = 0; k < N; ++k) y[k] = (y[k] - m.mean) * factor + summand;
     store_result<T, N, kSilu>(out + static_cast<int64_t>(at) * N, y);
@@ -448,25 +455,22 @@ int32_t launch_moments(Params &p, void *stream) {
   return launch(&group_moments_kernel<kLast>, up_to_grid(grid), kThreads, p, stream, kName);
 }
 
-// Groups that stay in registers; false where they do not fit.
+// Groups that are read once; false where they are too large.
 template <class T, int N, bool kSilu>
 bool launch_held(Params p, int device, void *stream, int32_t *status) {
   const int64_t vectors = p.elements / N, units = p.a.batch * p.a.groups;
-  auto *narrow = &group_held_kernel<T, N, kSilu, true, 4>;
-  auto *wide = &group_held_kernel<T, N, kSilu, true, 8>;
-  const bool few = vectors <= kClusterSize * 4 * kHeldThreads;
-  const bool cluster = vectors > kOneCta && vectors <= kClusterSize * 8 * kHeldThreads &&
+  auto *one = &group_held_kernel<T, N, kSilu, false>;
+  auto *several = &group_held_kernel<T, N, kSilu, true>;
+  const bool cluster = vectors > kOneCta && vectors <= kClusterSize * kMostHeld &&
                        units <= kMaxGrid / kClusterSize &&
-                       has_clusters(reinterpret_cast<const void *>(few ? narrow : wide), device);
-  if (!cluster && (vectors > 4 * kHeldThreads || units > kMaxGrid)) return false;
+                       has_clusters(reinterpret_cast<const void *>(several), device);
+  if (!cluster && (vectors > kMostAlone || units > kMaxGrid)) return false;
   p.channel_vectors = FastDivisor(p.a.positions / N);
   p.chunk = cluster ? ceil_div(vectors, kClusterSize) : vectors;
-  const int threads = cta_threads(p.chunk, cluster && !few ? 8 : 4);
-  if (cluster) {
-    *status = launch_clusters(few ? narrow : wide, units, threads, p, stream, kName);
-  } else {
-    *status = launch(&group_held_kernel<T, N, kSilu, false, 4>, units, threads, p, stream, kName);
-  }
+  const int threads = p.chunk < kThreads ? cta_threads(p.chunk, 1) : kThreads;
+  const int bytes = static_cast<int>(p.chunk) * kVectorBytes;
+  *status = cluster ? launch_clusters(several, units, threads, p, stream, kName, bytes)
+                    : launch(one, units, threads, p, stream, kName, bytes);
   return true;
 }
 

@@ -54,3 +54,30 @@ def test_every_kernel(name: str, kernels_module: ModuleType) -> None:
                     assert bool((memory[o + r.numel() :] == FILL).all()), name
                 twice.append(sample.meant([o.cpu() for o in outs]))
             assert_same_bits(*twice, f"{name} {dtype} {width} columns, shift {shift}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_group_that_a_cluster_shares(dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """`group_norm` of groups that one CTA would not hold alone: sm_90's distributed memory."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 12, 5000, generator=generator).to(dtype)
+    weight, bias = torch.randn(2, 12, generator=generator).to(dtype)
+    y = kernels_module.group_norm(x.cuda(), weight.cuda(), bias.cuda(), 2, 1e-5, True, False)
+    expected = kernels_module.group_norm(x, weight, bias, 2, 1e-5, True, False)
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y.cpu(), expected, rtol=eps, atol=max(eps, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_in_shared_memory(dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """The gradient of a layer norm that is too wide for its sums to stay in registers."""
+    generator = torch.Generator().manual_seed(0)
+    grad, x = torch.randn(2, 5, 16384, generator=generator).to(dtype)
+    weight, bias = torch.randn(2, 16384, generator=generator).to(dtype)
+    tail = (1e-5, 3)
+    operator = kernels_module.ops.layer_norm_backward.default
+    ours = operator(*(t.cuda() for t in (grad, x, weight, bias)), *tail)
+    expected = operator(grad, x, weight, bias, *tail)
+    eps = 4 * torch.finfo(dtype).eps
+    for a, b in zip(ours[:3], expected[:3], strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=eps, atol=4 * eps)
