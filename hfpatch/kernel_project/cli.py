@@ -104,7 +104,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _publish(args: argparse.Namespace) -> int:
-    from hfpatch.kernel_project.publish import plan_publication, publish
+    from hfpatch.kernel_project.publish import check_client, plan_publication, publish
 
     project = _project(args)
     plan = plan_publication(project, args.repo_id, args.version)
@@ -119,6 +119,7 @@ def _publish(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    check_client()
     if args.dry_run:
         print("dry run: nothing was sent")
         return 0

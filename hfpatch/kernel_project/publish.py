@@ -14,8 +14,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from hfpatch.kernel_project.card import fill_card
 from hfpatch.kernel_project.new import check_repo_id
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 _VERSION = re.compile(r"^v?(\d+)$")
 _APPROVAL = "https://huggingface.co/spaces/kernels-community/README/discussions/new"
 _MESSAGE = "Upload kernel with hfpatch"
+_WRITES_KERNELS = "2.3"  # of huggingface_hub; see `publish` in pyproject.toml
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,12 @@ def publish(
         say: told what is being done.
 
     Raises:
-        ProjectError: the Hub refused, or could not be reached; says why and what to do.
+        ProjectError: the Hub refused, or could not be reached, or the installed huggingface_hub
+            cannot publish kernels; says why and what to do.
     """
     from huggingface_hub import HfApi, constants
 
+    check_client()
     api = HfApi(endpoint=constants.ENDPOINT, library_name="hfpatch")
     with _explained(plan.repo_id):
         api.create_repo(plan.repo_id, repo_type="kernel", private=private or None, exist_ok=True)
@@ -172,6 +178,21 @@ def publish(
             _commit(api, plan, "main", [plan.card], [], None, say)
     url = f"{constants.ENDPOINT}/kernels/{plan.repo_id}/tree/{plan.branch}"
     return Published(url, len(changed), len(plan.files) - len(changed), len(stale))
+
+
+def check_client() -> None:
+    """That the installed huggingface_hub can publish: it made repositories of kernels (1.10) long
+    before it let anybody write to them.
+
+    Raises:
+        ProjectError: it cannot.
+    """
+    found = metadata.version("huggingface_hub")
+    if Version(found) < Version(_WRITES_KERNELS):
+        raise ProjectError(
+            f"`huggingface_hub` {found} cannot write to a kernel's repository, expected >= "
+            f"{_WRITES_KERNELS}: `pip install 'hfpatch[publish]'`"
+        )
 
 
 def _commit(

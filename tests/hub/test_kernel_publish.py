@@ -164,6 +164,23 @@ def test_interrupted_between_the_branches_it_is_resumed(hub: HubServer, project:
 # ------------------------------------------------------------------------------ refusals
 
 
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]], ids=["publish", "dry run"])
+def test_a_client_that_cannot_write_kernels(
+    hub: HubServer,
+    project: Path,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """huggingface_hub before 2.3 raises its own ValueError, after it has made the repository."""
+    monkeypatch.setattr("hfpatch.kernel_project.publish.metadata.version", lambda _: "2.2.0")
+    assert run(project, "--repo-id", REPO, "--no-check", *arguments) == 2
+    assert "`huggingface_hub` 2.2.0 cannot write to a kernel's repository, expected >= 2.3" in (
+        capsys.readouterr().err
+    )
+    assert hub.seen("POST", "/") == []
+
+
 @pytest.mark.parametrize(
     ("method", "path", "code", "said"),
     [

@@ -29,7 +29,9 @@ def main():
 
     case = ReluSquaredBenchmark()
     case.device = "cuda" if torch.cuda.is_available() else "cpu"
-    case.kernel = get_local_kernel(Path(__file__).resolve().parents[1])
+    # a PyTorch for GPUs asks for a build for GPUs, also where there is none
+    backend = None if torch.cuda.is_available() else "cpu"
+    case.kernel = get_local_kernel(Path(__file__).resolve().parents[1], backend=backend)
     case.setup()
     ours, theirs = (
         Timer(
