@@ -53,3 +53,6 @@ def test_the_readmes_figures_are_measured_ones() -> None:
     )
     assert f"{eager} ms where steps are queued" in words
     assert f"(patched {patched}, with graphs {graphs})" in words
+    with_flash3 = json.loads((RESULTS / "models-h100-12-flash3.json").read_text())["rows"]
+    ltx, wan = ([f"{row['eager_ms']:.1f}", f"{row['patched_ms']:.1f}"] for row in with_flash3)
+    assert f"from {ltx[0]} to {ltx[1]} ms, and Wan's from {wan[0]} to {wan[1]}." in words

@@ -137,6 +137,11 @@ def _source(result: Result, command: str) -> str:
     return f"{result['device']}{threads}, {packages}, commit `{commit}`; `{command}`\n"
 
 
+def _note(result: Result) -> list[str]:
+    """What to know of a result, for the one who reads it."""
+    return [f"{result['note']}\n"] if "note" in result else []
+
+
 def _number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
@@ -190,9 +195,8 @@ def _models(found: Sequence[Result]) -> str:
             *_table(
                 [_MODEL_COLUMNS[i][0] for i in used], ([row[i] for i in used] for row in cells)
             ),
+            *_note(result),
         ]
-        if "note" in result:
-            lines.append(f"{result['note']}\n")
     lines.append(
         "`hfpatch` is `hfpatch.apply(model)` alone: nothing is compiled. The first `apply` of a "
         "process includes loading the kernel library; later ones reuse its proofs. Arrows: eager "
@@ -214,6 +218,7 @@ def _attention(found: Sequence[Result]) -> str:
                 ("bf16", "B, S, H, D", "keys", "TFLOP", *names),
                 (_attention_cells(row, names) for row in rows),
             ),
+            *_note(result),
         ]
     lines.append(
         "Microseconds of GPU time, sustained, the kernels in turns; in brackets the host time of a "
@@ -241,6 +246,7 @@ def _ops(result: Result) -> str:
     lines = [
         "## Ops: GPU time\n",
         _source(result, "hfpatch bench ops"),
+        *_note(result),
         "Microseconds, CUDA-graph replay over buffers that rotate past the L2 cache. *floor*: the "
         "time the op's bytes (each input read once, each output written once) take at the speed "
         f"of a copy measured in the same run ({copy / 1e12:.2f} TB/s, read and written); small "
