@@ -136,7 +136,7 @@ class Generation:
     Attributes:
         frames: uint8 [batch, frames, height, width, 3]; None if it was not decoded.
         latents: the denoised ones, fp32 on the CPU.
-        seconds: from the call to the frames in the host's memory.
+        seconds: from the call to the pixels in the host's memory.
         prepare_seconds: before the denoising loop: the text encoder and the first noise.
         steps: each denoising step, the scheduler's part included.
         decode_seconds: after the loop: the VAE and the copy to the host.
@@ -215,13 +215,14 @@ def generate(
             frame_rate=FPS,
             generator=torch.Generator().manual_seed(args.seed),  # on the CPU: the same anywhere
             callback_on_step_end=on_step_end,
-            output_type="np" if decode else "latent",
+            output_type="pt" if decode else "latent",
         ).frames
+        pixels = to_pixels(frames) if decode else None
         total, (loop, *ends) = clock.stop()
     finally:
         del pipe.progress_bar
     return Generation(
-        to_pixels(frames) if decode else None,
+        pixels,
         last["latents"].float().cpu(),
         total,
         loop,

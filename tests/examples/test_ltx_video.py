@@ -355,5 +355,23 @@ def test_picture_shows_the_worst_frame(pictures: ModuleType, tmp_path: Path) -> 
 
 
 def test_pixels_round_and_clip(pictures: ModuleType) -> None:
-    frames = np.array([-0.1, 0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.2])
-    assert pictures.to_pixels(frames).tolist() == [0, 0, 0, 1, 255, 255]
+    levels = torch.tensor([-0.1, 0.0, 0.4999 / 255, 0.5001 / 255, 1.0, 1.2])
+    frames = torch.stack([levels, levels.flip(0), levels], -2)[
+        None, None, :, None
+    ]  # [1, 1, 3, 1, 6]
+    pixels = pictures.to_pixels(frames)
+    assert (pixels.shape, pixels.dtype) == ((1, 1, 1, 6, 3), np.uint8)
+    assert pixels[..., 0].ravel().tolist() == [0, 0, 0, 1, 255, 255]
+    assert pixels[..., 1].ravel().tolist() == [255, 255, 1, 0, 0, 0]
+    assert frames.min() < 0, "the frames stay as they were"
+
+
+def test_pixels_are_those_of_diffusers_own_arrays(pictures: ModuleType) -> None:
+    from diffusers.video_processor import VideoProcessor
+
+    video = torch.randn(2, 3, 4, 8, 10, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensors, arrays = (
+        VideoProcessor(8).postprocess_video(video, output_type=kind) for kind in ("pt", "np")
+    )
+    expected = np.rint(arrays * 255).astype(np.uint8)
+    assert (pictures.to_pixels(tensors) == expected).all()
