@@ -49,7 +49,7 @@ test: build lint
 
 demo: ARCHS ?= native
 demo: build
-	$(BIN)/python examples/ltx_video.py --random-weights --compare --output outputs/ltx.mp4
+	$(BIN)/python examples/ltx_video.py --random-weights --compare --repeats 3 --output outputs/ltx.mp4
 	$(BIN)/python examples/llm_generate.py --compare
 
 clean:

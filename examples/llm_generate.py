@@ -9,7 +9,6 @@ Decoding is greedy: the same tokens are expected with and without the kernels.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,12 +27,12 @@ from _smollm2 import load
 
 import hfpatch
 
-REPEATS = 3  # timed runs; the median counts
+TURNS = 5  # timed answers of each way; the fastest counts: other work only ever adds time
 
 
 @dataclass
 class Run:
-    """One answer: its tokens, the text, median seconds with the prompt's processing included."""
+    """One answer: its tokens, the text, least seconds with the prompt's processing included."""
 
     tokens: list[int]
     answer: str
@@ -53,30 +52,62 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def measure(model: Any, tokenizer: Any, args: argparse.Namespace) -> Run:
-    """The greedy answer to args.prompt, once to warm up and then timed."""
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": args.prompt}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    ).to(args.device)
-    settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    if args.compile:
-        # A static cache keeps the shapes of all steps equal, so that one graph serves them.
-        torch.compiler.reset()
-        model.compile(dynamic=False)
-        settings |= {"cache_implementation": "static", "disable_compile": True}
-    output = model.generate(**inputs, **settings)
-    seconds = []
-    for _ in range(REPEATS):
-        started = now(args.device)
-        output = model.generate(**inputs, **settings)
-        seconds.append(now(args.device) - started)
-    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
-    median = statistics.median(seconds)
-    answer = tokenizer.decode(tokens, skip_special_tokens=True)
-    return Run(tokens, answer, median, len(tokens) / median)
+class Chat:
+    """Greedy answers to one prompt, each timed."""
+
+    def __init__(self, model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
+        self.model, self.tokenizer, self.device = model, tokenizer, args.device
+        self.inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": args.prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        ).to(args.device)
+        self.settings: dict[str, Any] = {
+            "max_new_tokens": args.max_new_tokens,
+            "do_sample": False,
+        }
+        if args.compile:
+            # A static cache keeps the shapes of all steps equal, so that one graph serves them.
+            self.settings |= {"cache_implementation": "static", "disable_compile": True}
+
+    def answer(self) -> tuple[float, list[int]]:
+        """Seconds and the new tokens."""
+        started = now(self.device)
+        output = self.model.generate(**self.inputs, **self.settings)
+        seconds = now(self.device) - started
+        return seconds, output[0, self.inputs["input_ids"].shape[1] :].tolist()
+
+    def run(self, answers: list[tuple[float, list[int]]]) -> Run:
+        """What several answers of one way come to; the tokens are the last one's."""
+        tokens, seconds = answers[-1][1], min(seconds for seconds, _ in answers)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Run(tokens, text, seconds, len(tokens) / seconds)
+
+
+def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], hfpatch.Report]:
+    """The answers by label, and what was patched; the model is patched in the end.
+
+    Original and patched take turns, so that both meet the same neighbours on the machine. Compiled,
+    a change of sides would compile again, so all turns of one come before those of the other.
+    """
+    model = chat.model
+    answers: dict[str, list[tuple[float, list[int]]]] = {"original": [], "patched": []}
+    if not compare:
+        del answers["original"]
+    for turn in range(1 if compiled else TURNS):
+        for label, timed in answers.items():
+            if label == "original":
+                hfpatch.restore(model)
+            else:
+                report = hfpatch.apply(model)
+            if compiled:
+                torch.compiler.reset()
+                model.compile(dynamic=False)
+            if turn == 0:
+                chat.answer()  # to warm up
+            timed += [chat.answer() for _ in range(TURNS if compiled else 1)]
+    return {label: chat.run(timed) for label, timed in answers.items()}, report
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -96,11 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     except FileNotFoundError as e:
         sys.exit(f"error: {e}")
 
-    runs: dict[str, Run] = {}
-    if args.compare:
-        runs["original"] = measure(model, tokenizer, args)
-    report = hfpatch.apply(model)
-    runs["patched"] = measure(model, tokenizer, args)
+    runs, report = measure(Chat(model, tokenizer, args), args.compare, args.compile)
     out.say(f"{runs['patched'].answer}\n\n{report}\n")
     for label, run in runs.items():
         out.say(
