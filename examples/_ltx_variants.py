@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,7 @@ class Measurement:
     """One variant.
 
     Attributes:
-        generation: the one of median time.
+        runs: each generation.
         apply_seconds: what `hfpatch.apply` took; 0 without the kernels.
         first_step_seconds: the very first step of this variant, compilation included.
         peak_gib: most GPU memory that tensors held in a generation; None on a CPU.
@@ -249,12 +249,17 @@ class Measurement:
     """
 
     variant: Variant
-    generation: Generation
+    runs: tuple[Generation, ...]
     apply_seconds: float
     first_step_seconds: float
     peak_gib: float | None
     counts: Counts | None
     report: dict[str, Any] | None
+
+    @property
+    def generation(self) -> Generation:
+        """The one of median time."""
+        return sorted(self.runs, key=lambda run: run.seconds)[len(self.runs) // 2]
 
     @property
     def step_ms(self) -> float:
@@ -271,6 +276,7 @@ def measure(
     pipe: Any,
     args: argparse.Namespace,
     variant: Variant,
+    repeats: int,
     say: Callable[[object], None],
     files: list[Path],
 ) -> Measurement:
@@ -284,7 +290,7 @@ def measure(
             first = generate(pipe, args, f"{variant.name}, warm-up", steps).steps[0]
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
-        runs = [generate(pipe, args, variant.name, args.steps) for _ in range(args.repeats)]
+        runs = tuple(generate(pipe, args, variant.name, args.steps) for _ in range(repeats))
         peak = None
         if args.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(args.device) / 2**30
@@ -293,13 +299,22 @@ def measure(
             counts = profile_step(pipe, args, variant, files)
     return Measurement(
         variant,
-        sorted(runs, key=lambda run: run.seconds)[len(runs) // 2],
+        runs,
         report.plan.seconds if report is not None else 0.0,
         runs[0].steps[0] if first is None else first,
         peak,
         counts,
         report.to_dict() if report is not None else None,
     )
+
+
+def once_more(pipe: Any, args: argparse.Namespace, measured: Measurement) -> Measurement:
+    """With one more generation, after others had their turn."""
+    with running(pipe, measured.variant, args):
+        label = measured.variant.name
+        generate(pipe, args, f"{label}, warm-up", max(2, args.warmup_iterations), decode=False)
+        run = generate(pipe, args, label, args.steps)
+    return replace(measured, runs=(*measured.runs, run))
 
 
 def profile_step(

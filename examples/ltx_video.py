@@ -15,6 +15,8 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,16 @@ from _common import (
     resolve_device,
 )
 from _ltx_random import build_pipeline
-from _ltx_variants import EAGER, FPS, KERNELS, Measurement, Variant, chosen_variants, measure
+from _ltx_variants import (
+    EAGER,
+    FPS,
+    KERNELS,
+    Measurement,
+    Variant,
+    chosen_variants,
+    measure,
+    once_more,
+)
 from _pictures import save_differences, save_videos
 
 from hfpatch.env import versions
@@ -251,12 +262,30 @@ def compare(
     return files
 
 
-def measure_or_exit(
-    pipe: Any, args: argparse.Namespace, variant: Variant, out: Output, traces: list[Path]
-) -> Measurement:
-    """`measure`; what a user can do something about ends in a message."""
+def measure_all(
+    pipe: Any, args: argparse.Namespace, variants: list[Variant], out: Output, traces: list[Path]
+) -> list[Measurement]:
+    """All variants, in turns, so that all meet the same neighbours on the machine.
+
+    Not in turns where one is compiled, since each change of sides would compile it again.
+    """
+    turns = 1 if any(variant.compiled for variant in variants) else args.repeats
+    measured = []
+    for variant in variants:
+        with explained(variant):
+            measured.append(measure(pipe, args, variant, args.repeats // turns, out.say, traces))
+    for _ in range(1, turns):
+        for i, one in enumerate(measured):
+            with explained(one.variant):
+                measured[i] = once_more(pipe, args, one)
+    return measured
+
+
+@contextmanager
+def explained(variant: Variant) -> Iterator[None]:
+    """What a user can do something about ends in a message."""
     try:
-        return measure(pipe, args, variant, out.say, traces)
+        yield
     except torch.OutOfMemoryError as e:
         sys.exit(
             f"error: out of GPU memory in `{variant.name}`: {str(e).splitlines()[0]}\n"
@@ -292,12 +321,10 @@ def main(argv: list[str] | None = None) -> None:
     out.say(heading(args, result))
 
     traces: list[Path] = []
-    measured: list[Measurement] = []
-    for variant in chosen_variants(args):
-        run = measure_or_exit(pipe, args, variant, out, traces)
-        measured.append(run)
+    measured = measure_all(pipe, args, chosen_variants(args), out, traces)
+    for run in measured:
         out.say(
-            f"{variant.name}: {run.generation.seconds:.2f} s, of it "
+            f"{run.variant.name}: {run.generation.seconds:.2f} s, of it "
             f"{run.generation.denoise_seconds:.2f} s denoising: "
             f"{run.iterations_per_second:.2f} it/s"
         )

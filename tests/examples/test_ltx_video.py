@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -375,3 +375,30 @@ def test_pixels_are_those_of_diffusers_own_arrays(pictures: ModuleType) -> None:
     )
     expected = np.rint(arrays * 255).astype(np.uint8)
     assert (pictures.to_pixels(tensors) == expected).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_variants_take_turns(
+    ltx_video: ModuleType, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """Not where one is compiled: it would be again at each turn."""
+    order: list[tuple[str, int]] = []
+
+    def measure(pipe: Any, args: Any, variant: Any, repeats: int, *rest: Any) -> Any:
+        order.append((variant.name, repeats))
+        return SimpleNamespace(variant=variant)
+
+    def once_more(pipe: Any, args: Any, measured: Any) -> Any:
+        order.append((measured.variant.name, 1))
+        return measured
+
+    monkeypatch.setattr(ltx_video, "measure", measure)
+    monkeypatch.setattr(ltx_video, "once_more", once_more)
+    variants = [ltx_video.EAGER, ltx_video.Variant(kernels=True, compiled=compiled)]
+    names = [variant.name for variant in variants]
+    args = SimpleNamespace(repeats=3)
+    ltx_video.measure_all(None, args, variants, SimpleNamespace(say=print), [])
+    if compiled:
+        assert order == [(name, 3) for name in names]
+    else:
+        assert order == [(name, 1) for name in names * 3]
