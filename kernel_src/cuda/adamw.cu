@@ -4,9 +4,7 @@
 namespace hfp::cuda {
 namespace {
 
-// Vectors of a thread, one after the other: one where all of them fit the GPU at once.
-constexpr int kRounds = 4;
-constexpr int64_t kAtOnce = 132 * 2048;  // threads of an H100
+constexpr int kRounds = 2;  // vectors of a thread, one after the other
 
 struct AdamWScalars {
   Scalar lr, clip_coef, grad_scale;
@@ -23,7 +21,7 @@ struct AdamWTable {
   static constexpr int kEntry = 7 * 8 + 8 + 4 + 4 + 4;
   static constexpr int kCapacity = (kBytes - static_cast<int>(sizeof(AdamWScalars)) - 16) / kEntry;
   AdamWScalars s;
-  int count, chunk;  // elements of a chunk
+  int count;
   void *param[kCapacity];
   const void *grad[kCapacity];
   void *exp_avg[kCapacity], *exp_avg_sq[kCapacity], *max_exp_avg_sq[kCapacity];
@@ -98,6 +96,9 @@ __device__ __forceinline__ void update(const Parameter<P, G, M> &t, const AdamWS
 template <class G, class M>
 inline constexpr int kAdamWVector = sizeof(G) == 2 && sizeof(M) == 2 ? 8 : 4;
 
+template <class G, class M>
+inline constexpr int kAdamWChunk = kListThreads * kAdamWVector<G, M> * kRounds;
+
 template <class P, class G, class M, bool kMaster, int kBytes>
 __global__ void __launch_bounds__(kListThreads)
     adamw_kernel(const __grid_constant__ AdamWTable<kBytes> table) {
@@ -122,9 +123,9 @@ __global__ void __launch_bounds__(kListThreads)
   t.step_size = lr / -expm1f(count * s.log_beta1);
   t.root_correction = 1.0f / sqrtf(-expm1f(count * s.log_beta2));
 
-  const int64_t begin = static_cast<int64_t>(blockIdx.x - table.first[i]) * table.chunk;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x - table.first[i]) * kAdamWChunk<G, M>;
   const int64_t left = table.numel[i] - begin;
-  const int n = static_cast<int>(left < table.chunk ? left : table.chunk);
+  const int n = static_cast<int>(left < kAdamWChunk<G, M> ? left : kAdamWChunk<G, M>);
   const int whole = table.aligned[i] ? n / N * N : 0;
   for (int at = threadIdx.x * N; at < whole; at += kListThreads * N) {
     update<P, G, M, kMaster, N>(t, s, begin + at);
@@ -141,16 +142,9 @@ template <class P, class G, class M, bool kMaster>
 struct AdamWSource {
   const AdamWArgs &args;
   void *stream;
-  int chunk = kListThreads * kAdamWVector<G, M>;
-
-  AdamWSource(const AdamWArgs &a, void *on) : args(a), stream(on) {
-    int64_t elements = 0;
-    for (int64_t i = 0; i < args.params->count; ++i) elements += flat_tensor(*args.params, i).numel;
-    if (elements > kAtOnce * kAdamWVector<G, M>) chunk *= kRounds;
-  }
 
   int64_t chunks(int64_t i) const {
-    return (flat_tensor(*args.params, i).numel + chunk - 1) / chunk;
+    return (flat_tensor(*args.params, i).numel + kAdamWChunk<G, M> - 1) / kAdamWChunk<G, M>;
   }
 
   template <class Table>
@@ -185,9 +179,7 @@ int32_t run(const AdamWArgs &a, void *stream) {
              a.beta2,     a.one_minus_beta1, a.one_minus_beta2,
              a.log_beta1, a.log_beta2, a.eps,        a.weight_decay,
              a.maximize,  a.max_exp_avg_sqs->count > 0};
-  const AdamWSource<P, G, M, kMaster> source(a, stream);
-  table.chunk = source.chunk;
-  return launch_tables(source, a.params->count, table);
+  return launch_tables(AdamWSource<P, G, M, kMaster>{a, stream}, a.params->count, table);
 }
 
 template <class P, class G, class M, bool kMaster>
