@@ -33,6 +33,20 @@ struct Team {
     __syncthreads();
   }
 
+  // The two halves of a sync that orders nothing: that this thread needs no other CTA's memory any
+  // more, and waiting until none needs this CTA's. Between them a thread works on its own.
+  __device__ __forceinline__ static void leave() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+  }
+
+  __device__ __forceinline__ static void left() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+  }
+
   // Of a variable in shared memory, that of CTA `rank`. Generic addresses reach it like one's own.
   template <class V>
   __device__ __forceinline__ static V *at(V *own, unsigned rank) {

@@ -21,6 +21,7 @@ constexpr int kUnroll = 4;          // NCHW: vectors of a thread at once
 // Vectors of a group that is read once: up to here one CTA is as fast as a cluster; most in a CTA of
 // a cluster, of which an SM then holds three; most in one CTA where there are no clusters.
 constexpr int64_t kOneCta = 512, kMostHeld = 4096, kMostAlone = 2048;
+constexpr int kMostChannels = 256;  // of such a group
 
 struct Params {
   static constexpr bool kStartsEarly = true;
@@ -31,36 +32,38 @@ struct Params {
   int64_t work;      // CTAs' worth of it
   int lanes;         // NHWC: positions that a CTA looks at at once
   FastDivisor channel_vectors;  // NCHW
+  bool whole_params;  // NHWC: weight and bias can be loaded by vectors
 };
 
 // Count, mean and sum of squared deviations; Chan et al., 1979.
 struct Moments {
   float n = 0.0f, mean = 0.0f, m2 = 0.0f;
 
+  // The fast division is good to 2 units in the last place, for counts below 2^126.
   __device__ void merge(const Moments &b) {
-    const float total = n + b.n;
-    if (total == 0.0f) return;
-    const float d = b.mean - mean, share = b.n / total;
+    const float total = n + b.n, d = b.mean - mean;
+    const float share = total > 0.0f ? __fdividef(b.n, total) : 0.0f;
     mean += d * share;
     m2 += b.m2 + d * d * n * share;
     n = total;
   }
 
+  // Of kLanes neighbouring lanes; the same for each of them.
+  template <int kLanes = kWarp>
   __device__ void merge_warp() {
 #pragma unroll
-    for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) {
       Moments b;
       b.n = __shfl_xor_sync(~0u, n, lane);
       b.mean = __shfl_xor_sync(~0u, mean, lane);
       b.m2 = __shfl_xor_sync(~0u, m2, lane);
-      // Both lanes of a pair must merge in one order to hold the same bits.
-      if (threadIdx.x & static_cast<unsigned>(lane)) {
-        Moments first = b;
-        first.merge(*this);
-        *this = first;
-      } else {
-        merge(b);
-      }
+      // Both lanes of a pair must merge in one order to hold the same bits. Selected, and one number
+      // at a time: for a branch the halves of the warp would take their turns at the whole merge,
+      // and a choice between structures is one between addresses in local memory.
+      const bool upper = (threadIdx.x & static_cast<unsigned>(lane)) != 0;
+      const Moments other{upper ? n : b.n, upper ? mean : b.mean, upper ? m2 : b.m2};
+      n = upper ? b.n : n, mean = upper ? b.mean : mean, m2 = upper ? b.m2 : m2;
+      merge(other);
     }
   }
 };
@@ -79,7 +82,7 @@ struct Sums {
     Moments m;
     m.n = static_cast<float>(count);
     if (count > 0) {
-      const float mean = sum / m.n;
+      const float mean = __fdividef(sum, m.n);
       m.mean = pivot + mean;
       m.m2 = fmaxf(squares - sum * mean, 0.0f);
       if (squares != squares) m.m2 = squares;  // fmaxf drops NaN
@@ -135,8 +138,8 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = m;
     __syncthreads();
     if (threadIdx.x < kWarp) {
-      m = threadIdx.x < kThreads / kWarp ? shared[threadIdx.x] : Moments{};
-      m.merge_warp();
+      m = shared[threadIdx.x % (kThreads / kWarp)];
+      m.merge_warp<kThreads / kWarp>();
       if (threadIdx.x == 0) {
         float *to = slot(p, unit, part);
         to[0] = m.mean, to[1] = m.m2;
@@ -211,44 +214,38 @@ struct Stats {
   float mean, rstd;
 };
 
-// Of a group, from all of its parts, by one warp.
-template <bool kLast>
-__device__ __forceinline__ void merge_parts(const Params &p, int64_t unit) {
-  Moments m;
-  const int64_t whole = kLast ? p.a.positions : p.elements;
-  for (int64_t part = threadIdx.x % kWarp; part < p.a.parts; part += kWarp) {
-    const int64_t left = whole - part * p.chunk;
-    const int64_t here = left < 0 ? 0 : left < p.chunk ? left : p.chunk;
-    Moments b;
-    b.n = static_cast<float>(kLast ? here * p.width : here);
-    const float *from = slot(p, unit, part);
-    b.mean = __ldcg(from), b.m2 = __ldcg(from + 1);
-    m.merge(b);
-  }
-  m.merge_warp();
-  if (threadIdx.x % kWarp == 0) {
-    float *to = slot(p, unit, p.a.parts);
-    to[0] = m.mean, to[1] = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
-  }
-}
-
 __device__ __forceinline__ Stats merged(const Params &p, int64_t unit) {
   const float *from = slot(p, unit, p.a.parts);
   return {from[0], from[1]};
 }
 
-// A warp per group.
+// Mean and rstd of each group, from all of its parts. A warp per group.
 template <bool kLast>
 __global__ void __launch_bounds__(kThreads)
     group_moments_kernel(const __grid_constant__ Params p) {
   wait_for_previous();
-  const int64_t units = p.a.batch * p.a.groups;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t units = p.a.batch * p.a.groups, whole = kLast ? p.a.positions : p.elements;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   for (int64_t unit = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) +
                       threadIdx.x / kWarp;
        unit < units;
        unit += stride) {
-    merge_parts<kLast>(p, unit);
+    Moments m;
+    for (int64_t part = lane; part < p.a.parts; part += kWarp) {
+      const int64_t left = whole - part * p.chunk;
+      const int64_t here = left < 0 ? 0 : left < p.chunk ? left : p.chunk;
+      Moments b;
+      b.n = static_cast<float>(kLast ? here * p.width : here);
+      const float *from = slot(p, unit, part);
+      b.mean = __ldcg(from), b.m2 = __ldcg(from + 1);
+      m.merge(b);
+    }
+    m.merge_warp();
+    if (lane == 0) {
+      float *to = slot(p, unit, p.a.parts);
+      to[0] = m.mean, to[1] = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+    }
   }
 }
 
@@ -263,7 +260,21 @@ __device__ __forceinline__ float parameter(const void *from, DType type, int64_t
   return value[0];
 }
 
-// y is rounded to T before the activation, as by the two modules.
+// Of the channels [at, at + N).
+template <int N>
+__device__ __forceinline__ void parameters(const Params &p, const void *from, int64_t at,
+                                           float otherwise, float (&value)[N]) {
+  if (from != nullptr && p.whole_params) {
+    load_any<N>(value, from, p.a.weight_type, at);
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; ++k) value[k] = parameter(from, p.a.weight_type, at + k, otherwise);
+  }
+}
+
+// y is rounded to T before the activation, as by the two modules. The store is an intrinsic because
+// the compiler takes an assignment of 16 bytes apart here, into four stores of words that lie 16 bytes
+// from those of the next lane.
 template <class T, int N, bool kSilu>
 __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   if constexpr (kSilu) {
@@ -273,7 +284,11 @@ __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   }
   Vec<T, N> v;
   v.set(y);
-  v.store(to);
+  if constexpr (Vec<T, N>::kBytes == kVectorBytes) {
+    __stwb(reinterpret_cast<uint4 *>(to), make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
+  } else {
+    v.store(to);
+  }
 }
 
 // A CTA, or a cluster, per group of NCHW; p.chunk vectors a CTA, in shared memory: registers would
@@ -285,7 +300,9 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous();
   using CTAs = Team<kCluster>;
   extern __shared__ uint4 held[];
-  __shared__ Moments of_warp[kWarp], of_cta;
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ Moments of_warp[kWarps], of_cta;
+  __shared__ float2 of_channel[kMostChannels];  // weight and bias
   const int64_t unit = blockIdx.x / CTAs::size();
   const unsigned rank = CTAs::rank();
   const int vectors = static_cast<int>(p.elements / N), chunk = static_cast<int>(p.chunk);
@@ -305,7 +322,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int u = 0; u < kUnroll; ++u) {
       const int here = at + u * static_cast<int>(blockDim.x);
       if (here >= count) break;
-      v[u].store(reinterpret_cast<T *>(held + here));
+      held[here] = make_uint4(v[u].word[0], v[u].word[1], v[u].word[2], v[u].word[3]);
       float value[N];
       v[u].get(value);
       if (seen == 0) sums.pivot = value[0];
@@ -314,18 +331,26 @@ __global__ void __launch_bounds__(kThreads)
       seen += N;
     }
   }
+  const int group = blockIdx.x / CTAs::size() % static_cast<unsigned>(p.a.groups);
+  const int width = static_cast<int>(p.width);
+  for (int c = threadIdx.x; c < width; c += blockDim.x) {
+    const int64_t at = static_cast<int64_t>(group) * width + c;
+    of_channel[c] = make_float2(parameter(p.a.weight, p.a.weight_type, at, 1.0f),
+                                parameter(p.a.bias, p.a.weight_type, at, 0.0f));
+  }
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   Moments m = sums.moments(seen);
   m.merge_warp();
   if (lane == 0) of_warp[threadIdx.x / kWarp] = m;
   __syncthreads();
-  m = lane < warps ? of_warp[lane] : Moments{};
-  m.merge_warp();
+  m = lane % kWarps < warps ? of_warp[lane % kWarps] : Moments{};
+  m.merge_warp<kWarps>();
   if constexpr (kCluster) {
     if (threadIdx.x == 0) of_cta = m;
     CTAs::sync();
-    m = lane < kClusterSize ? *CTAs::at(&of_cta, static_cast<unsigned>(lane)) : Moments{};
-    m.merge_warp();
+    m = *CTAs::at(&of_cta, static_cast<unsigned>(lane % kClusterSize));
+    m.merge_warp<kClusterSize>();
+    CTAs::leave();  // of_cta is read by all, so none ends before; what is waited for below
   }
   const float rstd = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
   if (rank == 0 && threadIdx.x == 0) {
@@ -333,13 +358,11 @@ __global__ void __launch_bounds__(kThreads)
     to[0] = m.mean, to[1] = rstd;
   }
 
-  const int64_t channel = unit % p.a.groups * p.width;
   T *out = static_cast<T *>(p.a.out) + unit * p.elements + static_cast<int64_t>(begin) * N;
 #pragma unroll 2
   for (int at = threadIdx.x; at < count; at += blockDim.x) {
-    const int64_t c = channel + p.channel_vectors.divide(static_cast<uint32_t>(begin + at));
-    const float factor = rstd * parameter(p.a.weight, p.a.weight_type, c, 1.0f);
-    const float summand = parameter(p.a.bias, p.a.weight_type, c, 0.0f);
+    const float2 c = of_channel[p.channel_vectors.divide(static_cast<uint32_t>(begin + at))];
+    const float factor = rstd * c.x, summand = c.y;
     const uint4 word = held[at];
     const Vec<T, N> v{{word.x, word.y, word.z, word.w}};
     float y[N];
@@ -348,7 +371,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < N; ++k) y[k] = (y[k] - m.mean) * factor + summand;
     store_result<T, N, kSilu>(out + static_cast<int64_t>(at) * N, y);
   }
-  if constexpr (kCluster) CTAs::sync();  // of_cta is read by all, so none ends before
+  if constexpr (kCluster) CTAs::left();
 }
 
 // A CTA per chunk of the positions of one channel of NCHW, kUnroll vectors a thread.
@@ -397,13 +420,19 @@ __global__ void __launch_bounds__(kLastThreads)
     const int64_t sample = work / p.a.parts, begin = work % p.a.parts * p.chunk;
     const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
     float mean[N], factor[N], summand[N];
+    parameters<N>(p, p.a.weight, c, 1.0f, factor);
+    parameters<N>(p, p.a.bias, c, 0.0f, summand);
+    const int width = static_cast<int>(p.width);
+    int64_t unit = sample * p.a.groups + c / width;
+    Stats s = merged(p, unit);
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const int g = (c + k) / static_cast<int>(p.width);
-      const Stats s = merged(p, sample * p.a.groups + g);
+    for (int k = 0, in_group = c % width; k < N; ++k, ++in_group) {
+      if (in_group == width) {
+        in_group = 0;
+        s = merged(p, ++unit);
+      }
       mean[k] = s.mean;
-      factor[k] = s.rstd * parameter(p.a.weight, p.a.weight_type, c + k, 1.0f);
-      summand[k] = parameter(p.a.bias, p.a.weight_type, c + k, 0.0f);
+      factor[k] *= s.rstd;
     }
     const int64_t base = sample * p.a.channels * p.a.positions + c;
     const T *x = static_cast<const T *>(p.a.x) + base;
@@ -464,6 +493,7 @@ bool launch_held(Params p, int device, void *stream, int32_t *status) {
   const bool cluster = vectors > kOneCta && vectors <= kClusterSize * kMostHeld &&
                        units <= kMaxGrid / kClusterSize &&
                        has_clusters(reinterpret_cast<const void *>(several), device);
+  if (p.width > kMostChannels) return false;
   if (!cluster && (vectors > kMostAlone || units > kMaxGrid)) return false;
   p.channel_vectors = FastDivisor(p.a.positions / N);
   p.chunk = cluster ? ceil_div(vectors, kClusterSize) : vectors;
@@ -519,7 +549,8 @@ template <class T, bool kSilu>
 int32_t launch_group_norm(const GroupNormArgs &args, int device, void *stream) {
   constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
   const int64_t width = args.channels / args.groups;
-  const Params p{args, width, width * args.positions, 0, 0, 0, {}};
+  const bool whole_params = pointer_aligned(args.weight) && pointer_aligned(args.bias);
+  const Params p{args, width, width * args.positions, 0, 0, 0, {}, whole_params};
   const bool aligned = pointer_aligned(args.x) && pointer_aligned(args.out);
   if (args.channels_last) {
     if (aligned && args.channels % kWidest == 0 && args.channels / kWidest <= kLastThreads) {
