@@ -118,6 +118,7 @@ def _short(name: str) -> str:
     """A kernel's name without its template arguments, unless they are what tells it apart."""
     name = re.sub(r"^void ", "", name)
     name = re.sub(r"^_hfpatch_kernels_\w+::", "hfpatch::", name)  # a build's operators
+    name = name.replace("(anonymous namespace)::", "")
     if not re.search("nvjet|gemm|cutlass|cudnn", name):
         name = re.sub(r"[<(].*", "", name)
     return name[:90]

@@ -220,6 +220,19 @@ def test_what_counts_as_a_launch(ltx_video: ModuleType, name: str, is_launch: bo
     assert bool(profiles._LAUNCH.match(name)) == is_launch
 
 
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("void hfp::cuda::(anonymous namespace)::k<float, 8>(hfp::cuda::P)", "hfp::cuda::k"),
+        ("void at::native::elementwise_kernel<128, 2>(int)", "at::native::elementwise_kernel"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT",) * 2,
+    ],
+)
+def test_names_in_a_profile(ltx_video: ModuleType, name: str, short: str) -> None:
+    del ltx_video
+    assert importlib.import_module("_ltx_profile")._short(name) == short
+
+
 def test_video_says_where_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("ltx_video.py", *SMALL, "--output", "file/v.mp4", cwd=tmp_path)
