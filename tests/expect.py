@@ -23,6 +23,7 @@ FUSED_BLOCKS = {
     "ResnetBlock2D",
     "Transformer2DModel",
     "LTXVideoTransformerBlock",
+    "LTXVideoResnetBlock3d",
     "WanTransformerBlock",
     "FluxTransformerBlock",
     "FluxSingleTransformerBlock",
