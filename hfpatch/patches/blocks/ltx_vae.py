@@ -107,7 +107,7 @@ class LtxResnetSubject(ModelBlock):
             """[B, T, H, W, C] rows through norm, SiLU and a convolution: [B, C', T, H, W]."""
             shape = rows.shape
             flat = rows.flatten(1, 3)
-            y = norm(flat, None, None) if scale is None else modulate(flat, scale, shift)
+            y = norm(flat, None, None) if scale is None else modulate(flat, scale, shift, None, None)
             frames, size = shape[1], conv.kernel_size[0]
             before = size - 1 if conv.is_causal else (size - 1) // 2
             after = 0 if conv.is_causal else before
@@ -138,7 +138,7 @@ class LtxResnetSubject(ModelBlock):
                 x = block.norm3(rows).permute(0, 4, 1, 2, 3)
             if block.conv_shortcut is not None:
                 x = block.conv_shortcut(x)
-            return h + x  # type: ignore[no-any-return]
+            return h + x
 
         return fused
 
