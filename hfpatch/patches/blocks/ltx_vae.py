@@ -107,7 +107,11 @@ class LtxResnetSubject(ModelBlock):
             """[B, T, H, W, C] rows through norm, SiLU and a convolution: [B, C', T, H, W]."""
             shape = rows.shape
             flat = rows.flatten(1, 3)
-            y = norm(flat, None, None) if scale is None else modulate(flat, scale, shift, None, None)
+            y = (
+                norm(flat, None, None)
+                if scale is None
+                else modulate(flat, scale, shift, None, None)
+            )
             frames, size = shape[1], conv.kernel_size[0]
             before = size - 1 if conv.is_causal else (size - 1) // 2
             after = 0 if conv.is_causal else before
@@ -119,9 +123,7 @@ class LtxResnetSubject(ModelBlock):
                 padded[:, -after:] = padded[:, -after - 1 : -after]
             return conv.conv(padded.permute(0, 4, 1, 2, 3))  # type: ignore[no-any-return]
 
-        def fused(
-            block: Any, inputs: Tensor, temb: Tensor | None = None, generator: Any = None
-        ) -> Tensor:
+        def fused(block: Any, inputs: Tensor, temb: Any = None, generator: Any = None) -> Tensor:
             modulated = block.scale_shift_table is not None
             if inputs.ndim != 5 or (modulated and (temb is None or temb.shape[2:].numel() != 1)):
                 return type(block).forward(block, inputs, temb, generator)  # type: ignore[no-any-return]
