@@ -103,15 +103,16 @@ class LtxResnetSubject(ModelBlock):
         else:
             norm = bind("rms_norm", eps=eps, cast="none")
 
-        def convolved(conv: Any, rows: Tensor, scale: Any, shift: Any) -> Tensor:
-            """[B, T, H, W, C] rows through norm, SiLU and a convolution: [B, C', T, H, W]."""
+        def activated(conv: Any, video: Tensor, scale: Any, shift: Any) -> Tensor:
+            """Norm and SiLU of [B, C, T, H, W], with the frames that `conv` adds in front and
+            behind; in channels-last memory."""
+            rows = _rows(video)
             shape = rows.shape
             flat = rows.flatten(1, 3)
-            y = (
-                norm(flat, None, None)
-                if scale is None
-                else modulate(flat, scale, shift, None, None)
-            )
+            if scale is None:
+                y = norm(flat, None, None)
+            else:
+                y = modulate(flat, scale, shift, None, None)
             frames, size = shape[1], conv.kernel_size[0]
             before = size - 1 if conv.is_causal else (size - 1) // 2
             after = 0 if conv.is_causal else before
@@ -121,7 +122,7 @@ class LtxResnetSubject(ModelBlock):
                 padded[:, :before] = padded[:, before : before + 1]
             if after:
                 padded[:, -after:] = padded[:, -after - 1 : -after]
-            return conv.conv(padded.permute(0, 4, 1, 2, 3))  # type: ignore[no-any-return]
+            return padded.permute(0, 4, 1, 2, 3)  # type: ignore[no-any-return]
 
         def fused(block: Any, inputs: Tensor, temb: Any = None, generator: Any = None) -> Tensor:
             modulated = block.scale_shift_table is not None
@@ -132,21 +133,22 @@ class LtxResnetSubject(ModelBlock):
                 table = block.scale_shift_table
                 time = temb.view(inputs.shape[0], 4, -1) + table
                 shift1, scale1, shift2, scale2 = time.unbind(1)
-            rows = _rows(inputs)
-            h = convolved(block.conv1, rows, scale1, shift1)
-            h = convolved(block.conv2, _rows(h), scale2, shift2)
-            x = rows.permute(0, 4, 1, 2, 3)
+            x = _rows(inputs).permute(0, 4, 1, 2, 3)  # all that follows keeps its layout
+            h = activated(block.conv1, x, scale1, shift1)
+            h = block.conv1.conv(h)
+            h = activated(block.conv2, h, scale2, shift2)
+            h = block.conv2.conv(h)
             if block.norm3 is not None:
-                x = block.norm3(rows).permute(0, 4, 1, 2, 3)
+                x = block.norm3(_rows(x)).permute(0, 4, 1, 2, 3)
             if block.conv_shortcut is not None:
                 x = block.conv_shortcut(x)
-            return h + x
+            return h + x  # type: ignore[no-any-return]
 
         return fused
 
 
 def _rows(video: Tensor) -> Tensor:
-    """[B, C, T, H, W] as [B, T, H, W, C]; a copy only where a convolution changed the layout."""
+    """[B, C, T, H, W] as [B, T, H, W, C]: a view if it is in channels-last memory, else a copy."""
     return video.permute(0, 2, 3, 4, 1).contiguous()
 
 
