@@ -97,8 +97,8 @@ class LtxResnetSubject(ModelBlock):
 
     def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
         m: Any = self.module
-        eps = m.norm1.eps
-        if self.modulated:
+        eps, modulated = m.norm1.eps, self.modulated
+        if modulated:
             modulate = bind("norm_modulate", eps=eps, norm="rms", cast="input")
         else:
             norm = bind("rms_norm", eps=eps, cast="none")
@@ -125,12 +125,15 @@ class LtxResnetSubject(ModelBlock):
             return padded.permute(0, 4, 1, 2, 3)  # type: ignore[no-any-return]
 
         def fused(block: Any, inputs: Tensor, temb: Any = None, generator: Any = None) -> Tensor:
-            modulated = block.scale_shift_table is not None
-            if inputs.ndim != 5 or (modulated and (temb is None or temb.shape[2:].numel() != 1)):
+            table = block.scale_shift_table
+            if (
+                inputs.ndim != 5
+                or (table is not None) != modulated
+                or (modulated and not _is_per_sample(temb, inputs))
+            ):
                 return type(block).forward(block, inputs, temb, generator)  # type: ignore[no-any-return]
             shift1 = scale1 = shift2 = scale2 = None
             if modulated:
-                table = block.scale_shift_table
                 time = temb.view(inputs.shape[0], 4, -1) + table
                 shift1, scale1, shift2, scale2 = time.unbind(1)
             x = _rows(inputs).permute(0, 4, 1, 2, 3)  # all that follows keeps its layout
@@ -145,6 +148,11 @@ class LtxResnetSubject(ModelBlock):
             return h + x  # type: ignore[no-any-return]
 
         return fused
+
+
+def _is_per_sample(time: Tensor | None, video: Tensor) -> bool:
+    """Whether there is one timestep for each sample: not one per pixel, nor one for all."""
+    return time is not None and time.shape[:1] + time.shape[2:] == (video.shape[0], 1, 1, 1)
 
 
 def _rows(video: Tensor) -> Tensor:
