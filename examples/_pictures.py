@@ -28,8 +28,20 @@ def to_pixels(frames: torch.Tensor) -> np.ndarray:
     Rounded on the frames' device: a quarter of the bytes of fp32 then go to the host.
     """
     levels = frames.float().clamp(0, 1).mul_(255).round_().to(torch.uint8)
-    pixels: np.ndarray = levels.movedim(-3, -1).contiguous().cpu().numpy()
-    return pixels
+    pixels = levels.movedim(-3, -1).contiguous()
+    return (_to_host(pixels) if pixels.is_cuda else pixels).numpy()
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy through page-locked memory, which the GPU writes many times faster.
+
+    The result is in ordinary memory: it may be kept for long, while PyTorch gives the page-locked
+    memory, which takes long to make, to the next call.
+    """
+    locked = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    locked.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return locked.clone()
 
 
 def _absolute_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import blocks_families
+import blocks_vae
 import torch
 from blocks_row import Call, Draw, MakeCall, Row, tables
 from torch import Tensor, nn
@@ -245,4 +246,5 @@ ROWS: Mapping[str, Row] = {
         inside="norm",
     ),
     **blocks_families.ROWS,
+    **blocks_vae.ROWS,
 }

@@ -23,6 +23,7 @@ FUSED_BLOCKS = {
     "ResnetBlock2D",
     "Transformer2DModel",
     "LTXVideoTransformerBlock",
+    "LTXVideoResnetBlock3d",
     "WanTransformerBlock",
     "FluxTransformerBlock",
     "FluxSingleTransformerBlock",
@@ -43,6 +44,9 @@ FUSED_BLOCKS = {
     "HunyuanImageSingleTransformerBlock",
 }
 
+#: Norms that a fused block calls as modules, so that a kernel takes each over by itself.
+CALLED_NORMS = {("LTXVideoResnetBlock3d", "norm3")}
+
 #: Modules whose results are kept between the steps of a denoiser.
 RECALLED = {
     "LTXVideoTransformer3DModel",
@@ -60,6 +64,12 @@ def is_fused_block(module: nn.Module) -> bool:
     )
 
 
+def is_norm_of(model: nn.Module, path: str, blocks: list[str]) -> bool:
+    parent, _, last = path.rpartition(".")
+    called = (type(model.get_submodule(parent)).__name__, last) in CALLED_NORMS
+    return "norm" in last and not called and any(path.startswith(f"{b}.") for b in blocks)
+
+
 def expected_swaps(model: nn.Module) -> dict[str, str]:
     """{path: op} of every module that a kernel must take over."""
     found: dict[str, str] = {}
@@ -71,7 +81,7 @@ def expected_swaps(model: nn.Module) -> dict[str, str]:
             found[path] = "block"
         elif name in RECALLED:
             found[path] = "recall"
-        elif "norm" in path.rpartition(".")[2] and any(path.startswith(f"{b}.") for b in blocks):
+        elif is_norm_of(model, path, blocks):
             continue  # part of the block's own kernels
         elif not children and "RMSNormGated" in name:
             found[path] = "gated_rms_norm"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
@@ -165,3 +166,83 @@ def test_other_dtypes_in_turn() -> None:
         for _ in range(100):
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 torch.testing.assert_close(norm(x.to(dtype)), plain(x.to(dtype)))
+
+
+class Kernels(TorchDispatchMode):
+    """Names of the operators, outside PyTorch's own namespaces, that a call runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("aten", "prim"):
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def weightless() -> nn.Module:
+    from diffusers.models.normalization import RMSNorm
+
+    return RMSNorm(48, eps=1e-8, elementwise_affine=False)
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+APART: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    "channels of a video": lambda t: draw(2, 48, 3, 4, 5, dtype=t).movedim(1, -1),
+    "transposed": lambda t: draw(48, 7, dtype=t).t(),
+    "every second": lambda t: draw(3, 96, dtype=t)[:, ::2],
+    "one value": lambda t: draw(3, 1, dtype=t).expand(3, 48),
+}
+TOGETHER: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
+    "contiguous": lambda t: draw(2, 5, 48, dtype=t),
+    "part of a row": lambda t: draw(5, 96, dtype=t)[:, 48:],
+    "tokens transposed": lambda t: draw(2, 3, 5, 48, dtype=t).transpose(1, 2),
+    "heads of a part": lambda t: draw(2, 5, 4 * 96, dtype=t).view(2, 5, 4, 96)[..., :48],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [lambda: LlamaRMSNorm(48), weightless], ids=["weight", "none"])
+def test_rows_whose_elements_are_apart_are_the_originals(
+    make: Callable[[], nn.Module], dtype: torch.dtype, kernels_module: object
+) -> None:
+    """A copy would cost more than the kernel saves, and give what follows another layout."""
+    norm = make().to(dtype)
+    plain = copy.deepcopy(norm)
+    assert len(hfpatch.apply(nn.Sequential(norm)).swaps) == 1
+    with torch.no_grad():
+        for _ in range(2):  # the kernel is there still
+            for name, view in TOGETHER.items():
+                x = view(dtype)
+                with Kernels() as seen:
+                    got = norm(x)
+                assert seen.names == ["rms_norm"], name
+                torch.testing.assert_close(got, plain(x))
+            for name, view in APART.items():
+                x = view(dtype)
+                with Kernels() as seen:
+                    got = norm(x)
+                expected = plain(x)
+                assert seen.names == [], name
+                assert torch.equal(got, expected) and got.stride() == expected.stride(), name
+
+
+def test_layer_norms_and_training_take_rows_whose_elements_are_apart(
+    kernels_module: object,
+) -> None:
+    """There the original copies too, or keeps more for the gradient than a copy."""
+    x = APART["channels of a video"](torch.float32)
+    for norm, kernels, mode in (
+        (nn.LayerNorm(48), "local", "inference"),
+        (LlamaRMSNorm(48), None, "training"),
+    ):
+        plain = copy.deepcopy(norm)
+        assert len(hfpatch.apply(nn.Sequential(norm), kernels=kernels, mode=mode).swaps) == 1
+        with torch.set_grad_enabled(mode == "training"), Kernels() as seen:
+            got = norm(x)
+        assert len(seen.names) == 1 and "norm" in seen.names[0]
+        torch.testing.assert_close(got, plain(x))

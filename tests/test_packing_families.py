@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import blocks_vae
 import pytest
 import test_joint_blocks
 import torch
@@ -22,7 +23,7 @@ from hfpatch import packing
 
 JOINT = test_joint_blocks.ROWS
 #: Blocks with no linear layers side by side.
-WITHOUT = {"resnet", "resnet with a shortcut", "resnet of a VAE"}
+WITHOUT = {"resnet", "resnet with a shortcut", "resnet of a VAE", *blocks_vae.ROWS}
 #: FLUX.2's single blocks come with one layer for q, k, v and the MLP.
 GROUPS = {
     "wan": ["qkv", "kv"],

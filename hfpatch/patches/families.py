@@ -16,6 +16,7 @@ from hfpatch.patches.blocks.hunyuan_more import (
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.ltx2 import Ltx2Blocks
+from hfpatch.patches.blocks.ltx_vae import LtxVaeBlocks
 from hfpatch.patches.blocks.mochi import MochiBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
 from hfpatch.patches.blocks.resnet import ResnetBlocks
@@ -60,6 +61,7 @@ FAMILIES: tuple[Family, ...] = tuple(
             RopeTables(),
             FullMasks(),
             ResnetBlocks(),
+            LtxVaeBlocks(),
             Transformer2DModels(),
             AttentionProcessors(),
             GatedMlps(),

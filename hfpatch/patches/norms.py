@@ -136,9 +136,15 @@ class NormSubject(Subject):
         return compute
 
     def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Any:
-        """Callables of (x, weight, bias): one Python frame less per call than `compute`."""
+        """Callables of (x, weight, bias): one Python frame less per call than `compute`; and
+        whether the original is faster with rows whose elements are apart.
+
+        An RMS norm is: it multiplies them where they lie. A layer norm copies them too, and where
+        autograd records the original would keep more for the gradient than a copy.
+        """
         run = kernel.bind(dict(formula.params), training)
-        return run, functools.partial(kernel.guard, run)
+        walks_apart = formula.op == "rms_norm" and not training
+        return run, functools.partial(kernel.guard, run), walks_apart
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         weight, bias, width = self.weight, self.bias, self.width
@@ -197,7 +203,12 @@ class NormSubject(Subject):
                         run = None if autocast("cpu") else cpu.get(key) or contract.late(x, key)
                     else:
                         run = None
-                    if run is not None:
+                    # Rows whose elements are apart (`x.movedim(1, -1)`; no guard takes them) would
+                    # be copied first, and the result would lie otherwise than the original's,
+                    # which all that follows pays for.
+                    if run is not None and not (
+                        run[2] and not x.is_contiguous() and x.stride(-1) != 1
+                    ):
                         # a module that sees ever other dtypes gains nothing by another guard
                         if checked_width is None and not training and guards < _MAX_GUARDS:
                             guarded, guards = run[1](x, w, b), guards + 1

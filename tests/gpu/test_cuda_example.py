@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -36,6 +37,15 @@ def result(ltx_video: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> A
                     "--num-frames", "9", "--steps", "4", "--cuda-graphs", "--difference",
                     "--profile", str(folder), "--output", str(folder / "v.mp4")])  # fmt: skip
     return json.loads((folder / "v_compare.json").read_text(encoding="utf-8"))
+
+
+def test_pixels_are_the_hosts_own(ltx_video: ModuleType) -> None:
+    """Those of one call are not where the next one's go, and are the CPU's."""
+    to_pixels = importlib.import_module("_pictures").to_pixels
+    first, second = torch.rand(2, 1, 5, 3, 64, 96, generator=torch.Generator().manual_seed(0))
+    pixels = [to_pixels(frames.cuda()) for frames in (first, second)]
+    for got, frames in zip(pixels, (first, second), strict=True):
+        assert (got == to_pixels(frames)).all()
 
 
 def test_variants(result: Any) -> None:

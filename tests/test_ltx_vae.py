@@ -1,0 +1,149 @@
+"""LTX-Video's VAE as a whole, and which of its residual blocks are left to their parts.
+
+The numbers of one block on every call are in test_blocks_single.py, with the rows of blocks_vae.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from blocks_vae import resnet
+from diffusers import AutoencoderKLLTXVideo
+from diffusers.models.normalization import RMSNorm
+from expect import relative_error
+from torch import Tensor, nn
+
+import hfpatch
+
+NAME = "LTXVideoResnetBlock3d"
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+def vae(decoder: tuple[int, ...] = (32, 32, 32, 32), **settings: Any) -> Any:
+    """`decoder`: channels of its stages. With noise or timesteps diffusers has them all alike."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = AutoencoderKLLTXVideo(
+            latent_channels=8,
+            block_out_channels=(16, 32, 32, 32),
+            decoder_block_out_channels=decoder,
+            layers_per_block=(1, 1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+            **settings,
+        )
+        return zoo.randomize_(model).eval().requires_grad_(False)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def results(model: Any) -> tuple[Tensor, Tensor]:
+    """Of an encoding and a decoding of two videos."""
+    dtype = model.dtype
+    time = torch.tensor([0.05, 0.1]).to(dtype) if model.config.timestep_conditioning else None
+    latents = model.encode(draw(2, 3, 9, 32, 32).to(dtype)).latent_dist.mode()
+    torch.manual_seed(0)  # where the decoder draws noise
+    return latents, model.decode(draw(2, 8, 2, 2, 3).to(dtype), time).sample
+
+
+@pytest.mark.parametrize("timesteps", [False, True], ids=["plain", "timesteps"])
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+def test_encodes_and_decodes_as_before(causal: bool, timesteps: bool) -> None:
+    channels = (32, 32, 32, 32) if timesteps else (16, 32, 32, 32)
+    model = vae(channels, timestep_conditioning=timesteps, decoder_causal=causal)
+    truths = results(copy.deepcopy(model).double())
+    expected = results(model)
+    report = hfpatch.apply(model)
+    blocks = {path for path, m in model.named_modules() if type(m).__name__ == NAME}
+    assert blocks == {s.path for s in report.swaps if s.class_name == NAME}
+    for got, theirs, truth in zip(results(model), expected, truths, strict=True):
+        limit = 1.25 * relative_error(theirs, truth) + torch.finfo(torch.float32).eps
+        assert relative_error(got, truth) <= limit
+    hfpatch.restore(model)
+    assert all(map(torch.equal, results(model), expected))
+
+
+def test_a_decoder_with_noise_is_left_to_its_norms() -> None:
+    """Its weightless norms are called with the channels apart, which the originals do faster."""
+    model = vae(decoder_inject_noise=(True,) * 5)
+    expected = results(model)[1]
+    report = hfpatch.apply(model)
+    skipped = {s.path: s.reason for s in report.skips if s.class_name == NAME}
+    assert skipped
+    assert all(p.startswith("decoder.") and r == "it injects noise" for p, r in skipped.items())
+    assert {f"{path}.norm1" for path in skipped} <= {s.path for s in report.swaps}
+    assert torch.equal(results(model)[1], expected)
+
+
+class Lookalike(nn.Module):
+    pass
+
+
+def with_weights() -> nn.Module:
+    return RMSNorm(24, eps=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "reason"),
+    [
+        ({"inject_noise": True}, {}, "it injects noise"),
+        ({"non_linearity": "gelu"}, {}, "its activation is `GELU`"),
+        ({"dropout": 0.1}, {}, "it has a dropout"),
+        ({"elementwise_affine": True}, {}, "its norms are no `RMSNorm`s without weights"),
+        ({}, {"norm1": with_weights}, "its norms are no `RMSNorm`s without weights"),
+        (
+            {},
+            {"norm2": lambda: RMSNorm(24, eps=1e-5, elementwise_affine=False)},
+            "its norms differ in eps",
+        ),
+        ({}, {"conv2": Lookalike}, "its convolutions are no `LTXVideoCausalConv3d`s of stride 1"),
+    ],
+)
+def test_odd_blocks_are_left_to_their_parts(
+    settings: dict[str, Any], parts: dict[str, Callable[[], nn.Module]], reason: str
+) -> None:
+    model = nn.Sequential(resnet(**settings)())
+    for name, make in parts.items():
+        setattr(model[0], name, make())
+    report = hfpatch.apply(model)
+    assert [(s.kind, s.reason) for s in report.skips if s.path == "0"] == [("unsupported", reason)]
+
+
+def test_training_is_left_to_the_norms() -> None:
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(draw(2, 24, 3, 4, 5)).square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    with torch.no_grad():
+        model = nn.Sequential(zoo.randomize_(resnet(out_channels=32)()))
+    expected = gradients(model)
+    report = hfpatch.apply(model, mode="training")
+    assert [(s.path, s.reason) for s in report.skips if s.path == "0"] == [
+        ("0", "the fused block has no backward")
+    ]
+    assert {s.path for s in report.swaps} >= {"0.norm1", "0.norm2"}
+    found = gradients(model)
+    assert set(found) == set(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, msg=name)
+
+
+def test_a_table_that_is_taken_away_is_the_originals() -> None:
+    """Which kernel a block needs was decided by whether it has one."""
+    model = nn.Sequential(resnet(timestep_conditioning=True)()).requires_grad_(False)
+    hfpatch.apply(model)
+    model[0].scale_shift_table = None
+    plain = copy.deepcopy(model)
+    hfpatch.restore(plain)
+    x = draw(2, 24, 3, 4, 5)
+    assert torch.equal(model(x), plain(x))
