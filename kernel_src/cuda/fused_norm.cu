@@ -340,11 +340,11 @@ int32_t launch_fast(FusedNormParams &p, void *stream) {
     if (plan.shape == Shape::k8x2) kernel = &fused_norm_kernel<T, P, N, 8, 2, kSum>;
   }
   if (plan.shape == Shape::k32x2) kernel = &fused_norm_kernel<T, P, N, 32, 2, kSum>;
-  if (plan.shape == Shape::k32x4) kernel = &fused_norm_kernel<T, P, N, 32, 4, kSum>;
-  if (plan.shape == Shape::kCtaX1) kernel = &fused_norm_kernel<T, P, N, kCta, 1, kSum>;
-  if constexpr (kSum) {
-    if (plan.shape == Shape::kCtaX2) kernel = &fused_norm_kernel<T, P, N, kCta, 2, kSum>;
+  if constexpr (!kSum) {
+    if (plan.shape == Shape::k32x4) kernel = &fused_norm_kernel<T, P, N, 32, 4, kSum>;
   }
+  if (plan.shape == Shape::kCtaX1) kernel = &fused_norm_kernel<T, P, N, kCta, 1, kSum>;
+  if (plan.shape == Shape::kCtaX2) kernel = &fused_norm_kernel<T, P, N, kCta, 2, kSum>;
   return launch_rows(kernel, plan, p, stream, kOp);
 }
 

@@ -118,20 +118,26 @@ inline constexpr int kHoldWords = 64;
 // ---------------------------------------------------------------------------------------------
 // Rows with a residual sum or a modulation: fused_norm.cu
 
-// Half of the norms', since these kernels have twice its registers.
-inline constexpr int64_t kLatencyFused = kLatencyVectors / 2;
+// A quarter of the norms', since these kernels have two to four times its registers; then two vectors
+// per thread up to twice as many.
+inline constexpr int64_t kLatencyFused = kLatencyVectors / 4;
 
 // Fewer shapes than plan_rows, to build less. same_type: the parameters have the dtype of the row;
-// sum: there is a residual.
+// sum: there is a residual. Two inputs: twice the loads of a thread are on their way, so that fewer
+// vectors are enough, and more threads fit.
 constexpr RowPlan plan_fused(int64_t vectors, int64_t rows, bool same_type, bool sum) {
   if (vectors <= 16 && same_type) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
   if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
   if (vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
     return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
   }
-  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
-  // Two inputs: twice the loads of a thread are on their way, and more threads fit.
-  if (vectors <= 2 * kMaxThreadsX4 && sum) return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
+  if (vectors <= 128) {
+    if (sum) return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
+    return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  }
+  if (vectors <= 2 * kMaxThreadsX4 && (sum || rows <= 2 * kLatencyFused / vectors)) {
+    return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
+  }
   return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
 }
 inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
