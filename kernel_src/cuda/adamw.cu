@@ -4,7 +4,7 @@
 namespace hfp::cuda {
 namespace {
 
-constexpr int kRounds = 2;  // vectors of a thread, one after the other
+constexpr int kRounds = 2;  // vectors of a thread, on their way together
 
 struct AdamWScalars {
   Scalar lr, clip_coef, grad_scale;
@@ -40,57 +40,67 @@ __device__ __forceinline__ float value_of(const Scalar &s) {
 // ---------------------------------------------------------------------------------------------
 // Kernels
 
-// The pointers of one parameter, and what its elements have in common.
+// The pointers of one parameter.
 template <class P, class G, class M>
 struct Parameter {
   P *param;
   const G *grad;
   M *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
   float *master;
-  float grad_factor, decay, step_size, root_correction;
 };
 
-// Elements [at, at + N).
-template <class P, class G, class M, bool kMaster, int N>
-__device__ __forceinline__ void update(const Parameter<P, G, M> &t, const AdamWScalars &s,
-                                       int64_t at) {
-  using W = std::conditional_t<kMaster, float, P>;
-  W *weight;
-  if constexpr (kMaster) weight = t.master;
-  else weight = t.param;
-  Vec<W, N> packed_p;
-  Vec<G, N> packed_g;
-  Vec<M, N> packed_m, packed_v, packed_top;
-  packed_g.template load<Cache::kStream>(t.grad + at);
-  packed_m.template load<Cache::kStream>(t.exp_avg + at);
-  packed_v.template load<Cache::kStream>(t.exp_avg_sq + at);
-  packed_p.template load<Cache::kStream>(weight + at);
-  if (s.amsgrad) packed_top.template load<Cache::kStream>(t.max_exp_avg_sq + at);
-  else packed_top.zero();
+// What the elements of a parameter have in common.
+struct Factors {
+  float grad, decay, step_size, root_correction;
+};
 
-  float p[N], g[N], m[N], v[N], top[N];
-  packed_g.get(g);
-  packed_m.get(m);
-  packed_v.get(v);
-  packed_p.get(p);
-  packed_top.get(top);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    // Each rounding is written out: vectors and single elements must come to the same bits.
-    const float grad = __fmul_rn(g[i], t.grad_factor);
-    m[i] = fmaf(s.one_minus_beta1, __fsub_rn(grad, m[i]), m[i]);
-    v[i] = fmaf(s.beta2, v[i], __fmul_rn(__fmul_rn(s.one_minus_beta2, grad), grad));
-    // max(top, v), NaN if either is
-    top[i] = !s.amsgrad || v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];
-    const float ratio = m[i] / fmaf(sqrtf(top[i]), t.root_correction, s.eps);
-    p[i] = __fsub_rn(p[i], fmaf(t.decay, p[i], __fmul_rn(t.step_size, ratio)));
+// N elements of a parameter as they lie in memory.
+template <class P, class G, class M, bool kMaster, int N>
+struct Elements {
+  using W = std::conditional_t<kMaster, float, P>;
+  Vec<W, N> weight;
+  Vec<G, N> grad;
+  Vec<M, N> exp_avg, exp_avg_sq, max_exp_avg_sq;
+
+  // [at, at + N)
+  __device__ __forceinline__ void load(const Parameter<P, G, M> &t, bool amsgrad, int64_t at) {
+    const W *from;
+    if constexpr (kMaster) from = t.master;
+    else from = t.param;
+    grad.template load<Cache::kStream>(t.grad + at);
+    exp_avg.template load<Cache::kStream>(t.exp_avg + at);
+    exp_avg_sq.template load<Cache::kStream>(t.exp_avg_sq + at);
+    weight.template load<Cache::kStream>(from + at);
+    if (amsgrad) max_exp_avg_sq.template load<Cache::kStream>(t.max_exp_avg_sq + at);
+    else max_exp_avg_sq.zero();
   }
-  store_as<M>(t.exp_avg, at, m);
-  store_as<M>(t.exp_avg_sq, at, v);
-  if (s.amsgrad) store_as<M>(t.max_exp_avg_sq, at, top);
-  if constexpr (kMaster) store_as<float>(t.master, at, p);
-  store_as<P>(t.param, at, p);
-}
+
+  __device__ __forceinline__ void update(const Parameter<P, G, M> &t, const AdamWScalars &s,
+                                         const Factors &f, int64_t at) const {
+    float p[N], g[N], m[N], v[N], top[N];
+    grad.get(g);
+    exp_avg.get(m);
+    exp_avg_sq.get(v);
+    weight.get(p);
+    max_exp_avg_sq.get(top);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      // Each rounding is written out: vectors and single elements must come to the same bits.
+      const float change = __fmul_rn(g[i], f.grad);
+      m[i] = fmaf(s.one_minus_beta1, __fsub_rn(change, m[i]), m[i]);
+      v[i] = fmaf(s.beta2, v[i], __fmul_rn(__fmul_rn(s.one_minus_beta2, change), change));
+      // max(top, v), NaN if either is
+      top[i] = !s.amsgrad || v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];
+      const float ratio = m[i] / fmaf(sqrtf(top[i]), f.root_correction, s.eps);
+      p[i] = __fsub_rn(p[i], fmaf(f.decay, p[i], __fmul_rn(f.step_size, ratio)));
+    }
+    store_as<M>(t.exp_avg, at, m);
+    store_as<M>(t.exp_avg_sq, at, v);
+    if (s.amsgrad) store_as<M>(t.max_exp_avg_sq, at, top);
+    if constexpr (kMaster) store_as<float>(t.master, at, p);
+    store_as<P>(t.param, at, p);
+  }
+};
 
 // fp32 values are moved by 16 bytes a thread, half values by 16 where all are, else by 8.
 template <class G, class M>
@@ -107,9 +117,6 @@ __global__ void __launch_bounds__(kListThreads)
   const AdamWScalars &s = table.s;
   if (s.found_inf && __ldg(s.found_inf) != 0.0f) return;
   const int i = find_tensor(table, blockIdx.x);
-  const float count = table.step[i] ? __ldg(table.step[i]) : table.step_value[i];
-  const float lr = value_of(s.lr), factor = value_of(s.clip_coef) / value_of(s.grad_scale);
-
   Parameter<P, G, M> t;
   t.param = static_cast<P *>(table.param[i]);
   t.grad = static_cast<const G *>(table.grad[i]);
@@ -117,21 +124,35 @@ __global__ void __launch_bounds__(kListThreads)
   t.exp_avg_sq = static_cast<M *>(table.exp_avg_sq[i]);
   t.max_exp_avg_sq = static_cast<M *>(table.max_exp_avg_sq[i]);
   t.master = table.master[i];
-  t.grad_factor = s.maximize ? -factor : factor;
-  t.decay = lr * s.weight_decay;
-  // 1 - beta^t
-  t.step_size = lr / -expm1f(count * s.log_beta1);
-  t.root_correction = 1.0f / sqrtf(-expm1f(count * s.log_beta2));
-
   const int64_t begin = static_cast<int64_t>(blockIdx.x - table.first[i]) * kAdamWChunk<G, M>;
   const int64_t left = table.numel[i] - begin;
   const int n = static_cast<int>(left < kAdamWChunk<G, M> ? left : kAdamWChunk<G, M>);
   const int whole = table.aligned[i] ? n / N * N : 0;
-  for (int at = threadIdx.x * N; at < whole; at += kListThreads * N) {
-    update<P, G, M, kMaster, N>(t, s, begin + at);
+
+  // Asked for before the factors, which wait for memory and take long to compute.
+  Elements<P, G, M, kMaster, N> own[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int at = (static_cast<int>(threadIdx.x) + round * kListThreads) * N;
+    if (at < whole) own[round].load(t, s.amsgrad, begin + at);
+  }
+  const float count = table.step[i] ? __ldg(table.step[i]) : table.step_value[i];
+  const float lr = value_of(s.lr), factor = value_of(s.clip_coef) / value_of(s.grad_scale);
+  Factors f;
+  f.grad = s.maximize ? -factor : factor;
+  f.decay = lr * s.weight_decay;
+  // 1 - beta^t
+  f.step_size = lr / -expm1f(count * s.log_beta1);
+  f.root_correction = 1.0f / sqrtf(-expm1f(count * s.log_beta2));
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int at = (static_cast<int>(threadIdx.x) + round * kListThreads) * N;
+    if (at < whole) own[round].update(t, s, f, begin + at);
   }
   for (int at = whole + threadIdx.x; at < n; at += kListThreads) {
-    update<P, G, M, kMaster, 1>(t, s, begin + at);
+    Elements<P, G, M, kMaster, 1> one;
+    one.load(t, s.amsgrad, begin + at);
+    one.update(t, s, f, begin + at);
   }
 }
 

@@ -3,8 +3,10 @@
 //
 // The forward reads a row once: each thread keeps the maximum of what it has seen and the sum of
 // exp(z - maximum), rescaled when the maximum rises (Milakov & Gimelshein, arXiv:1805.02867). All in
-// powers of two, z log2(e), which is what the hardware computes.
+// powers of two, z log2(e), which is what the hardware computes. A cluster of CTAs shares a wide row
+// where rows are few (sm_90).
 #include "activations.cuh"
+#include "cluster.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
@@ -99,58 +101,31 @@ __device__ __forceinline__ void add_vector(const CrossEntropyParams &p, const Ve
   online.add(z);
 }
 
-template <class T, int N, bool kCap>
-__global__ void __launch_bounds__(kCrossThreads)
-    cross_entropy_kernel(const __grid_constant__ CrossEntropyParams p) {
-  wait_for_previous();
-  __shared__ float all_most[32], all_sum[32], all_plain[32];
-  const int64_t row = p.first_row + blockIdx.x;
-  const int64_t target = __ldg(p.target + row);
-  if (target == p.ignore_index) {
-    if (threadIdx.x == 0) p.loss[row] = p.lse[row] = 0.0f;
-    return;
-  }
-  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
-
+// What a warp, or a thread, has seen of a row.
+struct Seen {
   Online online;
   float plain = 0.0f;
-  const int64_t block = static_cast<int64_t>(blockDim.x) * kCrossUnroll;
-  int64_t at = threadIdx.x;
-  for (; at + (kCrossUnroll - 1) * static_cast<int64_t>(blockDim.x) < p.vectors; at += block) {
-    Vec<T, N> v[kCrossUnroll];
-#pragma unroll
-    for (int u = 0; u < kCrossUnroll; ++u) {
-      v[u].template load<Cache::kStream>(x + (at + u * static_cast<int64_t>(blockDim.x)) * N);
-    }
-#pragma unroll
-    for (int u = 0; u < kCrossUnroll; ++u) add_vector<T, N, kCap>(p, v[u], online, plain);
-  }
-  for (; at < p.vectors; at += blockDim.x) {
-    Vec<T, N> v;
-    v.template load<Cache::kStream>(x + at * N);
-    add_vector<T, N, kCap>(p, v, online, plain);
+
+  __device__ __forceinline__ void merge(float most, float sum, float more) {
+    online.merge(most, sum);
+    plain += more;
   }
 
-  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
+  // Of all lanes, on all lanes.
+  __device__ __forceinline__ void merge_warp() {
 #pragma unroll
-  for (int across = 16; across > 0; across /= 2) {
-    const float most = __shfl_xor_sync(~0u, online.most, across);
-    const float sum = __shfl_xor_sync(~0u, online.sum, across);
-    online.merge(most, sum);
-    plain += __shfl_xor_sync(~0u, plain, across);
+    for (int across = 16; across > 0; across /= 2) {
+      const float most = __shfl_xor_sync(~0u, online.most, across);
+      const float sum = __shfl_xor_sync(~0u, online.sum, across);
+      merge(most, sum, __shfl_xor_sync(~0u, plain, across));
+    }
   }
-  if (lane == 0) {
-    all_most[warp] = online.most;
-    all_sum[warp] = online.sum;
-    all_plain[warp] = plain;
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int i = 1; i < warps; ++i) {
-    online.merge(all_most[i], all_sum[i]);
-    plain += all_plain[i];
-  }
-  const float lse = fmaf(Online::shift(online.most), kLn2, logf(online.sum));
+};
+
+template <class T, bool kCap>
+__device__ __forceinline__ void finish(const CrossEntropyParams &p, const T *x, int64_t row,
+                                       int64_t target, const Seen &seen) {
+  const float lse = fmaf(Online::shift(seen.online.most), kLn2, logf(seen.online.sum));
   p.lse[row] = lse;
   float loss = not_a_number();
   if (target >= 0 && target < p.x_rows.cols) {
@@ -159,9 +134,84 @@ __global__ void __launch_bounds__(kCrossThreads)
     float z[1];
     one.get(z);
     loss = fmaf(p.label_smoothing - 1.0f, capped<kCap>(p, z[0]), lse);
-    if (p.label_smoothing > 0.0f) loss -= p.label_smoothing * (plain * p.inverse_cols);
+    if (p.label_smoothing > 0.0f) loss -= p.label_smoothing * (seen.plain * p.inverse_cols);
   }
   p.loss[row] = loss;
+}
+
+static_assert(kCrossClusterThreads * kClusterSize == kCrossThreads * kCrossUnroll);
+
+// A row is cut into strands, each of every `strands`-th vector. A CTA holds kCrossUnroll of them in
+// each thread; where rows are few, a cluster of CTAs has a thread for each. The strands of a warp,
+// and then the warps, are merged in one order in both, so that the bits of a row do not depend on
+// how many others there are.
+template <class T, int N, bool kCap, bool kCluster>
+__global__ void __launch_bounds__(kCluster ? kCrossClusterThreads : kCrossThreads)
+    cross_entropy_kernel(const __grid_constant__ CrossEntropyParams p) {
+  wait_for_previous();
+  using CTAs = Team<kCluster>;
+  constexpr int kOwn = kCluster ? 1 : kCrossUnroll;  // strands of a thread
+  __shared__ float4 of_warp[kCrossThreads / 32 * kCrossUnroll];
+  const int64_t row = p.first_row + blockIdx.x / CTAs::size();
+  const unsigned rank = CTAs::rank();
+  const int64_t target = __ldg(p.target + row);
+  if (target == p.ignore_index) {
+    if (rank == 0 && threadIdx.x == 0) p.loss[row] = p.lse[row] = 0.0f;
+    return;
+  }
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+  const int threads = static_cast<int>(blockDim.x), lane = threadIdx.x % 32u;
+  const int warp = threadIdx.x / 32u, warps = threads / 32;
+  const int64_t strands = static_cast<int64_t>(threads) * (kCluster ? kClusterSize : kOwn);
+  const int64_t step = kCluster ? strands : threads;  // between a thread's vectors on their way
+
+  Seen seen[kOwn];
+  int64_t at = rank * static_cast<int64_t>(threads) + threadIdx.x;
+  for (; at + (kCrossUnroll - 1) * step < p.vectors; at += kCrossUnroll * step) {
+    Vec<T, N> v[kCrossUnroll];
+#pragma unroll
+    for (int u = 0; u < kCrossUnroll; ++u) {
+      v[u].template load<Cache::kStream>(x + (at + u * step) * N);
+    }
+#pragma unroll
+    for (int u = 0; u < kCrossUnroll; ++u) {
+      Seen &to = seen[u % kOwn];
+      add_vector<T, N, kCap>(p, v[u], to.online, to.plain);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kCrossUnroll; ++u) {
+    const int64_t here = at + u * step;
+    if (here >= p.vectors) break;
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + here * N);
+    Seen &to = seen[u % kOwn];
+    add_vector<T, N, kCap>(p, v, to.online, to.plain);
+  }
+
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    seen[i].merge_warp();
+    if (lane == 0) {
+      of_warp[i * warps + warp] =
+          make_float4(seen[i].online.most, seen[i].online.sum, seen[i].plain, 0.0f);
+    }
+  }
+  CTAs::sync();
+  Seen all;
+  if (rank == 0 && warp == 0) {
+    for (int i = lane; i < strands / 32; i += 32) {
+      const float4 *from = of_warp + i;
+      if constexpr (kCluster) {
+        from = CTAs::at(of_warp + i % warps, static_cast<unsigned>(i / warps));
+      }
+      const float4 one = *from;
+      all.merge(one.x, one.y, one.z);
+    }
+    all.merge_warp();
+  }
+  CTAs::leave(), CTAs::left();  // no CTA ends before rank 0 has read what it holds
+  if (rank == 0 && threadIdx.x == 0) finish<T, kCap>(p, x, row, target, all);
 }
 
 template <class T, int N, bool kCap>
@@ -230,8 +280,15 @@ __global__ void __launch_bounds__(kCrossThreads)
 // Launchers
 
 template <class T, int N, bool kCap, bool kBackward>
-int32_t launch_vectors(CrossEntropyParams &p, void *stream, const char *op) {
+int32_t launch_vectors(CrossEntropyParams &p, int device, void *stream, const char *op) {
   p.vectors = p.x_rows.cols / N;
+  if constexpr (!kBackward) {
+    auto *cluster = &cross_entropy_kernel<T, N, kCap, true>;
+    if (p.x_rows.rows <= kCrossClusterRows && p.vectors >= kCrossThreads * kCrossUnroll &&
+        has_clusters(reinterpret_cast<const void *>(cluster), device)) {
+      return launch_clusters(cluster, p.x_rows.rows, kCrossClusterThreads, p, stream, op);
+    }
+  }
   // Whole rounds of kCrossUnroll vectors for narrow rows too.
   const int64_t wanted = cta_threads(p.vectors < kCrossThreads * kCrossUnroll
                                          ? p.vectors
@@ -241,23 +298,23 @@ int32_t launch_vectors(CrossEntropyParams &p, void *stream, const char *op) {
   if constexpr (kBackward) {
     return launch_rows(&cross_entropy_backward_kernel<T, N, kCap>, plan, p, stream, op);
   } else {
-    return launch_rows(&cross_entropy_kernel<T, N, kCap>, plan, p, stream, op);
+    return launch_rows(&cross_entropy_kernel<T, N, kCap, false>, plan, p, stream, op);
   }
 }
 
 template <class T, bool kBackward>
-int32_t launch_typed(CrossEntropyParams &p, void *stream, const char *op) {
+int32_t launch_typed(CrossEntropyParams &p, int device, void *stream, const char *op) {
   constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
   int n = widest_vector(p.x_rows, sizeof(T));
   n = narrow_to_pointer(n, p.logits, sizeof(T));
   if (kBackward) n = narrow_to_pointer(n, p.dlogits, sizeof(T));
   const bool cap = p.softcap > 0.0f;
   if (n == kWidest) {
-    return cap ? launch_vectors<T, kWidest, true, kBackward>(p, stream, op)
-               : launch_vectors<T, kWidest, false, kBackward>(p, stream, op);
+    return cap ? launch_vectors<T, kWidest, true, kBackward>(p, device, stream, op)
+               : launch_vectors<T, kWidest, false, kBackward>(p, device, stream, op);
   }
-  return cap ? launch_vectors<T, 1, true, kBackward>(p, stream, op)
-             : launch_vectors<T, 1, false, kBackward>(p, stream, op);
+  return cap ? launch_vectors<T, 1, true, kBackward>(p, device, stream, op)
+             : launch_vectors<T, 1, false, kBackward>(p, device, stream, op);
 }
 
 template <bool kBackward>
@@ -280,9 +337,9 @@ int32_t launch(const CrossEntropyArgs &a, int device, void *stream, const char *
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), op);
   switch (a.type) {
-    case DType::F32: return launch_typed<float, kBackward>(p, stream, op);
-    case DType::F16: return launch_typed<__half, kBackward>(p, stream, op);
-    default: return launch_typed<__nv_bfloat16, kBackward>(p, stream, op);
+    case DType::F32: return launch_typed<float, kBackward>(p, device, stream, op);
+    case DType::F16: return launch_typed<__half, kBackward>(p, device, stream, op);
+    default: return launch_typed<__nv_bfloat16, kBackward>(p, device, stream, op);
   }
 }
 

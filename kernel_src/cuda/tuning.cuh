@@ -21,6 +21,8 @@
 //   kFullThreads           2^19        from here four heads per thread          rope.cuh
 //   kLoopThreads           512         CTA of a wide norm across heads          qk_norm_rope.cu
 //   kCrossThreads, -Unroll 512, 4      CTA; vectors on their way                cross_entropy.cu
+//   kCrossCluster-         256, 32     CTA of a cluster; rows up to which       cross_entropy.cu
+//     Threads, -Rows                   there are clusters
 //   kSumThreads, -Cols     1024, 32    CTA; columns of partial sums             norm_backward.cu
 #pragma once
 
@@ -158,6 +160,9 @@ inline constexpr int kLoopThreads = 512;
 
 inline constexpr int kCrossThreads = 512;
 inline constexpr int kCrossUnroll = 4;  // vectors that a thread has on their way
+// CTAs of a cluster that share a row, where rows are few: one strand a thread.
+inline constexpr int kCrossClusterThreads = kCrossThreads * kCrossUnroll / 8;
+inline constexpr int64_t kCrossClusterRows = 32;
 
 inline constexpr int kSumThreads = 1024;
 inline constexpr int kSumCols = 32;  // per CTA; each warp adds up every 32nd row of these

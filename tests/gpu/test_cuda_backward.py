@@ -192,6 +192,33 @@ def test_cross_entropy(
     assert (actual[4] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [8191, 8192, 16384, 32768, 50257, 128256])
+def test_cross_entropy_of_a_row_is_its_own(
+    kernels_module: ModuleType, classes: int, dtype: torch.dtype
+) -> None:
+    """Few wide rows are shared out over clusters, many are not: the bits are the same."""
+    logits = randn(40, classes, dtype=dtype) * 6
+    logits[3, 5], logits[7], logits[8, 100:] = float("nan"), -float("inf"), -float("inf")
+    target = torch.randint(classes, (40,), device="cuda")
+    target[4], target[5] = -100, classes
+
+    def loss(rows: slice) -> Tensor:
+        loss: Tensor = kernels_module.cross_entropy(
+            logits[rows], target[rows], "none", label_smoothing=0.1
+        )
+        return loss
+
+    many = loss(slice(None))
+    few = torch.cat([loss(slice(0, 1)), loss(slice(1, 9)), loss(slice(9, 40))])
+    assert torch.equal(many.view(torch.int32), few.view(torch.int32))
+    usual = torch.tensor([i for i in range(40) if i not in (3, 4, 5, 7, 8)], device="cuda")
+    truth = F.cross_entropy(
+        logits[usual].double(), target[usual], reduction="none", label_smoothing=0.1
+    )
+    torch.testing.assert_close(many[usual].double(), truth, rtol=4e-6, atol=4e-6)
+
+
 def test_cross_entropy_odd_values(kernels_module: ModuleType) -> None:
     inf = float("inf")
     logits = torch.tensor(
