@@ -41,18 +41,18 @@ def update(root: Path, check: bool) -> int:
     text = render(results)
     stale = not page.is_file() or page.read_text(encoding="utf-8") != text
     pictures = page.parent / "images"
-    wanted = {f"{slug(op)}.svg": rows for op, rows in _drawn(_gpu_ops(results))}
+    ops = _gpu_ops(results)
+    wanted = {f"{slug(op)}.svg": rows for op, rows in _drawn(ops)}
     late = {name: rows for name, rows in wanted.items() if not _current(pictures / name, rows)}
     if check:
         return int(stale or bool(late))
     page.write_text(text, encoding="utf-8")
-    result = _gpu_ops(results)
-    if late and result is not None:
+    if late:
         from hfpatch.bench.roofline import draw
 
-        floor = min(us for row in result["rows"] for us in cold(row).values())
+        floor = min(us for row in ops[0]["rows"] for us in cold(row).values())
         for name, rows in late.items():
-            draw(pictures / name, rows, result["copy_bytes_per_s"], floor, mark(rows))
+            draw(pictures / name, rows, ops[0]["copy_bytes_per_s"], floor, mark(rows))
     for path in pictures.glob("*.svg"):
         if path.name not in wanted:
             path.unlink()
@@ -62,11 +62,13 @@ def update(root: Path, check: bool) -> int:
 def render(results: Path) -> str:
     """The page's text."""
     models, ops = [read(p) for p in sorted(results.glob("models-*.json"))], _gpu_ops(results)
-    cpu, host = _load(results, "ops", cpu=True), _load(results, "host") or ops
+    cpu, host = _load(results, "ops", cpu=True), _load(results, "host")
     attention = [read(p) for p in sorted(results.glob("attention-*.json"))]
+    pipelines = [read(p) for p in sorted(results.glob("pipeline-*.json"))]
     parts = [
         HEAD,
         _models(models) if models else "",
+        _pipelines(pipelines) if pipelines else "",
         _attention(attention) if attention else "",
         _ops(ops) if ops else "",
         _host(host) if host else "",
@@ -78,14 +80,20 @@ def render(results: Path) -> str:
 # ------------------------------------------------------------------------------ results
 
 
+def _all(results: Path, suite: str, cpu: bool = False) -> list[Result]:
+    """The results of a suite on GPUs or on the CPU, by the names of their files."""
+    found = sorted(results.glob(f"{suite}-*.json"))
+    return [read(p) for p in found if p.stem.endswith("-cpu") == cpu]
+
+
 def _load(results: Path, suite: str, cpu: bool = False) -> Result | None:
-    """The results of a suite on a GPU or on the CPU, or None when none are committed."""
-    found = [p for p in sorted(results.glob(f"{suite}-*.json")) if p.stem.endswith("-cpu") == cpu]
-    return read(found[-1]) if found else None
+    """The last of them, or None when none are committed."""
+    return next(reversed(_all(results, suite, cpu)), None)
 
 
-def _gpu_ops(results: Path) -> Result | None:
-    return _load(results, "ops")
+def _gpu_ops(results: Path) -> list[Result]:
+    """A run of all ops, and what was measured later."""
+    return _all(results, "ops")
 
 
 def cold(row: Row) -> dict[str, float]:
@@ -103,11 +111,11 @@ def _groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     return [(op, list(group)) for op, group in itertools.groupby(rows, key=lambda row: row["op"])]
 
 
-def _drawn(result: Result | None) -> list[tuple[str, list[Row]]]:
-    """The ops that have a picture, and what is in it: the bf16 rows, if a line can be drawn."""
-    if result is None:
-        return []
-    found = [(op, [r for r in g if r["dtype"] == "bfloat16"]) for op, g in _groups(result["rows"])]
+def _drawn(ops: Sequence[Result]) -> list[tuple[str, list[Row]]]:
+    """The ops that have a picture, and what is in it: the first run's bf16 rows, if they make a
+    line."""
+    groups = _groups(ops[0]["rows"]) if ops else []
+    found = [(op, [r for r in g if r["dtype"] == "bfloat16"]) for op, g in groups]
     return [(op, rows) for op, rows in found if len(rows) > 1]
 
 
@@ -207,6 +215,34 @@ def _models(found: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+#: Column, and a row's cell in it.
+_PIPELINE_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("variant", lambda r: str(r["variant"])),
+    ("total s", lambda r: _number(r["seconds"], 2)),
+    ("a step ms", lambda r: _number(r["step_ms"])),
+    ("decoding s", lambda r: _number(r["decode_seconds"], 3)),
+    ("launches a step", lambda r: str(r["launches_per_step"])),
+    ("peak GiB", lambda r: _number(r["peak_memory_gib"], 2)),
+    ("latents differ from eager's", lambda r: _relative(r.get("latents_relative_difference"))),
+)
+
+
+def _relative(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def _pipelines(found: Sequence[Result]) -> str:
+    lines = ["## A whole pipeline\n"]
+    for result in found:
+        rows = ([cell(row) for _, cell in _PIPELINE_COLUMNS] for row in result["rows"])
+        lines += [
+            _source(result, result["command"]),
+            *_table([name for name, _ in _PIPELINE_COLUMNS], rows),
+            *_note(result),
+        ]
+    return "\n".join(lines)
+
+
 def _attention(found: Sequence[Result]) -> str:
     lines = ["## Attention kernels\n"]
     for result in found:
@@ -240,9 +276,10 @@ def _attention_cells(row: Row, names: Sequence[str]) -> list[str]:
     return cells
 
 
-def _ops(result: Result) -> str:
+def _ops(found: Sequence[Result]) -> str:
+    result, *others = found
     copy = result["copy_bytes_per_s"]
-    drawn = {op for op, _ in _drawn(result)}
+    drawn = {op for op, _ in _drawn(found)}
     lines = [
         "## Ops: GPU time\n",
         _source(result, "hfpatch bench ops"),
@@ -256,15 +293,29 @@ def _ops(result: Result) -> str:
         "time that any kernel of the run took.\n",
     ]
     for op, rows in _groups(result["rows"]):
-        lines.append(f"### `{op.split()[0]}`{op[len(op.split()[0]) :]}\n")
+        lines.append(f"### {_op_title(op)}\n")
         if op in drawn:
             lines.append(f"![Bandwidth of {op} by size](images/{slug(op)}.svg)\n")
-        columns = [name for name in (*PEERS, OURS) if any(name in cold(row) for row in rows)]
-        warm = any("warm_us" in row for row in rows)
-        heads = ["shape", "dtype", "floor", *columns, "of copy", "× best peer"]
-        heads += ["warm: best peer", "warm: hfpatch"] if warm else []
-        lines += _table(heads, (_ops_cells(row, columns, warm) for row in rows))
+        lines += _op_table(rows)
+    for number, later in enumerate(others):
+        lines += [] if number else ["### Ops measured later\n"]
+        lines += [_source(later, "hfpatch bench ops"), *_note(later)]
+        for op, rows in _groups(later["rows"]):
+            lines += [f"{_op_title(op)}:\n", *_op_table(rows)]
     return "\n".join(lines)
+
+
+def _op_title(op: str) -> str:
+    name = op.split()[0]
+    return f"`{name}`{op[len(name) :]}"
+
+
+def _op_table(rows: Sequence[Row]) -> list[str]:
+    columns = [name for name in (*PEERS, OURS) if any(name in cold(row) for row in rows)]
+    warm = any("warm_us" in row for row in rows)
+    heads = ["shape", "dtype", "floor", *columns, "of copy", "× best peer"]
+    heads += ["warm: best peer", "warm: hfpatch"] if warm else []
+    return _table(heads, (_ops_cells(row, columns, warm) for row in rows))
 
 
 def _ops_cells(row: Row, columns: Sequence[str], warm: bool) -> list[str]:
