@@ -97,14 +97,12 @@ def _gpu_ops(results: Path) -> list[Result]:
 
 
 def cold(row: Row) -> dict[str, float]:
-    """Microseconds by peer; rows of before `hfpatch bench` had them among their other keys."""
-    times = row.get("cold_us") or {name: row[name] for name in (*PEERS, OURS) if name in row}
-    return dict(times)
+    """Microseconds by peer."""
+    return dict(row["cold_us"])
 
 
 def shape(row: Row) -> str:
-    text = row["shape"]
-    return (text if isinstance(text, str) else "x".join(map(str, text))).replace("x", "×")
+    return str(row["shape"]).replace("x", "×")
 
 
 def _groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
@@ -336,9 +334,6 @@ def _ops_cells(row: Row, columns: Sequence[str], warm: bool) -> list[str]:
 
 def _host(result: Result) -> str:
     rows = [(row["call"], row["us"]) for row in result["rows"] if "call" in row]
-    rows = rows or list(result.get("host_us", {}).items())
-    if not rows:
-        return ""
     reference = dict(rows).get("torch.nn.RMSNorm module")
     lines = [
         "## Host time of one call\n",

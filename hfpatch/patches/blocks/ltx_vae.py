@@ -79,12 +79,7 @@ class LtxResnetSubject(ModelBlock):
                 timestep_conditioning=m.scale_shift_table is not None,
             )
 
-        block = small(make, generator)
-        with torch.no_grad():  # `small` knows matrices; a kernel has more inputs
-            for p in block.parameters():
-                if p.ndim == 5:
-                    p.mul_((p[0].numel() / p.shape[-1]) ** -0.5)
-        return block
+        return small(make, generator)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         m: Any = block

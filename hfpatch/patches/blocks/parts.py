@@ -161,7 +161,8 @@ def odd_feed_forward(ff: Any) -> str | None:
 
 
 def small(make: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
-    """What `make` builds, with random parameters: about 1 in vectors, 1/sqrt(fan in) in matrices.
+    """What `make` builds, with random parameters: about 1 in vectors, 1/sqrt(fan in) in matrices
+    and in the kernels of convolutions.
 
     `make` draws from a copy of the global generator.
     """
@@ -169,7 +170,8 @@ def small(make: Callable[[], nn.Module], generator: torch.Generator) -> nn.Modul
         block = make()
     with torch.no_grad():
         for p in block.parameters():
-            scale = p.shape[-1] ** -0.5 if p.ndim > 1 else 1.0
+            inputs = p[0].numel() if p.ndim > 3 else p.shape[-1]
+            scale = inputs**-0.5 if p.ndim > 1 else 1.0
             offset = 1.0 if p.ndim == 1 else 0.0
             p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
     return block

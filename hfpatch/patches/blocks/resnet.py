@@ -96,12 +96,7 @@ class ResnetSubject(ModelBlock):
                 conv_shortcut_bias=shortcut is not None and shortcut.bias is not None,
             )
 
-        block = small(make, generator)
-        with torch.no_grad():  # `small` knows matrices; a kernel has more inputs
-            for p in block.parameters():
-                if p.ndim == 4:
-                    p.mul_((p[0].numel() / p.shape[-1]) ** -0.5)
-        return block
+        return small(make, generator)
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         m: Any = block

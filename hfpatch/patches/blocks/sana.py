@@ -94,10 +94,6 @@ class SanaSubject(ModelBlock):
 
         block: Any = small(make, generator)
         block.norm2.eps = m.norm2.eps
-        with torch.no_grad():  # `small` knows matrices; a kernel has more inputs
-            for p in block.parameters():
-                if p.ndim == 4:
-                    p.mul_((p[0].numel() / p.shape[-1]) ** -0.5)
         return block  # type: ignore[no-any-return]
 
     def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
