@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import HfApi, constants
+from repositories import Blob
 from scaffold import built_scaffold
-from server import Blob, Hang, HubServer, Status, Truncate
+from server import Hang, HubServer, Status, Truncate
 
 from hfpatch import cli, kernel_build
 from hfpatch.hub import HubOptions, HubSpec
