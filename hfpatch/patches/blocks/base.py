@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from hfpatch.patches.base import (
     is_hooked,
     watched,
 )
+from hfpatch.patches.blocks import opaque
 from hfpatch.patches.blocks.chain import Chain
 from hfpatch.sources import Kernel, Sources
 
@@ -57,6 +59,12 @@ class BlockSubject(Subject):
     chain: Chain | None = None
     #: Whether the fused forward takes `chain=`.
     chained: ClassVar[bool] = False
+
+    #: The arguments whose shapes and dtypes the results have; none: it is not known, and a compiled
+    #: model calls the original. See `opaque`.
+    like: ClassVar[tuple[str, ...]] = ()
+    #: Path of a parameter that every block of the class has.
+    anchor: ClassVar[tuple[str, ...]] = ()
 
     #: Attributes that tell blocks apart but that no forward reads: a layer's number.
     unread: ClassVar[tuple[str, ...]] = ()
@@ -235,6 +243,9 @@ class BlockSubject(Subject):
         autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
         ready, same = self.ready, self.still_proven()
         chain = {"chain": self.chain} if self.chained else {}
+        like, anchor, names = self.like, self.anchor, tuple(signature(original).parameters)[1:]
+        if like:
+            opaque.register(self.module, anchor)
         distributed = torch.distributed.is_available()
 
         def partitioned(block: nn.Module) -> bool:
@@ -247,7 +258,12 @@ class BlockSubject(Subject):
             return bool(found)
 
         def forward(self: nn.Module, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling():  # inductor fuses the original's pieces itself
+            if is_compiling():
+                if like:
+                    every = (hidden_states, *args)
+                    result = opaque.call_compiled(self, anchor, names, like, every, kwargs)
+                    if result is not None:
+                        return result
                 return original(self, hidden_states, *args, **kwargs)
             if type(self).forward is not original:  # its class is another one, or was patched
                 return type(self).forward(self, hidden_states, *args, **kwargs)

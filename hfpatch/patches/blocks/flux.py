@@ -50,6 +50,8 @@ def sample(generator: torch.Generator) -> dict[str, Any]:
 class FluxSubject(JointSubject):
     title = "fused block: AdaLN, joint attention, qk norm + RoPE, gates"
     processor = "FluxAttnProcessor"
+    like = ("encoder_hidden_states", "hidden_states")
+    anchor = ("norm1", "linear", "weight")
 
     @classmethod
     def attentions(cls, block: Any) -> list[Any]:
@@ -124,6 +126,8 @@ class FluxSubject(JointSubject):
 class FluxSingleSubject(JointSubject):
     title = "fused block: AdaLN, attention and MLP in parallel, qk norm + RoPE, gate"
     processor = "FluxAttnProcessor"
+    like = ("encoder_hidden_states", "hidden_states")
+    anchor = ("norm", "linear", "weight")
 
     @classmethod
     def attentions(cls, block: Any) -> list[Any]:

@@ -41,6 +41,8 @@ class LtxSubject(BlockSubject):
     )
     title = "fused block: AdaLN, qk norm + RoPE, gates"
     chained = True
+    like = ("hidden_states",)
+    anchor = ("scale_shift_table",)
 
     def packs(self) -> list[list[nn.Module]]:
         a1, a2 = self.module.attn1, self.module.attn2

@@ -44,6 +44,8 @@ class WanSubject(ModelBlock):
     )
     title = "fused block: fp32 AdaLN, qk norm + RoPE, fp32 gates"
     processor = "WanAttnProcessor"
+    like = ("hidden_states",)
+    anchor = ("scale_shift_table",)
 
     @staticmethod
     def attentions(block: Any) -> tuple[Any, ...]:

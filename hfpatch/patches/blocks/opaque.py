@@ -1,0 +1,199 @@
+"""A fused block as one operator of a compiled graph: `torch.compile` calls it and looks no further.
+
+What inductor makes of the original block's pieces is slower than the fused block, whose host code
+(sums that blocks share, packed projections, the choice of an attention kernel) cannot be traced. So
+a compiled model calls `hfpatch::block`, which calls the block's own patched forward: it decides at
+the call what it decides in eager mode, also to run the original.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_exporting
+
+from hfpatch.patches.base import Tensor
+
+#: Where compiled models call fused blocks. On the CPU inductor's own code is as fast.
+DEVICES = ["cuda"]
+
+
+# ---------------------------------------------------------------------------------------------
+# In the graph
+
+
+def call_compiled(
+    block: nn.Module,
+    anchor: Sequence[str],
+    names: Sequence[str],
+    like: Sequence[str],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `block` as one operator. dynamo traces this.
+
+    Args:
+        anchor: path of a parameter of the block, by which it is found at the call. It is an input
+            of the graph, so that blocks which differ in nothing else share one.
+        names: of the forward's arguments, after self.
+        like: the arguments whose shapes and dtypes the results have.
+        args, kwargs: of the call; the first is a tensor.
+
+    Returns:
+        The result, or None if it cannot be called so.
+    """
+    device = args[0].device.type
+    if device not in DEVICES or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+        return None
+    if is_exporting():  # what was exported must load without hfpatch
+        return None
+    found: Any = block
+    for name in anchor:
+        found = getattr(found, name, None)
+    if type(found) is not nn.Parameter:
+        return None
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors: list[Tensor] = []
+    for name in like:  # these first: a result is like the tensor in its place
+        if not isinstance(given.get(name), Tensor):
+            return None
+    given = {**{name: given[name] for name in like}, **given}
+    call = _written(given, tensors)
+    if call is None:
+        return None
+    results = torch.ops.hfpatch.block(found, tensors, call, len(like))
+    return results[0] if len(like) == 1 else tuple(results)
+
+
+def _written(value: Any, tensors: list[Tensor]) -> str | None:
+    """`value` as a literal: a tensor, which is added to `tensors`, as its place there, a constant
+    in brackets, tuples and dicts as such."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return str(len(tensors) - 1)
+    if isinstance(value, tuple):
+        inner = [_written(v, tensors) for v in value]
+        return None if None in inner else "(" + "".join(f"{v}, " for v in inner) + ")"
+    if isinstance(value, dict):
+        parts = []
+        for key, inside in value.items():
+            text = _written(inside, tensors)
+            if text is None or type(key) is not str:
+                return None
+            parts.append(f"{key!r}: {text}, ")
+        return "{" + "".join(parts) + "}"
+    if value is None or type(value) in (bool, int, float, str):
+        return f"[{value!r}]"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# At the call
+
+
+@functools.lru_cache(maxsize=256)
+def _read(call: str) -> dict[str, Any]:
+    return ast.literal_eval(call)  # type: ignore[no-any-return]
+
+
+def _value(node: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(node, int):
+        return tensors[node]
+    if isinstance(node, list):
+        return node[0]
+    if isinstance(node, dict):
+        return {key: _value(n, tensors) for key, n in node.items()}
+    return tuple(_value(n, tensors) for n in node)
+
+
+def _call(anchor: Tensor, tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
+    block = _block_of(anchor)
+    made = block.forward(**_value(_read(call), tensors))
+    found = list(made) if isinstance(made, tuple) else [made]
+    expected = [(t.shape, t.dtype) for t in tensors[:results]]
+    got = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in found]
+    if got != expected:
+        raise RuntimeError(
+            f"`{type(block).__name__}` in a compiled graph: expected results {expected}, "
+            f"got {got}; compile the model again, or call `hfpatch.restore` first"
+        )
+    # An operator returns memory of its own; two results may be parts of one memory.
+    inputs = {t.untyped_storage().data_ptr() for t in tensors}
+    return [
+        t.clone(memory_format=torch.contiguous_format)
+        if t.untyped_storage().data_ptr() in inputs
+        else t.contiguous()
+        for t in found
+    ]
+
+
+def _shape(anchor: Tensor, tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in tensors[:results]]
+
+
+_library: Any = torch.library.Library("hfpatch", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("block(Tensor anchor, Tensor[] tensors, str call, int results) -> Tensor[]")
+_library.impl("block", _call, "CompositeExplicitAutograd")
+torch.library.register_fake("hfpatch::block", _shape, lib=_library)
+
+
+# ---------------------------------------------------------------------------------------------
+# Which block it is
+
+_lock = threading.Lock()
+#: Blocks whose patched forward may be called so, and the paths of their anchors.
+_blocks: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_by_address: dict[int, weakref.ref[nn.Module]] = {}
+
+
+def register(block: nn.Module, anchor: tuple[str, ...]) -> None:
+    """Let `block` be found by its parameter at the path `anchor`."""
+    with _lock:
+        _blocks[block] = anchor
+
+
+def _address(block: nn.Module, path: tuple[str, ...]) -> int | None:
+    found: Any = block
+    for name in path:
+        found = getattr(found, name, None)
+    return found.data_ptr() if isinstance(found, Tensor) else None
+
+
+def _block_of(anchor: Tensor) -> nn.Module:
+    """The block whose parameter `anchor` is; it may have moved since the graph was made."""
+    address = anchor.data_ptr()
+    ref = _by_address.get(address)
+    block = ref() if ref is not None else None
+    if block is not None and _address(block, _blocks[block]) == address:
+        return block
+    with _lock:
+        _register_copies()
+        _by_address.clear()
+        for each, path in list(_blocks.items()):
+            at = _address(each, path)
+            if at is not None and "forward" in each.__dict__:
+                _by_address[at] = weakref.ref(each)
+    ref = _by_address.get(address)
+    block = ref() if ref is not None else None
+    if block is None:
+        raise RuntimeError(
+            "`hfpatch::block`: expected a parameter of a patched block that is alive, got one of "
+            f"shape {list(anchor.shape)} that belongs to none; compile the model again"
+        )
+    return block
+
+
+def _register_copies() -> None:
+    """Deep copies of blocks have their forwards, and were never registered."""
+    paths = {type(block): path for block, path in _blocks.items()}
+    for each in gc.get_objects():
+        if type(each) in paths and each not in _blocks:
+            _blocks[each] = paths[type(each)]

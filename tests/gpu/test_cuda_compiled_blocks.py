@@ -1,0 +1,46 @@
+"""Fused blocks in compiled models on a GPU: through inductor, and in its CUDA graphs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+import hfpatch
+
+pytestmark = pytest.mark.gpu
+
+
+def run(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs)[0].clone()  # type: ignore[no-any-return]
+
+
+def moved(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(moved(v) for v in value)
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("name", ["ltx", "wan", "flux"])
+def test_compiled_and_patched(kernels_module: ModuleType, name: str, mode: str) -> None:
+    """As near to eager as the patched model is, at every call, in one graph."""
+    torch._dynamo.reset()
+    entry = zoo.ENTRIES[name]
+    model = entry.build(torch.bfloat16)
+    inputs = {k: moved(v) for k, v in entry.inputs(model, torch.bfloat16).items()}
+    model, inputs = model.cuda(), inputs | {"return_dict": False}
+    expected = run(model, inputs)
+    hfpatch.apply(model)
+    scale = expected.float().abs().max()
+    limit = 2 * (run(model, inputs).float() - expected.float()).abs().max() / scale + 0.02
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    for _ in range(4):
+        got = run(compiled, inputs)
+        assert (got.float() - expected.float()).abs().max() / scale <= limit
+    hfpatch.restore(model)
+    assert torch.equal(run(model, inputs), expected)
