@@ -10,6 +10,7 @@ import torch
 import zoo
 
 import hfpatch
+from hfpatch.patches.blocks import opaque
 
 pytestmark = pytest.mark.gpu
 
@@ -27,20 +28,33 @@ def moved(value: Any) -> Any:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("name", ["ltx", "wan", "flux"])
-def test_compiled_and_patched(kernels_module: ModuleType, name: str, mode: str) -> None:
-    """As near to eager as the patched model is, at every call, in one graph."""
+def test_compiled_and_patched(
+    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, mode: str
+) -> None:
+    """As near to eager as the patched model is, in one graph that calls every block."""
     torch._dynamo.reset()
+    found: list[Any] = []
+    find = opaque._block_of
+
+    def counted(anchor: torch.Tensor) -> Any:
+        found.append(find(anchor))
+        return found[-1]
+
+    monkeypatch.setattr(opaque, "_block_of", counted)
     entry = zoo.ENTRIES[name]
     model = entry.build(torch.bfloat16)
     inputs = {k: moved(v) for k, v in entry.inputs(model, torch.bfloat16).items()}
     model, inputs = model.cuda(), inputs | {"return_dict": False}
     expected = run(model, inputs)
-    hfpatch.apply(model)
+    report = hfpatch.apply(model)
+    blocks = {s.path for s in report.swaps if s.path.split(".")[-1].isdigit()}
     scale = expected.float().abs().max()
     limit = 2 * (run(model, inputs).float() - expected.float()).abs().max() / scale + 0.02
     compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
     for _ in range(4):
         got = run(compiled, inputs)
         assert (got.float() - expected.float()).abs().max() / scale <= limit
+    paths = {module: path for path, module in model.named_modules()}
+    assert {paths[block] for block in found} == blocks != set()
     hfpatch.restore(model)
     assert torch.equal(run(model, inputs), expected)

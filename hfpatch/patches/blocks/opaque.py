@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_exporting
 
 from hfpatch.patches.base import Tensor
 
@@ -53,7 +52,9 @@ def call_compiled(
     device = args[0].device.type
     if device not in DEVICES or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
         return None
-    if is_exporting():  # what was exported must load without hfpatch
+    # What was exported must load without hfpatch. The flag itself: dynamo of PyTorch before 2.13
+    # takes `is_exporting()` for true in every compilation.
+    if getattr(torch.compiler, "_is_exporting_flag", True):
         return None
     found: Any = block
     for name in anchor:
