@@ -244,6 +244,7 @@ class BlockSubject(Subject):
         ready, same = self.ready, self.still_proven()
         chain = {"chain": self.chain} if self.chained else {}
         like, anchor, names = self.like, self.anchor, tuple(signature(original).parameters)[1:]
+        weights = sum(p.numel() for p in self.module.parameters() if p.ndim > 1)
         if like:
             opaque.register(self.module, anchor)
         distributed = torch.distributed.is_available()
@@ -261,7 +262,7 @@ class BlockSubject(Subject):
             if is_compiling():
                 if like:
                     every = (hidden_states, *args)
-                    result = opaque.call_compiled(self, anchor, names, like, every, kwargs)
+                    result = opaque.call_compiled(self, anchor, weights, names, like, every, kwargs)
                     if result is not None:
                         return result
                 return original(self, hidden_states, *args, **kwargs)

@@ -41,6 +41,7 @@ class Capture:
 class _Now(threading.local):
     capture: Capture | None = None
     rehearsing: bool = False
+    in_operator: bool = False
 
 
 _now = _Now()
@@ -62,9 +63,26 @@ def rehearsal() -> Iterator[None]:
         _now.rehearsing = before
 
 
+@contextmanager
+def one_operator() -> Iterator[None]:
+    """A block as an operator of a compiled graph: nothing is kept of its call. The graph writes to
+    its buffers uncounted and under other names, so that no tensor is known to be the same, and a
+    pool of CUDA graphs must get back all memory that was taken from it."""
+    before, _now.in_operator = _now.in_operator, True
+    try:
+        yield
+    finally:
+        _now.in_operator = before
+
+
+def in_operator() -> bool:
+    """Whether this thread is in `one_operator`."""
+    return _now.in_operator
+
+
 def for_a_graph() -> bool:
-    """Whether this thread records a graph of ours, or rehearses one."""
-    return _now.rehearsing or _now.capture is not None
+    """Whether what runs now is, or may be, recorded: it must not wait for the GPU."""
+    return _now.rehearsing or _now.capture is not None or _now.in_operator
 
 
 def keep_for_capture(value: Any) -> None:
@@ -74,12 +92,15 @@ def keep_for_capture(value: Any) -> None:
 
 
 def stream_of(t: Tensor) -> int | None:
-    """The stream that work on `t`'s device is queued on now, 0 on the CPU; None under capture.
+    """The stream that work on `t`'s device is queued on now, 0 on the CPU; None where nothing may
+    be kept: under capture and in `one_operator`.
 
     What is computed while a CUDA graph is captured exists only when that graph is replayed, and
     what was computed before may be gone by then: nothing is kept across the border. A graph of ours
     has a number of its own, less than 0.
     """
+    if _now.in_operator:
+        return None
     if not t.is_cuda:
         return 0
     if torch.cuda.is_current_stream_capturing():
@@ -91,7 +112,7 @@ class StepMemo(Generic[T]):
     """The last value of `make`, for as long as it is called with the very same tensors.
 
     The same means: the same objects, not written to since, on the same stream. Nothing is kept of
-    inference tensors, whose writes are not counted, or while a CUDA graph is captured.
+    inference tensors, whose writes are not counted, nor where `stream_of` is None.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
