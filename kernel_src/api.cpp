@@ -278,6 +278,40 @@ int32_t hfp_norm_modulate(DLTensor *out, const DLTensor *x, const DLTensor *scal
   return check.run(o, args, &hfp::cpu::fused_norm, HFP_CUDA(fused_norm), stream);
 }
 
+int32_t hfp_rms_norm_silu(DLTensor *out, const DLTensor *x, const DLTensor *addend,
+                          const DLTensor *weight, const DLTensor *scale, const DLTensor *shift,
+                          double eps, void *stream) {
+  Check check("hfp_rms_norm_silu");
+  Tensor o, a, d, w, s, t;
+  bool ok = check.input("x", x, &a) && check.param("addend", addend, a, &d) &&
+            check.same_type(a, d) && check.param("weight", weight, a, &w) &&
+            check.number("eps", eps, 0, "finite and >= 0");
+  if (!ok) return check.status();
+  if ((scale == nullptr) != (shift == nullptr)) {
+    check.fail("`scale` and `shift` must both be tensors or both be NULL, got one");
+    return check.status();
+  }
+  ok = (!scale || (check.modulation("scale", scale, a, &s) &&
+                   check.modulation("shift", shift, a, &t) && check.same_type(s, t))) &&
+       check.output(out, a, 1, a.type, &o);
+  if (!ok) return check.status();
+  hfp::RmsNormSiluArgs args = {};
+  args.out = o.data;
+  args.x = a.data;
+  args.addend = d.data;
+  args.weight = w.data;
+  args.scale = s.data;
+  args.shift = t.data;
+  args.type = a.type;
+  args.weight_type = w.present ? w.type : a.type;
+  args.modulation_type = s.present ? s.type : a.type;
+  args.x_rows = a.rows;
+  args.scale_rows = s.rows;
+  args.shift_rows = t.rows;
+  args.eps = static_cast<float>(eps);
+  return check.run(o, args, &hfp::cpu::rms_norm_silu, HFP_CUDA(rms_norm_silu), stream);
+}
+
 int32_t hfp_gate_residual(DLTensor *out, const DLTensor *residual, const DLTensor *gate,
                           const DLTensor *x, int64_t cast, void *stream) {
   Check check("hfp_gate_residual");

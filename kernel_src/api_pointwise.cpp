@@ -1,4 +1,4 @@
-// api_pointwise.cpp: bias with activation, a * b + c, and their gradients: validate (check.h), fill
+// api_pointwise.cpp: bias with activation or residual, a * b + c, and gradients: validate (check.h), fill
 // in a backend's arguments (kernels.h), dispatch on the device.
 #include "check.h"
 
@@ -144,6 +144,26 @@ int32_t hfp_add_gelu(DLTensor *out, const DLTensor *x, const DLTensor *bias, int
 int32_t hfp_add_silu(DLTensor *out, const DLTensor *x, const DLTensor *bias, void *stream) {
   Check check("hfp_add_silu");
   return add_activation(check, out, x, bias, HFP_ACT_SILU, stream);
+}
+
+int32_t hfp_add_bias(DLTensor *out, const DLTensor *x, const DLTensor *bias,
+                     const DLTensor *residual, void *stream) {
+  Check check("hfp_add_bias");
+  Tensor o, a, b, r;
+  const bool ok = check.input("x", x, &a) && bias_of(check, bias, a, &b) &&
+                  (!residual || (check.input("residual", residual, &r) &&
+                                 check.same_shape(a, r) && check.same_type(a, r))) &&
+                  check.output(out, a, 1, a.type, &o);
+  if (!ok) return check.status();
+  hfp::AddBiasArgs args = {};
+  args.out = o.data;
+  args.x = a.data;
+  args.bias = b.data;
+  args.residual = r.data;
+  args.type = a.type;
+  args.x_rows = a.rows;
+  args.residual_rows = r.rows;
+  return check.run(o, args, &hfp::cpu::add_bias, HFP_CUDA(add_bias), stream);
 }
 
 int32_t hfp_add_gelu_backward(DLTensor *dx, DLTensor *dbias, DLTensor *partials,

@@ -241,6 +241,20 @@ HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DL
                                       int64_t gate_activation, void *stream);
 
 /*
+ * What stands between two convolutions of a residual block, its channels last:
+ *   rms_norm_silu: y = rms_norm(x + addend) * weight * (1 + scale) + shift, out = y sigmoid(y)
+ *   add_bias:      out = x + bias + residual
+ * All in fp32 and rounded once, to the dtype of x. addend and bias: [D], in the dtype of x: the bias
+ * of the convolution that x comes from. addend, weight ([D], any dtype) and residual (the shape and
+ * dtype of x) may be NULL; scale and shift are modulation tensors of one dtype, both or neither.
+ */
+HFP_EXPORT int32_t hfp_rms_norm_silu(DLTensor *out, const DLTensor *x, const DLTensor *addend,
+                                     const DLTensor *weight, const DLTensor *scale,
+                                     const DLTensor *shift, double eps, void *stream);
+HFP_EXPORT int32_t hfp_add_bias(DLTensor *out, const DLTensor *x, const DLTensor *bias,
+                                const DLTensor *residual, void *stream);
+
+/*
  * Group norm (Wu & He, arXiv:1803.08494): each group of C / groups neighbouring channels of a sample,
  * at all positions, is normalized by its mean and biased variance, all in fp32, and rounded to the
  * dtype of x. silu 1: then x sigmoid(x), rounded again, as two modules would.
@@ -548,6 +562,9 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
     "int cast, int gate_activation")                                                               \
   X(group_norm, hfp_group_norm, "x, groups",                                                       \
     "Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, int silu, int channels_last")  \
+  X(rms_norm_silu, hfp_rms_norm_silu, "x",                                                         \
+    "Tensor x, Tensor? addend, Tensor? weight, Tensor? scale, Tensor? shift, float eps")           \
+  X(add_bias, hfp_add_bias, "x", "Tensor x, Tensor bias, Tensor? residual")                        \
   X(rms_norm_backward, hfp_rms_norm_backward, "=x, dweight, dbias, partials",                  \
     "Tensor grad, Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, "        \
     "int cast, int needs")                                                                         \

@@ -136,6 +136,17 @@ struct GatedNormArgs {
   bool sigmoid;  // of the gate; else silu
 };
 
+// out = silu(rms_norm(x + addend) * weight * (1 + scale) + shift), one rounding. addend: contiguous
+// [cols], of `type`; weight: contiguous [cols]; null: none. scale and shift: both or neither.
+struct RmsNormSiluArgs {
+  void *out;
+  const void *x, *addend, *weight, *scale, *shift;
+  DType type, weight_type, modulation_type;
+  Rows x_rows;
+  Rows scale_rows, shift_rows;  // the same rows, stride 0 where they repeat
+  float eps;
+};
+
 // x and out: contiguous [batch, channels, positions], or with channels_last [batch, positions,
 // channels]. stats: [batch, groups, parts + 1, 2]; slot `parts` becomes mean and rstd.
 struct GroupNormArgs {
@@ -312,6 +323,14 @@ struct AddActivationArgs {
   int activation;
 };
 
+// out = x + bias + residual, one rounding. bias: contiguous [cols].
+struct AddBiasArgs {
+  void *out;
+  const void *x, *bias, *residual;  // residual: null: none
+  DType type;
+  Rows x_rows, residual_rows;
+};
+
 // out = a * b + c
 struct MulAddArgs {
   void *out;
@@ -349,6 +368,7 @@ int32_t fused_norm(const FusedNormArgs &);
 int32_t gate_residual(const GateResidualArgs &);
 int32_t rope(const RopeArgs &);
 int32_t gated_norm(const GatedNormArgs &);
+int32_t rms_norm_silu(const RmsNormSiluArgs &);
 int32_t group_norm(const GroupNormArgs &);
 int32_t rms_norm_backward(const NormBackwardArgs &);
 int32_t layer_norm_backward(const NormBackwardArgs &);
@@ -365,6 +385,7 @@ int32_t argmax(const ArgmaxArgs &);
 int32_t topk(const TopkArgs &);
 int32_t sample(const SampleArgs &);
 int32_t add_activation(const AddActivationArgs &);
+int32_t add_bias(const AddBiasArgs &);
 int32_t mul_add(const MulAddArgs &);
 int32_t broadcast_backward(const BroadcastBackwardArgs &);
 const char *simd_level();
@@ -380,6 +401,7 @@ int32_t gate_residual(const GateResidualArgs &, int device, void *stream);
 int32_t rope(const RopeArgs &, int device, void *stream);          // without norm
 int32_t qk_norm_rope(const RopeArgs &, int device, void *stream);  // with norm
 int32_t gated_norm(const GatedNormArgs &, int device, void *stream);
+int32_t rms_norm_silu(const RmsNormSiluArgs &, int device, void *stream);
 int32_t group_norm(const GroupNormArgs &, int device, void *stream);
 int32_t rms_norm_backward(const NormBackwardArgs &, int device, void *stream);
 int32_t layer_norm_backward(const NormBackwardArgs &, int device, void *stream);
@@ -396,6 +418,7 @@ int32_t argmax(const ArgmaxArgs &, int device, void *stream);
 int32_t topk(const TopkArgs &, int device, void *stream);
 int32_t sample(const SampleArgs &, int device, void *stream);
 int32_t add_activation(const AddActivationArgs &, int device, void *stream);
+int32_t add_bias(const AddBiasArgs &, int device, void *stream);
 int32_t mul_add(const MulAddArgs &, int device, void *stream);
 int32_t broadcast_backward(const BroadcastBackwardArgs &, int device, void *stream);
 }  // namespace cuda

@@ -1,4 +1,4 @@
-"""Rows of blocks_single.py for the residual blocks of LTX-Video's VAE, tested alike."""
+"""Rows of blocks_single.py for the parts of LTX-Video's VAE, tested alike."""
 
 from __future__ import annotations
 
@@ -17,6 +17,29 @@ def resnet(**settings: Any) -> Callable[[], nn.Module]:
         return LTXVideoResnetBlock3d(**({"in_channels": 24} | settings))
 
     return make
+
+
+def convolution(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoCausalConv3d
+
+        return LTXVideoCausalConv3d(**({"in_channels": 24, "out_channels": 16} | settings))
+
+    return make
+
+
+def upsampler(**settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoUpsampler3d
+
+        return LTXVideoUpsampler3d(**({"in_channels": 24, "stride": (2, 2, 2)} | settings))
+
+    return make
+
+
+def moved(call: MakeCall) -> MakeCall:
+    """The same call of a module whose argument has another name."""
+    return lambda *args: {"hidden_states": call(*args)["inputs"]}
 
 
 def video(draw: Draw, batch: int, tokens: int) -> Call:
@@ -69,6 +92,8 @@ TIMED: dict[str, MakeCall] = {
     "one frame": timed_frame,
     "channels last, one time": timed_channels_last,
 }
+#: Of convolutions by themselves.
+OUTSIDE: dict[str, Any] = {"aside": ("conv",), "linear": "", "inside": "conv"}
 SHARED: dict[str, Any] = {"aside": ("norm1", "conv2"), "linear": "", "inside": "norm1"}
 
 ROWS: dict[str, Row] = {
@@ -86,5 +111,24 @@ ROWS: dict[str, Row] = {
     ),
     "ltx vae with timesteps, causal": Row(
         resnet(is_causal=True, timestep_conditioning=True), TIMED, **SHARED
+    ),
+    "ltx vae convolution": Row(
+        convolution(),
+        {"channels last": moved(channels_last)},
+        handed_back={"video": moved(video), "strided": moved(strided)},
+        **OUTSIDE,
+    ),
+    "ltx vae convolution, not causal, with a stride": Row(
+        convolution(is_causal=False, stride=(1, 2, 2)),
+        {"channels last": moved(channels_last)},
+        **OUTSIDE,
+    ),
+    "ltx vae upsampler": Row(
+        upsampler(), {name: moved(call) for name, call in CALLS.items()}, **OUTSIDE
+    ),
+    "ltx vae upsampler, not causal, fewer channels": Row(
+        upsampler(is_causal=False, upscale_factor=2, stride=(1, 2, 2)),
+        {"channels last": moved(channels_last), "video": moved(video)},
+        **OUTSIDE,
     ),
 }

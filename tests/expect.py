@@ -24,6 +24,7 @@ FUSED_BLOCKS = {
     "Transformer2DModel",
     "LTXVideoTransformerBlock",
     "LTXVideoResnetBlock3d",
+    "LTXVideoUpsampler3d",
     "WanTransformerBlock",
     "FluxTransformerBlock",
     "FluxSingleTransformerBlock",
@@ -79,6 +80,10 @@ def expected_swaps(model: nn.Module) -> dict[str, str]:
         children = set(module._modules)
         if path in blocks:
             found[path] = "block"
+        elif name == "LTXVideoCausalConv3d":
+            inside = any(path.startswith(f"{b}.") for b in blocks)
+            if not inside and module.kernel_size[0] > 1:
+                found[path] = "block"
         elif name in RECALLED:
             found[path] = "recall"
         elif is_norm_of(model, path, blocks):

@@ -249,6 +249,12 @@ SAMPLES = [
     sample("gated_rms_norm", x=X, gate=X, weight=W, eps=1e-6, group_size="D/2"),
     sample("gated_rms_norm", "first", x=X, gate=X, eps=1e-6, norm_before_gate=True),
     sample(
+        "rms_norm_silu", x=X, addend=W, weight=W32, scale=rows(1, "D"), shift=W, eps=1e-6,
+    ),
+    sample("rms_norm_silu", "bare", x=X, eps=1e-6),
+    sample("add_bias", x=X, bias=W, residual=X),
+    sample("add_bias", "alone", x=X, bias=W),
+    sample(
         "rms_norm_backward", grad=X, x=X, weight=W, eps=1e-6, weight_offset=0.0, cast=1, needs=1
     ),
     sample("layer_norm_backward", grad=X, x=X, weight=W, bias=W32, eps=1e-5, needs=3),

@@ -231,6 +231,31 @@ def test_rows_whose_elements_are_apart_are_the_originals(
                 assert torch.equal(got, expected) and got.stride() == expected.stride(), name
 
 
+class DividesByItsOwnRMSNorm(nn.Module):
+    """Another formula as soon as the width is not `dim`."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) / self.dim + self.eps)
+
+
+def test_a_width_that_no_weight_needs(kernels_module: object) -> None:
+    """diffusers builds LTX-Video's last norm for 3 channels and calls it with 128."""
+    for norm, kernels in ((weightless(), ["rms_norm"]), (DividesByItsOwnRMSNorm(48), [])):
+        plain, x = copy.deepcopy(norm), draw(3, 128, dtype=torch.float32)
+        assert len(hfpatch.apply(nn.Sequential(norm)).swaps) == 1
+        with torch.no_grad(), Kernels() as seen:
+            got = norm(x)
+        assert seen.names == kernels
+        torch.testing.assert_close(got, plain(x))
+        with torch.no_grad(), Kernels() as seen:
+            torch.testing.assert_close(norm(x[:, :48].clone()), plain(x[:, :48]))
+        assert seen.names == ["rms_norm"]
+
+
 def test_layer_norms_and_training_take_rows_whose_elements_are_apart(
     kernels_module: object,
 ) -> None:

@@ -108,6 +108,13 @@ NORMS = (
         lambda k, x, g, w: k.gated_rms_norm(x, g, w, EPS, 0, True),
         formulas.qwen3_next_norm,
     ),
+    Case(
+        "rms_norm_silu",
+        "x R D; addend D",
+        "videos",
+        lambda k, x, b: k.rms_norm_silu(x, b, None, None, None, EPS),
+        formulas.rms_norm_silu,
+    ),
 )
 
 ADALN = (
@@ -372,6 +379,13 @@ POINTWISE = (
         lambda x, b: formulas.gelu_tanh(x + b),
     ),
     Case("add_silu", "x R D; bias D", "wide", lambda k, *a: k.add_silu(*a), formulas.add_silu),
+    Case(
+        "add_bias",
+        "x R D; bias D; residual R D",
+        "videos",
+        lambda k, *a: k.add_bias(*a),
+        formulas.add_bias,
+    ),
     Case(
         "mul_add",
         "a B S D; b B 1 D; c B 1 D",

@@ -61,6 +61,13 @@ def bamba_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return weight * y.to(x.dtype)
 
 
+def rms_norm_silu(x: Tensor, addend: Tensor) -> Tensor:
+    """diffusers' `RMSNorm` without a weight, and what stands around it in LTX-Video's VAE."""
+    x = x + addend
+    variance = x.float().pow(2).mean(-1, keepdim=True)
+    return F.silu((x * torch.rsqrt(variance + EPS)).to(x.dtype))
+
+
 def qwen3_next_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """`Qwen3NextRMSNormGated` of transformers: the norm comes first."""
     y = llama_norm(x, weight)
@@ -237,6 +244,10 @@ def sample_by_sorting(logits: Tensor, temperature: float, top_k: int, top_p: flo
 
 def add_silu(x: Tensor, bias: Tensor) -> Tensor:
     return F.silu(x + bias)
+
+
+def add_bias(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return x + bias + residual
 
 
 def mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

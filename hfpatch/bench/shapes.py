@@ -80,6 +80,7 @@ GPU: dict[str, tuple[Shape, ...]] = {
         (1, 512, 16384),  # a VAE's decoder
         (1, 128, 1048576),
     ),
+    "videos": _shapes("R D", (1204224, 128), (153600, 256), (22080, 512)),  # LTX-Video's decoder
     "parameters": _shapes("P N", (32, 4194304), (256, 4096)),
 }
 
@@ -100,6 +101,7 @@ CPU: dict[str, tuple[Shape, ...]] = {
     "logits": _shapes("R V", (1, 128256), (64, 32000), (32, 128256)),
     "logits grad": _shapes("R V", (64, 32000)),
     "images": _shapes("N C S", (1, 320, 1024), (1, 128, 16384)),
+    "videos": _shapes("R D", (8192, 128), (2048, 512)),
     "parameters": _shapes("P N", (8, 1048576), (64, 4096)),
 }
 

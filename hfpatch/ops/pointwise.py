@@ -1,6 +1,8 @@
-"""`add_gelu`, `add_silu`: bias and activation; `mul_add`: product and sum."""
+"""`add_gelu`, `add_silu`: bias and activation; `add_bias`; `mul_add`: product and sum."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hfpatch.ops.activation import APPROXIMATIONS, activate, activate_aten, encode_gelu, encode_silu
 from hfpatch.ops.adaln import broadcast, encode_gate_residual
@@ -24,6 +26,26 @@ def add_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 def add_silu(x: Tensor, bias: Tensor) -> Tensor:
     """`silu(x + bias)`, the sum rounded to the dtype first; `bias`: `[D]`, the dtype of `x`."""
     return activate(x + bias, "silu")
+
+
+def add_bias(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
+    """`x + bias + residual`, in fp32 and rounded once.
+
+    Args:
+        x: `[..., D]`, floating.
+        bias: `[D]`, the dtype of `x`.
+        residual: the shape and dtype of `x`, or None.
+
+    Returns:
+        the shape and dtype of `x`.
+    """
+    wide = compute_dtype(x)
+    y = x.to(wide) + bias.to(wide)
+    return (y if residual is None else y + residual.to(wide)).to(x.dtype)
+
+
+def encode_add_bias(params: dict[str, Any]) -> tuple[Any, ...]:
+    return ()
 
 
 def mul_add(a: Tensor, b: Tensor, c: Tensor, cast: str = "input") -> Tensor:
@@ -55,6 +77,7 @@ def add_silu_aten(x: Tensor, bias: Tensor) -> Tensor:
     return activate_aten(x + bias, "silu")
 
 
+ADD_BIAS = Op("add_bias", add_bias, add_bias, encode_add_bias)
 ADD_GELU = Op("add_gelu", add_gelu, add_gelu_aten, encode_gelu)
 ADD_SILU = Op("add_silu", add_silu, add_silu_aten, encode_silu)
 MUL_ADD = Op("mul_add", mul_add, mul_add, encode_gate_residual)

@@ -16,7 +16,7 @@ from hfpatch.patches.blocks.hunyuan_more import (
 from hfpatch.patches.blocks.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_SINGLE
 from hfpatch.patches.blocks.ltx import LtxBlocks
 from hfpatch.patches.blocks.ltx2 import Ltx2Blocks
-from hfpatch.patches.blocks.ltx_vae import LtxVaeBlocks
+from hfpatch.patches.blocks.ltx_vae import LtxVaeBlocks, LtxVaeConvolutions, LtxVaeUpsamplers
 from hfpatch.patches.blocks.mochi import MochiBlocks
 from hfpatch.patches.blocks.qwen_image import QWEN_IMAGE
 from hfpatch.patches.blocks.resnet import ResnetBlocks
@@ -62,6 +62,8 @@ FAMILIES: tuple[Family, ...] = tuple(
             FullMasks(),
             ResnetBlocks(),
             LtxVaeBlocks(),
+            LtxVaeConvolutions(),
+            LtxVaeUpsamplers(),
             Transformer2DModels(),
             AttentionProcessors(),
             GatedMlps(),

@@ -243,7 +243,24 @@ class Norms(Family):
         width = next(iter(shapes))[0] if shapes else _declared_width(module)
         if width == -1:
             return "normalizes more than the last dimension"
+        if not shapes and width is not None and _takes_any_width(module, width):
+            width = None
         return NormSubject(module, weight, bias or "bias", width)
+
+
+def _takes_any_width(module: nn.Module, width: int) -> bool:
+    """Whether a weightless norm does not read the `width` that it declares.
+
+    diffusers' `RMSNorm` does not: LTX-Video's decoder builds one for 3 channels and calls it with
+    those of its last stage.
+    """
+    x = torch.randn(4, 2 * width + 5, generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            y = type(module).forward(module, x)
+        return y.shape == x.shape and bool(((y.square().mean(-1) - 1).abs() < 0.02).all())
+    except Exception:  # any class's own: it was not built for this width
+        return False
 
 
 def _declared_width(module: nn.Module) -> int | None:

@@ -79,6 +79,11 @@ def _recalling_tables(original: Forward) -> Forward:
         video_coords: Any = None,
     ) -> Any:
         nonlocal held
+        if is_compiling() and video_coords is None:  # all samples have the same tables
+            one = original(
+                self, hidden_states[:1], num_frames, height, width, rope_interpolation_scale
+            )
+            return tuple(t.expand(hidden_states.shape[0], -1, -1) for t in one)
         sizes = (num_frames, height, width)
         scale = rope_interpolation_scale
         stream = None

@@ -152,6 +152,23 @@ def test_gated_norm(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_between_convolutions(kernels_module: ModuleType, dtype: torch.dtype) -> None:
+    k = kernels_module
+    for cols in (1, 17, 96, 128, 256, 512, 4096, 9000):
+        for x in (randn(3, 37, cols, dtype=dtype), randn(3, 9, 2 * cols + 1, dtype=dtype)):
+            x, bias = x[..., -cols:], randn(cols, dtype=dtype)
+            residual = randn(*x.shape[:-1], cols + 8, dtype=dtype)[..., 8:]
+            for args in ((x, bias, residual), (x, bias, None)):
+                assert_like(k.add_bias(*args), OPS["add_bias"].reference(*args), dtype)
+            modulations = [(s, s.flip(-1)) for s in layouts(3, x.shape[1], cols, dtype)]
+            for scale, shift in ((None, None), *modulations):
+                for parameters in ((bias, randn(cols)), (None, None)):
+                    args = (x, *parameters, scale, shift, 1e-6)
+                    expected = OPS["rms_norm_silu"].reference(*args)
+                    assert_like(k.rms_norm_silu(*args), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(24, 128), (3, 64), (2, 24), (1, 6), (2, 4096)])
 def test_complex_tables(
     kernels_module: ModuleType, heads: int, dim: int, dtype: torch.dtype

@@ -39,12 +39,14 @@ from ._in_place import (
 from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
 from ._optim import adamw_step, clip_grad_norm_, clip_grads, grad_norm
-from ._pointwise import add_gelu, add_silu, mul_add
+from ._pointwise import add_bias, add_gelu, add_silu, mul_add
+from ._rms_norm_silu import rms_norm_silu
 from ._rope import qk_norm_rope, rope, rope_qk
 from ._rowops import argmax, sample, softmax, topk
 
 __all__ = [
     "adamw_step",
+    "add_bias",
     "add_gelu",
     "add_gelu_",
     "add_layer_norm",
@@ -80,6 +82,7 @@ __all__ = [
     "qk_norm_rope_",
     "rms_norm",
     "rms_norm_",
+    "rms_norm_silu",
     "rope",
     "rope_",
     "rope_qk",

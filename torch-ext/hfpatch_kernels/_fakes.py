@@ -206,6 +206,8 @@ _FUNCTIONAL = {
     "rope_qk": _like_two,
     "qk_norm_rope": _like_two,
     "gated_rms_norm": _like,
+    "rms_norm_silu": _like,
+    "add_bias": _like,
     "group_norm": _group_norm,
     "rms_norm_backward": _rms_norm_backward,
     "layer_norm_backward": _layer_norm_backward,

@@ -1,4 +1,6 @@
-"""Bias with activation, and the product with a sum; forward and backward are one kernel each."""
+"""Bias with activation, bias with a residual, and the product with a sum."""
+
+from typing import Optional
 
 from torch import Tensor, float32, is_grad_enabled
 from torch.autograd import Function
@@ -7,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from . import _codes
 from ._ops import ops
 
+_add_bias = ops.add_bias.default
 _add_gelu = ops.add_gelu.default
 _add_silu = ops.add_silu.default
 _mul_add = ops.mul_add.default
@@ -120,6 +123,28 @@ def add_silu(x: Tensor, bias: Tensor) -> Tensor:
     if is_grad_enabled() and (x.requires_grad or bias.requires_grad):
         return AddActivation.apply(x, bias, _codes.SILU)
     return _add_silu(x, bias)
+
+
+def add_bias(x: Tensor, bias: Tensor, residual: Optional[Tensor] = None) -> Tensor:
+    """``x + bias + residual`` in fp32, rounded once: what follows a convolution without its bias.
+
+    A gradient goes through the formula in plain PyTorch.
+
+    Args:
+        x: ``[..., D]``; fp32, fp16 or bf16.
+        bias: ``[D]`` in the dtype of ``x``.
+        residual: shape and dtype of ``x``, or None.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``x``.
+
+    Raises:
+        RuntimeError: a dtype, device or shape that the kernel refuses; says which.
+    """
+    tensors = (x, bias) if residual is None else (x, bias, residual)
+    if is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return sum(t.float() for t in tensors).to(x.dtype)
+    return _add_bias(x, bias, residual)
 
 
 def mul_add(a: Tensor, b: Tensor, c: Tensor, cast: str = "input") -> Tensor:

@@ -26,8 +26,8 @@ def is_plain(linear: Any, x: Tensor) -> bool:
 
 
 def is_plain_convolution(conv: Any, x: Tensor) -> bool:
-    """Whether calling `conv` on `x` is `F.conv2d` with its own weight and nothing else."""
-    if type(conv) is not nn.Conv2d or conv.padding_mode != "zeros" or is_hooked(conv):
+    """Whether calling `conv` on `x` is `F.conv2d` or `F.conv3d` with its own weight alone."""
+    if type(conv) not in (nn.Conv2d, nn.Conv3d) or conv.padding_mode != "zeros" or is_hooked(conv):
         return False
     d = conv.__dict__
     weight = d["_parameters"].get("weight")
@@ -51,7 +51,7 @@ def convolve(conv: Any, x: Tensor) -> Tensor:
 
 
 def convolve_plain(conv: Any, x: Tensor, more: Tensor | None = None) -> Tensor:
-    """What a layer that `is_plain_convolution` makes of `x`, with `more` of [C] added to its bias.
+    """What an `nn.Conv2d` that `is_plain_convolution` makes of `x`; `more`: [C], added to its bias.
 
     Of one pixel in channels-last memory it is a matrix product, whose epilogue adds the bias.
     """

@@ -1,0 +1,211 @@
+// rms_norm_silu.cu: the bias of a convolution, rms norm, modulation and SiLU in one pass over the
+// channels of each position; hfp_rms_norm_silu on CUDA.
+#include "activations.cuh"
+#include "rows.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+struct RmsNormSiluParams {
+  static constexpr bool kStartsEarly = true;
+  void *out;
+  const void *x, *addend, *weight, *scale, *shift;
+  Rows x_rows, scale_rows, shift_rows;
+  int64_t first_row;
+  int64_t vectors;  // per row
+  float inverse_cols, eps;
+  DType weight_type, modulation_type;
+};
+
+// ---------------------------------------------------------------------------------------------
+// Steps on one vector
+
+// x + addend
+template <class T, int N>
+__device__ __forceinline__ void input(const RmsNormSiluParams &p, float (&y)[N],
+                                      const Vec<T, N> &v, int64_t col) {
+  v.get(y);
+  float a[N];
+  load_param<T>(a, p.addend, DType::F32, col, 0.0f);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] += a[i];
+}
+
+template <int N>
+__device__ __forceinline__ float sum_of_squares(const float (&y)[N]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(y[i], y[i], sum);
+  return sum;
+}
+
+// y: the input. The row of scale and shift: where a row of theirs begins.
+template <class T, int N>
+__device__ __forceinline__ void finish(const RmsNormSiluParams &p, float (&y)[N], float rstd,
+                                       int64_t scale_row, int64_t shift_row, int64_t col,
+                                       int64_t at) {
+  float w[N];
+  load_param<AnyType>(w, p.weight, p.weight_type, col, 1.0f);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] *= rstd * w[i];
+  if (p.scale != nullptr) {
+    float scale[N], shift[N];
+    load_any(scale, p.scale, p.modulation_type, scale_row + col);
+    load_any(shift, p.shift, p.modulation_type, shift_row + col);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], 1.0f + scale[i], shift[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = times_sigmoid<sizeof(T) == 4>(y[i], y[i]);
+  store_as<T>(p.out, at, y);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Kernels
+
+// The row in registers.
+template <class T, int N, int kThreads, int kVectors>
+__global__ void __launch_bounds__(max_threads(kThreads, kVectors))
+    rms_norm_silu_kernel(const __grid_constant__ RmsNormSiluParams p) {
+  wait_for_previous();
+  using G = Group<kThreads>;
+  __shared__ float partial[kPartials];
+
+  const int64_t row = G::row(p.first_row);
+  const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
+  const int64_t known_row = vectors > 0 ? row : 0;
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, known_row);
+
+  Vec<T, N> v[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    v[i].zero();
+    if (at < vectors) v[i].template load<Cache::kStream>(x + at * N);
+  }
+  float y[kVectors][N], squares[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    squares[i] = 0.0f;
+    if (at < vectors) {
+      input(p, y[i], v[i], at * N);
+      squares[i] = sum_of_squares(y[i]);
+    }
+  }
+  const float rstd = rsqrtf(fmaf(G::sum(squares, partial), p.inverse_cols, p.eps));
+
+  const bool modulated = p.scale != nullptr;
+  const int64_t scale_row = modulated ? row_offset(p.scale_rows, known_row) : 0;
+  const int64_t shift_row = modulated ? row_offset(p.shift_rows, known_row) : 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = G::index() + i * G::stride();
+    if (at >= vectors) break;
+    finish<T>(p, y[i], rstd, scale_row, shift_row, at * N, row * p.x_rows.cols + at * N);
+  }
+}
+
+// Any width and alignment: the row is read twice, the second time from L2 mostly.
+template <class T, int N>
+__global__ void __launch_bounds__(kMaxThreads)
+    rms_norm_silu_loop_kernel(const __grid_constant__ RmsNormSiluParams p) {
+  wait_for_previous();
+  using G = Group<kCta>;
+  __shared__ float partial[kPartials];
+  const int64_t row = G::row(p.first_row);
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
+
+  float own[1] = {0.0f};
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    float y[N];
+    input(p, y, v, at * N);
+    own[0] += sum_of_squares(y);
+  }
+  const float rstd = rsqrtf(fmaf(G::sum(own, partial), p.inverse_cols, p.eps));
+
+  const bool modulated = p.scale != nullptr;
+  const int64_t scale_row = modulated ? row_offset(p.scale_rows, row) : 0;
+  const int64_t shift_row = modulated ? row_offset(p.shift_rows, row) : 0;
+  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
+    Vec<T, N> v;
+    v.template load<Cache::kStream>(x + at * N);
+    float y[N];
+    input(p, y, v, at * N);
+    finish<T>(p, y, rstd, scale_row, shift_row, at * N, row * p.x_rows.cols + at * N);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr char kOp[] = "rms_norm_silu";
+
+template <class T, int N>
+int32_t launch_fast(RmsNormSiluParams &p, void *stream) {
+  if (p.vectors <= 16) {
+    return launch_rows(&rms_norm_silu_kernel<T, N, 8, 2>,
+                       {Shape::k8x2, kRowThreads, kRowThreads / 8}, p, stream, kOp);
+  }
+  if (p.vectors <= 64) {
+    return launch_rows(&rms_norm_silu_kernel<T, N, 32, 2>,
+                       {Shape::k32x2, kRowThreads, kRowThreads / 32}, p, stream, kOp);
+  }
+  return launch_rows(&rms_norm_silu_kernel<T, N, kCta, 1>,
+                     {Shape::kCtaX1, cta_threads(p.vectors, 1), 1}, p, stream, kOp);
+}
+
+template <class T, int N>
+int32_t launch_loop(RmsNormSiluParams &p, void *stream) {
+  p.vectors = p.x_rows.cols / N;
+  const int threads = p.vectors < kMaxThreads ? cta_threads(p.vectors, 1) : kMaxThreads;
+  return launch_rows(&rms_norm_silu_loop_kernel<T, N>, {Shape::kLoop, threads, 1}, p, stream,
+                     kOp);
+}
+
+template <class T>
+int32_t launch_typed(RmsNormSiluParams &p, void *stream) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  const int64_t modulation = size_of(p.modulation_type);
+  const bool aligned = p.x_rows.cols % N == 0 && rows_aligned(p.x_rows, p.x, sizeof(T)) &&
+                       rows_aligned(p.scale_rows, p.scale, modulation) &&
+                       rows_aligned(p.shift_rows, p.shift, modulation) &&
+                       pointer_aligned(p.addend) && pointer_aligned(p.weight) &&
+                       pointer_aligned(p.out);
+  if (!aligned) return launch_loop<T, 1>(p, stream);
+  p.vectors = p.x_rows.cols / N;
+  if (p.vectors <= kMaxThreads) return launch_fast<T, N>(p, stream);
+  return launch_loop<T, N>(p, stream);
+}
+
+}  // namespace
+
+int32_t rms_norm_silu(const RmsNormSiluArgs &a, int device, void *stream) {
+  if (a.x_rows.rows <= 0 || a.x_rows.cols <= 0) return HFP_OK;
+  RmsNormSiluParams p{};
+  p.out = a.out;
+  p.x = a.x;
+  p.addend = a.addend;
+  p.weight = a.weight;
+  p.scale = a.scale;
+  p.shift = a.shift;
+  p.x_rows = a.x_rows;
+  p.scale_rows = a.scale_rows;
+  p.shift_rows = a.shift_rows;
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.x_rows.cols));
+  p.eps = a.eps;
+  p.weight_type = a.weight_type;
+  p.modulation_type = a.modulation_type;
+
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), kOp);
+  switch (a.type) {
+    case DType::F32: return launch_typed<float>(p, stream);
+    case DType::F16: return launch_typed<__half>(p, stream);
+    default: return launch_typed<__nv_bfloat16>(p, stream);
+  }
+}
+
+}  // namespace hfp::cuda
