@@ -312,7 +312,7 @@ def once_more(pipe: Any, args: argparse.Namespace, measured: Measurement) -> Mea
     """With one more generation, after others had their turn."""
     with running(pipe, measured.variant, args):
         label = measured.variant.name
-        generate(pipe, args, f"{label}, warm-up", max(2, args.warmup_iterations), decode=False)
+        generate(pipe, args, f"{label}, warm-up", max(2, args.warmup_iterations))
         run = generate(pipe, args, label, args.steps)
     return replace(measured, runs=(*measured.runs, run))
 

@@ -206,6 +206,16 @@ def test_a_block_that_is_gone() -> None:
         torch.ops.hfpatch.block(anchor.detach(), [h], "{'hidden_states': 0}", 1)
 
 
+def test_blocks_that_share_the_parameter_they_are_known_by(ltx: Any) -> None:
+    model, inputs = ltx
+    first, second = model.transformer_blocks[:2]
+    second.scale_shift_table = first.scale_shift_table
+    hfpatch.apply(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="share the parameter `scale_shift_table`"):
+        run(compiled, inputs)
+
+
 class Odd(nn.Module):
     """A patched block whose results are not what the graph was made for."""
 

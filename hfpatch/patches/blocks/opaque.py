@@ -180,6 +180,10 @@ def _address(block: nn.Module, path: tuple[str, ...]) -> int | None:
     return found.data_ptr() if isinstance(found, Tensor) else None
 
 
+def _weights(block: nn.Module) -> list[int]:
+    return [p.data_ptr() for p in block.parameters()]
+
+
 def _block_of(anchor: Tensor) -> nn.Module:
     """The block whose parameter `anchor` is; it may have moved since the graph was made."""
     address = anchor.data_ptr()
@@ -192,8 +196,16 @@ def _block_of(anchor: Tensor) -> nn.Module:
         _by_address.clear()
         for each, path in list(_blocks.items()):
             at = _address(each, path)
-            if at is not None and "forward" in each.__dict__:
-                _by_address[at] = weakref.ref(each)
+            if at is None or "forward" not in each.__dict__:
+                continue
+            other = _by_address[at]() if at in _by_address else None
+            if other is not None and at == address and _weights(other) != _weights(each):
+                raise RuntimeError(
+                    f"`hfpatch::block`: two patched blocks, of other weights, share the parameter "
+                    f"`{'.'.join(path)}` of shape {list(anchor.shape)}, by which a compiled graph "
+                    "knows its block; untie it, or call `hfpatch.restore` and compile again"
+                )
+            _by_address[at] = weakref.ref(each)
     ref = _by_address.get(address)
     block = ref() if ref is not None else None
     if block is None:
