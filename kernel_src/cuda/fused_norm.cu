@@ -6,6 +6,7 @@
 // What a call asks for (which norm, which parameters, where it rounds) is decided at run time: such
 // a branch is the same in the whole grid and costs an instruction, while each template parameter
 // doubles the size of the library.
+#include "packed.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
@@ -57,14 +58,20 @@ __device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, f
 template <class T, int N>
 __device__ __forceinline__ void add_residual(Vec<T, N> &v, const Vec<T, N> &residual,
                                              const float (&gate)[N], bool gated, bool eager) {
+  if constexpr (kInTwos<T, N> && kHasTwos<T>) {
+    if (!gated) {
+      v = add_twos(residual, v);
+      return;
+    }
+  }
   float y[N], r[N];
   v.get(y);
-  residual.get(r);
   if (gated) {
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] = __fmul_rn(gate[i], y[i]);
     if (eager) round_to<T>(y);  // the gate has the dtype of x then
   }
+  residual.get(r);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = __fadd_rn(r[i], y[i]);
   v.set(y);
@@ -98,6 +105,26 @@ __device__ __forceinline__ void modulate(const FusedNormParams &p, float (&y)[N]
   } else {
     store_as<T>(p.out, at, y);
   }
+}
+
+template <class T, int N>
+__device__ __forceinline__ Vec<T, N> add_one(const Vec<T, N> &v) {
+  float one[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) one[i] = 1.0f;
+  Vec<T, N> ones;
+  ones.set(one);
+  return add_twos(v, ones);
+}
+
+// modulate() and finish_affine() where they round after each step and all is of one half type.
+template <class T, int N>
+__device__ __forceinline__ void finish_twos(const FusedNormParams &p, const float (&y)[N],
+                                            const Vec<T, N> &mul, const Vec<T, N> &add,
+                                            int64_t at) {
+  Vec<T, N> hat;
+  hat.set(y);
+  add_twos(mul_twos(hat, mul), add).store(static_cast<T *>(p.out) + at);
 }
 
 // y * (weight + weight_offset) + bias in one rounding or none, as layer_norm.cu and rms_norm.cu.
@@ -154,6 +181,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   using G = Group<kThreads>;
   constexpr bool kHold =
       kHoldParams<P, kThreads, kVectors, Vec<T, N>::kWords + 2 * ParamVec<P, N>::kWords>;
+  constexpr bool kTwos = std::is_same_v<T, P> && kInTwos<T, N> && kHold;
   __shared__ float partial_sum[kPartials], partial_square[kPartials];
 
   const int64_t row = G::row(p.first_row);
@@ -246,8 +274,20 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
         load_param<P>(b, p.bias, p.weight_type, at * N, kNoBias);
         affine(p, y, w, b);
       }
+      if constexpr (kTwos) {
+        if (p.eager) {
+          finish_twos<T, N>(p, y, add_one(m[i]), a[i], to + at * N);
+          continue;
+        }
+      }
       modulate<T, P>(p, y, mul, add, to + at * N);
     } else {
+      if constexpr (kTwos) {
+        if (p.two_step) {
+          finish_twos<T, N>(p, y, m[i], a[i], to + at * N);
+          continue;
+        }
+      }
       finish_affine<T, P>(p, y, mul, add, to + at * N);
     }
   }

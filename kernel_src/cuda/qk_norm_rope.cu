@@ -45,6 +45,18 @@ __device__ __forceinline__ void sum_cta(float (&v)[kRows], float (*partial)[32])
   for (int r = 0; r < kRows; ++r) v[r] = G::sum_lanes(lane < warps ? partial[r][lane] : 0.0f);
 }
 
+// One vector of the weights at a time. `at`: of the head.
+template <class T, class W, int N>
+__device__ __forceinline__ void normalize_unit(const RopeParams &p, Pair<T, N> &v, const Unit &u,
+                                               float scale, const void *weight, int64_t at) {
+  Weights<W, N> w;
+  w.load_from(p, weight, at + u.a);
+  normalize<T, W>(p, v.a, scale, w);
+  if (!u.has_b) return;
+  w.load_from(p, weight, at + u.b);
+  normalize<T, W>(p, v.b, scale, w);
+}
+
 constexpr int max_row_threads(int units) { return units == 1 ? 512 : 768; }
 
 // The row in registers, kUnits units per thread. kRows == 2: the rows of q and k of one token,
@@ -63,13 +75,16 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
 
   Unit unit[kUnits];
   uint32_t in_head[kUnits], head[kUnits];
+  const auto find = [&](int i, uint32_t at) {
+    head[i] = at / p.units;
+    in_head[i] = at - head[i] * p.units;
+    unit[i] = unit_at<N>(p, in_head[i]);
+  };
   Pair<T, N> v[kRows][kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const uint32_t at = threadIdx.x + i * blockDim.x;
-    head[i] = at / p.units;
-    in_head[i] = at - head[i] * p.units;
-    unit[i] = unit_at<N>(p, in_head[i]);
+    find(i, at);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       v[r][i].zero();
@@ -81,14 +96,11 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
   }
 
   // With one unit they are asked for before the sum waits for x, so that the latencies overlap.
-  float cos[N] = {}, sin[N] = {};
+  AnglesFor<T, Tab, N, kInterleaved> angles;
   const auto load_tables = [&](int i) {
     if (!unit[i].rotated || threadIdx.x + i * blockDim.x >= row[0].units) return;
     const uint32_t absolute = row[0].head + head[i];
-    load_table<Tab, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, token, absolute),
-                                     in_head[i], false);
-    load_table<Tab, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, token, absolute),
-                                     in_head[i], p.paired);
+    angles.load(p, table_at(p.cos, token, absolute), table_at(p.sin, token, absolute), in_head[i]);
   };
   if constexpr (kUnits == 1) load_tables(0);
 
@@ -105,13 +117,19 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
 
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    if (threadIdx.x + i * blockDim.x >= row[0].units) break;
-    if constexpr (kUnits > 1) load_tables(i);
+    const uint32_t at = threadIdx.x + i * blockDim.x;
+    if (at >= row[0].units) break;
+    if constexpr (kUnits > 1) {
+      find(i, at + p.zero);  // again, as for the compiler it is another unit: kept, two would spill
+      load_tables(i);
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      finish_unit<T, W, N, kInterleaved, true>(
-          p, v[r][i], unit[i], scale[r], row[r].at.weight, static_cast<int64_t>(head[i]) * p.dim,
-          cos, sin, reinterpret_cast<T *>(row[r].at.out) + head[i] * row[r].at.out_head);
+      normalize_unit<T, W>(p, v[r][i], unit[i], scale[r], row[r].at.weight,
+                           static_cast<int64_t>(head[i]) * p.dim);
+      finish_unit<T, Tab, N, kInterleaved>(
+          p, v[r][i], unit[i], angles, p.round_products,
+          reinterpret_cast<T *>(row[r].at.out) + head[i] * row[r].at.out_head);
     }
   }
 }
@@ -145,16 +163,15 @@ __global__ void __launch_bounds__(kLoopThreads)
     Pair<T, N> v;
     v.zero();
     v.load(reinterpret_cast<const T *>(row.at.x) + head * row.at.x_head, unit);
-    float cos[N] = {}, sin[N] = {};
+    AnglesFor<T, AnyType, N, kInterleaved> angles;
     if (unit.rotated) {
       const uint32_t absolute = row.head + head;
-      load_table<AnyType, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, token, absolute),
-                                           in_head, false);
-      load_table<AnyType, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, token, absolute),
-                                           in_head, p.paired);
+      angles.load(p, table_at(p.cos, token, absolute), table_at(p.sin, token, absolute), in_head);
     }
-    finish_unit<T, AnyType, N, kInterleaved, true>(
-        p, v, unit, scale, row.at.weight, static_cast<int64_t>(head) * p.dim, cos, sin,
+    normalize_unit<T, AnyType>(p, v, unit, scale, row.at.weight,
+                               static_cast<int64_t>(head) * p.dim);
+    finish_unit<T, AnyType, N, kInterleaved>(
+        p, v, unit, angles, p.round_products,
         reinterpret_cast<T *>(row.at.out) + head * row.at.out_head);
   }
 }

@@ -1,5 +1,6 @@
 // rms_norm.cu: out = x * rsqrt(mean(x^2) + eps) * weight + bias over rows; hfp_rms_norm on CUDA.
 // Zhang & Sennrich, arXiv:1910.07467. Where it rounds: HFP_CAST_* in hfpatch.h.
+#include "packed.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
@@ -80,6 +81,19 @@ __device__ __forceinline__ void finish_any(const RmsNormParams &p, const Vec<T, 
   store_any(p.out, p.out_type, at, y);
 }
 
+// Mode::kRoundXhat with weights of the dtype of x: the product is rounded to that, two at a time.
+template <class T, int N>
+__device__ __forceinline__ void finish_twos(const RmsNormParams &p, const Vec<T, N> &v,
+                                            float scale, const Vec<T, N> &w, int64_t at) {
+  float y[N];
+  v.get(y);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] *= scale;
+  Vec<T, N> hat;
+  hat.set(y);
+  mul_twos(hat, w).store(static_cast<T *>(p.out) + at);
+}
+
 template <Mode kMode, class G, bool kHold, class T, class W, int N, int kVectors, int kParams>
 __device__ __forceinline__ void finish_row(const RmsNormParams &p, Vec<T, N> (&v)[kVectors],
                                            const ParamVec<W, N> (&w)[kParams], float scale,
@@ -92,6 +106,14 @@ __device__ __forceinline__ void finish_row(const RmsNormParams &p, Vec<T, N> (&v
     if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
     if constexpr (std::is_same_v<W, AnyType>) {
       finish_any(p, v[i], scale, at * N, to);
+    } else if constexpr (kMode == Mode::kRoundXhat && std::is_same_v<T, W> && kInTwos<T, N>) {
+      Vec<W, N> weight;
+      if constexpr (kHold) {
+        weight = w[i];
+      } else {  // there is one in this mode
+        weight.template load<Cache::kReadOnly>(static_cast<const W *>(p.weight) + at * N);
+      }
+      finish_twos(p, v[i], scale, weight, to);
     } else {
       float weight[N];
       if constexpr (kHold) {

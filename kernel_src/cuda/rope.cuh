@@ -10,9 +10,27 @@
 
 #include <initializer_list>
 
+#include "packed.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
+
+// n / value for n < 2^31, without a division. Granlund & Montgomery, PLDI 1994.
+struct Divisor {
+  uint32_t value, multiplier, shift;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t by) : value(by), multiplier(0), shift(0) {
+    if (by <= 1) return;
+    uint32_t bits = 0;  // 2^bits >= by
+    while ((uint64_t{1} << bits) < by) ++bits;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + bits)) + by - 1) / by);
+    shift = bits - 1;
+  }
+  __device__ __forceinline__ uint32_t of(uint32_t n) const {
+    return value == 1 ? n : __umulhi(n, multiplier) >> shift;
+  }
+};
 
 struct RopeParams {
   static constexpr bool kStartsEarly = true;
@@ -22,7 +40,8 @@ struct RopeParams {
   uint32_t batches;
   uint32_t first_token, end_token;   // of this launch
   uint32_t heads;           // of q and k
-  uint32_t groups;          // of heads; a thread takes heads group, group + groups, ...
+  uint32_t groups, q_groups;  // of heads: all, q's; the heads of a group are of one tensor, as far
+                              // apart as that has groups
   uint32_t chunks;          // of units, where they are more than the lanes
   uint32_t lanes, lane_bits;  // threads that share a head; 1 << lane_bits
   uint32_t rotary_units, units;  // per head; all
@@ -34,6 +53,8 @@ struct RopeParams {
   bool wide, round_products, round_hat, across;
   bool paired;  // one table, cos and sin in turns
   float eps, weight_offset, inverse_q, inverse_k;  // 1 / elements of a norm
+  Divisor by_groups, by_batches;
+  uint32_t zero;  // 0; see Vec::stay_packed
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -64,7 +85,7 @@ struct Token {
 // mostly, a row of those is read from memory once, and from L2 for the other batches.
 __device__ __forceinline__ Token token_at(const RopeParams &p, uint32_t token) {
   if (p.batches == 1) return {0, token};
-  const uint32_t seq = token / p.batches;
+  const uint32_t seq = p.by_batches.of(token);
   return {token - seq * p.batches, seq};
 }
 
@@ -98,19 +119,34 @@ __device__ __forceinline__ int64_t table_at(const RopeTable &t, const Token &tok
 // ---------------------------------------------------------------------------------------------
 // One unit
 
+// kFirstOut: L2 gives up these lines before others, such as those of x that are still to be read.
+template <bool kFirstOut, class T, int N>
+__device__ __forceinline__ void store_one(T *to, const Vec<T, N> &v) {
+  if constexpr (kFirstOut) {
+    static_assert(Vec<T, N>::kBytes == kVectorBytes);
+    __stcs(reinterpret_cast<uint4 *>(to), make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
+  } else {
+    v.store(to);
+  }
+}
+
 // Two vectors as they lie in memory.
 template <class T, int N>
 struct Pair {
   Vec<T, N> a, b;
 
   __device__ __forceinline__ void zero() { a.zero(), b.zero(); }
+  __device__ __forceinline__ void stay_packed(uint32_t zero) {
+    a.stay_packed(zero), b.stay_packed(zero);
+  }
   __device__ __forceinline__ void load(const T *head, const Unit &u) {
     a.template load<Cache::kStream>(head + u.a);
     if (u.has_b) b.template load<Cache::kStream>(head + u.b);
   }
+  template <bool kFirstOut>
   __device__ __forceinline__ void store(T *head, const Unit &u) const {
-    a.store(head + u.a);
-    if (u.has_b) b.store(head + u.b);
+    store_one<kFirstOut>(head + u.a, a);
+    if (u.has_b) store_one<kFirstOut>(head + u.b, b);
   }
   __device__ __forceinline__ float sum_of_squares() const {
     float x[N], y[N], sum = 0.0f;
@@ -155,6 +191,38 @@ __device__ __forceinline__ void load_table(float (&value)[N], const RopeParams &
   }
 }
 
+// cos and sin of a unit. Tables of the dtype of x stay packed where the pairs lie as their angles
+// do: then the rotation itself can be done on two elements at once.
+template <class T, class Tab, int N, bool kInterleaved>
+inline constexpr bool kPackedAngles =
+    std::is_same_v<T, Tab> && kInTwos<T, N> && !kInterleaved;
+
+template <class Tab, int N, bool kInterleaved, bool kPacked>
+struct Angles {
+  float cos[N] = {}, sin[N] = {};
+
+  __device__ __forceinline__ void load(const RopeParams &p, int64_t cos_at, int64_t sin_at,
+                                       uint32_t u) {
+    load_table<Tab, N, kInterleaved>(cos, p, p.cos.data, cos_at, u, false);
+    load_table<Tab, N, kInterleaved>(sin, p, p.sin.data, sin_at, u, p.paired);
+  }
+};
+
+template <class Tab, int N>
+struct Angles<Tab, N, false, true> {
+  Vec<Tab, N> cos, sin;
+
+  __device__ __forceinline__ Angles() { cos.zero(), sin.zero(); }
+  __device__ __forceinline__ void load(const RopeParams &p, int64_t cos_at, int64_t sin_at,
+                                       uint32_t u) {
+    cos.template load<Cache::kReadOnly>(static_cast<const Tab *>(p.cos.data) + cos_at + u * N);
+    sin.template load<Cache::kReadOnly>(static_cast<const Tab *>(p.sin.data) + sin_at + u * N);
+  }
+};
+
+template <class T, class Tab, int N, bool kInterleaved>
+using AnglesFor = Angles<Tab, N, kInterleaved, kPackedAngles<T, Tab, N, kInterleaved>>;
+
 // (a, b) -> (a cos - b sin, b cos + a sin). Each product and sum has its own rounding to fp32, as
 // in eager PyTorch: no fused multiply-add.
 template <class T, bool kRound>
@@ -180,61 +248,129 @@ __device__ __forceinline__ void rotate_pairs(float (&a)[N], float (&b)[N], const
   }
 }
 
-template <class T, int N, bool kInterleaved>
-__device__ __forceinline__ void rotate(const RopeParams &p, float (&a)[N], float (&b)[N],
-                                       const float (&cos)[N], const float (&sin)[N]) {
-  if (!std::is_same_v<T, float> && p.round_products) {
-    rotate_pairs<T, N, kInterleaved, true>(a, b, cos, sin);
-  } else {
-    rotate_pairs<T, N, kInterleaved, false>(a, b, cos, sin);
+// The same with kRound, two elements at a time: see packed.cuh.
+template <class T, int N>
+__device__ __forceinline__ void rotate_packed(Pair<T, N> &v, const Vec<T, N> &cos,
+                                              const Vec<T, N> &sin) {
+#pragma unroll
+  for (int i = 0; i < Vec<T, N>::kWords; ++i) {
+    const uint32_t a = v.a.word[i], b = v.b.word[i];
+    v.a.word[i] = sub_two<T>(mul_two<T>(a, cos.word[i]), mul_two<T>(b, sin.word[i]));
+    v.b.word[i] = add_two<T>(mul_two<T>(b, cos.word[i]), mul_two<T>(a, sin.word[i]));
   }
 }
+
+template <class T, class Tab, int N, bool kInterleaved>
+__device__ __forceinline__ void rotate(const RopeParams &p, Pair<T, N> &v,
+                                       AnglesFor<T, Tab, N, kInterleaved> &angles, bool rounded) {
+  if constexpr (kPackedAngles<T, Tab, N, kInterleaved>) {
+    if (rounded) {
+      rotate_packed(v, angles.cos, angles.sin);
+      return;
+    }
+    // Unpacked again for each head, and a word at a time: else the angles of all pairs stay in
+    // registers as fp32.
+    angles.cos.stay_packed(p.zero), angles.sin.stay_packed(p.zero);
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; ++i) {
+      float2 a = unpack<T>(v.a.word[i]), b = unpack<T>(v.b.word[i]);
+      const float2 cos = unpack<T>(angles.cos.word[i]), sin = unpack<T>(angles.sin.word[i]);
+      rotate_pair<T, false>(a.x, b.x, cos.x, sin.x);
+      rotate_pair<T, false>(a.y, b.y, cos.y, sin.y);
+      v.a.word[i] = pack<T>(a.x, a.y), v.b.word[i] = pack<T>(b.x, b.y);
+    }
+  } else {
+    float a[N], b[N];
+    v.a.get(a), v.b.get(b);
+    if (!std::is_same_v<T, float> && rounded) {
+      rotate_pairs<T, N, kInterleaved, true>(a, b, angles.cos, angles.sin);
+    } else {
+      rotate_pairs<T, N, kInterleaved, false>(a, b, angles.cos, angles.sin);
+    }
+    v.a.set(a), v.b.set(b);
+  }
+}
+
+// One vector of the weights, 1 where there are none.
+template <class W, int N>
+struct Weights : Vec<W, N> {
+  __device__ __forceinline__ void load_from(const RopeParams &, const void *weight, int64_t at) {
+    if (weight != nullptr) {
+      this->template load<Cache::kReadOnly>(static_cast<const W *>(weight) + at);
+    } else {
+      float one[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) one[i] = 1.0f;
+      this->set(one);
+    }
+  }
+};
+
+template <int N>
+struct Weights<AnyType, N> {
+  float value[N];
+
+  __device__ __forceinline__ void load_from(const RopeParams &p, const void *weight, int64_t at) {
+    load_param<AnyType>(value, weight, p.weight_type, at, 1.0f);
+  }
+  __device__ __forceinline__ void get(float (&to)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = value[i];
+  }
+};
 
 // One vector of the norm's result, rounded to T.
 template <class T, class W, int N>
-__device__ __forceinline__ void normalize(const RopeParams &p, float (&y)[N], float scale,
-                                          const void *weight, int64_t at) {
-  float w[N];
-  load_param<W>(w, weight, p.weight_type, at, 1.0f);
+__device__ __forceinline__ void normalize(const RopeParams &p, Vec<T, N> &v, float scale,
+                                          const Weights<W, N> &weight) {
+  float y[N], w[N];
+  v.get(y);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] *= scale;
-  if (p.round_hat) round_to<T>(y);
+  if (p.round_hat) {
+    // w + 0 is w, but for the sign of -0, which is w's here as in eager PyTorch.
+    if constexpr (std::is_same_v<T, W> && kInTwos<T, N>) {
+      if (p.weight_offset == 0.0f) {
+        v.set(y);
+        v = mul_twos<T, N>(v, weight);
+        return;
+      }
+    }
+    round_to<T>(y);
+  }
+  weight.get(w);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] *= w[i] + p.weight_offset;
-  round_to<T>(y);
+  v.set(y);
 }
 
-// Norm (if kNorm) and rotation of a unit that was loaded, and its store. `weight_at`: of the head.
-template <class T, class W, int N, bool kInterleaved, bool kNorm>
+// Rotation of a unit, and its store. `rounded`: p.round_products, or what is known of it.
+template <class T, class Tab, int N, bool kInterleaved, bool kFirstOut = false>
 __device__ __forceinline__ void finish_unit(const RopeParams &p, Pair<T, N> &v, const Unit &u,
-                                            float scale, const void *weight, int64_t weight_at,
-                                            const float (&cos)[N], const float (&sin)[N],
-                                            T *out) {
-  float a[N], b[N];
-  v.a.get(a), v.b.get(b);
-  if constexpr (kNorm) {
-    normalize<T, W>(p, a, scale, weight, weight_at + u.a);
-    if (u.has_b) normalize<T, W>(p, b, scale, weight, weight_at + u.b);
-  }
-  if (u.rotated) rotate<T, N, kInterleaved>(p, a, b, cos, sin);
-  v.a.set(a), v.b.set(b);
-  v.store(out, u);
+                                            AnglesFor<T, Tab, N, kInterleaved> &angles,
+                                            bool rounded, T *out) {
+  if (u.rotated) rotate<T, Tab, N, kInterleaved>(p, v, angles, rounded);
+  v.template store<kFirstOut>(out, u);
 }
 
 // ---------------------------------------------------------------------------------------------
 // Kernel: `lanes` threads per head, kHeads heads of one token per thread
 //
 // cos and sin are loaded once for all of them; with kHeads > 1 they must be the same for all heads.
-// With a norm, the lanes hold one head wholly (chunks == 1).
-template <class T, class Tab, class W, int N, bool kInterleaved, bool kNorm, int kHeads>
-__global__ void __launch_bounds__(kHeadThreads)
+// With a norm, the lanes hold one head wholly (chunks == 1). kRounded: p.round_products where the
+// angles are packed, which else would cost the registers of both ways; elsewhere that is asked.
+// At least one CTA per SM, said for ptxas: left to itself it aims at six where bf16 is emulated,
+// and spills.
+template <class T, class Tab, class W, int N, bool kInterleaved, bool kNorm, int kHeads,
+          bool kRounded>
+__global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
     rope_heads_kernel(const __grid_constant__ RopeParams p) {
   wait_for_previous();
   const uint32_t lane = threadIdx.x & (p.lanes - 1);
   const uint32_t slots = static_cast<uint32_t>(kHeadThreads) >> p.lane_bits;  // of the CTA
   const uint32_t slot = blockIdx.x * slots + (threadIdx.x >> p.lane_bits);
-  const uint32_t outer = slot / p.groups;
-  const uint32_t group = slot - outer * p.groups;
+  const uint32_t outer = p.by_groups.of(slot);
+  uint32_t group = slot - outer * p.groups;
   uint32_t token = outer, chunk = 0;
   if (!kNorm && p.chunks > 1) token = outer / p.chunks, chunk = outer - token * p.chunks;
   token += p.first_token;
@@ -244,28 +380,36 @@ __global__ void __launch_bounds__(kHeadThreads)
   const Unit u = unit_at<N>(p, unit);
   const Token where = token_at(p, active ? token : 0);
 
+  // Each number is chosen by itself: a choice between q and k would be one between addresses.
+  const bool second = group >= p.q_groups;
+  uint32_t step = p.q_groups;
+  if (second) group -= p.q_groups, step = p.groups - p.q_groups;
+  const uint32_t heads = static_cast<uint32_t>(second ? p.k.heads : p.q.heads);
+  const int64_t x_head = second ? p.k.x_head : p.q.x_head;
+  const int64_t out_head = second ? p.k.out_head : p.q.out_head;
+  const T *x = static_cast<const T *>(second ? p.k.x : p.q.x) + group * x_head +
+               where.batch * (second ? p.k.x_batch : p.q.x_batch) +
+               where.seq * (second ? p.k.x_seq : p.q.x_seq);
+
   Pair<T, N> v[kHeads];
 #pragma unroll
   for (int j = 0; j < kHeads; ++j) {
-    const uint32_t head = group + j * p.groups;
-    v[j].zero();
-    if (!active || head >= p.heads) continue;
-    const bool second = head >= p.q.heads;
-    const HeadRow row =
-        second ? head_row<T>(p.k, where, head - static_cast<uint32_t>(p.q.heads))
-               : head_row<T>(p.q, where, head);
-    v[j].load(reinterpret_cast<const T *>(row.x), u);
+    if constexpr (kNorm) v[j].zero();
+    if (active && group + j * step < heads) v[j].load(x + j * step * x_head, u);
   }
 
-  float cos[N] = {}, sin[N] = {};
+  AnglesFor<T, Tab, N, kInterleaved> angles;
   if (active && u.rotated) {
-    uint32_t head = 0;
-    if constexpr (kHeads == 1) {
-      head = group >= p.q.heads ? group - static_cast<uint32_t>(p.q.heads) : group;
-    }
-    load_table<Tab, N, kInterleaved>(cos, p, p.cos.data, table_at(p.cos, where, head), unit, false);
-    load_table<Tab, N, kInterleaved>(sin, p, p.sin.data, table_at(p.sin, where, head), unit,
-                                     p.paired);
+    const uint32_t head = kHeads == 1 ? group : 0;
+    angles.load(p, table_at(p.cos, where, head), table_at(p.sin, where, head), unit);
+  }
+
+  // Asked for before the sum waits for x, so that the latencies overlap.
+  Weights<W, N> weight_a, weight_b;
+  if constexpr (kNorm) {
+    const void *weight = second ? p.k.weight : p.q.weight;
+    if (active) weight_a.load_from(p, weight, u.a);
+    if (active && u.has_b) weight_b.load_from(p, weight, u.b);
   }
 
   float scale[kHeads];
@@ -280,16 +424,21 @@ __global__ void __launch_bounds__(kHeadThreads)
     for (int j = 0; j < kHeads; ++j) scale[j] = rsqrtf(fmaf(scale[j], p.inverse_q, p.eps));
   }
 
+  constexpr bool kFirstOut = kHeads > 1 && !kNorm;  // see kThreadHeads
+  const bool rounded = kPackedAngles<T, Tab, N, kInterleaved> ? kRounded : p.round_products;
+  T *out = static_cast<T *>(second ? p.k.out : p.q.out) + group * out_head +
+           where.batch * (second ? p.k.out_batch : p.q.out_batch) +
+           where.seq * (second ? p.k.out_seq : p.q.out_seq);
 #pragma unroll
   for (int j = 0; j < kHeads; ++j) {
-    const uint32_t head = group + j * p.groups;
-    if (!active || head >= p.heads) continue;
-    const bool second = head >= p.q.heads;
-    const HeadRow row =
-        second ? head_row<T>(p.k, where, head - static_cast<uint32_t>(p.q.heads))
-               : head_row<T>(p.q, where, head);
-    finish_unit<T, W, N, kInterleaved, kNorm>(p, v[j], u, scale[j], row.weight, 0, cos, sin,
-                                              reinterpret_cast<T *>(row.out));
+    if (!active || group + j * step >= heads) continue;
+    if constexpr (kNorm) {
+      if constexpr (kHeads > 1) v[j].stay_packed(p.zero);
+      normalize<T, W>(p, v[j].a, scale[j], weight_a);
+      if (u.has_b) normalize<T, W>(p, v[j].b, scale[j], weight_b);
+    }
+    finish_unit<T, Tab, N, kInterleaved, kFirstOut>(p, v[j], u, angles, rounded,
+                                                    out + j * step * out_head);
   }
 }
 
@@ -355,6 +504,7 @@ int32_t each_token_range(const RopeArgs &a, RopeParams &p, int64_t per_token, La
   const int64_t most = kMost / per_token > 0 ? kMost / per_token : 1;
   if (total <= kMost) {
     p.batches = static_cast<uint32_t>(a.batch);
+    p.by_batches = Divisor(p.batches);
     for (int64_t first = 0; first < total; first += most) {
       const int64_t here = total - first < most ? total - first : most;
       p.first_token = static_cast<uint32_t>(first);
@@ -395,24 +545,34 @@ int32_t launch_heads(const RopeArgs &a, void *stream, const char *op) {
   while (p.lanes < p.units && p.lanes < 32) p.lanes *= 2, ++p.lane_bits;
   p.chunks = (p.units + p.lanes - 1) / p.lanes;
   constexpr bool kFast = N * sizeof(T) == kVectorBytes && !std::is_same_v<Tab, AnyType>;
-  bool four = false;
+  bool several = false;  // heads per thread
   if constexpr (kFast) {
     const int64_t threads = a.batch * a.seq * p.heads * p.chunks * p.lanes;
-    four = p.heads >= 4 && threads >= kFullThreads && p.cos.head == 0 && p.sin.head == 0;
+    several = p.heads >= 4 && threads >= kFullThreads && p.cos.head == 0 && p.sin.head == 0;
   }
-  p.groups = four ? (p.heads + 3) / 4 : p.heads;
+  const int64_t each = several ? kThreadHeads : 1;
+  p.q_groups = static_cast<uint32_t>((a.q.heads + each - 1) / each);
+  p.groups = p.q_groups + static_cast<uint32_t>((a.k.heads + each - 1) / each);
+  p.by_groups = Divisor(p.groups);
   const int64_t slots = kHeadThreads / p.lanes;
   const int64_t per_token = static_cast<int64_t>(p.chunks) * p.groups;
   return each_token_range(a, p, per_token, [&](int64_t tokens) {
     const int64_t grid = (tokens * per_token + slots - 1) / slots;
+    const auto run = [&](auto heads, auto rounded) {
+      return launch(&rope_heads_kernel<T, Tab, W, N, kInterleaved, kNorm, heads(), rounded()>, grid,
+                    kHeadThreads, p, stream, op);
+    };
+    using One = std::integral_constant<int, 1>;
     if constexpr (kFast) {
-      if (four) {
-        return launch(&rope_heads_kernel<T, Tab, W, N, kInterleaved, kNorm, 4>, grid,
-                      kHeadThreads, p, stream, op);
+      using Several = std::integral_constant<int, kThreadHeads>;
+      if constexpr (kPackedAngles<T, Tab, N, kInterleaved>) {
+        if (a.round_products) {
+          return several ? run(Several(), std::true_type()) : run(One(), std::true_type());
+        }
       }
+      if (several) return run(Several(), std::false_type());
     }
-    return launch(&rope_heads_kernel<T, Tab, W, N, kInterleaved, kNorm, 1>, grid, kHeadThreads, p,
-                  stream, op);
+    return run(One(), std::false_type());
   });
 }
 

@@ -87,6 +87,7 @@ constexpr RowPlan plan_held(int64_t vectors) {
 }
 
 inline constexpr int kPartThreads = 512;       // a CTA that takes all parts of a row
+inline constexpr int kHeldParts = kPartThreads / 32;  // a part per warp; softmax.cu keeps so many
 inline constexpr int kSplitThreads = 128;      // a CTA that takes four parts
 inline constexpr int kSplitVectors = 4;        // of each thread, where the results are written
 inline constexpr int kWaveVectors = 4;         // of each lane at a time

@@ -3,7 +3,8 @@
 // Up to 16384 columns of a half type (8192 of fp32) the row stays in registers. A wider one is cut
 // into parts: a warp finds the maximum of a part and its sum of exp(z - maximum), rescaling as it
 // goes on (Milakov & Gimelshein, arXiv:1805.02867); then the row is read again, from L2 mostly. One
-// CTA takes all parts of a row, or, where rows are few, many CTAs share them.
+// CTA takes all parts of a row, or, where rows are few, many CTAs share them. Up to 32768 aligned
+// columns of a half type each warp of one CTA keeps its part, and nothing is read again.
 #include "row_ops.cuh"
 
 namespace hfp::cuda {
@@ -21,6 +22,7 @@ struct SoftmaxParams {
   float scale;
   Parts parts;
   int write_ctas;  // per row
+  uint32_t zero;   // 0; see Vec::stay_packed
 };
 
 // One row of the input.
@@ -151,6 +153,32 @@ struct Online {
   }
 };
 
+// One vector more of a lane's share.
+template <class T, bool kAligned, bool kMask>
+__device__ __forceinline__ void add_vector(Online &own, const Source<T, kAligned, kMask> &source,
+                                           const Vec<T, kVectorOf<T>> &v, int64_t at) {
+  constexpr int N = kVectorOf<T>;
+  float z[N];
+  source.scaled(v, at, z);
+  float high = own.most;
+#pragma unroll
+  for (int i = 0; i < N; ++i) high = fmaxf(high, z[i]);
+  const float by = Online::shift(high);
+  float more = 0.0f;  // NaN passes by fmaxf, and stays in here
+#pragma unroll
+  for (int i = 0; i < N; ++i) more += exp_of<T>(z[i] - by);
+  own.sum = fmaf(own.sum, exp_of<T>(own.most - by), more);
+  own.most = high;
+}
+
+// The shares of all lanes, on every one.
+template <class T>
+__device__ __forceinline__ Online over_lanes(Online own) {
+  const float high = max_lanes<32>(own.most);
+  own.sum = Group<32>::sum_lanes(own.sum * exp_of<T>(own.most - Online::shift(high)));
+  return {high, own.sum};
+}
+
 // The maximum and sum of part `part`, by one warp; on every lane.
 template <class T, bool kAligned, bool kMask>
 __device__ __forceinline__ Online part_of(const SoftmaxParams &p,
@@ -169,23 +197,10 @@ __device__ __forceinline__ Online part_of(const SoftmaxParams &p,
     }
 #pragma unroll
     for (int u = 0; u < kWaveVectors; ++u) {
-      if (at + 32 * u >= past) continue;
-      float z[N];
-      source.scaled(v[u], at + 32 * u, z);
-      float high = own.most;
-#pragma unroll
-      for (int i = 0; i < N; ++i) high = fmaxf(high, z[i]);
-      const float by = Online::shift(high);
-      float more = 0.0f;  // NaN passes by fmaxf, and stays in here
-#pragma unroll
-      for (int i = 0; i < N; ++i) more += exp_of<T>(z[i] - by);
-      own.sum = fmaf(own.sum, exp_of<T>(own.most - by), more);
-      own.most = high;
+      if (at + 32 * u < past) add_vector(own, source, v[u], at + 32 * u);
     }
   }
-  const float high = max_lanes<32>(own.most);
-  own.sum = Group<32>::sum_lanes(own.sum * exp_of<T>(own.most - Online::shift(high)));
-  return {high, own.sum};
+  return over_lanes<T>(own);
 }
 
 // The whole row's, from its parts in their order; on every lane.
@@ -212,7 +227,7 @@ __device__ __forceinline__ void write_vector(const Source<T, kAligned, kMask> &s
   store_vector<T, kAligned>(to, at, source.cols, z);
 }
 
-// A CTA per row.
+// A CTA per row, any number of parts.
 template <class T, bool kAligned, bool kMask>
 __global__ void __launch_bounds__(kPartThreads, kAligned && !kMask ? 2 : 1)
     softmax_parts_kernel(const __grid_constant__ SoftmaxParams p) {
@@ -242,6 +257,44 @@ __global__ void __launch_bounds__(kPartThreads, kAligned && !kMask ? 2 : 1)
       const int64_t here = at + u * kPartThreads;
       if (here < p.vectors) write_vector(source, v[u], here, to, by, share);
     }
+  }
+}
+
+// A CTA per row and a warp per part, which stays in the warp's registers: all of a row is on its
+// way at once. Two CTAs of 64 registers a thread fill an SM. Parts and sums are those of
+// softmax_parts_kernel, and so are the bits.
+template <class T>
+__global__ void __launch_bounds__(kPartThreads, 2)
+    softmax_held_parts_kernel(const __grid_constant__ SoftmaxParams p) {
+  wait_for_previous();
+  constexpr int N = kVectorOf<T>;
+  constexpr int kLaneVectors = static_cast<int>(kPartCols) / N / 32;
+  __shared__ float2 all[kHeldParts];
+  const int64_t row = p.first_row + blockIdx.x;
+  const Source<T, true, false> source(p, row);
+  const int part = threadIdx.x / 32u, lane = threadIdx.x % 32u;
+  const int first = part * static_cast<int>(kPartCols / N) + lane;
+  const int past = static_cast<int>(p.vectors), cols = static_cast<int>(source.cols);
+  Vec<T, N> v[kLaneVectors];
+#pragma unroll
+  for (int u = 0; u < kLaneVectors; ++u) {
+    if (first + 32 * u < past) load_vector<T, true>(v[u], source.x, first + 32 * u, cols);
+  }
+  Online own{minus_inf(), 0.0f};
+#pragma unroll
+  for (int u = 0; u < kLaneVectors; ++u) {
+    if (first + 32 * u < past) add_vector(own, source, v[u], first + 32 * u);
+  }
+  own = over_lanes<T>(own);
+  if (lane == 0) all[part] = make_float2(own.most, own.sum);
+  __syncthreads();
+  const Online row_sum = whole<T>(all, p.parts.count);
+  const float by = Online::shift(row_sum.most), share = 1.0f / row_sum.sum;
+  T *to = static_cast<T *>(p.out) + row * source.cols;
+#pragma unroll
+  for (int u = 0; u < kLaneVectors; ++u) {
+    v[u].stay_packed(p.zero);
+    if (first + 32 * u < past) write_vector(source, v[u], first + 32 * u, to, by, share);
   }
 }
 
@@ -315,6 +368,12 @@ int32_t launch_typed(SoftmaxParams &p, void *stream) {
   }
   p.parts = parts_of(p.x_rows.cols);
   if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
+    if constexpr (kAligned && !kMask && sizeof(T) == 2) {
+      if (p.parts.count <= kHeldParts) {
+        return launch_rows(&softmax_held_parts_kernel<T>, {Shape::kLoop, kPartThreads, 1}, p,
+                           stream, op);
+      }
+    }
     return launch_rows(&softmax_parts_kernel<T, kAligned, kMask>,
                        {Shape::kLoop, kPartThreads, 1}, p, stream, op);
   }
