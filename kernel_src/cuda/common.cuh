@@ -17,6 +17,24 @@ namespace hfp::cuda {
 // ---------------------------------------------------------------------------------------------
 // Vector I/O
 
+// n / d as a multiplication, for n < 2^31 and 1 <= d < 2^31. Granlund & Montgomery,
+// doi:10.1145/178243.178249.
+struct FastDivisor {
+  uint32_t multiplier = 0, shift = 0;
+
+  FastDivisor() = default;
+  explicit FastDivisor(int64_t d) {
+    while ((int64_t{1} << shift) < d) ++shift;
+    const uint64_t excess = (uint64_t{1} << shift) - static_cast<uint64_t>(d);
+    multiplier = static_cast<uint32_t>((excess << 32) / static_cast<uint64_t>(d) + 1);
+  }
+#ifdef __CUDACC__
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
+    return (__umulhi(n, multiplier) + n) >> shift;
+  }
+#endif
+};
+
 // kStream skips L1: every byte of an activation is read once, so it would only evict the weights.
 // It is a plain (coherent) load, because `out` may be the buffer that is read; so is kTwice, which
 // leaves in L1 what the CTA reads again.

@@ -8,24 +8,6 @@
 
 namespace hfp::cuda {
 
-// n / d as a multiplication, for n < 2^31 and 1 <= d < 2^31. Granlund & Montgomery,
-// doi:10.1145/178243.178249.
-struct FastDivisor {
-  uint32_t multiplier = 0, shift = 0;
-
-  FastDivisor() = default;
-  explicit FastDivisor(int64_t d) {
-    while ((int64_t{1} << shift) < d) ++shift;
-    const uint64_t excess = (uint64_t{1} << shift) - static_cast<uint64_t>(d);
-    multiplier = static_cast<uint32_t>((excess << 32) / static_cast<uint64_t>(d) + 1);
-  }
-#ifdef __CUDACC__
-  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
-    return (__umulhi(n, multiplier) + n) >> shift;
-  }
-#endif
-};
-
 // A parameter that all rows share stays in L1: from L2, every SM would ask for the same few lines.
 template <class F, class = void>
 inline constexpr int kStreamedInputs = F::kInputs;

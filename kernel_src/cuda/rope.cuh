@@ -15,23 +15,6 @@
 
 namespace hfp::cuda {
 
-// n / value for n < 2^31, without a division. Granlund & Montgomery, PLDI 1994.
-struct Divisor {
-  uint32_t value, multiplier, shift;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t by) : value(by), multiplier(0), shift(0) {
-    if (by <= 1) return;
-    uint32_t bits = 0;  // 2^bits >= by
-    while ((uint64_t{1} << bits) < by) ++bits;
-    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + bits)) + by - 1) / by);
-    shift = bits - 1;
-  }
-  __device__ __forceinline__ uint32_t of(uint32_t n) const {
-    return value == 1 ? n : __umulhi(n, multiplier) >> shift;
-  }
-};
-
 struct RopeParams {
   static constexpr bool kStartsEarly = true;
   RopeTensor q, k;
@@ -53,7 +36,7 @@ struct RopeParams {
   bool wide, round_products, round_hat, across;
   bool paired;  // one table, cos and sin in turns
   float eps, weight_offset, inverse_q, inverse_k;  // 1 / elements of a norm
-  Divisor by_groups, by_batches;
+  FastDivisor by_groups, by_batches;
   uint32_t zero;  // 0; see Vec::stay_packed
 };
 
@@ -85,7 +68,7 @@ struct Token {
 // mostly, a row of those is read from memory once, and from L2 for the other batches.
 __device__ __forceinline__ Token token_at(const RopeParams &p, uint32_t token) {
   if (p.batches == 1) return {0, token};
-  const uint32_t seq = p.by_batches.of(token);
+  const uint32_t seq = p.by_batches.divide(token);
   return {token - seq * p.batches, seq};
 }
 
@@ -119,17 +102,6 @@ __device__ __forceinline__ int64_t table_at(const RopeTable &t, const Token &tok
 // ---------------------------------------------------------------------------------------------
 // One unit
 
-// kFirstOut: L2 gives up these lines before others, such as those of x that are still to be read.
-template <bool kFirstOut, class T, int N>
-__device__ __forceinline__ void store_one(T *to, const Vec<T, N> &v) {
-  if constexpr (kFirstOut) {
-    static_assert(Vec<T, N>::kBytes == kVectorBytes);
-    __stcs(reinterpret_cast<uint4 *>(to), make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
-  } else {
-    v.store(to);
-  }
-}
-
 // Two vectors as they lie in memory.
 template <class T, int N>
 struct Pair {
@@ -143,10 +115,9 @@ struct Pair {
     a.template load<Cache::kStream>(head + u.a);
     if (u.has_b) b.template load<Cache::kStream>(head + u.b);
   }
-  template <bool kFirstOut>
   __device__ __forceinline__ void store(T *head, const Unit &u) const {
-    store_one<kFirstOut>(head + u.a, a);
-    if (u.has_b) store_one<kFirstOut>(head + u.b, b);
+    a.store(head + u.a);
+    if (u.has_b) b.store(head + u.b);
   }
   __device__ __forceinline__ float sum_of_squares() const {
     float x[N], y[N], sum = 0.0f;
@@ -345,12 +316,12 @@ __device__ __forceinline__ void normalize(const RopeParams &p, Vec<T, N> &v, flo
 }
 
 // Rotation of a unit, and its store. `rounded`: p.round_products, or what is known of it.
-template <class T, class Tab, int N, bool kInterleaved, bool kFirstOut = false>
+template <class T, class Tab, int N, bool kInterleaved>
 __device__ __forceinline__ void finish_unit(const RopeParams &p, Pair<T, N> &v, const Unit &u,
                                             AnglesFor<T, Tab, N, kInterleaved> &angles,
                                             bool rounded, T *out) {
   if (u.rotated) rotate<T, Tab, N, kInterleaved>(p, v, angles, rounded);
-  v.template store<kFirstOut>(out, u);
+  v.store(out, u);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -369,7 +340,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
   const uint32_t lane = threadIdx.x & (p.lanes - 1);
   const uint32_t slots = static_cast<uint32_t>(kHeadThreads) >> p.lane_bits;  // of the CTA
   const uint32_t slot = blockIdx.x * slots + (threadIdx.x >> p.lane_bits);
-  const uint32_t outer = p.by_groups.of(slot);
+  const uint32_t outer = p.by_groups.divide(slot);
   uint32_t group = slot - outer * p.groups;
   uint32_t token = outer, chunk = 0;
   if (!kNorm && p.chunks > 1) token = outer / p.chunks, chunk = outer - token * p.chunks;
@@ -424,7 +395,6 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
     for (int j = 0; j < kHeads; ++j) scale[j] = rsqrtf(fmaf(scale[j], p.inverse_q, p.eps));
   }
 
-  constexpr bool kFirstOut = kHeads > 1 && !kNorm;  // see kThreadHeads
   const bool rounded = kPackedAngles<T, Tab, N, kInterleaved> ? kRounded : p.round_products;
   T *out = static_cast<T *>(second ? p.k.out : p.q.out) + group * out_head +
            where.batch * (second ? p.k.out_batch : p.q.out_batch) +
@@ -437,8 +407,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
       normalize<T, W>(p, v[j].a, scale[j], weight_a);
       if (u.has_b) normalize<T, W>(p, v[j].b, scale[j], weight_b);
     }
-    finish_unit<T, Tab, N, kInterleaved, kFirstOut>(p, v[j], u, angles, rounded,
-                                                    out + j * step * out_head);
+    finish_unit<T, Tab, N, kInterleaved>(p, v[j], u, angles, rounded, out + j * step * out_head);
   }
 }
 
@@ -504,7 +473,7 @@ int32_t each_token_range(const RopeArgs &a, RopeParams &p, int64_t per_token, La
   const int64_t most = kMost / per_token > 0 ? kMost / per_token : 1;
   if (total <= kMost) {
     p.batches = static_cast<uint32_t>(a.batch);
-    p.by_batches = Divisor(p.batches);
+    p.by_batches = FastDivisor(p.batches);
     for (int64_t first = 0; first < total; first += most) {
       const int64_t here = total - first < most ? total - first : most;
       p.first_token = static_cast<uint32_t>(first);
@@ -553,7 +522,7 @@ int32_t launch_heads(const RopeArgs &a, void *stream, const char *op) {
   const int64_t each = several ? kThreadHeads : 1;
   p.q_groups = static_cast<uint32_t>((a.q.heads + each - 1) / each);
   p.groups = p.q_groups + static_cast<uint32_t>((a.k.heads + each - 1) / each);
-  p.by_groups = Divisor(p.groups);
+  p.by_groups = FastDivisor(p.groups);
   const int64_t slots = kHeadThreads / p.lanes;
   const int64_t per_token = static_cast<int64_t>(p.chunks) * p.groups;
   return each_token_range(a, p, per_token, [&](int64_t tokens) {

@@ -153,9 +153,7 @@ inline constexpr int kHeadThreads = 128;
 // From so many threads on the GPU is full without one for each head: then kThreadHeads of them.
 // Measured on an H100, 2048 tokens of 32 + 8 heads of 128 in the half style, cold and warm, in us:
 // 1 head 16.97 and 9.11, 2 heads 16.85 and 8.95, 4 heads 17.2 and 9.04; with a norm 16.37 and
-// 12.71, 16.41 and 12.34, 16.8 and 13.1. With two, a rotation without a norm also stores such that
-// L2 gives its lines up first: 16.64 and 8.94 in place; to another tensor 17.0 and 9.48, where
-// plain stores take 16.87 and 12.7.
+// 12.71, 16.41 and 12.34, 16.8 and 13.1.
 inline constexpr int64_t kFullThreads = int64_t{1} << 19;
 inline constexpr int kThreadHeads = 2;
 
