@@ -279,7 +279,8 @@ HFP_EXPORT int32_t hfp_group_norm(DLTensor *out, DLTensor *stats, const DLTensor
  * sum, or 0. Those of parameters are sums over all rows: row p of `partials`, fp32 [P, K D], holds
  * the sums over a part of the rows (the weight's D, then the bias's D; K is how many are wanted),
  * P = hfp_partial_rows(rows, D), and then the P rows are added up (the CPU makes do with fewer, the
- * first ones). No atomics: same input, same bits.
+ * first ones). It is scratch: where one launch makes the sums it is left unwritten, so nothing is to
+ * be read from it. No atomics: same input, same bits.
  * What is not wanted may be NULL or anything. Of `bias`, only the presence and the dtype count.
  * With no rows at all the sums are 0.
  */
@@ -467,8 +468,9 @@ HFP_EXPORT int32_t hfp_mul_add(DLTensor *out, const DLTensor *a, const DLTensor 
  * Their gradients. `needs`: HFP_NEED_BIAS for dbias; of mul_add HFP_NEED_WEIGHT for db and
  * HFP_NEED_BIAS for dc, which has the shape and dtype of db. They are sums over the rows that share
  * a row of bias or b; `partials` is fp32 [hfp_sum_partial_rows(rows, D, sums), K D], where sums is
- * the number of rows of bias (1) or b. No atomics: same input, same bits. b must be broadcast over
- * adjacent dimensions, as [D], [B, D], [B, 1, D], [1, S, D] or not at all.
+ * the number of rows of bias (1) or b; it is scratch, and may be left unwritten. No atomics: same
+ * input, same bits. b must be broadcast over adjacent dimensions, as [D], [B, D], [B, 1, D],
+ * [1, S, D] or not at all.
  */
 HFP_EXPORT int32_t hfp_add_gelu_backward(DLTensor *dx, DLTensor *dbias, DLTensor *partials,
                                          const DLTensor *grad, const DLTensor *x,

@@ -164,7 +164,7 @@ struct GroupNormArgs {
 
 // Gradients of rms_norm and layer_norm. dx is contiguous [rows, cols] in x_type. partials is
 // [partial_rows, K * cols]: the weight's columns if dweight is wanted (not null), then the bias's if
-// dbias is. With rows == 0, what is wanted becomes 0.
+// dbias is; it may be left unwritten. With rows == 0, what is wanted becomes 0.
 struct NormBackwardArgs {
   void *dx, *dweight, *dbias;
   float *partials;
@@ -346,8 +346,8 @@ struct MulAddArgs {
 // else of act(x + bias), where param is bias and rows have no `first`:
 //   dx = grad * act'(x + bias); second = sum over r of dx
 // first, second: contiguous, null where not wanted. With parts > 1 each sum is of `parts` sums over
-// parts of its rows: partials is [outer * inner * parts, K * cols], K how many are wanted. reduced
-// may be 0: the sums are.
+// parts of its rows: partials is [outer * inner * parts, K * cols], K how many are wanted; it may be
+// left unwritten. reduced may be 0: the sums are.
 struct BroadcastBackwardArgs {
   void *dx, *first, *second;
   float *partials;

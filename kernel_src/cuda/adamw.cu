@@ -15,22 +15,35 @@ struct AdamWScalars {
   bool maximize, amsgrad;
 };
 
-template <int kBytes>
+// All of one parameter together, in 64 bytes: a CTA reads them in one or two lines.
+struct AdamWEntry {
+  void *param;
+  const void *grad;
+  void *exp_avg, *exp_avg_sq;
+  const float *step;  // null: step_value
+  int64_t numel;
+  float step_value;
+  uint32_t first;  // chunk
+  int aligned;     // to 16 bytes, all of them
+};
+
+// Of masters and amsgrad, apart: most optimizers have neither.
+struct AdamWMore {
+  void *max_exp_avg_sq;
+  float *master;
+};
+
+// kMore: masters or amsgrad.
+template <int kBytes, bool kMore>
 struct AdamWTable {
   static constexpr bool kStartsEarly = true;
-  static constexpr int kEntry = 7 * 8 + 8 + 4 + 4 + 4;
-  static constexpr int kCapacity = (kBytes - static_cast<int>(sizeof(AdamWScalars)) - 16) / kEntry;
+  static constexpr int kEntry =
+      static_cast<int>(sizeof(AdamWEntry) + (kMore ? sizeof(AdamWMore) : 0));
+  static constexpr int kCapacity = (kBytes - static_cast<int>(sizeof(AdamWScalars)) - 32) / kEntry;
   AdamWScalars s;
   int count;
-  void *param[kCapacity];
-  const void *grad[kCapacity];
-  void *exp_avg[kCapacity], *exp_avg_sq[kCapacity], *max_exp_avg_sq[kCapacity];
-  float *master[kCapacity];
-  const float *step[kCapacity];  // null: step_value
-  int64_t numel[kCapacity];
-  float step_value[kCapacity];
-  uint32_t first[kCapacity];
-  int aligned[kCapacity];  // to 16 bytes, all of them
+  AdamWEntry entry[kCapacity];
+  AdamWMore more[kMore ? kCapacity : 1];
 };
 
 __device__ __forceinline__ float value_of(const Scalar &s) {
@@ -55,7 +68,7 @@ struct Factors {
 };
 
 // N elements of a parameter as they lie in memory.
-template <class P, class G, class M, bool kMaster, int N>
+template <class P, class G, class M, bool kMaster, bool kMore, int N>
 struct Elements {
   using W = std::conditional_t<kMaster, float, P>;
   Vec<W, N> weight;
@@ -71,7 +84,7 @@ struct Elements {
     exp_avg.template load<Cache::kStream>(t.exp_avg + at);
     exp_avg_sq.template load<Cache::kStream>(t.exp_avg_sq + at);
     weight.template load<Cache::kStream>(from + at);
-    if (amsgrad) max_exp_avg_sq.template load<Cache::kStream>(t.max_exp_avg_sq + at);
+    if (kMore && amsgrad) max_exp_avg_sq.template load<Cache::kStream>(t.max_exp_avg_sq + at);
     else max_exp_avg_sq.zero();
   }
 
@@ -90,13 +103,13 @@ struct Elements {
       m[i] = fmaf(s.one_minus_beta1, __fsub_rn(change, m[i]), m[i]);
       v[i] = fmaf(s.beta2, v[i], __fmul_rn(__fmul_rn(s.one_minus_beta2, change), change));
       // max(top, v), NaN if either is
-      top[i] = !s.amsgrad || v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];
+      top[i] = !kMore || !s.amsgrad || v[i] > top[i] || v[i] != v[i] ? v[i] : top[i];
       const float ratio = m[i] / fmaf(sqrtf(top[i]), f.root_correction, s.eps);
       p[i] = __fsub_rn(p[i], fmaf(f.decay, p[i], __fmul_rn(f.step_size, ratio)));
     }
     store_as<M>(t.exp_avg, at, m);
     store_as<M>(t.exp_avg_sq, at, v);
-    if (s.amsgrad) store_as<M>(t.max_exp_avg_sq, at, top);
+    if (kMore && s.amsgrad) store_as<M>(t.max_exp_avg_sq, at, top);
     if constexpr (kMaster) store_as<float>(t.master, at, p);
     store_as<P>(t.param, at, p);
   }
@@ -106,37 +119,52 @@ struct Elements {
 template <class G, class M>
 inline constexpr int kAdamWVector = sizeof(G) == 2 && sizeof(M) == 2 ? 8 : 4;
 
-template <class G, class M>
-inline constexpr int kAdamWChunk = kListThreads * kAdamWVector<G, M> * kRounds;
+template <class P, bool kMore>
+inline constexpr int kAdamWThreads =
+    std::is_same_v<P, float> && !kMore ? kPlainAdamWThreads : kListThreads;
 
-template <class P, class G, class M, bool kMaster, int kBytes>
-__global__ void __launch_bounds__(kListThreads)
-    adamw_kernel(const __grid_constant__ AdamWTable<kBytes> table) {
-  wait_for_previous();
-  constexpr int N = kAdamWVector<G, M>;
+template <class P, class G, class M, bool kMore>
+inline constexpr int kAdamWChunk = kAdamWThreads<P, kMore> * kAdamWVector<G, M> * kRounds;
+
+template <class P, class G, class M, bool kMaster, bool kMore, int kBytes>
+__global__ void __launch_bounds__(kAdamWThreads<P, kMore>)
+    adamw_kernel(const __grid_constant__ AdamWTable<kBytes, kMore> table) {
+  constexpr int N = kAdamWVector<G, M>, kThreads = kAdamWThreads<P, kMore>;
+  constexpr int kChunk = kAdamWChunk<P, G, M, kMore>;
   const AdamWScalars &s = table.s;
-  if (s.found_inf && __ldg(s.found_inf) != 0.0f) return;
-  const int i = find_tensor(table, blockIdx.x);
+  // The table is the launch's own: read while the kernel before still runs.
+  const int i = find_entry(table, blockIdx.x, gridDim.x);
+  const AdamWEntry &entry = table.entry[i];
   Parameter<P, G, M> t;
-  t.param = static_cast<P *>(table.param[i]);
-  t.grad = static_cast<const G *>(table.grad[i]);
-  t.exp_avg = static_cast<M *>(table.exp_avg[i]);
-  t.exp_avg_sq = static_cast<M *>(table.exp_avg_sq[i]);
-  t.max_exp_avg_sq = static_cast<M *>(table.max_exp_avg_sq[i]);
-  t.master = table.master[i];
-  const int64_t begin = static_cast<int64_t>(blockIdx.x - table.first[i]) * kAdamWChunk<G, M>;
-  const int64_t left = table.numel[i] - begin;
-  const int n = static_cast<int>(left < kAdamWChunk<G, M> ? left : kAdamWChunk<G, M>);
-  const int whole = table.aligned[i] ? n / N * N : 0;
+  t.param = static_cast<P *>(entry.param);
+  t.grad = static_cast<const G *>(entry.grad);
+  t.exp_avg = static_cast<M *>(entry.exp_avg);
+  t.exp_avg_sq = static_cast<M *>(entry.exp_avg_sq);
+  t.max_exp_avg_sq = nullptr;
+  t.master = nullptr;
+  if constexpr (kMore) {
+    t.max_exp_avg_sq = static_cast<M *>(table.more[i].max_exp_avg_sq);
+    t.master = table.more[i].master;
+  }
+  const float *step = entry.step;
+  const float step_value = entry.step_value;
+  int64_t begin = static_cast<int64_t>(blockIdx.x - entry.first) * kChunk;
+  const int64_t left = entry.numel - begin;
+  const int n = static_cast<int>(left < kChunk ? left : kChunk);
+  const int whole = entry.aligned ? n / N * N : 0;
+  compute_now(t.param, t.grad, t.exp_avg, t.exp_avg_sq);
+  compute_now(step, begin);
+  wait_for_previous();
+  if (s.found_inf && __ldg(s.found_inf) != 0.0f) return;
 
   // Asked for before the factors, which wait for memory and take long to compute.
-  Elements<P, G, M, kMaster, N> own[kRounds];
+  Elements<P, G, M, kMaster, kMore, N> own[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int at = (static_cast<int>(threadIdx.x) + round * kListThreads) * N;
+    const int at = (static_cast<int>(threadIdx.x) + round * kThreads) * N;
     if (at < whole) own[round].load(t, s.amsgrad, begin + at);
   }
-  const float count = table.step[i] ? __ldg(table.step[i]) : table.step_value[i];
+  const float count = step ? __ldg(step) : step_value;
   const float lr = value_of(s.lr), factor = value_of(s.clip_coef) / value_of(s.grad_scale);
   Factors f;
   f.grad = s.maximize ? -factor : factor;
@@ -146,11 +174,11 @@ __global__ void __launch_bounds__(kListThreads)
   f.root_correction = 1.0f / sqrtf(-expm1f(count * s.log_beta2));
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    const int at = (static_cast<int>(threadIdx.x) + round * kListThreads) * N;
+    const int at = (static_cast<int>(threadIdx.x) + round * kThreads) * N;
     if (at < whole) own[round].update(t, s, f, begin + at);
   }
-  for (int at = whole + threadIdx.x; at < n; at += kListThreads) {
-    Elements<P, G, M, kMaster, 1> one;
+  for (int at = whole + threadIdx.x; at < n; at += kThreads) {
+    Elements<P, G, M, kMaster, kMore, 1> one;
     one.load(t, s.amsgrad, begin + at);
     one.update(t, s, f, begin + at);
   }
@@ -159,56 +187,71 @@ __global__ void __launch_bounds__(kListThreads)
 // ---------------------------------------------------------------------------------------------
 // Launchers
 
-template <class P, class G, class M, bool kMaster>
+template <class P, class G, class M, bool kMaster, bool kMore>
 struct AdamWSource {
   const AdamWArgs &args;
   void *stream;
 
   int64_t chunks(int64_t i) const {
-    return (flat_tensor(*args.params, i).numel + kAdamWChunk<G, M> - 1) / kAdamWChunk<G, M>;
+    constexpr int kChunk = kAdamWChunk<P, G, M, kMore>;
+    return (flat_tensor(*args.params, i).numel + kChunk - 1) / kChunk;
   }
 
   template <class Table>
-  void put(Table &table, int at, int64_t i) const {
+  void put(Table &table, int at, int64_t i, uint32_t first) const {
     const AdamWTensor t = args[i];
-    table.param[at] = t.param;
-    table.grad[at] = t.grad;
-    table.exp_avg[at] = t.exp_avg;
-    table.exp_avg_sq[at] = t.exp_avg_sq;
-    table.max_exp_avg_sq[at] = t.max_exp_avg_sq;
-    table.master[at] = t.master;
-    table.step[at] = t.step.pointer;
-    table.step_value[at] = t.step.value;
-    table.numel[at] = t.numel;
-    table.aligned[at] = pointer_aligned(t.param) && pointer_aligned(t.grad) &&
-                        pointer_aligned(t.exp_avg) && pointer_aligned(t.exp_avg_sq) &&
-                        pointer_aligned(t.max_exp_avg_sq) && pointer_aligned(t.master);
+    AdamWEntry &entry = table.entry[at];
+    entry.first = first;
+    entry.param = t.param;
+    entry.grad = t.grad;
+    entry.exp_avg = t.exp_avg;
+    entry.exp_avg_sq = t.exp_avg_sq;
+    entry.step = t.step.pointer;
+    entry.step_value = t.step.value;
+    entry.numel = t.numel;
+    entry.aligned = pointer_aligned(t.param) && pointer_aligned(t.grad) &&
+                    pointer_aligned(t.exp_avg) && pointer_aligned(t.exp_avg_sq) &&
+                    pointer_aligned(t.max_exp_avg_sq) && pointer_aligned(t.master);
+    if constexpr (kMore) table.more[at] = {t.max_exp_avg_sq, t.master};
   }
 
   template <int kBytes>
-  int32_t launch(AdamWTable<kBytes> &table, int64_t grid) const {
-    return cuda::launch(&adamw_kernel<P, G, M, kMaster, kBytes>, grid, kListThreads, table, stream,
-                        "adamw_step");
+  int32_t launch(AdamWTable<kBytes, kMore> &table, int64_t grid) const {
+    return cuda::launch(&adamw_kernel<P, G, M, kMaster, kMore, kBytes>, grid,
+                        kAdamWThreads<P, kMore>, table, stream, "adamw_step");
   }
 };
 
-template <class P, class G, class M, bool kMaster, int kBytes>
+template <class P, class G, class M, bool kMaster, bool kMore, int kBytes>
 int32_t run(const AdamWArgs &a, void *stream) {
-  AdamWTable<kBytes> table;
+  AdamWTable<kBytes, kMore> table;
   static_assert(sizeof table <= kBytes, "the table is larger than it may be");
   table.s = {a.lr,        a.clip_coef, a.grad_scale, a.found_inf.pointer,
              a.beta2,     a.one_minus_beta1, a.one_minus_beta2,
              a.log_beta1, a.log_beta2, a.eps,        a.weight_decay,
              a.maximize,  a.max_exp_avg_sqs->count > 0};
-  return launch_tables(AdamWSource<P, G, M, kMaster>{a, stream}, a.params->count, table);
+  return launch_tables(AdamWSource<P, G, M, kMaster, kMore>{a, stream}, a.params->count, table);
+}
+
+template <class P, class G, class M, bool kMaster, bool kMore>
+int32_t run(const AdamWArgs &a, void *stream) {
+  if (a.params->count <= AdamWTable<kSmallTable, kMore>::kCapacity) {
+    return run<P, G, M, kMaster, kMore, kSmallTable>(a, stream);
+  }
+  if constexpr (!kMore) {
+    if (a.params->count <= AdamWTable<kMiddleTable, kMore>::kCapacity) {
+      return run<P, G, M, kMaster, kMore, kMiddleTable>(a, stream);
+    }
+  }
+  return run<P, G, M, kMaster, kMore, kLargeTable>(a, stream);
 }
 
 template <class P, class G, class M, bool kMaster>
 int32_t run(const AdamWArgs &a, void *stream) {
-  if (a.params->count <= AdamWTable<kSmallTable>::kCapacity) {
-    return run<P, G, M, kMaster, kSmallTable>(a, stream);
+  if constexpr (!kMaster) {
+    if (a.max_exp_avg_sqs->count == 0) return run<P, G, M, false, false>(a, stream);
   }
-  return run<P, G, M, kMaster, kLargeTable>(a, stream);
+  return run<P, G, M, kMaster, true>(a, stream);
 }
 
 template <class P>

@@ -5,7 +5,8 @@
 // One pass over x and grad. A CTA has a part of the rows of one sum, and up to kThreads vectors of
 // their columns; a thread has one vector of columns, keeps the sums of its rows in registers, and
 // asks for its next row before it computes the present one. With parts > 1 these sums are a row of
-// `partials`, which a second, small launch adds up. No atomics, and the number of CTAs depends on
+// `partials`, which a second, small launch adds up. Little work is one launch, of CTAs that have all
+// rows of a few columns, and leaves `partials` as it is. No atomics, and the number of CTAs depends on
 // the shape only: same input, same bits.
 #include "activations_grad.cuh"
 #include "rows.cuh"
@@ -31,9 +32,11 @@ struct BackwardParams {
 };
 
 // ---------------------------------------------------------------------------------------------
-// Functions: F::apply(grad, x, param, first, second) leaves dx in grad and adds to the sums
+// Functions: F::apply(grad, x, param, first, second) leaves dx in grad and adds to the kSums sums, the
+// last of which is `second`. kMostRows: of one sum in one launch, where there are kFewSumCtas.
 
 struct MulAdd {
+  static constexpr int kSums = 2, kMostRows = kMulAddSumRows;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
                                                const float (&p)[N], float (&first)[N],
@@ -49,6 +52,7 @@ struct MulAdd {
 
 template <int kActivation>
 struct AddActivation {
+  static constexpr int kSums = 1, kMostRows = kActivationSumRows;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
                                                const float (&p)[N], float (&)[N],
@@ -74,12 +78,37 @@ struct Held {
   Vec<T, N> x;
   Vec<Grad, N> grad;
 
-  __device__ __forceinline__ void load(const BackwardParams &p, int64_t row, int64_t col) {
-    x.template load<Cache::kStream>(static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + col);
-    grad.template load<Cache::kStream>(static_cast<const Grad *>(p.grad) +
-                                       row_offset(p.grad_rows, row) + col);
+  __device__ __forceinline__ void load(const BackwardParams &p, int64_t x_at, int64_t grad_at) {
+    x.template load<Cache::kStream>(static_cast<const T *>(p.x) + x_at);
+    grad.template load<Cache::kStream>(static_cast<const Grad *>(p.grad) + grad_at);
+  }
+  __device__ __forceinline__ void load_row(const BackwardParams &p, int64_t row, int64_t col) {
+    load(p, row_offset(p.x_rows, row) + col, row_offset(p.grad_rows, row) + col);
   }
 };
+
+// Stores dx of every step-th row from r on, `now` the first of them, and adds these rows to the sums.
+// Index: int where it is enough, which takes fewer registers (of 64, which some need all).
+template <class F, class T, class Grad, class Index, int N>
+__device__ __forceinline__ void sum_rows(const BackwardParams &p, Held<T, Grad, N> now,
+                                         const float (&param)[N], Index r, Index step,
+                                         int64_t row_0, int64_t col, float (&first)[N],
+                                         float (&second)[N]) {
+  const Index reduced = static_cast<Index>(p.reduced);
+  int64_t row = row_0 + r * p.inner;
+  while (r < reduced) {
+    Held<T, Grad, N> next = now;
+    if (r + step < reduced) next.load_row(p, row + step * p.inner, col);
+    float x[N], g[N];
+    now.x.get(x);
+    now.grad.get(g);
+    F::template apply<T, N>(g, x, param, first, second);
+    store_as<T>(p.dx, row * p.x_rows.cols + col, g);
+    now = next;
+    r += step;
+    row += step * p.inner;
+  }
+}
 
 // Where the sums of the CTA belong; null where they are not wanted.
 template <int N>
@@ -115,23 +144,13 @@ __global__ void __launch_bounds__(kThreads)
   float first[N], second[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
-  int64_t r = part * p.groups + group;
+  const int64_t r = part * p.groups + group;
   if (active && r < p.reduced) {
     float param[N];
     load_any(param, p.param, p.param_type, row_offset(p.param_rows, row_0) + col);
     Held<T, Grad, N> now;
-    now.load(p, row_0 + r * p.inner, col);
-    while (r < p.reduced) {
-      Held<T, Grad, N> next = now;
-      if (r + step < p.reduced) next.load(p, row_0 + (r + step) * p.inner, col);
-      float x[N], g[N];
-      now.x.get(x);
-      now.grad.get(g);
-      F::template apply<T, N>(g, x, param, first, second);
-      store_as<T>(p.dx, (row_0 + r * p.inner) * p.x_rows.cols + col, g);
-      now = next;
-      r += step;
-    }
+    now.load_row(p, row_0 + r * p.inner, col);
+    sum_rows<F>(p, now, param, r, step, row_0, col, first, second);
   }
 
   if (p.groups > 1) {  // the same for the whole grid: the barrier is safe
@@ -152,6 +171,95 @@ __global__ void __launch_bounds__(kThreads)
   }
   put_sums(p, p.first, false, unit, col, first);
   put_sums(p, p.second, p.first != nullptr, unit, col, second);
+}
+
+// As Group<32>::sum_lanes_of_each, over the lanes that have the same vector of columns: every
+// kFewSumLanes-th. By recursion, since ptxas leaves v in local memory where the loop has 16 values.
+template <int kCount, int kBit = 16, int K>
+__device__ __forceinline__ float share_out(float (&v)[K], int lane) {
+  static_assert(K * kFewSumLanes <= 32, "a lane returns one sum");
+  if constexpr (kBit < kFewSumLanes) {
+    return v[0];
+  } else if constexpr (kCount == 1) {
+    v[0] += __shfl_xor_sync(~0u, v[0], kBit);
+    return share_out<1, kBit / 2>(v, lane);
+  } else {
+    const bool upper = (lane & kBit) != 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float low = v[i], high = v[i + kCount / 2];
+      v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kBit);
+    }
+    return share_out<kCount / 2, kBit / 2>(v, lane);
+  }
+}
+
+// Little work: one launch. A CTA has all rows of kFewSumLanes vectors of columns of one sum: a warp
+// adds up its threads' sums, each lane one of the values, then the CTA its warps'.
+// Two CTAs fit on an SM, so that more than 132 of them still are one wave on an H100; for a grad in
+// fp32 beside an x of 16 bits the registers of that are too few.
+template <class T, class F>
+__global__ void __launch_bounds__(kFewSumThreads, 2)
+    broadcast_backward_few_kernel(const __grid_constant__ BackwardParams p) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kLanes = kFewSumLanes;
+  constexpr int kValues = F::kSums * N, kAll = kLanes * kValues;
+  static_assert(kAll <= 32, "a lane has one value, and a warp all of the CTA's");
+  __shared__ float of_warps[kFewSumThreads / 32][kAll];
+
+  const int64_t local = blockIdx.x / static_cast<unsigned>(p.chunks);
+  const int chunk = static_cast<int>(blockIdx.x - local * p.chunks);
+  const int64_t sum = p.first_unit + local;
+  const int64_t outer = sum / p.inner, inner = sum - outer * p.inner;
+  const int groups = static_cast<int>(blockDim.x) / kLanes;
+  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
+  const int vector = chunk * kLanes + threadIdx.x % static_cast<unsigned>(kLanes);
+  const int64_t col = static_cast<int64_t>(vector) * N;
+  const int64_t row_0 = outer * p.reduced * p.inner + inner;
+  const int r = static_cast<int>(threadIdx.x) / kLanes;
+  const bool any = vector < p.vectors && r < p.reduced;
+  int64_t param_at = row_offset(p.param_rows, row_0) + col;
+  int64_t x_at = 0, grad_at = 0;  // of the first row
+  if (any) {
+    x_at = row_offset(p.x_rows, row_0 + r * p.inner) + col;
+    grad_at = row_offset(p.grad_rows, row_0 + r * p.inner) + col;
+  }
+  compute_now(param_at, x_at, grad_at);
+  wait_for_previous();
+
+  float first[N], second[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
+  if (any) {
+    Held<T, T, N> now;
+    now.load(p, x_at, grad_at);
+    float param[N];
+    load_any(param, p.param, p.param_type, param_at);
+    sum_rows<F>(p, now, param, r, groups, row_0, col, first, second);
+  }
+
+  float v[kValues];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (F::kSums == 2) v[i] = first[i];
+    v[(F::kSums - 1) * N + i] = second[i];
+  }
+  // Lanes outnumber the values where these are few: the first of those with the same one has it.
+  const float total = share_out<kValues>(v, lane);
+  constexpr int kSame = 32 / kValues;
+  if (lane % kSame < kLanes) of_warps[warp][lane / kSame * kLanes + lane % kLanes] = total;
+  __syncthreads();
+
+  if (static_cast<int>(threadIdx.x) >= kAll) return;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  float of_cta[1] = {0.0f};
+#pragma unroll 8
+  for (int w = 0; w < warps; ++w) of_cta[0] += of_warps[w][threadIdx.x];
+  const int value = static_cast<int>(threadIdx.x) / kLanes;
+  const int at = chunk * kLanes + static_cast<int>(threadIdx.x) % kLanes;
+  void *to = F::kSums == 2 && value < N ? p.first : p.second;
+  if (at >= p.vectors || to == nullptr) return;
+  store_any(to, p.param_type, sum * p.x_rows.cols + static_cast<int64_t>(at) * N + value % N,
+            of_cta);
 }
 
 // Adds up the parts of each sum: 32 columns of one sum in a CTA, every 32nd part in a warp.
@@ -218,6 +326,24 @@ int32_t launch_vectors(BackwardParams &p, void *stream) {
                       (p.wide + kSumCols - 1) / kSumCols, kSumCols * kSumWarps, stream);
 }
 
+// By broadcast_backward_few_kernel, where the work is little enough and fills enough CTAs; false where
+// not, or where there is no second launch anyway.
+template <class T, class F>
+bool launch_few(BackwardParams p, void *stream, int32_t *status) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  if (p.parts < 2) return false;
+  const int64_t sums = p.units / p.parts, vectors = p.x_rows.cols / N;
+  const int64_t chunks = (vectors + kFewSumLanes - 1) / kFewSumLanes;
+  if (sums * p.reduced * vectors > kFewSumVectors) return false;
+  if (p.reduced > (sums * chunks < kFewSumCtas ? kFewSumRows : F::kMostRows)) return false;
+  p.vectors = static_cast<int>(vectors);
+  p.chunks = static_cast<int>(chunks);
+  const int64_t wanted = (p.reduced * kFewSumLanes + 31) / 32 * 32;
+  const int threads = static_cast<int>(wanted < kFewSumThreads ? wanted : kFewSumThreads);
+  *status = launch(&broadcast_backward_few_kernel<T, F>, sums * chunks, threads, p, stream, kOp);
+  return true;
+}
+
 template <class T, class Grad, class F>
 int32_t launch_function(BackwardParams &p, void *stream) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
@@ -226,6 +352,10 @@ int32_t launch_function(BackwardParams &p, void *stream) {
                        rows_aligned(p.param_rows, p.param, size_of(p.param_type)) &&
                        pointer_aligned(p.dx) && pointer_aligned(p.first) &&
                        pointer_aligned(p.second) && pointer_aligned(p.partials);
+  if constexpr (std::is_same_v<T, Grad>) {
+    int32_t status;
+    if (aligned && launch_few<T, F>(p, stream, &status)) return status;
+  }
   if (aligned) return launch_vectors<T, Grad, F, N>(p, stream);
   return launch_vectors<T, Grad, F, 1>(p, stream);
 }

@@ -346,6 +346,22 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// What is computed from the launch's own parameters alone, addresses above all, can be ready before
+// wait_for_previous; the compiler would compute it where it is used, behind the wait.
+// Several at once: an asm statement for each costs registers. 64 bits each.
+template <class A, class B>
+__device__ __forceinline__ void compute_now(A &a, B &b) {
+  asm volatile("" : "+l"(a), "+l"(b));
+}
+template <class A, class B, class C>
+__device__ __forceinline__ void compute_now(A &a, B &b, C &c) {
+  asm volatile("" : "+l"(a), "+l"(b), "+l"(c));
+}
+template <class A, class B, class C, class D>
+__device__ __forceinline__ void compute_now(A &a, B &b, C &c, D &d) {
+  asm volatile("" : "+l"(a), "+l"(b), "+l"(c), "+l"(d));
+}
+
 template <class Params, class = void>
 inline constexpr bool kStartsEarly = false;
 template <class Params>

@@ -25,22 +25,25 @@ struct GateResidualParams {
 // One vector of each tensor per thread: two loads of HBM on their way, see kVectorsPerThread.
 // kSameType: the gate has dtype T.
 template <class T, int N, bool kSameType>
-__global__ void __launch_bounds__(kElementwiseThreads)
+__global__ void __launch_bounds__(kBroadcastThreads)
     gate_residual_kernel(const __grid_constant__ GateResidualParams p) {
-  wait_for_previous();
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
-  if (at >= p.vectors) return;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kBroadcastThreads + threadIdx.x;
   const int64_t row = p.fast_division
                           ? static_cast<int64_t>(p.divisor.divide(static_cast<uint32_t>(at)))
                           : at / p.row_vectors;
   const int64_t col = (at - row * p.row_vectors) * N;
 
+  const T *from_x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + col;
+  const T *from_residual =
+      static_cast<const T *>(p.residual) + row_offset(p.residual_rows, row) + col;
+  int64_t from = row_offset(p.gate_rows, row) + col;
+  compute_now(from_x, from_residual, from);
+  wait_for_previous();
+  if (at >= p.vectors) return;
   Vec<T, N> x, residual;
-  x.template load<Cache::kStream>(static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + col);
-  residual.template load<Cache::kStream>(static_cast<const T *>(p.residual) +
-                                         row_offset(p.residual_rows, row) + col);
+  x.template load<Cache::kStream>(from_x);
+  residual.template load<Cache::kStream>(from_residual);
   float y[N], r[N], g[N];
-  const int64_t from = row_offset(p.gate_rows, row) + col;
   if constexpr (kSameType) {
     Vec<T, N> gate;
     gate.template load<Cache::kReadOnly>(static_cast<const T *>(p.gate) + from);
@@ -73,11 +76,11 @@ int32_t launch_vectors(GateResidualParams &p, DType type, void *stream) {
   p.vectors = p.x_rows.rows * p.row_vectors;
   p.fast_division = p.vectors < (int64_t{1} << 31);
   if (p.fast_division) p.divisor = FastDivisor(p.row_vectors);
-  // No grid limit is in the way: 2^31 CTAs of 128 elements or more are beyond any memory.
-  const int64_t grid = (p.vectors + kElementwiseThreads - 1) / kElementwiseThreads;
+  // No grid limit is in the way: 2^31 CTAs of 256 elements or more are beyond any memory.
+  const int64_t grid = (p.vectors + kBroadcastThreads - 1) / kBroadcastThreads;
   auto *kernel = p.gate_type == type ? &gate_residual_kernel<T, N, true>
                                      : &gate_residual_kernel<T, N, false>;
-  return launch(kernel, grid, kElementwiseThreads, p, stream, kOp);
+  return launch(kernel, grid, kBroadcastThreads, p, stream, kOp);
 }
 
 template <class T>

@@ -230,8 +230,9 @@ struct ListSource {
   int64_t chunks(int64_t i) const {
     return (flat_tensor(tensors, i).numel + HFP_NORM_CHUNK - 1) / HFP_NORM_CHUNK;
   }
-  void put(Table &table, int at, int64_t i) const {
+  void put(Table &table, int at, int64_t i, uint32_t first) const {
     const FlatTensor t = flat_tensor(tensors, i);
+    table.first[at] = first;
     table.data[at] = t.data;
     table.numel[at] = t.numel;
     table.type[at] = static_cast<uint8_t>(t.type);

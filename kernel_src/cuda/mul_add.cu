@@ -23,19 +23,21 @@ struct MulAddParams {
 // All rows are one sequence of vectors, so that narrow rows fill the CTAs as well as wide ones.
 // kSameType: b and c have dtype T.
 template <class T, int N, bool kSameType>
-__global__ void __launch_bounds__(kElementwiseThreads)
+__global__ void __launch_bounds__(kBroadcastThreads)
     mul_add_kernel(const __grid_constant__ MulAddParams p) {
-  wait_for_previous();
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
-  if (at >= p.vectors) return;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kBroadcastThreads + threadIdx.x;
   const int64_t row = p.fast_division
                           ? static_cast<int64_t>(p.divisor.divide(static_cast<uint32_t>(at)))
                           : at / p.row_vectors;
   const int64_t col = (at - row * p.row_vectors) * N;
 
+  const T *from_a = static_cast<const T *>(p.a) + row_offset(p.a_rows, row) + col;
+  int64_t b_at = row_offset(p.b_rows, row) + col, c_at = row_offset(p.c_rows, row) + col;
+  compute_now(from_a, b_at, c_at);
+  wait_for_previous();
+  if (at >= p.vectors) return;
   Vec<T, N> a;
-  a.template load<Cache::kStream>(static_cast<const T *>(p.a) + row_offset(p.a_rows, row) + col);
-  const int64_t b_at = row_offset(p.b_rows, row) + col, c_at = row_offset(p.c_rows, row) + col;
+  a.template load<Cache::kStream>(from_a);
   float y[N], b[N], c[N];
   if constexpr (kSameType) {
     Vec<T, N> held_b, held_c;
@@ -71,10 +73,10 @@ int32_t launch_vectors(MulAddParams &p, DType type, void *stream) {
   p.vectors = p.a_rows.rows * p.row_vectors;
   p.fast_division = p.vectors < (int64_t{1} << 31);
   if (p.fast_division) p.divisor = FastDivisor(p.row_vectors);
-  // No grid limit is in the way: 2^31 CTAs of 128 elements or more are beyond any memory.
-  const int64_t grid = (p.vectors + kElementwiseThreads - 1) / kElementwiseThreads;
+  // No grid limit is in the way: 2^31 CTAs of 256 elements or more are beyond any memory.
+  const int64_t grid = (p.vectors + kBroadcastThreads - 1) / kBroadcastThreads;
   auto *kernel = p.param_type == type ? &mul_add_kernel<T, N, true> : &mul_add_kernel<T, N, false>;
-  return launch(kernel, grid, kElementwiseThreads, p, stream, kOp);
+  return launch(kernel, grid, kBroadcastThreads, p, stream, kOp);
 }
 
 template <class T>

@@ -156,13 +156,13 @@ inline constexpr bool kHoldParams = !std::is_same_v<W, AnyType> &&
                                     kVectors * kWordsPerVector <= kHoldWords;
 
 // The vectors of one thread. A parameter that is null is `otherwise` throughout.
-template <class G, class W, int N, int kVectors>
+template <class W, int N, int kVectors>
 __device__ __forceinline__ void load_params(ParamVec<W, N> (&v)[kVectors], const void *from,
-                                            int vectors, float otherwise) {
+                                            int index, int stride, int vectors, float otherwise) {
   if (from != nullptr) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int at = G::index() + i * G::stride();
+      const int at = index + i * stride;
       if (at < vectors) {
         v[i].template load<Cache::kReadOnly>(static_cast<const W *>(from) + at * N);
       }
@@ -174,6 +174,12 @@ __device__ __forceinline__ void load_params(ParamVec<W, N> (&v)[kVectors], const
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) v[i].set(value);
   }
+}
+
+template <class G, class W, int N, int kVectors>
+__device__ __forceinline__ void load_params(ParamVec<W, N> (&v)[kVectors], const void *from,
+                                            int vectors, float otherwise) {
+  load_params(v, from, G::index(), G::stride(), vectors, otherwise);
 }
 
 // One vector of a parameter; `type` counts where W does not say it.

@@ -9,6 +9,7 @@
 //   constant               value       what                                     used by
 //   kVectorBytes           16          widest load and store                    all
 //   kElementwiseThreads    128         CTA                                      elementwise.cuh
+//   kBroadcastThreads      256         CTA                                      mul_add, gate_residual
 //   kVectorsPerThread      2 or 1      vectors on their way (1 input, 2)        elementwise.cuh
 //   kSmallVectors          2^18        up to here one vector per thread         elementwise.cuh
 //   kRowThreads            128         CTA with several rows                    rows.cuh
@@ -24,6 +25,11 @@
 //   kCrossThreads, -Unroll 512, 4      CTA; vectors on their way                cross_entropy.cu
 //   kCrossCluster-         256, 32     CTA of a cluster; rows up to which       cross_entropy.cu
 //     Threads, -Rows                   there are clusters
+//   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward.cuh
+//     -Threads
+//   kFewSum-Threads,       512, 2      CTA of little work; vectors of columns   broadcast_backward.cu
+//     -Lanes                           in it
+//   kPlainAdamWThreads     512         CTA, fp32 without masters or amsgrad     adamw.cu
 //   kSumThreads, -Cols     1024, 32    CTA; columns of partial sums             norm_backward.cu
 #pragma once
 
@@ -39,6 +45,11 @@ inline constexpr int kVectorBytes = 16;
 
 // Small CTAs, so that the last wave is short.
 inline constexpr int kElementwiseThreads = 128;
+
+// Where one input is broadcast over rows: addresses first, then the wait for the kernel before. bf16,
+// 512 x 1536, warm, against 128 threads that wait first: mul_add 1.6 us (2.2), gate_residual 1.7
+// (2.3); large tensors the same. 512 threads, and several rows a thread, were no better.
+inline constexpr int kBroadcastThreads = 256;
 
 // Vectors of each input that a thread has on their way at once. Two in all, with 2048 threads on an
 // SM, are about twice what covers the latency of HBM at full speed: more would only take registers,
@@ -169,7 +180,35 @@ inline constexpr int kCrossUnroll = 4;  // vectors that a thread has on their wa
 inline constexpr int kCrossClusterThreads = kCrossThreads * kCrossUnroll / 8;
 inline constexpr int64_t kCrossClusterRows = 32;
 
+// The gradients of a norm of up to 16 rows are one launch of one cluster: bf16, 4096 columns, warm,
+// layer_norm of 1, 8 and 16 rows 3.9, 2.9 and 3.7 us (two launches 4.9, 4.9 and 5.1), rms_norm 2.1,
+// 2.5 and 3.9 (3.8, 3.8 and 4.1). With 32 rows two launches win: 5.7 against 6.0, 4.6 against 6.5.
+inline constexpr int kNormClusterRows = 16;
+inline constexpr int kNormClusterThreads = 512;
+inline constexpr int kNormClusterGroups = kNormClusterThreads / 32;  // rows at once, at most
+
+// The gradients of mul_add, add_gelu and add_silu are one launch where the work is little: a CTA has
+// all rows of two vectors of columns. mul_add in bf16, warm, against two launches: 1 x 512 x 1536
+// 3.1 us (10.0), 256 x 1024 2.2 (6.0), 2048 x 1536 7.5 (13.1), 2 x 2688 x 2048 29.7 (33.6).
+inline constexpr int kFewSumThreads = 512;  // 1024, and clusters of 8 CTAs, were slower
+inline constexpr int kFewSumLanes = 2;
+inline constexpr int64_t kFewSumVectors = int64_t{1} << 21;  // of the whole tensor, at most
+// Rows of one sum, at most. From kFewSumCtas on 12 a thread, a little more than was measured; fewer
+// for the activations, which take longer to compute and were not measured. Fewer CTAs would keep most
+// of the GPU waiting: one row a thread.
+inline constexpr int64_t kFewSumCtas = 32;
+inline constexpr int kMulAddSumRows = 3072, kActivationSumRows = 1024, kFewSumRows = 256;
+
 inline constexpr int kSumThreads = 1024;
 inline constexpr int kSumCols = 32;  // per CTA; each warp adds up every 32nd row of these
+
+// ---------------------------------------------------------------------------------------------
+// AdamW
+
+// CTA for fp32 parameters without masters or amsgrad, two vectors a thread: 256 tensors of 4096
+// 5.9 us warm and 11.4 cold (256 threads and a table by columns: 8.7, 13.7), one of 2^20 5.9 (6.4),
+// large lists the same. 128 and 1024 threads, and one or four vectors, were no better. The others
+// were not measured, and stay with kListThreads.
+inline constexpr int kPlainAdamWThreads = 512;
 
 }  // namespace hfp::cuda

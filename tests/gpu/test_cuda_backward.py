@@ -59,7 +59,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cols", COLS)
-@pytest.mark.parametrize("rows", [1, 7, 600])
+@pytest.mark.parametrize("rows", [1, 7, 16, 600])
 def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dtype) -> None:
     for w_dtype in {dtype, torch.float32}:
         x, seed = randn(rows, cols, dtype=dtype) * 3, randn(rows, cols, dtype=dtype)
@@ -109,6 +109,26 @@ def test_norms_are_deterministic(kernels_module: ModuleType) -> None:
                 torch.equal(a, b)
                 for a, b in zip(operator(seed, x, w, w, 1e-5, 3), first, strict=True)
             )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [1024, 1544, 4096, 8192])
+def test_a_row_of_dx_does_not_depend_on_how_many_there_are(
+    kernels_module: ModuleType, cols: int, dtype: torch.dtype
+) -> None:
+    """Up to 16 rows are one launch of a cluster, on sm_90; more are not."""
+    x, seed = randn(2, 17, cols, dtype=dtype)
+    ops = kernels_module.ops
+    for w in (randn(cols, dtype=dtype), randn(cols)):
+        for backward in (
+            lambda g, t, w=w: ops.layer_norm_backward.default(g, t, w, w, 1e-5, 3),
+            lambda g, t, w=w: ops.rms_norm_backward.default(g, t, w, None, 1e-6, 0.0, 0, 1),
+        ):
+            many = backward(seed, x)[0]
+            for rows in (1, 2, 9, 16):
+                few, again = (backward(seed[:rows], x[:rows])[:3] for _ in range(2))
+                assert torch.equal(few[0], many[:rows])
+                assert all(map(torch.equal, few, again))
 
 
 def test_norms_strided_in_place_and_empty(kernels_module: ModuleType) -> None:

@@ -66,7 +66,7 @@ def test_adamw(kernels_module: ModuleType, dtype: torch.dtype, hyper: dict[str, 
     assert error(a, t) <= error(b, t) + torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("count", [1, 47, 60, 500, 1500])
+@pytest.mark.parametrize("count", [1, 47, 60, 200, 500, 1500])
 def test_many_tensors(kernels_module: ModuleType, count: int) -> None:
     """Small and large tables, one launch and several; aligned or not, the same bits."""
     k = kernels_module

@@ -93,7 +93,15 @@ def assert_gradients(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], r
         assert (a.double() - e).abs().max() <= (4 * eps + 2e-6 * rows**0.5) * e.abs().max()
 
 
-SHAPES = [(1, 1, 8), (3, 37, 17), (2, 700, 64), (2, 3, 4096), (4, 1024, 3072), (2, 50, 20000)]
+SHAPES = [
+    (1, 1, 8),
+    (3, 37, 17),
+    (2, 700, 64),
+    (1, 700, 1032),
+    (2, 3, 4096),
+    (4, 1024, 3072),
+    (2, 50, 20000),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

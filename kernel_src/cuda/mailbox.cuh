@@ -1,0 +1,83 @@
+// mailbox.cuh: numbers that the warps of a cluster send to each other's shared memory (sm_90). Who
+// waits, waits for the numbers themselves: no barrier of the whole cluster is in the way.
+#pragma once
+
+#include "cluster.cuh"
+
+namespace hfp::cuda {
+
+// A variable in shared memory, of this CTA or, by its rank, of another.
+__device__ __forceinline__ uint32_t shared_address(const void *own) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(own));
+}
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t shared_address(const void *own, unsigned rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(own)), "r"(rank));
+  return there;
+}
+#endif
+
+// In shared memory. Counts the bytes that arrive, in phases: a phase ends when as many have come as
+// were announced. They may come before they are announced, not before the phase before has ended.
+struct Mailbox {
+  uint64_t barrier;
+
+#if __CUDA_ARCH__ >= 900
+  // By one thread; a barrier of the cluster has to follow before anyone uses the mailbox.
+  __device__ __forceinline__ void init() {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier))
+                 : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  // By one thread in each phase.
+  __device__ __forceinline__ void announce(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+  }
+
+  // For the end of the phase of this parity; the first is 0.
+  __device__ __forceinline__ void wait(uint32_t parity) {
+    uint32_t done;
+    do {
+      asm volatile(
+          "{\n\t.reg .pred p;\n\t"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, p;\n\t}"
+          : "=r"(done)
+          : "r"(shared_address(&barrier)), "r"(parity)
+          : "memory");
+    } while (done == 0);
+  }
+
+  // v goes to CTA `rank`, which has a variable where this CTA has `to`, and counts in its mailbox
+  // there. 16-byte aligned where it is that long.
+  __device__ __forceinline__ void send(float *to, const float (&v)[1], unsigned rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                     shared_address(to, rank)),
+                 "r"(__float_as_uint(v[0])), "r"(shared_address(&barrier, rank))
+                 : "memory");
+  }
+  __device__ __forceinline__ void send(float *to, const float (&v)[2], unsigned rank) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+            shared_address(to, rank)),
+        "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(shared_address(&barrier, rank))
+        : "memory");
+  }
+  __device__ __forceinline__ void send(float *to, const float (&v)[4], unsigned rank) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(shared_address(to, rank)),
+        "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])),
+        "r"(__float_as_uint(v[3])), "r"(shared_address(&barrier, rank))
+        : "memory");
+  }
+#endif
+};
+
+}  // namespace hfp::cuda
