@@ -288,7 +288,7 @@ int32_t hfp_rms_norm_silu(DLTensor *out, const DLTensor *x, const DLTensor *adde
             check.number("eps", eps, 0, "finite and >= 0");
   if (!ok) return check.status();
   if ((scale == nullptr) != (shift == nullptr)) {
-    check.fail("`scale` and `shift` must both be tensors or both be NULL, got one");
+    check.fail("`scale` must be NULL exactly when `shift` is; pass both or neither");
     return check.status();
   }
   ok = (!scale || (check.modulation("scale", scale, a, &s) &&

@@ -92,7 +92,7 @@ def _load(results: Path, suite: str, cpu: bool = False) -> Result | None:
 
 
 def _gpu_ops(results: Path) -> list[Result]:
-    """A run of all ops, and what was measured later."""
+    """A run of all ops, and what is of another run."""
     return _all(results, "ops")
 
 
@@ -296,7 +296,7 @@ def _ops(found: Sequence[Result]) -> str:
             lines.append(f"![Bandwidth of {op} by size](images/{slug(op)}.svg)\n")
         lines += _op_table(rows)
     for number, later in enumerate(others):
-        lines += [] if number else ["### Ops measured later\n"]
+        lines += [] if number else ["### Ops of another run\n"]
         lines += [_source(later, "hfpatch bench ops"), *_note(later)]
         for op, rows in _groups(later["rows"]):
             lines += [f"{_op_title(op)}:\n", *_op_table(rows)]

@@ -241,7 +241,7 @@ class LtxUpsamplerSubject(LtxVaePart):
                 or conv.out_channels % count
             ):
                 return type(block).forward(block, hidden_states)  # type: ignore[no-any-return]
-            rows = _rows(hidden_states)
+            rows = hidden_states.permute(0, 2, 3, 4, 1)  # in any layout: it is copied anyway
             padded, inner = _with_room(block.conv, rows)
             inner.copy_(rows)
             x = _repeat_frames(block.conv, padded)
