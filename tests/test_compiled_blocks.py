@@ -212,8 +212,22 @@ def test_blocks_that_share_the_parameter_they_are_known_by(ltx: Any) -> None:
     second.scale_shift_table = first.scale_shift_table
     hfpatch.apply(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match="share the parameter `scale_shift_table`"):
-        run(compiled, inputs)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="share the parameter `scale_shift_table`"):
+            run(compiled, inputs)
+
+
+def test_a_shared_parameter_is_an_error_also_after_others_were_found() -> None:
+    h = torch.randn(2, 3)
+    alone, first, second = (Odd(lambda hidden_states: hidden_states + 1) for _ in range(3))
+    second.anchor = first.anchor
+    second.other = nn.Parameter(torch.randn(3))
+    for block in (alone, first, second):
+        opaque.register(block, ("anchor",))
+    (result,) = torch.ops.hfpatch.block(alone.anchor, [h], "{'hidden_states': 0}", 1)
+    assert torch.equal(result, h + 1)
+    with pytest.raises(RuntimeError, match="share the parameter `anchor`"):
+        torch.ops.hfpatch.block(first.anchor, [h], "{'hidden_states': 0}", 1)
 
 
 class Odd(nn.Module):

@@ -295,10 +295,10 @@ def _ops(found: Sequence[Result]) -> str:
         if op in drawn:
             lines.append(f"![Bandwidth of {op} by size](images/{slug(op)}.svg)\n")
         lines += _op_table(rows)
-    for number, later in enumerate(others):
+    for number, other in enumerate(others):
         lines += [] if number else ["### Ops of another run\n"]
-        lines += [_source(later, "hfpatch bench ops"), *_note(later)]
-        for op, rows in _groups(later["rows"]):
+        lines += [_source(other, "hfpatch bench ops"), *_note(other)]
+        for op, rows in _groups(other["rows"]):
             lines += [f"{_op_title(op)}:\n", *_op_table(rows)]
     return "\n".join(lines)
 

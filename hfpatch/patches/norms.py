@@ -254,10 +254,10 @@ def _takes_any_width(module: nn.Module, width: int) -> bool:
     diffusers' `RMSNorm` does not: LTX-Video's decoder builds one for 3 channels and calls it with
     those of its last stage.
     """
-    x = torch.randn(4, 2 * width + 5, generator=torch.Generator().manual_seed(0))
     try:
-        with torch.no_grad():
-            y = type(module).forward(module, x)
+        with torch.no_grad(), torch.device("cpu"):
+            x = torch.randn(4, 2 * width + 5, generator=torch.Generator().manual_seed(0))
+            y = type(module).forward(replicate(module), x)
         return y.shape == x.shape and bool(((y.square().mean(-1) - 1).abs() < 0.02).all())
     except Exception:  # any class's own: it was not built for this width
         return False

@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ._adaln import _affine, _broadcast, _wants_grad, _xhat
 from ._ops import ops
 
 _rms_norm_silu = ops.rms_norm_silu.default
@@ -12,17 +13,9 @@ _rms_norm_silu = ops.rms_norm_silu.default
 
 def _formula(x, addend, weight, scale, shift, eps):
     y = x.float() if addend is None else x.float() + addend.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        y = y * weight.float()
+    y = _affine(_xhat(y, eps, False), weight, None)
     if scale is not None:
-        scale, shift = (
-            t.float()[(slice(None), *[None] * (x.dim() - 2))]
-            if 1 < t.dim() < x.dim()
-            else t.float()
-            for t in (scale, shift)
-        )
-        y = y * (1 + scale) + shift
+        y = y * (1 + _broadcast(scale, x).float()) + _broadcast(shift, x).float()
     return torch.nn.functional.silu(y).to(x.dtype)
 
 
@@ -54,8 +47,6 @@ def rms_norm_silu(
     Raises:
         RuntimeError: a dtype, device or shape that the kernel refuses; says which.
     """
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, addend, weight, scale, shift)
-    ):
+    if _wants_grad(x, addend, weight, scale, shift):
         return _formula(x, addend, weight, scale, shift, eps)
     return _rms_norm_silu(x, addend, weight, scale, shift, eps)

@@ -244,8 +244,9 @@ class BlockSubject(Subject):
         ready, same = self.ready, self.still_proven()
         chain = {"chain": self.chain} if self.chained else {}
         like, anchor, names = self.like, self.anchor, tuple(signature(original).parameters)[1:]
-        weights = sum(p.numel() for p in self.module.parameters() if p.ndim > 1)
+        weights = 0
         if like:
+            weights = sum(p.numel() for p in self.module.parameters() if p.ndim > 1)
             opaque.register(self.module, anchor)
         distributed = torch.distributed.is_available()
 

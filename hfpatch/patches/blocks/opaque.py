@@ -193,21 +193,24 @@ def _block_of(anchor: Tensor) -> nn.Module:
         return block
     with _lock:
         _register_copies()
-        _by_address.clear()
+        found: dict[int, nn.Module] = {}
+        shared: dict[int, tuple[str, ...]] = {}  # by blocks of other weights: belongs to none
         for each, path in list(_blocks.items()):
             at = _address(each, path)
             if at is None or "forward" not in each.__dict__:
                 continue
-            other = _by_address[at]() if at in _by_address else None
-            if other is not None and at == address and _weights(other) != _weights(each):
-                raise RuntimeError(
-                    f"`hfpatch::block`: two patched blocks, of other weights, share the parameter "
-                    f"`{'.'.join(path)}` of shape {list(anchor.shape)}, by which a compiled graph "
-                    "knows its block; untie it, or call `hfpatch.restore` and compile again"
-                )
-            _by_address[at] = weakref.ref(each)
-    ref = _by_address.get(address)
-    block = ref() if ref is not None else None
+            if at in found and _weights(found[at]) != _weights(each):
+                shared[at] = path
+            found[at] = each
+        _by_address.clear()
+        _by_address.update({at: weakref.ref(b) for at, b in found.items() if at not in shared})
+    if address in shared:
+        raise RuntimeError(
+            f"`hfpatch::block`: two patched blocks, of other weights, share the parameter "
+            f"`{'.'.join(shared[address])}` of shape {list(anchor.shape)}, by which a compiled "
+            "graph knows its block; untie it, or call `hfpatch.restore` and compile again"
+        )
+    block = found.get(address)
     if block is None:
         raise RuntimeError(
             "`hfpatch::block`: expected a parameter of a patched block that is alive, got one of "
