@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 
 import hfpatch
 from hfpatch.patches.blocks import opaque
+from hfpatch.patches.blocks.chain import Chain
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +28,24 @@ def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counter:
-    """A backend that runs the graph as it is and counts the blocks in it."""
+    """A backend that runs the graph as it is and counts the blocks of each operator in it."""
 
     def __init__(self) -> None:
-        self.blocks: list[int] = []
+        self.graphs: list[list[int]] = []
+        self._backend = aot_autograd(fw_compiler=self._count, inference_compiler=self._count)
+
+    def _count(self, graph: Any, inputs: Any) -> Any:
+        nodes = [n for n in graph.graph.nodes if n.target is torch.ops.hfpatch.blocks.default]
+        self.graphs.append([len(n.args[0]) for n in nodes])
+        return make_boxed_func(graph.forward)
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        nodes = graph.graph.nodes
-        self.blocks.append(sum(n.target is torch.ops.hfpatch.block for n in nodes))
-        return graph.forward
+        return self._backend(graph, inputs)
+
+    @property
+    def blocks(self) -> list[int]:
+        """How many blocks each graph has."""
+        return [sum(counts) for counts in self.graphs]
 
 
 @pytest.fixture
@@ -70,6 +82,109 @@ def test_a_block_is_one_operator(ltx: Any) -> None:
     hfpatch.restore(model)
     torch.testing.assert_close(run(compiled, inputs), changed, rtol=1e-4, atol=1e-5)
     assert seen.blocks == [len(model.transformer_blocks), 0]
+
+
+def test_blocks_that_follow_each_other_are_one_operator(
+    ltx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share in it what they share in eager mode."""
+    model, inputs = ltx
+    shared: list[int] = []
+    make = Chain._add_tables
+
+    def counted(self: Chain, temb: torch.Tensor) -> Any:
+        shared.append(len(self._blocks))
+        return make(self, temb)
+
+    monkeypatch.setattr(Chain, "_add_tables", counted)
+    hfpatch.apply(model)
+    expected = run(model, inputs)
+    seen = Counter()
+    compiled = torch.compile(model, fullgraph=True, backend=seen)
+    torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+    count = len(model.transformer_blocks)
+    assert count > 1
+    assert seen.graphs == [[count]]
+    assert shared == [count, count]  # once in eager mode, once in the compiled step
+
+
+def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
+    """A hook that changes a result, and a skip that reads one: the same numbers as in eager mode."""
+    model, inputs = ltx
+    hfpatch.apply(model)
+    first, second = model.transformer_blocks[:2]
+    count = len(model.transformer_blocks)
+    for hook, graph in (
+        (lambda m, a, h: h * 2, [1, count - 1]),
+        (lambda m, a, h: (h + 1) - 1, [1, count - 1]),
+    ):
+        handle = first.register_forward_hook(hook)
+        torch._dynamo.reset()
+        seen = Counter()
+        expected = run(model, inputs)
+        compiled = torch.compile(model, fullgraph=True, backend=seen)
+        torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+        handle.remove()
+        assert seen.graphs == [graph]
+
+    def skipping(*args: Any, **kwargs: Any) -> Any:  # as a model that keeps features would
+        kept = []
+        handle = second.register_forward_pre_hook(lambda m, a, k: kept.append(k), with_kwargs=True)
+        try:
+            out = type(model).forward(model, *args, **kwargs)[0]
+        finally:
+            handle.remove()
+        return (out + kept[0]["hidden_states"].mean(),)
+
+    expected = run(skipping, inputs)
+    compiled = torch.compile(skipping, backend="eager")
+    torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_earlier_result_that_is_read_stays(ltx: Any) -> None:
+    """The operator of the blocks before it is not dead code then."""
+    model, inputs = ltx
+    hfpatch.apply(model)
+    blocks = model.transformer_blocks
+
+    class Reading(nn.Module):
+        def forward(self, h: torch.Tensor, **others: Any) -> Any:
+            def original(model: Any, h: torch.Tensor) -> Any:
+                first = blocks[0](hidden_states=h, **others)
+                return first, blocks[1](hidden_states=first, **others)
+
+            if torch.compiler.is_compiling():
+                return opaque.trace_whole(original, self, (h,), {})
+            return original(self, h)
+
+    captured: dict[str, Any] = {}
+    handle = blocks[0].register_forward_pre_hook(
+        lambda m, a, k: captured.update(k), with_kwargs=True
+    )
+    run(model, inputs)
+    handle.remove()
+    h = captured.pop("hidden_states")
+    reading = Reading()
+    seen = Counter()
+    with torch.no_grad():
+        expected = reading(h, **captured)
+        got = torch.compile(reading, fullgraph=True, backend=seen)(h, **captured)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert seen.graphs == [[1, 2]]
+
+
+def test_a_failed_trace_leaves_nothing_behind(ltx: Any) -> None:
+    model, inputs = ltx
+    hfpatch.apply(model)
+
+    def failing(*args: Any) -> Any:
+        raise ValueError("here")
+
+    handle = model.transformer_blocks[1].register_forward_hook(failing)
+    with pytest.raises(Exception, match="here"):
+        run(torch.compile(model, backend="eager"), inputs)
+    handle.remove()
+    assert (opaque._trace.whole, opaque._trace.run) == (False, None)
 
 
 @pytest.mark.parametrize("name", ["wan", "flux"])
@@ -202,8 +317,8 @@ def test_an_exported_program_knows_nothing_of_hfpatch(ltx: Any) -> None:
 
 def test_a_block_that_is_gone() -> None:
     anchor, h = nn.Parameter(torch.randn(3)), torch.randn(2, 3)
-    with pytest.raises(RuntimeError, match=r"`hfpatch::block`: expected a parameter .* \[3\]"):
-        torch.ops.hfpatch.block(anchor.detach(), [h], "{'hidden_states': 0}", 1)
+    with pytest.raises(RuntimeError, match=r"`hfpatch::blocks`: expected a parameter .* \[3\]"):
+        torch.ops.hfpatch.blocks([anchor.detach()], [h], "{'hidden_states': 0}", 1)
 
 
 def test_blocks_that_share_the_parameter_they_are_known_by(ltx: Any) -> None:
@@ -224,10 +339,10 @@ def test_a_shared_parameter_is_an_error_also_after_others_were_found() -> None:
     second.other = nn.Parameter(torch.randn(3))
     for block in (alone, first, second):
         opaque.register(block, ("anchor",))
-    (result,) = torch.ops.hfpatch.block(alone.anchor, [h], "{'hidden_states': 0}", 1)
+    (result,) = torch.ops.hfpatch.blocks([alone.anchor], [h], "{'hidden_states': 0}", 1)
     assert torch.equal(result, h + 1)
     with pytest.raises(RuntimeError, match="share the parameter `anchor`"):
-        torch.ops.hfpatch.block(first.anchor, [h], "{'hidden_states': 0}", 1)
+        torch.ops.hfpatch.blocks([first.anchor], [h], "{'hidden_states': 0}", 1)
 
 
 class Odd(nn.Module):
@@ -243,9 +358,9 @@ def test_results_are_memory_of_their_own_and_as_expected() -> None:
     h = torch.randn(4, 3)
     block = Odd(lambda hidden_states: hidden_states)
     opaque.register(block, ("anchor",))
-    (result,) = torch.ops.hfpatch.block(block.anchor, [h.T], "{'hidden_states': 0}", 1)
+    (result,) = torch.ops.hfpatch.blocks([block.anchor], [h.T], "{'hidden_states': 0}", 1)
     assert torch.equal(result, h.T) and result.is_contiguous()
     assert result.data_ptr() != h.data_ptr()
     block.forward = lambda hidden_states: hidden_states[:1]
     with pytest.raises(RuntimeError, match="`Odd` in a compiled graph: expected results"):
-        torch.ops.hfpatch.block(block.anchor, [h], "{'hidden_states': 0}", 1)
+        torch.ops.hfpatch.blocks([block.anchor], [h], "{'hidden_states': 0}", 1)

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor, class_of, watched
 from hfpatch.patches.blocks.memo import StepMemo, accompany, current_capture, stream_of, version
+from hfpatch.patches.blocks.opaque import trace_whole
 from hfpatch.patches.custom import CustomSubject
 
 
@@ -168,10 +169,11 @@ def _without_full_mask(original: Forward, name: str, place: int) -> Forward:
     is_full = StepMemo(lambda mask: bool((mask == 1).all()))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return trace_whole(original, self, args, kwargs)
         mask = kwargs.get(name) if name in kwargs or len(args) <= place else args[place]
         if (
-            not is_compiling()
-            and type(mask) is Tensor
+            type(mask) is Tensor
             and not watched()
             and not mask.is_meta
             and mask.ndim == 2

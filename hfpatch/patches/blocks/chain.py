@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import Tensor
-from hfpatch.patches.blocks.memo import StepMemo, stream_of, version
+from hfpatch.patches.blocks.memo import StepMemo, current_operator, stream_of, version
 
 #: Modulation sums of all blocks at once are kept for a step: not where each token has its own.
 _MAX_SUMS = 1 << 22
@@ -43,10 +43,14 @@ class Chain:
             temb: [B, T, N * D], to be added to each block's `scale_shift_table` of [N, D].
 
         Returns:
-            None also where sums cannot be kept for the step, or the tables are not all at hand.
+            None also where sums cannot be kept for the step, the tables are not all at hand, or
+            only some of the blocks run here.
         """
         i = self._index.get(id(block))
         if i is None or self._blocks[i]() is not block:
+            return None
+        operator = current_operator()
+        if operator is not None and operator.blocks != len(self._blocks):
             return None
         if version(temb) is None or stream_of(temb) is None:
             return None
@@ -59,6 +63,10 @@ class Chain:
         if memo is None:
             memo = self._shared[make] = StepMemo(lambda *t: self._make_shared(make, *t))
         return memo(*tensors)
+
+    def drop(self) -> None:
+        """Forget what a block left for the next one."""
+        self._handed = None
 
     def _make_shared(self, make: SharedMake, *tensors: Tensor) -> tuple[Any, ...] | None:
         blocks = [r() for r in self._blocks]
@@ -125,6 +133,8 @@ class Place:
         if counted is not None:
             ada = self._sums[self._index + 1]
             self._chain._handed = _Handed(weakref.ref(h), counted, ada, x)
+            if (operator := current_operator()) is not None:
+                operator.at_end(self._chain.drop)
 
     def take(self, h: Tensor) -> Tensor | None:
         """What was handed over for this very call, if anything."""

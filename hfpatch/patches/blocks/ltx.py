@@ -220,7 +220,10 @@ def _compact(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def _halved(table: Tensor) -> Tensor:
     kept = companion(table)
-    return table[..., ::2].contiguous() if kept is None else kept
+    if kept is not None:
+        return kept  # type: ignore[no-any-return]
+    one = table[:1] if table.stride(0) == 0 else table  # of all samples, expanded
+    return one[..., ::2].contiguous()
 
 
 def _activation(m: Any) -> str:

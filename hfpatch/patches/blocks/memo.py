@@ -21,13 +21,14 @@ def version(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
+_numbers = itertools.count(1)
+
+
 class Capture:
     """A CUDA graph that hfpatch records: what it computes may be shared within it, as in a step."""
 
-    _numbers = itertools.count(1)
-
     def __init__(self) -> None:
-        self.number = next(self._numbers)
+        self.number = next(_numbers)
         self.kept: list[Any] = []  # what the graph reads and was made before; it must stay alive
 
     def __enter__(self) -> Capture:
@@ -38,10 +39,35 @@ class Capture:
         _now.capture = None
 
 
+class Operator:
+    """Blocks as one operator of a compiled graph: nothing is kept of its call when it ends. The
+    graph writes to its buffers uncounted and under other names, so that no tensor is known to be
+    the same at the next call, and a pool of CUDA graphs must get back all memory taken from it.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.number = next(_numbers)
+        self.blocks = blocks
+        self._endings: list[Callable[[], object]] = []
+        self._around: Operator | None = None
+
+    def at_end(self, forget: Callable[[], object]) -> None:
+        self._endings.append(forget)
+
+    def __enter__(self) -> Operator:
+        self._around, _now.operator = _now.operator, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _now.operator = self._around
+        for forget in self._endings:
+            forget()
+
+
 class _Now(threading.local):
     capture: Capture | None = None
     rehearsing: bool = False
-    in_operator: bool = False
+    operator: Operator | None = None
 
 
 _now = _Now()
@@ -63,26 +89,14 @@ def rehearsal() -> Iterator[None]:
         _now.rehearsing = before
 
 
-@contextmanager
-def one_operator() -> Iterator[None]:
-    """A block as an operator of a compiled graph: nothing is kept of its call. The graph writes to
-    its buffers uncounted and under other names, so that no tensor is known to be the same, and a
-    pool of CUDA graphs must get back all memory that was taken from it."""
-    before, _now.in_operator = _now.in_operator, True
-    try:
-        yield
-    finally:
-        _now.in_operator = before
-
-
-def in_operator() -> bool:
-    """Whether this thread is in `one_operator`."""
-    return _now.in_operator
+def current_operator() -> Operator | None:
+    """The operator of a compiled graph that this thread is in."""
+    return _now.operator
 
 
 def for_a_graph() -> bool:
     """Whether what runs now is, or may be, recorded: it must not wait for the GPU."""
-    return _now.rehearsing or _now.capture is not None or _now.in_operator
+    return _now.rehearsing or _now.capture is not None or _now.operator is not None
 
 
 def keep_for_capture(value: Any) -> None:
@@ -93,14 +107,14 @@ def keep_for_capture(value: Any) -> None:
 
 def stream_of(t: Tensor) -> int | None:
     """The stream that work on `t`'s device is queued on now, 0 on the CPU; None where nothing may
-    be kept: under capture and in `one_operator`.
+    be kept: under capture and for a block that is an `Operator` alone.
 
     What is computed while a CUDA graph is captured exists only when that graph is replayed, and
     what was computed before may be gone by then: nothing is kept across the border. A graph of ours
-    has a number of its own, less than 0.
+    has a number of its own, less than 0; so has an operator of several blocks.
     """
-    if _now.in_operator:
-        return None
+    if _now.operator is not None:
+        return -_now.operator.number if _now.operator.blocks > 1 else None
     if not t.is_cuda:
         return 0
     if torch.cuda.is_current_stream_capturing():
@@ -136,7 +150,12 @@ class StepMemo(Generic[T]):
         made = self._make(*tensors)
         # one tuple, replaced in one assignment: other threads see the old or the new
         self._held = (tuple(weakref.ref(t) for t in tensors), versions, stream, made)
+        if _now.operator is not None:
+            _now.operator.at_end(self._forget)
         return made
+
+    def _forget(self) -> None:
+        self._held = None
 
 
 _COMPANION = "_hfpatch_companion"
@@ -144,6 +163,8 @@ _COMPANION = "_hfpatch_companion"
 
 def accompany(t: Tensor, value: Any) -> None:
     """Remember on `t` something made from, or along with, it; a write to `t` voids it."""
+    if _now.operator is not None:  # `t` may outlive it
+        return
     counted, stream = version(t), stream_of(t)
     if counted is not None and stream is not None:
         setattr(t, _COMPANION, (counted, stream, value))

@@ -1,9 +1,14 @@
-"""A fused block as one operator of a compiled graph: `torch.compile` calls it and looks no further.
+"""Fused blocks as one operator of a compiled graph: `torch.compile` calls it and looks no further.
 
 What inductor makes of the original block's pieces is slower than the fused block, whose host code
 (sums that blocks share, packed projections, the choice of an attention kernel) cannot be traced. So
-a compiled model calls `hfpatch::block`, which calls the block's own patched forward: it decides at
-the call what it decides in eager mode, also to run the original.
+a compiled model calls `hfpatch::blocks`, which calls the blocks' own patched forwards: they decide
+at the call what they decide in eager mode, also to run the original.
+
+Blocks that follow each other in a model that is traced as a whole are one operator together, so
+that they share what they share in eager mode. Which do is only known at the last one: each block is
+written as an operator of all blocks up to it, from the first one's inputs, and those whose results
+nothing reads are dropped from the graph with the rest of its dead code.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import Tensor
-from hfpatch.patches.blocks.memo import one_operator
+from hfpatch.patches.blocks.memo import Operator
 
 #: Where compiled models call fused blocks. On the CPU inductor's own code is as fast.
 DEVICES = ["cuda"]
@@ -35,6 +40,47 @@ LEAST_WORK = 4e11
 # In the graph
 
 
+class _Run:
+    """Blocks that follow each other, in a graph that is being traced."""
+
+    def __init__(
+        self, anchors: list[Tensor], tensors: list[Tensor], call: str, results: list[Tensor]
+    ) -> None:
+        self.anchors, self.tensors, self.call, self.results = anchors, tensors, call, results
+
+    def goes_on(self, tensors: list[Tensor], call: str) -> bool:
+        """Whether the next block is called with the results, and else as the first one was."""
+        if call != self.call or len(tensors) != len(self.tensors):
+            return False
+        count = len(self.results)
+        for mine, theirs in zip(self.results, tensors[:count], strict=True):
+            if mine is not theirs:
+                return False
+        for mine, theirs in zip(self.tensors[count:], tensors[count:], strict=True):
+            if mine is not theirs:
+                return False
+        return True
+
+
+class _Trace:
+    """Of the model that dynamo traces now; dynamo traces in one thread at a time."""
+
+    whole = False
+    run: _Run | None = None
+
+
+_trace = _Trace()
+
+
+def trace_whole(original: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a model's forward, of which all is traced by dynamo: blocks may be one operator."""
+    _trace.whole, _trace.run = True, None
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        _trace.whole, _trace.run = False, None
+
+
 def call_compiled(
     block: nn.Module,
     anchor: Sequence[str],
@@ -44,14 +90,15 @@ def call_compiled(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `block` as one operator. dynamo traces this.
+    """Call `block` as an operator, or as the last block of one. dynamo traces this.
 
     Args:
         anchor: path of a parameter of the block, by which it is found at the call. It is an input
             of the graph, so that blocks which differ in nothing else share one.
         weights: how many numbers its matrices have.
         names: of the forward's arguments, after self.
-        like: the arguments whose shapes and dtypes the results have.
+        like: the arguments whose shapes and dtypes the results have, and which the results are for
+            the next block.
         args, kwargs: of the call; the first is a tensor.
 
     Returns:
@@ -81,7 +128,14 @@ def call_compiled(
     call = _written(given, tensors)
     if call is None:
         return None
-    results = torch.ops.hfpatch.block(found, tensors, call, len(like))
+    anchors = [found]
+    hooked = len(block._forward_hooks) > 0 or len(block._forward_pre_hooks) > 0
+    run = _trace.run
+    if run is not None and not hooked and run.goes_on(tensors, call):
+        anchors, tensors = [*run.anchors, found], run.tensors
+    results = torch.ops.hfpatch.blocks(anchors, tensors, call, len(like))
+    if _trace.whole:
+        _trace.run = None if hooked else _Run(anchors, tensors, call, results)
     return results[0] if len(like) == 1 else tuple(results)
 
 
@@ -126,18 +180,23 @@ def _value(node: Any, tensors: Sequence[Tensor]) -> Any:
     return tuple(_value(n, tensors) for n in node)
 
 
-def _call(anchor: Tensor, tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
-    block = _block_of(anchor)
-    with one_operator():
-        made = block.forward(**_value(_read(call), tensors))
-    found = list(made) if isinstance(made, tuple) else [made]
+def _call(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
+    blocks = [_block_of(anchor) for anchor in anchors]
+    given = _value(_read(call), tensors)
+    names = list(given)[:results]
     expected = [(t.shape, t.dtype) for t in tensors[:results]]
-    got = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in found]
-    if got != expected:
-        raise RuntimeError(
-            f"`{type(block).__name__}` in a compiled graph: expected results {expected}, "
-            f"got {got}; compile the model again, or call `hfpatch.restore` first"
-        )
+    found: list[Any] = []
+    with Operator(len(blocks)):
+        for block in blocks:
+            made = block.forward(**given)
+            found = list(made) if isinstance(made, tuple) else [made]
+            got = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in found]
+            if got != expected:
+                raise RuntimeError(
+                    f"`{type(block).__name__}` in a compiled graph: expected results {expected}, "
+                    f"got {got}; compile the model again, or call `hfpatch.restore` first"
+                )
+            given.update(zip(names, found, strict=True))
     # An operator returns memory of its own; two results may be parts of one memory.
     inputs = {t.untyped_storage().data_ptr() for t in tensors}
     return [
@@ -148,14 +207,14 @@ def _call(anchor: Tensor, tensors: list[Tensor], call: str, results: int) -> lis
     ]
 
 
-def _shape(anchor: Tensor, tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
+def _shape(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in tensors[:results]]
 
 
 _library: Any = torch.library.Library("hfpatch", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("block(Tensor anchor, Tensor[] tensors, str call, int results) -> Tensor[]")
-_library.impl("block", _call, "CompositeExplicitAutograd")
-torch.library.register_fake("hfpatch::block", _shape, lib=_library)
+_library.define("blocks(Tensor[] anchors, Tensor[] tensors, str call, int results) -> Tensor[]")
+_library.impl("blocks", _call, "CompositeExplicitAutograd")
+torch.library.register_fake("hfpatch::blocks", _shape, lib=_library)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -206,14 +265,14 @@ def _block_of(anchor: Tensor) -> nn.Module:
         _by_address.update({at: weakref.ref(b) for at, b in found.items() if at not in shared})
     if address in shared:
         raise RuntimeError(
-            f"`hfpatch::block`: two patched blocks, of other weights, share the parameter "
+            f"`hfpatch::blocks`: two patched blocks, of other weights, share the parameter "
             f"`{'.'.join(shared[address])}` of shape {list(anchor.shape)}, by which a compiled "
             "graph knows its block; untie it, or call `hfpatch.restore` and compile again"
         )
     block = found.get(address)
     if block is None:
         raise RuntimeError(
-            "`hfpatch::block`: expected a parameter of a patched block that is alive, got one of "
+            "`hfpatch::blocks`: expected a parameter of a patched block that is alive, got one of "
             f"shape {list(anchor.shape)} that belongs to none; compile the model again"
         )
     return block

@@ -17,7 +17,7 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Contract, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
-from hfpatch.patches.blocks.memo import in_operator, keep_for_capture
+from hfpatch.patches.blocks.memo import current_operator, keep_for_capture
 
 
 class ModelBlock(BlockSubject):
@@ -228,8 +228,10 @@ class Constant:
         if held is None:
             held = torch.full((key[0],), self._value, dtype=dtype, device=like.device)
             # made for a CUDA graph it would be the graph's own memory
-            if not (in_operator() or (like.is_cuda and torch.cuda.is_current_stream_capturing())):
+            if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._held[key] = held
+                if (operator := current_operator()) is not None:
+                    operator.at_end(lambda: self._held.pop(key, None))
         else:
             keep_for_capture(held)
         return held
