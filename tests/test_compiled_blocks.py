@@ -109,7 +109,7 @@ def test_blocks_that_follow_each_other_are_one_operator(
 
 
 def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
-    """A hook that changes a result, and a skip that reads one: the same numbers as in eager mode."""
+    """A hook that changes a result, a skip that reads one: the numbers of eager mode."""
     model, inputs = ltx
     hfpatch.apply(model)
     first, second = model.transformer_blocks[:2]

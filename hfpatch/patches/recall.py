@@ -39,8 +39,8 @@ class RecallSubject(CustomSubject):
 class RopeTables(Family):
     """LTX-Video's RoPE tables: 25 small kernels in fp32 a step, from sizes that do not change.
 
-    Kept is each value once, as the fused blocks read them; the doubled tables that the module
-    returns are made from these, for blocks that are not fused.
+    Kept are the tables of one sample as the module returns them, each value twice, for blocks that
+    are not fused, and each value once, as the fused blocks read them.
     """
 
     name = "rope tables"
@@ -67,8 +67,30 @@ class RopeTables(Family):
         return 0.0, 0.0
 
 
+class _Tables:
+    """Cos and sin of one sample, as the module makes them and as fused blocks read them."""
+
+    def __init__(self, key: Any, wide: tuple[Tensor, ...]) -> None:
+        self.key = key
+        self._wide = wide
+        with torch.inference_mode(False):
+            self._compact = tuple(t[..., ::2].contiguous() for t in wide)
+        self._versions = [t._version for t in (*self._wide, *self._compact)]
+
+    def written(self) -> bool:
+        """Whether somebody wrote to what was returned."""
+        return [t._version for t in (*self._wide, *self._compact)] != self._versions
+
+    def of(self, batch: int) -> tuple[Tensor, ...]:
+        """[B, S, D] views, with the compact tables for those who ask."""
+        tables = tuple(t.expand(batch, -1, -1) for t in self._wide)
+        for table, compact in zip(tables, self._compact, strict=True):
+            accompany(table, compact)
+        return tables
+
+
 def _recalling_tables(original: Forward) -> Forward:
-    held: tuple[Any, Tensor, Tensor] | None = None
+    held: _Tables | None = None
 
     def forward(
         self: nn.Module,
@@ -103,19 +125,13 @@ def _recalling_tables(original: Forward) -> Forward:
         settings = tuple(v for k, v in self.__dict__.items() if type(v) in (int, float))
         key = (stream, hidden_states.device, sizes, scale and tuple(scale), settings)
         recalled, capture = held, current_capture()
-        if capture is not None and recalled is not None and recalled[0][1:] == key[1:]:
+        if capture is not None and recalled is not None and recalled.key[1:] == key[1:]:
             capture.kept.append(recalled)  # made by the call before the recording
-        elif recalled is None or recalled[0] != key:
+        elif recalled is None or recalled.key != key or recalled.written():
             with torch.inference_mode(False):
                 wide = original(self, torch.empty_like(hidden_states[:1, :0]), *sizes, scale)
-                cos, sin = (t[..., ::2].contiguous() for t in wide)
-            recalled = held = (key, cos, sin)
-        _, cos, sin = recalled
-        batch = hidden_states.shape[0]
-        doubled = tuple(t.repeat_interleave(2, -1).expand(batch, -1, -1) for t in (cos, sin))
-        for whole, compact in zip(doubled, (cos, sin), strict=True):
-            accompany(whole, compact)
-        return doubled
+            recalled = held = _Tables(key, wide)
+        return recalled.of(hidden_states.shape[0])
 
     return forward
 

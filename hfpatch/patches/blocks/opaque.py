@@ -128,7 +128,7 @@ def call_compiled(
     call = _written(given, tensors)
     if call is None:
         return None
-    anchors = [found]
+    anchors: list[Tensor] = [found]
     hooked = len(block._forward_hooks) > 0 or len(block._forward_pre_hooks) > 0
     run = _trace.run
     if run is not None and not hooked and run.goes_on(tensors, call):
