@@ -223,7 +223,7 @@ def test_page_of_attention_kernels(tmp_path: Path) -> None:
     versions = {"torch": "2", "fa3-fwd": "0.0.3", "accelerate": "1"}
     head = {"suite": "attention", "device": "GPU", "commit": "0" * 40, "versions": versions}
     (tmp_path / "attention-gpu.json").write_text(json.dumps({**head, "rows": rows}))
-    text = page.render(tmp_path)
+    text = page.render(tmp_path)["performance.md"]
     assert "## Attention kernels" in text and "torch 2, fa3-fwd 0.0.3, commit" in text
     assert "| a | 2, 2688, 32, 64 | 2688 | 0.118 | 286.0 (12) | **234.0** (12) |" in text
     assert "| b | 2, 2688, 32, 64 | 128 | 0.006 | **26.3** (9) |  |" in text
@@ -259,3 +259,13 @@ def test_page_of_new_results(tmp_path: Path) -> None:
     rows[0]["cold_us"]["hfpatch"] = 5.0
     (results / "ops-gpu.json").write_text(json.dumps(gpu))
     assert page.update(tmp_path, check=True) == 1
+    (results / "ops-gpv.json").write_text(json.dumps({**gpu, "device": "newer"}))
+    assert page.update(tmp_path, check=False) == 0
+    text = (tmp_path / "docs" / "performance.md").read_text(encoding="utf-8")
+    older = tmp_path / "docs" / "performance-gpu.md"
+    assert "newer, torch 2" in text and "[GPU](performance-gpu.md)" in text
+    assert "GPU, torch 2" in older.read_text(encoding="utf-8")
+    (results / "ops-gpu.json").unlink()
+    assert page.update(tmp_path, check=True) == 1
+    assert page.update(tmp_path, check=False) == 0
+    assert not older.exists()

@@ -21,7 +21,7 @@ GENERATED = ROOT / "docs" / "performance.md"
 DOCS = [
     path
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if path != GENERATED
+    if not path.name.startswith(GENERATED.stem)
 ]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

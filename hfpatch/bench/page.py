@@ -1,4 +1,4 @@
-"""docs/performance.md and its pictures, from the committed JSON of benchmarks/results."""
+"""docs/performance*.md and pictures, from the committed JSON of benchmarks/results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ it.
 
 
 def update(root: Path, check: bool) -> int:
-    """Write the page and its pictures, or with `check` say whether they are up to date.
+    """Write the pages and their pictures, or with `check` say whether they are up to date.
 
     Args:
         root: a checkout.
@@ -35,18 +36,24 @@ def update(root: Path, check: bool) -> int:
     Raises:
         ValueError: `root` is no checkout, or there is nothing to draw with.
     """
-    results, page = root / "benchmarks" / "results", root / "docs" / "performance.md"
+    results, docs = root / "benchmarks" / "results", root / "docs"
     if not results.is_dir():
         raise ValueError(f"--page: no benchmarks/results in {root}; run it in a checkout")
-    text = render(results)
-    stale = not page.is_file() or page.read_text(encoding="utf-8") != text
-    pictures = page.parent / "images"
-    ops = _gpu_ops(results)
+    pages = render(results)
+    found = {p.name for p in docs.glob("performance*.md")}
+    stale = found != set(pages) or any(
+        (docs / name).read_text(encoding="utf-8") != text for name, text in pages.items()
+    )
+    pictures = docs / "images"
+    ops = [r for gpu in _gpus(results)[:1] for r in _all(results, "ops", gpu)]
     wanted = {f"{slug(op)}.svg": rows for op, rows in _drawn(ops)}
     late = {name: rows for name, rows in wanted.items() if not _current(pictures / name, rows)}
     if check:
         return int(stale or bool(late))
-    page.write_text(text, encoding="utf-8")
+    for name, text in pages.items():
+        (docs / name).write_text(text, encoding="utf-8")
+    for name in found - set(pages):
+        (docs / name).unlink()
     if late:
         from hfpatch.bench.roofline import draw
 
@@ -59,41 +66,47 @@ def update(root: Path, check: bool) -> int:
     return 0
 
 
-def render(results: Path) -> str:
-    """The page's text."""
-    models, ops = [read(p) for p in sorted(results.glob("models-*.json"))], _gpu_ops(results)
-    cpu, host = _load(results, "ops", cpu=True), _load(results, "host")
-    attention = [read(p) for p in sorted(results.glob("attention-*.json"))]
-    pipelines = [read(p) for p in sorted(results.glob("pipeline-*.json"))]
+def render(results: Path) -> dict[str, str]:
+    """The text of each page: of the newest GPU and the CPU, and one for each GPU before it."""
+    newest, *others = _gpus(results) or [""]
+    pages = {f"performance-{gpu}.md": _render(results, gpu, "", False) for gpu in others}
+    links = [f"[{gpu.upper()}](performance-{gpu}.md)" for gpu in others]
+    also = f"Figures of other GPUs, of earlier commits: {', '.join(links)}.\n" if links else ""
+    return {"performance.md": _render(results, newest, also, True)} | pages
+
+
+def _render(results: Path, gpu: str, also: str, first: bool) -> str:
+    cpu = _all(results, "ops", "cpu") if first else []
     parts = [
-        HEAD,
-        _models(models) if models else "",
-        _pipelines(pipelines) if pipelines else "",
-        _attention(attention) if attention else "",
-        _ops(ops) if ops else "",
-        _host(host) if host else "",
-        _cpu(cpu) if cpu else "",
+        HEAD if first else HEAD.replace("# Performance", f"# Performance: {gpu.upper()}", 1),
+        also if first else "[The newest figures](performance.md) are of another GPU.\n",
     ]
+    for suite, section in (
+        ("models", _models),
+        ("pipeline", _pipelines),
+        ("attention", _attention),
+        ("ops", partial(_ops, pictures=first)),
+        ("host", lambda found: _host(found[-1])),
+    ):
+        found = _all(results, suite, gpu)
+        parts += [section(found)] if found else []
+    parts += [_cpu(result) for result in cpu[-1:]]
     return "\n".join(part for part in parts if part)
 
 
 # ------------------------------------------------------------------------------ results
 
 
-def _all(results: Path, suite: str, cpu: bool = False) -> list[Result]:
-    """The results of a suite on GPUs or on the CPU, by the names of their files."""
-    found = sorted(results.glob(f"{suite}-*.json"))
-    return [read(p) for p in found if p.stem.endswith("-cpu") == cpu]
+def _gpus(results: Path) -> list[str]:
+    """Short names of the GPUs that ops were measured on, the newest first."""
+    found = {path.stem.split("-")[1] for path in results.glob("ops-*.json")} - {"cpu"}
+    return sorted(found, reverse=True)
 
 
-def _load(results: Path, suite: str, cpu: bool = False) -> Result | None:
-    """The last of them, or None when none are committed."""
-    return next(reversed(_all(results, suite, cpu)), None)
-
-
-def _gpu_ops(results: Path) -> list[Result]:
-    """A run of all ops, and what is of another run."""
-    return _all(results, "ops")
+def _all(results: Path, suite: str, device: str) -> list[Result]:
+    """The results of a suite on a device, `<suite>-<device>*.json`, by the names of their files. Of
+    ops the first is a run of all, the others what is of another run."""
+    return [read(p) for p in sorted(results.glob(f"{suite}-{device}*.json"))]
 
 
 def cold(row: Row) -> dict[str, float]:
@@ -274,10 +287,10 @@ def _attention_cells(row: Row, names: Sequence[str]) -> list[str]:
     return cells
 
 
-def _ops(found: Sequence[Result]) -> str:
+def _ops(found: Sequence[Result], pictures: bool) -> str:
     result, *others = found
     copy = result["copy_bytes_per_s"]
-    drawn = {op for op, _ in _drawn(found)}
+    drawn = {op for op, _ in _drawn(found)} if pictures else set()
     lines = [
         "## Ops: GPU time\n",
         _source(result, "hfpatch bench ops"),
@@ -286,10 +299,13 @@ def _ops(found: Sequence[Result]) -> str:
         "time the op's bytes (each input read once, each output written once) take at the speed "
         f"of a copy measured in the same run ({copy / 1e12:.2f} TB/s, read and written); small "
         "tensors stay partly in cache and can beat it. *of copy*: floor / hfpatch. *× best peer*: "
-        "the fastest of the others / hfpatch. *warm*: one buffer, in cache. The pictures show the "
-        "bytes moved per second by size, in bf16, below the roof of that copy and of the shortest "
-        "time that any kernel of the run took.\n",
+        "the fastest of the others / hfpatch. *warm*: one buffer, in cache.\n",
     ]
+    if pictures:
+        lines.append(
+            "The pictures show the bytes moved per second by size, in bf16, below the roof of that "
+            "copy and of the shortest time that any kernel of the run took.\n"
+        )
     for op, rows in _groups(result["rows"]):
         lines.append(f"### {_op_title(op)}\n")
         if op in drawn:
