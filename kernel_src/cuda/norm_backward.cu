@@ -1,5 +1,5 @@
 // norm_backward.cu: the second launch of the norms' gradients: dweight, dbias = sum of partials.
-#include "norm_backward.cuh"
+#include "norm_backward_row.cuh"
 
 namespace hfp::cuda {
 namespace {
