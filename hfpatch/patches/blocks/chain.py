@@ -17,7 +17,8 @@ from hfpatch.patches.blocks.memo import StepMemo, current_operator, stream_of, v
 _MAX_SUMS = 1 << 22
 
 
-SharedMake = Callable[..., "tuple[Any, ...] | None"]
+#: Makes a value for each block, or none.
+SharedMake = Callable[..., "Sequence[Any] | None"]
 
 
 class Chain:
@@ -32,7 +33,7 @@ class Chain:
         self._blocks = [weakref.ref(b) for b in blocks]
         self._index = {id(b): i for i, b in enumerate(blocks)}
         self._sums = StepMemo(self._add_tables)
-        self._shared: dict[Any, StepMemo[tuple[Any, ...] | None]] = {}
+        self._shared: dict[Any, StepMemo[Sequence[Any] | None]] = {}
         self._handed: _Handed | None = None
 
     def at(self, block: nn.Module, temb: Tensor) -> Place | None:
@@ -57,7 +58,7 @@ class Chain:
         sums = self._sums(temb)
         return None if sums is None else Place(self, i, sums)
 
-    def share(self, make: SharedMake, *tensors: Tensor) -> tuple[Any, ...] | None:
+    def share(self, make: SharedMake, *tensors: Tensor) -> Sequence[Any] | None:
         """`make(blocks, *tensors)`, one value for each block, once per step; None if it is None."""
         memo = self._shared.get(make)
         if memo is None:
@@ -68,11 +69,11 @@ class Chain:
         """Forget what a block left for the next one."""
         self._handed = None
 
-    def _make_shared(self, make: SharedMake, *tensors: Tensor) -> tuple[Any, ...] | None:
+    def _make_shared(self, make: SharedMake, *tensors: Tensor) -> Sequence[Any] | None:
         blocks = [r() for r in self._blocks]
         return None if None in blocks else make(blocks, *tensors)
 
-    def _add_tables(self, temb: Tensor) -> tuple[tuple[Tensor, ...], ...] | None:
+    def _add_tables(self, temb: Tensor) -> _Sums | None:
         tables = [getattr(r(), "scale_shift_table", None) for r in self._blocks]
         first = tables[0]
         if (
@@ -87,10 +88,23 @@ class Chain:
             return None
         batch, steps, _ = temb.shape
         all_tables = torch.stack(tables)[:, None, None]  # type: ignore[arg-type]
-        sums = all_tables + temb.reshape(1, batch, steps, *first.shape)
-        vectors = sums.movedim(3, 1).flatten(0, 1).unbind(0)  # a view: N of each block
-        count = first.shape[0]
-        return tuple(vectors[i : i + count] for i in range(0, len(vectors), count))
+        return _Sums(all_tables + temb.reshape(1, batch, steps, *first.shape))
+
+
+class _Sums:
+    """The modulation sums of all blocks, [blocks, B, T, N, D], taken apart when a block asks: views
+    of all of them take the host longer than the GPU takes for the sums, at the start of a step."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self._whole = whole
+        self._parts: list[tuple[Tensor, ...] | None] = [None] * whole.shape[0]
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        """N tensors of [B, T, D]: the same tuple at each call."""
+        part = self._parts[i]
+        if part is None:
+            part = self._parts[i] = self._whole[i].unbind(2)
+        return part
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ class Place:
 
     __slots__ = ("_chain", "_index", "_sums")
 
-    def __init__(self, chain: Chain, index: int, sums: tuple[tuple[Tensor, ...], ...]) -> None:
+    def __init__(self, chain: Chain, index: int, sums: _Sums) -> None:
         self._chain, self._index, self._sums = chain, index, sums
 
     @property
@@ -124,7 +138,8 @@ class Place:
     def after(self) -> tuple[Any, tuple[Tensor, ...]] | None:
         """The next block and its sums."""
         i = self._index + 1
-        block = self._chain._blocks[i]() if i < len(self._sums) else None
+        blocks = self._chain._blocks
+        block = blocks[i]() if i < len(blocks) else None
         return None if block is None else (block, self._sums[i])
 
     def hand_over(self, h: Tensor, x: Tensor) -> None:

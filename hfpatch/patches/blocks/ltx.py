@@ -8,7 +8,8 @@ quantized linears, offload hooks), are called as modules.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from hfpatch.patches.blocks.memo import StepMemo, companion, stream_of
 from hfpatch.patches.blocks.parts import Constant, compute_dtype
 from hfpatch.patches.blocks.projections import (
     feed_forward,
-    is_packed,
     is_plain,
     output_projection,
+    packed_product,
     project,
 )
 
@@ -183,14 +184,27 @@ def _text_keys_values(attn: Any, text: Tensor, here: Place | None) -> tuple[Tens
     return k, v
 
 
-def _all_keys_values(blocks: list[Any], text: Tensor) -> tuple[Any, ...] | None:
-    """(k, v, stamp) for each block."""
+def _all_keys_values(blocks: list[Any], text: Tensor) -> _KeysValues | None:
     linears = [m for b in blocks for m in (b.attn2.to_k, b.attn2.to_v)]
-    if not is_packed(linears, text):
-        return None
-    parts = project(text, linears)
-    stamps = [_stamp(b.attn2) for b in blocks]
-    return tuple(zip(parts[::2], parts[1::2], stamps, strict=True))
+    product = packed_product(text, linears)
+    return None if product is None else _KeysValues(product, linears, blocks)
+
+
+class _KeysValues(Sequence[Any]):
+    """(k, v, stamp) for each block; k and v are taken out of the product when the block asks."""
+
+    def __init__(self, product: Tensor, linears: list[Any], blocks: list[Any]) -> None:
+        self._product = product
+        self._ends = list(accumulate((m.out_features for m in linears), initial=0))
+        self._stamps = [_stamp(b.attn2) for b in blocks]
+
+    def __len__(self) -> int:
+        return len(self._stamps)
+
+    def __getitem__(self, i: Any) -> tuple[Tensor, Tensor, Any]:
+        start, middle, end = self._ends[2 * i : 2 * i + 3]
+        product = self._product
+        return product[..., start:middle], product[..., middle:end], self._stamps[i]
 
 
 def _stamp(attn: Any) -> tuple[Any, ...]:

@@ -68,11 +68,17 @@ def project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
 
     Returns views of one [..., N1 + N2 + …] tensor then, so their rows are strided.
     """
-    packed = _packed(linears, x)
-    if packed is None:
+    product = packed_product(x, linears)
+    if product is None:
         return tuple(linear(x) for linear in linears)
-    weight, bias = packed
-    return torch.split(F.linear(x, weight, bias), [m.out_features for m in linears], -1)
+    return torch.split(product, [m.out_features for m in linears], -1)
+
+
+def packed_product(x: Tensor, linears: Sequence[Any]) -> Tensor | None:
+    """What the layers make of `x` side by side, [..., N1 + N2 + …], as one product; None where
+    their weights do not stand packed."""
+    packed = _packed(linears, x)
+    return None if packed is None else F.linear(x, *packed)
 
 
 def is_packed(linears: Sequence[Any], x: Tensor) -> bool:
