@@ -8,7 +8,7 @@ namespace {
 // In fp32, rounded once.
 template <int kActivation>
 struct Activation {
-  static constexpr int kInputs = 1;
+  static constexpr int kInputs = 1, kRows = kOneInputRows;
   static const char *name() { return "activation"; }
 
   template <class T, int N>

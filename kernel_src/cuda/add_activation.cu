@@ -9,7 +9,7 @@ namespace {
 // Inputs: x, bias; the sum is rounded, then all is in fp32 and rounded once.
 template <int kActivation>
 struct AddActivation {
-  static constexpr int kInputs = 2, kStreamed = 1, kRows = kBiasRows;
+  static constexpr int kInputs = 2, kStreamed = 1, kRows = kOneInputRows;
   static const char *name() { return "add_activation"; }
 
   template <class T, int N>

@@ -8,7 +8,7 @@ namespace {
 template <int kCount>
 struct AddBias {
   static constexpr int kInputs = kCount, kStreamed = kCount - 1;
-  static constexpr int kRows = kCount == 2 ? kBiasRows : 1;
+  static constexpr int kRows = kCount == 2 ? kOneInputRows : 1;
   static const char *name() { return "add_bias"; }
 
   template <class T, int N>

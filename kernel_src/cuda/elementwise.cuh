@@ -1,9 +1,9 @@
 // elementwise.cuh: out[i] = f(in0[i], ...) over one to three inputs, contiguous or strided by rows.
 //
 // A function F has: kInputs; name(); and operator()(const Vec<T, N> (&in)[kInputs]) for any T and N,
-// which returns the Vec<T, N> of the results. Where it has kStreamed, the inputs from there on are
+// which returns the results, a Vec<T, N>. Where it has kStreamed, the inputs from there on are
 // parameters, which rows share; where it has kRows, they are the same for all rows, and a thread
-// reads them once for so many rows.
+// has so many rows.
 #pragma once
 
 #include "common.cuh"
@@ -40,8 +40,8 @@ struct FlatParams {
   F f;
 };
 
-// Row (i0 * n1 + i1) * n2 + i2 of input k starts s0[k] i0 + s1[k] i1 + s2[k] i2 vectors from its first,
-// with one n1 and n2 for all inputs. Everything is below 2^32, vectors below 2^31.
+// Row (i0 * n1 + i1) * n2 + i2 of input k starts i0 * s0[k] + i1 * s1[k] + i2 * s2[k] vectors behind
+// its first row, with one n1 and n2 for all inputs. All offsets are below 2^32, vectors below 2^31.
 template <class F>
 struct RowsParams {
   static constexpr bool kStartsEarly = true;
@@ -98,7 +98,7 @@ __device__ __forceinline__ Vec<T, N> add(const Vec<T, N> &a, const Vec<T, N> &b)
 
 // ---------------------------------------------------------------------------------------------
 // Kernels
-// All compute their addresses, then send away the threads that have nothing to do, then wait for the
+// All compute their addresses, send away the threads that have nothing to do, and then wait for the
 // kernel before. In this order: ptxas moves the wait up to the last branch, in front of the addresses
 // if there is none between. A thread that leaves without waiting does nothing to wait for.
 
@@ -317,7 +317,8 @@ int32_t launch_rows(const Elementwise<F::kInputs> &e, const F &f, int n, void *s
   auto p = params_of<RowsParams<F>>(e, f);
   if (!plan_rows_kernel<F>(e, n, &p)) return launch_any_rows<T>(e, f, stream);
   constexpr int kRows = kThreadRows<F>;
-  const int threads = kRows > 1 ? kElementwiseThreads / kRows : elementwise_threads(p.threads);
+  const int threads =
+      kRows > 1 && p.n2 > 1 ? kElementwiseThreads / kRows : elementwise_threads(p.threads);
   const int64_t grid = ctas(p.threads, threads);
   if constexpr (sizeof(T) == 2) {
     if (n == 8) return launch(&rows_kernel<T, F, 8>, grid, threads, p, stream, F::name());

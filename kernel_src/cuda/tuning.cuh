@@ -10,8 +10,8 @@
 //   kVectorBytes           16          widest load and store                    all
 //   kElementwiseThreads    256         vectors of a CTA                         elementwise.cuh
 //   kFewVectors            2^14        up to here half the threads              elementwise.cuh
-//   kBiasRows              2           rows of a thread that has one input      elementwise.cuh
-//                                      and a bias
+//   kOneInputRows          2           rows of a thread that has one input,     elementwise.cuh
+//                                      and perhaps a bias
 //   kVectorsPerThread      2 or 1      vectors on their way (1 input, 2)        elementwise.cuh
 //   kSmallVectors          2^18        up to here one vector per thread         elementwise.cuh
 //   kRowThreads            128         CTA with several rows                    rows.cuh
@@ -51,18 +51,18 @@ inline constexpr int kVectorBytes = 16;
 // and 11.6). 512 threads gained nothing that holds.
 inline constexpr int kElementwiseThreads = 256;
 
-// Up to here every CTA of half the threads has an SM of an H100 to itself, where the small ones are
-// done first: gated silu 1 x 14336 0.72 us warm against 0.83; 511 x 1001 is 1.47 against 1.39.
+// Half of them as long as every CTA has an SM of an H100 to itself: gated silu, 128 and 256 threads,
+// 1 x 14336 0.72 and 0.83 us warm, 511 x 1001 1.47 and 1.39.
 inline constexpr int64_t kFewVectors = int64_t{1} << 14;
 constexpr int elementwise_threads(int64_t vectors) {
   return vectors <= kFewVectors ? kElementwiseThreads / 2 : kElementwiseThreads;
 }
 
-// Rows of a thread that has one input and a bias, else a single load of HBM on its way: bf16, us on an
-// H200, one row (128 threads), two (128) and four (256): add_silu 4608 x 12288 67.1, 54.4 and 56.0,
-// 4096 x 1000 warm 5.4, 3.3 and 3.5. With a second parameter or input one row (256) is as good or
-// better: mul_add 2 x 8064 x 2048 32.0, and 33.1 with two.
-inline constexpr int kBiasRows = 2;
+// Rows of a thread that has one input, and perhaps a bias: else one load of HBM on its way. H200,
+// bf16, one row (128 threads), two (128) and four (256): add_silu 4608 x 12288 67.1, 54.4 and 56.0 us,
+// 4096 x 1000 warm 5.4, 3.3 and 3.5. With a second parameter or input one row (256 threads) is as good
+// or better: mul_add 2 x 8064 x 2048 32.0, of two rows 33.1.
+inline constexpr int kOneInputRows = 2;
 
 // Vectors of each input that a thread has on their way at once. Two in all, with 2048 threads on an
 // SM, are about twice what covers the latency of HBM at full speed: more would only take registers,
