@@ -12,24 +12,28 @@ struct ActivationBackward {
   static const char *name() { return "activation_backward"; }
 
   template <class T, int N>
-  __device__ __forceinline__ static void apply(float (&a)[2][N]) {
+  __device__ __forceinline__ Vec<T, N> operator()(const Vec<T, N> (&in)[2]) const {
+    float grad[N], x[N];
+    in[0].get(grad);
+    in[1].get(x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      a[0][i] *= activate_slope<kActivation, sizeof(T) == 4>(a[1][i]).slope;
+      grad[i] *= activate_slope<kActivation, sizeof(T) == 4>(x[i]).slope;
     }
+    return rounded<T>(grad);
   }
 };
 
 }  // namespace
 
 int32_t activation_backward(const ActivationBackwardArgs &a, int device, void *stream) {
-  ElementwiseParams<2> p{};
-  p.out = a.dx;
-  p.in[0] = a.grad;
-  p.in[1] = a.x;
-  p.rows[0] = a.grad_rows;
-  p.rows[1] = a.x_rows;
-  return launch_activation<ActivationBackward>(p, a.type, a.activation, device, stream);
+  Elementwise<2> e{};
+  e.out = a.dx;
+  e.in[0] = a.grad;
+  e.in[1] = a.x;
+  e.rows[0] = a.grad_rows;
+  e.rows[1] = a.x_rows;
+  return launch_activation<ActivationBackward>(e, a.type, a.activation, device, stream);
 }
 
 }  // namespace hfp::cuda

@@ -8,36 +8,42 @@ namespace {
 template <int kCount>
 struct AddBias {
   static constexpr int kInputs = kCount, kStreamed = kCount - 1;
+  static constexpr int kRows = kCount == 2 ? kOneInputRows : 1;
   static const char *name() { return "add_bias"; }
 
   template <class T, int N>
-  __device__ __forceinline__ static void apply(float (&a)[kCount][N]) {
+  __device__ __forceinline__ Vec<T, N> operator()(const Vec<T, N> (&in)[kCount]) const {
+    if constexpr (kCount == 2) return add(in[0], in[1]);
+    float sum[N], other[N];
+    in[0].get(sum);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      a[0][i] += a[kCount - 1][i];
-      if constexpr (kCount == 3) a[0][i] += a[1][i];
+    for (int k = kCount - 1; k > 0; --k) {
+      in[k].get(other);
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum[i] += other[i];
     }
+    return rounded<T>(sum);
   }
 };
 
 template <int kCount>
 int32_t run(const AddBiasArgs &a, void *stream) {
-  ElementwiseParams<kCount> p{};
-  p.out = a.out;
-  p.in[0] = a.x;
-  p.rows[0] = a.x_rows;
+  Elementwise<kCount> e{};
+  e.out = a.out;
+  e.in[0] = a.x;
+  e.rows[0] = a.x_rows;
   if constexpr (kCount == 3) {
-    p.in[1] = a.residual;
-    p.rows[1] = a.residual_rows;
+    e.in[1] = a.residual;
+    e.rows[1] = a.residual_rows;
   }
-  Rows &bias = p.rows[kCount - 1];
-  p.in[kCount - 1] = a.bias;
+  Rows &bias = e.rows[kCount - 1];
+  e.in[kCount - 1] = a.bias;
   bias.rows = bias.n2 = a.x_rows.rows;  // stride 0
   bias.cols = a.x_rows.cols;
   switch (a.type) {
-    case DType::F32: return launch_elementwise<float, AddBias<kCount>>(p, stream);
-    case DType::F16: return launch_elementwise<__half, AddBias<kCount>>(p, stream);
-    default: return launch_elementwise<__nv_bfloat16, AddBias<kCount>>(p, stream);
+    case DType::F32: return launch_elementwise<float>(e, AddBias<kCount>{}, stream);
+    case DType::F16: return launch_elementwise<__half>(e, AddBias<kCount>{}, stream);
+    default: return launch_elementwise<__nv_bfloat16>(e, AddBias<kCount>{}, stream);
   }
 }
 

@@ -13,25 +13,25 @@ struct Gated {
   static const char *name() { return "gated"; }
 
   template <class T, int N>
-  __device__ __forceinline__ static void apply(float (&a)[2][N]) {
+  __device__ __forceinline__ Vec<T, N> operator()(const Vec<T, N> (&in)[2]) const {
+    float gate[N];
+    in[0].get(gate);
 #pragma unroll
-    for (int i = 0; i < N; ++i) a[0][i] = activate<kActivation, sizeof(T) == 4>(a[0][i]);
-    round_to<T>(a[0]);
-#pragma unroll
-    for (int i = 0; i < N; ++i) a[0][i] *= a[1][i];
+    for (int i = 0; i < N; ++i) gate[i] = activate<kActivation, sizeof(T) == 4>(gate[i]);
+    return multiply(rounded<T>(gate), in[1]);
   }
 };
 
 }  // namespace
 
 int32_t gated(const GatedArgs &a, int device, void *stream) {
-  ElementwiseParams<2> p{};
-  p.out = a.out;
-  p.in[0] = a.gate;
-  p.in[1] = a.up;
-  p.rows[0] = a.gate_rows;
-  p.rows[1] = a.up_rows;
-  return launch_activation<Gated>(p, a.type, a.activation, device, stream);
+  Elementwise<2> e{};
+  e.out = a.out;
+  e.in[0] = a.gate;
+  e.in[1] = a.up;
+  e.rows[0] = a.gate_rows;
+  e.rows[1] = a.up_rows;
+  return launch_activation<Gated>(e, a.type, a.activation, device, stream);
 }
 
 }  // namespace hfp::cuda

@@ -25,21 +25,24 @@ struct GatedBackwardParams {
 template <class T, int kActivation, int N>
 __global__ void __launch_bounds__(kElementwiseThreads)
     gated_backward_kernel(const __grid_constant__ GatedBackwardParams p) {
-  wait_for_previous();
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kElementwiseThreads + threadIdx.x;
-  if (at >= p.vectors) return;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   int64_t row = 0;
   if (!p.one_row) {
     row = p.fast_division ? static_cast<int64_t>(p.divisor.divide(static_cast<uint32_t>(at)))
                           : at / p.row_vectors;
   }
   const int64_t col = (at - row * p.row_vectors) * N;
+  const T *from_gate = static_cast<const T *>(p.gate) + row_offset(p.gate_rows, row) + col;
+  const T *from_grad = static_cast<const T *>(p.grad) + row_offset(p.grad_rows, row) + col;
+  const T *from_up = static_cast<const T *>(p.up) + row_offset(p.up_rows, row) + col;
+  int64_t to = row * p.out_stride + col;
+  compute_now(from_gate, from_grad, from_up, to);
+  if (at >= p.vectors) return;  // before the wait: see elementwise.cuh
+  wait_for_previous();
   Vec<T, N> grad, gate, up;
-  gate.template load<Cache::kStream>(static_cast<const T *>(p.gate) +
-                                     row_offset(p.gate_rows, row) + col);
-  grad.template load<Cache::kStream>(static_cast<const T *>(p.grad) +
-                                     row_offset(p.grad_rows, row) + col);
-  up.template load<Cache::kStream>(static_cast<const T *>(p.up) + row_offset(p.up_rows, row) + col);
+  gate.template load<Cache::kStream>(from_gate);
+  grad.template load<Cache::kStream>(from_grad);
+  up.template load<Cache::kStream>(from_up);
 
   float g[N], x[N], u[N];
   gate.get(x);
@@ -54,7 +57,6 @@ __global__ void __launch_bounds__(kElementwiseThreads)
   round_to<T>(x);  // act(gate), as the forward rounded it
 #pragma unroll
   for (int i = 0; i < N; ++i) g[i] *= x[i];
-  const int64_t to = row * p.out_stride + col;
   store_as<T>(p.dgate, to, u);
   store_as<T>(p.dup, to, g);
 }
@@ -71,9 +73,9 @@ int32_t launch_vectors(GatedBackwardParams &p, void *stream) {
   p.one_row = p.gate_rows.rows == 1;
   p.fast_division = p.vectors < (int64_t{1} << 31);
   if (!p.one_row && p.fast_division) p.divisor = FastDivisor(p.row_vectors);
-  const int64_t grid = (p.vectors + kElementwiseThreads - 1) / kElementwiseThreads;
-  return launch(&gated_backward_kernel<T, kActivation, N>, grid, kElementwiseThreads, p, stream,
-                kOp);
+  const int threads = elementwise_threads(p.vectors);
+  return launch(&gated_backward_kernel<T, kActivation, N>, ctas(p.vectors, threads), threads, p,
+                stream, kOp);
 }
 
 template <class T, int kActivation>

@@ -8,8 +8,10 @@
 //
 //   constant               value       what                                     used by
 //   kVectorBytes           16          widest load and store                    all
-//   kElementwiseThreads    128         CTA                                      elementwise.cuh
-//   kBroadcastThreads      256         CTA                                      mul_add, gate_residual
+//   kElementwiseThreads    256         vectors of a CTA                         elementwise.cuh
+//   kFewVectors            2^14        up to here half the threads              elementwise.cuh
+//   kOneInputRows          2           rows of a thread that has one input,     elementwise.cuh
+//                                      and perhaps a bias
 //   kVectorsPerThread      2 or 1      vectors on their way (1 input, 2)        elementwise.cuh
 //   kSmallVectors          2^18        up to here one vector per thread         elementwise.cuh
 //   kRowThreads            128         CTA with several rows                    rows.cuh
@@ -43,13 +45,24 @@ inline constexpr int kVectorBytes = 16;
 // ---------------------------------------------------------------------------------------------
 // Elementwise
 
-// Small CTAs, so that the last wave is short.
-inline constexpr int kElementwiseThreads = 128;
+// Vectors of a CTA: 256 threads of one, or 128 of two. With half as many the time is that of starting
+// CTAs, some 1.3 ns each. H200, bf16, warm, 128 and 256 threads of one vector: gated silu 4096 x 1000
+// 5.29 and 3.29 us, silu's gradient 5.33 and 3.44, mul_add 2 x 2688 x 2048 13.6 and 9.24 (cold 13.5
+// and 11.6). 512 threads gained nothing that holds.
+inline constexpr int kElementwiseThreads = 256;
 
-// Where one input is broadcast over rows: addresses first, then the wait for the kernel before. bf16,
-// 512 x 1536, warm, against 128 threads that wait first: mul_add 1.6 us (2.2), gate_residual 1.7
-// (2.3); large tensors the same. 512 threads, and several rows a thread, were no better.
-inline constexpr int kBroadcastThreads = 256;
+// Half of them as long as every CTA has an SM of an H100 to itself: gated silu, 128 and 256 threads,
+// 1 x 14336 0.72 and 0.83 us warm, 511 x 1001 1.47 and 1.39.
+inline constexpr int64_t kFewVectors = int64_t{1} << 14;
+constexpr int elementwise_threads(int64_t vectors) {
+  return vectors <= kFewVectors ? kElementwiseThreads / 2 : kElementwiseThreads;
+}
+
+// Rows of a thread that has one input, and perhaps a bias: else one load of HBM on its way. H200,
+// bf16, one row (128 threads), two (128) and four (256): add_silu 4608 x 12288 67.1, 54.4 and 56.0 us,
+// 4096 x 1000 warm 5.4, 3.3 and 3.5. With a second parameter or input one row (256 threads) is as good
+// or better: mul_add 2 x 8064 x 2048 32.0, of two rows 33.1.
+inline constexpr int kOneInputRows = 2;
 
 // Vectors of each input that a thread has on their way at once. Two in all, with 2048 threads on an
 // SM, are about twice what covers the latency of HBM at full speed: more would only take registers,
