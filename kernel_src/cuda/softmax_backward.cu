@@ -116,11 +116,12 @@ __device__ __forceinline__ float whole(const float *parts, int count) {
   return Group<32>::sum_lanes(sum);
 }
 
-// A CTA per row and a warp per part, which keeps both inputs in its registers: all of a row is on its
-// way at once. As many warps as parts: with 88 registers a thread, an SM has two CTAs of up to eleven
-// parts (22528 columns), one of more. Against softmax_backward_parts_kernel, whose bits these are, on
-// an H200 in bf16, 512 threads for all: 8192x32000 405 -> 362 us, 2048x32000 108 -> 94, 4096x20480
-// 163 -> 123; grad in shared memory instead, two CTAs of any row on an SM: 365, 94.5, 119.
+// A CTA per row and a warp per part, which keeps both inputs in its registers: all of a row is on
+// its way at once. As many warps as parts: with 88 registers a thread, an SM has two CTAs of up to
+// eleven parts (22528 columns), one of more. Against softmax_backward_parts_kernel, whose bits
+// these are, on an H200 in bf16, 512 threads for all: 8192x32000 405 -> 362 us, 2048x32000 108 ->
+// 94, 4096x20480 163 -> 123; grad in shared memory instead, two CTAs of any row on an SM: 365,
+// 94.5, 119.
 template <class T>
 __global__ void __launch_bounds__(kPartThreads)
     softmax_backward_held_parts_kernel(const __grid_constant__ SoftmaxBackwardParams p) {

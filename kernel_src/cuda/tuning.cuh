@@ -162,9 +162,9 @@ inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
 inline constexpr int kHeadThreads = 128;
 
 // With a norm, the GPU is full from so many threads on without one for each head: then kThreadHeads
-// of them. Measured on an H100, 2048 tokens of 32 + 8 heads of 128 in the half style, cold and warm, in
-// us: 1 head 16.37 and 12.71, 2 heads 16.41 and 12.34, 4 heads 16.8 and 13.1. Without a norm a thread
-// has one head of q and one of k, however many there are: see rope_joint_kernel.
+// of them. Measured on an H100, 2048 tokens of 32 + 8 heads of 128 in the half style, cold and
+// warm, in us: 1 head 16.37 and 12.71, 2 heads 16.41 and 12.34, 4 heads 16.8 and 13.1. Without a
+// norm a thread has one head of q and one of k, however many there are: see rope_joint_kernel.
 inline constexpr int64_t kFullThreads = int64_t{1} << 19;
 inline constexpr int kThreadHeads = 2;
 
