@@ -21,8 +21,8 @@
 //   kHoldWords             64          registers for a row and its parameters   rows.cuh
 //   plan_rows              see below   layout by the row's length               norms
 //   kHeadThreads           128         CTA                                      rope.cuh
-//   kFullThreads,          2^19, 2     from so many threads on so many heads    rope.cuh
-//     kThreadHeads                     in each
+//   kFullThreads,          2^19, 2     with a norm, from so many threads on     rope.cuh
+//     kThreadHeads                     so many heads in each
 //   kLoopThreads           512         CTA of a wide norm across heads          qk_norm_rope.cu
 //   kCrossThreads, -Unroll 512, 4      CTA; vectors on their way                cross_entropy.cu
 //   kCrossCluster-         256, 32     CTA of a cluster; rows up to which       cross_entropy.cu
@@ -174,10 +174,10 @@ inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
 
 inline constexpr int kHeadThreads = 128;
 
-// From so many threads on the GPU is full without one for each head: then kThreadHeads of them.
-// Measured on an H100, 2048 tokens of 32 + 8 heads of 128 in the half style, cold and warm, in us:
-// 1 head 16.97 and 9.11, 2 heads 16.85 and 8.95, 4 heads 17.2 and 9.04; with a norm 16.37 and
-// 12.71, 16.41 and 12.34, 16.8 and 13.1.
+// With a norm, the GPU is full from so many threads on without one for each head: then kThreadHeads
+// of them. Measured on an H100, 2048 tokens of 32 + 8 heads of 128 in the half style, cold and
+// warm, in us: 1 head 16.37 and 12.71, 2 heads 16.41 and 12.34, 4 heads 16.8 and 13.1. Without a
+// norm a thread has one head of q and one of k, however many there are: see rope_joint_kernel.
 inline constexpr int64_t kFullThreads = int64_t{1} << 19;
 inline constexpr int kThreadHeads = 2;
 
