@@ -5,170 +5,13 @@
 //
 // What a call asks for (which norm, which parameters, where it rounds) is decided at run time: such
 // a branch is the same in the whole grid and costs an instruction, while each template parameter
-// doubles the size of the library.
-#include "packed.cuh"
-#include "rows.cuh"
+// doubles the size of the library. Where all is of one half type, what models ask for has kernels of
+// its own: fused_norm_half.cuh.
+#include "fused_norm.cuh"
+#include "fused_norm_half.cuh"
 
 namespace hfp::cuda {
 namespace {
-
-struct FusedNormParams {
-  static constexpr bool kStartsEarly = true;
-  void *out, *sum;
-  const void *x, *residual, *gate, *weight, *bias, *scale, *shift;
-  Rows x_rows, residual_rows, gate_rows, scale_rows, shift_rows;
-  int64_t first_row;
-  int64_t vectors;  // per row
-  float inverse_cols, eps, weight_offset;
-  DType out_type, weight_type, modulation_type;
-  DType round_type;  // of xhat if two_step; F32: not at all
-  bool layer;        // the norm subtracts the mean
-  bool two_step;     // HFP_CAST_INPUT, _WEIGHT: round xhat, multiply, round, add
-  bool eager;        // round after each step of the modulation and the gate
-  uint32_t zero;     // 0; see Vec::stay_packed
-};
-
-// ---------------------------------------------------------------------------------------------
-// Steps on one vector. P: the dtype of all parameters, or AnyType.
-
-// The dtype of a product of T and P.
-template <class T, class P>
-using Promoted = std::conditional_t<std::is_same_v<T, P>, T, float>;
-
-template <class T, int N>
-__device__ __forceinline__ float sum_of(const Vec<T, N> &v) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum += x[i];
-  return sum;
-}
-
-// The squares themselves for mean == 0.
-template <class T, int N>
-__device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, float mean) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
-  return sum;
-}
-
-// v = residual + gate * v, rounded to T.
-template <class T, int N>
-__device__ __forceinline__ void add_residual(Vec<T, N> &v, const Vec<T, N> &residual,
-                                             const float (&gate)[N], bool gated, bool eager) {
-  if constexpr (kInTwos<T, N> && kHasTwos<T>) {
-    if (!gated) {
-      v = add_twos(residual, v);
-      return;
-    }
-  }
-  float y[N], r[N];
-  v.get(y);
-  if (gated) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(gate[i], y[i]);
-    if (eager) round_to<T>(y);  // the gate has the dtype of x then
-  }
-  residual.get(r);
-#pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = __fadd_rn(r[i], y[i]);
-  v.set(y);
-}
-
-// y * (1 + scale) + shift, and the store.
-template <class T, class P, int N>
-__device__ __forceinline__ void modulate(const FusedNormParams &p, float (&y)[N],
-                                         float (&scale)[N], const float (&shift)[N], int64_t at) {
-  constexpr bool kAny = std::is_same_v<P, AnyType>;
-#pragma unroll
-  for (int i = 0; i < N; ++i) scale[i] += 1.0f;
-  if (p.eager) {
-    round_to<T>(y);
-    if constexpr (kAny) round_any(scale, p.modulation_type);
-    else round_to<P>(scale);
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], scale[i]);
-    if constexpr (kAny) round_any(y, p.out_type);
-    else round_to<Promoted<T, P>>(y);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], scale[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = __fadd_rn(y[i], shift[i]);
-  if constexpr (kAny) {
-    store_any(p.out, p.out_type, at, y);
-  } else if (!std::is_same_v<T, P> && p.eager) {
-    store_as<Promoted<T, P>>(p.out, at, y);
-  } else {
-    store_as<T>(p.out, at, y);
-  }
-}
-
-template <class T, int N>
-__device__ __forceinline__ Vec<T, N> add_one(const Vec<T, N> &v) {
-  float one[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) one[i] = 1.0f;
-  Vec<T, N> ones;
-  ones.set(one);
-  return add_twos(v, ones);
-}
-
-// modulate() and finish_affine() where they round after each step and all is of one half type.
-template <class T, int N>
-__device__ __forceinline__ void finish_twos(const FusedNormParams &p, const float (&y)[N],
-                                            const Vec<T, N> &mul, const Vec<T, N> &add,
-                                            int64_t at) {
-  Vec<T, N> hat;
-  hat.set(y);
-  add_twos(mul_twos(hat, mul), add).store(static_cast<T *>(p.out) + at);
-}
-
-// y * (weight + weight_offset) + bias in one rounding or none, as layer_norm.cu and rms_norm.cu.
-template <int N>
-__device__ __forceinline__ void affine(const FusedNormParams &p, float (&y)[N],
-                                       const float (&w)[N], const float (&b)[N]) {
-  if (p.layer) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], w[i], b[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fadd_rn(__fmul_rn(y[i], w[i] + p.weight_offset), b[i]);
-  }
-}
-
-// The end of a norm without modulation.
-template <class T, class P, int N>
-__device__ __forceinline__ void finish_affine(const FusedNormParams &p, float (&y)[N],
-                                              const float (&w)[N], const float (&b)[N],
-                                              int64_t at) {
-  constexpr bool kAny = std::is_same_v<P, AnyType>;
-  if (p.two_step) {
-    if constexpr (kAny) round_any(y, p.round_type);
-    else if (p.round_type != DType::F32) round_to<T>(y);
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fmul_rn(y[i], w[i]);
-    if constexpr (kAny) round_any(y, p.out_type);
-    else round_to<Promoted<T, P>>(y);
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fadd_rn(y[i], b[i]);
-  } else {
-    affine(p, y, w, b);
-  }
-  if constexpr (kAny) {
-    store_any(p.out, p.out_type, at, y);
-  } else if (!std::is_same_v<T, P> && p.two_step) {
-    store_as<Promoted<T, P>>(p.out, at, y);
-  } else {
-    store_as<T>(p.out, at, y);
-  }
-}
-
-// -0: y + -0 is y for every y, also for -0.
-constexpr float kNoBias = -0.0f;
 
 // ---------------------------------------------------------------------------------------------
 // Kernels
@@ -382,21 +225,44 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 constexpr char kOp[] = "fused_norm";
 
+// Whether all is of one half type: fused_norm_half.cuh has what models ask for.
+template <class T, class P>
+inline constexpr bool kIsHalf = std::is_same_v<T, P> && sizeof(T) == 2;
+
+template <class T, class P, bool kSum>
+auto select_fused_kernel(Shape shape) -> void (*)(FusedNormParams) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  if (shape == Shape::k32x2) return &fused_norm_kernel<T, P, N, 32, 2, kSum>;
+  if constexpr (!kIsHalf<T, P>) {
+    if constexpr (std::is_same_v<T, P>) {
+      if (shape == Shape::k8x2) return &fused_norm_kernel<T, P, N, 8, 2, kSum>;
+    }
+    if constexpr (!kSum) {
+      if (shape == Shape::k32x4) return &fused_norm_kernel<T, P, N, 32, 4, kSum>;
+    }
+    if (shape == Shape::kCtaX1) return &fused_norm_kernel<T, P, N, kCta, 1, kSum>;
+  }
+  if constexpr (!kIsHalf<T, P> || kSum) {
+    if (shape == Shape::kCtaX2) return &fused_norm_kernel<T, P, N, kCta, 2, kSum>;
+  }
+  return &fused_norm_kernel<T, P, N, kCta, 4, kSum>;
+}
+
 template <class T, class P, bool kSum>
 int32_t launch_fast(FusedNormParams &p, void *stream) {
-  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
-  const RowPlan plan = plan_fused(p.vectors, p.x_rows.rows, std::is_same_v<T, P>, kSum);
-  void (*kernel)(FusedNormParams) = &fused_norm_kernel<T, P, N, kCta, 4, kSum>;
-  if constexpr (std::is_same_v<T, P>) {
-    if (plan.shape == Shape::k8x2) kernel = &fused_norm_kernel<T, P, N, 8, 2, kSum>;
+  RowPlan plan;
+  if constexpr (kIsHalf<T, P>) {
+    if (is_half_row(p)) {
+      plan = plan_fused_half(p.vectors, p.x_rows.rows, kSum, p.scale != nullptr);
+      if (plan.shape != Shape::kLoop) {
+        return launch_rows(select_half_kernel<T>(p, plan.shape), plan, p, stream, kOp);
+      }
+    }
+    plan = plan_fused_rest(p.vectors, kSum);
+  } else {
+    plan = plan_fused(p.vectors, p.x_rows.rows, std::is_same_v<T, P>, kSum);
   }
-  if (plan.shape == Shape::k32x2) kernel = &fused_norm_kernel<T, P, N, 32, 2, kSum>;
-  if constexpr (!kSum) {
-    if (plan.shape == Shape::k32x4) kernel = &fused_norm_kernel<T, P, N, 32, 4, kSum>;
-  }
-  if (plan.shape == Shape::kCtaX1) kernel = &fused_norm_kernel<T, P, N, kCta, 1, kSum>;
-  if (plan.shape == Shape::kCtaX2) kernel = &fused_norm_kernel<T, P, N, kCta, 2, kSum>;
-  return launch_rows(kernel, plan, p, stream, kOp);
+  return launch_rows(select_fused_kernel<T, P, kSum>(plan.shape), plan, p, stream, kOp);
 }
 
 template <class T, class P>

@@ -74,9 +74,11 @@ inline constexpr int64_t kSmallVectors = int64_t{1} << 18;
 // ---------------------------------------------------------------------------------------------
 // Rows: threads per row x vectors per thread
 // A row lies in the registers of its threads from the first load to the last store, so memory is
-// passed over once. k<A>x<B>: A threads (8, 16, 32: a part of a warp or a warp; Cta: one CTA per
-// row, its size set at the launch) of B vectors (16 bytes where aligned) each.
-enum class Shape { k8x2, k16x2, k32x2, k32x4, k32x8, kCtaX1, kCtaX2, kCtaX4, kCtaX8, kLoop };
+// passed over once. k<A>x<B>: A threads (8, 16, 32: a part of a warp or a warp; 64: a CTA; Cta: one
+// CTA per row, its size set at the launch) of B vectors (16 bytes where aligned) each.
+enum class Shape {
+  k8x2, k16x1, k16x2, k32x2, k32x4, k32x8, k64x2, kCtaX1, kCtaX2, kCtaX4, kCtaX8, kLoop
+};
 
 // CTA size where a CTA holds several rows. Small, so that the last wave is short.
 inline constexpr int kRowThreads = 128;
@@ -149,9 +151,34 @@ inline constexpr int kHoldWords = 64;
 // per thread up to twice as many.
 inline constexpr int64_t kLatencyFused = kLatencyVectors / 4;
 
-// Fewer shapes than plan_rows, to build less. same_type: the parameters have the dtype of the row;
-// sum: there is a residual. Two inputs: twice the loads of a thread are on their way, so that fewer
-// vectors are enough, and more threads fit.
+// Where all is of one half type, for what models ask for (HalfRow in fused_norm_half.cuh); kLoop:
+// plan_fused_rest has it. bf16 on an H200, us, warm and cold, fused_norm.cu's kernel -> this one:
+//   modulated: rms_norm 2 x 2688 x 2048 13.8, 16.4 -> 10.2, 13.3; 4096 x 3072 16.9, 17.9 -> 12.7,
+//     14.5; 2 x 256 x 2048 2.83, 3.21 -> 1.84, 2.58 with two vectors (four 1.91, 2.63). Two to
+//     eight rows a CTA, which share scale and shift, take up to 6 % from 2048 columns, cost up to
+//     4 % at 3072 and 20 % where rows are few. One wave that asks for the next row ahead lost.
+//   gated, then modulated: rms_norm 2 x 2688 x 2048 25.7, 25.9 -> 22.9, 23.0; 512 x 1536 3.03, 4.11
+//     -> 1.84, 2.80. One vector 24.7, 24.7; 1.86, 2.76. Two rows a CTA 23.2, 23.2; 1.85, 2.80.
+//   with a residual: add_layer_norm, add_rms_norm 4096 x 1000 7.77, 10.9 -> 6.07, 9.52; 6.71, 10.1
+//     -> 5.52, 9.35 (a warp a row 5.95, 9.67; 5.85, 9.30, with a bound on registers for each);
+//     16384 x 128 3.71, 5.53 -> 3.03, 5.13 (8 threads of two 3.10, 5.53); 4096 x 16384, cold, 142.5
+//     -> 133.1, 135.0 -> 131.8 (eight vectors 138, 134).
+constexpr RowPlan plan_fused_half(int64_t vectors, int64_t rows, bool sum, bool modulated) {
+  if (!modulated && vectors <= 16) return {Shape::k16x1, kRowThreads, kRowThreads / 16};
+  if (vectors <= 64) return {Shape::kLoop, 0, 0};
+  if (!modulated && vectors <= 128) return {Shape::k64x2, 64, 1};
+  if (sum && vectors <= 2 * kMaxThreadsX4) return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
+  if (sum && modulated) return {Shape::kLoop, 0, 0};
+  if (!sum && vectors <= 2 * kMaxThreadsX4 && rows <= 2 * kLatencyFused / vectors) {
+    return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
+  }
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+
+// The others. Fewer shapes than plan_rows, to build less. same_type: the parameters have the dtype
+// of the row; sum: there is a residual. Two inputs: twice the loads of a thread are on their way,
+// so that fewer vectors are enough, and more threads fit.
 constexpr RowPlan plan_fused(int64_t vectors, int64_t rows, bool same_type, bool sum) {
   if (vectors <= 16 && same_type) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
   if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
@@ -163,6 +190,15 @@ constexpr RowPlan plan_fused(int64_t vectors, int64_t rows, bool same_type, bool
     return {Shape::k32x4, kRowThreads, kRowThreads / 32};
   }
   if (vectors <= 2 * kMaxThreadsX4 && (sum || rows <= 2 * kLatencyFused / vectors)) {
+    return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
+  }
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+
+// What is left of the half types: rare, so with the fewest shapes.
+constexpr RowPlan plan_fused_rest(int64_t vectors, bool sum) {
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (sum && vectors <= 2 * kMaxThreadsX4) {
     return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
   }
   return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
