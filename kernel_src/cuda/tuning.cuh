@@ -77,7 +77,7 @@ inline constexpr int64_t kSmallVectors = int64_t{1} << 18;
 // passed over once. k<A>x<B>: A threads (8, 16, 32: a part of a warp or a warp; 64: a CTA; Cta: one
 // CTA per row, its size set at the launch) of B vectors (16 bytes where aligned) each.
 enum class Shape {
-  k8x2, k16x1, k16x2, k32x2, k32x4, k32x8, k64x2, kCtaX1, kCtaX2, kCtaX4, kCtaX8, kLoop
+  k8x1, k8x2, k16x1, k16x2, k32x2, k32x4, k32x8, k64x2, kCtaX1, kCtaX2, kCtaX4, kCtaX8, kLoop
 };
 
 // CTA size where a CTA holds several rows. Small, so that the last wave is short.
@@ -161,9 +161,10 @@ inline constexpr int64_t kLatencyFused = kLatencyVectors / 4;
 //     -> 1.84, 2.80. One vector 24.7, 24.7; 1.86, 2.76. Two rows a CTA 23.2, 23.2; 1.85, 2.80.
 //   with a residual: add_layer_norm, add_rms_norm 4096 x 1000 7.77, 10.9 -> 6.07, 9.52; 6.71, 10.1
 //     -> 5.52, 9.35 (a warp a row 5.95, 9.67; 5.85, 9.30, with a bound on registers for each);
-//     16384 x 128 3.71, 5.53 -> 3.03, 5.13 (8 threads of two 3.10, 5.53); 4096 x 16384, cold, 142.5
+//     16384 x 128 3.71, 5.53 -> 3.29, 5.19 (8 threads of two 3.10, 5.53); 4096 x 16384, cold, 142.5
 //     -> 133.1, 135.0 -> 131.8 (eight vectors 138, 134).
 constexpr RowPlan plan_fused_half(int64_t vectors, int64_t rows, bool sum, bool modulated) {
+  if (!modulated && vectors <= 8) return {Shape::k8x1, kRowThreads, kRowThreads / 8};
   if (!modulated && vectors <= 16) return {Shape::k16x1, kRowThreads, kRowThreads / 16};
   if (vectors <= 64) return {Shape::kLoop, 0, 0};
   if (!modulated && vectors <= 128) return {Shape::k64x2, 64, 1};
