@@ -81,3 +81,21 @@ def test_sums_in_shared_memory(dtype: torch.dtype, kernels_module: ModuleType) -
     eps = 4 * torch.finfo(dtype).eps
     for a, b in zip(ours[:3], expected[:3], strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [16392, 32768])
+def test_a_pair_of_rows_in_registers(
+    width: int, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    """The gradient of `softmax` of many wide rows: a warp holds a part of both inputs."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(260, width, generator=generator).to(dtype)
+    y = torch.rand(260, width, generator=generator).to(dtype)
+    operator = kernels_module.ops.softmax_backward.default
+    ours, _ = operator(grad.cuda(), y.cuda(), 0.5)
+    part, _ = operator(grad[-2:].cuda(), y[-2:].cuda(), 0.5)  # few rows: another kernel
+    assert_same_bits([ours[-2:].cpu()], [part.cpu()], f"{dtype} {width} columns")
+    wide = grad[:3].double() * y[:3].double()
+    expected = 0.5 * (wide - y[:3].double() * wide.sum(-1, keepdim=True))
+    torch.testing.assert_close(ours[:3].cpu().double(), expected, rtol=0.02, atol=0.05)
