@@ -157,6 +157,29 @@ constexpr RowPlan plan_fused(int64_t vectors, int64_t rows, bool same_type, bool
 inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
 
 // ---------------------------------------------------------------------------------------------
+// Threads on an SM that a kernel's registers have to allow, where that pays: 40 registers a thread, or
+// 64; see resident_ctas.
+inline constexpr int kManyThreads = 1536, kSomeThreads = 1024;
+
+// ---------------------------------------------------------------------------------------------
+// Rows with a gate: gated_norm.cu
+// typed: all is known when the kernel is compiled. It then takes 40 registers, and two vectors in each
+// thread of one CTA are as fast for few rows as one. bf16 on an H200, norm first, in us, one weight
+// dtype known only at run time -> typed: 4096 x 8192 63.9 -> 48.3 (two CTAs of 64 registers 51.4, 1024
+// threads of one vector 53.9), 8 x 8192 3.15 -> 1.90 (1024 threads 1.98), 32768 x 128 cold 8.95 -> 7.43
+// (two rows a group 8.36, 16 threads of one vector 7.43, but warm 5.60 against 4.06).
+constexpr RowPlan plan_gated(int64_t vectors, int64_t rows, bool typed) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 32 && typed) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (!typed && vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
+    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
+  }
+  if (vectors <= 2 * kMaxThreadsX4) return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+
+// ---------------------------------------------------------------------------------------------
 // RoPE
 
 inline constexpr int kHeadThreads = 128;
