@@ -40,9 +40,10 @@ __device__ __forceinline__ void keep_loads_above(uint32_t zero) {
 
 // A thread's vectors of a parameter, every `stride` of them from `from` on; `vectors` are left from
 // there. Kept above the sum, hence not Cache::kReadOnly. An absent parameter is `otherwise`.
-template <class W, int N, int kVectors>
-__device__ __forceinline__ void load_early(Vec<W, N> (&v)[kVectors], bool present, const W *from,
+template <class V, class W, int kVectors>
+__device__ __forceinline__ void load_early(V (&v)[kVectors], bool present, const W *from,
                                            int stride, int vectors, float otherwise) {
+  constexpr int N = V::kBytes / static_cast<int>(sizeof(W));
   float value[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] = otherwise;
