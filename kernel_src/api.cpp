@@ -461,8 +461,7 @@ int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gat
   args.gate = g.data;
   args.weight = w.data;
   args.type = a.type;
-  // Row r has the weights of group r % groups; with one group, all rows have stride 0, which takes no
-  // division.
+  // Row r has the weights of group r % groups; of one group, with a stride of 0 and no division.
   const int64_t groups = a.last() / size;
   args.weight_rows.rows = args.x_rows.rows;
   args.weight_rows.cols = size;

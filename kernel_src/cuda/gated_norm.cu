@@ -99,10 +99,9 @@ __device__ __forceinline__ void finish(const GatedNormParams &p, float (&y)[N],
 // ---------------------------------------------------------------------------------------------
 // Kernels
 
-// Threads on an SM that the registers of the known orders have to allow: 40 registers with two
-// vectors a thread, 64 with four.
-constexpr int wanted_threads(Order order, int kVectors) {
-  return order == Order::kAny ? 0 : kVectors == 2 ? kManyThreads : kSomeThreads;
+// Threads on an SM that the registers of the known orders have to allow.
+constexpr int wanted_threads(Order order, int vectors) {
+  return order == Order::kAny ? 0 : vectors == 2 ? kManyThreads : kSomeThreads;
 }
 
 // The row in registers.
@@ -161,8 +160,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
       finish_any(p, y[i], gate[i], scale, weight_at + i * stride * N, at);
     } else {
       if constexpr (!kHold) {
-        Vec<T, N>(&late)[1] = w;
-        load_early(late, p.weight != nullptr, weight + i * stride * N, 0, 1, 1.0f);
+        load_early(w, p.weight != nullptr, weight + i * stride * N, 0, 1, 1.0f);
       }
       finish<kOrder>(p, y[i], gate[i], scale, w[kHold ? i : 0], at);
     }

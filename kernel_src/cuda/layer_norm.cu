@@ -57,8 +57,9 @@ __device__ __forceinline__ void finish(const LayerNormParams &p, const Vec<T, N>
 // -0: y + -0 is y for every y, also for -0.
 constexpr float kNoBias = -0.0f;
 
-// Threads on an SM that the registers of four vectors a thread have to allow; where the parameters have
-// a dtype of their own, there are none to save.
+// Threads on an SM that the registers of four vectors a thread have to allow. Parameters with a dtype
+// of their own leave none to save. bf16 on an H200, 4096 x 1000, cold and warm: 6.24 and 4.84 us ->
+// 5.64 and 4.03 (parameters before the sum, six CTAs of 128 threads: 5.64 and 4.43).
 template <class T, class W>
 constexpr int wanted_threads(int row_threads, int vectors) {
   if (!std::is_same_v<T, W> || vectors != 4) return 0;

@@ -1,19 +1,19 @@
-// ordered.cuh: what keeps a kernel's steps in the order in which they are written: addresses, the wait
-// for the kernel before, loads, the sum over the row.
+// ordered.cuh: what keeps a kernel's steps in the order in which they are written: addresses, the
+// wait for the kernel before, loads, the sum over the row.
 //
-// ptxas moves them to where it saves registers: the wait above the arithmetic of the same basic block,
-// which then takes its time after the kernel before has ended, and loads below the sum, where their
-// values are used, so that their latency comes after the sum's. It moves neither past a branch that
-// leaves the kernel. Those here are never taken. rms_norm in bf16 on an H200, warm, in us: 4096 x 512
-// 2.70 -> 2.22, 1024 x 4096 4.40 -> 3.41.
+// ptxas moves them to where that saves registers: the wait above the arithmetic of the same basic
+// block, which then begins only when the kernel before has ended; and loads below the sum, where
+// their values are used, so that their latency comes on top of the sum's. Mostly it moves neither
+// past an instruction that leaves the kernel. Those here are never taken. rms_norm in bf16 on an
+// H200, warm: 4096 x 512 2.70 us -> 2.22, 1024 x 4096 4.40 -> 3.41.
 #pragma once
 
 #include "common.cuh"
 
 namespace hfp::cuda {
 
-// These addresses and offsets are computed before what follows: wait_for_previous. 64 bits each, and
-// never negative.
+// These addresses and offsets are computed before what follows, that is wait_for_previous. 64 bits
+// each, and never negative.
 template <class A, class B, class C>
 __device__ __forceinline__ void settle(A &a, B &b, C &c) {
   asm volatile(
@@ -31,15 +31,15 @@ __device__ __forceinline__ void settle(A &a, B &b, C &c, D &d) {
       : "+l"(a), "+l"(b), "+l"(c), "+l"(d));
 }
 
-// The loads so far are asked for before what follows; those of Cache::kReadOnly may pass all the same.
-// zero: a kernel parameter that is 0.
+// The loads so far are asked for before what follows; those of Cache::kReadOnly may sink all the
+// same. zero: a kernel parameter that is 0.
 __device__ __forceinline__ void keep_loads_above(uint32_t zero) {
   asm volatile("{\n.reg .pred never;\nsetp.ne.u32 never, %0, 0;\n@never exit;\n}" ::"r"(zero)
                : "memory");
 }
 
-// A thread's vectors of a parameter, every `stride` of them from `from` on; `vectors` are left from
-// there. Kept above the sum, hence not Cache::kReadOnly. An absent parameter is `otherwise`.
+// A thread's vectors of a parameter: from `from` on, where `vectors` of the row are left, each
+// `stride`. To be kept above the sum, hence not Cache::kReadOnly. An absent one is `otherwise`.
 template <class V, class W, int kVectors>
 __device__ __forceinline__ void load_early(V (&v)[kVectors], bool present, const W *from,
                                            int stride, int vectors, float otherwise) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_early(V (&v)[kVectors], bool present, const
   }
 }
 
-// For __launch_bounds__: CTAs of `threads` that give an SM `wanted` threads, or as many as it takes.
+// For __launch_bounds__: the CTAs that give an SM `wanted` threads, or as many as it can have.
 constexpr int resident_ctas(int threads, int wanted) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   wanted = wanted < 1024 ? wanted : 1024;

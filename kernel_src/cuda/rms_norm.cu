@@ -138,8 +138,8 @@ constexpr int bound_threads(int row_threads, int vectors, bool hold) {
   if (row_threads == kCta && vectors == 4 && hold) return kMaxHoldThreads;
   return max_threads(row_threads, vectors);
 }
-// Threads on an SM that the registers have to allow; where the weight has a dtype of its own, there
-// are none to save.
+// Threads on an SM that the registers have to allow. A weight with a dtype of its own leaves none to
+// save.
 template <class T, class W>
 constexpr int wanted_threads(int row_threads, int vectors, bool hold) {
   if (!std::is_same_v<T, W> || vectors == 8) return 0;
@@ -147,8 +147,8 @@ constexpr int wanted_threads(int row_threads, int vectors, bool hold) {
   return vectors == 4 ? kSomeThreads : kManyThreads;
 }
 
-// The row in registers. W: the dtype of the weight; kHold: it is asked for before the sum, so that the
-// two latencies overlap.
+// The row in registers. W: the dtype of the weight. kHold: it is asked for before the sum, so that
+// the two latencies overlap.
 template <class T, class W, int N, int kThreads, int kVectors, bool kHold>
 __global__ void __launch_bounds__(bound_threads(kThreads, kVectors, kHold),
                                   resident_ctas(bound_threads(kThreads, kVectors, kHold),

@@ -40,8 +40,8 @@ __device__ __forceinline__ float sum_of_squares(const float (&y)[N]) {
   return sum;
 }
 
-// y: the input. The row of scale and shift: where a row of theirs begins. kPlain: without weight and
-// modulation.
+// y: the input. The row of scale and shift: where a row of theirs begins. kPlain: without weight
+// and modulation.
 template <bool kPlain, class T, int N>
 __device__ __forceinline__ void finish(const RmsNormSiluParams &p, float (&y)[N], float rstd,
                                        int64_t scale_row, int64_t shift_row, int64_t col,
@@ -70,9 +70,9 @@ __device__ __forceinline__ void finish(const RmsNormSiluParams &p, float (&y)[N]
 // ---------------------------------------------------------------------------------------------
 // Kernels
 
-// Threads on an SM that the registers have to allow: 40 registers in the narrowest rows, else 64.
-constexpr int wanted_threads(bool kPlain, int kThreads) {
-  return !kPlain || kThreads == kCta ? 0 : kThreads == 8 ? kManyThreads : kSomeThreads;
+// Threads on an SM that the registers have to allow.
+constexpr int wanted_threads(bool plain, int row_threads) {
+  return !plain || row_threads == kCta ? 0 : row_threads == 8 ? kManyThreads : kSomeThreads;
 }
 
 // The row in registers.
@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 constexpr char kOp[] = "rms_norm_silu";
 
-// bf16, plain, on an H200, in us, before -> after: 153600 x 256 48.8 -> 38.3 (32 threads of two vectors
-// -> 16; 32 threads of one 46.9, persistent CTAs 42.5), 1204224 x 128 154 -> 145.4 (16 threads of one
-// vector 182), 22080 x 512 12.0 -> 10.2.
+// bf16, plain, on an H200, before -> after: 153600 x 256 48.8 us -> 38.3 (16 threads of two vectors
+// for 32; 32 of one 46.9, persistent CTAs 42.5), 1204224 x 128 154 -> 145.4 (16 threads of one vector
+// 182), 22080 x 512 warm 12.0 -> 10.2.
 template <bool kPlain, class T, int N>
 int32_t launch_fast(RmsNormSiluParams &p, void *stream) {
   const auto run = [&](auto *kernel, RowPlan plan) {

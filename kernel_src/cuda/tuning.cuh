@@ -17,7 +17,10 @@
 //                          512, 768    thread; with 2 or 4; with 8
 //   kLatencyVectors        2^18        up to here one vector per thread         rows.cuh
 //   kHoldWords             64          registers for a row and its parameters   rows.cuh
-//   plan_rows              see below   layout by the row's length               norms
+//   plan_rows, plan_norm   see below   layout by the row's length               norms
+//   plan_gated             see below   the same                                 gated_norm.cu
+//   kManyThreads, kSome-   1536, 1024  threads on an SM that registers allow    norms
+//   kMaxHoldThreads        256         CTA with row and weight in registers     rms_norm.cu
 //   kHeadThreads           128         CTA                                      rope.cuh
 //   kFullThreads,          2^19, 2     from so many threads on so many heads    rope.cuh
 //     kThreadHeads                     in each
@@ -125,9 +128,9 @@ constexpr RowPlan plan_rows_general(int64_t vectors) {
   return {Shape::kLoop, kMaxThreads, 1};
 }
 
-// Up to so many vectors in the whole tensor, rows of 9 to 16 vectors are spread over twice the threads.
-// rms_norm in bf16, 4096 x 128, on an H200: 1.32 us -> 1.07. Where the GPU is full it is slower:
-// rms_norm_silu 1204224 x 128 145 us -> 182.
+// plan_rows for rms_norm and layer_norm: up to so many vectors in the whole tensor, rows of 9 to 16
+// are spread over twice the threads. rms_norm in bf16 on an H200, 4096 x 128, warm: 1.32 us -> 1.07.
+// Where the GPU is full that is slower: rms_norm_silu 1204224 x 128 145 us -> 182.
 inline constexpr int64_t kNarrowVectors = int64_t{1} << 16;
 constexpr RowPlan plan_norm(int64_t vectors, int64_t rows, bool warp_of_8) {
   if (vectors > 8 && vectors <= 16 && rows <= kNarrowVectors / vectors) {
@@ -136,10 +139,18 @@ constexpr RowPlan plan_norm(int64_t vectors, int64_t rows, bool warp_of_8) {
   return plan_rows(vectors, rows, warp_of_8);
 }
 
-// Larger CTAs with four vectors a thread leave the parameters in memory, and take 40 registers a thread:
-// layer_norm in bf16 on an H200, 4096 x 12288, 61.9 us with parameters in registers, and 52.1 so;
-// x 16384 74.1, 71.6 with 64 registers, and 68.3; eight vectors a thread 69.4.
+// Larger CTAs with four vectors a thread leave the weight in memory until it is used, and take 40
+// registers a thread; layer_norm, with two parameters, does so in all CTAs with four. layer_norm in
+// bf16 on an H200, in us, with the parameters in registers, without, in 64 registers and in 40: 4096 x
+// 16384 74.1, 71.6, 68.3 (eight vectors a thread 69.4, two 80.1), x 12288 61.9, 52.3, 52.1 (52.8,
+// 62.3), x 8192 36.0, 35.7, 35.6 (37.2, 36.5). But rms_norm 1024 x 4096, warm: 4.18 without the
+// weight, 3.41 with it.
 inline constexpr int kMaxHoldThreads = 256;
+
+// Threads on an SM that the registers of a kernel have to allow, where more of them pay: 40 registers
+// a thread, or 64. See resident_ctas.
+inline constexpr int kManyThreads = 1536;
+inline constexpr int kSomeThreads = 1024;
 
 // Registers that a thread may fill with row and parameters before the parameters are left in
 // memory (L1, mostly) until they are used. 64 leaves 16 warps or more per SM.
@@ -173,22 +184,18 @@ constexpr RowPlan plan_fused(int64_t vectors, int64_t rows, bool same_type, bool
 inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
 
 // ---------------------------------------------------------------------------------------------
-// Threads on an SM that a kernel's registers have to allow, where that pays: 40 registers a thread, or
-// 64; see resident_ctas.
-inline constexpr int kManyThreads = 1536, kSomeThreads = 1024;
-
-// ---------------------------------------------------------------------------------------------
 // Rows with a gate: gated_norm.cu
-// typed: all is known when the kernel is compiled. It then takes 40 registers, and two vectors in each
-// thread of one CTA are as fast for few rows as one. bf16 on an H200, norm first, in us, one weight
-// dtype known only at run time -> typed: 4096 x 8192 63.9 -> 48.3 (two CTAs of 64 registers 51.4, 1024
-// threads of one vector 53.9), 8 x 8192 3.15 -> 1.90 (1024 threads 1.98), 32768 x 128 cold 8.95 -> 7.43
-// (two rows a group 8.36, 16 threads of one vector 7.43, but warm 5.60 against 4.06).
-constexpr RowPlan plan_gated(int64_t vectors, int64_t rows, bool typed) {
+
+// known: the kernel is compiled for one order of steps and a weight of the row's dtype. With 40
+// registers, two vectors in each thread of a CTA are then as fast for few rows as one is. bf16 on an
+// H200, norm first, before -> after: 4096 x 8192 63.9 us -> 48.3 (64 registers 51.4, one vector in
+// 1024 threads 53.9), 8 x 8192 3.15 -> 1.90 (one vector 1.98), 32768 x 128 cold 8.95 -> 7.43, warm 6.52 ->
+// 4.06 (two rows for 8 threads 8.36 and 4.86, one vector in 16 threads 7.43 and 5.60).
+constexpr RowPlan plan_gated(int64_t vectors, int64_t rows, bool known) {
   if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
-  if (vectors <= 32 && typed) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
+  if (vectors <= 32 && known) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
   if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
-  if (!typed && vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
+  if (!known && vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
     return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
   }
   if (vectors <= 2 * kMaxThreadsX4) return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
