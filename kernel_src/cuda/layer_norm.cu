@@ -57,26 +57,36 @@ __device__ __forceinline__ void finish(const LayerNormParams &p, const Vec<T, N>
 // -0: y + -0 is y for every y, also for -0.
 constexpr float kNoBias = -0.0f;
 
+// When weight and bias are asked for. kFirst: with the row, so that the latencies overlap. kBetween:
+// before the second sum, with the row packed again; both and the row then fit 64 registers. kLate:
+// each where it is used, so that a thread waits for them once a vector: 4096 x 1000 in bf16 on an H200,
+// cold, 7.2 us, where all together behind the second sum took 5.6.
+enum class Ask { kFirst, kBetween, kLate };
+
+template <class T, class W, int N>
+constexpr Ask ask_for(int row_threads, int vectors) {
+  constexpr int kWords = Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords;
+  if (std::is_same_v<W, AnyType> || (row_threads == kCta && vectors == 8)) return Ask::kLate;
+  if (vectors <= 2) return Ask::kFirst;
+  return vectors * kWords <= kHoldWords ? Ask::kBetween : Ask::kLate;
+}
+
 // Threads on an SM that the registers of four vectors a thread have to allow. Parameters with a dtype
-// of their own leave none to save. bf16 on an H200, 4096 x 1000, cold and warm: 6.24 and 4.84 us ->
-// 5.64 and 4.03 (parameters before the sum, six CTAs of 128 threads: 5.64 and 4.43).
+// of their own leave none to save.
 template <class T, class W>
-constexpr int wanted_threads(int row_threads, int vectors) {
+constexpr int wanted_threads(int vectors, Ask ask) {
   if (!std::is_same_v<T, W> || vectors != 4) return 0;
-  return row_threads == kCta ? kManyThreads : kSomeThreads;
+  return ask == Ask::kLate ? kManyThreads : kSomeThreads;
 }
 
 // The row in registers. W: the dtype of weight and bias.
-template <class T, class W, int N, int kThreads, int kVectors>
+template <class T, class W, int N, int kThreads, int kVectors, Ask kAsk>
 __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
                                   resident_ctas(max_threads(kThreads, kVectors),
-                                                wanted_threads<T, W>(kThreads, kVectors)))
+                                                wanted_threads<T, W>(kVectors, kAsk)))
     layer_norm_kernel(const __grid_constant__ LayerNormParams p) {
   using G = Group<kThreads>;
   constexpr bool kAny = std::is_same_v<W, AnyType>;
-  // Asked for before the sum waits for x, so that the two latencies overlap; with four vectors more
-  // threads are worth more.
-  constexpr bool kHold = !kAny && kVectors <= 2;
   using Weight = std::conditional_t<kAny, char, W>;
   __shared__ float partial_sum[kPartials], partial_square[kPartials];
 
@@ -88,7 +98,11 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
   const Weight *weight = static_cast<const Weight *>(p.weight) + first * N;
   const Weight *bias = static_cast<const Weight *>(p.bias) + first * N;
   int64_t to = row * p.x_rows.cols + first * N;
-  settle(x, weight, bias, to);
+  if constexpr (kAsk == Ask::kFirst) {
+    settle(x, weight, bias, to);
+  } else {
+    settle(x, to);
+  }
   wait_for_previous();
 
   Vec<T, N> v[kVectors];
@@ -97,8 +111,9 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     v[i].zero();
     if (i * stride < vectors) v[i].template load<Cache::kStream>(x + i * stride * N);
   }
-  ParamVec<W, N> w[kHold ? kVectors : 1], b[kHold ? kVectors : 1];
-  if constexpr (kHold) {
+  constexpr int kHeld = kAsk == Ask::kLate ? 1 : kVectors;
+  ParamVec<W, N> w[kHeld], b[kHeld];
+  if constexpr (kAsk == Ask::kFirst) {
     load_early(w, p.weight != nullptr, weight, stride, vectors, 1.0f);
     load_early(b, p.bias != nullptr, bias, stride, vectors, kNoBias);
   }
@@ -116,6 +131,11 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     // Past the end of the row there are zeros, which are no deviations.
     sums[i] = i * stride < vectors ? sum_of_squared_deviations(v[i], mean) : 0.0f;
   }
+  if constexpr (kAsk == Ask::kBetween) {
+    load_early(w, p.weight != nullptr, weight, stride, vectors, 1.0f);
+    load_early(b, p.bias != nullptr, bias, stride, vectors, kNoBias);
+    keep_loads_above(p.zero);
+  }
   const float sum = G::sum(sums, partial_square);
   const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
 
@@ -124,13 +144,19 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     if (i * stride >= vectors) break;
     if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
     float scales[N], shifts[N];
-    if constexpr (kHold) {
-      w[i].get(scales);
-      b[i].get(shifts);
-    } else {
+    if constexpr (kAny) {
       const int col = (first + i * stride) * N;
       load_param<W>(scales, p.weight, p.weight_type, col, 1.0f);
       load_param<W>(shifts, p.bias, p.bias_type, col, kNoBias);
+    } else {
+      constexpr bool kLate = kAsk == Ask::kLate;
+      if constexpr (kLate) {
+        const int at = first + i * stride;
+        load_params(w, p.weight, at, 0, at + 1, 1.0f);
+        load_params(b, p.bias, at, 0, at + 1, kNoBias);
+      }
+      w[kLate ? 0 : i].get(scales);
+      b[kLate ? 0 : i].get(shifts);
     }
     finish(p, v[i], mean, scale, scales, shifts, to + i * stride * N);
   }
@@ -185,7 +211,7 @@ struct Kernels {
   static constexpr int words() { return Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords; }
   template <int kThreads, int kVectors>
   static auto kernel() {
-    return &layer_norm_kernel<T, W, N, kThreads, kVectors>;
+    return &layer_norm_kernel<T, W, N, kThreads, kVectors, ask_for<T, W, N>(kThreads, kVectors)>;
   }
   static auto loop() { return &layer_norm_loop_kernel<T, N>; }
 };
@@ -193,10 +219,14 @@ struct Kernels {
 // Vectors of 16 bytes, a row that registers hold.
 template <class T, class W>
 int32_t launch_fast(LayerNormParams &p, void *stream) {
-  using K = Kernels<T, W, kVectorBytes / static_cast<int>(sizeof(T))>;
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  using K = Kernels<T, W, N>;
   const RowPlan plan = plan_norm(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
   if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
+  if (plan.shape == Shape::kCtaX4 && params_late(plan, p.vectors, p.x_rows.rows)) {
+    return run(&layer_norm_kernel<T, W, N, kCta, 4, Ask::kLate>);
+  }
   return run(select_kernel<K>(plan.shape));
 }
 

@@ -15,6 +15,14 @@ namespace hfp::cuda {
 
 // These addresses and offsets are computed before what follows, that is wait_for_previous. 64 bits
 // each, and never negative.
+template <class A, class B>
+__device__ __forceinline__ void settle(A &a, B &b) {
+  asm volatile(
+      "{\n.reg .pred never;\n.reg .b64 all;\n"
+      "or.b64 all, %0, %1;\n"
+      "setp.lt.s64 never, all, 0;\n@never exit;\n}"
+      : "+l"(a), "+l"(b));
+}
 template <class A, class B, class C>
 __device__ __forceinline__ void settle(A &a, B &b, C &c) {
   asm volatile(

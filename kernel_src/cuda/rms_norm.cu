@@ -134,10 +134,6 @@ __device__ __forceinline__ void finish_share(const RmsNormParams &p, Vec<T, N> (
   }
 }
 
-constexpr int bound_threads(int row_threads, int vectors, bool hold) {
-  if (row_threads == kCta && vectors == 4 && hold) return kMaxHoldThreads;
-  return max_threads(row_threads, vectors);
-}
 // Threads on an SM that the registers have to allow. A weight with a dtype of its own leaves none to
 // save.
 template <class T, class W>
@@ -150,8 +146,8 @@ constexpr int wanted_threads(int row_threads, int vectors, bool hold) {
 // The row in registers. W: the dtype of the weight. kHold: it is asked for before the sum, so that
 // the two latencies overlap.
 template <class T, class W, int N, int kThreads, int kVectors, bool kHold>
-__global__ void __launch_bounds__(bound_threads(kThreads, kVectors, kHold),
-                                  resident_ctas(bound_threads(kThreads, kVectors, kHold),
+__global__ void __launch_bounds__(max_threads(kThreads, kVectors),
+                                  resident_ctas(max_threads(kThreads, kVectors),
                                                 wanted_threads<T, W>(kThreads, kVectors, kHold)))
     rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
   using G = Group<kThreads>;
@@ -250,7 +246,7 @@ int32_t launch_fast(RmsNormParams &p, void *stream) {
   const RowPlan plan = plan_norm(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
   if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
-  if (plan.shape == Shape::kCtaX4 && plan.threads > kMaxHoldThreads) {
+  if (plan.shape == Shape::kCtaX4 && params_late(plan, p.vectors, p.x_rows.rows)) {
     return run(&rms_norm_kernel<T, W, N, kCta, 4, false>);
   }
   return run(select_kernel<K>(plan.shape));

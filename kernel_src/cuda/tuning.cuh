@@ -20,7 +20,8 @@
 //   plan_rows, plan_norm   see below   layout by the row's length               norms
 //   plan_gated             see below   the same                                 gated_norm.cu
 //   kManyThreads, kSome-   1536, 1024  threads on an SM that registers allow    norms
-//   kMaxHoldThreads        256         CTA with row and weight in registers     rms_norm.cu
+//   kMaxHoldThreads,       256, 2^21   row and parameters in registers up to    rms_norm.cu,
+//     kHoldVectors                     here; else the row                       layer_norm.cu
 //   kHeadThreads           128         CTA                                      rope.cuh
 //   kFullThreads,          2^19, 2     from so many threads on so many heads    rope.cuh
 //     kThreadHeads                     in each
@@ -139,13 +140,17 @@ constexpr RowPlan plan_norm(int64_t vectors, int64_t rows, bool warp_of_8) {
   return plan_rows(vectors, rows, warp_of_8);
 }
 
-// Larger CTAs with four vectors a thread leave the weight in memory until it is used, and take 40
-// registers a thread; layer_norm, with two parameters, does so in all CTAs with four. layer_norm in
-// bf16 on an H200, in us, with the parameters in registers, without, in 64 registers and in 40: 4096 x
-// 16384 74.1, 71.6, 68.3 (eight vectors a thread 69.4, two 80.1), x 12288 61.9, 52.3, 52.1 (52.8,
-// 62.3), x 8192 36.0, 35.7, 35.6 (37.2, 36.5). But rms_norm 1024 x 4096, warm: 4.18 without the
-// weight, 3.41 with it.
+// CTAs of more threads than kMaxHoldThreads, with four vectors each, leave the parameters in memory
+// until they are used, and take 40 registers a thread, where the tensor has more than kHoldVectors.
+// layer_norm in bf16 on an H200, in us, with the parameters in registers, without, in 64 registers and
+// in 40: 4096 x 16384 74.1, 71.6, 68.3 (eight vectors a thread 69.4, two 80.1), x 12288 61.9, 52.3, 52.1
+// (52.8, 62.3). Of fewer rows each is waited for: rms_norm 512 x 16384 10.1 with the weight, 11.2
+// without, and 1024 x 4096, warm, 3.41 and 4.18.
 inline constexpr int kMaxHoldThreads = 256;
+inline constexpr int64_t kHoldVectors = int64_t{1} << 21;
+constexpr bool params_late(const RowPlan &plan, int64_t vectors, int64_t rows) {
+  return plan.threads > kMaxHoldThreads && rows > kHoldVectors / vectors;
+}
 
 // Threads on an SM that the registers of a kernel have to allow, where more of them pay: 40 registers
 // a thread, or 64. See resident_ctas.
