@@ -461,12 +461,13 @@ int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gat
   args.gate = g.data;
   args.weight = w.data;
   args.type = a.type;
-  // Row r has the weights of group r % groups.
+  // Row r has the weights of group r % groups; of one group, with a stride of 0 and no division.
+  const int64_t groups = a.last() / size;
   args.weight_rows.rows = args.x_rows.rows;
   args.weight_rows.cols = size;
-  args.weight_rows.n2 = a.last() / size;
+  args.weight_rows.n2 = groups > 1 ? groups : args.x_rows.rows;
   args.weight_rows.n1 = args.x_rows.rows / args.weight_rows.n2;
-  args.weight_rows.s2 = size;
+  args.weight_rows.s2 = groups > 1 ? size : 0;
   args.eps = static_cast<float>(eps);
   args.norm_before_gate = norm_before_gate != 0;
   args.weight_type = w.present ? w.type : a.type;

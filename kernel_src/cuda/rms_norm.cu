@@ -1,5 +1,6 @@
 // rms_norm.cu: out = x * rsqrt(mean(x^2) + eps) * weight + bias over rows; hfp_rms_norm on CUDA.
 // Zhang & Sennrich, arXiv:1910.07467. Where it rounds: HFP_CAST_* in hfpatch.h.
+#include "ordered.cuh"
 #include "packed.cuh"
 #include "rows.cuh"
 
@@ -94,24 +95,31 @@ __device__ __forceinline__ void finish_twos(const RmsNormParams &p, const Vec<T,
   mul_twos(hat, w).store(static_cast<T *>(p.out) + at);
 }
 
-template <Mode kMode, class G, bool kHold, class T, class W, int N, int kVectors, int kParams>
-__device__ __forceinline__ void finish_row(const RmsNormParams &p, Vec<T, N> (&v)[kVectors],
-                                           const ParamVec<W, N> (&w)[kParams], float scale,
-                                           int64_t row, int vectors) {
+// Where one thread's share of a row lies; vector i is i * stride vectors on.
+struct Share {
+  int first, stride, vectors;  // of a row; vectors: left from the first one on
+  int64_t to;                  // of the first one, in out
+};
+
+template <Mode kMode, bool kHold, class T, class W, int N, int kVectors, int kParams>
+__device__ __forceinline__ void finish_share(const RmsNormParams &p, Vec<T, N> (&v)[kVectors],
+                                             const ParamVec<W, N> (&w)[kParams], float scale,
+                                             const Share &share) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = G::index() + i * G::stride();
-    if (at >= vectors) break;
-    const int64_t to = row * p.x_rows.cols + at * N;
+    const int skipped = i * share.stride;
+    if (skipped >= share.vectors) break;
+    const int64_t to = share.to + skipped * N;
+    const int col = (share.first + skipped) * N;
     if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
     if constexpr (std::is_same_v<W, AnyType>) {
-      finish_any(p, v[i], scale, at * N, to);
+      finish_any(p, v[i], scale, col, to);
     } else if constexpr (kMode == Mode::kRoundXhat && std::is_same_v<T, W> && kInTwos<T, N>) {
       Vec<W, N> weight;
       if constexpr (kHold) {
         weight = w[i];
       } else {  // there is one in this mode
-        weight.template load<Cache::kReadOnly>(static_cast<const W *>(p.weight) + at * N);
+        weight.template load<Cache::kReadOnly>(static_cast<const W *>(p.weight) + col);
       }
       finish_twos(p, v[i], scale, weight, to);
     } else {
@@ -119,37 +127,57 @@ __device__ __forceinline__ void finish_row(const RmsNormParams &p, Vec<T, N> (&v
       if constexpr (kHold) {
         w[i].get(weight);
       } else {
-        load_param<W>(weight, p.weight, p.weight_type, at * N, 1.0f);
+        load_param<W>(weight, p.weight, p.weight_type, col, 1.0f);
       }
       finish<kMode, T, W>(p, v[i], scale, weight, to);
     }
   }
 }
 
-// The row in registers. W: the dtype of the weight.
-template <class T, class W, int N, int kThreads, int kVectors>
-__global__ void __launch_bounds__(max_threads(kThreads, kVectors))
+// Threads on an SM that the registers have to allow. A weight with a dtype of its own leaves none to
+// save.
+template <class T, class W>
+constexpr int wanted_threads(int row_threads, int vectors, bool hold) {
+  if (!std::is_same_v<T, W> || vectors == 8) return 0;
+  if (row_threads == kCta) return vectors == 1 ? 0 : hold ? kSomeThreads : kManyThreads;
+  return vectors == 4 ? kSomeThreads : kManyThreads;
+}
+
+// The row in registers. W: the dtype of the weight. kHold: it is asked for before the sum, so that
+// the two latencies overlap.
+template <class T, class W, int N, int kThreads, int kVectors, bool kHold>
+__global__ void __launch_bounds__(max_threads(kThreads, kVectors),
+                                  resident_ctas(max_threads(kThreads, kVectors),
+                                                wanted_threads<T, W>(kThreads, kVectors, kHold)))
     rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
-  wait_for_previous();
   using G = Group<kThreads>;
-  constexpr bool kHold =
-      kHoldParams<W, kThreads, kVectors, Vec<T, N>::kWords + ParamVec<W, N>::kWords>;
+  constexpr bool kAny = std::is_same_v<W, AnyType>;
+  using Weight = std::conditional_t<kAny, char, W>;
   __shared__ float partial[kPartials];
 
   const int64_t row = G::row(p.first_row);
-  const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
-  const T *x = static_cast<const T *>(p.x) + (vectors > 0 ? row_offset(p.x_rows, row) : 0);
+  const bool known = row < p.x_rows.rows;
+  Share share{G::index(), G::stride(), 0, row * p.x_rows.cols + G::index() * N};
+  if (known) share.vectors = static_cast<int>(p.vectors) - share.first;
+  const T *x =
+      static_cast<const T *>(p.x) + (known ? row_offset(p.x_rows, row) : 0) + share.first * N;
+  const Weight *weight = static_cast<const Weight *>(p.weight) + share.first * N;
+  settle(x, weight, share.to);
+  wait_for_previous();
 
   Vec<T, N> v[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = G::index() + i * G::stride();
     v[i].zero();
-    if (at < vectors) v[i].template load<Cache::kStream>(x + at * N);
+    if (i * share.stride < share.vectors) {
+      v[i].template load<Cache::kStream>(x + i * share.stride * N);
+    }
   }
-  // Asked for before the sum waits for x, so that the two latencies overlap.
   ParamVec<W, N> w[kHold ? kVectors : 1];
-  if constexpr (kHold) load_params<G>(w, p.weight, vectors, 1.0f);
+  if constexpr (kHold) {
+    load_early(w, p.weight != nullptr, weight, share.stride, share.vectors, 1.0f);
+  }
+  keep_loads_above(p.zero);
 
   float squares[kVectors];
 #pragma unroll
@@ -157,13 +185,13 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   const float sum = G::sum(squares, partial);
   const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
 
-  if (std::is_same_v<W, AnyType> || !p.two_step) {
-    finish_row<Mode::kOnce, G, kHold>(p, v, w, scale, row, vectors);
+  if (kAny || !p.two_step) {
+    finish_share<Mode::kOnce, kHold>(p, v, w, scale, share);
   } else if (!std::is_same_v<T, float> &&
              (std::is_same_v<T, W> || p.round_type != DType::F32)) {
-    finish_row<Mode::kRoundXhat, G, kHold>(p, v, w, scale, row, vectors);
+    finish_share<Mode::kRoundXhat, kHold>(p, v, w, scale, share);
   } else {
-    finish_row<Mode::kProduct, G, kHold>(p, v, w, scale, row, vectors);
+    finish_share<Mode::kProduct, kHold>(p, v, w, scale, share);
   }
 }
 
@@ -204,7 +232,8 @@ struct Kernels {
   static constexpr int words() { return Vec<T, N>::kWords + ParamVec<W, N>::kWords; }
   template <int kThreads, int kVectors>
   static auto kernel() {
-    return &rms_norm_kernel<T, W, N, kThreads, kVectors>;
+    return &rms_norm_kernel<T, W, N, kThreads, kVectors,
+                            kHoldParams<W, kThreads, kVectors, words()>>;
   }
   static auto loop() { return &rms_norm_loop_kernel<T, N>; }
 };
@@ -212,9 +241,12 @@ struct Kernels {
 // Vectors of 16 bytes, a row that registers hold.
 template <class T, class W>
 int32_t launch_fast(RmsNormParams &p, void *stream) {
-  using K = Kernels<T, W, kVectorBytes / static_cast<int>(sizeof(T))>;
-  const RowPlan plan = plan_rows(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
-  return launch_rows(select_kernel<K>(plan.shape), plan, p, stream, kOp);
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  using K = Kernels<T, W, N>;
+  const RowPlan plan = plan_norm(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
+  const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
+  if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
+  return run(select_kernel<K>(plan.shape));
 }
 
 template <class T, int N>

@@ -19,7 +19,11 @@
 //                          512, 768    thread; with 2 or 4; with 8
 //   kLatencyVectors        2^18        up to here one vector per thread         rows.cuh
 //   kHoldWords             64          registers for a row and its parameters   rows.cuh
-//   plan_rows              see below   layout by the row's length               norms
+//   plan_rows, plan_norm   see below   layout by the row's length               norms
+//   plan_gated             see below   the same                                 gated_norm.cu
+//   kManyThreads, kSome-   1536, 1024  threads on an SM that registers allow    norms
+//   kMaxHoldThreads,       256, 2^21   row and parameters in registers up to    layer_norm.cu
+//     kHoldVectors                     here; else the row
 //   kHeadThreads           128         CTA                                      rope.cuh
 //   kFullThreads,          2^19, 2     with a norm, from so many threads on     rope.cuh
 //     kThreadHeads                     so many heads in each
@@ -140,6 +144,34 @@ constexpr RowPlan plan_rows_general(int64_t vectors) {
   return {Shape::kLoop, kMaxThreads, 1};
 }
 
+// plan_rows for rms_norm and layer_norm: up to so many vectors in the whole tensor, rows of 9 to 16
+// are spread over twice the threads. rms_norm in bf16 on an H200, 4096 x 128, warm: 1.32 us -> 1.07.
+// Where the GPU is full that is slower: rms_norm_silu 1204224 x 128 145 us -> 182.
+inline constexpr int64_t kNarrowVectors = int64_t{1} << 16;
+constexpr RowPlan plan_norm(int64_t vectors, int64_t rows, bool warp_of_8) {
+  if (vectors > 8 && vectors <= 16 && rows <= kNarrowVectors / vectors) {
+    return {Shape::k16x1, kRowThreads, kRowThreads / 16};
+  }
+  return plan_rows(vectors, rows, warp_of_8);
+}
+
+// CTAs of more threads than kMaxHoldThreads, with four vectors each, leave weight and bias in memory
+// until they are used, and take 40 registers a thread, where the tensor has more than kHoldVectors.
+// layer_norm in bf16 on an H200, in us, with the parameters in registers, without, in 64 registers and
+// in 40: 4096 x 16384 74.1, 71.6, 68.3 (eight vectors a thread 69.4, two 80.1), x 12288 61.9, 52.3, 52.1
+// (52.8, 62.3). With fewer rows each one's loads are waited for (512 x 16384 12.0 and 13.2); rms_norm
+// has one parameter less and gains nothing.
+inline constexpr int kMaxHoldThreads = 256;
+inline constexpr int64_t kHoldVectors = int64_t{1} << 21;
+constexpr bool params_late(const RowPlan &plan, int64_t vectors, int64_t rows) {
+  return plan.threads > kMaxHoldThreads && rows > kHoldVectors / vectors;
+}
+
+// Threads on an SM that the registers of a kernel have to allow, where more of them pay: 40 registers
+// a thread, or 64. See resident_ctas.
+inline constexpr int kManyThreads = 1536;
+inline constexpr int kSomeThreads = 1024;
+
 // Registers that a thread may fill with row and parameters before the parameters are left in
 // memory (L1, mostly) until they are used. 64 leaves 16 warps or more per SM.
 inline constexpr int kHoldWords = 64;
@@ -205,6 +237,25 @@ constexpr RowPlan plan_fused_rest(int64_t vectors, bool sum) {
   return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
 }
 inline constexpr int64_t kMaxFusedVectors = 4 * kMaxThreadsX4;
+
+// ---------------------------------------------------------------------------------------------
+// Rows with a gate: gated_norm.cu
+
+// known: the kernel is compiled for one order of steps and a weight of the row's dtype. With 40
+// registers, two vectors in each thread of a CTA are then as fast for few rows as one is. bf16 on an
+// H200, norm first, before -> after: 4096 x 8192 63.9 us -> 48.3 (64 registers 51.4, one vector in
+// 1024 threads 53.9), 8 x 8192 3.15 -> 1.90 (one vector 1.98), 32768 x 128 cold 8.95 -> 7.43, warm 6.52 ->
+// 4.06 (two rows for 8 threads 8.36 and 4.86, one vector in 16 threads 7.43 and 5.60).
+constexpr RowPlan plan_gated(int64_t vectors, int64_t rows, bool known) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 32 && known) return {Shape::k16x2, kRowThreads, kRowThreads / 16};
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (!known && vectors <= kMaxThreads && rows <= kLatencyFused / vectors) {
+    return {Shape::kCtaX1, cta_threads(vectors, 1), 1};
+  }
+  if (vectors <= 2 * kMaxThreadsX4) return {Shape::kCtaX2, cta_threads(vectors, 2), 1};
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
 
 // ---------------------------------------------------------------------------------------------
 // RoPE

@@ -1,0 +1,78 @@
+// ordered.cuh: what keeps a kernel's steps in the order in which they are written: addresses, the
+// wait for the kernel before, loads, the sum over the row.
+//
+// ptxas moves them to where that saves registers: the wait above the arithmetic of the same basic
+// block, which then begins only when the kernel before has ended; and loads below the sum, where
+// their values are used, so that their latency comes on top of the sum's. Mostly it moves neither
+// past an instruction that leaves the kernel. Those here are never taken. A kernel of rms_norm in bf16
+// on an H200, warm, with both, with the wait first, and with the weight read after the sum: 4096 x 512
+// 2.2 us, 2.4, 2.7; 1024 x 4096 3.4, 3.7, 4.2.
+#pragma once
+
+#include "common.cuh"
+
+namespace hfp::cuda {
+
+// These addresses and offsets are computed before what follows, that is wait_for_previous. 64 bits
+// each, and never negative.
+template <class A, class B>
+__device__ __forceinline__ void settle(A &a, B &b) {
+  asm volatile(
+      "{\n.reg .pred never;\n.reg .b64 all;\n"
+      "or.b64 all, %0, %1;\n"
+      "setp.lt.s64 never, all, 0;\n@never exit;\n}"
+      : "+l"(a), "+l"(b));
+}
+template <class A, class B, class C>
+__device__ __forceinline__ void settle(A &a, B &b, C &c) {
+  asm volatile(
+      "{\n.reg .pred never;\n.reg .b64 all;\n"
+      "or.b64 all, %0, %1;\nor.b64 all, all, %2;\n"
+      "setp.lt.s64 never, all, 0;\n@never exit;\n}"
+      : "+l"(a), "+l"(b), "+l"(c));
+}
+template <class A, class B, class C, class D>
+__device__ __forceinline__ void settle(A &a, B &b, C &c, D &d) {
+  asm volatile(
+      "{\n.reg .pred never;\n.reg .b64 all;\n"
+      "or.b64 all, %0, %1;\nor.b64 all, all, %2;\nor.b64 all, all, %3;\n"
+      "setp.lt.s64 never, all, 0;\n@never exit;\n}"
+      : "+l"(a), "+l"(b), "+l"(c), "+l"(d));
+}
+
+// The loads so far are asked for before what follows; those of Cache::kReadOnly may sink all the
+// same. zero: a kernel parameter that is 0.
+__device__ __forceinline__ void keep_loads_above(uint32_t zero) {
+  asm volatile("{\n.reg .pred never;\nsetp.ne.u32 never, %0, 0;\n@never exit;\n}" ::"r"(zero)
+               : "memory");
+}
+
+// A thread's vectors of a parameter: from `from` on, where `vectors` of the row are left, each
+// `stride`. To be kept above the sum, hence not Cache::kReadOnly. An absent one is `otherwise`.
+template <class V, class W, int kVectors>
+__device__ __forceinline__ void load_early(V (&v)[kVectors], bool present, const W *from,
+                                           int stride, int vectors, float otherwise) {
+  constexpr int N = V::kBytes / static_cast<int>(sizeof(W));
+  float value[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) value[i] = otherwise;
+  if (present) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (i * stride < vectors) v[i].template load<Cache::kTwice>(from + i * stride * N);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) v[i].set(value);
+  }
+}
+
+// For __launch_bounds__: the CTAs that give an SM `wanted` threads, or as many as it can have.
+constexpr int resident_ctas(int threads, int wanted) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  wanted = wanted < 1024 ? wanted : 1024;
+#endif
+  return wanted < threads ? 1 : wanted / threads;
+}
+
+}  // namespace hfp::cuda
