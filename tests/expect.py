@@ -57,11 +57,14 @@ RECALLED = {
 
 
 def is_fused_block(module: nn.Module) -> bool:
-    """A hook on a norm or an attention inside would not fire, so such a block is not fused."""
-    return type(module).__name__ in FUSED_BLOCKS and not any(
+    """A hook on a norm or an attention inside would not fire, so such a block is not fused; on a
+    norm that it calls as a module it does."""
+    name = type(module).__name__
+    return name in FUSED_BLOCKS and not any(
         "_hf_hook" in m.__dict__
         for path, m in module.named_modules()
-        if "norm" in path.rpartition(".")[2] or path in ("attn", "attn1", "attn2")
+        if ("norm" in path.rpartition(".")[2] and (name, path) not in CALLED_NORMS)
+        or path in ("attn", "attn1", "attn2")
     )
 
 
