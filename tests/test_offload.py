@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+import zoo_models
 from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers.hooks import HookRegistry
@@ -91,6 +92,20 @@ def test_accelerate_hooks_in_either_order(
     assert torch.equal(entry.run(model, inputs), original)
     if placement == "hooks everywhere":
         assert "_hf_hook" in model.get_submodule(next(iter(swaps))).__dict__
+
+
+def test_a_vae_under_sequential_offload() -> None:
+    """Of a residual block only the norm that it calls has weights, so hooks inside let it be."""
+    vae = zoo_models.ltx_vae().eval()
+    cpu_offload(vae, "cpu", offload_buffers=bool(vae._parameters))
+    x = torch.randn(1, 3, 9, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = vae.encode(x).latent_dist.mean
+        swaps = {s.path: s.op for s in hfpatch.apply(vae).swaps}
+        got = vae.encode(x).latent_dist.mean
+    assert swaps == expected_swaps(vae)
+    assert any(type(vae.get_submodule(p)).__name__ == "LTXVideoResnetBlock3d" for p in swaps)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("order", ["patch first", "hooks first"])
