@@ -225,6 +225,7 @@ int32_t launch_fast(LayerNormParams &p, void *stream) {
   using K = Kernels<T, W, N>;
   const RowPlan plan = plan_norm(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
+  if (plan.shape == Shape::k8x1) return run(K::template kernel<8, 1>());
   if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
   if (plan.shape == Shape::kCtaX4 && params_late(plan, p.vectors, p.x_rows.rows)) {
     return run(&layer_norm_kernel<T, W, N, kCta, 4, Ask::kLate>);

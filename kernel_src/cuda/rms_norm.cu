@@ -245,6 +245,7 @@ int32_t launch_fast(RmsNormParams &p, void *stream) {
   using K = Kernels<T, W, N>;
   const RowPlan plan = plan_norm(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
+  if (plan.shape == Shape::k8x1) return run(K::template kernel<8, 1>());
   if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
   return run(select_kernel<K>(plan.shape));
 }

@@ -144,12 +144,14 @@ constexpr RowPlan plan_rows_general(int64_t vectors) {
   return {Shape::kLoop, kMaxThreads, 1};
 }
 
-// plan_rows for rms_norm and layer_norm: up to so many vectors in the whole tensor, rows of 9 to 16
-// are spread over twice the threads. rms_norm in bf16 on an H200, 4096 x 128, warm: 1.32 us -> 1.07.
-// Where the GPU is full that is slower: rms_norm_silu 1204224 x 128 145 us -> 182.
+// plan_rows for rms_norm and layer_norm. Rows of up to 8 vectors are one each for 8 threads, as a
+// second would be empty. Up to so many vectors in the whole tensor, rows of 9 to 16 are one each for
+// 16 threads: rms_norm in bf16 on an H200, 4096 x 128, warm, 1.32 us -> 1.07. Where the GPU is full
+// that is slower: rms_norm_silu 1204224 x 128 145 us -> 182.
 inline constexpr int64_t kNarrowVectors = int64_t{1} << 16;
 constexpr RowPlan plan_norm(int64_t vectors, int64_t rows, bool warp_of_8) {
-  if (vectors > 8 && vectors <= 16 && rows <= kNarrowVectors / vectors) {
+  if (vectors <= 8) return {Shape::k8x1, kRowThreads, kRowThreads / 8};
+  if (vectors <= 16 && rows <= kNarrowVectors / vectors) {
     return {Shape::k16x1, kRowThreads, kRowThreads / 16};
   }
   return plan_rows(vectors, rows, warp_of_8);
