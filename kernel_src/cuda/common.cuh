@@ -336,8 +336,9 @@ inline constexpr int64_t kMaxGrid = 2147483647;  // gridDim.x, compute capabilit
 // A kernel whose parameters declare `static constexpr bool kStartsEarly = true` is launched while
 // the one before it in the stream still runs (programmatic dependent launch, sm_90 and newer): its
 // CTAs are placed and wait here, which hides about a microsecond of launch latency per kernel. So
-// every thread of such a kernel must call this first, before it touches memory that anything wrote:
-// also the parameters, which an optimizer may just have updated.
+// every thread of such a kernel must call this before it touches memory that anything wrote: also the
+// parameters, which an optimizer may just have updated. A thread that has nothing to do may leave
+// before, as long as one of its CTA waits: else the kernel could end before the one that it follows.
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
