@@ -247,7 +247,6 @@ class BlockSubject(Subject):
         weights = 0
         if like:
             weights = sum(p.numel() for p in self.module.parameters() if p.ndim > 1)
-            opaque.register(self.module, anchor)
         distributed = torch.distributed.is_available()
 
         def partitioned(block: nn.Module) -> bool:
@@ -285,6 +284,8 @@ class BlockSubject(Subject):
                             return run(self, hidden_states, *args, **kwargs, **chain)
             return original(self, hidden_states, *args, **kwargs)
 
+        if like:
+            opaque.register(self.module, anchor, forward)
         return forward
 
     # A block is proven as a whole, by `prove_block`.

@@ -7,8 +7,8 @@ at the call what they decide in eager mode, also to run the original.
 
 Blocks that follow each other in a model that is traced as a whole are one operator together, so
 that they share what they share in eager mode. Which do is only known at the last one: each block is
-written as an operator of all blocks up to it, from the first one's inputs, and those whose results
-nothing reads are dropped from the graph with the rest of its dead code.
+written as an operator of all blocks up to it, from the first one's inputs, as long as nothing else
+uses the results of the one before, which is dropped from the graph with the rest of its dead code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import nn
 
-from hfpatch.patches.base import Tensor
+from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.memo import Operator
 
 #: Where compiled models call fused blocks. On the CPU inductor's own code is as fast.
@@ -70,6 +71,22 @@ class _Trace:
 
 
 _trace = _Trace()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _results_are_unread() -> bool:
+    """Whether nothing in the graph that dynamo traces now uses the results of its last operator:
+    writing to them, which leaves them the same tensors, or reading them, for which they would be
+    computed twice. Its constant result is of the place in the graph, so each call has its own."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        graph = InstructionTranslator.current_tx().output.graph
+        operator = torch.ops.hfpatch.blocks
+        made = [n for n in graph.nodes if n.target in (operator, operator.default)][-1]
+        return all(n.target is getitem and not n.users for n in made.users)
+    except Exception:  # dynamo's inside is another one: each block by itself
+        return False
 
 
 def trace_whole(original: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -131,7 +148,7 @@ def call_compiled(
     anchors: list[Tensor] = [found]
     hooked = len(block._forward_hooks) > 0 or len(block._forward_pre_hooks) > 0
     run = _trace.run
-    if run is not None and not hooked and run.goes_on(tensors, call):
+    if run is not None and not hooked and run.goes_on(tensors, call) and _results_are_unread():
         anchors, tensors = [*run.anchors, found], run.tensors
     results = torch.ops.hfpatch.blocks(anchors, tensors, call, len(like))
     if _trace.whole:
@@ -188,7 +205,7 @@ def _call(anchors: list[Tensor], tensors: list[Tensor], call: str, results: int)
     found: list[Any] = []
     with Operator(len(blocks)):
         for block in blocks:
-            made = block.forward(**given)
+            made = _blocks[block][1](block, **given)
             found = list(made) if isinstance(made, tuple) else [made]
             got = [(t.shape, t.dtype) if isinstance(t, Tensor) else t for t in found]
             if got != expected:
@@ -221,15 +238,17 @@ torch.library.register_fake("hfpatch::blocks", _shape, lib=_library)
 # Which block it is
 
 _lock = threading.Lock()
-#: Blocks whose patched forward may be called so, and the paths of their anchors.
-_blocks: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+#: Blocks that may be called so: the paths of their anchors, and their patched forwards, without
+#: what may stand around these by now: dynamo traced that.
+_blocks: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], Forward]]
+_blocks = weakref.WeakKeyDictionary()
 _by_address: dict[int, weakref.ref[nn.Module]] = {}
 
 
-def register(block: nn.Module, anchor: tuple[str, ...]) -> None:
-    """Let `block` be found by its parameter at the path `anchor`."""
+def register(block: nn.Module, anchor: tuple[str, ...], forward: Forward) -> None:
+    """Let `block` be found by its parameter at the path `anchor`, to call `forward` with it."""
     with _lock:
-        _blocks[block] = anchor
+        _blocks[block] = anchor, forward
 
 
 def _address(block: nn.Module, path: tuple[str, ...]) -> int | None:
@@ -248,13 +267,13 @@ def _block_of(anchor: Tensor) -> nn.Module:
     address = anchor.data_ptr()
     ref = _by_address.get(address)
     block = ref() if ref is not None else None
-    if block is not None and _address(block, _blocks[block]) == address:
+    if block is not None and _address(block, _blocks[block][0]) == address:
         return block
     with _lock:
         _register_copies()
         found: dict[int, nn.Module] = {}
         shared: dict[int, tuple[str, ...]] = {}  # by blocks of other weights: belongs to none
-        for each, path in list(_blocks.items()):
+        for each, (path, _) in list(_blocks.items()):
             at = _address(each, path)
             if at is None or "forward" not in each.__dict__:
                 continue
@@ -280,7 +299,13 @@ def _block_of(anchor: Tensor) -> nn.Module:
 
 def _register_copies() -> None:
     """Deep copies of blocks have their forwards, and were never registered."""
-    paths = {type(block): path for block, path in _blocks.items()}
+    known = {type(block): path for block, (path, _) in _blocks.items()}
+    forwards = {forward for _, forward in _blocks.values()}
     for each in gc.get_objects():
-        if type(each) in paths and each not in _blocks:
-            _blocks[each] = paths[type(each)]
+        if type(each) in known and each not in _blocks:
+            own = (each.__dict__.get(name) for name in ("forward", "_old_forward"))
+            found = [
+                f for f in (getattr(method, "__func__", None) for method in own) if f in forwards
+            ]
+            if found:
+                _blocks[each] = known[type(each)], found[0]
