@@ -73,7 +73,6 @@ class _Trace:
 _trace = _Trace()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _results_are_unread() -> bool:
     """Whether nothing in the graph that dynamo traces now uses the results of its last operator:
     writing to them, which leaves them the same tensors, or reading them, for which they would be
@@ -87,6 +86,10 @@ def _results_are_unread() -> bool:
         return all(n.target is getitem and not n.users for n in made.users)
     except Exception:  # dynamo's inside is another one: each block by itself
         return False
+
+
+# What `torch.compiler.assume_constant_result` does, which imports dynamo: over a second.
+_results_are_unread._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def trace_whole(original: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
