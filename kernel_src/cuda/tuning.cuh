@@ -31,7 +31,7 @@
 //   kCrossThreads, -Unroll 512, 4      CTA; vectors on their way                cross_entropy.cu
 //   kCrossCluster-         256, 32     CTA of a cluster; rows up to which       cross_entropy.cu
 //     Threads, -Rows                   there are clusters
-//   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward.cuh
+//   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward_few.cuh
 //     -Threads
 //   kFewSum-Threads,       512, 2      CTA of little work; vectors of columns   broadcast_backward.cu
 //     -Lanes                           in it
