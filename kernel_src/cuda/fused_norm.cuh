@@ -29,25 +29,6 @@ struct FusedNormParams {
 template <class T, class P>
 using Promoted = std::conditional_t<std::is_same_v<T, P>, T, float>;
 
-template <class T, int N>
-__device__ __forceinline__ float sum_of(const Vec<T, N> &v) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum += x[i];
-  return sum;
-}
-
-// The squares themselves for mean == 0.
-template <class T, int N>
-__device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, float mean) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
-  return sum;
-}
-
 // v = residual + gate * v, rounded to T.
 template <class T, int N>
 __device__ __forceinline__ void add_residual(Vec<T, N> &v, const Vec<T, N> &residual,
@@ -165,8 +146,5 @@ __device__ __forceinline__ void finish_affine(const FusedNormParams &p, float (&
     store_as<T>(p.out, at, y);
   }
 }
-
-// -0: y + -0 is y for every y, also for -0.
-inline constexpr float kNoBias = -0.0f;
 
 }  // namespace hfp::cuda

@@ -26,24 +26,6 @@ struct LayerNormParams {
 // Kernels
 
 template <class T, int N>
-__device__ __forceinline__ float sum_of(const Vec<T, N> &v) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum += x[i];
-  return sum;
-}
-
-template <class T, int N>
-__device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, float mean) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
-  return sum;
-}
-
-template <class T, int N>
 __device__ __forceinline__ void finish(const LayerNormParams &p, const Vec<T, N> &v, float mean,
                                        float scale, const float (&w)[N], const float (&b)[N],
                                        int64_t at) {
@@ -53,9 +35,6 @@ __device__ __forceinline__ void finish(const LayerNormParams &p, const Vec<T, N>
   for (int i = 0; i < N; ++i) y[i] = fmaf((y[i] - mean) * scale, w[i], b[i]);
   store_as<T>(p.out, at, y);
 }
-
-// -0: y + -0 is y for every y, also for -0.
-constexpr float kNoBias = -0.0f;
 
 // When weight and bias are asked for. kFirst: with the row, so that the latencies overlap. kBetween:
 // before the second sum, with the row packed again. kLate: each where it is used, so that a thread

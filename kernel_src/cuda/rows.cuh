@@ -216,6 +216,31 @@ __device__ __forceinline__ void load_param(float (&value)[N], const void *from, 
 }
 
 // ---------------------------------------------------------------------------------------------
+// What the norms that may subtract a mean make of one vector
+
+template <class T, int N>
+__device__ __forceinline__ float sum_of(const Vec<T, N> &v) {
+  float x[N], sum = 0.0f;
+  v.get(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += x[i];
+  return sum;
+}
+
+// The squares themselves for mean == 0.
+template <class T, int N>
+__device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, float mean) {
+  float x[N], sum = 0.0f;
+  v.get(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
+  return sum;
+}
+
+// -0: y + -0 is y for every y, also for -0.
+inline constexpr float kNoBias = -0.0f;
+
+// ---------------------------------------------------------------------------------------------
 // Launching
 
 // Runs `kernel` over all rows: in one launch, unless there are more CTAs than a grid can have.
