@@ -419,8 +419,8 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
 // address takes one multiply-add a stride, as strides are below 2^32, and is ready before the wait,
 // which the exit of the threads past the end keeps behind it. kRounded: as above. In bf16 on an
 // H200, warm and cold, against heads of one tensor in each thread: 2048 tokens of 32 + 8 heads of
-// 128 in place 7.90 -> 7.64, 12.3 -> 11.8 us, to new tensors 9.11 -> 8.72, 12.2 -> 11.7; 4096 of 16
-// + 8 heads of 64 in place 5.71 -> 5.31, 7.95 -> 7.53. Four heads of q and one of k win warm (7.51,
+// 128 in place 7.90 -> 7.51, 12.3 -> 11.8 us, to new tensors 9.02 -> 8.63, 12.2 -> 11.7; 4096 of 16
+// + 8 heads of 64 in place 5.68 -> 5.25, 7.98 -> 7.56. Four heads of q and one of k win warm (7.51,
 // 8.22) and lose cold (12.2, 11.9), two and one of 64 lose both (5.65, 8.12).
 template <class T, class Tab, int N, bool kInterleaved, bool kRounded>
 __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
