@@ -306,9 +306,7 @@ def _register_copies() -> None:
     forwards = {forward for _, forward in _blocks.values()}
     for each in gc.get_objects():
         if type(each) in known and each not in _blocks:
-            own = (each.__dict__.get(name) for name in ("forward", "_old_forward"))
-            found = [
-                f for f in (getattr(method, "__func__", None) for method in own) if f in forwards
-            ]
-            if found:
-                _blocks[each] = known[type(each)], found[0]
+            for name in ("forward", "_old_forward"):
+                own = getattr(each.__dict__.get(name), "__func__", None)
+                if own in forwards:
+                    _blocks[each] = known[type(each)], own
