@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 
 import hfpatch
+from hfpatch.patches.blocks import ltx as ltx_blocks
 from hfpatch.patches.blocks import opaque
 from hfpatch.patches.blocks.chain import Chain
 
@@ -149,6 +150,86 @@ def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
     first.forward = forward
 
 
+@pytest.fixture
+def masked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each fused block's text attention had a bias."""
+    found: list[bool] = []
+    original = ltx_blocks._mask
+
+    def spied(attn: Any, mask: torch.Tensor | None, text: torch.Tensor) -> Any:
+        found.append(mask is not None)
+        return original(attn, mask, text)
+
+    monkeypatch.setattr(ltx_blocks, "_mask", spied)
+    return found
+
+
+def test_a_mask_that_masks_nothing_is_left_out(ltx: Any, masked: list[bool]) -> None:
+    """What it holds is not known while tracing: the operator looks, as often as it is written."""
+    model, inputs = ltx
+    mask = torch.ones_like(inputs["encoder_attention_mask"])
+    inputs["encoder_attention_mask"] = mask
+    hfpatch.apply(model)
+    blocks = len(model.transformer_blocks)
+    seen = Counter()
+    compiled = torch.compile(model, fullgraph=True, backend=seen)
+    for last in (1, 1, 0, 1):
+        mask[0, -1] = last
+        expected = run(model, inputs)
+        masked.clear()
+        torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+        assert masked == [last == 0] * blocks
+    with torch.inference_mode():  # its writes are not counted
+        inference = {**inputs, "encoder_attention_mask": torch.ones_like(mask)}
+        expected = run(model, inference)
+        masked.clear()
+        torch.testing.assert_close(run(compiled, inference), expected, rtol=1e-5, atol=1e-6)
+    assert masked == [True] * blocks
+    assert {tuple(counts) for counts in seen.graphs} == {(blocks,)}
+
+
+def test_a_bias_that_is_not_the_models_is_used(ltx: Any, masked: list[bool]) -> None:
+    """A wrapper around a block gives it another one, or writes to the model's."""
+    model, inputs = ltx
+    inputs["encoder_attention_mask"] = torch.ones_like(inputs["encoder_attention_mask"])
+    plain = copy.deepcopy(model)
+    unmasked = run(plain, inputs)
+    hfpatch.apply(model)
+
+    def other(bias: torch.Tensor) -> torch.Tensor:
+        return bias - 10000.0 * (torch.arange(bias.shape[-1]) > 1)
+
+    def written(bias: torch.Tensor) -> torch.Tensor:
+        return bias.sub_(10000.0 * (torch.arange(bias.shape[-1]) > 1))
+
+    def twice(bias: torch.Tensor) -> torch.Tensor:  # 1 - (1 - mask): the mask, not 0
+        return 1 - bias * (torch.arange(bias.shape[-1]) > 1)
+
+    def changing(block: nn.Module, change: Any) -> Any:
+        forward = block.forward
+
+        def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            bias = change(kwargs["encoder_attention_mask"])
+            return forward(*args, **{**kwargs, "encoder_attention_mask": bias})
+
+        block.forward = MethodType(wrapper, block)
+        return forward
+
+    for change in (other, written, twice):
+        expected = []
+        for each in (plain, model):
+            first = each.transformer_blocks[0]
+            forward = changing(first, change)
+            torch._dynamo.reset()
+            masked.clear()
+            compiled = torch.compile(each, fullgraph=True, backend=Counter())
+            expected.append(run(compiled, inputs))
+            first.forward = forward
+        torch.testing.assert_close(expected[1], expected[0], rtol=1e-4, atol=1e-5)
+        assert masked[0]
+        assert change is twice or not torch.allclose(expected[0], unmasked, atol=1e-4)
+
+
 def test_a_failed_trace_leaves_nothing_behind(ltx: Any) -> None:
     model, inputs = ltx
     hfpatch.apply(model)
@@ -161,6 +242,7 @@ def test_a_failed_trace_leaves_nothing_behind(ltx: Any) -> None:
         run(torch.compile(model, backend="eager"), inputs)
     handle.remove()
     assert (opaque._trace.whole, opaque._trace.run) == (False, None)
+    assert not opaque._trace.masks
 
 
 @pytest.mark.parametrize("name", ["wan", "flux"])

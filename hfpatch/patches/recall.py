@@ -11,7 +11,8 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor, class_of, watched
-from hfpatch.patches.blocks.memo import StepMemo, accompany, current_capture, stream_of, version
+from hfpatch.patches.blocks.masks import masks_nothing
+from hfpatch.patches.blocks.memo import accompany, current_capture, stream_of
 from hfpatch.patches.blocks.opaque import trace_whole
 from hfpatch.patches.custom import CustomSubject
 
@@ -137,10 +138,8 @@ def _recalling_tables(original: Forward) -> Forward:
 
 
 class FullMasks(Family):
-    """A text mask that masks nothing is left out: attention without a bias has faster kernels.
-
-    Looking costs one synchronization per mask, not per step: pipelines pass the same tensor.
-    """
+    """A text mask that masks nothing is left out. In a compiled model, of which it is not known
+    while it is traced, the blocks look at it when they are called."""
 
     name = "full masks"
     pattern = re.compile(r"^LTX2?VideoTransformer3DModel$")
@@ -182,21 +181,12 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _without_full_mask(original: Forward, name: str, place: int) -> Forward:
-    is_full = StepMemo(lambda mask: bool((mask == 1).all()))
-
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return trace_whole(original, self, args, kwargs)
         mask = kwargs.get(name) if name in kwargs or len(args) <= place else args[place]
-        if (
-            type(mask) is Tensor
-            and not watched()
-            and not mask.is_meta
-            and mask.ndim == 2
-            and version(mask) is not None
-            and stream_of(mask) is not None
-            and is_full(mask)
-        ):
+        if is_compiling():
+            masks = {name: mask} if isinstance(mask, Tensor) and mask.ndim == 2 else {}
+            return trace_whole(original, self, args, kwargs, masks)
+        if type(mask) is Tensor and not watched() and masks_nothing(mask):
             if name in kwargs:
                 kwargs[name] = None
             else:

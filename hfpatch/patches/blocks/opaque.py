@@ -16,16 +16,17 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import operator
 import threading
 import weakref
-from collections.abc import Sequence
-from operator import getitem
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hfpatch.patches.base import Forward, Tensor
+from hfpatch.patches.blocks.masks import masks_nothing
 from hfpatch.patches.blocks.memo import Operator
 
 #: Where compiled models call fused blocks. On the CPU inductor's own code is as fast.
@@ -39,6 +40,9 @@ LEAST_WORK = 4e11
 
 # ---------------------------------------------------------------------------------------------
 # In the graph
+
+
+_NO_MASKS: Mapping[str, Tensor] = {}
 
 
 class _Run:
@@ -68,37 +72,89 @@ class _Trace:
 
     whole = False
     run: _Run | None = None
+    #: The model's own mask by the name of the blocks' argument that is made from it.
+    masks: Mapping[str, Tensor] = _NO_MASKS
 
 
 _trace = _Trace()
 
 
-def _results_are_unread() -> bool:
-    """Whether nothing in the graph that dynamo traces now uses the results of its last operator:
-    writing to them, which leaves them the same tensors, or reading them, for which they would be
-    computed twice. Its constant result is of the place in the graph, so each call has its own."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
+def _is_operator(node: Any) -> bool:
+    return node.target in (torch.ops.hfpatch.blocks, torch.ops.hfpatch.blocks.default)
 
-        graph = InstructionTranslator.current_tx().output.graph
-        operator = torch.ops.hfpatch.blocks
-        made = [n for n in graph.nodes if n.target in (operator, operator.default)][-1]
-        return all(n.target is getitem and not n.users for n in made.users)
+
+def _last_operator() -> Any:
+    """The node of the last operator in the graph that dynamo traces now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    nodes = InstructionTranslator.current_tx().output.graph.nodes
+    return next(node for node in reversed(nodes) if _is_operator(node))
+
+
+def _results_are_unread() -> bool:
+    """Whether nothing in the graph uses the results of its last operator: writing to them, which
+    leaves them the same tensors, or reading them, for which they would be computed twice."""
+    try:
+        return all(n.target is operator.getitem and not n.users for n in _last_operator().users)
     except Exception:  # dynamo's inside is another one: each block by itself
         return False
 
 
-# What `torch.compiler.assume_constant_result` does, which imports dynamo: over a second.
+def _biases_are_of_masks() -> bool:
+    """Whether each bias of the last operator is 0 where its mask is 1: a product and views of
+    1 - mask, which nothing but operators uses. A wrapper around a block may have put another one
+    in its place, or written to it."""
+    try:
+        _, tensors, call, _ = _last_operator().args
+        pairs = [node for node in _read(call).values() if _is_pair(node)]
+        return all(_is_zero_at_one(tensors[bias], tensors[mask]) for bias, mask in pairs)
+    except Exception:  # dynamo's inside is another one: the blocks get their biases
+        return False
+
+
+def _is_zero_at_one(bias: Any, mask: Any) -> bool:
+    """Of nodes of dynamo's graph, from the bias up to the mask."""
+    node, subtracted, above = bias, False, None
+    while node is not mask:
+        if any(user is not above and not _is_operator(user) for user in node.users):
+            return False
+        (inside,) = node.all_input_nodes
+        if node.target in (operator.sub, torch.sub, torch.rsub):
+            one = node.args[1] if node.target is torch.rsub else node.args[0]
+            if subtracted or type(one) not in (int, float) or one != 1:
+                return False
+            subtracted = True
+        elif node.target in (operator.mul, torch.mul):
+            if subtracted:  # a product of the mask itself
+                return False
+        elif node.target not in ("to", "unsqueeze"):
+            return False
+        node, above = inside, node
+    return subtracted
+
+
+# What `torch.compiler.assume_constant_result` does, which imports dynamo: over a second. Their
+# results are of the place in the graph, so each call has its own.
 _results_are_unread._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_biases_are_of_masks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def trace_whole(original: Any, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a model's forward, of which all is traced by dynamo: blocks may be one operator."""
-    _trace.whole, _trace.run = True, None
+def trace_whole(
+    original: Any, model: nn.Module, args: Any, kwargs: Any, masks: Mapping[str, Tensor]
+) -> Any:
+    """Call a model's forward, of which all is traced by dynamo: blocks may be one operator.
+
+    Args:
+        original, model, args, kwargs: the call.
+        masks: of 1 and 0, from which the model makes the blocks' arguments of these names, and
+            which the blocks need not be given if they are 1 everywhere: what they hold is unknown
+            while tracing, and looked up at the call.
+    """
+    _trace.whole, _trace.run, _trace.masks = True, None, masks
     try:
         return original(model, *args, **kwargs)
     finally:
-        _trace.whole, _trace.run = False, None
+        _trace.whole, _trace.run, _trace.masks = False, None, _NO_MASKS
 
 
 def call_compiled(
@@ -137,7 +193,6 @@ def call_compiled(
     if type(found) is not nn.Parameter:
         return None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    tensors: list[Tensor] = []
     for name in like:  # these first: a result is like the tensor in its place
         if not isinstance(given.get(name), Tensor):
             return None
@@ -145,23 +200,40 @@ def call_compiled(
     tokens = max([given[name].numel() // given[name].shape[-1] for name in like])
     if 2 * tokens * weights < LEAST_WORK:
         return None
-    call = _written(given, tensors)
-    if call is None:
+    results = _add(block, found, given, len(like))
+    if results is not None and _trace.masks and not _biases_are_of_masks():
+        _trace.masks = _NO_MASKS  # the operator is dead code
+        results = _add(block, found, given, len(like))
+    if results is None:
         return None
-    anchors: list[Tensor] = [found]
-    hooked = len(block._forward_hooks) > 0 or len(block._forward_pre_hooks) > 0
-    run = _trace.run
-    if run is not None and not hooked and run.goes_on(tensors, call) and _results_are_unread():
-        anchors, tensors = [*run.anchors, found], run.tensors
-    results = torch.ops.hfpatch.blocks(anchors, tensors, call, len(like))
-    if _trace.whole:
-        _trace.run = None if hooked else _Run(anchors, tensors, call, results)
     return results[0] if len(like) == 1 else tuple(results)
 
 
-def _written(value: Any, tensors: list[Tensor]) -> str | None:
+def _add(
+    block: nn.Module, anchor: Tensor, given: dict[str, Any], count: int
+) -> list[Tensor] | None:
+    """Add an operator that ends with `block` to the graph; None if it cannot be called so."""
+    tensors: list[Tensor] = []
+    call = _written(given, tensors, _trace.masks)
+    if call is None:
+        return None
+    anchors = [anchor]
+    hooked = len(block._forward_hooks) > 0 or len(block._forward_pre_hooks) > 0
+    run = _trace.run
+    if run is not None and not hooked and run.goes_on(tensors, call) and _results_are_unread():
+        anchors, tensors = [*run.anchors, anchor], run.tensors
+    results: list[Tensor] = torch.ops.hfpatch.blocks(anchors, tensors, call, count)
+    if _trace.whole:
+        _trace.run = None if hooked else _Run(anchors, tensors, call, results)
+    return results
+
+
+def _written(
+    value: Any, tensors: list[Tensor], masks: Mapping[str, Tensor] = _NO_MASKS
+) -> str | None:
     """`value` as a literal: a tensor, which is added to `tensors`, as its place there, a constant
-    in brackets, tuples and dicts as such."""
+    in brackets, tuples and dicts as such. A bias that a dict has under the name of a mask: its
+    place and the mask's in brackets."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return str(len(tensors) - 1)
@@ -174,6 +246,8 @@ def _written(value: Any, tensors: list[Tensor]) -> str | None:
             text = _written(inside, tensors)
             if text is None or type(key) is not str:
                 return None
+            if key in masks and isinstance(inside, Tensor):
+                text = f"[{text}, {_written(masks[key], tensors)}]"
             parts.append(f"{key!r}: {text}, ")
         return "{" + "".join(parts) + "}"
     if value is None or type(value) in (bool, int, float, str):
@@ -190,9 +264,17 @@ def _read(call: str) -> dict[str, Any]:
     return ast.literal_eval(call)  # type: ignore[no-any-return]
 
 
+def _is_pair(node: Any) -> bool:
+    """Whether it says where a bias and its mask are."""
+    return isinstance(node, list) and len(node) == 2
+
+
 def _value(node: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(node, int):
         return tensors[node]
+    if _is_pair(node):
+        bias, mask = (tensors[place] for place in node)
+        return None if masks_nothing(mask) else bias
     if isinstance(node, list):
         return node[0]
     if isinstance(node, dict):
