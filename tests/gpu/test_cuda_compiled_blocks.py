@@ -59,3 +59,26 @@ def test_compiled_and_patched(
     assert {paths[block] for block in found} == blocks != set()
     hfpatch.restore(model)
     assert torch.equal(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_mask_that_is_written_to(
+    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Left out of the compiled blocks while it masks nothing, also where they are recorded."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(opaque, "LEAST_WORK", 0)
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build(torch.float32)
+    inputs = {k: moved(v) for k, v in entry.inputs(model, torch.float32).items()}
+    mask = torch.ones_like(inputs["encoder_attention_mask"])
+    model, inputs = model.cuda(), inputs | {"return_dict": False, "encoder_attention_mask": mask}
+    hfpatch.apply(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    results = []
+    for last in (1, 0, 1):
+        mask[:, -1] = last
+        results.append(run(model, inputs))
+        for _ in range(4):
+            torch.testing.assert_close(run(compiled, inputs), results[-1], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(results[0], results[1], rtol=1e-3, atol=1e-3)
