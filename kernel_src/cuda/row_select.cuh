@@ -21,21 +21,21 @@ inline constexpr int64_t kClusterVectors = 1024;
 // Walking a row
 
 // f(value, col) for each vector of the thread's share; some may be past the end unless kAligned.
-template <class T, bool kAligned, class F>
+template <class T, bool kAligned, int kVectors = kSelectVectors, class F>
 __device__ __forceinline__ void each_vector(const T *x, uint32_t cols, uint32_t first,
                                             uint32_t step, const F &f) {
   constexpr int N = kVectorOf<T>;
   const uint32_t vectors = (cols + N - 1) / N;  // cols < 2^31: nothing overflows
-  for (uint32_t at = first; at < vectors; at += step * kSelectVectors) {
-    Vec<T, N> v[kSelectVectors];
+  for (uint32_t at = first; at < vectors; at += step * kVectors) {
+    Vec<T, N> v[kVectors];
 #pragma unroll
-    for (int u = 0; u < kSelectVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
       if (at + u * step < vectors) {
         load_vector<T, kAligned, Cache::kReadOnly>(v[u], x, at + u * step, cols);
       }
     }
 #pragma unroll
-    for (int u = 0; u < kSelectVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
       if (at + u * step >= vectors) continue;
       float value[N];
       v[u].get(value);
@@ -45,11 +45,12 @@ __device__ __forceinline__ void each_vector(const T *x, uint32_t cols, uint32_t 
 }
 
 // f(value, col) for each element.
-template <class T, bool kAligned, class F>
+template <class T, bool kAligned, int kVectors = kSelectVectors, class F>
 __device__ __forceinline__ void each_element(const T *x, uint32_t cols, uint32_t first,
                                              uint32_t step, const F &f) {
   constexpr int N = kVectorOf<T>;
-  each_vector<T, kAligned>(x, cols, first, step, [&](const float (&value)[N], uint32_t col) {
+  each_vector<T, kAligned, kVectors>(x, cols, first, step, [&](const float (&value)[N],
+                                                              uint32_t col) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (kAligned || col + i < cols) f(value[i], col + i);
@@ -76,22 +77,24 @@ struct SelectShared {
 // By one warp: the digit, from the greatest down, at which the sums reach `wanted`.
 __device__ __forceinline__ void find_digit(SelectShared &s, uint64_t wanted, float top_p) {
   const int lane = threadIdx.x % 32u;
-  uint32_t digit = 255 - 8 * lane;
+  const uint64_t *of_digit = s.total + (255 - 8 * lane);
   uint64_t own = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) own += s.total[digit - i];
+  for (int i = 0; i < 8; ++i) own += of_digit[-i];
   uint64_t upto = own;
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
     const uint64_t other = __shfl_up_sync(~0u, upto, by);
     if (lane >= by) upto += other;
   }
+  asm volatile("" : "+f"(top_p));  // else it is kept as a double from round to round
   if (wanted == 0) wanted = weight_target(top_p, __shfl_sync(~0u, upto, 31));
   const unsigned reached = __ballot_sync(~0u, upto >= wanted);
   if (lane != (reached ? __ffs(reached) - 1 : 31)) return;
   uint64_t left = wanted - (upto - own);
-  for (int i = 0; i < 7 && s.total[digit] < left; ++i) left -= s.total[digit--];
-  s.found = {digit, left, s.total[digit]};
+#pragma unroll 1  // seven addresses would be kept in registers
+  for (int i = 0; i < 7 && *of_digit < left; ++i) left -= *of_digit--;
+  s.found = {static_cast<uint32_t>(of_digit - s.total), left, *of_digit};
 }
 
 // One digit: scan(bins) fills this CTA's histogram. wanted 0: weight_target(top_p, the sum of all).
@@ -163,18 +166,19 @@ __device__ __forceinline__ int index_digits(int64_t cols) {
   return digits;
 }
 
+__device__ __forceinline__ uint64_t max_over_warp(uint64_t v) {
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) {
+    const uint64_t other = __shfl_xor_sync(~0u, v, by);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+
 // The greatest over the team, on every thread. Each `slot` (0, 1) is used once.
 template <bool kCluster>
 __device__ __forceinline__ uint64_t max_over_team(SelectShared &s, int slot, uint64_t best) {
   const int lane = threadIdx.x % 32u, warps = blockDim.x / 32u;
-  const auto max_over_warp = [](uint64_t v) {
-#pragma unroll
-    for (int by = 16; by > 0; by /= 2) {
-      const uint64_t other = __shfl_xor_sync(~0u, v, by);
-      v = other > v ? other : v;
-    }
-    return v;
-  };
   best = max_over_warp(best);
   __syncthreads();  // of_warp may still be read
   if (lane == 0) s.of_warp[threadIdx.x / 32u] = best;
@@ -190,16 +194,36 @@ __device__ __forceinline__ uint64_t max_over_team(SelectShared &s, int slot, uin
 }
 
 // ---------------------------------------------------------------------------------------------
+// Sorting
+
+// Descending, `size` a power of two.
+__device__ __forceinline__ void bitonic_sort(uint64_t *list, int size) {
+  __syncthreads();
+  for (int run = 2; run <= size; run *= 2) {
+    for (int apart = run / 2; apart > 0; apart /= 2) {
+      for (int t = threadIdx.x; t < size / 2; t += blockDim.x) {
+        const int i = 2 * t - (t & (apart - 1)), j = i + apart;
+        const uint64_t a = list[i], b = list[j];
+        if ((a < b) == ((i & run) == 0)) list[i] = b, list[j] = a;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
 // Launching
 
+// `threads` and `cluster_threads`: of a CTA, the most and as many.
 template <class Params>
-int32_t launch_team(void (*one)(Params), void (*cluster)(Params), Params &p, int64_t vectors,
-                    int threads, int device, void *stream, const char *op) {
-  const int64_t rows = p.x_rows.rows;
+int32_t launch_team(void (*one)(Params), void (*cluster)(Params), Params &p, int64_t element_bytes,
+                    int threads, int cluster_threads, int device, void *stream, const char *op) {
+  const int64_t rows = p.x_rows.rows, in_vector = kVectorBytes / element_bytes;
+  const int64_t vectors = (p.x_rows.cols + in_vector - 1) / in_vector;
   if (rows <= kClusterRows && vectors >= kClusterVectors &&
       has_clusters(reinterpret_cast<const void *>(cluster), device)) {
     p.first_row = 0;
-    return launch_clusters(cluster, rows, threads, p, stream, op);
+    return launch_clusters(cluster, rows, cluster_threads, p, stream, op);
   }
   const int wanted = vectors < threads ? cta_threads(vectors, 1) : threads;
   return launch_rows(one, {Shape::kLoop, wanted, 1}, p, stream, op);

@@ -1,14 +1,16 @@
 // sample.cu: one token of each row of logits, at random; hfp_sample on CUDA.
 //
-// Top-k and top-p are thresholds, found by radix select (row_select.cuh) over counts and over
-// probabilities in fixed point; then the greatest of z - log(E) among what is kept is the token. So
-// nothing is sorted, and no sum depends on its order.
-#include "row_select.cuh"
+// The greatest of z - log(E) among what top-k, top-p and min-p keep is the token. Where that is
+// little, it is listed and ranked (row_top.cuh). Else top-k and top-p are thresholds, found by a
+// radix select (row_select.cuh) over counts and over probabilities, and nothing is sorted.
+// Probabilities are in fixed point, so that no sum depends on its order.
+#include "row_top.cuh"
 
 namespace hfp::cuda {
 namespace {
 
 struct SampleParams {
+  static constexpr bool kStartsEarly = true;
   int64_t *out;
   const void *logits;
   Rows x_rows;
@@ -19,7 +21,22 @@ struct SampleParams {
   int64_t top_k;
 };
 
-constexpr int kSampleThreads = 512;  // with more, the registers would spill
+template <class T, bool kAligned>
+constexpr int kSampleCtas = !kAligned ? 3 : sizeof(T) == 4 ? 4 : 5;  // without spills
+
+// Top-p alone: of so many threads the greatest reach the bound. The list is mostly long enough for
+// what a language model makes.
+constexpr unsigned kTopPWanted = 128, kTopPVectors = 512;  // of rows that are not shorter
+
+__device__ __forceinline__ bool is_finite(float x) {  // false for NaN
+  return fabsf(x) < __int_as_float(0x7f800000);
+}
+
+__device__ __forceinline__ unsigned long long sum_over_warp(unsigned long long v) {
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) v += __shfl_xor_sync(~0u, v, by);
+  return v;
+}
 
 // Kept: key > least, or key == least and index >= least_index, of the digits of the dtype.
 struct Kept {
@@ -28,8 +45,9 @@ struct Kept {
 
 // One thread's share of one row. Half types are ordered by their own few digits, not by those of
 // z = logit / temperature, which has the same order.
-template <class T, DType kType, bool kAligned, bool kCluster>
+template <class T, DType kType, bool kAligned, Share kShare>
 struct Row {
+  static constexpr bool kCluster = kShare == Share::kCluster;
   static constexpr int kDigits = key_digits(kType);
   static constexpr uint32_t kMask = ~0u << (32 - 8 * kDigits);
   const T *x;
@@ -48,7 +66,26 @@ struct Row {
 
   template <class F>
   __device__ __forceinline__ void each(const F &f) const {
-    each_element<T, kAligned>(x, cols, first, step, f);
+    if constexpr (kShare != Share::kSm) {
+      each_element<T, kAligned>(x, cols, first, step, f);
+    } else {  // with the fewest registers
+      for (uint32_t block = first; block < (cols + 3) / 4; block += step) {
+        float value[4];
+        load_block(value, block);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          if (kAligned || block * 4 + i < cols) f(value[i], block * 4 + i);
+        }
+      }
+    }
+  }
+
+  // The sum over this thread's share.
+  __device__ __forceinline__ uint64_t weights(float top) const {
+    const int bits = weight_bits(cols);
+    uint64_t sum = 0;
+    each([&](float value, uint32_t) { sum += weight_of(expf(score(value) - top), bits); });
+    return sum;
   }
 
   // The greatest key and its first index.
@@ -74,9 +111,10 @@ struct Row {
   __device__ __forceinline__ void keep_top_p(SelectShared &s, int &round, float top, float top_p,
                                              Kept &kept) const {
     const int bits = weight_bits(cols);
-    const uint64_t mask = (uint64_t{1} << bits) - 1;
+    const uint32_t mask = (1u << bits) - 1;
     Prefix last;  // of the last token that is kept
     uint64_t left = 0;
+#pragma unroll 1
     for (int shift = 24; shift > 24 - 8 * kDigits; shift -= 8) {
       const Found found = next_digit<kCluster, true>(
           s, round++, left, top_p, bits, [&](uint32_t(&bins)[3][256]) {
@@ -85,8 +123,8 @@ struct Row {
               if ((k & kMask) < kept.least || !last.has(k)) return;
               const uint64_t w = weight_of(expf(score(value) - top), bits);
               const uint32_t digit = k >> shift & 255u;
-              const uint32_t low = static_cast<uint32_t>(w & mask);
-              const uint32_t middle = static_cast<uint32_t>(w >> bits & mask);
+              const uint32_t low = static_cast<uint32_t>(w) & mask;
+              const uint32_t middle = static_cast<uint32_t>(w >> bits) & mask;
               const uint32_t high = static_cast<uint32_t>(w >> (2 * bits));
               if (low) atomicAdd(&bins[0][digit], low);
               if (middle) atomicAdd(&bins[1][digit], middle);
@@ -119,84 +157,261 @@ struct Row {
     kept.least_index = least_index.bits;
   }
 
+  // *most: the key of the greatest noisy score that a thread of this CTA has found.
   __device__ __forceinline__ uint64_t draw(const Kept &kept, float top, float min_p, uint64_t seed,
-                                           uint64_t position) const {
-    constexpr int N = kVectorOf<T>;
+                                           uint64_t position, uint32_t *most) const {
+    constexpr int kBlocks = kShare == Share::kSm ? 1 : 4;  // on their way
     uint64_t best = 0;
-    float most = minus_inf();
-    each_vector<T, kAligned>(x, cols, first, step, [&](const float (&value)[N], uint32_t col) {
+    for (uint32_t at = first; at < (cols + 3) / 4; at += step * kBlocks) {
+      float value[kBlocks][4];
 #pragma unroll
-      for (int block = 0; block < N; block += 4) {
+      for (int u = 0; u < kBlocks; ++u) {
+        if (at + u * step < (cols + 3) / 4) load_block(value[u], at + u * step);
+      }
+      float least = value_of(*static_cast<volatile uint32_t *>(most));
+#pragma unroll
+      for (int u = 0; u < kBlocks; ++u) {
+        const uint32_t block = at + u * step;
+        if (block >= (cols + 3) / 4) continue;
         float z[4];
         unsigned candidates = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float logit = value[block + i];
-          const uint32_t index = col + block + i, k = key(logit) & kMask;
-          z[i] = score(logit);
+          const uint32_t index = block * 4 + i, k = key(value[u][i]) & kMask;
+          z[i] = score(value[u][i]);
           bool has = k > kept.least || (k == kept.least && index >= kept.least_index);
-          has = has && z[i] + kMostNoise >= most && (kAligned || index < cols);
+          has = has && z[i] + kMostNoise >= least && (kAligned || index < cols);
           if (has && min_p > 0.0f) has = expf(z[i] - top) >= min_p;
           candidates |= static_cast<unsigned>(has) << i;
         }
         if (candidates == 0) continue;
-        const Words words = philox(seed, (col + block) / 4, position);
+        const Words words = philox(seed, block, position);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (!(candidates >> i & 1u)) continue;
+          if (!(candidates >> i & 1u) || below(z[i], words.word[i], least)) continue;
           const float noise = noisy(z[i], words.word[i]);
-          const uint64_t pair = pair_of(key_of(noise), col + block + i);
-          if (pair > best) best = pair, most = noise;
+          const uint64_t pair = pair_of(key_of(noise), block * 4 + i);
+          if (pair <= best) continue;
+          best = pair;
+          least = fmaxf(least, noise);
+          atomicMax(most, key_of(noise));
         }
       }
-    });
+    }
     return best;
+  }
+
+  // Four tokens, which share one call of philox; what lies past the end of the row is 0.
+  __device__ __forceinline__ void load_block(float (&value)[4], uint32_t block) const {
+    if constexpr (kAligned) {
+      Vec<T, 4> v;
+      v.template load<Cache::kReadOnly>(x + block * 4);
+      v.get(value);
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        value[i] = block * 4 + i < cols ? static_cast<float>(x[block * 4 + i]) : 0.0f;
+      }
+    }
+  }
+
+  // Whether the noisy score is surely less than that, without its logarithms: E > v. Rounding, here
+  // and in noisy(), changes less than 2 in 1000 where z is not great.
+  __device__ __forceinline__ static bool below(float z, uint32_t word, float least) {
+    const float v = static_cast<float>(word) * 2.3283064365386963e-10f;
+    return fabsf(z) < 4096.0f && v > 1.002f * fast_exp2((z - least) * 1.4426950408889634f);
   }
 };
 
-template <class T, DType kType, bool kAligned, bool kCluster>
-__global__ void __launch_bounds__(kSampleThreads, 1)
-    sample_kernel(const __grid_constant__ SampleParams p) {
-  __shared__ SelectShared s;
-  using CTAs = Team<kCluster>;
-  const int64_t row = p.first_row + blockIdx.x / CTAs::size();
+// By a CTA, the token of the n that are listed, descending, where no others can be kept; for thread
+// 0. total: the sum of all weights, 0 for that of what is kept. upto, noisy_of: room for n.
+template <class Row>
+__device__ __forceinline__ uint32_t draw_listed(const Row &row, const uint64_t *tokens, unsigned n,
+                                                uint64_t *upto, uint64_t *noisy_of,
+                                                const SampleRow &r, float top, uint64_t total,
+                                                uint64_t seed, uint64_t position) {
+  const int bits = weight_bits(row.cols);
+  for (unsigned i = threadIdx.x; i < n; i += blockDim.x) {
+    const float z = row.score_of(static_cast<uint32_t>(tokens[i] >> 32));
+    const float e = expf(z - top);
+    const uint32_t index = static_cast<uint32_t>(tokens[i]);
+    const Words words = philox(seed, index / 4, position);
+    const uint32_t low = index & 1u ? words.word[1] : words.word[0];
+    const uint32_t high = index & 1u ? words.word[3] : words.word[2];
+    const uint32_t noise = key_of(noisy(z, index & 2u ? high : low));
+    noisy_of[i] = r.min_p > 0.0f && !(e >= r.min_p) ? 0 : pair_of(noise, index);
+    upto[i] = weight_of(e, bits);
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return 0;
+
+  const unsigned lane = threadIdx.x;
+  // The first ones are kept: up to the last for which keeps(i).
+  const auto keep = [&](const auto &keeps) {
+    unsigned kept = 0;
+    for (unsigned i = lane; i < n; i += 32) kept = keeps(i) ? i + 1 : kept;
+    n = max_over_lanes(kept);
+  };
+  if (r.top_k > 0 && r.top_k < n) {
+    const uint64_t least = tokens[r.top_k - 1] >> 32;
+    keep([&](unsigned i) { return tokens[i] >> 32 >= least; });
+  }
+  if (r.top_p < 1.0f) {
+    uint64_t sum = 0;
+    for (unsigned first = 0; first < n; first += 32) {
+      const unsigned i = first + lane;
+      uint64_t own = i < n ? upto[i] : 0;
+#pragma unroll
+      for (int by = 1; by < 32; by *= 2) {
+        const uint64_t other = __shfl_up_sync(~0u, own, by);
+        if (lane >= by) own += other;
+      }
+      if (i < n) upto[i] = sum + own;
+      sum += __shfl_sync(~0u, own, 31);
+    }
+    __syncwarp();
+    const uint64_t target = weight_target(r.top_p, total == 0 ? sum : total);
+    keep([&](unsigned i) { return i == 0 || upto[i - 1] < target; });
+  }
+  uint64_t best = 0;
+  for (unsigned i = lane; i < n; i += 32) best = noisy_of[i] > best ? noisy_of[i] : best;
+  return index_of(max_over_warp(best));
+}
+
+// By passes over the row; what it needs it finds again, so that no register keeps it until here.
+template <class T, DType kType, bool kAligned, Share kShare>
+__device__ __forceinline__ uint64_t draw_row(const SampleParams &p, int64_t row, SelectShared &s,
+                                             uint32_t *most) {
+  using CTAs = Team<kShare == Share::kCluster>;
   const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
   const SampleRow r = sample_row(p, row, cols);
-  Row<T, kType, kAligned, kCluster> share{
+  Row<T, kType, kAligned, kShare> share{
       static_cast<const T *>(p.logits) + row_offset(p.x_rows, row), cols,
       CTAs::rank() * blockDim.x + threadIdx.x, CTAs::size() * blockDim.x,
       r.temperature > 0.0f ? r.temperature : 1.0f};
-
-  uint64_t best = share.greatest(s, 0);
+  const uint64_t best = share.greatest(s, 0);
   const float top = share.score_of(static_cast<uint32_t>(best >> 32) & share.kMask);
-  const bool finite = fabsf(top) < __int_as_float(0x7f800000);  // false for NaN
-  if (r.temperature == 0.0f || !finite) {
-    if (sizeof(T) == 4 && r.temperature > 0.0f) {  // temperature may have made infinities
-      share.temperature = 1.0f;
-      best = share.greatest(s, 1);
-    }
-  } else {
-    Kept kept;
-    int round = 0;
-    if (r.top_k > 0) share.keep_top_k(s, round, r.top_k, kept);
-    if (r.top_p < 1.0f) share.keep_top_p(s, round, top, r.top_p, kept);
-    const uint64_t position = p.positions ? static_cast<uint64_t>(p.positions[row]) : 0;
-    best = share.draw(kept, top, r.min_p, static_cast<uint64_t>(p.seeds[row]), position);
-    best = max_over_team<kCluster>(s, 1, best);
+  if (r.temperature == 0.0f) return best;
+  if (!is_finite(top)) {
+    if (sizeof(T) != 4) return best;
+    share.temperature = 1.0f;  // temperature may have made infinities
+    return share.greatest(s, 1);
   }
+  Kept kept;
+  int round = 0;
+  if (r.top_k > 0) share.keep_top_k(s, round, r.top_k, kept);
+  if (r.top_p < 1.0f) share.keep_top_p(s, round, top, r.top_p, kept);
+  const SampleRow again = sample_row(p, row, cols);
+  return max_over_team<kShare == Share::kCluster>(
+      s, 1, share.draw(kept, top, again.min_p, static_cast<uint64_t>(p.seeds[row]),
+                       p.positions ? static_cast<uint64_t>(p.positions[row]) : 0, most));
+}
+
+template <class T, DType kType, bool kAligned, Share kShare>
+__global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleCtas<T, kAligned>))
+    sample_kernel(const __grid_constant__ SampleParams p) {
+  constexpr bool kCluster = kShare == Share::kCluster;
+  __shared__ TopShared<T, kTopThreads<kShare>> s;
+  __shared__ unsigned long long all_weights, other_weights, listed_weights;  // of the first CTA
+  __shared__ uint32_t most;
+  using CTAs = Team<kCluster>;
+  const int64_t row = p.first_row + blockIdx.x / CTAs::size();
+  const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+  wait_for_previous();
+  const SampleRow r = sample_row(p, row, cols);
+  Row<T, kType, kAligned, kShare> share{
+      x, cols, CTAs::rank() * blockDim.x + threadIdx.x, CTAs::size() * blockDim.x,
+      r.temperature > 0.0f ? r.temperature : 1.0f};
+  const auto seed = [&] { return static_cast<uint64_t>(p.seeds[row]); };
+  const auto position = [&] { return p.positions ? static_cast<uint64_t>(p.positions[row]) : 0; };
+  if (threadIdx.x == 0) {
+    all_weights = other_weights = listed_weights = 0;
+    most = kKeyOfMinusInfinity;
+  }
+
+  const bool greedy = r.temperature == 0.0f;
+  const bool top_p_alone =
+      !greedy && r.top_k == 0 && r.top_p < 1.0f && cols >= kTopPVectors * kVectorOf<T>;
+  const bool few = greedy ? !kCluster : top_p_alone || (r.top_k > 0 && r.top_k <= kMostWanted);
+  // An infinite temperature makes NaN of infinities, which then are not ordered as they were.
+  if (few && is_finite(r.temperature)) {
+    RowTop<T, kAligned, kShare> top_of(s, x, cols);
+    const auto key = [&](float value) { return share.key(value); };
+    const unsigned k = greedy        ? 1
+                       : top_p_alone ? min(blockDim.x / 2, kTopPWanted)
+                                     : static_cast<unsigned>(r.top_k);
+    const Bound bound = top_of.bound(k, key);
+    const float top = share.score_of(bound.greatest & share.kMask);
+    const bool finite = is_finite(top), weigh = top_p_alone && finite;
+    const int bits = weight_bits(cols);
+    const auto weight = [&](uint32_t key) {
+      return static_cast<unsigned long long>(weight_of(expf(share.score_of(key) - top), bits));
+    };
+    unsigned n = kMostTop + 1;
+    // Where temperature has made infinities of fp32, the order is that of the logits.
+    if (finite || greedy || sizeof(T) != 4) {
+      // No token of -inf is drawn where the greatest one is finite.
+      const uint32_t least = finite ? max(bound.key, kKeyOfMinusInfinity + 1) : bound.greatest;
+      if (weigh) {
+        const unsigned long long sum =
+            sum_over_warp(top_of.own != 0 && top_of.own < least ? weight(top_of.own) : 0);
+        if (threadIdx.x % 32u == 0) atomicAdd(CTAs::at(&other_weights, 0), sum);
+      }
+      n = top_of.list(least, key, [&](uint32_t key, uint32_t i) {
+        if (weigh) atomicAdd(CTAs::at(&listed_weights, 0), weight(key));
+        return static_cast<uint64_t>(key) << 32 | i;  // of equal ones the last is the first
+      });
+    }
+    uint64_t total = 0;
+    if (weigh && n <= kMostTop) {
+      // Other weights: one token's of each thread. In a flat row they are enough to say that the
+      // target is not among those listed.
+      const uint64_t listed = *CTAs::at(&listed_weights, 0);
+      if (listed < weight_target(r.top_p, listed + *CTAs::at(&other_weights, 0))) {
+        n = kMostTop + 1;
+      } else {
+        const unsigned long long sum = sum_over_warp(share.weights(top));
+        if (threadIdx.x % 32u == 0) atomicAdd(CTAs::at(&all_weights, 0), sum);
+        CTAs::sync();
+        total = *CTAs::at(&all_weights, 0);
+        if (listed < weight_target(r.top_p, total)) n = kMostTop + 1;
+      }
+    }
+    if (n <= kMostTop) {
+      CTAs::leave();
+      if (CTAs::rank() == 0) {
+        const uint64_t *const tokens = top_of.ranked(n);
+        const uint32_t token =
+            greedy || !finite ? static_cast<uint32_t>(tokens[n - 1])
+                              : draw_listed(share, tokens, n, tokens == s.list ? s.ranked : s.list,
+                                            s.room, r, top, total, seed(), position());
+        if (threadIdx.x == 0) p.out[row] = token;
+      }
+      CTAs::left();
+      return;
+    }
+    CTAs::sync();  // the first CTA's counts have been read
+  }
+
+  const uint64_t best = draw_row<T, kType, kAligned, kShare>(p, row, s.select, &most);
   if (CTAs::rank() == 0 && threadIdx.x == 0) p.out[row] = index_of(best);
   CTAs::sync();  // no CTA ends while another one reads its shared memory
 }
 
+template <class T, DType kType, bool kAligned>
+int32_t launch_aligned(SampleParams &p, int device, void *stream) {
+  return launch_top(&sample_kernel<T, kType, kAligned, Share::kSm>,
+                    &sample_kernel<T, kType, kAligned, Share::kCta>,
+                    &sample_kernel<T, kType, kAligned, Share::kCluster>, p, sizeof(T), device,
+                    stream, "sample");
+}
+
 template <class T, DType kType>
 int32_t launch_for(SampleParams &p, int device, void *stream) {
-  const int64_t vectors = (p.x_rows.cols + kVectorOf<T> - 1) / kVectorOf<T>;
-  if (rows_of_vectors(p.x_rows, p.logits, sizeof(T))) {
-    return launch_team(&sample_kernel<T, kType, true, false>, &sample_kernel<T, kType, true, true>,
-                       p, vectors, kSampleThreads, device, stream, "sample");
-  }
-  return launch_team(&sample_kernel<T, kType, false, false>, &sample_kernel<T, kType, false, true>,
-                     p, vectors, kSampleThreads, device, stream, "sample");
+  return rows_of_vectors(p.x_rows, p.logits, sizeof(T))
+             ? launch_aligned<T, kType, true>(p, device, stream)
+             : launch_aligned<T, kType, false>(p, device, stream);
 }
 
 }  // namespace

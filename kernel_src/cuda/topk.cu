@@ -1,11 +1,13 @@
-// topk.cu: the k greatest values of each row, descending; hfp_topk on CUDA. A radix select
-// (row_select.cuh) finds which they are, and only these are sorted.
-#include "row_select.cuh"
+// topk.cu: the k greatest values of each row, descending; hfp_topk on CUDA. Where k is small, what
+// can be among them is listed and ranked (row_top.cuh). Where it is not, or too many can be, a
+// radix select (row_select.cuh) finds which they are, and only these are sorted.
+#include "row_top.cuh"
 
 namespace hfp::cuda {
 namespace {
 
 struct TopkParams {
+  static constexpr bool kStartsEarly = true;
   void *values;
   int64_t *indices;
   const void *x;
@@ -16,19 +18,97 @@ struct TopkParams {
 
 constexpr int kTopkThreads = 1024;
 
-// Descending, `size` a power of two.
-__device__ __forceinline__ void bitonic_sort(uint64_t *list, int size) {
-  __syncthreads();
-  for (int run = 2; run <= size; run *= 2) {
-    for (int apart = run / 2; apart > 0; apart /= 2) {
-      for (int t = threadIdx.x; t < size / 2; t += blockDim.x) {
-        const int i = 2 * t - (t & (apart - 1)), j = i + apart;
-        const uint64_t a = list[i], b = list[j];
-        if ((a < b) == ((i & run) == 0)) list[i] = b, list[j] = a;
-      }
-      __syncthreads();
-    }
+// One row of the result.
+template <class T>
+struct Result {
+  const TopkParams &p;
+  const T *x;
+  int64_t row;
+
+  __device__ __forceinline__ void put(unsigned rank, uint64_t pair) const {
+    const uint32_t index = index_of(pair);
+    p.indices[row * p.k + rank] = index;
+    static_cast<T *>(p.values)[row * p.k + rank] = x[index];
   }
+};
+
+// By digits: the k greatest meet, in any order, in `list` of the first CTA. *listed is 0.
+template <class T, DType kType, bool kAligned, bool kCluster, int kVectors>
+__device__ __forceinline__ void list_greatest(SelectShared &s, const T *x, uint32_t cols, int k,
+                                              uint64_t *list, unsigned *listed) {
+  using CTAs = Team<kCluster>;
+  const uint32_t first = CTAs::rank() * blockDim.x + threadIdx.x, step = CTAs::size() * blockDim.x;
+  int round = 0;
+  uint64_t left = 0, all = 0;
+  const Prefix least = select_prefix<kCluster>(
+      s, round, k, key_digits(kType), 24, left, all, [&](const auto &f) {
+        each_element<T, kAligned, kVectors>(x, cols, first, step,
+                                            [&](float value, uint32_t) { f(key_of(value)); });
+      });
+  // Of those that are equal, the first ones.
+  const bool tied = left < all;
+  const int digits = index_digits(cols);
+  const uint32_t index_mask = ~0u >> (32 - 8 * digits);
+  Prefix least_index;
+  if (tied) {
+    least_index = select_prefix<kCluster>(
+        s, round, left, digits, 8 * digits - 8, left, all, [&](const auto &f) {
+          each_element<T, kAligned, kVectors>(x, cols, first, step, [&](float value, uint32_t i) {
+            if (least.has(key_of(value))) f(~i & index_mask);
+          });
+        });
+  }
+  uint64_t *const to = CTAs::at(list, 0);
+  unsigned *const count = CTAs::at(listed, 0);
+  each_element<T, kAligned, kVectors>(x, cols, first, step, [&](float value, uint32_t i) {
+    const uint32_t key = key_of(value);
+    if (key < least.bits) return;
+    if (tied && least.has(key) && (~i & index_mask) < least_index.bits) return;
+    to[atomicAdd(count, 1u)] = pair_of(key, i);
+  });
+  CTAs::sync();
+}
+
+// As many as there can be without spills.
+template <class T, bool kAligned>
+constexpr int topk_ctas() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (kAligned && !std::is_same_v<T, __half>) return 6;
+#endif
+  return kAligned ? 5 : 4;
+}
+
+// k up to kMostWanted.
+template <class T, DType kType, bool kAligned, Share kShare>
+__global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, topk_ctas<T, kAligned>()))
+    topk_few_kernel(const __grid_constant__ TopkParams p) {
+  constexpr bool kCluster = kShare == Share::kCluster;
+  __shared__ TopShared<T, kTopThreads<kShare>> s;
+  using CTAs = Team<kCluster>;
+  const int64_t row = p.first_row + blockIdx.x / CTAs::size();
+  const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
+  RowTop<T, kAligned, kShare> top(s, x, cols);
+  wait_for_previous();
+  const auto key = [](float value) { return key_of(value); };
+  const Bound bound = top.bound(p.k, key);
+  unsigned n = top.list(bound.key, key,
+                        [](uint32_t key, uint32_t index) { return pair_of(key, index); });
+  if (n > kMostTop) {
+    constexpr int kVectors = kShare == Share::kSm ? 1 : kSelectVectors;
+    CTAs::sync();  // s.listed has been read
+    if (threadIdx.x == 0) s.listed = 0;
+    list_greatest<T, kType, kAligned, kCluster, kVectors>(s.select, x, cols, p.k, s.list,
+                                                          &s.listed);
+    n = p.k;
+  }
+  CTAs::leave();
+  if (CTAs::rank() == 0) {
+    const uint64_t *const ranked = top.ranked(n);
+    const Result<T> result{p, x, row};
+    for (int i = threadIdx.x; i < p.k; i += blockDim.x) result.put(i, ranked[i]);
+  }
+  CTAs::left();
 }
 
 template <class T, DType kType, bool kAligned, bool kCluster>
@@ -39,64 +119,38 @@ __global__ void __launch_bounds__(kTopkThreads)
   __shared__ unsigned listed;
   using CTAs = Team<kCluster>;
   const int64_t row = p.first_row + blockIdx.x / CTAs::size();
-  const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
-  const uint32_t first = CTAs::rank() * blockDim.x + threadIdx.x, step = CTAs::size() * blockDim.x;
+  wait_for_previous();
   if (threadIdx.x == 0) listed = 0;
-
-  int round = 0;
-  uint64_t left = 0, all = 0;
-  const Prefix least = select_prefix<kCluster>(
-      s, round, p.k, key_digits(kType), 24, left, all, [&](const auto &f) {
-        each_element<T, kAligned>(x, cols, first, step,
-                                  [&](float value, uint32_t) { f(key_of(value)); });
-      });
-  // Of those that are equal, the first ones.
-  const bool tied = left < all;
-  const int digits = index_digits(cols);
-  const uint32_t index_mask = ~0u >> (32 - 8 * digits);
-  Prefix least_index;
-  if (tied) {
-    least_index = select_prefix<kCluster>(
-        s, round, left, digits, 8 * digits - 8, left, all, [&](const auto &f) {
-          each_element<T, kAligned>(x, cols, first, step, [&](float value, uint32_t i) {
-            if (least.has(key_of(value))) f(~i & index_mask);
-          });
-        });
-  }
-
-  // They meet, in any order, in the first CTA.
-  uint64_t *const to = CTAs::at(list, 0);
-  unsigned *const count = CTAs::at(&listed, 0);
-  each_element<T, kAligned>(x, cols, first, step, [&](float value, uint32_t i) {
-    const uint32_t key = key_of(value);
-    if (key < least.bits) return;
-    if (tied && least.has(key) && (~i & index_mask) < least_index.bits) return;
-    to[atomicAdd(count, 1u)] = pair_of(key, i);
-  });
-  CTAs::sync();
+  list_greatest<T, kType, kAligned, kCluster, kSelectVectors>(
+      s, x, static_cast<uint32_t>(p.x_rows.cols), p.k, list, &listed);
   if (CTAs::rank() != 0) return;
-
   int size = 1;
   while (size < p.k) size *= 2;
   for (int i = p.k + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
   bitonic_sort(list, size);
-  for (int i = threadIdx.x; i < p.k; i += blockDim.x) {
-    const uint32_t index = index_of(list[i]);
-    p.indices[row * p.k + i] = index;
-    static_cast<T *>(p.values)[row * p.k + i] = x[index];
+  const Result<T> result{p, x, row};
+  for (int i = threadIdx.x; i < p.k; i += blockDim.x) result.put(i, list[i]);
+}
+
+template <class T, DType kType, bool kAligned>
+int32_t launch_aligned(TopkParams &p, int device, void *stream) {
+  if (p.k <= kMostWanted) {
+    return launch_top(&topk_few_kernel<T, kType, kAligned, Share::kSm>,
+                      &topk_few_kernel<T, kType, kAligned, Share::kCta>,
+                      &topk_few_kernel<T, kType, kAligned, Share::kCluster>, p, sizeof(T), device,
+                      stream, "topk");
   }
+  return launch_team(&topk_kernel<T, kType, kAligned, false>,
+                     &topk_kernel<T, kType, kAligned, true>, p, sizeof(T), kTopkThreads,
+                     kTopkThreads, device, stream, "topk");
 }
 
 template <class T, DType kType>
 int32_t launch_for(TopkParams &p, int device, void *stream) {
-  const int64_t vectors = (p.x_rows.cols + kVectorOf<T> - 1) / kVectorOf<T>;
-  if (rows_of_vectors(p.x_rows, p.x, sizeof(T))) {
-    return launch_team(&topk_kernel<T, kType, true, false>, &topk_kernel<T, kType, true, true>, p,
-                       vectors, kTopkThreads, device, stream, "topk");
-  }
-  return launch_team(&topk_kernel<T, kType, false, false>, &topk_kernel<T, kType, false, true>, p,
-                     vectors, kTopkThreads, device, stream, "topk");
+  return rows_of_vectors(p.x_rows, p.x, sizeof(T))
+             ? launch_aligned<T, kType, true>(p, device, stream)
+             : launch_aligned<T, kType, false>(p, device, stream);
 }
 
 }  // namespace

@@ -113,7 +113,7 @@ def test_argmax_and_topk(kernels_module: ModuleType, cols: int, dtype: torch.dty
     x = rows_for_order(dtype, cols)
     order = torch.sort(x, dim=-1, descending=True, stable=True)[1]
     many = x.repeat(40, 1)  # a CTA per row
-    for count in {1, min(cols, 2), min(cols, 50), min(cols, 1024), min(cols, 2048)}:
+    for count in {1, *(min(cols, k) for k in (2, 50, 192, 193, 1024, 2048))}:
         values, indices = k.topk(x, count)
         assert torch.equal(indices, order[:, :count]), count
         expected = x.gather(-1, order[:, :count])

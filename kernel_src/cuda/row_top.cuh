@@ -1,0 +1,298 @@
+// row_top.cuh: the few values of a row that can be among its k greatest, for topk and sample.
+//
+// Each thread keeps the greatest value of its share of the row. What k of these reach, k values of
+// the row reach, so that none of the k greatest is below it: of k = 50 some 60 values are left,
+// wherever in the row the greatest ones are. The row is passed over once, and read again only in
+// those pieces of the shares that have some of them. They are ranked by comparing each with all.
+// Where there are more than the list holds, as of many equal values, row_select.cuh takes the row.
+#pragma once
+
+#include "ordered.cuh"
+#include "row_select.cuh"
+
+namespace hfp::cuda {
+
+// A row is one CTA's, of which several share an SM, so that some load while others rank; or, where
+// rows are few, it is that of a CTA with an SM to itself, or of a cluster.
+enum class Share { kSm, kCta, kCluster };
+
+template <Share kShare>
+inline constexpr int kTopThreads = kShare == Share::kSm ? 256 : 512;
+inline constexpr int64_t kCtaRows = 132;  // up to so many have an SM of an H100 each
+
+// For __launch_bounds__. `wanted` CTAs where they share an SM.
+constexpr int top_ctas(Share share, int wanted) {
+  return share == Share::kSm ? resident_ctas(kTopThreads<Share::kSm>, wanted * 256) : 1;
+}
+
+inline constexpr int kTopVectors = 4, kTopShift = 2;  // of a thread, on their way; the logarithm
+inline constexpr int kMostWanted = 192;               // k; more would leave too few of 256 threads
+inline constexpr int kTopPieces = 4096;          // of a CTA
+inline constexpr unsigned kMostTopPieces = 512;  // that are read again
+inline constexpr unsigned kMostTop = 512;        // in the list
+inline constexpr unsigned kMostCompared = 128;   // each with all; more are sorted
+
+// ---------------------------------------------------------------------------------------------
+// The greatest of a thread's values
+
+__device__ __forceinline__ uint32_t max_over_lanes(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, v);
+#else
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) v = max(v, __shfl_xor_sync(~0u, v, by));
+  return v;
+#endif
+}
+
+// Of half types two at once, by an instruction that keeps a NaN; of equal ones, -0 or 0.
+template <class T>
+struct Greatest {
+  using Stored = uint16_t;
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  static constexpr uint32_t kMinusInfinity = std::is_same_v<T, __half> ? 0xfc00u : 0xff80u;
+  uint32_t pair = kMinusInfinity << 16 | kMinusInfinity;
+
+  __device__ __forceinline__ static uint32_t greater(uint32_t a, uint32_t b) {
+    const Pair m = __hmax2_nan(*reinterpret_cast<Pair *>(&a), *reinterpret_cast<Pair *>(&b));
+    return *reinterpret_cast<const uint32_t *>(&m);
+  }
+  __device__ __forceinline__ void add(const Greatest &other) { pair = greater(pair, other.pair); }
+  __device__ __forceinline__ void add(const Vec<T, kVectorOf<T>> &v) {
+    pair = greater(pair, greater(greater(v.word[0], v.word[1]), greater(v.word[2], v.word[3])));
+  }
+  __device__ __forceinline__ Stored stored() const {
+    return static_cast<Stored>(greater(pair, pair >> 16));
+  }
+  __device__ __forceinline__ static float value(Stored stored) { return unpack<T>(stored).x; }
+};
+
+template <>
+struct Greatest<float> {
+  using Stored = uint32_t;
+  static constexpr uint32_t kMinusInfinity = 0xff800000u;
+  uint32_t key = 0;
+
+  __device__ __forceinline__ void add(const Greatest &other) { key = max(key, other.key); }
+  __device__ __forceinline__ void add(const Vec<float, kVectorOf<float>> &v) {
+#pragma unroll
+    for (int i = 0; i < kVectorOf<float>; ++i) key = max(key, key_of(__uint_as_float(v.word[i])));
+  }
+  __device__ __forceinline__ Stored stored() const { return key; }
+  __device__ __forceinline__ static float value(Stored stored) { return value_of(stored); }
+};
+
+// ---------------------------------------------------------------------------------------------
+// The list
+
+template <class T, int kThreads>
+struct TopShared {
+  union {  // one after the other
+    typename Greatest<T>::Stored piece[kTopPieces];
+    struct {
+      uint64_t ranked[kMostTop], room[kMostTop];  // and what is made of each
+    };
+    SelectShared select;
+  };
+  uint32_t key[kThreads];  // the greatest of each thread
+  uint32_t again[kMostTopPieces];
+  uint64_t list[kMostTop];
+  unsigned pieces, listed;
+  uint32_t bound[kClusterSize], greatest[kClusterSize];  // of each CTA
+};
+
+struct Bound {
+  uint32_t key, greatest;
+};
+
+// By one warp: a bound that at least k of the keys, one of each thread, reach, and few more.
+template <int kThreads>
+__device__ __forceinline__ Bound bound_of(const uint32_t *keys, unsigned k) {
+  uint32_t key[kThreads / 32], low = ~0u, high = 0;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) {
+    key[i] = 0;
+    if (32 * i >= blockDim.x) continue;
+    key[i] = keys[32 * i + threadIdx.x % 32u];
+    low = min(low, key[i]);
+    high = max(high, key[i]);
+  }
+  const uint32_t greatest = max_over_lanes(high);
+  if (k == 1) return {greatest, greatest};
+  if (k > blockDim.x) return {0, greatest};
+  const unsigned enough = k + k / 16 + 2;
+  low = ~max_over_lanes(~low);  // all reach it
+  high = greatest;              // fewer than k reach more than it
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2 + 1;
+    unsigned count = 0;
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i) count += __popc(__ballot_sync(~0u, key[i] >= middle));
+    if (count < k) {
+      high = middle - 1;
+    } else {
+      low = middle;
+      if (count <= enough) break;
+    }
+  }
+  return {low, greatest};
+}
+
+// A team's work on one row: bound(), list(), and where that has found room, ranked().
+template <class T, bool kAligned, Share kShare>
+struct RowTop {
+  static constexpr int N = kVectorOf<T>;
+  static constexpr int kThreads = kTopThreads<kShare>;
+  using CTAs = Team<kShare == Share::kCluster>;
+  TopShared<T, kThreads> &s;
+  const T *x;
+  uint32_t cols, vectors, first, step;
+  int shift;            // a piece: 1 << shift vectors, each `step` behind the one before
+  uint32_t pieces = 0;  // of this thread
+  uint32_t own = 0;     // its greatest key
+
+  __device__ __forceinline__ RowTop(TopShared<T, kThreads> &s, const T *x, uint32_t cols)
+      : s(s),
+        x(x),
+        cols(cols),
+        vectors((cols + N - 1) / N),
+        first((threadIdx.x / 32u * CTAs::size() + CTAs::rank()) * 32u + threadIdx.x % 32u),
+        step(CTAs::size() * blockDim.x),
+        shift(kTopShift) {
+    const uint32_t most = kTopPieces / blockDim.x, share = (vectors + step - 1) / step;
+    while ((share - 1) >> shift >= most) ++shift;
+  }
+
+  // What lies past the end of the row is -inf.
+  __device__ __forceinline__ void load(Vec<T, N> &v, uint32_t at) const {
+    constexpr uint32_t kLowest = Greatest<T>::kMinusInfinity;
+    if (at < vectors) {
+      load_vector<T, kAligned>(v, x, at, cols);
+    } else {
+      v.zero();
+    }
+    if (at < vectors && (kAligned || at * N + N <= cols)) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (at * N + i >= cols) v.word[i * sizeof(T) / 4] |= kLowest << i * sizeof(T) % 4 * 8;
+    }
+  }
+
+  // key(value) must be ordered as the values are.
+  template <class Key>
+  __device__ __forceinline__ Bound bound(unsigned k, const Key &key) {
+    if (threadIdx.x == 0) s.pieces = s.listed = 0;
+    CTAs::leave();  // until here no other CTA may write to this one's memory
+    Greatest<T> all;
+    for (uint32_t at = first; at < vectors; ++pieces) {
+      Greatest<T> of_piece;
+      for (uint32_t end = at + (step << shift); at != end; at += step * kTopVectors) {
+        Vec<T, N> v[kTopVectors];
+#pragma unroll
+        for (int u = 0; u < kTopVectors; ++u) load(v[u], at + u * step);
+#pragma unroll
+        for (int u = 0; u < kTopVectors; ++u) of_piece.add(v[u]);
+      }
+      s.piece[pieces * blockDim.x + threadIdx.x] = of_piece.stored();
+      all.add(of_piece);
+    }
+    if (pieces > 0) own = key(Greatest<T>::value(all.stored()));
+    s.key[threadIdx.x] = own;
+    __syncthreads();
+    CTAs::left();
+    if (threadIdx.x < 32) {
+      // k / 8 of each CTA are k in all.
+      const Bound here = bound_of<kThreads>(s.key, (k + CTAs::size() - 1) / CTAs::size());
+      if (threadIdx.x < CTAs::size()) {
+        *CTAs::at(&s.bound[CTAs::rank()], threadIdx.x) = here.key;
+        *CTAs::at(&s.greatest[CTAs::rank()], threadIdx.x) = here.greatest;
+      }
+    }
+    CTAs::sync();
+    Bound all_ctas{s.bound[0], s.greatest[0]};
+#pragma unroll
+    for (unsigned rank = 1; rank < CTAs::size(); ++rank) {
+      all_ctas.key = min(all_ctas.key, s.bound[rank]);
+      all_ctas.greatest = max(all_ctas.greatest, s.greatest[rank]);
+    }
+    return all_ctas;
+  }
+
+  // pair(key, col) of all that reach the bound meet, in any order, in the list of the first CTA.
+  // Returns how many, which may be more than there is room for.
+  template <class Key, class Pair>
+  __device__ __forceinline__ unsigned list(uint32_t least, const Key &key, const Pair &pair) {
+    if (own >= least) {
+      for (uint32_t i = 0; i < pieces; ++i) {
+        const auto greatest = s.piece[i * blockDim.x + threadIdx.x];
+        if (key(Greatest<T>::value(greatest)) < least) continue;
+        const unsigned place = atomicAdd(&s.pieces, 1u);
+        if (place < kMostTopPieces) s.again[place] = first + (i << shift) * step;
+      }
+    }
+    __syncthreads();
+    const unsigned again = s.pieces;
+    uint64_t *const to = CTAs::at(s.list, 0);
+    unsigned *const count = CTAs::at(&s.listed, 0);
+    if (again > kMostTopPieces) {
+      if (threadIdx.x == 0) atomicAdd(count, kMostTop + 1);
+    } else {
+      for (unsigned i = threadIdx.x; i < again << shift; i += blockDim.x) {
+        const uint32_t at = s.again[i >> shift] + (i & ((1u << shift) - 1)) * step;
+        if (at >= vectors) continue;
+        Vec<T, N> v;
+        load_vector<T, kAligned, Cache::kReadOnly>(v, x, at, cols);
+        float value[N];
+        v.get(value);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const uint32_t found = key(value[j]);
+          if (found < least || (!kAligned && at * N + j >= cols)) continue;
+          const unsigned place = atomicAdd(count, 1u);
+          if (place < kMostTop) to[place] = pair(found, at * N + j);
+        }
+      }
+    }
+    CTAs::sync();
+    return *count;
+  }
+
+  // Of the first CTA: the n that are listed, descending.
+  __device__ __forceinline__ const uint64_t *ranked(unsigned n) const {
+    if (n > kMostCompared) {
+      unsigned size = 2 * kMostCompared;
+      while (size < n) size *= 2;
+      for (unsigned i = n + threadIdx.x; i < size; i += blockDim.x) s.list[i] = 0;
+      bitonic_sort(s.list, size);
+      return s.list;
+    }
+    constexpr unsigned kLanes = 8;  // compare one with all
+    const unsigned lane = threadIdx.x % kLanes, in_warp = threadIdx.x % 32u / kLanes;
+    for (unsigned i = threadIdx.x / 32u * (32 / kLanes); i < n; i += blockDim.x / kLanes) {
+      const bool here = i + in_warp < n;
+      const uint64_t one = here ? s.list[i + in_warp] : 0;
+      unsigned rank = 0;
+      for (unsigned j = lane; j < n; j += kLanes) rank += s.list[j] > one;
+#pragma unroll
+      for (unsigned by = kLanes / 2; by > 0; by /= 2) rank += __shfl_xor_sync(~0u, rank, by);
+      if (here && lane == 0) s.ranked[rank] = one;
+    }
+    __syncthreads();
+    return s.ranked;
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Launching
+
+template <class Params>
+int32_t launch_top(void (*sm)(Params), void (*cta)(Params), void (*cluster)(Params), Params &p,
+                   int64_t element_bytes, int device, void *stream, const char *op) {
+  const bool few = p.x_rows.rows <= kCtaRows && p.x_rows.cols * element_bytes >=
+                                                    kClusterVectors * kVectorBytes;
+  return launch_team(few ? cta : sm, cluster, p, element_bytes,
+                     few ? kTopThreads<Share::kCta> : kTopThreads<Share::kSm>,
+                     kTopThreads<Share::kCluster>, device, stream, op);
+}
+
+}  // namespace hfp::cuda
