@@ -285,10 +285,12 @@ struct RowTop {
 // ---------------------------------------------------------------------------------------------
 // Launching
 
+// cta_rows: up to how many wide rows get the large CTAs.
 template <class Params>
 int32_t launch_top(void (*sm)(Params), void (*cta)(Params), void (*cluster)(Params), Params &p,
-                   int64_t element_bytes, int device, void *stream, const char *op) {
-  const bool few = p.x_rows.rows <= kCtaRows && p.x_rows.cols * element_bytes >=
+                   int64_t element_bytes, int device, void *stream, const char *op,
+                   int64_t cta_rows = kCtaRows) {
+  const bool few = p.x_rows.rows <= cta_rows && p.x_rows.cols * element_bytes >=
                                                     kClusterVectors * kVectorBytes;
   return launch_team(few ? cta : sm, cluster, p, element_bytes,
                      few ? kTopThreads<Share::kCta> : kTopThreads<Share::kSm>,

@@ -401,10 +401,13 @@ __global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleC
 
 template <class T, DType kType, bool kAligned>
 int32_t launch_aligned(SampleParams &p, int device, void *stream) {
+  // Passes over the row take long enough to be worth large CTAs for as many rows as run at once.
+  const bool greedy = p.temperatures == nullptr && p.temperature == 0.0f;
+  const bool passes = !greedy && p.top_ks == nullptr && (p.top_k == 0 || p.top_k > kMostWanted);
   return launch_top(&sample_kernel<T, kType, kAligned, Share::kSm>,
                     &sample_kernel<T, kType, kAligned, Share::kCta>,
                     &sample_kernel<T, kType, kAligned, Share::kCluster>, p, sizeof(T), device,
-                    stream, "sample");
+                    stream, "sample", passes ? 2 * kCtaRows : kCtaRows);
 }
 
 template <class T, DType kType>
