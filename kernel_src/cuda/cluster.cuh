@@ -86,17 +86,18 @@ inline bool has_clusters(const void *kernel, int device) {
 
 template <class Params>
 int32_t launch_clusters(void (*kernel)(Params), int64_t clusters, int threads, Params &params,
-                        void *stream, const char *op, int shared_bytes = 0) {
+                        void *stream, const char *op, int shared_bytes = 0,
+                        int size = kClusterSize) {
   const cudaError_t status = allow_shared_memory(kernel, shared_bytes);
   if (status != cudaSuccess) return check(status, op);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kClusterSize;
+  attributes[0].val.clusterDim.x = static_cast<unsigned>(size);
   attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * kClusterSize));
+  config.gridDim = dim3(static_cast<unsigned>(clusters * size));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);

@@ -52,6 +52,19 @@ __device__ __forceinline__ uint32_t sub_two(uint32_t a, uint32_t b) {
   return as_word(__hsub2_rn(as_two<T>(a), as_two<T>(b)));
 }
 
+// The greater of each two; a NaN is passed by or, with kNaN, the result. In fp32 before sm_80, for
+// fp16 too: see kHasMaxOfTwos.
+template <class T, bool kNaN>
+__device__ __forceinline__ uint32_t max_two(uint32_t a, uint32_t b) {
+  if constexpr (kNaN) return as_word(__hmax2_nan(as_two<T>(a), as_two<T>(b)));
+  return as_word(__hmax2(as_two<T>(a), as_two<T>(b)));
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+inline constexpr bool kHasMaxOfTwos = false;
+#else
+inline constexpr bool kHasMaxOfTwos = true;
+#endif
+
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> mul_twos(const Vec<T, N> &a, const Vec<T, N> &b) {
   Vec<T, N> v;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "activations.cuh"
+#include "packed.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
@@ -52,6 +53,81 @@ __device__ __forceinline__ void store_vector(T *row, int64_t at, int64_t cols,
     }
   }
 }
+
+// ---------------------------------------------------------------------------------------------
+// Waves: what a warp has on its way of a row, kVectors vectors a lane
+
+template <class T, int kVectors>
+using Wave = Vec<T, kVectorOf<T>>[kVectors];
+
+template <class T>
+inline constexpr uint32_t kMinusInfinities = std::is_same_v<T, float>    ? 0xff800000u
+                                             : std::is_same_v<T, __half> ? 0xfc00fc00u
+                                                                         : 0xff80ff80u;
+
+// The wave that begins at vector `at` of a row of `cols` elements; what lies past its end is -inf.
+template <class T, bool kAligned, int kVectors>
+__device__ __forceinline__ void load_wave(Wave<T, kVectors> &v, const T *row, int64_t at,
+                                          int64_t cols) {
+  constexpr int N = kVectorOf<T>;
+  const int lane = threadIdx.x % 32u;
+  const T *from = row + (at + lane) * N;
+  const bool whole = (at + 32 * kVectors) * N <= cols;
+  if (kAligned && whole) {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) v[u].template load<Cache::kStream>(from + 32 * u * N);
+    return;
+  }
+  const int left = whole ? 32 * kVectors * N : static_cast<int>(cols - (at + lane) * N);
+#pragma unroll
+  for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; ++i) v[u].word[i] = kMinusInfinities<T>;
+    if constexpr (kAligned) {
+      if (32 * u * N < left) v[u].template load<Cache::kStream>(from + 32 * u * N);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const int col = 32 * u * N + i;
+        if (col >= left) continue;
+        if constexpr (sizeof(T) == 4) {
+          v[u].word[i] = __ldca(reinterpret_cast<const unsigned int *>(from) + col);
+        } else {
+          const uint32_t half = __ldca(reinterpret_cast<const unsigned short *>(from) + col);
+          v[u].word[i / 2] = __byte_perm(v[u].word[i / 2], half, i % 2 == 0 ? 0x3254 : 0x5410);
+        }
+      }
+    }
+  }
+}
+
+// The greatest element of these vectors; a NaN is passed by or, with kNaN, the result.
+template <class T, bool kNaN, int kVectors>
+__device__ __forceinline__ float greatest(const Vec<T, kVectorOf<T>> *v) {
+  constexpr int N = kVectorOf<T>;
+  if constexpr (kInTwos<T, N> && kHasMaxOfTwos) {
+    uint32_t two = v[0].word[0];
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = u == 0 ? 1 : 0; i < N / 2; ++i) two = max_two<T, kNaN>(two, v[u].word[i]);
+    }
+    return unpack<T>(max_two<T, kNaN>(two, two >> 16)).x;
+  } else {
+    float high = minus_inf();
+    bool nan = false;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      float x[N];
+      v[u].get(x);
+#pragma unroll
+      for (int i = 0; i < N; ++i) high = fmaxf(high, x[i]), nan = nan || x[i] != x[i];
+    }
+    return kNaN && nan ? __int_as_float(0x7fffffff) : high;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
 
 // Whether whole vectors can be loaded and stored throughout.
 inline bool rows_of_vectors(const Rows &r, const void *pointer, int element_bytes) {

@@ -4,8 +4,9 @@
 // into parts: a warp finds the maximum of a part and its sum of exp(z - maximum), rescaling as it
 // goes on (Milakov & Gimelshein, arXiv:1805.02867); then the row is read again, from L2 mostly. One
 // CTA takes all parts of a row, or, where rows are few, many CTAs share them. Up to 32768 aligned
-// columns of a half type each warp of one CTA keeps its part, and nothing is read again.
-#include "row_ops.cuh"
+// columns of a half type each warp of one CTA keeps its part, up to 262144 each warp of a cluster of
+// CTAs (sm_90), and nothing is read again.
+#include "row_cluster.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -21,7 +22,8 @@ struct SoftmaxParams {
   int64_t vectors;  // per row, the last one maybe in part
   float scale;
   Parts parts;
-  int write_ctas;  // per row
+  int write_ctas;    // per row
+  int cluster_ctas;  // per row
   uint32_t zero;   // 0; see Vec::stay_packed
 };
 
@@ -260,42 +262,102 @@ __global__ void __launch_bounds__(kPartThreads, kAligned && !kMask ? 2 : 1)
   }
 }
 
-// A CTA per row and a warp per part, which stays in the warp's registers: all of a row is on its
-// way at once. Two CTAs of 64 registers a thread fill an SM. Parts and sums are those of
-// softmax_parts_kernel, and so are the bits.
+// The same for a scale of 1, half types and a vector that has no elements past the end of the row but
+// -inf, which change nothing: the bits are the same.
 template <class T>
+__device__ __forceinline__ void add_whole_vector(Online &own, const Vec<T, kVectorOf<T>> &v) {
+  constexpr int N = kVectorOf<T>;
+  const float high = fmaxf(own.most, greatest<T, false, 1>(&v));
+  const float by = Online::shift(high);
+  float z[N], more = 0.0f;
+  v.get(z);
+#pragma unroll
+  for (int i = 0; i < N; ++i) more += exp_of<T>(z[i] - by);
+  own.sum = fmaf(own.sum, exp_of<T>(own.most - by), more);
+  own.most = high;
+}
+
+// A warp's part stays in its registers: all of a row is on its way at once. Two CTAs of 64 registers
+// a thread fill an SM. Parts and sums are those of softmax_parts_kernel, and so are the bits.
+template <class T, bool kScaled>
+struct HeldPart {
+  static constexpr int N = kVectorOf<T>;
+  static constexpr int kLaneVectors = static_cast<int>(kPartCols) / N / 32;
+  Wave<T, kLaneVectors> v;
+  int first, past;  // vectors
+
+  __device__ __forceinline__ HeldPart(const SoftmaxParams &p, int part)
+      : first(part * static_cast<int>(kPartCols / N) + static_cast<int>(threadIdx.x % 32u)),
+        past(static_cast<int>(p.vectors)) {}
+
+  __device__ __forceinline__ Online read(const Source<T, true, false> &source) {
+    load_wave<T, true, kLaneVectors>(v, source.x, first - static_cast<int>(threadIdx.x % 32u),
+                                     source.cols);
+    Online own{minus_inf(), 0.0f};
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      if constexpr (!kScaled) {
+        add_whole_vector<T>(own, v[u]);
+      } else {
+        if (first + 32 * u < past) add_vector(own, source, v[u], first + 32 * u);
+      }
+    }
+    return over_lanes<T>(own);
+  }
+
+  __device__ __forceinline__ void write(const SoftmaxParams &p, const Source<T, true, false> &source,
+                                        int64_t row, const Online &of_row) {
+    const float by = Online::shift(of_row.most), share = 1.0f / of_row.sum;
+    T *to = static_cast<T *>(p.out) + row * source.cols + int64_t{first} * N;
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      v[u].stay_packed(p.zero);
+      float z[N];
+      if constexpr (kScaled) {
+        source.scaled(v[u], first + 32 * u, z);
+      } else {
+        v[u].get(z);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) z[i] = exp_of<T>(z[i] - by) * share;
+      if (first + 32 * u < past) store_as<T>(to, 32 * u * N, z);
+    }
+  }
+};
+
+// A CTA per row and a warp per part.
+template <class T, bool kScaled>
 __global__ void __launch_bounds__(kPartThreads, 2)
     softmax_held_parts_kernel(const __grid_constant__ SoftmaxParams p) {
   wait_for_previous();
-  constexpr int N = kVectorOf<T>;
-  constexpr int kLaneVectors = static_cast<int>(kPartCols) / N / 32;
   __shared__ float2 all[kHeldParts];
   const int64_t row = p.first_row + blockIdx.x;
   const Source<T, true, false> source(p, row);
-  const int part = threadIdx.x / 32u, lane = threadIdx.x % 32u;
-  const int first = part * static_cast<int>(kPartCols / N) + lane;
-  const int past = static_cast<int>(p.vectors), cols = static_cast<int>(source.cols);
-  Vec<T, N> v[kLaneVectors];
-#pragma unroll
-  for (int u = 0; u < kLaneVectors; ++u) {
-    if (first + 32 * u < past) load_vector<T, true>(v[u], source.x, first + 32 * u, cols);
-  }
-  Online own{minus_inf(), 0.0f};
-#pragma unroll
-  for (int u = 0; u < kLaneVectors; ++u) {
-    if (first + 32 * u < past) add_vector(own, source, v[u], first + 32 * u);
-  }
-  own = over_lanes<T>(own);
-  if (lane == 0) all[part] = make_float2(own.most, own.sum);
+  const int part = threadIdx.x / 32u;
+  HeldPart<T, kScaled> held(p, part);
+  const Online own = held.read(source);
+  if (threadIdx.x % 32u == 0) all[part] = make_float2(own.most, own.sum);
   __syncthreads();
-  const Online row_sum = whole<T>(all, p.parts.count);
-  const float by = Online::shift(row_sum.most), share = 1.0f / row_sum.sum;
-  T *to = static_cast<T *>(p.out) + row * source.cols;
-#pragma unroll
-  for (int u = 0; u < kLaneVectors; ++u) {
-    v[u].stay_packed(p.zero);
-    if (first + 32 * u < past) write_vector(source, v[u], first + 32 * u, to, by, share);
-  }
+  held.write(p, source, row, whole<T>(all, p.parts.count));
+}
+
+// A cluster per row and a warp per part.
+template <class T, bool kScaled>
+__global__ void __launch_bounds__(kPartThreads, 2)
+    softmax_cluster_kernel(const __grid_constant__ SoftmaxParams p) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ PartResults<2> all;
+  all.begin(p.parts.count);
+  const int64_t row = blockIdx.x / static_cast<unsigned>(p.cluster_ctas);
+  const int part = static_cast<int>(Team<true>::rank() * (blockDim.x / 32u) + threadIdx.x / 32u);
+  HeldPart<T, kScaled> held(p, part);
+  const Source<T, true, false> source(p, row);
+  wait_for_previous();
+  const Online own = held.read(source);
+  all.exchange({own.most, own.sum}, part, p.parts.count, p.cluster_ctas);
+  held.write(p, source, row,
+             whole<T>(reinterpret_cast<const float2 *>(all.of_part), p.parts.count));
+#endif
 }
 
 // A warp per part, many CTAs per row.
@@ -341,8 +403,27 @@ __global__ void __launch_bounds__(kSplitThreads)
 // ---------------------------------------------------------------------------------------------
 // Launchers
 
+template <class T, bool kScaled>
+bool launch_held_parts(SoftmaxParams &p, int device, void *stream, int32_t *status) {
+  constexpr const char *op = "softmax";
+  if (p.parts.count <= kHeldParts && !split_rows(p.x_rows.rows, p.x_rows.cols)) {
+    *status = launch_rows(&softmax_held_parts_kernel<T, kScaled>, {Shape::kLoop, kPartThreads, 1}, p,
+                          stream, op);
+    return true;
+  }
+  auto *kernel = &softmax_cluster_kernel<T, kScaled>;
+  const ClusterPlan plan = plan_cluster(p.parts.count);
+  if (plan.threads > kPartThreads || p.x_rows.rows > kMaxGrid / plan.ctas ||
+      !has_clusters(reinterpret_cast<const void *>(kernel), device)) {
+    return false;
+  }
+  p.cluster_ctas = plan.ctas;
+  *status = launch_clusters(kernel, p.x_rows.rows, plan.threads, p, stream, op, 0, plan.ctas);
+  return true;
+}
+
 template <class T, bool kAligned, bool kMask>
-int32_t launch_typed(SoftmaxParams &p, void *stream) {
+int32_t launch_typed(SoftmaxParams &p, int device, void *stream) {
   constexpr const char *op = "softmax";
   constexpr int N = kVectorOf<T>;
   p.vectors = (p.x_rows.cols + N - 1) / N;
@@ -367,13 +448,14 @@ int32_t launch_typed(SoftmaxParams &p, void *stream) {
     return launch_rows(&softmax_held_kernel<T, kAligned, kMask, kCta, 4>, cta, p, stream, op);
   }
   p.parts = parts_of(p.x_rows.cols);
-  if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
-    if constexpr (kAligned && !kMask && sizeof(T) == 2) {
-      if (p.parts.count <= kHeldParts) {
-        return launch_rows(&softmax_held_parts_kernel<T>, {Shape::kLoop, kPartThreads, 1}, p,
-                           stream, op);
-      }
+  if constexpr (kAligned && !kMask && sizeof(T) == 2) {
+    int32_t status = HFP_OK;
+    if (p.scale == 1.0f ? launch_held_parts<T, false>(p, device, stream, &status)
+                        : launch_held_parts<T, true>(p, device, stream, &status)) {
+      return status;
     }
+  }
+  if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
     return launch_rows(&softmax_parts_kernel<T, kAligned, kMask>,
                        {Shape::kLoop, kPartThreads, 1}, p, stream, op);
   }
@@ -387,18 +469,18 @@ int32_t launch_typed(SoftmaxParams &p, void *stream) {
 }
 
 template <class T>
-int32_t launch_for(SoftmaxParams &p, void *stream) {
+int32_t launch_for(SoftmaxParams &p, int device, void *stream) {
   bool aligned = rows_of_vectors(p.x_rows, p.x, sizeof(T)) && pointer_aligned(p.out);
   if (p.mask != nullptr) {
     // A vector of the mask has as many elements as one of x, in loads of up to 16 bytes.
     aligned = aligned && rows_aligned(p.mask_rows, p.mask, size_of(p.mask_type));
   }
   if (p.mask != nullptr) {
-    return aligned ? launch_typed<T, true, true>(p, stream)
-                   : launch_typed<T, false, true>(p, stream);
+    return aligned ? launch_typed<T, true, true>(p, device, stream)
+                   : launch_typed<T, false, true>(p, device, stream);
   }
-  return aligned ? launch_typed<T, true, false>(p, stream)
-                 : launch_typed<T, false, false>(p, stream);
+  return aligned ? launch_typed<T, true, false>(p, device, stream)
+                 : launch_typed<T, false, false>(p, device, stream);
 }
 
 }  // namespace
@@ -417,9 +499,9 @@ int32_t softmax(const SoftmaxArgs &a, int device, void *stream) {
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), "softmax");
   switch (a.type) {
-    case DType::F32: return launch_for<float>(p, stream);
-    case DType::F16: return launch_for<__half>(p, stream);
-    default: return launch_for<__nv_bfloat16>(p, stream);
+    case DType::F32: return launch_for<float>(p, device, stream);
+    case DType::F16: return launch_for<__half>(p, device, stream);
+    default: return launch_for<__nv_bfloat16>(p, device, stream);
   }
 }
 

@@ -1,6 +1,6 @@
 // softmax_backward.cu: the gradient of softmax from its result; hfp_softmax_backward on CUDA. The
 // same ways through a row as softmax.cu.
-#include "row_ops.cuh"
+#include "row_cluster.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -16,6 +16,7 @@ struct SoftmaxBackwardParams {
   float scale;
   Parts parts;
   int write_ctas;
+  int cluster_ctas;  // per row
 };
 
 // One row of both inputs; 0 past its end.
@@ -116,43 +117,81 @@ __device__ __forceinline__ float whole(const float *parts, int count) {
   return Group<32>::sum_lanes(sum);
 }
 
-// A CTA per row and a warp per part, which keeps both inputs in its registers: all of a row is on
-// its way at once. As many warps as parts: with 88 registers a thread, an SM has two CTAs of up to
-// eleven parts (22528 columns), one of more. Against softmax_backward_parts_kernel, whose bits
-// these are, on an H200 in bf16, 512 threads for all: 8192x32000 405 -> 362 us, 2048x32000 108 ->
-// 94, 4096x20480 163 -> 123; grad in shared memory instead, two CTAs of any row on an SM: 365,
-// 94.5, 119.
+// A part of both inputs stays in the registers of a warp: all of a row is on its way at once.
+template <class T>
+struct HeldPair {
+  static constexpr int N = kVectorOf<T>;
+  static constexpr int kLaneVectors = static_cast<int>(kPartCols) / N / 32;
+  Vec<T, N> g[kLaneVectors], v[kLaneVectors];
+  int first, past;  // vectors
+
+  __device__ __forceinline__ HeldPair(const SoftmaxBackwardParams &p, int part)
+      : first(part * static_cast<int>(kPartCols / N) + static_cast<int>(threadIdx.x % 32u)),
+        past(static_cast<int>(p.vectors)) {}
+
+  __device__ __forceinline__ float read(const Pair<T, true> &pair) {
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      if (first + 32 * u < past) pair.load(g[u], v[u], first + 32 * u);
+    }
+    float own = 0.0f;
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      if (first + 32 * u < past) own = pair.dot(g[u], v[u], own);
+    }
+    return Group<32>::sum_lanes(own);
+  }
+
+  __device__ __forceinline__ void write(const SoftmaxBackwardParams &p, const Pair<T, true> &pair,
+                                        int64_t row, float by) const {
+    T *to = static_cast<T *>(p.dx) + row * pair.cols;
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      if (first + 32 * u < past) pair.write(to, g[u], v[u], first + 32 * u, by, p.scale);
+    }
+  }
+};
+
+// A CTA per row and a warp per part. As many warps as parts: with 88 registers a thread, an SM has two
+// CTAs of up to eleven parts (22528 columns), one of more. Against softmax_backward_parts_kernel, whose
+// bits these are, on an H200 in bf16, 512 threads for all: 8192x32000 405 -> 362 us, 2048x32000 108 ->
+// 94, 4096x20480 163 -> 123; grad in shared memory instead, two CTAs of any row on an SM: 365, 94.5,
+// 119.
 template <class T>
 __global__ void __launch_bounds__(kPartThreads)
     softmax_backward_held_parts_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
   wait_for_previous();
-  constexpr int N = kVectorOf<T>;
-  constexpr int kLaneVectors = static_cast<int>(kPartCols) / N / 32;
   __shared__ float all[kHeldParts];
   const int64_t row = p.first_row + blockIdx.x;
   const Pair<T, true> pair(p, row);
-  const int part = threadIdx.x / 32u, lane = threadIdx.x % 32u;
-  const int first = part * static_cast<int>(kPartCols / N) + lane;
-  const int past = static_cast<int>(p.vectors);
-  Vec<T, N> g[kLaneVectors], v[kLaneVectors];
-#pragma unroll
-  for (int u = 0; u < kLaneVectors; ++u) {
-    if (first + 32 * u < past) pair.load(g[u], v[u], first + 32 * u);
-  }
-  float own = 0.0f;
-#pragma unroll
-  for (int u = 0; u < kLaneVectors; ++u) {
-    if (first + 32 * u < past) own = pair.dot(g[u], v[u], own);
-  }
-  own = Group<32>::sum_lanes(own);
-  if (lane == 0) all[part] = own;
+  const int part = threadIdx.x / 32u;
+  HeldPair<T> held(p, part);
+  const float own = held.read(pair);
+  if (threadIdx.x % 32u == 0) all[part] = own;
   __syncthreads();
-  const float by = whole(all, p.parts.count);
-  T *to = static_cast<T *>(p.dx) + row * pair.cols;
-#pragma unroll
-  for (int u = 0; u < kLaneVectors; ++u) {
-    if (first + 32 * u < past) pair.write(to, g[u], v[u], first + 32 * u, by, p.scale);
-  }
+  held.write(p, pair, row, whole(all, p.parts.count));
+}
+
+// Warps of a CTA of which two fit on an SM, with 96 registers a thread. With y in registers and grad in
+// shared memory two of sixteen warps do: 2048 x 128256 374 us, of ten with both in registers 361.
+constexpr int kPairWarps = 10;
+
+// A cluster per row and a warp per part.
+template <class T, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kWarps <= kPairWarps ? 2 : 1)
+    softmax_backward_cluster_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ PartResults<1> all;
+  all.begin(p.parts.count);
+  const int64_t row = blockIdx.x / static_cast<unsigned>(p.cluster_ctas);
+  const int part = static_cast<int>(Team<true>::rank() * (blockDim.x / 32u) + threadIdx.x / 32u);
+  const Pair<T, true> pair(p, row);
+  HeldPair<T> held(p, part);
+  wait_for_previous();
+  const float own = held.read(pair);
+  all.exchange({own}, part, p.parts.count, p.cluster_ctas);
+  held.write(p, pair, row, whole(&all.of_part[0][0], p.parts.count));
+#endif
 }
 
 // Any number of parts. A CTA per row, and so wide that one fills an SM: its row of both inputs then
@@ -225,8 +264,24 @@ __global__ void __launch_bounds__(kSplitThreads)
   }
 }
 
+template <class T>
+bool launch_cluster(SoftmaxBackwardParams &p, int device, void *stream, int32_t *status) {
+  const ClusterPlan plan = plan_cluster(p.parts.count);
+  auto *kernel = plan.threads <= kPairWarps * 32
+                     ? &softmax_backward_cluster_kernel<T, kPairWarps>
+                     : &softmax_backward_cluster_kernel<T, kHeldParts>;
+  if (plan.threads > kPartThreads || p.x_rows.rows > kMaxGrid / plan.ctas ||
+      !has_clusters(reinterpret_cast<const void *>(kernel), device)) {
+    return false;
+  }
+  p.cluster_ctas = plan.ctas;
+  *status = launch_clusters(kernel, p.x_rows.rows, plan.threads, p, stream, "softmax_backward", 0,
+                            plan.ctas);
+  return true;
+}
+
 template <class T, bool kAligned>
-int32_t launch_typed(SoftmaxBackwardParams &p, void *stream) {
+int32_t launch_typed(SoftmaxBackwardParams &p, int device, void *stream) {
   constexpr const char *op = "softmax_backward";
   constexpr int N = kVectorOf<T>;
   p.vectors = (p.x_rows.cols + N - 1) / N;
@@ -245,13 +300,16 @@ int32_t launch_typed(SoftmaxBackwardParams &p, void *stream) {
     }
   }
   p.parts = parts_of(p.x_rows.cols);
-  if (!split_rows(p.x_rows.rows, p.x_rows.cols)) {
-    if constexpr (kAligned && sizeof(T) == 2) {
-      if (p.parts.count <= kHeldParts) {
-        return launch_rows(&softmax_backward_held_parts_kernel<T>,
-                           {Shape::kLoop, p.parts.count * 32, 1}, p, stream, op);
-      }
+  const bool split = split_rows(p.x_rows.rows, p.x_rows.cols);
+  if constexpr (kAligned && sizeof(T) == 2) {
+    if (!split && p.parts.count <= kHeldParts) {
+      return launch_rows(&softmax_backward_held_parts_kernel<T>,
+                         {Shape::kLoop, p.parts.count * 32, 1}, p, stream, op);
     }
+    int32_t status = HFP_OK;
+    if (launch_cluster<T>(p, device, stream, &status)) return status;
+  }
+  if (!split) {
     return launch_rows(&softmax_backward_parts_kernel<T, kAligned>,
                        {Shape::kLoop, kPairThreads, 1}, p, stream, op);
   }
@@ -265,10 +323,11 @@ int32_t launch_typed(SoftmaxBackwardParams &p, void *stream) {
 }
 
 template <class T>
-int32_t launch_for(SoftmaxBackwardParams &p, void *stream) {
+int32_t launch_for(SoftmaxBackwardParams &p, int device, void *stream) {
   const bool aligned = rows_of_vectors(p.x_rows, p.y, sizeof(T)) &&
                        rows_of_vectors(p.grad_rows, p.grad, sizeof(T)) && pointer_aligned(p.dx);
-  return aligned ? launch_typed<T, true>(p, stream) : launch_typed<T, false>(p, stream);
+  return aligned ? launch_typed<T, true>(p, device, stream)
+                 : launch_typed<T, false>(p, device, stream);
 }
 
 }  // namespace
@@ -286,9 +345,9 @@ int32_t softmax_backward(const SoftmaxArgs &a, int device, void *stream) {
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), "softmax_backward");
   switch (a.type) {
-    case DType::F32: return launch_for<float>(p, stream);
-    case DType::F16: return launch_for<__half>(p, stream);
-    default: return launch_for<__nv_bfloat16>(p, stream);
+    case DType::F32: return launch_for<float>(p, device, stream);
+    case DType::F16: return launch_for<__half>(p, device, stream);
+    default: return launch_for<__nv_bfloat16>(p, device, stream);
   }
 }
 

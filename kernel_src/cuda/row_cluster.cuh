@@ -1,0 +1,55 @@
+// row_cluster.cuh: rows that a cluster of CTAs holds (sm_90): softmax and its gradient, where a row is
+// more than the registers of one CTA.
+//
+// Each warp holds a part of the row. Its result goes to all CTAs of the cluster, each of which then
+// makes the row's of all parts, as one CTA with all parts would: the bits are the same.
+#pragma once
+
+#include "mailbox.cuh"
+#include "row_ops.cuh"
+
+namespace hfp::cuda {
+
+inline constexpr int kMostClusterParts = kClusterSize * kHeldParts;
+
+// CTAs that share a row, and their threads, a warp for each part: small CTAs, four parts at least, as
+// long as there are CTAs for all. softmax in bf16 on an H200, as few CTAs as hold a row and as many,
+// us: 4096 x 151936 625, 615; 1 x 128256 4.4, 3.1; 64 x 128256 13.6, 12.3; 8192 x 50264 398, 398.
+struct ClusterPlan {
+  int ctas, threads;
+};
+
+inline ClusterPlan plan_cluster(int parts) {
+  const int most = (parts + 3) / 4, ctas = most < kClusterSize ? most : kClusterSize;
+  return {ctas, (parts + ctas - 1) / ctas * 32};
+}
+
+#if __CUDA_ARCH__ >= 900
+// In shared memory: the results of all parts, of kNumbers floats each.
+template <int kNumbers>
+struct PartResults {
+  alignas(4 * kNumbers) float of_part[kMostClusterParts][kNumbers];
+  Mailbox mail;
+
+  // Before anything else, by all threads.
+  __device__ __forceinline__ void begin(int parts) {
+    if (threadIdx.x == 0) {
+      mail.init();
+      mail.announce(parts * kNumbers * static_cast<int>(sizeof(float)));
+    }
+    __syncwarp();
+    Team<true>::leave();
+  }
+
+  // By each warp: the result of its part, unless that is past the last one. After it all are here.
+  __device__ __forceinline__ void exchange(const float (&result)[kNumbers], int part, int parts,
+                                           int ctas) {
+    Team<true>::left();  // all have their mailboxes
+    const int lane = threadIdx.x % 32u;
+    if (part < parts && lane < ctas) mail.send(of_part[part], result, static_cast<unsigned>(lane));
+    mail.wait(0);
+  }
+};
+#endif
+
+}  // namespace hfp::cuda
