@@ -22,6 +22,15 @@ struct Team {
 
   __device__ __forceinline__ static unsigned size() { return kCluster ? kClusterSize : 1; }
 
+  // Of a team whose size is said at the launch.
+  __device__ __forceinline__ static unsigned launched_size() {
+    unsigned n = 1;
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCluster) asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
+#endif
+    return n;
+  }
+
   // Also orders what the CTAs wrote to each other's shared memory.
   __device__ __forceinline__ static void sync() {
 #if __CUDA_ARCH__ >= 900
@@ -82,6 +91,32 @@ inline bool has_clusters(const void *kernel, int device) {
     return false;
   }
   return attributes.ptxVersion >= 90;
+}
+
+// Whether the current device can schedule clusters of so many CTAs, more than kClusterSize, which have
+// to be asked for.
+template <class Params>
+bool allow_large_clusters(void (*kernel)(Params), int size, int threads, int shared_bytes) {
+  const void *function = reinterpret_cast<const void *>(kernel);
+  cudaLaunchAttribute dimension{};
+  dimension.id = cudaLaunchAttributeClusterDimension;
+  dimension.val.clusterDim.x = static_cast<unsigned>(size);
+  dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(size));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.attrs = &dimension;
+  config.numAttrs = 1;
+  int at_once = 0;
+  if (cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
+          cudaSuccess ||
+      allow_shared_memory(kernel, shared_bytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&at_once, function, &config) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return at_once > 0;
 }
 
 template <class Params>

@@ -255,7 +255,7 @@ int32_t launch_fast(FusedNormParams &p, void *stream) {
     if (is_half_row(p)) {
       plan = plan_fused_half(p.vectors, p.x_rows.rows, kSum, p.scale != nullptr);
       if (plan.shape != Shape::kLoop) {
-        return launch_rows(select_half_kernel<T>(p, plan.shape), plan, p, stream, kOp);
+        return launch_rows(select_half_kernel<T>(p, plan), plan, p, stream, kOp);
       }
     }
     plan = plan_fused_rest(p.vectors, kSum);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "fused_norm.cuh"
+#include "ordered.cuh"
 
 namespace hfp::cuda {
 
@@ -59,6 +60,17 @@ __device__ __forceinline__ Vec<T, N> add_gated(const Vec<T, N> &x, const Vec<T, 
   for (int i = 0; i < N; ++i) y[i] = __fadd_rn(g[i], y[i]);
   v.set(y);
   return v;
+}
+
+// y * (1 + scale) + shift in fp32.
+template <class T, int N>
+__device__ __forceinline__ void modulate_once(float (&y)[N], const Vec<T, N> &scale,
+                                              const Vec<T, N> &shift) {
+  float by[N], plus[N];
+  scale.get(by);
+  shift.get(plus);
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = __fadd_rn(__fmul_rn(y[i], by[i] + 1.0f), plus[i]);
 }
 
 template <class T, HalfRow kRow, bool kLayer, int kThreads, int kVectors>
@@ -189,15 +201,68 @@ __global__ void __launch_bounds__((half_threads<kThreads, kVectors>()),
     });
   } else {
     finish_each([&](Y &y, const V &mul, const V &add, int64_t at) {
-      float by[N], plus[N];
-      mul.get(by);
-      add.get(plus);
       if constexpr (kModulated) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] = __fadd_rn(__fmul_rn(y[i], by[i] + 1.0f), plus[i]);
+        modulate_once(y, mul, add);
       } else {
+        float by[N], plus[N];
+        mul.get(by);
+        add.get(plus);
         affine<kLayer>(y, by, plus, p.weight_offset);
       }
+      store_as<T>(p.out, at, y);
+    });
+  }
+}
+
+// norm(x) * (1 + scale) + shift for a layer norm whose rows fill their CTAs: see full_rows. The same
+// bits.
+template <class T>
+__global__ void __launch_bounds__(kMaxHoldThreads, resident_ctas(kMaxHoldThreads, kSomeThreads))
+    modulated_full_kernel(const __grid_constant__ FusedNormParams p) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kVectors = 4;
+  using G = Group<kCta>;
+  using V = Vec<T, N>;
+  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+  const int64_t row = G::row(p.first_row);
+  const int index = G::index(), step = G::stride() * N;
+  int64_t to = row * p.x_rows.cols + index * N;
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + index * N;
+  const T *scale = static_cast<const T *>(p.scale) + row_offset(p.scale_rows, row) + index * N;
+  const T *shift = static_cast<const T *>(p.shift) + row_offset(p.shift_rows, row) + index * N;
+  settle(x, scale, shift, to);
+  wait_for_previous();
+
+  V v[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) v[i].template load<Cache::kStream>(x + i * step);
+  keep_loads_above(p.zero);
+  float sums[kVectors], d[kVectors][N];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
+  const float mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) sums[i] = keep_deviations(d[i], v[i], mean);
+  const float square = G::sum(sums, partial_square);
+  const float inverse = rsqrtf(fmaf(square, p.inverse_cols, p.eps));
+
+  const auto finish_each = [&](auto finish) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      V mul, add;
+      mul.template load<Cache::kReadOnly>(scale + i * step);
+      add.template load<Cache::kReadOnly>(shift + i * step);
+#pragma unroll
+      for (int k = 0; k < N; ++k) d[i][k] *= inverse;
+      finish(d[i], mul, add, to + i * step);
+    }
+  };
+  if (p.eager) {
+    finish_each([&](float (&y)[N], const V &mul, const V &add, int64_t at) {
+      finish_twos<T, N>(p, y, add_one(mul), add, at);
+    });
+  } else {
+    finish_each([&](float (&y)[N], const V &mul, const V &add, int64_t at) {
+      modulate_once(y, mul, add);
       store_as<T>(p.out, at, y);
     });
   }
@@ -226,9 +291,13 @@ auto select_half_kernel(Shape shape, bool layer) {
 }
 
 template <class T>
-auto select_half_kernel(const FusedNormParams &p, Shape shape) {
+auto select_half_kernel(const FusedNormParams &p, const RowPlan &plan) {
+  const Shape shape = plan.shape;
   if (p.scale == nullptr) return select_half_kernel<T, HalfRow::kAdded>(shape, p.layer);
-  if (p.sum == nullptr) return select_half_kernel<T, HalfRow::kModulated>(shape, p.layer);
+  if (p.sum == nullptr) {
+    if (p.layer && full_rows(plan, p.vectors)) return &modulated_full_kernel<T>;
+    return select_half_kernel<T, HalfRow::kModulated>(shape, p.layer);
+  }
   if (p.eager) return select_half_kernel<T, HalfRow::kGatedEager>(shape, p.layer);
   return select_half_kernel<T, HalfRow::kGated>(shape, p.layer);
 }

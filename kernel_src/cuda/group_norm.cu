@@ -4,10 +4,10 @@
 // one CTA, or of a cluster of CTAs (sm_90): one launch, one pass over memory. All others take three
 // launches: partial moments of parts of each group; mean and rstd from them; the result. Those are up
 // to millions of elements, and there are too few groups to fill a GPU with one CTA each. The second
-// pass over x finds it in L2 mostly.
+// pass over x goes backwards, so that it begins with what L2 still holds.
 #include "activations.cuh"
-#include "cluster.cuh"
 #include "elementwise.cuh"
+#include "mailbox.cuh"
 
 namespace hfp::cuda {
 
@@ -18,10 +18,20 @@ constexpr int kLastThreads = 512;   // at most, of those over NHWC
 constexpr int kChannelSlots = 4096; // channels times positions at once that a CTA merges in NHWC
 constexpr int kWarp = 32;
 constexpr int kUnroll = 4;          // NCHW: vectors of a thread at once
-// Vectors of a group that is read once: up to here one CTA is as fast as a cluster; most in a CTA of
-// a cluster, of which an SM then holds three; most in one CTA where there are no clusters.
-constexpr int64_t kOneCta = 512, kMostHeld = 4096, kMostAlone = 2048;
+// Vectors of a group that is read once: up to here one CTA is as fast as a cluster; most in one CTA
+// where there are no clusters; most in a cluster.
+constexpr int64_t kOneCta = 512, kMostAlone = 2048, kMostShared = 32768;
 constexpr int kMostChannels = 256;  // of such a group
+
+// Clusters. A group is in parts of kThreads threads each: few up to kMostFew vectors, more up to
+// kMostSome, else most. They are two CTAs, or one each where groups are too few to fill the GPU; most
+// parts are sixteen CTAs where the GPU can schedule them, else eight. The bits are the same for any
+// number of CTAs. Figures: docs/gpus.md.
+constexpr int64_t kMostFew = 10240, kMostSome = 20480, kManyGroups = 64;
+constexpr int kFewParts = 4, kSomeParts = 8, kMostParts = 16;
+constexpr int kSharedThreads = kSomeParts / 2 * kThreads;  // most of a CTA
+constexpr int kStaticBytes = 6 << 10;  // at most, besides the group
+constexpr int kCopies = 4;  // groups of loads of a thread, each of kUnroll vectors but the last
 
 struct Params {
   static constexpr bool kStartsEarly = true;
@@ -78,6 +88,16 @@ struct Sums {
     sum += d;
     squares += d * d;
   }
+  // `seen`: elements so far.
+  template <class T, int N>
+  __device__ void add_vector(const Vec<T, N> &v, int &seen) {
+    float value[N];
+    v.get(value);
+    if (seen == 0) pivot = value[0];
+#pragma unroll
+    for (int k = 0; k < N; ++k) add(value[k]);
+    seen += N;
+  }
   __device__ Moments moments(int64_t count) const {
     Moments m;
     m.n = static_cast<float>(count);
@@ -87,6 +107,34 @@ struct Sums {
       m.m2 = fmaxf(squares - sum * mean, 0.0f);
       if (squares != squares) m.m2 = squares;  // fmaxf drops NaN
     }
+    return m;
+  }
+};
+
+// The same for all lanes at once: sums relative to a mean near theirs, that of the first of them. At most
+// as many digits as log2 of their number can cancel; a step is three additions and no division.
+struct Pool {
+  float n = 0.0f, sum = 0.0f, squares = 0.0f;
+
+  __device__ void add(const Moments &m, float pivot) {
+    const float d = m.mean - pivot, of_all = m.n * d;
+    n += m.n;
+    sum += of_all;
+    squares += fmaf(of_all, d, m.m2);
+  }
+  __device__ Moments merge_warp(float pivot) {
+#pragma unroll
+    for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+      n += __shfl_xor_sync(~0u, n, lane);
+      sum += __shfl_xor_sync(~0u, sum, lane);
+      squares += __shfl_xor_sync(~0u, squares, lane);
+    }
+    Moments m;
+    m.n = n;
+    const float mean = n > 0.0f ? __fdividef(sum, n) : 0.0f;
+    m.mean = pivot + mean;
+    m.m2 = fmaxf(squares - sum * mean, 0.0f);
+    if (squares != squares) m.m2 = squares;  // fmaxf drops NaN
     return m;
   }
 };
@@ -291,23 +339,54 @@ __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   }
 }
 
-// A CTA, or a cluster, per group of NCHW; p.chunk vectors a CTA, in shared memory: registers would
-// hold them too, but so few CTAs then that the groups of a UNet take three rounds. A place is its
-// thread's alone, so there is nothing to wait for.
-template <class T, int N, bool kSilu, bool kCluster>
+// What all vectors of a channel are multiplied by, and what is added to them, into shared memory.
+__device__ __forceinline__ void keep_channels(const Params &p, int group, float2 *of_channel) {
+  const int width = static_cast<int>(p.width);
+  for (int c = threadIdx.x; c < width; c += blockDim.x) {
+    const int64_t at = static_cast<int64_t>(group) * width + c;
+    of_channel[c] = make_float2(parameter(p.a.weight, p.a.weight_type, at, 1.0f),
+                                parameter(p.a.bias, p.a.weight_type, at, 0.0f));
+  }
+}
+
+// The result of one vector of a group, which lies in shared memory.
+template <class T, int N, bool kSilu>
+__device__ __forceinline__ void finish_held(const Params &p, const uint4 &word, int at, float mean,
+                                            float rstd, const float2 *of_channel, T *to) {
+  const float2 c = of_channel[p.channel_vectors.divide(static_cast<uint32_t>(at))];
+  const float factor = rstd * c.x, summand = c.y;
+  const Vec<T, N> v{{word.x, word.y, word.z, word.w}};
+  float y[N];
+  v.get(y);
+#pragma unroll
+  for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * factor + summand;
+  store_result<T, N, kSilu>(to, y);
+}
+
+__device__ __forceinline__ float keep_stats(const Params &p, int64_t unit, const Moments &m,
+                                            bool first) {
+  const float rstd = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+  if (first) {
+    float *to = slot(p, unit, p.a.parts);
+    to[0] = m.mean, to[1] = rstd;
+  }
+  return rstd;
+}
+
+// A CTA per group of NCHW, which lies in shared memory: registers would hold it too, but so few CTAs
+// then that the groups of a UNet take three rounds. A place is its thread's alone, so there is nothing
+// to wait for.
+template <class T, int N, bool kSilu>
 __global__ void __launch_bounds__(kThreads)
     group_held_kernel(const __grid_constant__ Params p) {
   wait_for_previous();
-  using CTAs = Team<kCluster>;
   extern __shared__ uint4 held[];
   constexpr int kWarps = kThreads / kWarp;
-  __shared__ Moments of_warp[kWarps], of_cta;
+  __shared__ Moments of_warp[kWarps];
   __shared__ float2 of_channel[kMostChannels];  // weight and bias
-  const int64_t unit = blockIdx.x / CTAs::size();
-  const unsigned rank = CTAs::rank();
-  const int vectors = static_cast<int>(p.elements / N), chunk = static_cast<int>(p.chunk);
-  const int begin = rank * chunk, left = vectors - begin, count = left < chunk ? left : chunk;
-  const T *x = static_cast<const T *>(p.a.x) + unit * p.elements + static_cast<int64_t>(begin) * N;
+  const int64_t unit = blockIdx.x;
+  const int count = static_cast<int>(p.chunk);
+  const T *x = static_cast<const T *>(p.a.x) + unit * p.elements;
 
   Sums sums;
   int seen = 0;
@@ -323,21 +402,10 @@ __global__ void __launch_bounds__(kThreads)
       const int here = at + u * static_cast<int>(blockDim.x);
       if (here >= count) break;
       held[here] = make_uint4(v[u].word[0], v[u].word[1], v[u].word[2], v[u].word[3]);
-      float value[N];
-      v[u].get(value);
-      if (seen == 0) sums.pivot = value[0];
-#pragma unroll
-      for (int k = 0; k < N; ++k) sums.add(value[k]);
-      seen += N;
+      sums.add_vector(v[u], seen);
     }
   }
-  const int group = blockIdx.x / CTAs::size() % static_cast<unsigned>(p.a.groups);
-  const int width = static_cast<int>(p.width);
-  for (int c = threadIdx.x; c < width; c += blockDim.x) {
-    const int64_t at = static_cast<int64_t>(group) * width + c;
-    of_channel[c] = make_float2(parameter(p.a.weight, p.a.weight_type, at, 1.0f),
-                                parameter(p.a.bias, p.a.weight_type, at, 0.0f));
-  }
+  keep_channels(p, static_cast<int>(blockIdx.x % static_cast<unsigned>(p.a.groups)), of_channel);
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   Moments m = sums.moments(seen);
   m.merge_warp();
@@ -345,44 +413,130 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   m = lane % kWarps < warps ? of_warp[lane % kWarps] : Moments{};
   m.merge_warp<kWarps>();
-  if constexpr (kCluster) {
-    if (threadIdx.x == 0) of_cta = m;
-    CTAs::sync();
-    m = *CTAs::at(&of_cta, static_cast<unsigned>(lane % kClusterSize));
-    m.merge_warp<kClusterSize>();
-    CTAs::leave();  // of_cta is read by all, so none ends before; what is waited for below
-  }
-  const float rstd = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
-  if (rank == 0 && threadIdx.x == 0) {
-    float *to = slot(p, unit, p.a.parts);
-    to[0] = m.mean, to[1] = rstd;
-  }
+  const float rstd = keep_stats(p, unit, m, threadIdx.x == 0);
 
-  T *out = static_cast<T *>(p.a.out) + unit * p.elements + static_cast<int64_t>(begin) * N;
+  T *out = static_cast<T *>(p.a.out) + unit * p.elements;
 #pragma unroll 2
   for (int at = threadIdx.x; at < count; at += blockDim.x) {
-    const float2 c = of_channel[p.channel_vectors.divide(static_cast<uint32_t>(begin + at))];
-    const float factor = rstd * c.x, summand = c.y;
-    const uint4 word = held[at];
-    const Vec<T, N> v{{word.x, word.y, word.z, word.w}};
-    float y[N];
-    v.get(y);
-#pragma unroll
-    for (int k = 0; k < N; ++k) y[k] = (y[k] - m.mean) * factor + summand;
-    store_result<T, N, kSilu>(out + static_cast<int64_t>(at) * N, y);
+    finish_held<T, N, kSilu>(p, held[at], at, m.mean, rstd, of_channel,
+                             out + static_cast<int64_t>(at) * N);
   }
-  if constexpr (kCluster) CTAs::left();
 }
 
-// A CTA per chunk of the positions of one channel of NCHW, kUnroll vectors a thread.
+#if __CUDA_ARCH__ >= 900
+// 16 bytes to shared memory, past the registers and L1: all of a thread's loads are on their way at once.
+__device__ __forceinline__ void copy_later(uint4 *to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+#endif
+
+// A cluster per group of NCHW, likewise. Each part has kThreads threads, of one CTA, and p.chunk vectors:
+// the number of CTAs changes neither a sum nor the order of sums. Each warp sends its moments to all
+// CTAs; who waits, waits for those alone.
+template <class T, int N, bool kSilu>
+__global__ void __launch_bounds__(kSharedThreads)
+    group_shared_kernel(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+  using CTAs = Team<true>;
+  extern __shared__ uint4 held[];
+  __shared__ __align__(16) float4 of_warp[kMostParts * kThreads / kWarp];  // n, mean, m2
+  __shared__ Mailbox mail;
+  __shared__ float2 of_channel[kMostChannels];
+  const int ctas = static_cast<int>(CTAs::launched_size()), rank = static_cast<int>(CTAs::rank());
+  const int threads = static_cast<int>(blockDim.x), warps = threads * ctas / kWarp;
+  const int thread = rank * threads + static_cast<int>(threadIdx.x);  // of the cluster
+  const int lane = thread % kWarp, warp = thread / kWarp;
+  const int64_t unit = blockIdx.x / static_cast<unsigned>(ctas);
+  const int chunk = static_cast<int>(p.chunk), begin = thread / kThreads * chunk;
+  const int first = begin + thread % kThreads;
+  const int end = min(static_cast<int>(p.elements / N), begin + chunk);
+  const T *x = static_cast<const T *>(p.a.x) + unit * p.elements;
+  if (threadIdx.x == 0) {
+    mail.init();
+    mail.announce(warps * static_cast<int>(sizeof(float4)));
+  }
+  CTAs::leave();  // and left(): nothing is sent before all mailboxes are there
+  wait_for_previous();
+
+  const auto limit = [&](int group) {  // of its vectors
+    return group == kCopies - 1 ? end : min(end, first + (group + 1) * kUnroll * kThreads);
+  };
+  int at = first;
+  uint4 *place = held + threadIdx.x;
+#pragma unroll
+  for (int g = 0; g < kCopies; ++g) {
+    for (; at < limit(g); at += kThreads, place += threads) {
+      copy_later(place, x + static_cast<int64_t>(at) * N);
+    }
+    end_copies();
+  }
+  keep_channels(p, static_cast<int>(unit % p.a.groups), of_channel);
+
+  Sums sums;
+  int seen = 0;
+  at = first, place = held + threadIdx.x;
+  const auto add_group = [&](int g) {
+    for (; at < limit(g); at += kThreads, place += threads) {
+      sums.add_vector(Vec<T, N>{{place->x, place->y, place->z, place->w}}, seen);
+    }
+  };
+  static_assert(kCopies == 4);
+  wait_for_copies<3>();
+  add_group(0);
+  wait_for_copies<2>();
+  add_group(1);
+  wait_for_copies<1>();
+  add_group(2);
+  wait_for_copies<0>();
+  add_group(3);
+
+  Moments m = sums.moments(seen);
+  float pivot = __shfl_sync(~0u, m.mean, 0);
+  Pool of_lanes;
+  of_lanes.add(m, pivot);
+  m = of_lanes.merge_warp(pivot);
+  CTAs::left();
+  const float own[4] = {m.n, m.mean, m.m2, 0.0f};
+  if (lane < ctas) mail.send(&of_warp[warp].x, own, static_cast<unsigned>(lane));
+  __syncthreads();  // of_channel
+  mail.wait(0);
+  Pool of_group;
+  pivot = of_warp[0].y;
+  for (int i = lane; i < warps; i += kWarp) {
+    const float4 w = of_warp[i];
+    m.n = w.x, m.mean = w.y, m.m2 = w.z;
+    of_group.add(m, pivot);
+  }
+  m = of_group.merge_warp(pivot);
+  const float rstd = keep_stats(p, unit, m, thread == 0);
+
+  T *out = static_cast<T *>(p.a.out) + unit * p.elements;
+  place = held + threadIdx.x;
+#pragma unroll 2
+  for (at = first; at < end; at += kThreads, place += threads) {
+    finish_held<T, N, kSilu>(p, *place, at, m.mean, rstd, of_channel,
+                             out + static_cast<int64_t>(at) * N);
+  }
+#endif
+}
+
+// A CTA per chunk of the positions of one channel of NCHW, kUnroll vectors a thread, the last chunk
+// first: 1 x 128 x 1048576 in bf16 on an H200 205.9 us -> 199.8. Loads and stores that L2 gives up first
+// make that 207 to 209, mean and rstd found by each CTA, without the launch before, 248.
 template <class T, int N, bool kSilu>
 __global__ void __launch_bounds__(kThreads)
     first_result_kernel(const __grid_constant__ Params p) {
   wait_for_previous();
   const int64_t step = static_cast<int64_t>(blockDim.x) * N, chunk = step * kUnroll;
   const int64_t chunks = (p.a.positions + chunk - 1) / chunk;
-  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
-    const int64_t row = work / chunks, first = (work - row * chunks) * chunk + threadIdx.x * N;
+  for (int64_t left = p.work - 1 - blockIdx.x; left >= 0; left -= gridDim.x) {
+    const int64_t row = left / chunks, first = (left - row * chunks) * chunk + threadIdx.x * N;
     const T *x = static_cast<const T *>(p.a.x) + row * p.a.positions;
     Vec<T, N> v[kUnroll];  // asked for before the statistics, so that the latencies overlap
 #pragma unroll
@@ -484,23 +638,49 @@ int32_t launch_moments(Params &p, void *stream) {
   return launch(&group_moments_kernel<kLast>, up_to_grid(grid), kThreads, p, stream, kName);
 }
 
+// CTAs of a group of most parts. The answer per device is kept.
+template <class T, int N, bool kSilu>
+int most_ctas(int device) {
+  constexpr int kDevices = 64, kHeld = kMostShared / kMostParts * kVectorBytes;
+  static std::atomic<int8_t> known[kDevices];  // 0: not asked yet
+  if (device < 0 || device >= kDevices) return kClusterSize;
+  int ctas = known[device].load(std::memory_order_relaxed);
+  if (ctas == 0) {
+    ctas = allow_large_clusters(&group_shared_kernel<T, N, kSilu>, kMostParts, kThreads, kHeld)
+               ? kMostParts
+               : kClusterSize;
+    known[device].store(static_cast<int8_t>(ctas), std::memory_order_relaxed);
+  }
+  return ctas;
+}
+
 // Groups that are read once; false where they are too large.
 template <class T, int N, bool kSilu>
 bool launch_held(Params p, int device, void *stream, int32_t *status) {
   const int64_t vectors = p.elements / N, units = p.a.batch * p.a.groups;
-  auto *one = &group_held_kernel<T, N, kSilu, false>;
-  auto *several = &group_held_kernel<T, N, kSilu, true>;
-  const bool cluster = vectors > kOneCta && vectors <= kClusterSize * kMostHeld &&
-                       units <= kMaxGrid / kClusterSize &&
-                       has_clusters(reinterpret_cast<const void *>(several), device);
+  auto *one = &group_held_kernel<T, N, kSilu>;
+  auto *several = &group_shared_kernel<T, N, kSilu>;
   if (p.width > kMostChannels) return false;
-  if (!cluster && (vectors > kMostAlone || units > kMaxGrid)) return false;
   p.channel_vectors = FastDivisor(p.a.positions / N);
-  p.chunk = cluster ? ceil_div(vectors, kClusterSize) : vectors;
-  const int threads = p.chunk < kThreads ? cta_threads(p.chunk, 1) : kThreads;
-  const int bytes = static_cast<int>(p.chunk) * kVectorBytes;
-  *status = cluster ? launch_clusters(several, units, threads, p, stream, kName, bytes)
-                    : launch(one, units, threads, p, stream, kName, bytes);
+  if (vectors > kOneCta && vectors <= kMostShared && units <= kMaxGrid / kMostParts &&
+      has_clusters(reinterpret_cast<const void *>(several), device)) {
+    const int parts = vectors <= kMostFew ? kFewParts : vectors <= kMostSome ? kSomeParts : kMostParts;
+    p.chunk = ceil_div(vectors, parts);
+    const int part_bytes = static_cast<int>(ceil_div(p.chunk, kThreads)) * kThreads * kVectorBytes;
+    // Not all GPUs with clusters have the shared memory for half of the parts: sm_120 has 99 KB.
+    const bool half_fits = parts / 2 * part_bytes + kStaticBytes <= shared_memory_limit();
+    const int ctas = parts == kMostParts                 ? most_ctas<T, N, kSilu>(device)
+                     : units >= kManyGroups && half_fits ? 2
+                                                         : parts;
+    const int in_cta = parts / ctas;
+    *status = launch_clusters(several, units, in_cta * kThreads, p, stream, kName,
+                              in_cta * part_bytes, ctas);
+    return true;
+  }
+  if (vectors > kMostAlone || units > kMaxGrid) return false;
+  p.chunk = vectors;
+  const int threads = vectors < kThreads ? cta_threads(vectors, 1) : kThreads;
+  *status = launch(one, units, threads, p, stream, kName, static_cast<int>(vectors) * kVectorBytes);
   return true;
 }
 

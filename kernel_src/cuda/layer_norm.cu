@@ -62,11 +62,11 @@ constexpr int wanted_threads(int vectors, Ask ask) {
 
 // The row in registers. W: the dtype of weight and bias.
 template <class T, class W, int N, int kThreads, int kVectors, Ask kAsk>
-__global__ void __launch_bounds__(max_threads(kThreads, kVectors),
-                                  resident_ctas(max_threads(kThreads, kVectors),
+__global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
+                                  resident_ctas(norm_threads(kThreads, kVectors),
                                                 wanted_threads<T, W>(kVectors, kAsk)))
     layer_norm_kernel(const __grid_constant__ LayerNormParams p) {
-  using G = Group<kThreads>;
+  using G = Group<kThreads, norm_threads(kThreads, kVectors)>;
   constexpr bool kAny = std::is_same_v<W, AnyType>;
   using Weight = std::conditional_t<kAny, char, W>;
   __shared__ float partial_sum[kPartials], partial_square[kPartials];
@@ -143,6 +143,47 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
   }
 }
 
+// A CTA per row, four vectors in every thread, weight and bias there: see full_rows. The same bits.
+template <class T>
+__global__ void __launch_bounds__(kMaxHoldThreads, resident_ctas(kMaxHoldThreads, kSomeThreads))
+    layer_norm_full_kernel(const __grid_constant__ LayerNormParams p) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kVectors = 4;
+  using G = Group<kCta>;
+  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+  const int64_t row = G::row(p.first_row);
+  const int first = G::index(), stride = G::stride();
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + first * N;
+  int64_t to = row * p.x_rows.cols + first * N;
+  settle(x, to);
+  wait_for_previous();
+
+  Vec<T, N> v[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) v[i].template load<Cache::kStream>(x + i * stride * N);
+  keep_loads_above(p.zero);
+  float sums[kVectors], d[kVectors][N];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
+  const float mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) sums[i] = keep_deviations(d[i], v[i], mean);
+  const float sum = G::sum(sums, partial_square);
+  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
+
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int at = first + i * stride;
+    Vec<T, N> weight, bias;
+    weight.template load<Cache::kReadOnly>(static_cast<const T *>(p.weight) + at * N);
+    bias.template load<Cache::kReadOnly>(static_cast<const T *>(p.bias) + at * N);
+    float y[N], scales[N], shifts[N];
+    weight.get(scales), bias.get(shifts);
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] = fmaf(d[i][k] * scale, scales[k], shifts[k]);
+    store_as<T>(p.out, to + i * stride * N, y);
+  }
+}
+
 // A row too wide for the registers of a CTA is read three times, from L2 mostly after the first.
 template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
@@ -206,6 +247,11 @@ int32_t launch_fast(LayerNormParams &p, void *stream) {
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
   if (plan.shape == Shape::k8x1) return run(K::template kernel<8, 1>());
   if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
+  if constexpr (sizeof(T) == 2 && std::is_same_v<T, W>) {
+    if (p.weight != nullptr && p.bias != nullptr && full_rows(plan, p.vectors)) {
+      return run(&layer_norm_full_kernel<T>);
+    }
+  }
   if (plan.shape == Shape::kCtaX4 && params_late(plan, p.vectors, p.x_rows.rows)) {
     return run(&layer_norm_kernel<T, W, N, kCta, 4, Ask::kLate>);
   }

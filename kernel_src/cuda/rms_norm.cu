@@ -146,11 +146,11 @@ constexpr int wanted_threads(int row_threads, int vectors, bool hold) {
 // The row in registers. W: the dtype of the weight. kHold: it is asked for before the sum, so that
 // the two latencies overlap.
 template <class T, class W, int N, int kThreads, int kVectors, bool kHold>
-__global__ void __launch_bounds__(max_threads(kThreads, kVectors),
-                                  resident_ctas(max_threads(kThreads, kVectors),
+__global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
+                                  resident_ctas(norm_threads(kThreads, kVectors),
                                                 wanted_threads<T, W>(kThreads, kVectors, kHold)))
     rms_norm_kernel(const __grid_constant__ RmsNormParams p) {
-  using G = Group<kThreads>;
+  using G = Group<kThreads, norm_threads(kThreads, kVectors)>;
   constexpr bool kAny = std::is_same_v<W, AnyType>;
   using Weight = std::conditional_t<kAny, char, W>;
   __shared__ float partial[kPartials];

@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <utility>
 
+#include "ordered.cuh"
 #include "packed.cuh"
 #include "rows.cuh"
 
@@ -93,6 +94,19 @@ __device__ __forceinline__ HeadRow head_row(const RopeTensor &t, const Token &to
   row.x_head = t.x_head;
   row.out_head = t.out_head;
   return row;
+}
+
+// index * stride, where both are below 2^32.
+__device__ __forceinline__ int64_t narrow_product(int64_t index, int64_t stride) {
+  return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(index)) *
+                              static_cast<uint32_t>(stride));
+}
+
+// Where head `head` of a token begins, with strides below 2^32.
+__device__ __forceinline__ int64_t narrow_offset(const Token &token, uint32_t head, int64_t batch,
+                                                 int64_t seq, int64_t of_head) {
+  return narrow_product(token.batch, batch) + narrow_product(token.seq, seq) +
+         narrow_product(head, of_head);
 }
 
 __device__ __forceinline__ int64_t table_at(const RopeTable &t, const Token &token,
@@ -431,12 +445,8 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
   const uint32_t outer = p.by_groups.divide(slot), head = slot - outer * p.groups;
   const uint32_t token = outer + p.first_token;
   const Token where = token_at(p, token);
-  const auto product = [](int64_t index, int64_t stride) {
-    return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(index)) *
-                                static_cast<uint32_t>(stride));
-  };
   const auto offset = [&](int64_t batch, int64_t seq, int64_t of_head) {
-    return product(where.batch, batch) + product(where.seq, seq) + product(head, of_head);
+    return narrow_offset(where, head, batch, seq, of_head);
   };
   const Unit u = unit_at<N>(p, unit);
   const T *q_x = static_cast<const T *>(p.q.x) + offset(p.q.x_batch, p.q.x_seq, p.q.x_head);
@@ -460,6 +470,117 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
   finish_unit<T, Tab, N, kInterleaved>(
       p, k, u, angles, rounded,
       static_cast<T *>(p.k.out) + offset(p.k.out_batch, p.k.out_seq, p.k.out_head));
+}
+
+// ---------------------------------------------------------------------------------------------
+// Kernel: heads that are rotated wholly, by tables that are the same for all of them
+//
+// As rope_heads_kernel, without what such heads do not ask: each lane has a whole unit, strides are
+// below 2^32, and addresses are ready before the wait. Tables in fp32 are shared by kWholeHeads heads
+// of one tensor; those that stay packed leave registers for more threads with one head each. bf16 on
+// an H200, us, cold, before -> after: qk_norm_rope interleaved 2 x 2688 x 32 x 64 26.3 -> 24.2,
+// 1 x 4608 x 24 x 128 33.0 -> 30.3, 512 tokens of it 6.4 -> 5.2; half 1 x 2048 x 32 x 8 x 128 12.5 ->
+// 11.7, 8 tokens 1.86 -> 1.30; rope interleaved 2 x 2688 x 32 x 64 13.6 -> 12.7. What lost, in the
+// first of these: a head of q and one of k 24.7, one head 26.4, three 24.8, four 26.1, tables and
+// weights after the sum 25.4.
+// kWide: the tables hold each value twice, and are two.
+template <class Tab, int N, bool kInterleaved>
+inline constexpr bool kCanBeWide = kInterleaved && N == 8 && std::is_same_v<Tab, float>;
+
+// N of the values at every second place from `from` on. Whole vectors, said in assembly: the compiler
+// would load each value by itself, where two heads share them 2 % slower.
+template <int N>
+__device__ __forceinline__ void load_every_second(float *value, const float *from) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    float between[2];
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value[i]), "=f"(between[0]), "=f"(value[i + 1]), "=f"(between[1])
+                 : "l"(from + 2 * i));
+  }
+}
+
+template <class T, class Tab, int N, bool kInterleaved>
+inline constexpr int kWholeHeads = kPackedAngles<T, Tab, N, kInterleaved> ? 1 : 2;
+
+template <class T, class Tab, int N, bool kInterleaved, bool kNorm, bool kRounded, bool kWide>
+__global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? resident_ctas(kHeadThreads, 768) : 1)
+    rope_whole_kernel(const __grid_constant__ RopeParams p) {
+  constexpr int kHeads = kWholeHeads<T, Tab, N, kInterleaved>;
+  const uint32_t unit = threadIdx.x & (p.lanes - 1);
+  const uint32_t slots = static_cast<uint32_t>(kHeadThreads) >> p.lane_bits;  // of the CTA
+  const uint32_t slot = blockIdx.x * slots + (threadIdx.x >> p.lane_bits);
+  const uint32_t outer = p.by_groups.divide(slot), token = outer + p.first_token;
+  uint32_t group = slot - outer * p.groups;
+  // No early return: every lane takes part in the sums.
+  const bool active = token < p.end_token;
+  const Token where = token_at(p, active ? token : 0);
+  // Each number is chosen by itself, as in rope_heads_kernel.
+  const bool second = group >= p.q_groups;
+  uint32_t step = p.q_groups;
+  if (second) group -= p.q_groups, step = p.groups - p.q_groups;
+  const int64_t x_head = second ? p.k.x_head : p.q.x_head;
+  const int64_t out_head = second ? p.k.out_head : p.q.out_head;
+  const uint32_t col = unit * N;
+  const T *x = static_cast<const T *>(second ? p.k.x : p.q.x) +
+               narrow_offset(where, group, second ? p.k.x_batch : p.q.x_batch,
+                             second ? p.k.x_seq : p.q.x_seq, x_head) +
+               col;
+  T *out = static_cast<T *>(second ? p.k.out : p.q.out) +
+           narrow_offset(where, group, second ? p.k.out_batch : p.q.out_batch,
+                         second ? p.k.out_seq : p.q.out_seq, out_head) +
+           col;
+  int64_t cos_at = narrow_offset(where, 0, p.cos.batch, p.cos.seq, 0);
+  int64_t sin_at = narrow_offset(where, 0, p.sin.batch, p.sin.seq, 0);
+  const void *weight = second ? p.k.weight : p.q.weight;
+  const uint32_t heads =
+      !active ? 0 : static_cast<uint32_t>(second ? p.k.heads : p.q.heads);
+  settle(x, out, cos_at, sin_at);
+  wait_for_previous();
+
+  const Unit u{0, p.half, true, true};
+  Pair<T, N> v[kHeads];
+#pragma unroll
+  for (int j = 0; j < kHeads; ++j) {
+    if constexpr (kNorm) v[j].zero();
+    if (group + j * step < heads) v[j].load(x + j * step * x_head, u);
+  }
+  AnglesFor<T, Tab, N, kInterleaved> angles;
+  if constexpr (kWide) {
+    const float *cos = static_cast<const float *>(p.cos.data) + cos_at + col;
+    const float *sin = static_cast<const float *>(p.sin.data) + sin_at + col;
+    load_every_second<N / 2>(angles.cos, cos);
+    load_every_second<N / 2>(angles.cos + N / 2, cos + p.half);
+    load_every_second<N / 2>(angles.sin, sin);
+    load_every_second<N / 2>(angles.sin + N / 2, sin + p.half);
+  } else {
+    angles.load(p, cos_at, sin_at, unit);
+  }
+  Weights<T, N> weight_a, weight_b;
+  float scale[kHeads];
+  if constexpr (kNorm) {
+    weight_a.load_from(p, weight, col);
+    weight_b.load_from(p, weight, p.half + col);
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) scale[j] = v[j].sum_of_squares();
+    for (uint32_t m = p.lanes / 2; m > 0; m /= 2) {
+#pragma unroll
+      for (int j = 0; j < kHeads; ++j) scale[j] += __shfl_xor_sync(~0u, scale[j], m);
+    }
+#pragma unroll
+    for (int j = 0; j < kHeads; ++j) scale[j] = rsqrtf(fmaf(scale[j], p.inverse_q, p.eps));
+  }
+  const bool rounded = kPackedAngles<T, Tab, N, kInterleaved> ? kRounded : p.round_products;
+#pragma unroll
+  for (int j = 0; j < kHeads; ++j) {
+    if (group + j * step >= heads) continue;
+    if constexpr (kNorm) {
+      if constexpr (kHeads > 1) v[j].stay_packed(p.zero);
+      normalize<T, T>(p, v[j].a, scale[j], weight_a);
+      normalize<T, T>(p, v[j].b, scale[j], weight_b);
+    }
+    finish_unit<T, Tab, N, kInterleaved>(p, v[j], u, angles, rounded, out + j * step * out_head);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -558,14 +679,49 @@ int32_t each_token_range(const RopeArgs &a, RopeParams &p, int64_t per_token, La
   return HFP_OK;
 }
 
-// Whether rope_joint_kernel can do it: the tables are the same for all heads, and nothing is too
-// wide for it.
-inline bool joint_fits(const RopeArgs &a, const RopeParams &p) {
-  int64_t strides = a.cos.batch | a.cos.seq | a.sin.batch | a.sin.seq;
+// Whether every stride is below 2^32.
+inline bool narrow_strides(const RopeArgs &a) {
+  int64_t strides = 0;
+  for (const RopeTable *t : {&a.cos, &a.sin}) strides |= t->batch | t->seq | t->head;
   for (const RopeTensor *t : {&a.q, &a.k}) {
     strides |= t->x_batch | t->x_seq | t->x_head | t->out_batch | t->out_seq | t->out_head;
   }
-  return a.cos.head == 0 && a.sin.head == 0 && p.chunks == 1 && strides >> 32 == 0;
+  return strides >> 32 == 0;
+}
+
+// Whether rope_joint_kernel can do it: the tables are the same for all heads, and nothing is too
+// wide for it.
+inline bool joint_fits(const RopeArgs &a, const RopeParams &p) {
+  return a.cos.head == 0 && a.sin.head == 0 && p.chunks == 1 && narrow_strides(a);
+}
+
+// Whether rope_whole_kernel can do it.
+inline bool whole_fits(const RopeArgs &a, const RopeParams &p) {
+  return joint_fits(a, p) && p.rest == p.dim && p.units == p.lanes;
+}
+
+// Heads of one tensor in each thread, `each` at most.
+inline void share_heads(RopeParams &p, int64_t each) {
+  p.q_groups = static_cast<uint32_t>((p.q.heads + each - 1) / each);
+  p.groups = p.q_groups + static_cast<uint32_t>((p.k.heads + each - 1) / each);
+  p.by_groups = FastDivisor(p.groups);
+}
+
+template <class T, class Tab, int N, bool kInterleaved, bool kNorm, bool kWide>
+int32_t launch_whole(const RopeArgs &a, RopeParams &p, void *stream, const char *op) {
+  share_heads(p, kWholeHeads<T, Tab, N, kInterleaved>);
+  const int64_t slots = kHeadThreads / p.lanes;
+  return each_token_range(a, p, p.groups, [&](int64_t tokens) {
+    const int64_t grid = (tokens * p.groups + slots - 1) / slots;
+    const auto run = [&](auto rounded) {
+      return launch(&rope_whole_kernel<T, Tab, N, kInterleaved, kNorm, rounded(), kWide>, grid,
+                    kHeadThreads, p, stream, op);
+    };
+    if constexpr (kPackedAngles<T, Tab, N, kInterleaved>) {
+      if (a.round_products) return run(std::true_type());
+    }
+    return run(std::false_type());
+  });
 }
 
 template <class T, class Tab, int N, bool kInterleaved>
@@ -594,6 +750,17 @@ int32_t launch_heads(const RopeArgs &a, void *stream, const char *op) {
   while (p.lanes < p.units && p.lanes < 32) p.lanes *= 2, ++p.lane_bits;
   p.chunks = (p.units + p.lanes - 1) / p.lanes;
   constexpr bool kFast = N * sizeof(T) == kVectorBytes && !std::is_same_v<Tab, AnyType>;
+  if constexpr (kFast && kCanBeWide<Tab, N, kInterleaved>) {
+    // Without a norm, of one tensor: two heads share its angles.
+    if (p.wide && !p.paired && (kNorm || a.k.heads == 0) && whole_fits(a, p)) {
+      return launch_whole<T, Tab, N, kInterleaved, kNorm, true>(a, p, stream, op);
+    }
+  }
+  if constexpr (kFast && kNorm) {
+    if (whole_fits(a, p)) {
+      return launch_whole<T, Tab, N, kInterleaved, true, false>(a, p, stream, op);
+    }
+  }
   if constexpr (kFast && !kNorm) {
     if (joint_fits(a, p)) return launch_joint<T, Tab, N, kInterleaved>(a, p, stream, op);
   }
@@ -603,9 +770,7 @@ int32_t launch_heads(const RopeArgs &a, void *stream, const char *op) {
     several = p.heads >= 4 && threads >= kFullThreads && p.cos.head == 0 && p.sin.head == 0;
   }
   const int64_t each = several ? kThreadHeads : 1;
-  p.q_groups = static_cast<uint32_t>((a.q.heads + each - 1) / each);
-  p.groups = p.q_groups + static_cast<uint32_t>((a.k.heads + each - 1) / each);
-  p.by_groups = FastDivisor(p.groups);
+  share_heads(p, each);
   const int64_t slots = kHeadThreads / p.lanes;
   const int64_t per_token = static_cast<int64_t>(p.chunks) * p.groups;
   return each_token_range(a, p, per_token, [&](int64_t tokens) {

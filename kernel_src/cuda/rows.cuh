@@ -16,6 +16,11 @@ constexpr int max_threads(int row_threads, int vectors) {
   return vectors == 2 || vectors == 4 ? kMaxThreadsX4 : vectors == 8 ? kMaxThreadsX8 : kMaxThreads;
 }
 
+// Threads of a CTA of rms_norm and layer_norm: see kNarrowThreads.
+constexpr int norm_threads(int row_threads, int vectors) {
+  return row_threads == 8 && vectors == 1 ? kNarrowThreads : max_threads(row_threads, vectors);
+}
+
 template <int kWordsPerVector>
 inline constexpr bool kWarpOf8 = 8 * kWordsPerVector <= kHoldWords;
 
@@ -52,7 +57,8 @@ auto select_general_kernel(Shape shape) {
 // ---------------------------------------------------------------------------------------------
 // The threads of one row
 
-template <int kThreads>
+// kCtaThreads: of a CTA with several rows.
+template <int kThreads, int kCtaThreads = kRowThreads>
 struct Group {
   static constexpr bool kWholeCta = kThreads == kCta;
   // A warp is the widest set of threads that shuffle.
@@ -64,7 +70,7 @@ struct Group {
   __device__ static int stride() { return kWholeCta ? blockDim.x : kThreads; }
   __device__ static int64_t row(int64_t first) {
     if (kWholeCta) return first + blockIdx.x;
-    return first + static_cast<int64_t>(blockIdx.x) * (kRowThreads / kLanes) +
+    return first + static_cast<int64_t>(blockIdx.x) * (kCtaThreads / kLanes) +
            threadIdx.x / static_cast<unsigned>(kLanes);
   }
 
@@ -234,6 +240,19 @@ __device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, f
   v.get(x);
 #pragma unroll
   for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
+  return sum;
+}
+
+// The deviations themselves, and the sum of their squares as above.
+template <class T, int N>
+__device__ __forceinline__ float keep_deviations(float (&d)[N], const Vec<T, N> &v, float mean) {
+  float sum = 0.0f;
+  v.get(d);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    d[i] -= mean;
+    sum = fmaf(d[i], d[i], sum);
+  }
   return sum;
 }
 

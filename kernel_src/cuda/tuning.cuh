@@ -15,6 +15,7 @@
 //   kVectorsPerThread      2 or 1      vectors on their way (1 input, 2)        elementwise.cuh
 //   kSmallVectors          2^18        up to here one vector per thread         elementwise.cuh
 //   kRowThreads            128         CTA with several rows                    rows.cuh
+//   kNarrowThreads         256         the same, rows of up to 8 vectors        norms
 //   kMaxThreads(X4, X8)    1024        largest CTA per row with 1 vector per    rows.cuh
 //                          512, 768    thread; with 2 or 4; with 8
 //   kLatencyVectors        2^18        up to here one vector per thread         rows.cuh
@@ -146,13 +147,19 @@ constexpr RowPlan plan_rows_general(int64_t vectors) {
   return {Shape::kLoop, kMaxThreads, 1};
 }
 
+// CTA of rms_norm and layer_norm where 8 threads have a row and each one vector: twice kRowThreads,
+// whose CTAs start too slowly (see kElementwiseThreads). bf16 on an H200, us, 128 and 256 threads:
+// rms_norm 32768 x 64 warm 3.11 and 1.96, 131072 x 64 cold 10.6 and 9.2; 512 threads 2.01 and 9.5, two
+// rows for each thread of 128 2.19 and 9.3.
+inline constexpr int kNarrowThreads = 2 * kRowThreads;
+
 // plan_rows for rms_norm and layer_norm. Rows of up to 8 vectors are one each for 8 threads, as a
 // second would be empty. Up to so many vectors in the whole tensor, rows of 9 to 16 are one each for
 // 16 threads: rms_norm in bf16 on an H200, 4096 x 128, warm, 1.32 us -> 1.07. Where the GPU is full
 // that is slower: rms_norm_silu 1204224 x 128 145 us -> 182.
 inline constexpr int64_t kNarrowVectors = int64_t{1} << 16;
 constexpr RowPlan plan_norm(int64_t vectors, int64_t rows, bool warp_of_8) {
-  if (vectors <= 8) return {Shape::k8x1, kRowThreads, kRowThreads / 8};
+  if (vectors <= 8) return {Shape::k8x1, kNarrowThreads, kNarrowThreads / 8};
   if (vectors <= 16 && rows <= kNarrowVectors / vectors) {
     return {Shape::k16x1, kRowThreads, kRowThreads / 16};
   }
@@ -169,6 +176,19 @@ inline constexpr int kMaxHoldThreads = 256;
 inline constexpr int64_t kHoldVectors = int64_t{1} << 21;
 constexpr bool params_late(const RowPlan &plan, int64_t vectors, int64_t rows) {
   return plan.threads > kMaxHoldThreads && rows > kHoldVectors / vectors;
+}
+
+// Rows of a half type whose CTA has four vectors in every thread, without one left over: layer norms then
+// ask nowhere whether a vector is inside, keep the deviations from the mean as fp32, and read parameters
+// where they are used, in 64 registers. bf16 on an H200, us, before -> after: layer_norm, cold, 4096 x
+// 2048 10.7 -> 10.4 (warm 8.0 -> 7.2), 8192 x 3072 26.9 -> 25.8, 4096 x 5120 23.6 -> 22.6, x 8192 36.0 ->
+// 34.8; norm_modulate 2 x 2688 x 2048 14.9 -> 14.1 (warm 12.7 -> 11.1), 4608 x 3072 17.3 -> 15.6,
+// 2 x 8064 x 2048 38.7 -> 35.2. With one warp a row, 8192 x 1024 10.1 -> 11.3; 512 threads, 4096 x
+// 16384 69.0 -> 71.5; parameters asked for before the second sum 27.0 at 8192 x 3072, packed rows 26.4, two
+// vectors 26.9; rms norms lost (2 x 2688 x 2048 12.1 -> 13.4).
+constexpr bool full_rows(const RowPlan &plan, int64_t vectors) {
+  return plan.shape == Shape::kCtaX4 && vectors == 4 * plan.threads && plan.threads > 32 &&
+         plan.threads <= kMaxHoldThreads;
 }
 
 // Threads on an SM that the registers of a kernel have to allow, where more of them pay: 40 registers
