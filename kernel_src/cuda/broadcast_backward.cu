@@ -4,17 +4,19 @@
 //
 // One pass over x and grad. A CTA has a part of the rows of one sum, and up to kThreads vectors of
 // their columns; a thread has one vector of columns, keeps the sums of its rows in registers, and
-// asks for its next row before it computes the present one. With parts > 1 these sums are a row of
-// `partials`, which a second, small launch adds up. Little work is one launch, of CTAs that have all
-// rows of a few columns, and leaves `partials` as it is. No atomics, and the number of CTAs depends on
-// the shape only: same input, same bits.
+// asks for its next rows before it computes the present one. With parts > 1 these sums are a row of
+// `partials`, which a second, small launch adds up (partial_sums.cu). Little work is one launch, of
+// CTAs that have all rows of a few columns, and leaves `partials` as it is. No atomics, and the number
+// of CTAs depends on the shape only: same input, same bits.
 #include "activations_grad.cuh"
+#include "partial_sums.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int64_t kMaxPlainRows = int64_t{1} << 30;  // they are counted in 32 bits
 constexpr char kOp[] = "broadcast_backward";
 
 struct BackwardParams {
@@ -28,15 +30,18 @@ struct BackwardParams {
   int vectors;   // per row
   int chunks;    // of a row; each has `lanes` vectors
   int lanes, groups;  // groups of threads, each with other rows
+  int64_t x_step, grad_step, dx_step;  // between a thread's rows, where these are at one distance
   DType grad_type, param_type;
 };
 
 // ---------------------------------------------------------------------------------------------
 // Functions: F::apply(grad, x, param, first, second) leaves dx in grad and adds to the kSums sums, the
-// last of which is `second`. kMostRows: of one sum in one launch, where there are kFewSumCtas.
+// last of which is `second`. kMostRows: of one sum in one launch, where there are kFewSumCtas. kAhead,
+// kCtas: rows that a thread has on their way, where rows are at one distance, and CTAs on an SM.
 
 struct MulAdd {
   static constexpr int kSums = 2, kMostRows = kMulAddSumRows;
+  static constexpr int kAhead = kMulAddAhead, kCtas = kMulAddCtas;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
                                                const float (&p)[N], float (&first)[N],
@@ -53,6 +58,7 @@ struct MulAdd {
 template <int kActivation>
 struct AddActivation {
   static constexpr int kSums = 1, kMostRows = kActivationSumRows;
+  static constexpr int kAhead = kActivationAhead, kCtas = kActivationCtas;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
                                                const float (&p)[N], float (&)[N],
@@ -110,6 +116,44 @@ __device__ __forceinline__ void sum_rows(const BackwardParams &p, Held<T, Grad, 
   }
 }
 
+// The same for rows at one distance from each other, with kAhead of them on their way.
+template <class F, int kAhead, class T, int N>
+__device__ __forceinline__ void sum_plain_rows(const BackwardParams &p, const float (&param)[N],
+                                               int r, int step, int64_t row_0, int64_t col,
+                                               float (&first)[N], float (&second)[N]) {
+  const int64_t row = row_0 + r * p.inner;
+  const T *x = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
+  const T *grad = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
+  T *dx = static_cast<T *>(p.dx) + row * p.x_rows.cols + col;
+  int left = (static_cast<int>(p.reduced) - r + step - 1) / step;
+  Vec<T, N> held_x[kAhead], held_grad[kAhead];
+  const auto ask_for = [&](int a) {
+    held_x[a].template load<Cache::kStream>(x);
+    held_grad[a].template load<Cache::kStream>(grad);
+    x += p.x_step, grad += p.grad_step;
+  };
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) {
+    if (a < left) ask_for(a);
+  }
+#pragma unroll 1
+  for (; left > 0; left -= kAhead) {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (a >= left) break;
+      float value[N], g[N];
+      held_x[a].get(value);
+      held_grad[a].get(g);
+      // Two sums leave no registers for a row that is on its way meanwhile.
+      if (F::kSums == 1 && a + kAhead < left) ask_for(a);
+      F::template apply<T, N>(g, value, param, first, second);
+      store_as<T>(dx, 0, g);
+      dx += p.dx_step;
+      if (F::kSums == 2 && a + kAhead < left) ask_for(a);
+    }
+  }
+}
+
 // Where the sums of the CTA belong; null where they are not wanted.
 template <int N>
 __device__ __forceinline__ void put_sums(const BackwardParams &p, void *to, bool after_first,
@@ -123,54 +167,89 @@ __device__ __forceinline__ void put_sums(const BackwardParams &p, void *to, bool
   }
 }
 
-template <class T, class Grad, class F, int N>
-__global__ void __launch_bounds__(kThreads)
+// A thread's part of the work.
+template <class Index>
+struct Place {
+  Index unit;
+  int group, lane;
+  int64_t col;
+  bool active;
+};
+
+// Found again after the rows rather than kept: registers limit how many CTAs fit.
+template <class Index, int N>
+__device__ __forceinline__ Place<Index> place_of(const BackwardParams &p) {
+  unsigned thread, block;
+  asm volatile("mov.u32 %0, %%tid.x;\nmov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
+  Place<Index> at;
+  const unsigned local = block / static_cast<unsigned>(p.chunks);
+  at.unit = static_cast<Index>(p.first_unit) + static_cast<Index>(local);
+  at.group = static_cast<int>(thread / static_cast<unsigned>(p.lanes));
+  at.lane = static_cast<int>(thread) - at.group * p.lanes;
+  const int vector = static_cast<int>(block - local * p.chunks) * p.lanes + at.lane;
+  at.col = static_cast<int64_t>(vector) * N;
+  at.active = at.group < p.groups && vector < p.vectors;
+  return at;
+}
+
+// F::kCtas where the registers of so many are enough.
+template <class F>
+constexpr int plain_ctas() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  return F::kCtas < 3 ? F::kCtas : 3;
+#else
+  return F::kCtas;
+#endif
+}
+
+// kPlain: rows are at one distance from each other.
+template <class T, class Grad, class F, int N, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kPlain ? plain_ctas<F>() : 1)
     broadcast_backward_kernel(const __grid_constant__ BackwardParams p) {
   wait_for_previous();
-  __shared__ __align__(16) float all[2][kThreads * N];
-  const int64_t local = blockIdx.x / static_cast<unsigned>(p.chunks);
-  const int chunk = static_cast<int>(blockIdx.x - local * p.chunks);
-  const int64_t unit = p.first_unit + local;
-  const int64_t sum = unit / p.parts, part = unit - sum * p.parts;
-  const int64_t outer = sum / p.inner, inner = sum - outer * p.inner;
-  const int group = threadIdx.x / static_cast<unsigned>(p.lanes);
-  const int lane = threadIdx.x - group * p.lanes;
-  const int vector = chunk * p.lanes + lane;
-  const bool active = group < p.groups && vector < p.vectors;
-  const int64_t col = static_cast<int64_t>(vector) * N;
-  const int64_t step = p.parts * p.groups;
-  const int64_t row_0 = outer * p.reduced * p.inner + inner;
-
+  using Index = std::conditional_t<kPlain, int, int64_t>;
   float first[N], second[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
-  const int64_t r = part * p.groups + group;
-  if (active && r < p.reduced) {
-    float param[N];
-    load_any(param, p.param, p.param_type, row_offset(p.param_rows, row_0) + col);
-    Held<T, Grad, N> now;
-    now.load_row(p, row_0 + r * p.inner, col);
-    sum_rows<F>(p, now, param, r, step, row_0, col, first, second);
-  }
-
-  if (p.groups > 1) {  // the same for the whole grid: the barrier is safe
-    store_as<float>(all[0], threadIdx.x * N, first);
-    store_as<float>(all[1], threadIdx.x * N, second);
-    __syncthreads();
-    if (group > 0 || !active) return;
-    for (int other = 1; other < p.groups; ++other) {
-      const int from = (other * p.lanes + lane) * N;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        first[i] += all[0][from + i];
-        second[i] += all[1][from + i];
+  {
+    const Place<Index> at = place_of<Index, N>(p);
+    const Index parts = static_cast<Index>(p.parts), sum = at.unit / parts;
+    const Index r = (at.unit - sum * parts) * p.groups + at.group, step = parts * p.groups;
+    const int64_t outer = sum / p.inner, inner = sum - outer * p.inner;
+    const int64_t row_0 = outer * p.reduced * p.inner + inner;
+    if (at.active && r < p.reduced) {
+      float param[N];
+      load_any(param, p.param, p.param_type, row_offset(p.param_rows, row_0) + at.col);
+      if constexpr (kPlain) {
+        sum_plain_rows<F, F::kAhead, T>(p, param, r, step, row_0, at.col, first, second);
+      } else {
+        Held<T, Grad, N> now;
+        now.load_row(p, row_0 + r * p.inner, at.col);
+        sum_rows<F>(p, now, param, r, step, row_0, at.col, first, second);
       }
     }
-  } else if (!active) {
+  }
+
+  const Place<Index> at = place_of<Index, N>(p);
+  if (p.groups > 1) {  // the same for the whole grid: the barrier is safe
+    __shared__ __align__(16) float all[F::kSums][kThreads * N];
+    if constexpr (F::kSums == 2) store_as<float>(all[0], threadIdx.x * N, first);
+    store_as<float>(all[F::kSums - 1], threadIdx.x * N, second);
+    __syncthreads();
+    if (at.group > 0 || !at.active) return;
+    for (int other = 1; other < p.groups; ++other) {
+      const int from = (other * p.lanes + at.lane) * N;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (F::kSums == 2) first[i] += all[0][from + i];
+        second[i] += all[F::kSums - 1][from + i];
+      }
+    }
+  } else if (!at.active) {
     return;
   }
-  put_sums(p, p.first, false, unit, col, first);
-  put_sums(p, p.second, p.first != nullptr, unit, col, second);
+  if constexpr (F::kSums == 2) put_sums(p, p.first, false, at.unit, at.col, first);
+  put_sums(p, p.second, p.first != nullptr, at.unit, at.col, second);
 }
 
 // As Group<32>::sum_lanes_of_each, over the lanes that have the same vector of columns: every
@@ -262,38 +341,6 @@ __global__ void __launch_bounds__(kFewSumThreads, 2)
             of_cta);
 }
 
-// Adds up the parts of each sum: 32 columns of one sum in a CTA, every 32nd part in a warp.
-constexpr int kSumCols = 32, kSumWarps = 32;
-
-__global__ void __launch_bounds__(kSumCols *kSumWarps)
-    sum_parts_kernel(const __grid_constant__ BackwardParams p) {
-  wait_for_previous();
-  __shared__ float all[kSumWarps][kSumCols + 1];
-  const int64_t chunks = (p.wide + kSumCols - 1) / kSumCols;
-  const int64_t local = blockIdx.x / chunks, sum = p.first_unit + local;
-  const int lane = threadIdx.x % kSumCols, warp = threadIdx.x / kSumCols;
-  const int64_t start = (blockIdx.x - local * chunks) * kSumCols, col = start + lane;
-  float total = 0.0f;
-  if (col < p.wide) {
-    const float *partials = p.partials + sum * p.parts * p.wide + col;
-#pragma unroll 4
-    for (int64_t part = warp; part < p.parts; part += kSumWarps) {
-      total += __ldcg(partials + part * p.wide);
-    }
-  }
-  all[warp][lane] = total;
-  __syncthreads();
-  // Turned, so that a warp holds the sums of one column and adds them by shuffles.
-  total = Group<32>::sum_lanes(all[lane][warp]);
-  const int64_t to = start + warp, cols = p.x_rows.cols;
-  if (lane == 0 && to < p.wide) {
-    const float value[1] = {total};
-    const bool to_first = p.first != nullptr && to < cols;
-    const int64_t own = to_first || p.first == nullptr ? to : to - cols;
-    store_any(to_first ? p.first : p.second, p.param_type, sum * cols + own, value);
-  }
-}
-
 // ---------------------------------------------------------------------------------------------
 // Launchers
 
@@ -310,20 +357,38 @@ int32_t launch_units(void (*kernel)(BackwardParams), BackwardParams &p, int64_t 
   return HFP_OK;
 }
 
-template <class T, class Grad, class F, int N>
+template <class T, class Grad, class F, int N, bool kPlain>
 int32_t launch_vectors(BackwardParams &p, void *stream) {
-  const int64_t vectors = p.x_rows.cols / N;
+  const int64_t vectors = p.x_rows.cols / N, sums = p.units / p.parts;
   p.chunks = static_cast<int>((vectors + kThreads - 1) / kThreads);
   p.vectors = static_cast<int>(vectors);
   p.lanes = static_cast<int>((vectors + p.chunks - 1) / p.chunks);
   p.groups = kThreads / p.lanes;
   if (p.groups > p.reduced) p.groups = p.reduced > 0 ? static_cast<int>(p.reduced) : 1;
   const int threads = (p.lanes * p.groups + 31) / 32 * 32;
-  const int32_t status = launch_units(&broadcast_backward_kernel<T, Grad, F, N>, p, p.units,
-                                      p.chunks, threads, stream);
+  if constexpr (kPlain) {
+    // As many CTAs as run at once: the last of a second wave would run alone.
+    const int64_t parts = kFullSms * (F::kCtas * kThreads / threads) / (p.chunks * sums);
+    if (parts < p.parts) p.parts = parts > 1 ? parts : 1;
+    p.units = sums * p.parts;
+    const int64_t rows = p.parts * p.groups * p.inner;
+    p.x_step = rows * p.x_rows.s2;
+    p.grad_step = rows * p.grad_rows.s2;
+    p.dx_step = rows * p.x_rows.cols;
+  }
+  const int32_t status = launch_units(&broadcast_backward_kernel<T, Grad, F, N, kPlain>, p,
+                                      p.units, p.chunks, threads, stream);
   if (status != HFP_OK || p.parts == 1) return status;
-  return launch_units(&sum_parts_kernel, p, p.units / p.parts,
-                      (p.wide + kSumCols - 1) / kSumCols, kSumCols * kSumWarps, stream);
+  SumPartialsParams of{};
+  of.first = p.first;
+  of.second = p.second;
+  of.partials = p.partials;
+  of.sums = sums;
+  of.rows = p.parts;
+  of.cols = p.wide;
+  of.first_cols = p.first != nullptr ? p.x_rows.cols : 0;
+  of.first_type = of.second_type = p.param_type;
+  return sum_partials(of, stream, kOp);
 }
 
 // By broadcast_backward_few_kernel, where the work is little enough and fills enough CTAs; false where
@@ -355,9 +420,13 @@ int32_t launch_function(BackwardParams &p, void *stream) {
   if constexpr (std::is_same_v<T, Grad>) {
     int32_t status;
     if (aligned && launch_few<T, F>(p, stream, &status)) return status;
+    const int64_t ctas = p.units * ((p.x_rows.cols / N + kThreads - 1) / kThreads);
+    const bool plain = p.x_rows.uniform() && p.grad_rows.uniform() &&
+                       p.reduced <= kMaxPlainRows && ctas <= kMaxGrid;
+    if (aligned && plain) return launch_vectors<T, Grad, F, N, true>(p, stream);
   }
-  if (aligned) return launch_vectors<T, Grad, F, N>(p, stream);
-  return launch_vectors<T, Grad, F, 1>(p, stream);
+  if (aligned) return launch_vectors<T, Grad, F, N, false>(p, stream);
+  return launch_vectors<T, Grad, F, 1, false>(p, stream);
 }
 
 template <class T>

@@ -6,13 +6,14 @@
 //
 // One pass over x and grad: a fixed number of CTAs walk the rows, each with the sums of its rows in
 // registers, and asks for its next row before it reduces the present one. At the end a CTA writes
-// its sums as one row of `partials`; a second, small launch adds those rows up (norm_backward.cu).
+// its sums as one row of `partials`; a second, small launch adds those rows up (partial_sums.cu).
 // Few rows are one cluster's on sm_90 (norm_backward_few.cuh): no second launch, and `partials`
-// stays as it is. No atomics, and the number of CTAs depends on the shape only: same input, same
-// bits.
+// stays as it is. Many rows of a half type wait in shared memory there (norm_backward_ring.cuh). No
+// atomics, and the number of CTAs depends on the shape only: same input, same bits.
 #pragma once
 
 #include "norm_backward_few.cuh"
+#include "norm_backward_ring.cuh"
 #include "norm_backward_row.cuh"
 
 namespace hfp::cuda {
@@ -252,17 +253,23 @@ int32_t launch_held(NormBackwardParams &p, SumPartialsParams &sums, int64_t grid
                   stream, op);
   }
   // With both sums of 8 columns, 1024 threads of 64 registers would spill.
-  constexpr int kVectors = kCentred && N == 8 && std::is_same_v<T, W> ? 2 : 1;
+  constexpr bool kOneType = std::is_same_v<T, W>;
+  constexpr int kVectors = kCentred && N == 8 && kOneType ? 2 : 1;
   if (vectors <= kMaxThreads) {
     int32_t status;
     if (launch_few<kCentred, T, Grad, W, kVectors>(p, sums, device, stream, op, &status)) {
       sums.cols = 0;  // all done
       return status;
     }
+    if constexpr (kOneType) {
+      if (launch_ring<kCentred, T>(p, sums, device, stream, op, &status)) return status;
+    }
     return launch(&norm_backward_kernel<kCentred, T, Grad, W, N, kCta, kVectors>, grid,
                   cta_threads(vectors, kVectors), p, stream, op);
   }
-  if constexpr (std::is_same_v<T, W>) {
+  if constexpr (kOneType) {
+    int32_t status;
+    if (launch_ring<kCentred, T>(p, sums, device, stream, op, &status)) return status;
     auto *kernel = &norm_backward_kernel<kCentred, T, Grad, W, N, kCta, 4>;
     const int threads = cta_threads(vectors, 4);
     if constexpr (kFourFit<kCentred, T>) return launch(kernel, grid, threads, p, stream, op);
@@ -318,14 +325,15 @@ int32_t norm_backward(const NormBackwardArgs &a, int device, void *stream, const
   const int wanted = (a.dweight != nullptr) + (a.dbias != nullptr);
 
   SumPartialsParams sums{};
-  sums.dweight = a.dweight;
-  sums.dbias = a.dbias;
+  sums.first = a.dweight;
+  sums.second = a.dbias;
   sums.partials = a.partials;
+  sums.sums = 1;
   sums.rows = a.x_rows.rows > 0 ? a.partial_rows : 0;
   sums.cols = wanted * a.x_rows.cols;
-  sums.weight_cols = a.dweight != nullptr ? a.x_rows.cols : 0;
-  sums.weight_type = a.weight_type;
-  sums.bias_type = a.bias_type;
+  sums.first_cols = a.dweight != nullptr ? a.x_rows.cols : 0;
+  sums.first_type = a.weight_type;
+  sums.second_type = a.bias_type;
 
   if (a.x_rows.rows > 0) {
     NormBackwardParams p{};

@@ -210,14 +210,14 @@ bool launch_few(const NormBackwardParams &rows, const SumPartialsParams &to, int
                 void *stream, const char *op, int32_t *status) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
   if (rows.x_rows.rows > kNormClusterRows || (!rows.need_weight && !rows.need_bias)) return false;
-  if (!pointer_aligned(to.dweight) || !pointer_aligned(to.dbias)) return false;
+  if (!pointer_aligned(to.first) || !pointer_aligned(to.second)) return false;
   auto *kernel = &norm_backward_few_kernel<kCentred, T, Grad, W, N, kVectors>;
   if (!has_clusters(reinterpret_cast<const void *>(kernel), device)) return false;
   FewRowsParams p{};
   static_cast<NormBackwardParams &>(p) = rows;
-  p.dweight = to.dweight;
-  p.dbias = to.dbias;
-  p.bias_type = to.bias_type;
+  p.dweight = to.first;
+  p.dbias = to.second;
+  p.bias_type = to.second_type;
   p.warps = cta_threads(p.vectors, kVectors) / 32;
   p.per_cta = (p.warps + kClusterSize - 1) / kClusterSize;
   p.ctas = (p.warps + p.per_cta - 1) / p.per_cta;

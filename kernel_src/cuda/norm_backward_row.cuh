@@ -2,6 +2,7 @@
 // what a thread holds of it and adds up for its columns.
 #pragma once
 
+#include "partial_sums.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
@@ -19,18 +20,6 @@ struct NormBackwardParams {
   bool need_weight, need_bias;
   uint32_t zero;  // 0; see Vec::stay_packed
 };
-
-struct SumPartialsParams {
-  static constexpr bool kStartsEarly = true;
-  void *dweight, *dbias;
-  const float *partials;
-  int64_t rows, cols;  // of partials
-  int64_t weight_cols;
-  DType weight_type, bias_type;
-};
-
-// Adds up the rows of partials; defined in norm_backward.cu.
-int32_t sum_partials(SumPartialsParams &p, void *stream, const char *op);
 
 // Sums over the threads of a row. `partial` must differ from that of the sum before: the barrier
 // inside then is the only one needed.

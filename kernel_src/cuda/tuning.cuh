@@ -36,10 +36,14 @@
 //     -Vectors                         way
 //   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward_few.cuh
 //     -Threads
+//   kRing-Stages, ring_-   3, see      rows in shared memory; CTAs of an SM     norm_backward_ring.cuh
+//     ctas                 below
 //   kFewSum-Threads,       512, 2      CTA of little work; vectors of columns   broadcast_backward.cu
 //     -Lanes                           in it
+//   kMulAdd-, kActivation- 2 and 3,    rows of a thread on their way and CTAs   broadcast_backward.cu
+//     Ahead, -Ctas         2 and 4     of an SM where the work is more
 //   kPlainAdamWThreads     512         CTA, fp32 without masters or amsgrad     adamw.cu
-//   kSumThreads, -Cols     1024, 32    CTA; columns of partial sums             norm_backward.cu
+//   kSumThreads, -Rows     512, 320    CTA; rows of partial sums at once        partial_sums.cu
 #pragma once
 
 #include <cstdint>
@@ -320,20 +324,44 @@ inline constexpr int kNormClusterRows = 16;
 inline constexpr int kNormClusterThreads = 512;
 inline constexpr int kNormClusterGroups = kNormClusterThreads / 32;  // rows at once, at most
 
+// The gradients of a norm of many rows in a half type: rows in rings of shared memory. bf16 on an H200,
+// us, norm_backward.cuh's kernel -> this one: layer_norm 4096 x 2048 22.5 -> 18.9, x 4096 37.8 -> 32.5,
+// x 8192 70.7 -> 59.6, x 16384 153 -> 122; rms_norm 19.0 -> 16.1, 32.2 -> 29.7, 60.4 -> 55.7.
+inline constexpr int kRingStages = 3;
+inline constexpr int kRingMemory = 200 << 10;   // of a CTA, in bytes, that the GPU must allow
+inline constexpr int64_t kMinRingVectors = 65;  // of a row; narrower ones have 32 threads
+// Of the whole tensor, at least: rms_norm 132 x 2048 4.6 us -> 3.6, 64 x 2048 3.8 -> 4.3.
+inline constexpr int64_t kRingVectors = int64_t{1} << 15;
+// CTAs of an SM. More hold more rows, and each leaves a row of partial sums: layer_norm 4096 x 2048
+// with four 21.3 us, 4096 x 4096 with two 34.0.
+constexpr int ring_ctas(bool centred, int64_t vectors) {
+  if (centred) return vectors <= 128 ? 4 : vectors < 512 ? 2 : 1;
+  return vectors <= 256 ? 2 : 1;
+}
+
 // The gradients of mul_add, add_gelu and add_silu are one launch where the work is little: a CTA has
 // all rows of two vectors of columns. mul_add in bf16, warm, against two launches: 1 x 512 x 1536
-// 3.1 us (10.0), 256 x 1024 2.2 (6.0), 2048 x 1536 7.5 (13.1), 2 x 2688 x 2048 29.7 (33.6).
+// 3.1 us (10.0), 256 x 1024 2.2 (6.0), 2048 x 1536 7.5 (13.1). H200, cold, against the two launches
+// that there are now: 1 x 2048 x 1536 10.1 (12.1), 2 x 1344 x 2048 13.5 (14.0), 2 x 2688 x 2048 24.6 (22.2).
 inline constexpr int kFewSumThreads = 512;  // 1024, and clusters of 8 CTAs, were slower
 inline constexpr int kFewSumLanes = 2;
-inline constexpr int64_t kFewSumVectors = int64_t{1} << 21;  // of the whole tensor, at most
+inline constexpr int64_t kFewSumVectors = int64_t{1} << 20;  // of the whole tensor, at most
 // Rows of one sum, at most. From kFewSumCtas on 12 a thread, a little more than was measured; fewer
 // for the activations, which take longer to compute and were not measured. Fewer CTAs would keep most
 // of the GPU waiting: one row a thread.
 inline constexpr int64_t kFewSumCtas = 32;
 inline constexpr int kMulAddSumRows = 3072, kActivationSumRows = 1024, kFewSumRows = 256;
 
-inline constexpr int kSumThreads = 1024;
-inline constexpr int kSumCols = 32;  // per CTA; each warp adds up every 32nd row of these
+// More work: rows that each of 256 threads has on their way, and CTAs that registers allow on an SM.
+// Three rows of mul_add, or three and four of the activations in fewer CTAs, were no faster.
+inline constexpr int kMulAddAhead = 2, kMulAddCtas = 3;
+inline constexpr int kActivationAhead = 2, kActivationCtas = 4;
+inline constexpr int64_t kFullSms = 132;  // of the GPU that grids of one wave are for
+
+// 32 columns a CTA. bf16 gradients' partial sums, warm, in us, 528, 264 and 132 rows of 2048 columns:
+// 2.0, 1.6 and 1.4; 1024 threads with a column each 2.3, 1.9 and 1.6, 256 threads of four 2.6 for 264.
+inline constexpr int kSumThreads = 512;
+inline constexpr int kSumRows = 320;  // read at once, where columns are aligned
 
 // ---------------------------------------------------------------------------------------------
 // AdamW
