@@ -17,7 +17,7 @@ constexpr int max_threads(int row_threads, int vectors) {
 }
 
 // Threads of a CTA of rms_norm and layer_norm: see kNarrowThreads.
-constexpr int norm_threads(int row_threads, int vectors) {
+__host__ __device__ constexpr int norm_threads(int row_threads, int vectors) {
   return row_threads == 8 && vectors == 1 ? kNarrowThreads : max_threads(row_threads, vectors);
 }
 
