@@ -238,7 +238,9 @@ def test_page_of_new_results(tmp_path: Path) -> None:
             "op": "gelu erf",
             "shape": f"{n}x64",
             "dtype": "bfloat16",
+            "bytes": 64 * n,
             "floor_us": n / 2,
+            "copy_us": n / 1.25,
             "cold_us": {"eager": 3.0 * n, "hfpatch": 1.0 * n},
             "warm_us": {"eager": 2.0 * n, "hfpatch": 0.5 * n},
         }
@@ -252,11 +254,12 @@ def test_page_of_new_results(tmp_path: Path) -> None:
     assert page.update(tmp_path, check=False) == 0
     assert page.update(tmp_path, check=True) == 0
     text = (tmp_path / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert "| 4×64 | bfloat16 | 2.0 | 12.00 | **4.00** | 50 % | 3.00 | 8.00 | 2.00 |" in text
+    assert "| 4×64 | bfloat16 | 2.0 | 3.20 | 12.00 | **4.00** | 80 % | 3.00 | 8.00 | 2.00 |" in text
     assert "| gelu erf | 8×64 | bfloat16 | 3.00× |  |" in text
     picture = tmp_path / "docs" / "images" / "gelu-erf.svg"
     assert "hfpatch" in picture.read_text(encoding="utf-8")
     rows[0]["cold_us"]["hfpatch"] = 5.0
+    del rows[0]["copy_us"], rows[1]["copy_us"]  # as results of before it was measured
     (results / "ops-gpu.json").write_text(json.dumps(gpu))
     assert page.update(tmp_path, check=True) == 1
     (results / "ops-gpv.json").write_text(json.dumps({**gpu, "device": "newer"}))
@@ -264,6 +267,7 @@ def test_page_of_new_results(tmp_path: Path) -> None:
     text = (tmp_path / "docs" / "performance.md").read_text(encoding="utf-8")
     older = tmp_path / "docs" / "performance-gpu.md"
     assert "newer, torch 2" in text and "[GPU](performance-gpu.md)" in text
+    assert "| 4×64 | bfloat16 | 2.0 | 12.00 | **5.00** | 40 % | 2.40 | 8.00 | 2.00 |" in text
     assert "GPU, torch 2" in older.read_text(encoding="utf-8")
     (results / "ops-gpu.json").unlink()
     assert page.update(tmp_path, check=True) == 1

@@ -169,7 +169,7 @@ def _measure_gpu(
     """Adds the times to `row`; returns what failed, by peer."""
     failed: dict[str, str] = {}
 
-    def times(warm: bool) -> dict[str, float]:
+    def times(calls: dict[str, list[Call]], warm: bool) -> dict[str, float]:
         replays = {}
         for name, of_peer in calls.items():
             chosen = of_peer[:1] * _WARM_CALLS if warm else of_peer
@@ -179,10 +179,26 @@ def _measure_gpu(
                 replays[name] = made
         return interleaved(replays)
 
-    row["cold_us"] = times(warm=False)
+    copies = _copies(moved, len(next(iter(calls.values()))), device)
+    row["cold_us"] = times(calls | copies, warm=False)
+    row["copy_us"] = min(row["cold_us"].pop(name) for name in copies)
     if moved <= torch.cuda.get_device_properties(device).L2_cache_size:
-        row["warm_us"] = times(warm=True)
+        row["warm_us"] = times(calls, warm=True)
     return failed
+
+
+def _copies(moved: int, count: int, device: torch.device) -> dict[str, list[Call]]:
+    """Two ways of PyTorch's to read half of `moved` bytes and write them elsewhere.
+
+    What a kernel of this size can reach: below some 200 MB it has not the speed of a large copy,
+    since its start and its end, when few bytes are on their way, count.
+    """
+    half = max(1, moved // 4)  # elements of 2 bytes
+    sources = [torch.randn(half, device=device, dtype=torch.bfloat16) for _ in range(count)]
+    return {
+        "copy by clone": [source.clone for source in sources],
+        "copy by neg": [source.neg for source in sources],
+    }
 
 
 def _sets(

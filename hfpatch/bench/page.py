@@ -13,7 +13,7 @@ from typing import Any
 
 from hfpatch.bench.peers import OURS, PEERS
 from hfpatch.bench.results import Result, read
-from hfpatch.bench.show import best_peer, speedup
+from hfpatch.bench.show import best_peer, copy_of, speedup
 
 Row = dict[str, Any]
 
@@ -57,9 +57,8 @@ def update(root: Path, check: bool) -> int:
     if late:
         from hfpatch.bench.roofline import draw
 
-        floor = min(us for row in ops[0]["rows"] for us in cold(row).values())
         for name, rows in late.items():
-            draw(pictures / name, rows, ops[0]["copy_bytes_per_s"], floor, mark(rows))
+            draw(pictures / name, rows, mark(rows))
     for path in pictures.glob("*.svg"):
         if path.name not in wanted:
             path.unlink()
@@ -136,7 +135,8 @@ def slug(op: str) -> str:
 
 def mark(rows: Sequence[Row]) -> str:
     """What stands in a picture so that one of other numbers is found out."""
-    data = json.dumps([[row["shape"], row["floor_us"], cold(row)] for row in rows], sort_keys=True)
+    numbers = [[row["shape"], row["bytes"], copy_of(row), cold(row)] for row in rows]
+    data = json.dumps(numbers, sort_keys=True)
     return f"<!-- data {hashlib.sha256(data.encode()).hexdigest()[:16]} -->"
 
 
@@ -290,6 +290,7 @@ def _attention_cells(row: Row, names: Sequence[str]) -> list[str]:
 def _ops(found: Sequence[Result], pictures: bool) -> str:
     result, *others = found
     copy = result["copy_bytes_per_s"]
+    sized = any("copy_us" in row for row in result["rows"])
     drawn = {op for op, _ in _drawn(found)} if pictures else set()
     lines = [
         "## Ops: GPU time\n",
@@ -297,14 +298,14 @@ def _ops(found: Sequence[Result], pictures: bool) -> str:
         *_note(result),
         "Microseconds, CUDA-graph replay over buffers that rotate past the L2 cache. *floor*: the "
         "time the op's bytes (each input read once, each output written once) take at the speed "
-        f"of a copy measured in the same run ({copy / 1e12:.2f} TB/s, read and written); small "
-        "tensors stay partly in cache and can beat it. *of copy*: floor / hfpatch. *× best peer*: "
-        "the fastest of the others / hfpatch. *warm*: one buffer, in cache.\n",
+        f"of a copy of 1 GiB in the same run ({copy / 1e12:.2f} TB/s, read and written); small "
+        f"tensors stay partly in cache and can beat it. {_COPY if sized else _NO_COPY} *× best "
+        "peer*: the fastest of the others / hfpatch. *warm*: one buffer, in cache.\n",
     ]
     if pictures:
         lines.append(
-            "The pictures show the bytes moved per second by size, in bf16, below the roof of that "
-            "copy and of the shortest time that any kernel of the run took.\n"
+            "The pictures show the bytes moved per second by size, in bf16; the dashed line is a "
+            "copy of as many bytes.\n"
         )
     for op, rows in _groups(result["rows"]):
         lines.append(f"### {_op_title(op)}\n")
@@ -319,6 +320,14 @@ def _ops(found: Sequence[Result], pictures: bool) -> str:
     return "\n".join(lines)
 
 
+_COPY = (
+    "*copy*: the time that PyTorch's faster way to copy takes to read and write as many bytes, "
+    "measured with the others: a kernel's start and end, when few bytes are on their way, keep "
+    "it above the floor up to some 200 MB. *of copy*: copy / hfpatch."
+)
+_NO_COPY = "*of copy*: floor / hfpatch."
+
+
 def _op_title(op: str) -> str:
     name = op.split()[0]
     return f"`{name}`{op[len(name) :]}"
@@ -327,20 +336,23 @@ def _op_title(op: str) -> str:
 def _op_table(rows: Sequence[Row]) -> list[str]:
     columns = [name for name in (*PEERS, OURS) if any(name in cold(row) for row in rows)]
     warm = any("warm_us" in row for row in rows)
-    heads = ["shape", "dtype", "floor", *columns, "of copy", "× best peer"]
+    sized = any("copy_us" in row for row in rows)
+    heads = ["shape", "dtype", "floor", *(["copy"] if sized else []), *columns]
+    heads += ["of copy", "× best peer"]
     heads += ["warm: best peer", "warm: hfpatch"] if warm else []
-    return _table(heads, (_ops_cells(row, columns, warm) for row in rows))
+    return _table(heads, (_ops_cells(row, columns, sized, warm) for row in rows))
 
 
-def _ops_cells(row: Row, columns: Sequence[str], warm: bool) -> list[str]:
+def _ops_cells(row: Row, columns: Sequence[str], sized: bool, warm: bool) -> list[str]:
     times = cold(row)
     best = min(times.values())
     cells = [shape(row), row["dtype"], _number(row["floor_us"])]
+    cells += [_number(row.get("copy_us"), 2)] if sized else []
     for name in columns:
         text = _number(times.get(name), 2)
         cells.append(f"**{text}**" if text and times[name] == best else text)
     ratio = speedup(times)
-    cells.append(f"{100 * row['floor_us'] / times[OURS]:.0f} %")
+    cells.append(f"{100 * copy_of(row) / times[OURS]:.0f} %")
     cells.append("" if ratio is None else f"{ratio:.2f}")
     if warm:
         inside = row.get("warm_us") or {}

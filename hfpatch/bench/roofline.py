@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md: bytes per second by size, under the roof of a copy."""
+"""The pictures of docs/performance.md: bytes per second by size, and of a copy of as many."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from hfpatch.bench.page import cold
 from hfpatch.bench.peers import OURS, PEERS
+from hfpatch.bench.show import copy_of
 
 _COLORS = {
     "eager": "#9aa0a6",
@@ -19,17 +20,12 @@ _COLORS = {
 }
 
 
-def draw(
-    path: Path, rows: Sequence[dict[str, Any]], copy: float, shortest_us: float, mark: str
-) -> None:
+def draw(path: Path, rows: Sequence[dict[str, Any]], mark: str) -> None:
     """Write one op's picture as SVG.
 
     Args:
         path: the file.
         rows: of one op and dtype.
-        copy: bytes per second of a copy: the flat roof.
-        shortest_us: the least that a kernel took in the run: the sloping roof, since no small
-            tensor can be faster.
         mark: written at the end of the file.
 
     Raises:
@@ -46,22 +42,19 @@ def draw(
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hfpatch", "font.size": 9})
     figure = Figure(figsize=(6.4, 3.0), layout="constrained")
     axes = figure.subplots()
-    points = sorted((row["floor_us"] * 1e-6 * copy, cold(row)) for row in _distinct(rows))
-    sizes = [size for size, _ in points]
-    low, high = sizes[0] / 1.5, sizes[-1] * 1.5
-    roof = [low * (high / low) ** (i / 60) for i in range(61)]
+    points = sorted((row["bytes"], copy_of(row), cold(row)) for row in _distinct(rows))
     axes.plot(
-        [size / 1e6 for size in roof],
-        [min(copy, size / (shortest_us * 1e-6)) / 1e12 for size in roof],
+        [size / 1e6 for size, _, _ in points],
+        [size / copy / 1e6 for size, copy, _ in points],
         color="black",
         linestyle="--",
         linewidth=0.8,
-        label="roof",
+        label="copy",
     )
     for name in (*PEERS, OURS):
         line = [
             (size / 1e6, size / (times[name] * 1e-6) / 1e12)
-            for size, times in points
+            for size, _, times in points
             if name in times
         ]
         if line:
@@ -90,4 +83,4 @@ def draw(
 
 def _distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each size: the last, of those with as many bytes."""
-    return list({row["floor_us"]: row for row in rows}.values())
+    return list({row["bytes"]: row for row in rows}.values())

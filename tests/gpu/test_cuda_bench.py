@@ -36,6 +36,7 @@ def test_every_case_is_measured(case: Case, kernels_module: object) -> None:
     for times in (row["cold_us"], row["warm_us"]):
         assert {"eager", "hfpatch"} <= set(times)
         assert all(0.2 < us < 1000 for us in times.values())
+    assert 0.2 < row["copy_us"] < 1000 and not any("copy" in name for name in row["cold_us"])
 
 
 def test_the_command(tmp_path: Path, kernels_module: object) -> None:
