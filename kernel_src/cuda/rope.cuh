@@ -339,17 +339,24 @@ __device__ __forceinline__ void finish_unit(const RopeParams &p, Pair<T, N> &v, 
   v.store(out, u);
 }
 
+// CTAs on an SM, said for ptxas: left to itself it aims at six where bf16 is emulated, and before
+// sm_90 at twelve of fp32, and spills.
+template <class T>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int kHeadCtas = sizeof(T) == 4 ? 5 : kHasTwos<T> ? 0 : 1;
+#else
+inline constexpr int kHeadCtas = kHasTwos<T> ? 0 : 1;
+#endif
+
 // ---------------------------------------------------------------------------------------------
 // Kernel: `lanes` threads per head, kHeads heads of one token per thread
 //
 // cos and sin are loaded once for all of them; with kHeads > 1 they must be the same for all heads.
 // With a norm, the lanes hold one head wholly (chunks == 1). kRounded: p.round_products where the
 // angles are packed, which else would cost the registers of both ways; elsewhere that is asked.
-// At least one CTA per SM, said for ptxas: left to itself it aims at six where bf16 is emulated,
-// and spills.
 template <class T, class Tab, class W, int N, bool kInterleaved, bool kNorm, int kHeads,
           bool kRounded>
-__global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
+__global__ void __launch_bounds__(kHeadThreads, kHeadCtas<T>)
     rope_heads_kernel(const __grid_constant__ RopeParams p) {
   wait_for_previous();
   const uint32_t lane = threadIdx.x & (p.lanes - 1);

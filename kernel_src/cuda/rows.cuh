@@ -11,7 +11,7 @@ namespace hfp::cuda {
 // Threads per row as a template parameter; kCta stands for "the whole CTA".
 inline constexpr int kCta = 0;
 
-constexpr int max_threads(int row_threads, int vectors) {
+__host__ __device__ constexpr int max_threads(int row_threads, int vectors) {
   if (row_threads != kCta) return kRowThreads;
   return vectors == 2 || vectors == 4 ? kMaxThreadsX4 : vectors == 8 ? kMaxThreadsX8 : kMaxThreads;
 }

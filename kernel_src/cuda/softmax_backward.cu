@@ -198,9 +198,18 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps <= kPairWarps ? 2 : 1)
 // stays in L1 (128 KB of 16000 columns in fp32) until it is read again.
 constexpr int kPairThreads = 1024;
 
+// Vectors of each input that a thread asks for at once, of a row that is not aligned: two spill
+// before sm_90.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kLooseAtOnce = 1;
+#else
+constexpr int kLooseAtOnce = 2;
+#endif
+
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kPairThreads)
     softmax_backward_parts_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
+  constexpr int kAtOnce = kAligned ? 2 : kLooseAtOnce;
   wait_for_previous();
   __shared__ float all[kMaxParts];
   const int64_t row = p.first_row + blockIdx.x;
@@ -212,15 +221,15 @@ __global__ void __launch_bounds__(kPairThreads)
   __syncthreads();
   const float by = whole(all, p.parts.count);
   T *to = static_cast<T *>(p.dx) + row * pair.cols;
-  for (int64_t at = threadIdx.x; at < p.vectors; at += kPairThreads * 2) {
-    Vec<T, kVectorOf<T>> g[2], v[2];
+  for (int64_t at = threadIdx.x; at < p.vectors; at += kPairThreads * kAtOnce) {
+    Vec<T, kVectorOf<T>> g[kAtOnce], v[kAtOnce];
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < kAtOnce; ++u) {
       const int64_t here = at + u * kPairThreads;
       if (here < p.vectors) pair.template load<Cache::kTwice>(g[u], v[u], here);
     }
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < kAtOnce; ++u) {
       const int64_t here = at + u * kPairThreads;
       if (here < p.vectors) pair.write(to, g[u], v[u], here, by, p.scale);
     }
