@@ -185,9 +185,9 @@ constexpr bool params_late(const RowPlan &plan, int64_t vectors, int64_t rows) {
 // Rows of a half type whose CTA has four vectors in every thread, without one left over: layer norms then
 // ask nowhere whether a vector is inside, keep the deviations from the mean as fp32, and read parameters
 // where they are used, in 64 registers. bf16 on an H200, us, before -> after: layer_norm, cold, 4096 x
-// 2048 10.7 -> 10.4 (warm 8.0 -> 7.2), 8192 x 3072 26.9 -> 25.8, 4096 x 5120 23.6 -> 22.6, x 8192 36.0 ->
-// 34.8; norm_modulate 2 x 2688 x 2048 14.9 -> 14.1 (warm 12.7 -> 11.1), 4608 x 3072 17.3 -> 15.6,
-// 2 x 8064 x 2048 38.7 -> 35.2. With one warp a row, 8192 x 1024 10.1 -> 11.3; 512 threads, 4096 x
+// 2048 10.7 -> 10.5 (warm 8.0 -> 7.5), 4096 x 5120 23.8 -> 23.2, x 8192 36.2 -> 35.5; norm_modulate 2 x
+// 2688 x 2048 15.0 -> 14.3 (warm 12.8 -> 11.2), 4608 x 3072 17.5 -> 15.7, 2 x 8064 x 2048 39.1 -> 35.5.
+// In programs of their own: with one warp a row, 8192 x 1024 10.1 -> 11.3; 512 threads, 4096 x
 // 16384 69.0 -> 71.5; parameters asked for before the second sum 27.0 at 8192 x 3072, packed rows 26.4, two
 // vectors 26.9; rms norms lost (2 x 2688 x 2048 12.1 -> 13.4).
 constexpr bool full_rows(const RowPlan &plan, int64_t vectors) {
