@@ -13,8 +13,11 @@ from torch import nn
 from hfpatch import graphs, swap
 from hfpatch.kernelized import OVERWRITTEN
 from hfpatch.patches.blocks import flash3
-from hfpatch.plan import Plan, Prepared, Settings, Skip, check_settings, make_plan
+from hfpatch.plan import Plan, Skip
+from hfpatch.planner import make_plan
+from hfpatch.proofs import Prepared
 from hfpatch.report import Report
+from hfpatch.settings import Settings, check_settings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -113,8 +113,9 @@ def _plan(args: argparse.Namespace) -> int:
 
     import torch
 
-    from hfpatch.plan import check_settings, make_plan
+    from hfpatch.planner import make_plan
     from hfpatch.report import Report, as_text
+    from hfpatch.settings import check_settings
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device; plan for cpu instead")

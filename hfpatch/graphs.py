@@ -37,7 +37,8 @@ from hfpatch.graph_keys import (
 )
 from hfpatch.patches.base import Forward, Tensor, watched
 from hfpatch.patches.blocks.memo import Capture, rehearsal
-from hfpatch.plan import Prepared, Swap
+from hfpatch.plan import Swap
+from hfpatch.proofs import Prepared
 
 #: Graphs that one model keeps; the one that was not used for longest is dropped first.
 DEFAULT_LIMIT = 8

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
 from hfpatch.errors import VerificationError
-from hfpatch.plan import forget_proofs
+from hfpatch.proofs import forget_proofs
 
 
 @pytest.fixture(autouse=True)

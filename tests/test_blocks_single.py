@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfpatch
 from hfpatch.patches.blocks.base import BlockSubject
-from hfpatch.plan import forget_proofs
+from hfpatch.proofs import forget_proofs
 
 CALLS = [(name, call) for name, row in ROWS.items() for call in row.calls]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,11 +19,9 @@ from expect import assert_same_dicts, expected_swaps, snapshot
 from torch import nn
 
 import hfpatch
-from hfpatch import packing, probe, sources, swap
+from hfpatch import packing, probe, proofs, sources, swap
 from hfpatch.errors import HfpatchError, KernelLoadError, PatchError, VerificationError
-from hfpatch.plan import forget_proofs
-
-plan = importlib.import_module("hfpatch.plan")  # `hfpatch.plan` is the function
+from hfpatch.proofs import forget_proofs
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +92,7 @@ FAULTS = {
     "probe raises": (probe, "prove", RuntimeError("probe")),
     "probe has no memory": (probe, "prove", torch.OutOfMemoryError("no memory")),
     "verification raises": (probe, "_verify", ZeroDivisionError("verify")),
-    "contract raises": (plan, "_contract", KeyError("contract")),
+    "contract raises": (proofs, "_contract", KeyError("contract")),
 }
 
 
@@ -223,7 +221,7 @@ def test_every_adapter_fails_once_to_be_made(
 
 
 @pytest.mark.parametrize(
-    "step", ["plan._sites", "probe.prove", "apply._commit", "swap.commit", "swap._remember"]
+    "step", ["planner.sites_of", "probe.prove", "apply._commit", "swap.commit", "swap._remember"]
 )
 def test_an_interrupt_at_each_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, _, name = step.partition(".")

@@ -285,7 +285,7 @@ def _swiglu(self: GluLookalike, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_probing_a_mlp_leaves_the_random_state_alone() -> None:
-    from hfpatch.plan import forget_proofs
+    from hfpatch.proofs import forget_proofs
 
     forget_proofs()
     model = Root(type("SomeMLP", (GluLookalike,), {"forward": _swiglu})())
@@ -295,7 +295,7 @@ def test_probing_a_mlp_leaves_the_random_state_alone() -> None:
 
 
 def test_apply_under_a_default_device() -> None:
-    from hfpatch.plan import forget_proofs
+    from hfpatch.proofs import forget_proofs
 
     forget_proofs()
     model = Root(nn.LayerNorm(64))

@@ -13,7 +13,7 @@ from torch import nn
 import hfpatch
 from hfpatch import sources
 from hfpatch.errors import KernelLoadError
-from hfpatch.plan import forget_proofs
+from hfpatch.proofs import forget_proofs
 
 MODEL_WIDTH = 48
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from hfpatch import sources
-
-#: `hfpatch.plan` is the function of that name.
-plan = import_module("hfpatch.plan")
+from hfpatch import proofs, sources
 
 
 @dataclass
@@ -56,22 +52,22 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 @contextmanager
 def installed() -> Iterator[Count]:
     """Counters in place for every proof made inside."""
-    bind, bind_into, fill = sources.Kernel.bind, sources.Kernel.bind_into, plan._fill_block
+    bind, bind_into, fill = sources.Kernel.bind, sources.Kernel.bind_into, proofs._fill_block
 
     def counted_fill(contract: Any, proof: Any, device: str) -> None:
         fill(contract, replace(proof, forward=_counted(proof.forward, "blocks")), device)
 
-    plan.forget_proofs()
+    proofs.forget_proofs()
     sources.Kernel.bind = lambda kernel, params, training=False: _counted(  # type: ignore
         bind(kernel, params, training), "kernels", training
     )
     sources.Kernel.bind_into = lambda *a, **k: _counted(  # type: ignore[method-assign]
         bind_into(*a, **k), "kernels"
     )
-    plan._fill_block = counted_fill
+    proofs._fill_block = counted_fill
     try:
         yield COUNT
     finally:
         sources.Kernel.bind, sources.Kernel.bind_into = bind, bind_into  # type: ignore
-        plan._fill_block = fill
-        plan.forget_proofs()
+        proofs._fill_block = fill
+        proofs.forget_proofs()

@@ -140,7 +140,7 @@ def test_apply_is_quick_on_the_full_ltx_transformer() -> None:
     with torch.device("cuda"):
         model = LTXVideoTransformer3DModel().to(torch.bfloat16)
     hfpatch.plan(torch.nn.Sequential(torch.nn.LayerNorm(8)).cuda())  # loads the library
-    from hfpatch.plan import forget_proofs
+    from hfpatch.proofs import forget_proofs
 
     forget_proofs()
     report = hfpatch.apply(model)

@@ -1,0 +1,258 @@
+"""Proofs, one for all modules of equal code and settings, and the swaps that they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch import packing, probe
+from hfpatch.ops import OPS
+from hfpatch.patches.base import Contract, Family, Forward, Subject, class_of, code_of
+from hfpatch.patches.blocks.base import BlockProof, BlockSubject
+from hfpatch.patches.custom import CustomSubject
+from hfpatch.plan import Swap
+from hfpatch.settings import Settings
+from hfpatch.sites import Site, probe_devices
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A swap and how to make its adapter."""
+
+    module: nn.Module
+    make: Callable[[], Forward]
+    swap: Swap
+    packs: tuple[tuple[nn.Module, ...], ...] = ()  # linear layers to pack, see `hfpatch.packing`
+    block: BlockSubject | None = None
+    #: Makes the adapter over another forward than the class's, where that is possible.
+    over: Callable[[Forward], Forward] | None = None
+
+
+# One proof serves every module of equal code and settings, in every model of the process.
+_contracts: dict[Any, tuple[Contract, dict[str, probe.Proof | probe.Refusal]]] = {}
+# Like `_contracts`, for blocks, which are proven as a whole.
+_blocks: dict[Any, tuple[Contract, dict[str, BlockProof | str]]] = {}
+# Which ops a module may be, where that was asked before its kernels.
+_identified: dict[Any, set[str]] = {}
+
+
+def forget_proofs() -> None:
+    """Drop every cached proof; the next `apply` probes afresh."""
+    _contracts.clear()
+    _blocks.clear()
+    _identified.clear()
+
+
+def prepare(
+    site: Site, family: Family, subject: Subject, settings: Settings
+) -> Prepared | probe.Refusal:
+    """The swap of a module, if its kernel is proven on a device where the module may run."""
+    path, module = site.path, site.module
+    original = type(module).forward
+    if isinstance(subject, CustomSubject):
+        return _prepare_custom(path, module, subject, settings)
+    devices = probe_devices(site)
+    if isinstance(devices, probe.Refusal):
+        return devices
+    if isinstance(subject, BlockSubject):
+        return _prepare_block(path, module, subject, devices, settings)
+    contract, proofs = _contract(module, family, subject, devices, settings)
+    for device in devices:
+        if device not in proofs:
+            proofs[device] = probe.prove(
+                subject,
+                settings.sources,
+                device,
+                verify=settings.verify,
+                training=settings.training,
+            )
+            if isinstance(proof := proofs[device], probe.Proof):
+                probe.fill(contract, proof, device)
+    refusals = [p for d in devices if isinstance(p := proofs[d], probe.Refusal)]
+    good = {d: p for d in devices if isinstance(p := proofs[d], probe.Proof)}
+    if not good:
+        return refusals[0]
+    proof = good.get(site.execution or "", next(iter(good.values())))
+    formula = proof.formulas[subject.main_combo()]
+    errors = [p.errors.get(subject.main_combo(), (0.0, 0.0)) for p in good.values()]
+    entry = Swap(
+        path,
+        class_of(module).__name__,
+        formula.op,
+        str(formula),
+        proof.kernels[0].source,
+        proof.kernels[0].version,
+        tuple(good),
+        max(e[0] for e in errors),
+        max(e[1] for e in errors),
+    )
+    return Prepared(module, lambda: subject.forward(original, contract), entry)
+
+
+def _contract(
+    module: nn.Module,
+    family: Family,
+    subject: Subject,
+    devices: tuple[str, ...],
+    settings: Settings,
+) -> tuple[Contract, dict[str, probe.Proof | probe.Refusal]]:
+    ops = _ops(module, family, subject, devices, settings)
+    kernels = tuple(
+        # another project's may not do, and then what follows it counts
+        (op, k.source, k.version, settings.sources.explicit(op))
+        + (settings.sources.order(op) if k.adapted else ())
+        if (k := settings.sources.kernel(op)) is not None
+        else (op, settings.sources.missing(op))
+        for op in OPS
+        if op in ops
+    )
+    key = (
+        code_of(module),
+        family.name,
+        subject.key,
+        subject.main_combo(),
+        kernels,
+        settings.training,
+        settings.verify,
+    )
+    if key not in _contracts:
+        # Held by the cache, so it must not hold the model: a replica stands in for the module.
+        stand_in = family.examine(
+            subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
+        )
+
+        def prove_late(device: str, dtype: torch.dtype) -> str | None:
+            if not isinstance(stand_in, Subject):
+                return "its replica could not be examined"
+            proof = probe.prove(
+                stand_in,
+                settings.sources,
+                device,
+                verify=settings.verify,
+                training=settings.training,
+            )
+            if isinstance(proof, probe.Refusal):
+                return proof.reason
+            probe.fill(contract, proof, device)
+            return None
+
+        contract = Contract(class_of(module).__name__, prove_late, settings.training)
+        _contracts[key] = (contract, {})
+    return _contracts[key]
+
+
+def _ops(
+    module: nn.Module,
+    family: Family,
+    subject: Subject,
+    devices: tuple[str, ...],
+    settings: Settings,
+) -> set[str]:
+    """The ops whose kernels are needed: before a download, only those that the module can be."""
+    ops = {f.op for f in subject.formulas()}
+    if len(ops) == 1 or not any(settings.sources.remote(op) for op in ops):
+        return ops
+    key = (code_of(module), family.name, subject.key, subject.main_combo(), devices)
+    if key not in _identified:
+        _identified[key] = set().union(*(probe.matching_ops(subject, d) for d in devices))
+    return _identified[key]
+
+
+def _prepare_block(
+    path: str,
+    module: nn.Module,
+    subject: BlockSubject,
+    devices: tuple[str, ...],
+    settings: Settings,
+) -> Prepared | probe.Refusal:
+    if settings.training:
+        return probe.Refusal("unsupported", "the fused block has no backward")
+    sources = settings.sources
+    for op in subject.ops:
+        if (why := sources.missing(op, block=True)) is not None:
+            return probe.Refusal("unavailable", why)
+    kernels = tuple(
+        (op, k.source, k.version, sources.explicit(op))
+        for op in subject.ops
+        if (k := sources.kernel(op, block=True)) is not None
+    )
+    key = (code_of(module), subject.key, subject.main_combo(), kernels)
+    if key not in _blocks:
+        try:  # a lookalike's constructor may take anything
+            tiny = subject.tiny(torch.Generator().manual_seed(0))
+        except Exception as e:
+            return probe.Refusal(
+                "unsupported", f"no small copy of it could be made: {type(e).__name__}: {e}"
+            )
+        if (why := subject.unlike(tiny)) is not None:
+            return probe.Refusal("unsupported", why)
+        stand_in = type(subject)(tiny)
+
+        def prove_late(device: str, dtype: torch.dtype) -> str | None:
+            proof = stand_in.prove_block(sources, device, dtype)
+            if isinstance(proof, str):
+                return proof
+            _fill_block(contract, proof, device)
+            return None
+
+        name = class_of(module).__name__
+        contract = Contract(name, prove_late, training=False, by_dtype=True)
+        _blocks[key] = (contract, {})
+    contract, proofs = _blocks[key]
+    for device in devices:
+        if device not in proofs:
+            proof = proofs[device] = subject.prove_block(sources, device)
+            if isinstance(proof, BlockProof):
+                _fill_block(contract, proof, device)
+    good = {d: p for d in devices if isinstance(p := proofs[d], BlockProof)}
+    if not good:
+        reason = str(proofs[devices[0]])
+        kind = "off" if "switched off" in reason else "rejected"
+        return probe.Refusal("unsupported" if "no compiled" in reason else kind, reason)
+    entry = Swap(
+        path,
+        class_of(module).__name__,
+        "block",
+        subject.title,
+        ", ".join(sorted({k[1] for k in kernels})),
+        kernels[0][2],
+        tuple(good),
+        max(p.max_abs_error for p in good.values()),
+        max(p.max_rel_error for p in good.values()),
+    )
+    original = type(module).forward
+    packs = tuple(tuple(g) for g in subject.packs() if packing.can_pack(g))
+    return Prepared(
+        module, lambda: subject.forward(original, contract), entry, packs, block=subject
+    )
+
+
+def _fill_block(contract: Contract, proof: BlockProof, device: str) -> None:
+    contract.table(device)[proof.dtype, None] = proof.forward
+    contract.proven(device, proof.dtype)
+
+
+def _prepare_custom(
+    path: str, module: nn.Module, subject: CustomSubject, settings: Settings
+) -> Prepared | probe.Refusal:
+    errors: tuple[float, float] | str = (0.0, 0.0)
+    if settings.training and not subject.family.differentiable:
+        return probe.Refusal("unsupported", "its registered forward is not differentiable")
+    if settings.verify:
+        try:
+            errors = subject.compare()
+        except Exception as e:
+            errors = f"comparing it with the original failed: {type(e).__name__}: {e}"
+    if isinstance(errors, str):
+        return probe.Refusal("rejected", errors)
+    entry = Swap(
+        path, class_of(module).__name__, subject.op, subject.title, subject.source, "", (), *errors
+    )
+    contract = Contract(class_of(module).__name__, lambda device, dtype: None, settings.training)
+    original = type(module).forward
+    over = (lambda inner: subject.forward(inner, contract)) if subject.op == "recall" else None
+    return Prepared(module, lambda: subject.forward(original, contract), entry, over=over)
