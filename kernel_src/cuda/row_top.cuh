@@ -35,16 +35,6 @@ inline constexpr unsigned kMostCompared = 128;   // each with all; more are sort
 // ---------------------------------------------------------------------------------------------
 // The greatest of a thread's values
 
-__device__ __forceinline__ uint32_t max_over_lanes(uint32_t v) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(~0u, v);
-#else
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) v = max(v, __shfl_xor_sync(~0u, v, by));
-  return v;
-#endif
-}
-
 // Of half types two at once, by an instruction that keeps a NaN; of equal ones, -0 or 0.
 template <class T>
 struct Greatest {
@@ -117,11 +107,11 @@ __device__ __forceinline__ Bound bound_of(const uint32_t *keys, unsigned k) {
     low = min(low, key[i]);
     high = max(high, key[i]);
   }
-  const uint32_t greatest = max_over_lanes(high);
+  const uint32_t greatest = max_over_warp(high);
   if (k == 1) return {greatest, greatest};
   if (k > blockDim.x) return {0, greatest};
   const unsigned enough = k + k / 16 + 2;
-  low = ~max_over_lanes(~low);  // all reach it
+  low = ~max_over_warp(~low);  // all reach it
   high = greatest;              // fewer than k reach more than it
   while (low < high) {
     const uint32_t middle = low + (high - low) / 2 + 1;
