@@ -29,28 +29,6 @@ constexpr int kArgmaxClusterThreads = 256;
 constexpr int kLongVectors = 8;   // of a lane in a wave
 constexpr int kShortVectors = 2;  // where rows are narrow, or few
 
-__device__ __forceinline__ uint64_t max_over_warp(uint64_t best) {
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) {
-    const uint64_t other = __shfl_xor_sync(~0u, best, lane);
-    best = other > best ? other : best;
-  }
-  return best;
-}
-
-__device__ __forceinline__ uint32_t max_over_warp(uint32_t key) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(~0u, key);
-#else
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) {
-    const uint32_t other = __shfl_xor_sync(~0u, key, lane);
-    key = other > key ? other : key;
-  }
-  return key;
-#endif
-}
-
 // The place of the first of a lane's elements that has this value, NaN too, counted from its first
 // vector in columns of the row; kNowhere if it has none.
 constexpr int kNowhere = 0x7fffffff;

@@ -6,6 +6,7 @@
 // to millions of elements, and there are too few groups to fill a GPU with one CTA each. The second
 // pass over x goes backwards, so that it begins with what L2 still holds.
 #include "activations.cuh"
+#include "async_copy.cuh"
 #include "elementwise.cuh"
 #include "mailbox.cuh"
 
@@ -422,19 +423,6 @@ __global__ void __launch_bounds__(kThreads)
                              out + static_cast<int64_t>(at) * N);
   }
 }
-
-#if __CUDA_ARCH__ >= 900
-// 16 bytes to shared memory, past the registers and L1: all of a thread's loads are on their way at once.
-__device__ __forceinline__ void copy_later(uint4 *to, const void *from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-#endif
 
 // A cluster per group of NCHW, likewise. Each part has kThreads threads, of one CTA, and p.chunk vectors:
 // the number of CTAs changes neither a sum nor the order of sums. Each warp sends its moments to all

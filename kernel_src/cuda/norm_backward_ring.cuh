@@ -7,34 +7,20 @@
 // the bits of dx are the same.
 #pragma once
 
-#include "mailbox.cuh"
+#include "async_copy.cuh"
+#include "cluster.cuh"
 #include "norm_backward_row.cuh"
 
 namespace hfp::cuda {
 
 #if __CUDA_ARCH__ >= 900
-// As predicated instructions: a branch would have the compiler compute in it again what it can.
-__device__ __forceinline__ void copy_if(bool yes, uint4 *to, const void *from) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n"
-      "@p cp.async.cg.shared.global [%1], [%2], 16;\n}" ::"r"(static_cast<uint32_t>(yes)),
-      "r"(shared_address(to)), "l"(from)
-      : "memory");
-}
+// As a predicated instruction: a branch would have the compiler compute in it again what it can.
 __device__ __forceinline__ void store_if(bool yes, void *to, const uint32_t (&v)[4]) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n"
       "@p st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(static_cast<uint32_t>(yes)),
       "l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
       : "memory");
-}
-// The copies since the last call are a group; and: no more than the newest kGroups are on their way.
-__device__ __forceinline__ void end_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kGroups>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 // Sums of K values over a CTA of up to kWarps warps, K and kWarps powers of two. `partial`: K * kWarps
@@ -108,8 +94,8 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int at = thread + i * threads;
-        copy_if(at < vectors, place(stage, r, i, 0), x + at * N);
-        copy_if(at < vectors, place(stage, r, i, 1), grad + at * N);
+        copy_later_if(at < vectors, place(stage, r, i, 0), x + at * N);
+        copy_later_if(at < vectors, place(stage, r, i, 1), grad + at * N);
       }
     }
     end_copies();

@@ -52,4 +52,18 @@ struct PartResults {
 };
 #endif
 
+// A cluster per row; false, and nothing is launched, where it cannot hold a row, where a grid has no
+// room for so many, and where there are no clusters.
+template <class Params>
+bool launch_row_clusters(void (*kernel)(Params), const ClusterPlan &plan, Params &p, int device,
+                         void *stream, const char *op, int32_t *status) {
+  if (plan.threads > kPartThreads || p.x_rows.rows > kMaxGrid / plan.ctas ||
+      !has_clusters(reinterpret_cast<const void *>(kernel), device)) {
+    return false;
+  }
+  p.cluster_ctas = plan.ctas;
+  *status = launch_clusters(kernel, p.x_rows.rows, plan.threads, p, stream, op, 0, plan.ctas);
+  return true;
+}
+
 }  // namespace hfp::cuda

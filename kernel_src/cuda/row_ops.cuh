@@ -149,6 +149,25 @@ __device__ __forceinline__ float max_lanes(float v) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t max_over_warp(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(~0u, v);
+#else
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) v = max(v, __shfl_xor_sync(~0u, v, by));
+  return v;
+#endif
+}
+
+__device__ __forceinline__ uint64_t max_over_warp(uint64_t v) {
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) {
+    const uint64_t other = __shfl_xor_sync(~0u, v, by);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+
 // ---------------------------------------------------------------------------------------------
 // Plans
 

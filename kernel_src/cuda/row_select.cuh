@@ -166,15 +166,6 @@ __device__ __forceinline__ int index_digits(int64_t cols) {
   return digits;
 }
 
-__device__ __forceinline__ uint64_t max_over_warp(uint64_t v) {
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) {
-    const uint64_t other = __shfl_xor_sync(~0u, v, by);
-    v = other > v ? other : v;
-  }
-  return v;
-}
-
 // The greatest over the team, on every thread. Each `slot` (0, 1) is used once.
 template <bool kCluster>
 __device__ __forceinline__ uint64_t max_over_team(SelectShared &s, int slot, uint64_t best) {

@@ -35,27 +35,14 @@ inline constexpr unsigned kMostCompared = 128;   // each with all; more are sort
 // ---------------------------------------------------------------------------------------------
 // The greatest of a thread's values
 
-__device__ __forceinline__ uint32_t max_over_lanes(uint32_t v) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(~0u, v);
-#else
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) v = max(v, __shfl_xor_sync(~0u, v, by));
-  return v;
-#endif
-}
-
 // Of half types two at once, by an instruction that keeps a NaN; of equal ones, -0 or 0.
 template <class T>
 struct Greatest {
   using Stored = uint16_t;
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  static constexpr uint32_t kMinusInfinity = std::is_same_v<T, __half> ? 0xfc00u : 0xff80u;
-  uint32_t pair = kMinusInfinity << 16 | kMinusInfinity;
+  uint32_t pair = kMinusInfinities<T>;
 
   __device__ __forceinline__ static uint32_t greater(uint32_t a, uint32_t b) {
-    const Pair m = __hmax2_nan(*reinterpret_cast<Pair *>(&a), *reinterpret_cast<Pair *>(&b));
-    return *reinterpret_cast<const uint32_t *>(&m);
+    return max_two<T, true>(a, b);
   }
   __device__ __forceinline__ void add(const Greatest &other) { pair = greater(pair, other.pair); }
   __device__ __forceinline__ void add(const Vec<T, kVectorOf<T>> &v) {
@@ -70,7 +57,6 @@ struct Greatest {
 template <>
 struct Greatest<float> {
   using Stored = uint32_t;
-  static constexpr uint32_t kMinusInfinity = 0xff800000u;
   uint32_t key = 0;
 
   __device__ __forceinline__ void add(const Greatest &other) { key = max(key, other.key); }
@@ -117,11 +103,11 @@ __device__ __forceinline__ Bound bound_of(const uint32_t *keys, unsigned k) {
     low = min(low, key[i]);
     high = max(high, key[i]);
   }
-  const uint32_t greatest = max_over_lanes(high);
+  const uint32_t greatest = max_over_warp(high);
   if (k == 1) return {greatest, greatest};
   if (k > blockDim.x) return {0, greatest};
   const unsigned enough = k + k / 16 + 2;
-  low = ~max_over_lanes(~low);  // all reach it
+  low = ~max_over_warp(~low);  // all reach it
   high = greatest;              // fewer than k reach more than it
   while (low < high) {
     const uint32_t middle = low + (high - low) / 2 + 1;
@@ -165,7 +151,7 @@ struct RowTop {
 
   // What lies past the end of the row is -inf.
   __device__ __forceinline__ void load(Vec<T, N> &v, uint32_t at) const {
-    constexpr uint32_t kLowest = Greatest<T>::kMinusInfinity;
+    constexpr uint32_t kElement = sizeof(T) == 4 ? 0xffffffffu : 0xffffu;
     if (at < vectors) {
       load_vector<T, kAligned>(v, x, at, cols);
     } else {
@@ -174,7 +160,8 @@ struct RowTop {
     if (at < vectors && (kAligned || at * N + N <= cols)) return;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (at * N + i >= cols) v.word[i * sizeof(T) / 4] |= kLowest << i * sizeof(T) % 4 * 8;
+      if (at * N + i < cols) continue;
+      v.word[i * sizeof(T) / 4] |= kMinusInfinities<T> & (kElement << i * sizeof(T) % 4 * 8);
     }
   }
 

@@ -250,7 +250,7 @@ __device__ __forceinline__ uint32_t draw_listed(const Row &row, const uint64_t *
   const auto keep = [&](const auto &keeps) {
     unsigned kept = 0;
     for (unsigned i = lane; i < n; i += 32) kept = keeps(i) ? i + 1 : kept;
-    n = max_over_lanes(kept);
+    n = max_over_warp(kept);
   };
   if (r.top_k > 0 && r.top_k < n) {
     const uint64_t least = tokens[r.top_k - 1] >> 32;

@@ -411,15 +411,8 @@ bool launch_held_parts(SoftmaxParams &p, int device, void *stream, int32_t *stat
                           stream, op);
     return true;
   }
-  auto *kernel = &softmax_cluster_kernel<T, kScaled>;
-  const ClusterPlan plan = plan_cluster(p.parts.count);
-  if (plan.threads > kPartThreads || p.x_rows.rows > kMaxGrid / plan.ctas ||
-      !has_clusters(reinterpret_cast<const void *>(kernel), device)) {
-    return false;
-  }
-  p.cluster_ctas = plan.ctas;
-  *status = launch_clusters(kernel, p.x_rows.rows, plan.threads, p, stream, op, 0, plan.ctas);
-  return true;
+  return launch_row_clusters(&softmax_cluster_kernel<T, kScaled>, plan_cluster(p.parts.count), p,
+                             device, stream, op, status);
 }
 
 template <class T, bool kAligned, bool kMask>

@@ -279,14 +279,7 @@ bool launch_cluster(SoftmaxBackwardParams &p, int device, void *stream, int32_t 
   auto *kernel = plan.threads <= kPairWarps * 32
                      ? &softmax_backward_cluster_kernel<T, kPairWarps>
                      : &softmax_backward_cluster_kernel<T, kHeldParts>;
-  if (plan.threads > kPartThreads || p.x_rows.rows > kMaxGrid / plan.ctas ||
-      !has_clusters(reinterpret_cast<const void *>(kernel), device)) {
-    return false;
-  }
-  p.cluster_ctas = plan.ctas;
-  *status = launch_clusters(kernel, p.x_rows.rows, plan.threads, p, stream, "softmax_backward", 0,
-                            plan.ctas);
-  return true;
+  return launch_row_clusters(kernel, plan, p, device, stream, "softmax_backward", status);
 }
 
 template <class T, bool kAligned>

@@ -16,8 +16,10 @@ def masks_nothing(mask: Tensor) -> bool:
     """Whether `mask`, [batch, tokens] of 1 and 0, is known to be 1 everywhere.
 
     Looking costs one synchronization per mask, not per step: pipelines pass the same tensor. False
-    of inference tensors, whose writes are not counted, and while a CUDA graph is captured, at whose
-    replays the mask may hold something else.
+    of inference tensors, whose writes are not counted, and where nothing may be kept (`stream_of`),
+    as while a CUDA graph that is not ours is captured, at whose replays the mask may hold something
+    else. While a graph of ours, or an operator of several blocks, is captured nothing can be looked
+    at: a mask that was looked at before, and not written to since, gets that answer; others, False.
     """
     counted = version(mask)
     if counted is None or mask.is_meta or mask.ndim != 2 or stream_of(mask) is None:

@@ -1,0 +1,37 @@
+// async_copy.cuh: copies of 16 bytes from global to shared memory that a thread waits for later
+// (cp.async, sm_80). They go past the registers and L1, so that all of a thread's are on their way at
+// once. Waiting is for a thread's own copies: to see those of others takes a barrier as well.
+#pragma once
+
+#include "mailbox.cuh"
+
+namespace hfp::cuda {
+
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void copy_later(uint4 *to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+
+// As a predicated instruction: a branch would have the compiler compute in it again what it can.
+__device__ __forceinline__ void copy_later_if(bool yes, uint4 *to, const void *from) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n"
+      "@p cp.async.cg.shared.global [%1], [%2], 16;\n}" ::"r"(static_cast<uint32_t>(yes)),
+      "r"(shared_address(to)), "l"(from)
+      : "memory");
+}
+
+// The copies since the last call are a group.
+__device__ __forceinline__ void end_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until no more than the newest kGroups are on their way.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+#endif
+
+}  // namespace hfp::cuda
