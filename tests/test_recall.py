@@ -11,7 +11,8 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
 from torch import nn
 
 import hfpatch
-from hfpatch.patches.blocks.memo import StepMemo, accompany, companion
+from hfpatch.patches.blocks.masks import masks_nothing
+from hfpatch.patches.blocks.memo import Capture, StepMemo, accompany, companion, rehearsal
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +98,17 @@ def test_a_mask_that_masks_nothing_is_left_out() -> None:
     ready_made = (1 - padded[:, None]) * -10000.0  # a bias, 3-D, is none of ours
     run(model, inputs | {"encoder_attention_mask": ready_made})
     assert seen[-1] is ready_made
+
+
+def test_a_mask_is_kept_in_a_recording_and_its_rehearsal() -> None:
+    """At a replay the same tensor may hold another mask."""
+    mask = torch.ones(2, 8)
+    for known in (False, True):
+        with rehearsal():
+            assert not masks_nothing(mask)
+        with Capture():
+            assert not masks_nothing(mask)
+        assert known or masks_nothing(mask)
 
 
 def test_by_position_and_in_inference_mode() -> None:

@@ -58,6 +58,36 @@ def test_same_numbers(name: str, inference_mode: bool) -> None:
     assert recorded(model) == 0
 
 
+class Wrapper(torch.nn.Module):
+    """A model of a user's own around a transformer: the graph is of the whole."""
+
+    def __init__(self, transformer: torch.nn.Module) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.transformer(**inputs, return_dict=False)[0]
+
+
+def test_a_mask_inside_of_the_graph_may_change() -> None:
+    """It is full while the graph is recorded, and is not at a replay."""
+    _, model, inputs = build("ltx")
+    name = "encoder_attention_mask"
+    padded = torch.ones_like(inputs[name])
+    padded[:, padded.shape[1] // 2 :] = 0
+    full = inputs | {name: torch.ones_like(padded)}
+    wrapper = Wrapper(model.eval())
+    with torch.no_grad():
+        expected = wrapper(**inputs | {name: padded})
+        hfpatch.apply(wrapper, cuda_graphs=True)
+        for _ in range(3):
+            unmasked = wrapper(**full)
+        got = wrapper(**inputs | {name: padded})
+    assert recorded(wrapper) == 1, hfpatch.status(wrapper)
+    torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2)
+    assert not torch.allclose(unmasked, got, rtol=3e-2, atol=3e-2)
+
+
 def test_one_launch_per_step() -> None:
     entry, model, inputs = build("wan")
     hfpatch.apply(model, cuda_graphs=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hfpatch.patches.base import Tensor
-from hfpatch.patches.blocks.memo import stream_of, version
+from hfpatch.patches.blocks.memo import recording, stream_of, version
 
 #: Of each mask: how often it had been written to when it was looked at, and what was found.
 _known = WeakTensorKeyDictionary()
@@ -16,17 +15,15 @@ def masks_nothing(mask: Tensor) -> bool:
     """Whether `mask`, [batch, tokens] of 1 and 0, is known to be 1 everywhere.
 
     Looking costs one synchronization per mask, not per step: pipelines pass the same tensor. False
-    of inference tensors, whose writes are not counted, and where nothing may be kept (`stream_of`),
-    as while a CUDA graph that is not ours is captured, at whose replays the mask may hold something
-    else. While a graph of ours, or an operator of several blocks, is captured nothing can be looked
-    at: a mask that was looked at before, and not written to since, gets that answer; others, False.
+    of inference tensors, whose writes are not counted, and for a CUDA graph, ours or another's, at
+    whose replays the mask may hold something else.
     """
     counted = version(mask)
-    if counted is None or mask.is_meta or mask.ndim != 2 or stream_of(mask) is None:
+    if counted is None or mask.is_meta or mask.ndim != 2:
+        return False
+    if recording() or stream_of(mask) is None:
         return False
     held = _known.get(mask, None)  # type: ignore[no-untyped-call]
     if held is None or held[0] != counted:
-        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
         held = _known[mask] = counted, bool((mask == 1).all())
     return bool(held[1])

@@ -94,9 +94,15 @@ def current_operator() -> Operator | None:
     return _now.operator
 
 
+def recording() -> bool:
+    """Whether what runs now is recorded in a graph of ours, or rehearsed for it: what its inputs
+    hold may differ at each replay."""
+    return _now.rehearsing or _now.capture is not None
+
+
 def for_a_graph() -> bool:
     """Whether what runs now is, or may be, recorded: it must not wait for the GPU."""
-    return _now.rehearsing or _now.capture is not None or _now.operator is not None
+    return recording() or _now.operator is not None
 
 
 def keep_for_capture(value: Any) -> None:
