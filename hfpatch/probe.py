@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.ops import OPS
-from hfpatch.patches.base import Combo, Contract, Formula, Forward, Subject, Tensor
+from hfpatch.patches.base import Combo, Contract, Formula, Forward, Subject, Tensor, replicate
 from hfpatch.sources import Kernel, Sources, reference_kernel
 
 
@@ -64,17 +64,19 @@ class Proof:
 
 
 class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators of a call that launch work (views do not)."""
+    """Counts the operators of a call that launch work (views do not), and sees random draws."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.draws = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not func.is_view:
             self.names.append(func.overloadpacket._qualified_op_name)
+            self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
@@ -197,6 +199,8 @@ def _prove(
     matches, nearest = _matching(subject, trial)
     if not matches:
         return Refusal("mismatch", _explain(name, nearest))
+    if (why := _in_training(subject, trial)) is not None:
+        return Refusal("mismatch", f"`{name}` {why}")
 
     trials: dict[Combo, tuple[_Trial, dict[Formula, int]]] = {}
     dropped: dict[Combo, Refusal] = {}
@@ -294,6 +298,45 @@ def _matching(subject: Subject, trial: _Trial) -> tuple[list[Formula], tuple[For
             relative = error * torch.finfo(torch.float32).eps
             nearest = (error, formula, f"relative error {relative:.1e} in fp32")
     return matches, None if nearest is None else nearest[1:]
+
+
+def _in_training(subject: Subject, trial: _Trial) -> str | None:
+    """How the original in `train()` is another than in `eval()`, which alone a formula explains."""
+    module = _trained(trial.module)
+    before = {k: b.clone() for k, b in module.named_buffers()}
+    counter = _KernelCounter()
+    devices = [trial.x.device] if trial.x.is_cuda else []
+    try:
+        with torch.random.fork_rng(devices), counter:  # a draw must not show in the user's
+            got = subject.run(module, trial.x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return f"could not be probed in `train()`: {type(e).__name__}: {e}"
+    if counter.draws:
+        return (
+            "draws random numbers in `train()` (dropout in its own forward?), which no kernel does"
+        )
+    if (
+        not isinstance(got, Tensor)
+        or (got.shape, got.dtype) != (trial.original.shape, trial.original.dtype)
+        or not _error(got, trial.original.double(), got.dtype) <= LIMITS.formula_fp32
+    ):
+        return "computes something else in `train()` than in `eval()`"
+    changed = [k for k, b in module.named_buffers() if not torch.equal(b, before[k])]
+    if changed:
+        return f"writes its buffer `{changed[0]}` in `train()`"
+    return None
+
+
+def _trained(module: nn.Module) -> nn.Module:
+    """The replica in `train()`, with buffers of its own: modules in it may be the model's."""
+    children = {n: _trained(c) for n, c in module._modules.items() if c is not None}
+    copy = replicate(module, children)
+    copy._parameters.update(module._parameters)
+    copy._buffers.update({n: b if b is None else b.clone() for n, b in module._buffers.items()})
+    copy.training = True
+    return copy
 
 
 def _explain(name: str, nearest: tuple[Formula, str] | None) -> str:

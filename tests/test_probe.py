@@ -144,6 +144,85 @@ def test_gated_lookalikes_are_left_alone(cls: type[nn.Module]) -> None:
     assert [s.kind for s in report.skips if s.path == "inner"] == ["mismatch"]
 
 
+class FarClampedMLP(GluLookalike):  # as DeepSeek-V4's and Step-3.7's, with other limits
+    limit = 50.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.act_fn(self.gate_proj(x)).clamp(max=self.limit)
+        return self.down_proj(gate * self.up_proj(x).clamp(-self.limit, self.limit))
+
+
+@pytest.mark.parametrize("limit", [10.0, 50.0, 500.0])
+def test_a_clamp_far_out_is_seen(limit: float) -> None:
+    from transformers.activations import ClippedGELUActivation
+
+    mlp = FarClampedMLP()
+    mlp.limit = limit
+    for module in (mlp, ClippedGELUActivation(-limit, limit)):
+        report = hfpatch.apply(Root(module), kernels="local")
+        assert not [s for s in report.swaps if s.path == "inner"]
+        assert [s.kind for s in report.skips if s.path == "inner"] == ["mismatch"]
+
+
+class DropoutMLP(GluLookalike):
+    p = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(nn.functional.dropout(h, self.p, self.training))
+
+
+class DropoutRMSNorm(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return nn.functional.dropout(self.weight * y, 0.1, self.training)
+
+
+class ScaledInTrainingRMSNorm(_Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        return y * 0.9 if self.training else y
+
+
+class CountingRMSNorm(_Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (DropoutMLP, "draws random numbers in `train()`"),
+        (DropoutRMSNorm, "draws random numbers in `train()`"),
+        (ScaledInTrainingRMSNorm, "computes something else in `train()`"),
+        (CountingRMSNorm, "writes its buffer `calls` in `train()`"),
+    ],
+)
+def test_what_is_another_in_training_is_left_alone(
+    cls: type[nn.Module], reason: str, mode: str
+) -> None:
+    model = Root(cls())
+    before = torch.get_rng_state()
+    report = hfpatch.apply(model, mode=mode)
+    assert torch.equal(torch.get_rng_state(), before)
+    (skip,) = (s for s in report.skips if s.path == "inner")
+    assert skip.kind == "mismatch" and reason in skip.reason and cls.__name__ in skip.reason
+    assert "forward" not in model.inner.__dict__
+
+
+def test_dropout_of_nothing_is_no_dropout() -> None:
+    mlp = DropoutMLP()
+    mlp.p = 0.0
+    assert [s.op for s in hfpatch.apply(Root(mlp)).swaps] == ["gated"]
+
+
 class CustomGELU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.sigmoid(1.7 * x)  # not 1.702

@@ -61,8 +61,9 @@ class ActivationSubject(Subject):
         )
 
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
-        x = torch.randn(2, 3, 64, generator=generator)
-        x *= torch.tensor([0.3, 1.0, 5.0])[:, None]  # near zero, the bend, the tails
+        x = torch.randn(2, 5, 64, generator=generator)
+        # near zero, the bend, the tails, and far out, where a clamp shows
+        x *= torch.tensor([0.3, 1.0, 5.0, 50.0, 1000.0])[:, None]
         x[0, 0, 0] = float("nan")  # must propagate; at +inf eager erf-GELU itself varies by device
         return x.to(device, combo.x)
 

@@ -66,6 +66,7 @@ class GatedNormSubject(NormSubject):
         x = super().inputs(combo, torch.device("cpu"), generator)
         gate = 2 * torch.randn(x.shape, generator=generator)
         gate[0, 0, 0] = float("nan")  # must propagate alike
+        gate[1, 0] *= 200  # is it clamped?
         return torch.stack((x, gate.to(x.dtype))).to(device)
 
     def run(self, module: nn.Module, x: Tensor) -> Any:
