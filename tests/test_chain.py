@@ -141,3 +141,41 @@ def test_a_block_called_with_the_same_text_after_a_change(change: Any) -> None:
     assert relative_error(again, expected) < 1e-5
     if change is not wrap:  # it changes the other block
         assert relative_error(again, first) > 1e-3
+
+
+def add_to_table(block: Any) -> None:
+    with torch.no_grad():
+        block.scale_shift_table.add_(1.0)
+
+
+def load_tables(block: Any) -> None:
+    block.load_state_dict({k: v + 0.3 for k, v in block.state_dict().items()})
+
+
+def another_table(block: Any) -> None:
+    block.scale_shift_table = nn.Parameter(block.scale_shift_table.detach() - 0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [add_to_table, load_tables, another_table], ids=lambda f: f.__name__
+)
+@pytest.mark.usefixtures("kernels_module")
+def test_a_changed_table_between_calls_with_the_same_timestep(change: Any) -> None:
+    """The sums of tables and timestep are kept by the timestep; the tables are looked at too."""
+    model, inputs, _ = build()
+    calls: list[dict[str, Any]] = []
+    handle = model.transformer_blocks[1].register_forward_pre_hook(
+        lambda m, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    ENTRY.run(model, inputs)
+    handle.remove()
+    given = calls[0]
+    hfpatch.apply(model)
+    for block in list(model.transformer_blocks)[:2]:
+        with torch.no_grad():
+            first = block(**given)
+            change(block)
+            again = block(**given)
+            expected = type(block).forward(block, **given)
+        assert relative_error(first, expected) > 1e-3
+        assert relative_error(again, expected) < 1e-5

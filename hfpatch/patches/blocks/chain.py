@@ -56,6 +56,9 @@ class Chain:
         if version(temb) is None or stream_of(temb) is None:
             return None
         sums = self._sums(temb)
+        if sums is not None and not sums.of(i, block):  # its table was written or exchanged since
+            self._sums.forget()
+            sums = self._sums(temb)
         return None if sums is None else Place(self, i, sums)
 
     def share(self, make: SharedMake, *tensors: Tensor) -> Sequence[Any] | None:
@@ -82,22 +85,30 @@ class Chain:
             or any(
                 type(t) is not nn.Parameter
                 or (t.shape, t.dtype, t.device) != (first.shape, first.dtype, temb.device)
+                or t.is_inference()
                 for t in tables
             )
         ):
             return None
         batch, steps, _ = temb.shape
         all_tables = torch.stack(tables)[:, None, None]  # type: ignore[arg-type]
-        return _Sums(all_tables + temb.reshape(1, batch, steps, *first.shape))
+        return _Sums(all_tables + temb.reshape(1, batch, steps, *first.shape), tables)
 
 
 class _Sums:
     """The modulation sums of all blocks, [blocks, B, T, N, D], taken apart when a block asks: views
     of all of them take the host longer than the GPU takes for the sums, at the start of a step."""
 
-    def __init__(self, whole: Tensor) -> None:
+    def __init__(self, whole: Tensor, tables: Sequence[Any]) -> None:
         self._whole = whole
         self._parts: list[tuple[Tensor, ...] | None] = [None] * whole.shape[0]
+        self._made_of = [(weakref.ref(t), t._version) for t in tables]
+
+    def of(self, i: int, block: nn.Module) -> bool:
+        """Whether the block's table is the one that these sums were made of, as it was then."""
+        ref, counted = self._made_of[i]
+        table = block._parameters.get("scale_shift_table")
+        return table is not None and ref() is table and table._version == counted
 
     def __getitem__(self, i: int) -> tuple[Tensor, ...]:
         """N tensors of [B, T, D]: the same tuple at each call."""

@@ -157,10 +157,11 @@ class StepMemo(Generic[T]):
         # one tuple, replaced in one assignment: other threads see the old or the new
         self._held = (tuple(weakref.ref(t) for t in tensors), versions, stream, made)
         if _now.operator is not None:
-            _now.operator.at_end(self._forget)
+            _now.operator.at_end(self.forget)
         return made
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop what is held."""
         self._held = None
 
 
