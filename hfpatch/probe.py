@@ -18,7 +18,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.ops import OPS
-from hfpatch.patches.base import Combo, Contract, Formula, Forward, Subject, Tensor, replicate
+from hfpatch.patches.base import (
+    Combo,
+    Contract,
+    Formula,
+    Forward,
+    Subject,
+    Tensor,
+    float32_default,
+    replicate,
+)
 from hfpatch.sources import Kernel, Sources, reference_kernel
 
 
@@ -166,6 +175,7 @@ def _quietly(device: str) -> Iterator[None]:
         torch.no_grad(),
         torch.autocast(device, enabled=False),
         torch.device("cpu"),  # where the draws are made, whatever the user's default is
+        float32_default(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of the original, about dtypes that the model never uses

@@ -11,7 +11,15 @@ from torch import nn
 
 from hfpatch import packing, probe
 from hfpatch.ops import OPS
-from hfpatch.patches.base import Contract, Family, Forward, Subject, class_of, code_of
+from hfpatch.patches.base import (
+    Contract,
+    Family,
+    Forward,
+    Subject,
+    class_of,
+    code_of,
+    float32_default,
+)
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.plan import Swap
@@ -121,9 +129,10 @@ def _contract(
     )
     if key not in _contracts:
         # Held by the cache, so it must not hold the model: a replica stands in for the module.
-        stand_in = family.examine(
-            subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
-        )
+        with float32_default():
+            stand_in = family.examine(
+                subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
+            )
 
         def prove_late(device: str, dtype: torch.dtype) -> str | None:
             if not isinstance(stand_in, Subject):
@@ -183,7 +192,8 @@ def _prepare_block(
     key = (code_of(module), subject.key, subject.main_combo(), kernels)
     if key not in _blocks:
         try:  # a lookalike's constructor may take anything
-            tiny = subject.tiny(torch.Generator().manual_seed(0))
+            with float32_default():
+                tiny = subject.tiny(torch.Generator().manual_seed(0))
         except Exception as e:
             return probe.Refusal(
                 "unsupported", f"no small copy of it could be made: {type(e).__name__}: {e}"

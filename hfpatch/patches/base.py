@@ -14,7 +14,8 @@ import types
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -257,6 +258,17 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     if len(bases) == 2 and bases[0].__module__.startswith("torch.distributed."):
         return bases[1]
     return cls
+
+
+@contextmanager
+def float32_default() -> Iterator[None]:
+    """PyTorch's own default dtype, whatever the user's is: what is drawn and built has no other."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def is_dtensor(p: Tensor) -> bool:

@@ -24,6 +24,7 @@ from hfpatch.patches.base import (
     class_of,
     code_of,
     fingerprint,
+    float32_default,
     is_dtensor,
     is_hooked,
     watched,
@@ -194,7 +195,7 @@ class BlockSubject(Subject):
                 return tuple(v.to(device) for v in value)
             return value
 
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.no_grad(), torch.device("cpu"), float32_default():
             generator = torch.Generator().manual_seed(0)
             block = self.tiny(generator).eval().requires_grad_(False)
             inputs = self.sample(block, generator)
