@@ -449,7 +449,7 @@ def _prove_combo(
             return verdict
     proof.formulas[trial.combo] = formula
     proof.computes[trial.combo] = compute
-    proof.entries[trial.combo] = subject.entry(kernel, formula, training)
+    proof.entries[trial.combo] = subject.entry(kernel, formula, training, trial.module, trial.x)
     return None
 
 

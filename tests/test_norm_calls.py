@@ -201,8 +201,18 @@ TOGETHER: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
     "contiguous": lambda t: draw(2, 5, 48, dtype=t),
     "part of a row": lambda t: draw(5, 96, dtype=t)[:, 48:],
     "tokens transposed": lambda t: draw(2, 3, 5, 48, dtype=t).transpose(1, 2),
+    "dimensions in another order": lambda t: draw(2, 3, 4, 5, 48, dtype=t).permute(3, 0, 2, 1, 4),
+    "heads of a part, transposed": (
+        lambda t: draw(2, 5, 4 * 96, dtype=t).view(2, 5, 4, 96)[..., :48].transpose(1, 2)
+    ),
+    "one head, transposed": lambda t: draw(2, 5, 1, 48, dtype=t).transpose(1, 2),
     "heads of a part": lambda t: draw(2, 5, 4 * 96, dtype=t).view(2, 5, 4, 96)[..., :48],
 }
+
+
+def steps(x: torch.Tensor) -> list[int]:
+    """Strides of the dimensions that are not of size 1, where they mean nothing."""
+    return [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -220,8 +230,10 @@ def test_rows_whose_elements_are_apart_are_the_originals(
                 x = view(dtype)
                 with Kernels() as seen:
                     got = norm(x)
+                expected = plain(x)
                 assert seen.names == ["rms_norm"], name
-                torch.testing.assert_close(got, plain(x))
+                torch.testing.assert_close(got, expected)
+                assert steps(got) == steps(expected), name
             for name, view in APART.items():
                 x = view(dtype)
                 with Kernels() as seen:
@@ -272,3 +284,45 @@ def test_layer_norms_and_training_take_rows_whose_elements_are_apart(
             got = norm(x)
         assert len(seen.names) == 1 and "norm" in seen.names[0]
         torch.testing.assert_close(got, plain(x))
+
+
+class Heads(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(2, 5, 4, 48).transpose(1, 2)
+        return self.norm(heads).transpose(1, 2).view(2, 5, 192)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("make", [lambda: LlamaRMSNorm(48), weightless], ids=["weight", "none"])
+def test_a_view_of_a_transposed_result(
+    make: Callable[[], nn.Module], mode: str, kernels_module: object
+) -> None:
+    model = Heads(make())
+    x = draw(2, 5, 192, dtype=torch.float32).requires_grad_(mode == "training")
+    with torch.set_grad_enabled(mode == "training"):
+        expected = model(x)
+        gradient = torch.autograd.grad(expected.pow(3).sum(), x)[0] if x.requires_grad else None
+        assert len(hfpatch.apply(model, mode=mode).swaps) == 1
+        for _ in range(3):
+            with Kernels() as seen:
+                got = model(x)
+            assert seen.names and "rms_norm" in seen.names[0]
+            torch.testing.assert_close(got, expected)
+            model.norm(x.view(2, 5, 4, 48).contiguous())
+        if gradient is not None:
+            torch.testing.assert_close(torch.autograd.grad(got.pow(3).sum(), x)[0], gradient)
+
+
+@pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm])
+def test_the_layout_of_torchs_norms(cls: Any, kernels_module: object) -> None:
+    model = nn.Sequential(cls(48))
+    x = draw(2, 5, 4, 48, dtype=torch.float32).transpose(1, 2)
+    with torch.no_grad():
+        expected = model(x)
+        assert len(hfpatch.apply(model, kernels="local").swaps) == 1
+        for _ in range(2):
+            assert model(x).stride() == expected.stride()

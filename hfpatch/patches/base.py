@@ -112,8 +112,13 @@ class Subject(ABC):
         """Modules inside that the adapter never calls, so that they are no sites of their own."""
         return [m for n in self.bypassed if (m := self.module._modules[n]) is not None]
 
-    def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Forward:
-        """What the contract's tables hold for this formula, for `forward` to call."""
+    def entry(
+        self, kernel: Kernel, formula: Formula, training: bool, replica: nn.Module, x: Tensor
+    ) -> Forward:
+        """What the contract's tables hold for this formula, for `forward` to call.
+
+        `replica` and its input `x` are those that it was proven with.
+        """
         return self.compute(kernel, formula, training)
 
     @abstractmethod

@@ -21,7 +21,7 @@ from hfpatch.patches.base import (
     settings_of,
     watched,
 )
-from hfpatch.patches.norms import NormSubject
+from hfpatch.patches.norms import NormSubject, memory_order
 from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.
@@ -73,6 +73,9 @@ class GatedNormSubject(NormSubject):
         hidden, gate = x.unbind(0)
         return type(module).forward(module, hidden, gate)
 
+    def _keeps_order(self, replica: nn.Module, x: Tensor) -> bool:
+        return True
+
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         weight = self.weight
         call = kernel.bind(dict(formula.params), training)
@@ -117,6 +120,7 @@ class GatedNormSubject(NormSubject):
                 and x.dim() > 1
                 and x.shape[-1] == width
                 and x.device == gate.device
+                and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it
                 and not watched()
             ):
                 if read(self.__dict__) != settings:

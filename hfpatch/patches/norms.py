@@ -135,16 +135,26 @@ class NormSubject(Subject):
 
         return compute
 
-    def entry(self, kernel: Kernel, formula: Formula, training: bool) -> Any:
-        """Callables of (x, weight, bias): one Python frame less per call than `compute`; and
-        whether the original is faster with rows whose elements are apart.
+    def entry(
+        self, kernel: Kernel, formula: Formula, training: bool, replica: nn.Module, x: Tensor
+    ) -> Any:
+        """Callables of (x, weight, bias): one Python frame less per call than `compute`; whether
+        the original is faster with rows whose elements are apart; and whether the dimensions of its
+        result lie in memory as the input's do.
 
-        An RMS norm is: it multiplies them where they lie. A layer norm copies them too, and where
-        autograd records the original would keep more for the gradient than a copy.
+        An RMS norm is faster: it multiplies them where they lie. A layer norm copies them too, and
+        where autograd records the original would keep more for the gradient than a copy.
         """
         run = kernel.bind(dict(formula.params), training)
         walks_apart = formula.op == "rms_norm" and not training
-        return run, functools.partial(kernel.guard, run), walks_apart
+        return run, functools.partial(kernel.guard, run), walks_apart, self._keeps_order(replica, x)
+
+    def _keeps_order(self, replica: nn.Module, x: Tensor) -> bool:
+        try:
+            y = self.run(replica, x.transpose(-2, -3))
+        except RuntimeError:  # such a call is an error
+            return False
+        return bool(y.stride(-2) > y.stride(-3))
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         weight, bias, width = self.weight, self.bias, self.width
@@ -157,18 +167,30 @@ class NormSubject(Subject):
         read, settings = settings_of(self.module)
         missing = object()
         guarded: Forward | None = None  # for calls like the last one
+        keeps_order = False  # whether it is for rows that lie in order alone
         guards = 0
 
         # Norms are called hundreds of times per step and last microseconds: this is written for
         # few frames, few attribute look-ups and no work that a plain call does not need.
         def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
-            nonlocal guarded, guards
+            nonlocal guarded, guards, keeps_order
             if is_compiling():  # inductor fuses a norm with its neighbours
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
             if type(self).forward is not original:  # its class is another one, or was patched
                 return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)
             d = self.__dict__
-            if guarded is not None and not args and not kwargs and read(d) == settings:
+            if (
+                guarded is not None
+                and not args
+                and not kwargs
+                and read(d) == settings
+                and (
+                    not keeps_order
+                    or type(x) is not Tensor
+                    or x.is_contiguous()
+                    or memory_order(x) is None
+                )
+            ):
                 p = d["_parameters"]
                 y = guarded(x, p.get(weight), p.get(bias))
                 if y is not NotImplemented:
@@ -206,16 +228,35 @@ class NormSubject(Subject):
                     # Rows whose elements are apart (`x.movedim(1, -1)`; no guard takes them) would
                     # be copied first, and the result would lie otherwise than the original's,
                     # which all that follows pays for.
-                    if run is not None and not (
-                        run[2] and not x.is_contiguous() and x.stride(-1) != 1
-                    ):
+                    if run is not None and (x.is_contiguous() or x.stride(-1) == 1 or not run[2]):
+                        order = memory_order(x) if run[3] and not x.is_contiguous() else None
+                        if order is not None:
+                            back = sorted(range(x.dim()), key=order.__getitem__)
+                            return run[0](x.permute(order), w, b).permute(back)
                         # a module that sees ever other dtypes gains nothing by another guard
                         if checked_width is None and not training and guards < _MAX_GUARDS:
+                            keeps_order = run[3]
                             guarded, guards = run[1](x, w, b), guards + 1
                         return run[0](x, w, b)
             return original(self, **kwargs) if x is None else original(self, x)
 
         return forward
+
+
+def memory_order(x: Tensor) -> list[int] | None:
+    """The dimensions before the last one as they lie in memory; None if that is how they come.
+
+    So lies what elementwise operators make of `x`; theirs is undefined where strides are 0.
+    """
+    strides, sizes = x.stride(), x.shape
+    leading = [i for i in range(x.dim() - 1) if sizes[i] > 1 and strides[i] > 0]
+    ordered = sorted(leading, key=lambda i: -strides[i])
+    if ordered == leading:
+        return None
+    order = list(range(x.dim()))
+    for at, dim in zip(leading, ordered, strict=True):
+        order[at] = dim
+    return order
 
 
 class Norms(Family):
