@@ -103,7 +103,9 @@ class ActivationSubject(Subject):
                 on_cuda = x.is_cuda
                 if read(self.__dict__) != settings:
                     contract.changed()
-                elif not autocast("cuda" if on_cuda else "cpu"):
+                elif autocast("cuda" if on_cuda else "cpu"):
+                    contract.under_autocast()
+                else:
                     key = (x.dtype, None)
                     run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
                     if run is None:

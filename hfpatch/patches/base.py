@@ -214,6 +214,17 @@ class Contract:
                 "calls use the original forward. Use torch.no_grad() or mode='training'"
             )
 
+    def under_autocast(self) -> None:
+        """Say once why a call under autocast is not taken."""
+        if "autocast" not in self._warned:
+            self._warned.add("autocast")
+            self._warn_once(
+                f"{self.name} was called under autocast, which decides the dtype of each operator "
+                "in the original; such calls use the original forward, without a kernel. Load the "
+                "model in bf16 (`dtype=torch.bfloat16`) and call or train it without autocast or "
+                "mixed precision"
+            )
+
     def changed(self) -> None:
         """Say once that a module is not as it was proven."""
         if "changed" not in self._warned:

@@ -129,7 +129,9 @@ class GatedNormSubject(NormSubject):
                 elif grad_enabled() and (x.requires_grad or gate.requires_grad or w.requires_grad):
                     if not training:
                         contract.needs_grad()
-                elif not autocast("cuda" if x.is_cuda else "cpu"):
+                elif autocast("cuda" if x.is_cuda else "cpu"):
+                    contract.under_autocast()
+                else:
                     key = (x.dtype, w.dtype)
                     table = cuda if x.is_cuda else cpu
                     run = table.get(key) if x.is_cuda or x.is_cpu else None

@@ -198,7 +198,9 @@ class GatedSubject(Subject):
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if type(x) is Tensor and not watched() and untouched(self):
                 on_cuda = x.is_cuda
-                if not autocast("cuda" if on_cuda else "cpu"):
+                if autocast("cuda" if on_cuda else "cpu"):
+                    contract.under_autocast()
+                else:
                     key = (x.dtype, x.dtype)
                     run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
                     if run is None:

@@ -152,7 +152,7 @@ class NormSubject(Subject):
     def _keeps_order(self, replica: nn.Module, x: Tensor) -> bool:
         try:
             y = self.run(replica, x.transpose(-2, -3))
-        except RuntimeError:  # such a call is an error
+        except Exception:  # any class's own: such a call is an error
             return False
         return bool(y.stride(-2) > y.stride(-3))
 
@@ -219,12 +219,13 @@ class NormSubject(Subject):
                     checked_width is None or x.shape[-1] == checked_width
                 ):
                     key = (x.dtype, None if w is None else w.dtype)
-                    if x.is_cuda:
-                        run = None if autocast() else cuda.get(key) or contract.late(x, key)
-                    elif x.is_cpu:
-                        run = None if autocast("cpu") else cpu.get(key) or contract.late(x, key)
+                    run = None
+                    if not (x.is_cuda or x.is_cpu):
+                        pass
+                    elif autocast() if x.is_cuda else autocast("cpu"):
+                        contract.under_autocast()
                     else:
-                        run = None
+                        run = (cuda if x.is_cuda else cpu).get(key) or contract.late(x, key)
                     # Rows whose elements are apart (`x.movedim(1, -1)`; no guard takes them) would
                     # be copied first, and the result would lie otherwise than the original's,
                     # which all that follows pays for.

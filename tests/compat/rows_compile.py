@@ -260,7 +260,7 @@ ROWS = (
         run=in_context(autocast(torch.bfloat16)),
         why={
             "original": "Autocast decides the dtype of each operator in the original: calls under "
-            "it are handed back."
+            "it are handed back, with one warning."
         },
     ),
     Row(GROUP, "`torch.func.functional_call`", run=functional, forwards=1),

@@ -279,7 +279,9 @@ class BlockSubject(Subject):
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
                     key = (hidden_states.dtype, None)
                     device, table = ("cuda", cuda) if hidden_states.is_cuda else ("cpu", cpu)
-                    if not autocast(device):  # asked first: no proof is made under it
+                    if autocast(device):  # asked first: no proof is made under it
+                        contract.under_autocast()
+                    else:
                         run = table.get(key) or contract.late(hidden_states, key)
                         if run is not None:
                             return run(self, hidden_states, *args, **kwargs, **chain)

@@ -92,14 +92,15 @@ class Chain:
             return None
         batch, steps, _ = temb.shape
         all_tables = torch.stack(tables)[:, None, None]  # type: ignore[arg-type]
-        return _Sums(all_tables + temb.reshape(1, batch, steps, *first.shape), tables)
+        whole = all_tables + temb.reshape(1, batch, steps, *first.shape)
+        return _Sums(whole, tables)  # type: ignore[arg-type]
 
 
 class _Sums:
     """The modulation sums of all blocks, [blocks, B, T, N, D], taken apart when a block asks: views
     of all of them take the host longer than the GPU takes for the sums, at the start of a step."""
 
-    def __init__(self, whole: Tensor, tables: Sequence[Any]) -> None:
+    def __init__(self, whole: Tensor, tables: Sequence[Tensor]) -> None:
         self._whole = whole
         self._parts: list[tuple[Tensor, ...] | None] = [None] * whole.shape[0]
         self._made_of = [(weakref.ref(t), t._version) for t in tables]
