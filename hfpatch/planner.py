@@ -13,6 +13,7 @@ from hfpatch import kernelized, packing, probe, registry
 from hfpatch.errors import HfpatchError, PatchError, VerificationError
 from hfpatch.patches.base import Family, class_of
 from hfpatch.patches.blocks.chain import Chain
+from hfpatch.patches.keys import classes_read_once
 from hfpatch.plan import Plan, Skip
 from hfpatch.proofs import Prepared, prepare
 from hfpatch.settings import Settings, matches
@@ -46,7 +47,8 @@ def make_plan(
         ValueError: an `include` or `exclude` pattern matches no module.
         VerificationError: under `strict`, a kernel failed its verification.
     """
-    with torch.device("cpu"):  # whatever the user's default device is: probes draw on the CPU
+    # whatever the user's default device is: probes draw on the CPU
+    with torch.device("cpu"), classes_read_once():
         return _make_plan(roots, name, settings)
 
 

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from hfpatch import packing, probe
 from hfpatch.ops import OPS
-from hfpatch.patches.base import (
-    Contract,
-    Family,
-    Forward,
-    Subject,
-    class_of,
-    code_of,
-    float32_default,
-)
+from hfpatch.patches.base import Contract, Family, Forward, Subject, class_of, float32_default
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.custom import CustomSubject
+from hfpatch.patches.keys import code_of
 from hfpatch.plan import Swap
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices
@@ -40,12 +33,29 @@ class Prepared:
     over: Callable[[Forward], Forward] | None = None
 
 
+_V = TypeVar("_V")
+
+
+class _Recent(dict[Any, _V]):
+    """The last that were added: modules that are no more leave no proofs for ever. An adapter has
+    its contract anyway; what was dropped is proven again at the next `apply`."""
+
+    MOST = 1024
+
+    def __setitem__(self, key: Any, value: _V) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self.MOST:
+            del self[next(iter(self))]
+
+
 # One proof serves every module of equal code and settings, in every model of the process.
-_contracts: dict[Any, tuple[Contract, dict[str, probe.Proof | probe.Refusal]]] = {}
+_contracts: _Recent[tuple[Contract, dict[str, probe.Proof | probe.Refusal]]] = _Recent()
 # Like `_contracts`, for blocks, which are proven as a whole.
-_blocks: dict[Any, tuple[Contract, dict[str, BlockProof | str]]] = {}
+_blocks: _Recent[tuple[Contract, dict[str, BlockProof | str]]] = _Recent()
 # Which ops a module may be, where that was asked before its kernels.
-_identified: dict[Any, set[str]] = {}
+_identified: _Recent[set[str]] = _Recent()
+
+_CHANGED = "its class, or an object that it holds, was changed since; call `hfpatch.apply` again"
 
 
 def forget_proofs() -> None:
@@ -127,16 +137,20 @@ def _contract(
         settings.training,
         settings.verify,
     )
-    if key not in _contracts:
+    found = _contracts.get(key)
+    if found is None:
         # Held by the cache, so it must not hold the model: a replica stands in for the module.
         with float32_default():
             stand_in = family.examine(
                 subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
             )
+        as_made = _key_of(stand_in)
 
         def prove_late(device: str, dtype: torch.dtype) -> str | None:
             if not isinstance(stand_in, Subject):
                 return "its replica could not be examined"
+            if _key_of(stand_in) != as_made:
+                return _CHANGED
             proof = probe.prove(
                 stand_in,
                 settings.sources,
@@ -150,8 +164,15 @@ def _contract(
             return None
 
         contract = Contract(class_of(module).__name__, prove_late, settings.training)
-        _contracts[key] = (contract, {})
-    return _contracts[key]
+        found = _contracts[key] = (contract, {})
+    return found
+
+
+def _key_of(subject: Subject | str | None) -> Any:
+    """What a stand-in computes: it shares a config object with the module that it was made of."""
+    if not isinstance(subject, Subject):
+        return None
+    return (code_of(subject.module), subject.key)
 
 
 def _ops(
@@ -166,9 +187,11 @@ def _ops(
     if len(ops) == 1 or not any(settings.sources.remote(op) for op in ops):
         return ops
     key = (code_of(module), family.name, subject.key, subject.main_combo(), devices)
-    if key not in _identified:
-        _identified[key] = set().union(*(probe.matching_ops(subject, d) for d in devices))
-    return _identified[key]
+    found = _identified.get(key)
+    if found is None:
+        found = set().union(*(probe.matching_ops(subject, d) for d in devices))
+        _identified[key] = found
+    return found
 
 
 def _prepare_block(
@@ -190,7 +213,8 @@ def _prepare_block(
         if (k := sources.kernel(op, block=True)) is not None
     )
     key = (code_of(module), subject.key, subject.main_combo(), kernels)
-    if key not in _blocks:
+    found = _blocks.get(key)
+    if found is None:
         try:  # a lookalike's constructor may take anything
             with float32_default():
                 tiny = subject.tiny(torch.Generator().manual_seed(0))
@@ -201,8 +225,11 @@ def _prepare_block(
         if (why := subject.unlike(tiny)) is not None:
             return probe.Refusal("unsupported", why)
         stand_in = type(subject)(tiny)
+        as_made = _key_of(stand_in)
 
         def prove_late(device: str, dtype: torch.dtype) -> str | None:
+            if _key_of(stand_in) != as_made:
+                return _CHANGED
             proof = stand_in.prove_block(sources, device, dtype)
             if isinstance(proof, str):
                 return proof
@@ -211,8 +238,8 @@ def _prepare_block(
 
         name = class_of(module).__name__
         contract = Contract(name, prove_late, training=False, by_dtype=True)
-        _blocks[key] = (contract, {})
-    contract, proofs = _blocks[key]
+        found = _blocks[key] = (contract, {})
+    contract, proofs = found
     for device in devices:
         if device not in proofs:
             proof = proofs[device] = subject.prove_block(sources, device)

@@ -8,6 +8,8 @@ are, so their hooks go on firing, and whoever wraps the module later wraps the a
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 import types
 import weakref
@@ -173,9 +175,6 @@ def _remember(slot: Slot) -> _Undo:
     return _Undo(slot, slot.exists(), slot.get())
 
 
-_REPLICATE = "_replicate_for_data_parallel"
-
-
 def _replica(self: nn.Module) -> nn.Module:
     """`nn.DataParallel`'s copy of a module for another GPU, with the class's own forward.
 
@@ -183,17 +182,50 @@ def _replica(self: nn.Module) -> nn.Module:
     compute with its parameters, on its GPU.
     """
     replica: nn.Module = type(self)._replicate_for_data_parallel(self)  # type: ignore[no-untyped-call]
-    for attribute in ("forward", _REPLICATE):
+    for attribute in ("forward", *_COMPANIONS):
         if _is_ours(replica.__dict__.get(attribute)):
             del replica.__dict__[attribute]
     return replica
 
 
-_replica.__name__ = _REPLICATE  # a pickle holds a method by this name: the class's own, then
+def _state(self: nn.Module) -> Any:
+    """What a pickle of any kind and `copy.copy` hold of a patched module: the unpatched one."""
+    own = getattr(type(self), "__getstate__", None)  # Python 3.10's classes have none
+    state = own(self) if own is not None else self.__dict__
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):  # with slots
+        return _State(state[0], self), state[1]
+    return _State(state, self) if isinstance(state, dict) else state
+
+
+class _State(dict[str, Any]):
+    """Attributes without ours; a deep copy, which stays patched, is given all of them."""
+
+    def __init__(self, whole: dict[str, Any], module: nn.Module) -> None:
+        super().__init__(whole)
+        self._whole = whole
+        for attribute in ("forward", *_COMPANIONS):
+            if _is_ours(self.get(attribute)):
+                del self[attribute]
+        if _is_ours(self.get("_old_forward")):  # a hook calls it
+            self["_old_forward"] = types.MethodType(type(module).forward, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._whole, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # loads where hfpatch is not installed, and under `torch.load(weights_only=True)`
+        return collections.OrderedDict, (), None, None, iter(self.items())
+
+
+#: What stands on a patched instance beside its forward, so that its copies are right.
+_COMPANIONS = {"_replicate_for_data_parallel": _replica, "__getstate__": _state}
+for _name, _function in _COMPANIONS.items():
+    _function.__name__ = _name  # a pickle holds a method by this name: the class's own, then
 
 
 def _is_ours(method: Any) -> bool:
-    return adapter_of(method) is not None or getattr(method, "__func__", None) is _replica
+    function = getattr(method, "__func__", None)
+    return adapter_of(method) is not None or function in _COMPANIONS.values()
 
 
 @dataclass(frozen=True)
@@ -247,10 +279,10 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
     forward.__qualname__ = f"{type(module).__qualname__}.forward"
     forward.__wrapped__ = type(module).forward  # type: ignore[attr-defined]
     setattr(forward, _MARK, Swapped(forward, fresh.details, had, packed_refs))
-    if slot.owner is module and slot.attribute == "forward":
-        replicate = Slot(module, _REPLICATE)
-        done.append(_remember(replicate))
-        replicate.set(types.MethodType(_replica, module))
+    for attribute, function in _COMPANIONS.items():
+        companion = Slot(module, attribute)
+        done.append(_remember(companion))
+        companion.set(types.MethodType(function, module))
     slot.set(types.MethodType(forward, module))
 
 
@@ -261,10 +293,7 @@ def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
         if mark is None:
             continue
         done.append(_remember(slot))
-        replicate = Slot(module, _REPLICATE)
-        if _is_ours(replicate.get()):
-            done.append(_remember(replicate))
-            replicate.clear()
+        _erase_companions(module, done)
         _unpack(module, mark)
         if slot.owner is module and slot.attribute == "forward" and not mark.had_forward:
             slot.clear()
@@ -272,6 +301,13 @@ def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
             slot.set(types.MethodType(type(module).forward, module))
         return True
     return False
+
+
+def _erase_companions(module: nn.Module, done: list[Callable[[], None]]) -> None:
+    for companion in (Slot(module, attribute) for attribute in _COMPANIONS):
+        if _is_ours(companion.get()):
+            done.append(_remember(companion))
+            companion.clear()
 
 
 def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
@@ -324,8 +360,7 @@ def restore(modules: Iterable[nn.Module]) -> int:
     stuck: list[str] = []
     for module in modules:
         if swapped(module) is None:
-            if _is_ours(module.__dict__.get(_REPLICATE)):  # somebody wrote over the forward alone
-                Slot(module, _REPLICATE).clear()
+            _erase_companions(module, [])  # where somebody wrote over the forward alone
             continue
         count += 1
         attempt = functools.partial(_erase, module, [])

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,206 @@ def test_a_copy_of_a_module_that_holds_tensors_in_a_tuple() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(copied(x), patched)
+
+
+# Settings that are set later ----------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """An RMSNorm as classes write it, with its settings in places of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(32), requires_grad=False)
+        self._eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._eps))
+
+
+class PrivateRMSNorm(Written):
+    pass
+
+
+class InheritingRMSNorm(Written):
+    _eps = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self._eps
+
+
+def _private() -> nn.Module:
+    return PrivateRMSNorm()
+
+
+def _with_method() -> nn.Module:
+    from transformers.activations import GELUActivation
+
+    return GELUActivation(use_gelu_python=True)
+
+
+def _with_function() -> nn.Module:
+    from transformers.activations import GELUActivation
+
+    return GELUActivation()
+
+
+def _with_partial() -> nn.Module:
+    from transformers.activations import GELUTanh
+
+    return GELUTanh()
+
+
+def _llama_norm() -> nn.Module:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    return LlamaRMSNorm(32).requires_grad_(False)
+
+
+SET_LATER: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Any]]] = {
+    "private": (_private, "_eps", lambda: 0.05),
+    "of its class": (InheritingRMSNorm, "_eps", lambda: 0.05),
+    "function": (_with_function, "act", lambda: nn.functional.relu),
+    "method": (_with_method, "act", lambda: nn.functional.relu),
+    "partial": (_with_partial, "act", lambda: nn.functional.relu),
+    "ignored bias": (
+        _llama_norm,
+        "bias",
+        lambda: nn.Parameter(torch.ones(32), requires_grad=False),
+    ),
+    "read bias": (
+        lambda: nn.LayerNorm(32, bias=False).requires_grad_(False),
+        "bias",
+        lambda: nn.Parameter(torch.ones(32), requires_grad=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("case", SET_LATER)
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_setting_that_is_set_later_is_noticed(case: str, mode: str) -> None:
+    make, name, value = SET_LATER[case]
+    model = nn.Sequential(make()).eval()
+    assert len(hfpatch.apply(model, kernels="local", mode=mode).swaps) == 1
+    x = torch.randn(4, 32)
+    for _ in range(2):
+        model(x)
+    setattr(model[0], name, value())
+    torch.testing.assert_close(model(x), type(model[0]).forward(model[0], x))
+
+
+def test_a_class_attribute_that_is_set_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(InheritingRMSNorm())
+    hfpatch.apply(model)
+    x = torch.randn(4, 32)
+    model(x)
+    monkeypatch.setattr(InheritingRMSNorm, "_eps", 0.05)
+    with pytest.warns(RuntimeWarning, match="got other settings"):
+        assert torch.equal(model(x), InheritingRMSNorm.forward(model[0], x))
+
+
+@pytest.mark.parametrize("case", SET_LATER)
+def test_a_deep_copy_has_the_settings_of_its_original(case: str) -> None:
+    """Also where these are methods and functions with arguments, which a copy has of its own."""
+    model = nn.Sequential(SET_LATER[case][0]()).eval()
+    hfpatch.apply(model, kernels="local")
+    x = torch.randn(4, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_what_others_mark_modules_with_is_no_setting() -> None:
+    model = nn.Sequential(_llama_norm())
+    model[0]._is_hf_initialized = False
+    hfpatch.apply(model)
+    del model[0]._is_hf_initialized
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 32))
+
+
+# Copies -------------------------------------------------------------------------------------------
+
+OURS = {"forward", "_replicate_for_data_parallel", "__getstate__"}
+
+
+def _patched_parts() -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(32, 32), _llama_norm(), nn.LayerNorm(32), _with_partial())
+    model.eval().requires_grad_(False)
+    assert len(hfpatch.apply(model, kernels="local").swaps) == 3
+    return model, torch.randn(3, 32)
+
+
+def _pickled(name: str) -> Callable[[nn.Module], Any]:
+    pickler = pytest.importorskip(name)
+    return lambda model: pickler.loads(pickler.dumps(model))
+
+
+@pytest.mark.parametrize("name", ["pickle", "cloudpickle", "dill"])
+def test_every_pickle_holds_the_unpatched_model(name: str) -> None:
+    copied_by = _pickled(name)
+    model, x = _patched_parts()
+    with torch.no_grad():
+        loaded = copied_by(model)
+        assert not any(OURS & set(m.__dict__) for m in loaded.modules())
+        assert {type(m) for m in loaded.modules()} == {type(m) for m in model.modules()}
+        assert not hfpatch.status(loaded).swaps and hfpatch.restore(loaded) == 0
+        patched = model(x)
+        hfpatch.restore(model)
+        assert torch.equal(loaded(x), model(x))
+        replica = loaded[1]._replicate_for_data_parallel()
+        replica._parameters = {"weight": torch.full((32,), 3.0)}
+        torch.testing.assert_close(replica(x), 3 * nn.functional.rms_norm(x, (32,), eps=1e-6))
+        assert len(hfpatch.apply(loaded, kernels="local").swaps) == 3
+        assert torch.equal(loaded(x), patched)
+
+
+def test_a_pickle_needs_no_more_than_the_unpatched_models(tmp_path: Path) -> None:
+    norm = nn.LayerNorm(32)
+    assert hfpatch.apply(norm, kernels="local").swaps
+    torch.save(norm, tmp_path / "norm.pt")
+    with torch.serialization.safe_globals([nn.LayerNorm]):
+        loaded = torch.load(tmp_path / "norm.pt", weights_only=True)
+    assert torch.equal(loaded.weight, norm.weight)
+
+
+class StatefulLayerNorm(nn.LayerNorm):
+    """Pickles what it likes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "note": "saved"}
+
+
+def test_a_class_that_says_what_it_pickles() -> None:
+    import pickle
+
+    norm = StatefulLayerNorm(32).requires_grad_(False)
+    hfpatch.apply(norm, kernels="local")
+    for copied in (pickle.loads(pickle.dumps(norm)), copy.deepcopy(norm), copy.copy(norm)):
+        assert copied.note == "saved"
+        x = torch.randn(3, 32)
+        torch.testing.assert_close(copied(x), norm(x))
+    assert not OURS & set(copy.copy(norm).__dict__)
+    assert set(copy.deepcopy(norm).__dict__) >= OURS
+    hfpatch.restore(norm)
+    assert not OURS & set(norm.__dict__)
+
+
+def test_a_shallow_copy_computes_with_what_it_has() -> None:
+    norm = _llama_norm()
+    hfpatch.apply(norm)
+    other = copy.copy(norm)
+    other.variance_epsilon = 0.05
+    other._parameters = {"weight": nn.Parameter(torch.full((32,), 3.0), requires_grad=False)}
+    x = torch.randn(3, 32)
+    assert torch.equal(other(x), type(other).forward(other, x))
+    assert len(hfpatch.apply(other).swaps) == 1
+    torch.testing.assert_close(other(x), type(other).forward(other, x))
+    hfpatch.restore(norm)
+    assert len(hfpatch.status(other).swaps) == 1
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
-    fingerprint,
     first_argument,
     input_name,
     plain,
@@ -26,6 +25,7 @@ from hfpatch.patches.base import (
     settings_of,
     watched,
 )
+from hfpatch.patches.keys import attributes_of
 from hfpatch.sources import Kernel, torch_kernel
 
 _FORMULAS = [
@@ -43,7 +43,7 @@ class ActivationSubject(Subject):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        own, _ = fingerprint(self.module)  # `act` of the transformers classes is among these
+        own = attributes_of(self.module)  # `act` of the transformers classes is among these
         return (self.projection, own)
 
     def formulas(self) -> list[Formula]:

@@ -12,9 +12,8 @@ import re
 import threading
 import types
 import warnings
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from torch import nn
 from torch.autograd import forward_ad as _forward_ad
 
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, class_values, names_read
 from hfpatch.sources import Kernel
 
 Tensor = torch.Tensor
@@ -230,8 +230,8 @@ class Contract:
         if "changed" not in self._warned:
             self._warned.add("changed")
             self._warn_once(
-                f"{self.name} got other settings, or hooks, processors, forwards or modules "
-                "inside, after it was patched; such calls use the original forward. Call "
+                f"{self.name} got other settings, or hooks, processors, forwards, parameters or "
+                "modules inside, after it was patched; such calls use the original forward. Call "
                 "`hfpatch.apply` again: it, or its parts, are patched then"
             )
 
@@ -314,81 +314,6 @@ def input_name(module: nn.Module) -> str:
     return str(code.co_varnames[1])
 
 
-class _Same:
-    """An object in a key by its identity, for as long as it lives."""
-
-    def __init__(self, value: Any) -> None:
-        self.id = id(value)
-        try:
-            self.ref: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self.ref = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.ref() is not None and self.ref() is other.ref()
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-
-def fingerprint(module: nn.Module, ignore: Container[str] = ()) -> tuple[Any, ...]:
-    """Everything but tensors that decides what a module's forward does, hashable.
-
-    Its own attributes (functions by their code and what they close over, containers by content,
-    other objects by identity) and, for each child module, its class, code and attributes. `ignore`
-    names attributes that the caller compares in another way.
-    """
-    blank = _BLANK.__dict__
-    own = tuple(
-        (k, _fingerprint_value(v, 4))
-        for k, v in sorted(module.__dict__.items())
-        if k not in blank and k not in _OWNED_BY_WRAPPERS and k not in ignore
-    )
-    children = tuple(
-        (name, None if child is None else (*code_of(child), *fingerprint(child)))
-        for name, child in module._modules.items()
-    )
-    return (own, children)
-
-
-def code_of(module: nn.Module) -> tuple[Any, ...]:
-    """Identity of the code that a module's forward can run: its class and every method's code."""
-    bases = [b for b in type(module).__mro__ if b not in (nn.Module, object)]
-    codes = tuple(
-        hash(code)
-        for base in bases
-        for value in vars(base).values()
-        if (code := getattr(value, "__code__", None)) is not None
-    )
-    return (type(module), *codes)
-
-
-def _fingerprint_value(value: Any, depth: int) -> Any:
-    if isinstance(value, (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)):
-        return (type(value), value)
-    if isinstance(value, functools.partial):
-        parts = (value.func, value.args, value.keywords)
-        return (functools.partial, *(_fingerprint_value(p, depth - 1) for p in parts))
-    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-        return (types.MethodType, _fingerprint_value(value.__func__, depth))
-    if isinstance(value, types.FunctionType) and depth > 0:
-        cells = [c.cell_contents for c in value.__closure__ or ()]
-        rest = (cells, value.__defaults__, value.__kwdefaults__)
-        return (value.__code__, *(_fingerprint_value(r, depth - 1) for r in rest))
-    if isinstance(value, (tuple, list)) and depth > 0:
-        return (type(value), *(_fingerprint_value(v, depth - 1) for v in value))
-    if isinstance(value, dict) and depth > 0:
-        return (
-            dict,
-            *(
-                (k, _fingerprint_value(v, depth - 1))
-                for k, v in value.items()
-                if isinstance(k, (str, int))
-            ),
-        )
-    return _Same(value)
-
-
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling `module` would run somebody's hook."""
     d = module.__dict__
@@ -414,32 +339,82 @@ def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 #: Values that a forward may read off its module as settings.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
+#: What a forward may call that it reads off its module: a deep copy has the very same.
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
 def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any]:
     """What reads a module's settings off its `__dict__`, and what it reads now.
 
-    Settings are the plain attributes that somebody may set while the module is patched, such as
-    `eps`: what was bound to their values is no longer right when they differ.
+    Settings are the plain attributes and functions that somebody may set while the module is
+    patched, such as `eps`: what was bound to their values is no longer right when they differ. A
+    name that begins with `_` is one if the class's code has it: others put marks on modules.
     """
+    named = names_read(module)
     names = [
         k
         for k, v in module.__dict__.items()
-        if _is_setting(v) and k not in _BLANK.__dict__ and not k.startswith("_")
+        if k not in BLANK_NAMES
+        and k not in OWNED_BY_WRAPPERS
+        and (k in named or not k.startswith("_"))
+        and _is_setting(v)
     ]
-    if not names:
-        return _no_settings, None
-    read = operator.itemgetter(*names)
-    return read, read(module.__dict__)
+    inherited = {k for k, v in class_values(module).items() if k in named and _is_setting(v)}
+    read = operator.itemgetter(*names) if names else _no_settings
+    found: Any = read(module.__dict__)
+    settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
+    if not inherited:
+        return read, settings
+    cls, others = type(module), tuple(sorted(inherited))
+
+    def read_both(attributes: dict[str, Any]) -> Any:
+        """Also what an instance has of its class, until it is given one of its own."""
+        return read(attributes), *(
+            attributes[n] if n in attributes else getattr(cls, n, None) for n in others
+        )
+
+    return read_both, (settings, *map(_held, read_both(module.__dict__)[1:]))
 
 
 def _is_setting(value: Any) -> bool:
     if isinstance(value, tuple):  # not of tensors, which have no one answer to ==
         return all(isinstance(v, _PLAIN) for v in value)
-    return isinstance(value, _PLAIN)
+    if isinstance(value, functools.partial):
+        return all(isinstance(v, _PLAIN) for v in (*value.args, *value.keywords.values()))
+    return isinstance(value, (*_PLAIN, *_CALLED, types.MethodType))
 
 
 def _no_settings(attributes: dict[str, Any]) -> None:
+    return None
+
+
+def _held(value: Any) -> Any:
+    """What a setting is compared with: these are made anew where a module is copied."""
+    return _Held(value) if isinstance(value, (functools.partial, types.MethodType)) else value
+
+
+class _Held:
+    """Equal to a function with arguments, or a method of whatever object, that is as this one.
+
+    It holds no object of a method: an adapter is shared by copies of its module.
+    """
+
+    __slots__ = ("_parts", "_same")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._same = value if type(value) is functools.partial else self
+        self._parts = _parts(value)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._same or bool(_parts(other) == self._parts)
+
+
+def _parts(value: Any) -> Any:
+    if type(value) is types.MethodType:
+        return value.__func__
+    if type(value) is functools.partial:
+        return value.func, value.args, value.keywords
     return None
 
 
@@ -477,26 +452,40 @@ def _is_bound(module: nn.Module, forward: Any) -> bool:
     )
 
 
-_BLANK = nn.Module()
-#: What hooks and patches put on an instance: no part of what the module computes.
-_OWNED_BY_WRAPPERS = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook"}
-
-
 def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None) -> nn.Module:
     """A copy that shares no tensor, hook or instance forward with `module`.
 
     Parameters and buffers are left out for the caller to fill; `children` replaces child modules,
-    others are shared (activations without state).
+    others are copied too, with the tensors that they have (activations have none).
     """
     copy = object.__new__(type(module))
     blank = nn.Module().__dict__
     state = {
-        k: v for k, v in module.__dict__.items() if k not in blank and k not in _OWNED_BY_WRAPPERS
+        k: _bound_to(copy, v, module)
+        for k, v in module.__dict__.items()
+        if k not in blank and k not in OWNED_BY_WRAPPERS
     }
+    given = children or {}
+    others = {n: _twin(c) for n, c in module._modules.items() if n not in given}
     copy.__dict__.update(blank)
     copy.__dict__.update(state)
     copy.__dict__["training"] = False
-    copy.__dict__["_modules"] = {**module._modules, **(children or {})}
+    copy.__dict__["_modules"] = {**dict.fromkeys(module._modules), **others, **given}
+    return copy
+
+
+def _bound_to(copy: nn.Module, value: Any, module: nn.Module) -> Any:
+    """A method of `module` that it holds, as the copy's: it would compute with the first one's."""
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return types.MethodType(value.__func__, copy)
+    return value
+
+
+def _twin(module: nn.Module | None) -> nn.Module | None:
+    if module is None or isinstance(module, torch.jit.ScriptModule):
+        return module
+    copy = replicate(module)
+    copy.__dict__.update(_parameters=module._parameters, _buffers=module._buffers)
     return copy
 
 

@@ -24,8 +24,6 @@ from hfpatch.patches.base import (
     Part,
     Subject,
     Tensor,
-    code_of,
-    fingerprint,
     first_argument,
     input_name,
     plain,
@@ -33,6 +31,7 @@ from hfpatch.patches.base import (
     settings_of,
     watched,
 )
+from hfpatch.patches.keys import attributes_of, code_of, fingerprint
 from hfpatch.sources import Kernel, torch_kernel
 
 _IN, _HIDDEN = 24, 40  # widths of the probe's replica
@@ -77,7 +76,7 @@ class GatedSubject(Subject):
     def key(self) -> tuple[Any, ...]:
         act = self.module._modules.get(self.act) if self.act else None
         kind = (*code_of(act), *fingerprint(act)) if act is not None else None
-        own, _ = fingerprint(self.module)  # the projections are called, whatever they are
+        own = attributes_of(self.module)  # the projections are called, whatever they are
         return (self.roles, self.act, kind, self._down_dtype(), own)
 
     def _down_dtype(self) -> torch.dtype | None:

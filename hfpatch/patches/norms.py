@@ -19,7 +19,6 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
-    fingerprint,
     first_argument,
     floating_params,
     input_name,
@@ -29,6 +28,7 @@ from hfpatch.patches.base import (
     settings_of,
     watched,
 )
+from hfpatch.patches.keys import fingerprint
 from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
@@ -159,6 +159,8 @@ class NormSubject(Subject):
     def forward(self, original: Forward, contract: Contract) -> Forward:
         weight, bias, width = self.weight, self.bias, self.width
         checked_width = width if self._param(weight) is None else None
+        # one that is given to a module without that name may be ignored by its class
+        may_have_bias = bias in self.module._parameters
         name = input_name(self.module)
         training = contract.training
         cpu: Any = contract.cpu  # of what `entry` gave
@@ -203,7 +205,7 @@ class NormSubject(Subject):
                 p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
-                if read(d) != settings:
+                if read(d) != settings or not (b is None or may_have_bias):
                     contract.changed()
                 elif (
                     not training

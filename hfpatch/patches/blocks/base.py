@@ -22,8 +22,6 @@ from hfpatch.patches.base import (
     Subject,
     Tensor,
     class_of,
-    code_of,
-    fingerprint,
     float32_default,
     is_dtensor,
     is_hooked,
@@ -31,6 +29,7 @@ from hfpatch.patches.base import (
 )
 from hfpatch.patches.blocks import opaque
 from hfpatch.patches.blocks.chain import Chain
+from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.sources import Kernel, Sources
 
 
@@ -139,12 +138,12 @@ class BlockSubject(Subject):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        own, _ = fingerprint(self.module, ignore=self.unread)
+        own = attributes_of(self.module, ignore=self.unread)
         # processors are told apart by their class, which `ready` checks too
         idle = tuple(
             (
                 *code_of(m),
-                *fingerprint(m, ignore=("processor",))[0],
+                *attributes_of(m, ignore=("processor",)),
                 type(getattr(m, "processor", None)),
                 tuple(p is not None and p.dtype for p in m._parameters.values()),
             )

@@ -1,0 +1,257 @@
+"""What decides what a module computes, but for its weights, as keys that can be compared.
+
+They are made while a model is planned, never at a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+
+#: Values that are their own key.
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+#: Elements up to which a tensor is a key by its values; a larger one is by identity and version.
+_SMALL = 1024
+#: How deep containers, closures and objects are looked into, and at how many values in all: what
+#: lies beyond is a key by identity.
+_DEPTH, _VALUES = 8, 4096
+
+_BLANK = nn.Module()
+#: What a blank module holds.
+BLANK_NAMES = frozenset(_BLANK.__dict__)
+#: What hooks and patches put on an instance: no part of what the module computes.
+OWNED_BY_WRAPPERS = frozenset(
+    {
+        *("forward", "_old_forward", "_hf_hook", "_diffusers_hook"),
+        *("_replicate_for_data_parallel", "__getstate__"),  # see `hfpatch.swap`
+    }
+)
+
+
+class _Same:
+    """An object in a key by its identity, for as long as it lives."""
+
+    def __init__(self, value: Any) -> None:
+        self.id = id(value)
+        try:
+            self.ref: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self.ref = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.ref() is not None and self.ref() is other.ref()
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+def attributes_of(module: nn.Module, ignore: Container[str] = ()) -> tuple[Any, ...]:
+    """Everything but large or floating tensors that an instance adds to what its class computes.
+
+    Its attributes (functions by their code and what it reads, containers and objects such as a
+    config by content) and its buffers of whole numbers. `ignore` names attributes that the caller
+    compares in another way.
+    """
+    own = tuple(
+        (k, _Reader(objects=True).value(v))
+        for k, v in sorted(module.__dict__.items())
+        if k not in BLANK_NAMES and k not in OWNED_BY_WRAPPERS and k not in ignore
+    )
+    buffers = tuple(
+        (k, _tensor(b))
+        for k, b in module._buffers.items()
+        if b is not None and not b.is_floating_point()
+    )
+    return own + buffers
+
+
+def fingerprint(module: nn.Module) -> tuple[Any, ...]:
+    """A module's attributes and, for each child module, its class, code and attributes."""
+    children = tuple(
+        (name, None if child is None else (*code_of(child), *fingerprint(child)))
+        for name, child in module._modules.items()
+    )
+    return (attributes_of(module), children)
+
+
+class _Token:
+    """Stands for the code of a class; the same one for equal code."""
+
+
+_tokens: weakref.WeakValueDictionary[Any, _Token] = weakref.WeakValueDictionary()
+_plan = threading.local()
+
+
+@contextmanager
+def classes_read_once() -> Iterator[None]:
+    """While one model is planned, in which no class changes, each class is read once."""
+    before = getattr(_plan, "tokens", None)
+    _plan.tokens = {}
+    try:
+        yield
+    finally:
+        _plan.tokens = before
+
+
+def code_of(module: nn.Module) -> tuple[Any, ...]:
+    """The code that a module's forward can run: its class, every method's code with what that
+    reads (closures, defaults, globals), and the class's plain values."""
+    cls = type(module)
+    known = getattr(_plan, "tokens", None)
+    if known is not None and cls in known:
+        return (cls, known[cls])
+    parts = tuple(
+        (k, _Reader(objects=False).value(v)) for base in _bases(module) for k, v in _members(base)
+    )
+    token = _tokens.setdefault(parts, _Token())
+    if known is not None:
+        known[cls] = token
+    return (cls, token)
+
+
+def _bases(module: nn.Module) -> list[type]:
+    return [b for b in type(module).__mro__ if b not in (nn.Module, object)]
+
+
+def _members(cls: type) -> Iterator[tuple[str, Any]]:
+    """A class's functions and values, without what every class has."""
+    for name, value in vars(cls).items():
+        if not name.startswith("__") or isinstance(value, types.FunctionType):
+            yield name, value
+
+
+def class_values(module: nn.Module) -> dict[str, Any]:
+    """What an instance reads off its class where it has no attribute of that name; no functions."""
+    found: dict[str, Any] = {}
+    for base in reversed(_bases(module)):
+        for name, value in _members(base):
+            found.pop(name, None)
+            if name not in module.__dict__ and not hasattr(value, "__get__"):
+                found[name] = value
+    return found
+
+
+def names_read(module: nn.Module) -> set[str]:
+    """Every name, attribute and short text in the code of a module's class."""
+    found: set[str] = set()
+    for base in _bases(module):
+        for _, value in _members(base):
+            if (code := getattr(_function(value), "__code__", None)) is not None:
+                found |= _names(code)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    texts = [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
+    return frozenset(code.co_names).union(texts, *inner)
+
+
+def _function(value: Any) -> Any:
+    """The function in a property, a static or a class method."""
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, functools.cached_property):
+        return value.func
+    return getattr(value, "__func__", value)
+
+
+class _Reader:
+    """Makes one key. `objects`: those of Python classes are by content, not by identity."""
+
+    def __init__(self, *, objects: bool) -> None:
+        self._objects = objects
+        self._left = _VALUES
+
+    def value(self, value: Any, depth: int = _DEPTH, follow: int = 1) -> Any:
+        """`follow`: through how many functions that are globals of another one."""
+        if isinstance(value, _PLAIN):
+            return (type(value), value)
+        self._left -= 1
+        if isinstance(value, Tensor):
+            return _tensor(value)
+        if depth <= 0 or self._left <= 0 or isinstance(value, (type, types.ModuleType, nn.Module)):
+            return _Same(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth, follow)
+        if isinstance(value, types.MethodType):
+            if isinstance(value.__self__, nn.Module):
+                return (types.MethodType, self.value(value.__func__, depth, follow))
+            parts: tuple[Any, ...] = (value.__func__, value.__self__)
+        elif isinstance(value, functools.partial):
+            parts = (value.func, value.args, value.keywords)
+        elif isinstance(value, (staticmethod, classmethod)):
+            parts = (value.__func__,)
+        elif isinstance(value, (property, functools.cached_property)):
+            parts = (_function(value),)
+        elif type(value) in (tuple, list):
+            parts = tuple(value)
+        elif type(value) is dict:
+            parts = tuple(x for item in value.items() for x in item)
+        elif type(value) in (set, frozenset):
+            return (type(value), frozenset(self.value(v, depth - 1, follow) for v in value))
+        elif self._objects and isinstance(value, (tuple, list, dict)):
+            rest = vars(value) if hasattr(value, "__dict__") else {}
+            held = value.items() if isinstance(value, dict) else value
+            parts = (tuple(held), rest)
+        elif self._objects and _is_transparent(type(value)):
+            parts = (vars(value),)
+        else:
+            return _Same(value)
+        return (type(value), *(self.value(p, depth - 1, follow) for p in parts))
+
+    def _function(self, function: types.FunctionType, depth: int, follow: int) -> Any:
+        cells = tuple(map(_content, function.__closure__ or ()))
+        rest = (cells, function.__defaults__, function.__kwdefaults__)
+        code, found = function.__code__, function.__globals__
+        used = [(k, found[k]) for k in _names(code) if k in found]
+        return (
+            code,
+            *(self.value(r, depth, follow) for r in rest),
+            frozenset(
+                (k, self._global(v, depth, follow))
+                for k, v in used
+                if not isinstance(v, types.ModuleType)
+            ),
+        )
+
+    def _global(self, value: Any, depth: int, follow: int) -> Any:
+        if isinstance(value, types.FunctionType) and follow <= 0:
+            return value.__code__
+        return self.value(value, min(depth - 1, 2), follow - 1)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return cell
+
+
+def _is_transparent(cls: type) -> bool:
+    """Whether instances hold all they have in their `__dict__`: Python classes without slots."""
+    made: Any = cls.__new__
+    return made in (object.__new__, types.SimpleNamespace.__new__) and all(
+        base in (object, types.SimpleNamespace)
+        or (base.__flags__ & (1 << 9) and not vars(base).get("__slots__"))  # written in Python
+        for base in cls.__mro__
+    )
+
+
+def _tensor(tensor: Tensor) -> Any:
+    head = (type(tensor), tensor.dtype, tuple(tensor.shape))
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
+    if plain and tensor.numel() <= _SMALL and tensor.layout == torch.strided:
+        return (*head, repr(tensor.tolist()))  # a text: NaN is not equal to itself
+    return (*head, _Same(tensor), None if tensor.is_inference() else tensor._version)

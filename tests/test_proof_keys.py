@@ -1,0 +1,305 @@
+"""Which modules share a proof: those that compute the same, and no others."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import hfpatch
+from hfpatch import probe, proofs
+
+SIZE = 32
+SCALE = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about what they stand in for."""
+    proofs.forget_proofs()
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Class names of the modules that were proven."""
+    found: list[str] = []
+    prove = probe.prove
+
+    def spied(subject: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(type(subject.module).__name__)
+        return prove(subject, *args, **kwargs)
+
+    monkeypatch.setattr(probe, "prove", spied)
+    return found
+
+
+class RMSNorm(nn.Module):
+    """Its forward multiplies by what `gain` gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(SIZE), requires_grad=False)
+        self.eps = 1e-6
+
+    def gain(self) -> Any:
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.gain() * self.weight * normed
+
+
+class ConfigRMSNorm(RMSNorm):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def gain(self) -> Any:
+        return self.config.gain
+
+
+class ClassRMSNorm(RMSNorm):
+    scale = 1.0
+
+    def gain(self) -> Any:
+        return self.scale
+
+
+class GlobalRMSNorm(RMSNorm):
+    def gain(self) -> Any:
+        return SCALE
+
+
+def _scale() -> float:
+    return SCALE
+
+
+class CallingRMSNorm(RMSNorm):
+    def gain(self) -> Any:
+        return _scale()
+
+
+class DefaultRMSNorm(RMSNorm):
+    def gain(self, scale: float = 1.0) -> Any:
+        return scale
+
+
+class PropertyRMSNorm(RMSNorm):
+    @property
+    def scale(self) -> float:
+        return 1.0
+
+    def gain(self) -> Any:
+        return self.scale
+
+
+class BufferRMSNorm(RMSNorm):
+    def __init__(self, scale: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def gain(self) -> Any:
+        return self.scale
+
+
+class TensorRMSNorm(RMSNorm):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = torch.tensor(scale)
+
+    def gain(self) -> Any:
+        return self.scale
+
+
+def _times(scale: float, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, x: torch.Tensor) -> Any:
+        return scale * original(self, x)
+
+    return forward
+
+
+class WrappedRMSNorm(RMSNorm):
+    forward = _times(1.0, RMSNorm.forward)
+
+
+class Opaque:
+    """Equal to every other one, and its hash is too."""
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _set_global(module: nn.Module) -> None:
+    globals()["SCALE"] = 3.0
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
+    "config": (
+        lambda: ConfigRMSNorm(SimpleNamespace(gain=1.0)),
+        lambda m: setattr(m.config, "gain", 3.0),
+    ),
+    "config that equals others": (
+        lambda: ConfigRMSNorm(Opaque()),
+        lambda m: setattr(m.config, "gain", 3.0),
+    ),
+    "class attribute": (ClassRMSNorm, lambda m: setattr(ClassRMSNorm, "scale", 3.0)),
+    "global": (GlobalRMSNorm, _set_global),
+    "global of a function": (CallingRMSNorm, _set_global),
+    "default": (
+        DefaultRMSNorm,
+        lambda m: setattr(DefaultRMSNorm.gain, "__defaults__", (3.0,)),
+    ),
+    "property": (
+        PropertyRMSNorm,
+        lambda m: setattr(PropertyRMSNorm, "scale", property(lambda self: 3.0)),
+    ),
+    "tensor written": (TensorRMSNorm, lambda m: m.scale.fill_(3.0)),
+    "closure": (
+        WrappedRMSNorm,
+        lambda m: setattr(WrappedRMSNorm, "forward", _times(3.0, RMSNorm.forward)),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_between_two_applies(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, alter = CHANGES[change]
+    module = make()
+    monkeypatch.setitem(globals(), "SCALE", SCALE)  # put back, as the classes are
+    for name in ("scale", "forward"):
+        if name in vars(type(module)):
+            monkeypatch.setattr(type(module), name, vars(type(module))[name])
+    monkeypatch.setattr(DefaultRMSNorm.gain, "__defaults__", (1.0,))
+    assert len(hfpatch.apply(module).swaps) == 1
+    hfpatch.restore(module)
+    alter(module)
+    x = torch.randn(3, SIZE)
+    expected = module(x)
+    assert not hfpatch.apply(module).swaps  # no formula has a gain
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("make", [BufferRMSNorm, TensorRMSNorm])
+def test_modules_that_differ_in_a_value_are_proven_apart(make: Callable[..., nn.Module]) -> None:
+    model = nn.Sequential(make(1), make(3), make(1))
+    assert {s.path for s in hfpatch.apply(model).swaps} == {"0", "2"}
+
+
+def test_models_with_equal_configs_share_their_proofs(proven: list[str]) -> None:
+    def apply_to_one(number: int) -> None:
+        nested = {"a": [number, SimpleNamespace()]}
+        hfpatch.apply(ConfigRMSNorm(SimpleNamespace(gain=1.0, nested=nested)))
+
+    for _ in range(3):
+        apply_to_one(1)
+    assert proven == ["ConfigRMSNorm"]
+    apply_to_one(2)
+    assert proven == ["ConfigRMSNorm"] * 2
+    proven.clear()
+    for _ in range(2):
+        hfpatch.apply(zoo.ENTRIES["llama"].build())  # its MLPs hold its config
+    assert sorted(proven) == ["LlamaMLP", "LlamaRMSNorm"]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5-v1.1", "ltx"])
+def test_a_second_apply_proves_nothing_and_keeps_nothing(name: str, proven: list[str]) -> None:
+    hfpatch.apply(zoo.ENTRIES[name].build())
+    proven.clear()
+    model = zoo.ENTRIES[name].build()
+    for exclude in (None, None, "*.0.*", None):
+        hfpatch.apply(model, exclude=exclude)
+    assert not proven
+    parameters = {path: weakref.ref(p) for path, p in model.named_parameters()}
+    modules = {path: weakref.ref(m) for path, m in model.named_modules()}
+    hfpatch.restore(model)
+    del model
+    gc.collect()
+    assert not [path for path, ref in (parameters | modules).items() if ref() is not None]
+
+
+class OwnMethodRMSNorm(RMSNorm):
+    """Holds a method of its own, as transformers' activations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.how = self.gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.how() * super().forward(x)
+
+
+def test_a_module_that_holds_its_own_method_is_not_kept() -> None:
+    module = OwnMethodRMSNorm()
+    assert len(hfpatch.apply(module).swaps) == 1
+    ref = weakref.ref(module)
+    del module
+    gc.collect()
+    assert ref() is None
+
+
+def test_an_activation_that_was_patched_alone_is_probed_as_it_was(proven: list[str]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def build() -> nn.Module:
+        return LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=40)).requires_grad_(False)
+
+    model = build()
+    hfpatch.apply(model, include="SiLU*", kernels="local")
+    hfpatch.apply(model, kernels="local")
+    assert [s.op for s in hfpatch.status(model).swaps] == ["gated"]
+    act = weakref.ref(model.act_fn)
+    del model
+    gc.collect()
+    assert act() is None
+    proven.clear()
+    hfpatch.apply(build(), kernels="local")
+    assert not proven
+
+
+def test_what_was_changed_before_a_late_proof() -> None:
+    """A dtype or device is proven at its first call on a stand-in, which shares the config."""
+    one = ConfigRMSNorm(SimpleNamespace(gain=1.0))
+    two = ConfigRMSNorm(SimpleNamespace(gain=1.0))
+    hfpatch.apply(one)
+    hfpatch.apply(two)
+    (contract, known), *rest = proofs._contracts.values()
+    assert not rest
+    x = torch.randn(3, SIZE)
+    one.config.gain = 3.0
+    known.clear()  # as if it had been proven on another device alone
+    contract.cpu.clear()
+    contract._proven.clear()
+    with pytest.warns(RuntimeWarning, match=r"changed since; call `hfpatch\.apply` again"):
+        got = two(x)
+    assert torch.equal(got, ConfigRMSNorm.forward(two, x))
+    assert len(hfpatch.apply(two).swaps) == 1
+    torch.testing.assert_close(two(x), ConfigRMSNorm.forward(two, x))
+
+
+def test_the_cache_of_proofs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs._Recent, "MOST", 2)
+    modules = [RMSNorm() for _ in range(5)]
+    for i, module in enumerate(modules):
+        module.eps = 10.0 ** -(i + 4)
+    model = nn.Sequential(*modules)
+    assert len(hfpatch.apply(model).swaps) == 5
+    assert len(proofs._contracts) == 2
+    x = torch.randn(3, SIZE)
+    for module in modules:
+        torch.testing.assert_close(module(x), RMSNorm.forward(module, x))
