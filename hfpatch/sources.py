@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -132,6 +133,7 @@ def reference_kernel(op: str) -> Kernel:
 
 
 _registered: dict[str, Kernel] = {}
+_registrations = itertools.count()  # each is proven afresh: other devices, a function as changed
 
 
 def register_kernel(
@@ -154,7 +156,7 @@ def register_kernel(
         op,
         fn,
         name,
-        f"{fn.__module__}.{getattr(fn, '__qualname__', name)}#{id(fn)}",
+        f"{fn.__module__}.{getattr(fn, '__qualname__', name)}#{next(_registrations)}",
         devices=devices,
         differentiable=differentiable,
     )
