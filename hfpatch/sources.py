@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hfpatch.choices import RESERVED, Choices, Source, require_op
-from hfpatch.config import read_defaults
+from hfpatch.config import check_kernel_variables, read_defaults
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
@@ -208,12 +208,14 @@ def local_package(root: Path | None = None) -> KernelPackage:
 
     Raises:
         KernelLoadError: nothing was built, nothing fits this system, or the files are damaged.
+        ValueError: an environment variable that they read means nothing.
     """
     return _load_local(root or LOCAL_BUILD)
 
 
 @cache
 def _load_local(root: Path) -> KernelPackage:
+    check_kernel_variables()
     reason_file = root / "REASON.json"
     if not (root / "build").is_dir():
         reason = "it was not built"
