@@ -192,6 +192,33 @@ def test_calls_outside_the_contract_go_to_the_original() -> None:
         wide(x)
 
 
+def test_a_dtype_without_a_kernel_is_said_as_that() -> None:
+    forget_proofs()
+    model = randomized()
+    hfpatch.apply(model)
+    with pytest.warns(RuntimeWarning) as caught:
+        model.double()(torch.randn(2, 64, dtype=torch.float64))
+    said = {str(w.message) for w in caught if "was called with" in str(w.message)}
+    assert len(said) == 2 and all(
+        m.endswith("there is no kernel for float64, only for float32, float16, bfloat16")
+        for m in said
+    )
+
+
+@pytest.mark.parametrize("name", ["HFPATCH_SIMD", "HFPATCH_PYTHON_CALLS"])
+def test_variables_that_the_kernels_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, good = randomized(), {"HFPATCH_SIMD": "baseline", "HFPATCH_PYTHON_CALLS": "1"}[name]
+    for value in ("", good):
+        monkeypatch.setenv(name, value)
+        assert len(hfpatch.plan(model).swaps) == 3
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ValueError, match=f"{name} is 'x'; expected `.*{good}`.*, or nothing"):
+        hfpatch.apply(model)
+    code = "from hfpatch.sources import local_package; local_package()"  # as optimizers load them
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"ValueError: {name} is 'x'" in done.stderr
+
+
 def test_keyword_and_wrong_calls_behave_as_the_original() -> None:
     model = randomized()
     x = torch.randn(2, 64)
