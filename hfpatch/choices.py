@@ -77,7 +77,7 @@ def require_op(op: str) -> None:
 
 
 def _is_list(choice: Any) -> bool:
-    return isinstance(choice, Sequence) and not isinstance(choice, str)
+    return isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
 
 
 def _sources(op: str, choice: Any) -> tuple[Source, ...] | None:

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return HUB_COMMANDS[args.command](args)
         if args.command == "kernel":
             return run_kernel_command(args)
-        return _plan(args) if args.command == "plan" else _apply_check(args)
+        return _plan(args, _title(args.model)) if args.command == "plan" else _apply_check(args)
     except (OSError, ValueError, TypeError, RuntimeError) as e:
         command = f"{args.command} {args.action}" if args.command == "kernel" else args.command
         print(f"hfpatch {command}: {e}", file=sys.stderr)
@@ -108,7 +108,7 @@ def _env(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace, title: str) -> int:
     from dataclasses import replace
 
     import torch
@@ -119,12 +119,13 @@ def _plan(args: argparse.Namespace) -> int:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device; plan for cpu instead")
+    args.model = _located(args, weights=False)
     parts = _from_config(args, device="meta")
     settings = check_settings(
         args.mode, _kernels(args), args.include, args.exclude, True, False, _hub(args)
     )
     settings = replace(settings, assume_device=args.device)
-    decided, _ = make_plan(parts, _title(args.model), settings)
+    decided, _ = make_plan(parts, title, settings)
     print(Report(decided, applied=False).to_json() if args.json else as_text(decided, False))
     return 0
 
@@ -145,6 +146,7 @@ def _apply_check(args: argparse.Namespace) -> int:
 
     import hfpatch
 
+    args.model = _located(args, weights=not args.random_weights)
     parts = _from_config(args, args.device) if args.random_weights else _from_weights(args)
     results: list[dict[str, Any]] = []
     failed = False
@@ -228,6 +230,30 @@ def _title(model: str) -> str:
     return path.resolve().parent.name if named else model
 
 
+def _located(args: argparse.Namespace, weights: bool) -> str:
+    """The model as what reads it takes it: the folder of a file where that is what is meant.
+
+    Raises:
+        ValueError: a path that leads nowhere, or a file that cannot have what is asked for.
+    """
+    model, path = str(args.model), Path(args.model)
+    if path.is_file():
+        if args.subfolder and path.name != "model_index.json":
+            raise ValueError(
+                f"--subfolder {args.subfolder}: `{model}` is one model; a part is taken of a "
+                "pipeline's folder, or of its model_index.json"
+            )
+        if weights and path.name not in ("config.json", "model_index.json"):
+            raise ValueError(
+                f"`{model}` has no weights: name the folder that has them, or add --random-weights"
+            )
+        return str(path.parent) if weights or args.subfolder else model
+    local = model.startswith((".", "/", "~")) or model.endswith((".json", "/")) or "\\" in model
+    if not path.is_dir() and (local or model.count("/") > 1):
+        raise ValueError(f"`{model}`: no such file or folder")
+    return model
+
+
 def _config_file(model: str, subfolder: str | None, name: str) -> dict[str, Any] | None:
     """A JSON file of a model by Hub id, folder or its own path; None if the model has none."""
     path = Path(model)
@@ -240,13 +266,30 @@ def _config_file(model: str, subfolder: str | None, name: str) -> dict[str, Any]
     if path.is_dir():
         file = path / (subfolder or "") / name
         return dict(json.loads(file.read_text())) if file.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    return _hub_file(model, subfolder, name)
+
+
+def _hub_file(model: str, subfolder: str | None, name: str) -> dict[str, Any] | None:
+    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
+
+    from hfpatch.hub.explain import reason
 
     try:
         return dict(json.loads(Path(hf_hub_download(model, name, subfolder=subfolder)).read_text()))
-    except EntryNotFoundError:
+    except errors.LocalEntryNotFoundError as e:  # no answer, and this file was not fetched before
+        names = ("config.json", "model_index.json", f"{subfolder}/config.json")
+        if any(isinstance(try_to_load_from_cache(model, n), str) for n in names):
+            return None
+        raise ValueError(
+            f"`{model}` is no file or folder here, and the Hub could not be asked: {reason(e)}"
+        ) from e
+    except errors.EntryNotFoundError:
         return None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as e:
+        raise ValueError(
+            f"`{model}` is no file or folder here, and no model of the Hub that can be read: "
+            f"{str(e).splitlines()[0]}"
+        ) from e
 
 
 def _from_config(args: argparse.Namespace, device: str) -> list[tuple[str, Any]]:

@@ -25,6 +25,11 @@ from hfpatch.choices import parse_variable
 from hfpatch.hub import HubOptions
 
 _ATTENTION = "HFPATCH_ATTENTION"
+# Read by the kernels as they are loaded, where nothing can be said of another value.
+_READ_BY_KERNELS = {
+    "HFPATCH_SIMD": ("baseline", "avx2", "avx512"),
+    "HFPATCH_PYTHON_CALLS": ("0", "1"),
+}
 _HUB_KEYS = ("repos", "lockfile", "require-signed", "allow-branches")
 
 
@@ -47,9 +52,11 @@ def read_defaults() -> Defaults:
     """From HFPATCH_KERNELS and the config file, read anew at each call.
 
     Raises:
-        ValueError: one of them, or HFPATCH_ATTENTION, is not understood; the message names it.
+        ValueError: one of them, or another variable of hfpatch's that holds at run time, is not
+            understood; the message names it.
     """
     attention_choice()
+    check_kernel_variables()
     path = config_file()
     found = Defaults() if path is None else _from_file(path)
     variable = os.environ.get("HFPATCH_KERNELS", "").strip()
@@ -74,6 +81,15 @@ def attention_choice() -> str | None:
     if value not in ("", "torch"):
         raise ValueError(f"{_ATTENTION} is {value!r}; expected `torch`, or nothing")
     return value or None
+
+
+def check_kernel_variables() -> None:
+    """Raises ValueError if a variable that the kernels read has a value that means nothing."""
+    for name, values in _READ_BY_KERNELS.items():
+        value = os.environ.get(name, "")
+        if value and value not in values:
+            expected = ", ".join(f"`{v}`" for v in values)
+            raise ValueError(f"{name} is {value!r}; expected {expected}, or nothing")
 
 
 def config_file() -> Path | None:

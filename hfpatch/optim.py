@@ -5,6 +5,7 @@ Import it by name (`import hfpatch.optim`): `import hfpatch` alone does not load
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -66,10 +67,18 @@ def _tensor_refusal(tensor: Tensor) -> str | None:
 
 def _warn(who: str, reasons: Iterable[str]) -> None:
     listed = "; ".join(f"{n} × {why}" for why, n in Counter(reasons).items())
+    level, frame = 2, sys._getframe(1)
+    # at the user's line: PyTorch wraps `step`, and its schedulers wrap that once more
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
     warnings.warn(
         f"`hfpatch.optim.{who}` hands over to PyTorch's own implementation: {listed}",
-        stacklevel=4,
+        stacklevel=level,
     )
+
+
+def _is_inside(module: str) -> bool:
+    return module == __name__ or module.split(".")[0] == "torch"
 
 
 class _Bucket:
@@ -108,10 +117,14 @@ class AdamW(torch.optim.AdamW):
     A subclass with the same constructor, state and `state_dict`, so checkpoints go both ways. The
     formula is the same, in fp32 whatever the dtypes, each result rounded once (as
     ``torch.optim.AdamW(fused=True)`` has it); of fp16 and bf16 parameters the moments have that
-    dtype, as PyTorch's do. Without a kernel for them, parameters are handed over to PyTorch's own
-    implementation, with one warning per optimizer: other dtypes (fp64, complex), tensor subclasses
-    (DTensor), layouts with gaps or with a gradient laid out otherwise, ``differentiable=True``, a
-    device or machine without our kernels. Sparse gradients are an error, as in PyTorch.
+    dtype, as PyTorch's do. The default ``eps`` is zero in fp16, where PyTorch's unfused formula
+    divides by it when a second moment is zero too, and the parameter becomes infinite; here, as
+    with ``fused=True``, it stays what it is.
+
+    Without a kernel for them, parameters are handed over to PyTorch's own implementation, with one
+    warning per optimizer: other dtypes (fp64, complex), tensor subclasses (DTensor), layouts with
+    gaps or with a gradient laid out otherwise, ``differentiable=True``, a device or machine without
+    our kernels. Sparse gradients are an error, as in PyTorch.
 
     ``fused=True`` keeps its meaning for `torch.amp.GradScaler` (gradients are unscaled, and a step
     with infinities is passed over, on the device; here the gradients themselves stay scaled), and

@@ -22,7 +22,7 @@ class Swap:
     """One module whose forward a kernel takes over.
 
     `max_abs_error` and `max_rel_error` are the probe's, in the model's own dtypes: kernel against
-    original, relative to each row's largest value; 0 without `verify`.
+    original, relative to each row's largest value; 0 without `verify`. `mode` is that of the apply.
     """
 
     path: str
@@ -34,6 +34,7 @@ class Swap:
     devices: tuple[str, ...]
     max_abs_error: float
     max_rel_error: float
+    mode: str = "inference"
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ class Skip:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The decisions for one model. `print(plan)` shows them as a table."""
+    """The decisions for one model. Printed, or bare in a REPL, it is a table.
+
+    `mode` is the argument; in `status`, "mixed" where the swaps have several.
+    """
 
     model: str
     mode: str
@@ -61,6 +65,8 @@ class Plan:
         from hfpatch.report import as_text
 
         return as_text(self, applied=False)
+
+    __repr__ = __str__
 
     def to_json(self, indent: int | None = 2) -> str:
         """Settings, versions, every swap and skip, as JSON."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,15 +57,10 @@ def _make_plan(
     roots: Sequence[tuple[str, nn.Module]], name: str, settings: Settings
 ) -> tuple[Plan, list[Prepared]]:
     draft = _Draft(settings)
-    sites = [
-        site for prefix, root in roots for site in sites_of(prefix, root, settings.assume_device)
-    ]
+    sites, other_names = _sites(roots, settings)
     for pattern in (*(settings.include or ()), *settings.exclude):
-        if not any(matches((pattern,), s.path, class_of(s.module).__name__) for s in sites):
-            raise ValueError(
-                f"pattern {pattern!r} in `include`/`exclude` matches no module path or class name "
-                f"of {name}"
-            )
+        if not _matching(pattern, sites):
+            raise ValueError(_no_match(pattern, name, sites, other_names))
     ranked: list[tuple[int, Site, list[Family]]] = []
     for site in sites:
         families = registry.nominating(site.module)
@@ -73,6 +69,7 @@ def _make_plan(
     for _, site, families in sorted(ranked, key=lambda r: r[0]):
         if id(site.module) not in draft.covered:
             _decide(draft, site, families)
+    settings.sources.notes += _pattern_notes(draft, sites, [site for _, site, _ in ranked])
     if (note := kernelized.note(m for _, root in roots for m in root.modules())) is not None:
         settings.sources.notes.append(note)
     order_of = {site.path: i for i, site in enumerate(sites)}
@@ -87,6 +84,73 @@ def _make_plan(
         tuple(settings.sources.notes),
     )
     return plan, draft.prepared
+
+
+def _sites(
+    roots: Sequence[tuple[str, nn.Module]], settings: Settings
+) -> tuple[list[Site], dict[str, str]]:
+    """Each module once, by the first of its paths; and that path by every other one.
+
+    Components of a pipeline may be one module, or share some.
+    """
+    first: dict[int, Site] = {}
+    other_names: dict[str, str] = {}
+    for prefix, root in roots:
+        for site in sites_of(prefix, root, settings.assume_device):
+            known = first.setdefault(id(site.module), site)
+            if known is not site:
+                other_names[site.path] = known.path
+    return list(first.values()), other_names
+
+
+def _matching(pattern: str, sites: Sequence[Site]) -> list[Site]:
+    return [s for s in sites if matches((pattern,), s.path, class_of(s.module).__name__)]
+
+
+def _no_match(pattern: str, name: str, sites: Sequence[Site], other_names: dict[str, str]) -> str:
+    for path, first in other_names.items():
+        if matches((pattern,), path, ""):
+            return (
+                f"pattern {pattern!r} in `include`/`exclude` matches no module by its first path: "
+                f"`{path}` is `{first}` once more; write that"
+            )
+    names = dict.fromkeys(n for s in sites for n in (s.path, class_of(s.module).__name__) if n)
+    near = difflib.get_close_matches(pattern, names, 3, 0.0)
+    return (
+        f"pattern {pattern!r} in `include`/`exclude` matches no module path or class name of "
+        f"{name}; the nearest are {', '.join(f'`{n}`' for n in near)}"
+    )
+
+
+def _pattern_notes(
+    draft: _Draft, sites: Sequence[Site], nominated: Sequence[Site]
+) -> Iterator[str]:
+    """What to say of patterns that select nothing, as those that name a module for its children."""
+    settings = draft.settings
+    if settings.include == ():
+        yield "`include` is empty, so nothing is swapped"
+    decided = draft.covered | {id(p.module) for p in draft.prepared}
+    paths = {skip.path for skip in draft.skips}
+    decided |= {id(site.module) for site in sites if site.path in paths}
+    for argument in ("include", "exclude"):
+        for pattern in getattr(settings, argument) or ():
+            matched = _matching(pattern, sites)
+            if any(id(site.module) in decided for site in matched):
+                continue
+            names = ", ".join(dict.fromkeys(class_of(s.module).__name__ for s in matched))
+            said = f"{pattern!r} in `{argument}` matches {names}, which hfpatch has no kernel for"
+            inside = next(
+                (
+                    f"{site.path}.*".removeprefix(".")
+                    for site in matched
+                    if any(n.path.startswith(f"{site.path}.".lstrip(".")) for n in nominated)
+                ),
+                None,
+            )
+            if inside is not None:
+                yield f"{said}; for the modules inside write {inside!r}"
+            elif argument == "include":
+                yield said
 
 
 def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
@@ -123,7 +187,8 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
                 raise PatchError(f"`{path}` ({class_name}): {why}") from e
             outcome = probe.Refusal("rejected", why)
         if isinstance(outcome, Prepared):
-            draft.prepared.append(outcome)
+            swap = replace(outcome.swap, mode=settings.mode)
+            draft.prepared.append(replace(outcome, swap=swap))
             draft.covered.update(id(m) for m in subject.covers())
             return
         if outcome.kind == "rejected" and settings.strict:

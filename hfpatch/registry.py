@@ -45,7 +45,7 @@ def register(
     op: str | None = None,
     kernel: Callable[..., Tensor] | None = None,
     name: str | None = None,
-    devices: Iterable[str] | None = None,
+    devices: str | Iterable[str] | None = None,
     differentiable: bool = False,
 ) -> Registration:
     """Teach hfpatch a class or a kernel. Three forms:
@@ -69,7 +69,8 @@ def register(
         op: the op a kernel is for.
         kernel: the function.
         name: the name by which ``kernels=`` finds the kernel.
-        devices: device types the kernel has code for, e.g. ``("cuda",)``; default: any.
+        devices: device types the kernel has code for, ``"cuda"`` or ``("cpu", "cuda")``; default:
+            any.
         differentiable: whether autograd works through the kernel or the forward, which
             ``mode="training"`` needs.
 
@@ -77,19 +78,23 @@ def register(
         a handle; ``.remove()`` undoes the registration.
 
     Raises:
-        ValueError: an unknown op or family, or arguments that belong to different forms.
-        TypeError: `kernel` or `forward` is not callable.
+        ValueError: an unknown op, family or device type, or arguments that belong to different
+            forms.
+        TypeError: `kernel` or `forward` is not callable, or `class_name`, `name` or `devices` are
+            no strings.
     """
     if op is not None or kernel is not None:
         others = (class_name, family, forward, sample)
         if op is None or kernel is None or name is None or any(o is not None for o in others):
             raise ValueError("a kernel is registered by `op=`, `kernel=` and `name=` together")
-        added = sources.register_kernel(
-            op, kernel, name, frozenset(devices) if devices is not None else None, differentiable
-        )
+        if not isinstance(name, str):
+            raise TypeError(f"`name` must be a str, got {name!r}")
+        added = sources.register_kernel(op, kernel, name, _device_types(devices), differentiable)
         return Registration(lambda: sources.unregister_kernel(added))
     if class_name is None:
         raise ValueError("`register` needs a `class_name` pattern, or `op=` and `kernel=`")
+    if not isinstance(class_name, str | re.Pattern):
+        raise TypeError(f"`class_name` must be a regular expression, a str, got {class_name!r}")
     try:
         pattern = re.compile(class_name)
     except re.error as e:
@@ -116,6 +121,21 @@ def register(
         row = _Nomination(pattern, families[family])
     _rows.append(row)
     return Registration(lambda: _rows.remove(row) if row in _rows else None)
+
+
+def _device_types(devices: Any) -> frozenset[str] | None:
+    if devices is None:
+        return None
+    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
+    types = tuple(devices) if listed else (devices,)
+    for one in types:
+        if not isinstance(one, str):
+            raise TypeError(f"`devices` must be device types such as 'cuda', got {one!r}")
+        if one not in ("cpu", "cuda"):
+            raise ValueError(f"`devices` must be of 'cpu' and 'cuda', got {one!r}")
+    if not types:
+        raise ValueError("`devices` is empty; None stands for any device")
+    return frozenset(types)
 
 
 def own_families() -> tuple[Family, ...]:

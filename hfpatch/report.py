@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from hfpatch.plan import Plan, Skip, Swap
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """The outcome of `apply` or `status`. `print(report)` shows a table; notebooks show HTML."""
+    """The outcome of `apply` or `status`. Printed, or bare in a REPL, it is a table; in a notebook
+    HTML."""
 
     plan: Plan
     applied: bool = True
@@ -36,6 +37,8 @@ class Report:
 
     def __str__(self) -> str:
         return as_text(self.plan, self.applied)
+
+    __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: settings, versions, every swap and skip."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,8 @@ def check_settings(
     kernels: Any,
     include: Any,
     exclude: Any,
-    verify: bool,
-    strict: bool,
+    verify: Any,
+    strict: Any,
     hub: Any = None,
 ) -> Settings:
     """Settings from the raw arguments.
@@ -45,27 +45,40 @@ def check_settings(
     """
     if mode not in MODES:
         raise ValueError(f"`mode` must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    for name, value in (("verify", verify), ("strict", strict)):
+        if not isinstance(value, bool):
+            raise TypeError(f"`{name}` must be a bool, got {value!r}")
     return Settings(
         Sources.parse(kernels, strict, hub),
         mode,
         None if include is None else _patterns("include", include),
         () if exclude is None else _patterns("exclude", exclude),
-        bool(verify),
-        bool(strict),
+        verify,
+        strict,
     )
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        return (value,)
+    listed = isinstance(value, Iterable) and not isinstance(value, bytes | Mapping | type)
+    patterns = tuple(value) if listed else (value,)
     for p in patterns:
         if not isinstance(p, str):
+            named = f"a class: write its name, {p.__name__!r}" if isinstance(p, type) else repr(p)
             raise TypeError(
                 f"`{name}` must be a glob or a sequence of globs over module paths and class "
-                f"names, got an item of type {type(p).__name__}"
+                f"names, got {named}"
             )
     return patterns
 
 
 def matches(patterns: Sequence[str], path: str, class_name: str) -> bool:
-    """Whether one of the globs matches a module's path or the name of its class."""
-    return any(fnmatch.fnmatchcase(path, p) or fnmatch.fnmatchcase(class_name, p) for p in patterns)
+    """Whether one of the globs matches a module's path or the name of its class.
+
+    A path also matches without the `_orig_mod` that `torch.compile` puts into it.
+    """
+    names = {path, class_name}
+    if "_orig_mod" in path:
+        names.add(".".join(part for part in path.split(".") if part != "_orig_mod"))
+    return any(fnmatch.fnmatchcase(name, p) for name in names for p in patterns)

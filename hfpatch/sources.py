@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hfpatch.choices import RESERVED, Choices, Source, require_op
-from hfpatch.config import read_defaults
+from hfpatch.config import check_kernel_variables, read_defaults
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
@@ -132,6 +133,7 @@ def reference_kernel(op: str) -> Kernel:
 
 
 _registered: dict[str, Kernel] = {}
+_registrations = itertools.count()  # each is proven afresh: other devices, a function as changed
 
 
 def register_kernel(
@@ -154,7 +156,7 @@ def register_kernel(
         op,
         fn,
         name,
-        f"{fn.__module__}.{getattr(fn, '__qualname__', name)}#{id(fn)}",
+        f"{fn.__module__}.{getattr(fn, '__qualname__', name)}#{next(_registrations)}",
         devices=devices,
         differentiable=differentiable,
     )
@@ -206,12 +208,14 @@ def local_package(root: Path | None = None) -> KernelPackage:
 
     Raises:
         KernelLoadError: nothing was built, nothing fits this system, or the files are damaged.
+        ValueError: an environment variable that they read means nothing.
     """
     return _load_local(root or LOCAL_BUILD)
 
 
 @cache
 def _load_local(root: Path) -> KernelPackage:
+    check_kernel_variables()
     reason_file = root / "REASON.json"
     if not (root / "build").is_dir():
         reason = "it was not built"

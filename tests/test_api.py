@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import inspect
 import json
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,7 +74,14 @@ def test_not_a_module(bad: object) -> None:
         ({"kernels": "org/kernels@main"}, ValueError, "not a pinned Hub kernel"),
         ({"kernels": "org/kernels"}, ValueError, "not a pinned Hub kernel"),
         ({"include": "nothing.*"}, ValueError, "'nothing.*' in `include`/`exclude` matches no"),
-        ({"exclude": ["ln", 3]}, TypeError, "`exclude` must be a glob"),
+        ({"exclude": ["ln", 3]}, TypeError, "`exclude` must be a glob.*, got 3"),
+        ({"include": 5}, TypeError, "`include` must be a glob or a sequence of globs.*, got 5"),
+        ({"include": LlamaRMSNorm}, TypeError, "a class: write its name, 'LlamaRMSNorm'"),
+        ({"include": {"ln": 1}}, TypeError, "`include` must be a glob"),
+        ({"include": "llamarmsnorm"}, ValueError, "the nearest are .*`LlamaRMSNorm`"),
+        ({"verify": "no"}, TypeError, "`verify` must be a bool, got 'no'"),
+        ({"strict": 1}, TypeError, "`strict` must be a bool, got 1"),
+        ({"kernels": b"local"}, TypeError, "must be a source name.*got bytes"),
     ],
 )
 def test_bad_arguments_leave_the_model_alone(
@@ -100,6 +109,43 @@ def test_include_exclude_and_replanning() -> None:
     hfpatch.apply(model)
     assert len(hfpatch.status(model).swaps) == 3
     assert hfpatch.restore(model) == 3 and hfpatch.restore(model) == 0
+
+
+def test_patterns_that_select_nothing_are_said() -> None:
+    model = nn.Sequential(randomized(), nn.Linear(64, 64))
+    for pattern, note in (
+        ("0", "'0' in `include` matches Block, which.*no kernel for; .*inside write '0.*'"),
+        ("Block", "'Block' in `include` matches Block, .*inside write '0.*'"),
+        ("", "'' in `include` matches Sequential, which .*inside write '[*]'"),
+        ("1", "'1' in `include` matches Linear, which hfpatch has no kernel for"),
+        ([], "`include` is empty, so nothing is swapped"),
+    ):
+        report = hfpatch.apply(model, include=pattern)
+        (found,) = report.notes
+        assert not report.swaps and fnmatch.fnmatchcase(found, note.replace(".*", "*"))
+    (found,) = hfpatch.apply(model, include=["LlamaRMSNorm", "1"]).notes
+    assert "Linear" in found
+    report = hfpatch.apply(model, exclude=["0", "1"])
+    (found,) = report.notes  # what is inside of `0` is swapped; `1` has nothing to leave out
+    assert len(report.swaps) == 3 and found.startswith("'0' in `exclude`") and "'0.*'" in found
+    assert not hfpatch.apply(model, exclude="0.*").notes
+
+
+def test_what_a_wider_swap_covers_is_selected_by_a_pattern() -> None:
+    model = zoo.ENTRIES["llama"].build(torch.float32)
+    report = hfpatch.apply(model, include=["LlamaMLP", "SiLU*"])
+    assert {s.class_name for s in report.swaps} == {"LlamaMLP"} and not report.notes
+
+
+def test_patterns_of_a_compiled_model_need_no_orig_mod() -> None:
+    model = torch.compile(randomized(), backend="eager")
+    pipe = SimpleNamespace(components={"unet": model})
+    for target, prefix in ((model, ""), (pipe, "unet.")):
+        for middle in ("", "_orig_mod."):
+            report = hfpatch.apply(target, include=f"{prefix}{middle}first")
+            assert [s.path for s in report.swaps] == [f"{prefix}_orig_mod.first"]
+    with pytest.raises(ValueError, match=r"the nearest are .*`_orig_mod.second`"):
+        hfpatch.apply(model, include="zecond")
 
 
 def test_idempotent() -> None:
@@ -144,6 +190,33 @@ def test_calls_outside_the_contract_go_to_the_original() -> None:
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
         wide(x)
+
+
+def test_a_dtype_without_a_kernel_is_said_as_that() -> None:
+    forget_proofs()
+    model = randomized()
+    hfpatch.apply(model)
+    with pytest.warns(RuntimeWarning) as caught:
+        model.double()(torch.randn(2, 64, dtype=torch.float64))
+    said = {str(w.message) for w in caught if "was called with" in str(w.message)}
+    assert len(said) == 2 and all(
+        m.endswith("there is no kernel for float64, only for float32, float16, bfloat16")
+        for m in said
+    )
+
+
+@pytest.mark.parametrize("name", ["HFPATCH_SIMD", "HFPATCH_PYTHON_CALLS"])
+def test_variables_that_the_kernels_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, good = randomized(), {"HFPATCH_SIMD": "baseline", "HFPATCH_PYTHON_CALLS": "1"}[name]
+    for value in ("", good):
+        monkeypatch.setenv(name, value)
+        assert len(hfpatch.plan(model).swaps) == 3
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ValueError, match=f"{name} is 'x'; expected `.*{good}`.*, or nothing"):
+        hfpatch.apply(model)
+    code = "from hfpatch.sources import local_package; local_package()"  # as optimizers load them
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"ValueError: {name} is 'x'" in done.stderr
 
 
 def test_keyword_and_wrong_calls_behave_as_the_original() -> None:
@@ -507,11 +580,42 @@ def test_registering_a_class_for_a_family() -> None:
         ({"op": "silu", "kernel": print, "name": "a", "sample": print}, "together"),
         ({"class_name": "X", "family": "norm", "sample": print}, "`sample=` belongs to"),
         ({"class_name": "X", "family": "norm", "name": "a"}, "belong to a kernel"),
+        ({"op": "silu", "kernel": print, "name": "a", "devices": "cuda:0"}, "got 'cuda:0'"),
+        ({"op": "silu", "kernel": print, "name": "a", "devices": []}, "`devices` is empty"),
     ],
 )
 def test_bad_registrations(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hfpatch.register(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"class_name": 5, "family": "norm"}, "`class_name` must be a regular expression.*got 5"),
+        ({"op": "silu", "kernel": print, "name": 5}, "`name` must be a str, got 5"),
+        ({"op": "silu", "kernel": print, "name": "a", "devices": 0}, "`devices` must be.*got 0"),
+        ({"op": "silu", "kernel": print, "name": "a", "devices": [0]}, "`devices` must be.*got 0"),
+        ({"op": "silu", "kernel": 5, "name": "a"}, "`kernel` for op `silu` must be callable"),
+    ],
+)
+def test_registrations_of_other_types(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        hfpatch.register(**arguments)  # type: ignore[arg-type]
+
+
+def test_one_device_of_a_users_kernel_may_be_a_str() -> None:
+    from hfpatch.ops.rms_norm import rms_norm
+
+    model = randomized()
+    for devices in ("cpu", ["cpu"], {"cpu", "cuda"}):
+        handle = hfpatch.register(op="rms_norm", kernel=rms_norm, name="mine", devices=devices)
+        assert len(hfpatch.plan(model, kernels={"rms_norm": "mine"}).swaps) == 3
+        handle.remove()
+    handle = hfpatch.register(op="rms_norm", kernel=rms_norm, name="mine", devices="cuda")
+    (reason,) = {s.reason for s in hfpatch.plan(model, kernels={"rms_norm": "mine"}).skips}
+    handle.remove()
+    assert reason == "kernel `mine` has no code for cpu"
 
 
 # ------------------------------------------------------------------------------ report, import
@@ -541,6 +645,14 @@ def test_report_as_table_json_and_html() -> None:
     markup = report._repr_html_()
     assert markup.count("<table>") == 2 and "LayerNorm" in markup
     assert str(hfpatch.plan(model)).splitlines()[0].endswith("s")
+
+
+def test_bare_in_a_repl_they_are_the_table() -> None:
+    model = randomized()
+    plan, report = hfpatch.plan(model), hfpatch.apply(model)
+    assert repr(plan) == str(plan) and repr(report) == str(report)
+    assert "3 swapped" in repr(report) and len(repr(report)) < 2000
+    assert copy.deepcopy(report) == report and report != hfpatch.plan(model)
 
 
 def test_import_is_light() -> None:

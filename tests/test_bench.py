@@ -196,6 +196,9 @@ def test_a_row_that_fails_does_not_take_the_others_along(
         (["opps"], "suite `opps`: expected one of ops, host"),
         (["--page"], "--page: no benchmarks/results in"),
         (["--op", "nothing"], "--op nothing: no such op"),
+        (["--check"], "--check belongs to --page: write `hfpatch bench --page --check`"),
+        (["host", "--op", "silu"], "--op is a filter of the suite `ops`; `host` has none"),
+        (["ops", "host", "--dtype", "float32"], "--dtype is a filter of the suite `ops`"),
     ],
 )
 def test_bad_arguments(
@@ -211,6 +214,19 @@ def test_bad_arguments(
     assert cli.main(["bench", "--device", "cpu", *arguments]) == 2
     torch.set_num_threads(threads)
     assert message in capsys.readouterr().err
+
+
+def test_a_filter_selects_the_suite_that_has_it(
+    kernels_module: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    list_ = ["bench", "--device", "cpu", "--list"]
+    assert cli.main([*list_, "--op", "silu", "--shape", "4x64"]) == 0
+    filtered = capsys.readouterr().out
+    assert "silu 4x64" in filtered and "host time" not in filtered
+    assert cli.main(list_) == 0
+    torch.set_num_threads(threads)
+    assert "host time of each op" in capsys.readouterr().out
 
 
 def test_page_of_attention_kernels(tmp_path: Path) -> None:

@@ -104,6 +104,50 @@ def test_apply_check_with_weights_and_without(
         assert 0 <= result["relative difference"] < 1e-4
 
 
+def test_apply_check_of_a_file(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights are those beside it; where there are none, that is said."""
+    config = llama / "config.json"
+    assert cli.main(["apply-check", str(config), "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["swapped"] == 7 and result["restored"]
+    config.rename(llama / "mine.json")
+    assert cli.main(["apply-check", str(llama / "mine.json"), "--random-weights", "--json"]) == 0
+    capsys.readouterr()
+    assert cli.main(["apply-check", str(llama / "mine.json")]) == 2
+    assert "mine.json` has no weights: name the folder that has them, or add --random-weights" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_part_of_a_model_index(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for model in (pipeline, pipeline / "model_index.json"):
+        assert cli.main(["plan", str(model), "--subfolder", "transformer", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["swaps"])
+    assert found[0] == found[1] != []
+    one = str(pipeline / "transformer" / "config.json")
+    assert cli.main(["plan", one, "--subfolder", "transformer"]) == 2
+    assert "is one model; a part is taken of a pipeline's folder" in capsys.readouterr().err
+
+
+def test_a_hub_that_cannot_be_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that nothing has here is said as that, whatever the Hub answers."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for command in ("plan", "apply-check"):
+        assert cli.main([command, "missing"]) == 2
+        error = capsys.readouterr().err
+        assert "`missing` is no file or folder here, and the Hub could not be asked: " in error
+    assert cli.main(["plan", "my model"]) == 2
+    assert "`my model` is no file or folder here, and no model of the Hub" in (
+        capsys.readouterr().err
+    )
+
+
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env"]) == 0
     text = capsys.readouterr().out
@@ -116,7 +160,11 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "{}/nothing.json"], "nothing.json"),
+        (["plan", "{}/nothing.json"], "nothing.json`: no such file or folder"),
+        (["plan", "{}/missing"], "missing`: no such file or folder"),
+        (["plan", "./missing"], "`./missing`: no such file or folder"),
+        (["plan", "some/folder/missing"], "`some/folder/missing`: no such file or folder"),
+        (["plan", "missing.json"], "`missing.json`: no such file or folder"),
         (["plan", "{}"], "has neither a config.json nor a model_index.json"),
         (["plan", "{}/bad"], "names no class of this transformers version"),
         (["plan", "{}/vae"], "is not a diffusers model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -208,6 +209,35 @@ def test_subcommands_and_make_targets_exist() -> None:
     everything = "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
     for target in set(re.findall(r"(?:`|^)make ([a-z]+)", everything, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_make_help_lists_every_target_and_variable() -> None:
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory", "help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE)) - {"help"}
+    variables = set(re.findall(r"\b([A-Z_]+) \?=", makefile))
+    listed = set(re.findall(r"^make (\w+)|^([A-Z_]+) ", done.stdout, re.MULTILINE))
+    assert {name for pair in listed for name in pair if name} == targets | variables
+
+
+def test_the_design_names_every_module() -> None:
+    text = section((ROOT / "docs" / "design.md").read_text(encoding="utf-8"), "Layout")
+    here = {p.name for p in (ROOT / "hfpatch").glob("*.py") if not p.name.startswith("__")}
+    assert {name for name in here if name not in text} == set()
+
+
+def test_the_changelog_has_its_form() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#{2,} .*", text, re.MULTILINE)
+    release = r"## \[Unreleased\]|## \[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d"
+    kind = "### (Added|Changed|Deprecated|Removed|Fixed|Security)"
+    assert not [h for h in headings if not re.fullmatch(f"{release}|{kind}", h)]
+    assert headings[0].startswith("## ")
 
 
 def test_environment_variables_are_those_of_the_code() -> None:

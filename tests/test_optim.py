@@ -246,6 +246,34 @@ def test_clip_hands_over_other_norms() -> None:
     assert optim.clip_grad_norm_([], 1.0).item() == 0
 
 
+def test_warnings_point_at_the_users_line() -> None:
+    (p,) = params = [nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    p.grad = torch.ones_like(p)
+    bare, scheduled = optim.AdamW(params), optim.AdamW(params)
+    torch.optim.lr_scheduler.ConstantLR(scheduled)
+    for call in (
+        lambda: optim.clip_grad_norm_(params, 1.0),
+        lambda: bare.step(),
+        lambda: scheduled.step(),
+    ):
+        with pytest.warns(UserWarning, match="hands over") as caught:
+            call()
+        assert [w.filename for w in caught if "hands over" in str(w.message)] == [__file__]
+
+
+def test_fp16_does_not_divide_by_zero() -> None:
+    """A default `eps` and small second moments are zero in fp16: PyTorch's unfused step is inf."""
+    found = []
+    for make, hyper in ((optim.AdamW, {}), (torch.optim.AdamW, {"fused": True})):
+        p = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        optimizer = make([p], lr=1e-2, **hyper)
+        for _ in range(3):
+            p.grad = torch.tensor([1e-3, 1e-4, 0.0], dtype=torch.float16)
+            optimizer.step()
+        found.append(p.detach())
+    assert found[0].isfinite().all() and torch.equal(*found)
+
+
 def test_closure_hooks_and_pickle() -> None:
     (p,) = params = [nn.Parameter(torch.ones(3))]
     optimizer = optim.AdamW(params)

@@ -20,7 +20,12 @@ def add_parser(commands: Any) -> None:
         description="GPU time by CUDA-graph replay (cold: buffers rotate past the L2 cache; warm: "
         "one buffer), host time apart; on the CPU wall time. Peers run in turns in one process.",
     )
-    parser.add_argument("suites", nargs="*", metavar="suite", help=f"{', '.join(SUITES)}; both")
+    parser.add_argument(
+        "suites",
+        nargs="*",
+        metavar="suite",
+        help=f"{', '.join(SUITES)}; default: both, with a filter `ops`",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--op", action="append", metavar="GLOB", help="repeatable")
     parser.add_argument("--shape", action="append", metavar="4x1024x2048", help="repeatable")
@@ -60,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an argument that cannot be; says what can.
         KernelLoadError: no compiled kernels.
     """
+    if args.check and not args.page:
+        raise ValueError("--check belongs to --page: write `hfpatch bench --page --check`")
     if args.page:
         from hfpatch.bench.page import update
 
@@ -67,7 +74,13 @@ def run(args: argparse.Namespace) -> int:
     unknown = sorted(set(args.suites) - set(SUITES))
     if unknown:
         raise ValueError(f"suite `{unknown[0]}`: expected one of {', '.join(SUITES)}")
-    suites = [s for s in SUITES if s in args.suites] or list(SUITES)
+    filters = [name for name in ("op", "shape", "dtype", "peer") if getattr(args, name)]
+    if filters and "host" in args.suites:
+        raise ValueError(
+            f"--{filters[0]} is a filter of the suite `ops`; `host` has none, so run it by itself"
+        )
+    every = [s for s in SUITES if s == "ops" or not filters]
+    suites = [s for s in SUITES if s in args.suites] or every
     import torch
     from rich.console import Console
 

@@ -198,7 +198,7 @@ class Contract:
             found = self.table(device).get(key)
             if found is not None:
                 return found
-        why = self._proven.get(unit) or "its kernel was not proven for that"
+        why = self._proven.get(unit) or _unproven(key)
         self._warn_once(
             f"{self.name} was called with {_describe(key)} on {device}; such calls use the "
             f"original forward: {why}"
@@ -252,6 +252,15 @@ class Contract:
 
 def _describe(key: Any) -> str:
     return str(Combo(*key)) if isinstance(key, tuple) else str(key)
+
+
+def _unproven(key: Any) -> str:
+    """Why the tables have no entry for dtypes, where nothing failed."""
+    without = [t for t in key if not supported(t)] if isinstance(key, tuple) else []
+    if without:
+        names = ", ".join(str(t).removeprefix("torch.") for t in KERNEL_DTYPES)
+        return f"there is no kernel for {str(without[0]).removeprefix('torch.')}, only for {names}"
+    return "its kernel was not proven for that"
 
 
 _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
