@@ -13,13 +13,11 @@ __device__ __forceinline__ void copy_later(uint4 *to, const void *from) {
                : "memory");
 }
 
-// As a predicated instruction: a branch would have the compiler compute in it again what it can.
-__device__ __forceinline__ void copy_later_if(bool yes, uint4 *to, const void *from) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n"
-      "@p cp.async.cg.shared.global [%1], [%2], 16;\n}" ::"r"(static_cast<uint32_t>(yes)),
-      "r"(shared_address(to)), "l"(from)
-      : "memory");
+// bytes: how many of the 16 are read, 16 or 0; the others become 0.
+__device__ __forceinline__ void copy_later(uint4 *to, const void *from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(bytes)
+               : "memory");
 }
 
 // The copies since the last call are a group.

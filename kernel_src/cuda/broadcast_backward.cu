@@ -2,20 +2,22 @@
 // same for many rows: see BroadcastBackwardArgs. hfp_mul_add_backward, hfp_add_gelu_backward and
 // hfp_add_silu_backward on CUDA.
 //
-// One pass over x and grad. A CTA has a part of the rows of one sum, and up to kThreads vectors of
-// their columns; a thread has one vector of columns, keeps the sums of its rows in registers, and
-// asks for its next rows before it computes the present one. With parts > 1 these sums are a row of
-// `partials`, which a second, small launch adds up (partial_sums.cu). Little work is one launch, of
-// CTAs that have all rows of a few columns, and leaves `partials` as it is. No atomics, and the number
-// of CTAs depends on the shape only: same input, same bits.
+// One pass over x and grad. A CTA has a part of the rows of one sum, and up to kLanes vectors of their
+// columns, in groups of threads that have other rows each; a thread has one vector of columns, keeps
+// the sums of its rows in registers, and asks for its next rows before it computes the present one.
+// With parts > 1 the groups' sums together are a row of `partials`, which a second, small launch adds
+// up (partial_sums.cu). Little work is one launch, of CTAs that have all rows of a few columns, and
+// leaves `partials` as it is. No atomics, and the number of CTAs depends on the shape only: same input,
+// same bits.
 #include "activations_grad.cuh"
+#include "ordered.cuh"
 #include "partial_sums.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of a CTA, where rows are not at one distance
 constexpr int64_t kMaxPlainRows = int64_t{1} << 30;  // they are counted in 32 bits
 constexpr char kOp[] = "broadcast_backward";
 
@@ -36,11 +38,13 @@ struct BackwardParams {
 
 // ---------------------------------------------------------------------------------------------
 // Functions: F::apply(grad, x, param, first, second) leaves dx in grad and adds to the kSums sums, the
-// last of which is `second`. kMostRows: of one sum in one launch, where there are kFewSumCtas. kAhead,
-// kCtas: rows that a thread has on their way, where rows are at one distance, and CTAs on an SM.
+// last of which is `second`. kMostRows: of one sum in one launch, where there are kFewSumCtas. The
+// others count where rows are at one distance: threads of a CTA, most of them on one row, rows that a
+// thread has on their way, and CTAs on an SM.
 
 struct MulAdd {
   static constexpr int kSums = 2, kMostRows = kMulAddSumRows;
+  static constexpr int kThreads = kMulAddThreads, kLanes = kMulAddThreads;
   static constexpr int kAhead = kMulAddAhead, kCtas = kMulAddCtas;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
@@ -58,7 +62,8 @@ struct MulAdd {
 template <int kActivation>
 struct AddActivation {
   static constexpr int kSums = 1, kMostRows = kActivationSumRows;
-  static constexpr int kAhead = kActivationAhead, kCtas = kActivationCtas;
+  static constexpr int kThreads = kActivationThreads, kLanes = kActivationLanes;
+  static constexpr int kAhead = kActivationAhead, kCtas = 1;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
                                                const float (&p)[N], float (&)[N],
@@ -116,16 +121,22 @@ __device__ __forceinline__ void sum_rows(const BackwardParams &p, Held<T, Grad, 
   }
 }
 
-// The same for rows at one distance from each other, with kAhead of them on their way.
-template <class F, int kAhead, class T, int N>
-__device__ __forceinline__ void sum_plain_rows(const BackwardParams &p, const float (&param)[N],
-                                               int r, int step, int64_t row_0, int64_t col,
+// A thread's rows where they are at one distance from each other.
+template <class T>
+struct PlainRows {
+  const T *x, *grad;
+  T *dx;
+  int64_t param;  // where its elements are
+  int left;
+};
+
+// The same for these, with kAhead of them on their way.
+template <class F, int kAhead, int N, class T>
+__device__ __forceinline__ void sum_plain_rows(const BackwardParams &p, const PlainRows<T> &rows,
                                                float (&first)[N], float (&second)[N]) {
-  const int64_t row = row_0 + r * p.inner;
-  const T *x = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
-  const T *grad = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
-  T *dx = static_cast<T *>(p.dx) + row * p.x_rows.cols + col;
-  int left = (static_cast<int>(p.reduced) - r + step - 1) / step;
+  const T *x = rows.x, *grad = rows.grad;
+  T *dx = rows.dx;
+  int left = rows.left;
   Vec<T, N> held_x[kAhead], held_grad[kAhead];
   const auto ask_for = [&](int a) {
     held_x[a].template load<Cache::kStream>(x);
@@ -136,6 +147,8 @@ __device__ __forceinline__ void sum_plain_rows(const BackwardParams &p, const fl
   for (int a = 0; a < kAhead; ++a) {
     if (a < left) ask_for(a);
   }
+  float param[N];
+  load_any(param, p.param, p.param_type, rows.param);
 #pragma unroll 1
   for (; left > 0; left -= kAhead) {
 #pragma unroll
@@ -154,16 +167,22 @@ __device__ __forceinline__ void sum_plain_rows(const BackwardParams &p, const fl
   }
 }
 
-// Where the sums of the CTA belong; null where they are not wanted.
-template <int N>
+// Stores kCount sums of the CTA, of a vector of columns from element `from` on, where they belong; to:
+// null where they are not wanted.
+template <int N, int kCount>
 __device__ __forceinline__ void put_sums(const BackwardParams &p, void *to, bool after_first,
-                                         int64_t unit, int64_t col, const float (&sums)[N]) {
+                                         int64_t unit, int64_t vector, int from,
+                                         const float (&sums)[kCount]) {
   if (to == nullptr) return;
   if (p.parts > 1) {
-    const int64_t at = unit * p.wide + col + (after_first ? p.x_rows.cols : 0);
-    store_as<float>(p.partials, at, sums);
+    float *const row = p.partials + unit * p.wide + (after_first ? p.x_rows.cols : 0);
+    if constexpr (N == 8) {
+      store_half(row, vector, from != 0, p.x_rows.cols, sums);
+    } else {
+      store_as<float>(row, vector * N + from, sums);
+    }
   } else {
-    store_any(to, p.param_type, unit * p.x_rows.cols + col, sums);
+    store_any(to, p.param_type, unit * p.x_rows.cols + vector * N + from, sums);
   }
 }
 
@@ -171,13 +190,12 @@ __device__ __forceinline__ void put_sums(const BackwardParams &p, void *to, bool
 template <class Index>
 struct Place {
   Index unit;
-  int group, lane;
-  int64_t col;
+  int group, first_vector, vector;  // first_vector: of the CTA
   bool active;
 };
 
 // Found again after the rows rather than kept: registers limit how many CTAs fit.
-template <class Index, int N>
+template <class Index>
 __device__ __forceinline__ Place<Index> place_of(const BackwardParams &p) {
   unsigned thread, block;
   asm volatile("mov.u32 %0, %%tid.x;\nmov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
@@ -185,71 +203,89 @@ __device__ __forceinline__ Place<Index> place_of(const BackwardParams &p) {
   const unsigned local = block / static_cast<unsigned>(p.chunks);
   at.unit = static_cast<Index>(p.first_unit) + static_cast<Index>(local);
   at.group = static_cast<int>(thread / static_cast<unsigned>(p.lanes));
-  at.lane = static_cast<int>(thread) - at.group * p.lanes;
-  const int vector = static_cast<int>(block - local * p.chunks) * p.lanes + at.lane;
-  at.col = static_cast<int64_t>(vector) * N;
-  at.active = at.group < p.groups && vector < p.vectors;
+  at.first_vector = static_cast<int>(block - local * p.chunks) * p.lanes;
+  at.vector = at.first_vector + static_cast<int>(thread) - at.group * p.lanes;
+  at.active = at.group < p.groups && at.vector < p.vectors;
   return at;
 }
 
-// F::kCtas where the registers of so many are enough.
-template <class F>
-constexpr int plain_ctas() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  return F::kCtas < 3 ? F::kCtas : 3;
-#else
-  return F::kCtas;
-#endif
-}
+template <class F, bool kPlain>
+inline constexpr int kCtaThreads = kPlain ? F::kThreads : kThreads;
+
+// Bytes of shared memory that broadcast_backward_kernel declares.
+template <class F, int N, bool kPlain>
+inline constexpr int kFixed =
+    kCtaThreads<F, kPlain> * F::kSums * N * static_cast<int>(sizeof(float));
 
 // kPlain: rows are at one distance from each other.
 template <class T, class Grad, class F, int N, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kPlain ? plain_ctas<F>() : 1)
+__global__ void __launch_bounds__(kCtaThreads<F, kPlain>, kPlain ? F::kCtas : 1)
     broadcast_backward_kernel(const __grid_constant__ BackwardParams p) {
-  wait_for_previous();
-  using Index = std::conditional_t<kPlain, int, int64_t>;
   float first[N], second[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
-  {
-    const Place<Index> at = place_of<Index, N>(p);
-    const Index parts = static_cast<Index>(p.parts), sum = at.unit / parts;
-    const Index r = (at.unit - sum * parts) * p.groups + at.group, step = parts * p.groups;
+  if constexpr (kPlain) {
+    const Place<int> at = place_of<int>(p);
+    const unsigned unit = at.unit, parts = static_cast<unsigned>(p.parts), sum = unit / parts;
+    const unsigned outer = sum / static_cast<unsigned>(p.inner);
+    const int64_t inner = sum - outer * p.inner, row_0 = outer * p.reduced * p.inner + inner;
+    const int r = static_cast<int>(unit - sum * parts) * p.groups + at.group;
+    const int step = static_cast<int>(parts) * p.groups;
+    const int64_t row = row_0 + r * p.inner, col = static_cast<int64_t>(at.vector) * N;
+    PlainRows<T> rows;
+    rows.x = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
+    rows.grad = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
+    rows.dx = static_cast<T *>(p.dx) + row * p.x_rows.cols + col;
+    rows.param = row_offset(p.param_rows, row_0) + col;
+    rows.left = at.active ? (static_cast<int>(p.reduced) - r + step - 1) / step : 0;
+    settle(rows.x, rows.grad, rows.dx, rows.param);
+    wait_for_previous();
+    if (rows.left > 0) sum_plain_rows<F, F::kAhead>(p, rows, first, second);
+  } else {
+    wait_for_previous();
+    const Place<int64_t> at = place_of<int64_t>(p);
+    const int64_t sum = at.unit / p.parts, step = p.parts * p.groups;
+    const int64_t r = (at.unit - sum * p.parts) * p.groups + at.group;
     const int64_t outer = sum / p.inner, inner = sum - outer * p.inner;
     const int64_t row_0 = outer * p.reduced * p.inner + inner;
+    const int64_t col = static_cast<int64_t>(at.vector) * N;
     if (at.active && r < p.reduced) {
       float param[N];
-      load_any(param, p.param, p.param_type, row_offset(p.param_rows, row_0) + at.col);
-      if constexpr (kPlain) {
-        sum_plain_rows<F, F::kAhead, T>(p, param, r, step, row_0, at.col, first, second);
-      } else {
-        Held<T, Grad, N> now;
-        now.load_row(p, row_0 + r * p.inner, at.col);
-        sum_rows<F>(p, now, param, r, step, row_0, at.col, first, second);
-      }
+      load_any(param, p.param, p.param_type, row_offset(p.param_rows, row_0) + col);
+      Held<T, Grad, N> now;
+      now.load_row(p, row_0 + r * p.inner, col);
+      sum_rows<F>(p, now, param, r, step, row_0, col, first, second);
     }
   }
 
-  const Place<Index> at = place_of<Index, N>(p);
-  if (p.groups > 1) {  // the same for the whole grid: the barrier is safe
-    __shared__ __align__(16) float all[F::kSums][kThreads * N];
-    if constexpr (F::kSums == 2) store_as<float>(all[0], threadIdx.x * N, first);
-    store_as<float>(all[F::kSums - 1], threadIdx.x * N, second);
-    __syncthreads();
-    if (at.group > 0 || !at.active) return;
-    for (int other = 1; other < p.groups; ++other) {
-      const int from = (other * p.lanes + at.lane) * N;
+  // By pieces of kCount columns, each of which one thread adds up over the groups.
+  constexpr int kCount = N < 4 ? N : 4, kOfVector = N / kCount, kPieces = F::kSums * kOfVector;
+  __shared__ __align__(16) float all[kPieces][kCtaThreads<F, kPlain> * kCount];
+  const auto share = [&](int piece, const float (&sums)[N]) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if constexpr (F::kSums == 2) first[i] += all[0][from + i];
-        second[i] += all[F::kSums - 1][from + i];
-      }
+    for (int i = 0; i < N; ++i) {
+      all[piece + i / kCount][threadIdx.x * kCount + i % kCount] = sums[i];
     }
-  } else if (!at.active) {
-    return;
+  };
+  if constexpr (F::kSums == 2) share(0, first);
+  share(kPieces - kOfVector, second);
+  __syncthreads();
+  using Index = std::conditional_t<kPlain, int, int64_t>;
+  const Place<Index> at = place_of<Index>(p);
+  for (int e = threadIdx.x; e < kPieces * p.lanes; e += blockDim.x) {
+    const int piece = e / p.lanes, lane = e - piece * p.lanes, vector = at.first_vector + lane;
+    if (vector >= p.vectors) continue;
+    float sums[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = all[piece][lane * kCount + i];
+    for (int group = 1; group < p.groups; ++group) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sums[i] += all[piece][(group * p.lanes + lane) * kCount + i];
+    }
+    const bool is_first = piece < kPieces - kOfVector;
+    put_sums<N>(p, is_first ? p.first : p.second, !is_first && p.first != nullptr, at.unit, vector,
+                piece % kOfVector * kCount, sums);
   }
-  if constexpr (F::kSums == 2) put_sums(p, p.first, false, at.unit, at.col, first);
-  put_sums(p, p.second, p.first != nullptr, at.unit, at.col, second);
 }
 
 // As Group<32>::sum_lanes_of_each, over the lanes that have the same vector of columns: every
@@ -346,12 +382,12 @@ __global__ void __launch_bounds__(kFewSumThreads, 2)
 
 // `units` CTAs' worth of work, each of `ctas` CTAs, in launches that a grid can have.
 int32_t launch_units(void (*kernel)(BackwardParams), BackwardParams &p, int64_t units,
-                     int64_t ctas, int threads, void *stream) {
+                     int64_t ctas, int threads, void *stream, int shared_bytes) {
   const int64_t per_launch = kMaxGrid / ctas;
   for (p.first_unit = 0; p.first_unit < units; p.first_unit += per_launch) {
     const int64_t left = units - p.first_unit;
-    const int32_t status =
-        launch(kernel, (left < per_launch ? left : per_launch) * ctas, threads, p, stream, kOp);
+    const int64_t here = left < per_launch ? left : per_launch;
+    const int32_t status = launch(kernel, here * ctas, threads, p, stream, kOp, shared_bytes);
     if (status != HFP_OK) return status;
   }
   return HFP_OK;
@@ -359,16 +395,20 @@ int32_t launch_units(void (*kernel)(BackwardParams), BackwardParams &p, int64_t 
 
 template <class T, class Grad, class F, int N, bool kPlain>
 int32_t launch_vectors(BackwardParams &p, void *stream) {
+  constexpr int kMostThreads = kCtaThreads<F, kPlain>, kMostLanes = kPlain ? F::kLanes : kThreads;
   const int64_t vectors = p.x_rows.cols / N, sums = p.units / p.parts;
-  p.chunks = static_cast<int>((vectors + kThreads - 1) / kThreads);
+  p.chunks = static_cast<int>((vectors + kMostLanes - 1) / kMostLanes);
   p.vectors = static_cast<int>(vectors);
   p.lanes = static_cast<int>((vectors + p.chunks - 1) / p.chunks);
-  p.groups = kThreads / p.lanes;
+  p.groups = kMostThreads / p.lanes;
   if (p.groups > p.reduced) p.groups = p.reduced > 0 ? static_cast<int>(p.reduced) : 1;
   const int threads = (p.lanes * p.groups + 31) / 32 * 32;
+  int shared_bytes = 0;
   if constexpr (kPlain) {
     // As many CTAs as run at once: the last of a second wave would run alone.
-    const int64_t parts = kFullSms * (F::kCtas * kThreads / threads) / (p.chunks * sums);
+    const int ctas = F::kCtas * kMostThreads / threads;
+    shared_bytes = shared_memory_of_wave(0, kFixed<F, N, kPlain>, ctas);
+    const int64_t parts = kFullSms * ctas / (p.chunks * sums);
     if (parts < p.parts) p.parts = parts > 1 ? parts : 1;
     p.units = sums * p.parts;
     const int64_t rows = p.parts * p.groups * p.inner;
@@ -377,7 +417,7 @@ int32_t launch_vectors(BackwardParams &p, void *stream) {
     p.dx_step = rows * p.x_rows.cols;
   }
   const int32_t status = launch_units(&broadcast_backward_kernel<T, Grad, F, N, kPlain>, p,
-                                      p.units, p.chunks, threads, stream);
+                                      p.units, p.chunks, threads, stream, shared_bytes);
   if (status != HFP_OK || p.parts == 1) return status;
   SumPartialsParams of{};
   of.first = p.first;
@@ -388,6 +428,8 @@ int32_t launch_vectors(BackwardParams &p, void *stream) {
   of.cols = p.wide;
   of.first_cols = p.first != nullptr ? p.x_rows.cols : 0;
   of.first_type = of.second_type = p.param_type;
+  of.halves = N == 8;
+  of.large = p.x_rows.rows * p.x_rows.cols > kLargeElements;
   return sum_partials(of, stream, kOp);
 }
 
@@ -420,7 +462,7 @@ int32_t launch_function(BackwardParams &p, void *stream) {
   if constexpr (std::is_same_v<T, Grad>) {
     int32_t status;
     if (aligned && launch_few<T, F>(p, stream, &status)) return status;
-    const int64_t ctas = p.units * ((p.x_rows.cols / N + kThreads - 1) / kThreads);
+    const int64_t ctas = p.units * ((p.x_rows.cols / N + F::kLanes - 1) / F::kLanes);
     const bool plain = p.x_rows.uniform() && p.grad_rows.uniform() &&
                        p.reduced <= kMaxPlainRows && ctas <= kMaxGrid;
     if (aligned && plain) return launch_vectors<T, Grad, F, N, true>(p, stream);

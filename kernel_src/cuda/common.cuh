@@ -403,6 +403,17 @@ inline int shared_memory_limit() {
   return bytes;
 }
 
+// Shared memory to ask for beside `fixed` bytes that a kernel declares, for a grid of one wave, `ctas` on
+// each SM: `bytes`, or so many that no more fit. Such a grid may be placed while the kernel before
+// still has some of the SMs: else one SM would get more CTAs than its share, and another none.
+inline int shared_memory_of_wave(int bytes, int fixed, int ctas) {
+  constexpr int kReserved = 1 << 10, kUnit = 128;  // of each CTA, by the driver
+  if (!early_start_supported()) return bytes;
+  const int all = (shared_memory_limit() + kReserved) / (ctas + 1);
+  const int share = all - kReserved - fixed + kUnit;
+  return bytes > share ? bytes : share;
+}
+
 template <class Params>
 cudaError_t allow_shared_memory(void (*kernel)(Params), int bytes) {
   constexpr int kAlways = 48 << 10;  // more has to be asked for

@@ -2,8 +2,9 @@
 // norm_backward.cuh.
 //
 // A CTA takes kRows rows at once: their sums share shuffles and barriers. Rows wait in shared memory, in
-// a ring of kRingStages times kRows, where each thread copies (cp.async) what it will read itself: no
-// barrier is needed for that. The sums over a row are added up in the order of norm_backward_kernel:
+// a ring of kStages times kRows, where each thread copies (cp.async) what it will read itself: no barrier
+// is needed for that. Its vectors lie at one distance there whatever the row's length, so that addresses
+// take no instructions. The sums over a row are added up in the order of norm_backward_kernel:
 // the bits of dx are the same.
 #pragma once
 
@@ -58,47 +59,58 @@ __device__ __forceinline__ void sum_together(float (&v)[K], float *partial) {
 }
 #endif
 
-// kFloats: the weight is in registers, as fp32; else packed in shared memory.
-template <bool kCentred, class T, int kVectors, int kRows, int kWarps, bool kFloats>
+// kWarps: of a CTA, at most. kFloats: the weight is in registers, as fp32; else packed in shared memory.
+template <bool kCentred, class T, int kVectors, int kRows, int kWarps, int kStages, bool kFloats>
 __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
     norm_backward_ring_kernel(const __grid_constant__ NormBackwardParams p) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int N = 8, kSums = kCentred ? 2 : 1, kStats = kCentred ? 4 : 2;
+  constexpr int N = 8, kSums = kCentred ? 2 : 1, kStats = kCentred ? 4 : 2, K = kStats * kRows;
+  constexpr int kStride = 32 * kWarps;                     // between the vectors of a thread
+  constexpr int kStage = kRows * 2 * kVectors * kStride;  // x and grad
   extern __shared__ uint4 ring[];
-  __shared__ float partial[2][kStats * kRows * kWarps];
+  __shared__ float partial[2][K * kWarps];
 
   const int thread = threadIdx.x, threads = blockDim.x, vectors = static_cast<int>(p.vectors);
-  uint4 *const own = ring + thread;
-  const auto place = [&](int stage, int r, int i, int of_grad) {
-    return own + (((stage * kRows + r) * 2 + of_grad) * kVectors + i) * threads;
+  for (int i = thread; i < 2 * K * kWarps; i += threads) partial[0][i] = 0.0f;
+  const auto place = [&](uint4 *stage, int r, int i, int of_grad) {
+    return stage + ((r * 2 + of_grad) * kVectors + i) * kStride;
   };
-  for (int i = thread; i < 2 * kStats * kRows * kWarps; i += threads) partial[0][i] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (thread + i * threads < vectors) continue;
-    for (int r = 0; r < kRingStages * kRows; ++r) {
-      *place(0, r, i, 0) = *place(0, r, i, 1) = make_uint4(0, 0, 0, 0);
-    }
-  }
-  const int64_t rows = p.x_rows.rows, step = static_cast<int64_t>(gridDim.x) * kRows;
-  int64_t row = static_cast<int64_t>(blockIdx.x) * kRows;
+  // Only a thread's last vector may be past the end: it is 0, read from the first one's place.
+  constexpr int kLast = kVectors - 1;
+  const bool inside = thread + kLast * threads < vectors;
+  const int last = inside ? kLast * threads * N : 0;
+  const uint32_t last_bytes = inside ? sizeof(uint4) : 0;
+  const bool any = inside || kVectors > 1;
+  // dx has all rows, each of more than 1 KB: fewer than 2^31.
+  const int rows = static_cast<int>(p.x_rows.rows), step = static_cast<int>(gridDim.x) * kRows;
+  int row = static_cast<int>(blockIdx.x) * kRows, asked = row;
+  const int64_t col = any ? thread * N : 0, x_step = step * p.x_rows.s2;
+  const int64_t grad_step = step * p.grad_rows.s2, dx_step = step * p.x_rows.cols;
+  const T *x_at = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
+  const T *grad_at = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
+  T *dx_at = static_cast<T *>(p.dx) + row * p.x_rows.cols + thread * N;
+  uint4 *const own = ring + thread, *const end = own + kStages * kStage;
+  uint4 *stage = own, *next = own;
   __syncthreads();
   wait_for_previous();
 
-  const auto ask_for = [&](int64_t first, int stage) {
+  const auto ask_for_next = [&] {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (first + r >= rows) break;
-      const T *x = static_cast<const T *>(p.x) + (first + r) * p.x_rows.s2;
-      const T *grad = static_cast<const T *>(p.grad) + (first + r) * p.grad_rows.s2;
+      if (asked + r >= rows) break;
+      const T *x = x_at + r * p.x_rows.s2, *grad = grad_at + r * p.grad_rows.s2;
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int at = thread + i * threads;
-        copy_later_if(at < vectors, place(stage, r, i, 0), x + at * N);
-        copy_later_if(at < vectors, place(stage, r, i, 1), grad + at * N);
+      for (int i = 0; i < kLast; ++i) {
+        copy_later(place(next, r, i, 0), x + i * threads * N);
+        copy_later(place(next, r, i, 1), grad + i * threads * N);
       }
+      copy_later(place(next, r, kLast, 0), x + last, last_bytes);
+      copy_later(place(next, r, kLast, 1), grad + last, last_bytes);
     }
     end_copies();
+    asked += step, x_at += x_step, grad_at += grad_step;
+    next += kStage;
+    if (next == end) next = own;
   };
   const auto get = [&](float (&to)[N], const uint4 *from) {
     const uint4 v = *from;
@@ -107,14 +119,14 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
     packed.get(to);
   };
 #pragma unroll
-  for (int stage = 0; stage + 1 < kRingStages; ++stage) ask_for(row + stage * step, stage);
+  for (int s = 0; s + 1 < kStages; ++s) ask_for_next();
 
   ParamVec<T, N> packed[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) packed[i].zero();
   load_params(packed, p.weight, thread, threads, vectors, 1.0f);
   float held[kVectors][N];
-  uint4 *const weights = place(kRingStages, 0, 0, 0);
+  uint4 *const weights = end;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if constexpr (kFloats) {
@@ -126,7 +138,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
       }
     } else {
       const uint32_t(&word)[4] = packed[i].word;
-      weights[i * threads] = make_uint4(word[0], word[1], word[2], word[3]);
+      weights[i * kStride] = make_uint4(word[0], word[1], word[2], word[3]);
     }
   }
   const auto factor = [&](float (&w)[N], int i) {
@@ -134,7 +146,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
 #pragma unroll
       for (int j = 0; j < N; ++j) w[j] = held[i][j];
     } else {
-      get(w, weights + i * threads);
+      get(w, weights + i * kStride);
       if constexpr (!kCentred) {
 #pragma unroll
         for (int j = 0; j < N; ++j) w[j] += p.weight_offset;
@@ -143,14 +155,13 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
   };
 
   ColumnSums<false, kSums, kVectors, N> sums;
-  int stage = 0, next = kRingStages - 1, parity = 0;
+  int parity = 0;
 #pragma unroll 1
   for (; row < rows; row += step, parity ^= 1) {
-    ask_for(row + (kRingStages - 1) * step, next);
-    if (++next == kRingStages) next = 0;
-    wait_for_copies<kRingStages - 1>();
+    ask_for_next();
+    wait_for_copies<kStages - 1>();
 
-    float mean[kRows], v[kStats * kRows];
+    float mean[kRows], v[K];
     if constexpr (kCentred) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -184,7 +195,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
           if constexpr (kCentred) sum_h += h;
         }
         // Of columns that there are not, d is not 0.
-        if (kCentred && thread + i * threads >= vectors) square = before;
+        if (kCentred && i == kLast && !inside) square = before;
       }
       v[kStats * r] = square, v[kStats * r + 1] = product;
       if constexpr (kCentred) v[kStats * r + 2] = sum_h, v[kStats * r + 3] = 0.0f;
@@ -198,10 +209,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
 #pragma unroll
       for (int i = 0; i < (kCentred ? 3 : 2); ++i) of_row[i] = v[kStats * r + i];
       const RowStats s = row_stats<kCentred>(p, kCentred ? mean[r] : 0.0f, of_row);
-      T *const dx = static_cast<T *>(p.dx) + (row + r) * p.x_rows.cols;
+      T *const dx = dx_at + r * p.x_rows.cols;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        const int at = thread + i * threads;
         float x[N], g[N], w[N];
         get(x, place(stage, r, i, 0));
         get(g, place(stage, r, i, 1));
@@ -217,14 +227,16 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
         }
         Vec<T, N> out;
         out.set(w);
-        store_if(at < vectors, dx + at * N, out.word);
+        store_if(i < kLast || inside, dx + i * threads * N, out.word);
 #pragma unroll
         for (int j = 0; j < N; ++j) x[j] *= s.scale;
         if (!kCentred && p.hat_type != DType::F32) round_to<T>(x);
         sums.add(0, i, g, x);
       }
     }
-    if (++stage == kRingStages) stage = 0;
+    dx_at += dx_step;
+    stage += kStage;
+    if (stage == end) stage = own;
   }
 
   if (!p.need_weight && !p.need_bias) return;
@@ -234,10 +246,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
     if (k == 0 ? !p.need_weight : !p.need_bias) continue;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int at = thread + i * threads;
       float sum[N];
       sums.get(k, i, sum);
-      if (at < vectors) store_as<float>(out, static_cast<int64_t>(at) * N, sum);
+      if (i < kLast || inside) store_halves(out, thread + i * threads, p.x_rows.cols, sum);
     }
     out += p.x_rows.cols;
   }
@@ -248,26 +259,30 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
 // Launcher
 
 // With these numbers, if the GPU has room for such a ring; false if not.
-template <bool kCentred, class T, int kVectors, int kRows, int kWarps, bool kFloats>
+template <bool kCentred, class T, int kVectors, int kRows, int kWarps, int kStages, bool kFloats>
 bool launch_ring_of(const NormBackwardParams &rows, SumPartialsParams &sums, int device,
                     void *stream, const char *op, int32_t *status) {
-  auto *kernel = &norm_backward_ring_kernel<kCentred, T, kVectors, kRows, kWarps, kFloats>;
+  auto *kernel =
+      &norm_backward_ring_kernel<kCentred, T, kVectors, kRows, kWarps, kStages, kFloats>;
   if (!has_clusters(reinterpret_cast<const void *>(kernel), device)) return false;
   if (shared_memory_limit() < kRingMemory) return false;
-  constexpr int kPlaces = 2 * kRows * kRingStages + (kFloats ? 0 : 1);  // of a vector of columns
+  constexpr int kPlaces = 2 * kRows * kStages + (kFloats ? 0 : 1);  // of a vector of columns
+  constexpr int kBytes = 32 * kWarps * kVectors * kPlaces * static_cast<int>(sizeof(uint4));
+  constexpr int kFixed = 2 * (kCentred ? 4 : 2) * kRows * kWarps * 4;
   NormBackwardParams p = rows;
-  const int threads = cta_threads(p.vectors, kVectors);
-  const int bytes = threads * kVectors * kPlaces * static_cast<int>(sizeof(uint4));
-  const int64_t most = (p.x_rows.rows + kRows - 1) / kRows;
-  const int64_t wave = kFullSms * ring_ctas(kCentred, p.vectors);
+  const int ctas = ring_ctas(kCentred, p.vectors);
+  const int bytes = shared_memory_of_wave(kBytes, kFixed, ctas);
+  const int64_t most = (p.x_rows.rows + kRows - 1) / kRows, wave = kFullSms * ctas;
   const int64_t wanted = most < wave ? most : wave;
   if (wanted < sums.rows) sums.rows = wanted;
+  sums.halves = true;
   // Together with the sums it may be more than a kernel always has.
   const cudaError_t allowed =
       cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
                            cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  *status = allowed != cudaSuccess ? check(allowed, op)
-                                   : launch(kernel, sums.rows, threads, p, stream, op, bytes);
+  *status = allowed != cudaSuccess
+                ? check(allowed, op)
+                : launch(kernel, sums.rows, cta_threads(p.vectors, kVectors), p, stream, op, bytes);
   return true;
 }
 
@@ -282,16 +297,16 @@ bool launch_ring(const NormBackwardParams &p, SumPartialsParams &sums, int devic
     if (!p.x_rows.uniform() || !p.grad_rows.uniform()) return false;
     const auto by = [&](auto of) { return of(p, sums, device, stream, op, status); };
     if constexpr (kCentred) {
-      if (p.vectors > kMaxThreads) return by(&launch_ring_of<true, T, 4, 1, 16, false>);
-      if (p.vectors <= 256) return by(&launch_ring_of<true, T, 2, 2, 4, true>);
-      if (p.vectors <= 512) return by(&launch_ring_of<true, T, 2, 2, 8, true>);
-      return by(&launch_ring_of<true, T, 2, 2, 16, true>);
+      if (p.vectors > kMaxThreads) return by(&launch_ring_of<true, T, 4, 1, 16, 2, false>);
+      if (p.vectors <= 256) return by(&launch_ring_of<true, T, 2, 2, 4, 3, true>);
+      if (p.vectors <= 512) return by(&launch_ring_of<true, T, 2, 2, 8, 3, true>);
+      return by(&launch_ring_of<true, T, 2, 2, 16, 2, true>);
     } else {
-      if (p.vectors > kMaxThreads) return by(&launch_ring_of<false, T, 4, 1, 16, true>);
-      if (p.vectors <= 128) return by(&launch_ring_of<false, T, 1, 2, 4, true>);
-      if (p.vectors <= 256) return by(&launch_ring_of<false, T, 1, 2, 8, true>);
-      if (p.vectors <= 512) return by(&launch_ring_of<false, T, 1, 4, 16, true>);
-      return by(&launch_ring_of<false, T, 1, 2, 32, true>);
+      if (p.vectors > kMaxThreads) return by(&launch_ring_of<false, T, 4, 1, 16, 2, true>);
+      if (p.vectors <= 128) return by(&launch_ring_of<false, T, 1, 2, 4, 3, true>);
+      if (p.vectors <= 256) return by(&launch_ring_of<false, T, 1, 2, 8, 2, true>);
+      if (p.vectors <= 512) return by(&launch_ring_of<false, T, 1, 4, 16, 2, true>);
+      return by(&launch_ring_of<false, T, 1, 2, 32, 2, true>);
     }
   }
 }

@@ -5,36 +5,53 @@
 namespace hfp::cuda {
 namespace {
 
-constexpr int kWarps = kSumThreads / 32;
-constexpr int kFewRows = 32, kFewThreads = 128;
+constexpr int kFewRows = 8, kFewThreads = 128;
 
-__device__ __forceinline__ void put_sum(const SumPartialsParams &p, int64_t sum, int64_t col,
+// Of column `at` of `cols` that store_halves has stored.
+__device__ __forceinline__ int64_t column_of_halves(int64_t at, int64_t cols) {
+  const int64_t upper = at >= cols / 2, in_half = at - upper * (cols / 2);
+  return in_half / 4 * 8 + upper * 4 + in_half % 4;
+}
+
+__device__ __forceinline__ void put_sum(const SumPartialsParams &p, int64_t sum, int64_t at,
                                         float total) {
   const float value[1] = {total};
-  const int64_t second = col - p.first_cols;
-  if (second < 0) {
-    store_any(p.first, p.first_type, sum * p.first_cols + col, value);
+  const bool first = at < p.first_cols;
+  const int64_t cols = first ? p.first_cols : p.cols - p.first_cols;
+  int64_t col = first ? at : at - p.first_cols;
+  if (p.halves) col = column_of_halves(col, cols);
+  if (first) {
+    store_any(p.first, p.first_type, sum * cols + col, value);
   } else {
-    store_any(p.second, p.second_type, sum * (p.cols - p.first_cols) + second, value);
+    store_any(p.second, p.second_type, sum * cols + col, value);
   }
 }
 
+// Takes a line of 128 bytes from L2 unwritten: what was read from it is not needed in memory.
+__device__ __forceinline__ void forget_line(const float *line) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+#endif
+}
+
 // 32 columns of one sum in a CTA, N in a thread: a warp has N rows at once. All that a thread reads is
-// on its way together, up to kSumRows rows.
-template <int N>
-__global__ void __launch_bounds__(kSumThreads)
+// on its way together, up to kMostRows rows. kLines: the 32 columns of each row are a line of 128 bytes,
+// which is not to be written to memory.
+template <int kThreads, int kMostRows, int N, bool kLines>
+__global__ void __launch_bounds__(kThreads)
     sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {
-  constexpr int kLanes = 32 / N, kRowsAtOnce = kWarps * N;
-  constexpr int kAhead = (kSumRows + kRowsAtOnce - 1) / kRowsAtOnce;
+  constexpr int kWarps = kThreads / 32, kLanes = 32 / N, kRowsAtOnce = kWarps * N;
+  constexpr int kAhead = (kMostRows + kRowsAtOnce - 1) / kRowsAtOnce;
   __shared__ float all[kWarps][32];
   const int64_t chunks = (p.cols + 31) / 32, sum = blockIdx.x / chunks;
   const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   const int64_t start = (blockIdx.x - sum * chunks) * 32, col = start + lane % kLanes * N;
   const bool any = col < p.cols;
   int64_t row = warp * N + lane / kLanes;
-  const float *from = p.partials + (sum * p.rows + row) * p.cols + col;
+  const float *from = p.partials + (sum * p.rows + row) * p.cols + col, *line = from;
   wait_for_previous();
 
+  const int64_t first_row = row;
   float total[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) total[i] = 0.0f;
@@ -63,7 +80,12 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
     for (int i = 0; i < N; ++i) all[warp][lane * N + i] = total[i];
   }
-  __syncthreads();
+  __syncthreads();  // also: all has been read
+  if (kLines && lane % kLanes == 0) {
+    for (row = first_row; row < p.rows; row += kRowsAtOnce, line += kRowsAtOnce * p.cols) {
+      forget_line(line);
+    }
+  }
   if (warp > 0 || start + lane >= p.cols) return;
   float of_column = 0.0f;
 #pragma unroll
@@ -85,6 +107,17 @@ __global__ void __launch_bounds__(kFewThreads)
   put_sum(p, sum, col, total);
 }
 
+template <int kThreads, int kMostRows>
+int32_t launch_sums(SumPartialsParams &p, void *stream, const char *op) {
+  const bool aligned = p.cols % 4 == 0 && pointer_aligned(p.partials);
+  const bool lines = p.large && p.cols % 32 == 0 &&
+                     reinterpret_cast<uint64_t>(p.partials) % 128 == 0;
+  auto *kernel = &sum_partials_kernel<kThreads, kMostRows, 1, false>;
+  if (lines) kernel = &sum_partials_kernel<kThreads, kMostRows, 4, true>;
+  else if (aligned) kernel = &sum_partials_kernel<kThreads, kMostRows, 4, false>;
+  return launch(kernel, p.sums * ((p.cols + 31) / 32), kThreads, p, stream, op);
+}
+
 }  // namespace
 
 int32_t sum_partials(SumPartialsParams &p, void *stream, const char *op) {
@@ -92,10 +125,8 @@ int32_t sum_partials(SumPartialsParams &p, void *stream, const char *op) {
     return launch(&sum_few_partials_kernel, (p.sums * p.cols + kFewThreads - 1) / kFewThreads,
                   kFewThreads, p, stream, op);
   }
-  const int64_t ctas = p.sums * ((p.cols + 31) / 32);
-  const bool aligned = p.cols % 4 == 0 && pointer_aligned(p.partials);
-  return launch(aligned ? &sum_partials_kernel<4> : &sum_partials_kernel<1>, ctas, kSumThreads, p,
-                stream, op);
+  if (p.rows <= kSumRows / 2) return launch_sums<kSumThreads / 2, kSumRows / 2>(p, stream, op);
+  return launch_sums<kSumThreads, kSumRows>(p, stream, op);
 }
 
 }  // namespace hfp::cuda

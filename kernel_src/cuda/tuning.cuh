@@ -36,12 +36,11 @@
 //     -Vectors                         way
 //   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward_few.cuh
 //     -Threads
-//   kRing-Stages, ring_-   3, see      rows in shared memory; CTAs of an SM     norm_backward_ring.cuh
-//     ctas                 below
+//   ring_ctas              see below   CTAs of an SM, rows in shared memory     norm_backward_ring.cuh
 //   kFewSum-Threads,       512, 2      CTA of little work; vectors of columns   broadcast_backward.cu
 //     -Lanes                           in it
-//   kMulAdd-, kActivation- 2 and 3,    rows of a thread on their way and CTAs   broadcast_backward.cu
-//     Ahead, -Ctas         2 and 4     of an SM where the work is more
+//   kMulAdd-, kActivation- 256 and     CTA where the work is more; rows of a    broadcast_backward.cu
+//     Threads, -Ahead      1024, 4, 1  thread on their way
 //   kPlainAdamWThreads     512         CTA, fp32 without masters or amsgrad     adamw.cu
 //   kSumThreads, -Rows     512, 320    CTA; rows of partial sums at once        partial_sums.cu
 #pragma once
@@ -327,7 +326,10 @@ inline constexpr int kNormClusterGroups = kNormClusterThreads / 32;  // rows at 
 // The gradients of a norm of many rows in a half type: rows in rings of shared memory. bf16 on an H200,
 // us, norm_backward.cuh's kernel -> this one: layer_norm 4096 x 2048 22.5 -> 18.9, x 4096 37.8 -> 32.5,
 // x 8192 70.7 -> 59.6, x 16384 153 -> 122; rms_norm 19.0 -> 16.1, 32.2 -> 29.7, 60.4 -> 55.7.
-inline constexpr int kRingStages = 3;
+// Stages and rows of each are in launch_ring: two stages where one has 64 KB. With three the SMs that
+// memory serves first run farther ahead, and the last ones end later: rms_norm 4096 x 4096 29.2 us and
+// 29.9, x 8192 54.2 and 55.5, layer_norm x 8192 56.1 and 57.3, x 16384 107.9 and 111.0; but with less,
+// layer_norm 4096 x 4096 31.0 and 29.5.
 inline constexpr int kRingMemory = 200 << 10;   // of a CTA, in bytes, that the GPU must allow
 inline constexpr int64_t kMinRingVectors = 65;  // of a row; narrower ones have 32 threads
 // Of the whole tensor, at least: rms_norm 132 x 2048 4.6 us -> 3.6, 64 x 2048 3.8 -> 4.3.
@@ -352,16 +354,27 @@ inline constexpr int64_t kFewSumVectors = int64_t{1} << 20;  // of the whole ten
 inline constexpr int64_t kFewSumCtas = 32;
 inline constexpr int kMulAddSumRows = 3072, kActivationSumRows = 1024, kFewSumRows = 256;
 
-// More work: rows that each of 256 threads has on their way, and CTAs that registers allow on an SM.
-// Three rows of mul_add, or three and four of the activations in fewer CTAs, were no faster.
-inline constexpr int kMulAddAhead = 2, kMulAddCtas = 3;
-inline constexpr int kActivationAhead = 2, kActivationCtas = 4;
+// More work: threads of a CTA, most of them on one row, rows that a thread has on their way, and CTAs on
+// an SM (activations: one). bf16 on an H200, us, cold, against 256 threads with two rows, in three CTAs or,
+// for activations, four: mul_add 2 x 2688 x 2048 22.3 -> 20.5, 1 x 4608 x 3072 26.8 -> 24.1, add_gelu
+// (tanh) 2048 x 8192 31.6 -> 28.2, add_silu 31.0 -> 27.9, 4096 x 14336 90.7 -> 86.8, 4096 x 1000 11.8 ->
+// 10.4. In programs of their own: activations in CTAs of 512 29.5, two rows on their way 28.8, rings of
+// cp.async 28.3, but 96 at 4096 x 14336.
+inline constexpr int kMulAddThreads = 256, kMulAddAhead = 4, kMulAddCtas = 2;
+inline constexpr int kActivationThreads = 1024, kActivationLanes = 128, kActivationAhead = 1;
 inline constexpr int64_t kFullSms = 132;  // of the GPU that grids of one wave are for
 
-// 32 columns a CTA. bf16 gradients' partial sums, warm, in us, 528, 264 and 132 rows of 2048 columns:
-// 2.0, 1.6 and 1.4; 1024 threads with a column each 2.3, 1.9 and 1.6, 256 threads of four 2.6 for 264.
+// 32 columns a CTA, of half the threads where half as many rows are enough. bf16 gradients' partial sums,
+// warm, in us, 528, 264 and 132 rows of 2048 columns: 2.0, 1.6 and 1.4; 1024 threads with a column each
+// 2.3, 1.9 and 1.6, 256 threads of four 2.6 for 264. With 132 rows 256 threads are faster after the
+// kernel that leaves them: layer_norm 4096 x 8192 56.1 -> 55.1, x 16384 107.9 -> 106.0.
 inline constexpr int kSumThreads = 512;
 inline constexpr int kSumRows = 320;  // read at once, where columns are aligned
+// More elements of x than these, in three tensors of a half type, push partial sums out of L2: see
+// SumPartialsParams. In us, lines written to memory and not: layer_norm 4096 x 16384 117.8 and 105.1,
+// 4096 x 4096 29.5 and 28.9, mul_add 2 x 2688 x 2048 20.8 and 20.5; but rms_norm 4096 x 2048 15.5 and
+// 15.8, 2048 x 2048 9.5 and 9.8, add_silu 16384 x 512 16.4 and 17.0.
+inline constexpr int64_t kLargeElements = int64_t{1} << 23;
 
 // ---------------------------------------------------------------------------------------------
 // AdamW
