@@ -1,7 +1,7 @@
 // qk_norm_rope.cu: RMS norm of q and k, per head or across heads, then rotary position embedding;
 // hfp_qk_norm_rope on CUDA. A head that a warp holds goes through rope_heads_kernel, anything
 // wider through a CTA per row. Zhang & Sennrich, arXiv:1910.07467; Su et al., arXiv:2104.09864.
-#include "rope.cuh"
+#include "rope_launch.cuh"
 
 namespace hfp::cuda {
 namespace {
