@@ -220,6 +220,19 @@ struct Angles<Tab, N, false, true> {
   }
 };
 
+// The angles of a unit at column `col`, where kCanBeWide, by whole vectors.
+template <int N>
+__device__ __forceinline__ void load_wide(Angles<float, N, true, false> &angles,
+                                          const RopeParams &p, int64_t cos_at, int64_t sin_at,
+                                          uint32_t col) {
+  const float *cos = static_cast<const float *>(p.cos.data) + cos_at + col;
+  const float *sin = static_cast<const float *>(p.sin.data) + sin_at + col;
+  load_every_second<N / 2>(angles.cos, cos);
+  load_every_second<N / 2>(angles.cos + N / 2, cos + p.half);
+  load_every_second<N / 2>(angles.sin, sin);
+  load_every_second<N / 2>(angles.sin + N / 2, sin + p.half);
+}
+
 template <class T, class Tab, int N, bool kInterleaved>
 using AnglesFor = Angles<Tab, N, kInterleaved, kPackedAngles<T, Tab, N, kInterleaved>>;
 

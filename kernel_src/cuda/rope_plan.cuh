@@ -116,6 +116,9 @@ inline bool angles_shared(const RopeArgs &a, const RopeParams &p) {
   return a.cos.head == 0 && a.sin.head == 0 && p.chunks == 1 && narrow_strides(a);
 }
 
+// Whether heads are rotated wholly, with a unit for each lane.
+inline bool heads_whole(const RopeParams &p) { return p.rest == p.dim && p.units == p.lanes; }
+
 // Whether the types and the vectors are those that have kernels of their own.
 template <class T, class Tab, int N>
 inline constexpr bool kFastUnits =

@@ -62,12 +62,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? resident_ctas(kHea
   }
   AnglesFor<T, Tab, N, kInterleaved> angles;
   if constexpr (kWide) {
-    const float *cos = static_cast<const float *>(p.cos.data) + cos_at + col;
-    const float *sin = static_cast<const float *>(p.sin.data) + sin_at + col;
-    load_every_second<N / 2>(angles.cos, cos);
-    load_every_second<N / 2>(angles.cos + N / 2, cos + p.half);
-    load_every_second<N / 2>(angles.sin, sin);
-    load_every_second<N / 2>(angles.sin + N / 2, sin + p.half);
+    load_wide(angles, p, cos_at, sin_at, col);
   } else {
     angles.load(p, cos_at, sin_at, unit);
   }
@@ -100,7 +95,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? resident_ctas(kHea
 
 // Whether rope_whole_kernel can do it.
 inline bool whole_fits(const RopeArgs &a, const RopeParams &p) {
-  return angles_shared(a, p) && p.rest == p.dim && p.units == p.lanes;
+  return angles_shared(a, p) && heads_whole(p);
 }
 
 template <class T, class Tab, int N, bool kInterleaved, bool kNorm, bool kWide>
