@@ -137,7 +137,12 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
 // Threads of a CTA of the next kernel, at most, and those that registers have to allow on an SM.
 constexpr int whole_threads(int batches) { return batches == 1 ? max_row_threads(1) : 256; }
 constexpr int whole_ctas(int batches) {
-  return resident_ctas(whole_threads(batches), batches == 1 ? kSomeThreads : 768);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  constexpr int kOfTwo = 512;  // else it spills
+#else
+  constexpr int kOfTwo = 768;
+#endif
+  return resident_ctas(whole_threads(batches), batches == 1 ? kSomeThreads : kOfTwo);
 }
 
 // The rows of q and k of one token, of one size, whose heads are rotated wholly and have a power of two
@@ -170,14 +175,14 @@ __global__ void __launch_bounds__(whole_threads(kBatches), whole_ctas(kBatches))
   wait_for_previous();
 
   const bool active = head < static_cast<uint32_t>(p.q.heads);
+  const int64_t q_batch = p.q.x_batch / kBatches, k_batch = p.k.x_batch / kBatches;
   const Unit u{0, p.half, true, true};
   Pair<T, N> v[kRows];
   float scale[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     v[r].zero();
-    const int64_t batch = (r % 2 == 0 ? p.q.x_batch : p.k.x_batch) / kBatches;
-    if (active) v[r].load(x[r % 2] + r / 2 * batch, u);
+    if (active) v[r].load(x[r % 2] + r / 2 * (r % 2 == 0 ? q_batch : k_batch), u);
   }
   AnglesFor<T, Tab, N, kInterleaved> angles;
   if constexpr (kBatches > 1) {
@@ -194,22 +199,25 @@ __global__ void __launch_bounds__(whole_threads(kBatches), whole_ctas(kBatches))
     const RopeTensor &t = of == 0 ? p.q : p.k;
     const int64_t at = static_cast<int64_t>(head) * p.dim + col;
     T *out = static_cast<T *>(t.out) + offset(t.out_batch, t.out_seq, t.out_head) + col;
-    float each[kBatches];
+    if constexpr (kBatches == 1) {
+      const float each = rsqrtf(fmaf(scale[of], of == 0 ? p.inverse_q : p.inverse_k, p.eps));
+      v[of].stay_packed(p.zero);
+      normalize_unit<T, T>(p, v[of], u, each, t.weight, at);
+      finish_unit<T, Tab, N, kInterleaved>(p, v[of], u, angles, p.round_products, out);
+    } else {
+      Weights<T, N> weight_a, weight_b;
+      weight_a.load_from(p, t.weight, at);
+      weight_b.load_from(p, t.weight, at + p.half);
 #pragma unroll
-    for (int b = 0; b < kBatches; ++b) {
-      each[b] = rsqrtf(fmaf(scale[2 * b + of], of == 0 ? p.inverse_q : p.inverse_k, p.eps));
-      v[2 * b + of].stay_packed(p.zero);
-    }
-    Weights<T, N> w;
-    w.load_from(p, t.weight, at);
-#pragma unroll
-    for (int b = 0; b < kBatches; ++b) normalize<T, T>(p, v[2 * b + of].a, each[b], w);
-    w.load_from(p, t.weight, at + p.half);
-#pragma unroll
-    for (int b = 0; b < kBatches; ++b) {
-      normalize<T, T>(p, v[2 * b + of].b, each[b], w);
-      finish_unit<T, Tab, N, kInterleaved>(p, v[2 * b + of], u, angles, p.round_products,
-                                           out + b * (t.out_batch / kBatches));
+      for (int b = 0; b < kBatches; ++b) {
+        const int r = 2 * b + of;
+        const float each = rsqrtf(fmaf(scale[r], of == 0 ? p.inverse_q : p.inverse_k, p.eps));
+        v[r].stay_packed(p.zero);
+        normalize<T, T>(p, v[r].a, each, weight_a);
+        normalize<T, T>(p, v[r].b, each, weight_b);
+        finish_unit<T, Tab, N, kInterleaved>(p, v[r], u, angles, p.round_products,
+                                             out + b * (t.out_batch / kBatches));
+      }
     }
   }
 }
