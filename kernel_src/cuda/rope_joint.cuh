@@ -1,8 +1,6 @@
 // rope_joint.cuh: RoPE of q and k together, without a norm.
 #pragma once
 
-#include <utility>
-
 #include "rope_plan.cuh"
 
 namespace hfp::cuda {
@@ -17,9 +15,11 @@ namespace hfp::cuda {
 // 12.2 -> 11.7; 4096 of 16 + 8 heads of 64 in place 5.68 -> 5.25, 7.98 -> 7.56. Four heads of q and one
 // of k win warm (7.51, 8.22) and lose cold (12.2, 11.9), two and one of 64 lose both (5.65, 8.12).
 //
-// kWhole: heads are rotated wholly, each lane has a unit. kWide, of such heads: wide tables, as in
-// kCanBeWide; q is stored before k is asked for, which leaves registers for more threads.
-template <class T, class Tab, int N, bool kInterleaved, bool kRounded, bool kWhole, bool kWide>
+// kWide: heads that are rotated wholly by wide tables, as in kCanBeWide; q is stored before k is asked
+// for, which leaves registers for more threads. bf16, cold, us: 2 x 2688 x 32 x 64 24.2 -> 23.4, 1 x 4608 x
+// 24 x 128 30.6 -> 29.6, 512 tokens of it 5.56 -> 4.65 (warm 3.46 -> 2.90); k asked for first 23.5, 29.9 and
+// 4.74 (2.64), two heads of each 23.8, 30.4 and 5.3.
+template <class T, class Tab, int N, bool kInterleaved, bool kRounded, bool kWide>
 __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
     rope_joint_kernel(const __grid_constant__ RopeParams p) {
   const uint32_t unit = threadIdx.x & (p.lanes - 1);
@@ -31,13 +31,13 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
   const auto offset = [&](int64_t batch, int64_t seq, int64_t of_head) {
     return narrow_offset(where, head, batch, seq, of_head);
   };
-  const uint32_t col = kWhole ? unit * N : 0;  // what all pointers are ahead by
-  const Unit u = kWhole ? Unit{0, p.half, true, true} : unit_at<N>(p, unit);
+  const uint32_t col = kWide ? unit * N : 0;  // what all pointers are ahead by
+  const Unit u = kWide ? Unit{0, p.half, true, true} : unit_at<N>(p, unit);
   const T *q_x = static_cast<const T *>(p.q.x) + offset(p.q.x_batch, p.q.x_seq, p.q.x_head) + col;
   const T *k_x = static_cast<const T *>(p.k.x) + offset(p.k.x_batch, p.k.x_seq, p.k.x_head) + col;
   int64_t cos_at = offset(p.cos.batch, p.cos.seq, 0), sin_at = offset(p.sin.batch, p.sin.seq, 0);
   compute_now(q_x, k_x, cos_at, sin_at);
-  if (token >= p.end_token || (!kWhole && unit >= p.units)) return;
+  if (token >= p.end_token || (!kWide && unit >= p.units)) return;
   wait_for_previous();
 
   const bool both = head < static_cast<uint32_t>(p.k.heads);
@@ -58,29 +58,28 @@ __global__ void __launch_bounds__(kHeadThreads, kHasTwos<T> ? 0 : 1)
       static_cast<T *>(p.k.out) + offset(p.k.out_batch, p.k.out_seq, p.k.out_head) + col);
 }
 
+// Slots of kHeadThreads threads each, for `tokens` whose heads make p.groups groups.
+inline int64_t joint_grid(const RopeParams &p, int64_t tokens) {
+  const int64_t slots = kHeadThreads / p.lanes;
+  return (tokens * p.groups + slots - 1) / slots;
+}
+
 template <class T, class Tab, int N, bool kInterleaved>
 int32_t launch_joint(const RopeArgs &a, RopeParams &p, void *stream, const char *op) {
-  if (p.q.heads < p.k.heads) std::swap(p.q, p.k);
   p.groups = static_cast<uint32_t>(p.q.heads);
   p.by_groups = FastDivisor(p.groups);
-  const int64_t slots = kHeadThreads / p.lanes;
   return each_token_range(a, p, p.groups, [&](int64_t tokens) {
-    const int64_t grid = (tokens * p.groups + slots - 1) / slots;
-    const auto run = [&](auto rounded, auto whole, auto wide) {
-      return launch(
-          &rope_joint_kernel<T, Tab, N, kInterleaved, rounded(), whole(), wide()>, grid,
-          kHeadThreads, p, stream, op);
+    const auto run = [&](auto rounded, auto wide) {
+      return launch(&rope_joint_kernel<T, Tab, N, kInterleaved, rounded(), wide()>,
+                    joint_grid(p, tokens), kHeadThreads, p, stream, op);
     };
-    constexpr std::true_type kYes;
-    constexpr std::false_type kNo;
-    const bool whole = heads_whole(p);
     if constexpr (kCanBeWide<Tab, N, kInterleaved>) {
-      if (whole && p.wide && !p.paired) return run(kNo, kYes, kYes);
+      if (heads_whole(p) && p.wide && !p.paired) return run(std::false_type(), std::true_type());
     }
     if constexpr (kPackedAngles<T, Tab, N, kInterleaved>) {
-      if (a.round_products) return whole ? run(kYes, kYes, kNo) : run(kYes, kNo, kNo);
+      if (a.round_products) return run(std::true_type(), std::false_type());
     }
-    return run(kNo, kNo, kNo);
+    return run(std::false_type(), std::false_type());
   });
 }
 

@@ -1,8 +1,11 @@
 // rope_launch.cuh: the kernel for a call of rope or qk_norm_rope whose norm, if any, is of one head.
 #pragma once
 
+#include <utility>
+
 #include "rope_heads.cuh"
 #include "rope_joint.cuh"
+#include "rope_packed.cuh"
 #include "rope_whole.cuh"
 
 namespace hfp::cuda {
@@ -26,7 +29,14 @@ int32_t launch_heads(const RopeArgs &a, void *stream, const char *op) {
     }
   }
   if constexpr (kFast && !kNorm) {
-    if (angles_shared(a, p)) return launch_joint<T, Tab, N, kInterleaved>(a, p, stream, op);
+    if (angles_shared(a, p)) {
+      if (p.q.heads < p.k.heads) std::swap(p.q, p.k);
+      if constexpr (kPackedAngles<T, Tab, N, kInterleaved>) {
+        PackedRopeParams packed;
+        if (packed_fits(a, p, packed)) return launch_packed<T>(packed, stream, op);
+      }
+      return launch_joint<T, Tab, N, kInterleaved>(a, p, stream, op);
+    }
   }
   return launch_any_heads<T, Tab, W, N, kInterleaved, kNorm>(a, p, stream, op);
 }
