@@ -1,10 +1,9 @@
 // adamw.cu: one step of AdamW over a list of parameters; hfp_adamw_step on CUDA.
+#include "ordered.cuh"
 #include "tensor_list.cuh"
 
 namespace hfp::cuda {
 namespace {
-
-constexpr int kRounds = 2;  // vectors of a thread, on their way together
 
 struct AdamWScalars {
   Scalar lr, clip_coef, grad_scale;
@@ -123,14 +122,23 @@ template <class P, bool kMore>
 inline constexpr int kAdamWThreads =
     std::is_same_v<P, float> && !kMore ? kPlainAdamWThreads : kListThreads;
 
+// Vectors of a thread, on their way together.
+template <class P, bool kMore>
+inline constexpr int kAdamWRounds = std::is_same_v<P, float> && !kMore ? kPlainAdamWVectors : 2;
+
 template <class P, class G, class M, bool kMore>
-inline constexpr int kAdamWChunk = kAdamWThreads<P, kMore> * kAdamWVector<G, M> * kRounds;
+inline constexpr int kAdamWChunk =
+    kAdamWThreads<P, kMore> * kAdamWVector<G, M> * kAdamWRounds<P, kMore>;
+
+template <class P, bool kMore>
+inline constexpr int kAdamWCtas =
+    std::is_same_v<P, float> && !kMore ? resident_ctas(kPlainAdamWThreads, kPlainAdamWResident) : 0;
 
 template <class P, class G, class M, bool kMaster, bool kMore, int kBytes>
-__global__ void __launch_bounds__(kAdamWThreads<P, kMore>)
+__global__ void __launch_bounds__(kAdamWThreads<P, kMore>, kAdamWCtas<P, kMore>)
     adamw_kernel(const __grid_constant__ AdamWTable<kBytes, kMore> table) {
   constexpr int N = kAdamWVector<G, M>, kThreads = kAdamWThreads<P, kMore>;
-  constexpr int kChunk = kAdamWChunk<P, G, M, kMore>;
+  constexpr int kChunk = kAdamWChunk<P, G, M, kMore>, kRounds = kAdamWRounds<P, kMore>;
   const AdamWScalars &s = table.s;
   // The table is the launch's own: read while the kernel before still runs.
   const int i = find_entry(table, blockIdx.x, gridDim.x);

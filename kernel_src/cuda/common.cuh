@@ -339,11 +339,16 @@ inline constexpr int64_t kMaxGrid = 2147483647;  // gridDim.x, compute capabilit
 // every thread of such a kernel must call this before it touches memory that anything wrote: also the
 // parameters, which an optimizer may just have updated. A thread that has nothing to do may leave
 // before, as long as one of its CTA waits: else the kernel could end before the one that it follows.
+//
+// kNextEarly: the next kernel may be placed while this one runs. Not where all CTAs of a large grid are
+// on the GPU at once: those of the next would be placed where CTAs end first, unevenly, and begin all at
+// the same time, so that all of them read and then all write (rope_packed.cuh).
+template <bool kNextEarly = true>
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   // Once all CTAs of this grid are here, none is left to place: the next grid takes nothing away.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (kNextEarly) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -143,6 +143,10 @@ constexpr int wanted_threads(int row_threads, int vectors, bool hold) {
   return vectors == 4 ? kSomeThreads : kManyThreads;
 }
 
+// Threads of rms_norm_full_kernel, at most, and those that its registers have to allow on an SM.
+constexpr int full_threads(int vectors) { return vectors == 2 ? 256 : kMaxThreads / vectors; }
+constexpr int full_resident(int vectors) { return vectors == 2 ? kManyThreads : kSomeThreads; }
+
 // The row in registers. W: the dtype of the weight. kHold: it is asked for before the sum, so that
 // the two latencies overlap.
 template <class T, class W, int N, int kThreads, int kVectors, bool kHold>
@@ -192,6 +196,48 @@ __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
     finish_share<Mode::kRoundXhat, kHold>(p, v, w, scale, share);
   } else {
     finish_share<Mode::kProduct, kHold>(p, v, w, scale, share);
+  }
+}
+
+// The row in registers, whole: kVectors vectors in every thread, without one left over, so that nothing
+// asks whether a vector is inside. A warp's vectors lie one after the other, which reads memory more in
+// order; they are added up in the order of Group<kCta>::sum.
+template <class T, int kVectors>
+__global__ void __launch_bounds__(full_threads(kVectors),
+                                  resident_ctas(full_threads(kVectors), full_resident(kVectors)))
+    rms_norm_full_kernel(const __grid_constant__ RmsNormParams p) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kLanes = 32 / kVectors;
+  using G = Group<kCta>;
+  __shared__ float partial[kPartials];
+  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
+  const int first = warp * kVectors * 32 + lane;
+  const int64_t row = G::row(p.first_row);
+  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + first * N;
+  const T *weight = static_cast<const T *>(p.weight) + first * N;
+  Share share{first, 32, kVectors * 32, row * p.x_rows.cols + first * N};
+  settle(x, weight, share.to);
+  wait_for_previous();
+
+  Vec<T, N> v[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) v[i].template load<Cache::kStream>(x + i * 32 * N);
+  ParamVec<T, N> w[kVectors];
+  load_early(w, p.weight != nullptr, weight, 32, share.vectors, 1.0f);
+  keep_loads_above(p.zero);
+
+  float squares[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) squares[i] = sum_of_squares(v[i]);
+  const float of_32 = G::sum_lanes_of_each(squares);
+  if (lane % kLanes == 0) partial[warp * kVectors + lane / kLanes] = of_32;
+  __syncthreads();
+  float sum = lane < kVectors * warps ? partial[lane] : 0.0f;
+  if (lane + 32 < kVectors * warps) sum += partial[lane + 32];
+  const float scale = rsqrtf(fmaf(G::sum_lanes(sum), p.inverse_cols, p.eps));
+  if (p.two_step) {
+    finish_share<Mode::kRoundXhat, true>(p, v, w, scale, share);
+  } else {
+    finish_share<Mode::kOnce, true>(p, v, w, scale, share);
   }
 }
 
@@ -245,6 +291,14 @@ int32_t launch_fast(RmsNormParams &p, void *stream) {
   using K = Kernels<T, W, N>;
   const RowPlan plan = plan_norm(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
+  if constexpr (std::is_same_v<T, W> && !std::is_same_v<T, float>) {
+    const int each = full_vectors(p.vectors, p.x_rows.rows);
+    if (each > 0) {
+      const RowPlan full{plan.shape, static_cast<int>(p.vectors) / each, 1};
+      return launch_rows(each == 2 ? &rms_norm_full_kernel<T, 2> : &rms_norm_full_kernel<T, 4>, full,
+                         p, stream, kOp);
+    }
+  }
   if (plan.shape == Shape::k8x1) return run(K::template kernel<8, 1>());
   if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
   return run(select_kernel<K>(plan.shape));

@@ -1,5 +1,5 @@
 // rope.cu: rotary position embedding of x, or of q and k; hfp_rope and hfp_rope_qk on CUDA.
-#include "rope.cuh"
+#include "rope_launch.cuh"
 
 namespace hfp::cuda {
 namespace {

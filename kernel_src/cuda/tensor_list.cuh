@@ -25,16 +25,6 @@ __device__ __forceinline__ int search_tensor(int count, uint32_t chunk, const Fi
   return low;
 }
 
-// The same for a Table that has first[kCapacity].
-template <class Table>
-__device__ __forceinline__ int find_tensor(const Table &table, uint32_t chunk) {
-  // Where every tensor up to here has one chunk, it is that one: a search is eight loads in turn.
-  if (chunk < static_cast<uint32_t>(table.count) && table.first[chunk] == chunk) {
-    return static_cast<int>(chunk);
-  }
-  return search_tensor(table.count, chunk, [&table](int i) { return table.first[i]; });
-}
-
 // The same for a Table that has all of a tensor together, in entry[kCapacity]. Where all of them have
 // as many of the grid's `chunks`, the first guess is right; else a search is up to ten loads in turn.
 template <class Table>

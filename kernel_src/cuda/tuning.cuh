@@ -25,9 +25,11 @@
 //   kManyThreads, kSome-   1536, 1024  threads on an SM that registers allow    norms
 //   kMaxHoldThreads,       256, 2^21   row and parameters in registers up to    layer_norm.cu
 //     kHoldVectors                     here; else the row
-//   kHeadThreads           128         CTA                                      rope.cuh
-//   kFullThreads,          2^19, 2     with a norm, from so many threads on     rope.cuh
+//   kHeadThreads           128         CTA                                      rope_*.cuh
+//   kFullThreads,          2^19, 2     with a norm, from so many threads on     rope_heads.cuh
 //     kThreadHeads                     so many heads in each
+//   kPackedCtas, kFew-     1056, 528   CTAs with more heads in each thread,     rope_packed.cuh
+//     PackedCtas                       with one
 //   kLoopThreads           512         CTA of a wide norm across heads          qk_norm_rope.cu
 //   kCrossThreads          256         CTA                                      cross_entropy.cu
 //   kCrossCluster-         256, 256    CTA of a cluster; rows up to which       cross_entropy.cu
@@ -41,7 +43,8 @@
 //     -Lanes                           in it
 //   kMulAdd-, kActivation- 256 and     CTA where the work is more; rows of a    broadcast_backward.cu
 //     Threads, -Ahead      1024, 4, 1  thread on their way
-//   kPlainAdamWThreads     512         CTA, fp32 without masters or amsgrad     adamw.cu
+//   kPlainAdamW-Threads,   128, 1,     CTA, vectors of a thread and threads     adamw.cu
+//     -Vectors, -Resident  1024        on an SM, fp32 without masters or amsgrad
 //   kSumThreads, -Rows     512, 320    CTA; rows of partial sums at once        partial_sums.cu
 #pragma once
 
@@ -51,6 +54,9 @@ namespace hfp::cuda {
 
 // Bytes of the widest load or store that every supported architecture has.
 inline constexpr int kVectorBytes = 16;
+
+// SMs of the GPU that grids of one wave are for.
+inline constexpr int64_t kFullSms = 132;
 
 // ---------------------------------------------------------------------------------------------
 // Elementwise
@@ -194,6 +200,18 @@ constexpr bool full_rows(const RowPlan &plan, int64_t vectors) {
          plan.threads <= kMaxHoldThreads;
 }
 
+// Vectors of a thread of rms_norm whose CTA has no vector left over, in a half type; 0: another kernel.
+// Four where they are one wave of a thread's registers, evenly over an H100's SMs; two up to 512 vectors
+// a row. bf16 on an H200, us: 65536 x 4096 260.2 -> 255.6, 16384 x 4096 66.2 -> 64.0, 65536 x 2048
+// 130.6 -> 127.7, 4096 x 2048 9.64 -> 9.25 (warm 6.32 -> 5.62); 1024 x 4096 5.52 -> 5.13 (4.22 -> 3.43), two
+// vectors 5.24 (3.72); 512 x 8192 5.72 -> 5.48 (4.35 -> 3.67). Vectors strided over the CTA instead of the
+// warp 257.3 and 64.5 in the first two; more vectors a row no faster (4096 x 5120 21.3 -> 22.0).
+constexpr int full_vectors(int64_t vectors, int64_t rows) {
+  if (vectors < 256 || rows <= kLatencyVectors / vectors) return 0;
+  if (rows <= 2 * kLatencyVectors / vectors && vectors <= 1024 && vectors % 128 == 0) return 4;
+  return vectors <= 512 && vectors % 128 == 0 ? 2 : 0;
+}
+
 // Threads on an SM that the registers of a kernel have to allow, where more of them pay: 40 registers
 // a thread, or 64. See resident_ctas.
 inline constexpr int kManyThreads = 1536;
@@ -289,12 +307,16 @@ constexpr RowPlan plan_gated(int64_t vectors, int64_t rows, bool known) {
 
 inline constexpr int kHeadThreads = 128;
 
-// With a norm, the GPU is full from so many threads on without one for each head: then kThreadHeads
-// of them. Measured on an H100, 2048 tokens of 32 + 8 heads of 128 in the half style, cold and
-// warm, in us: 1 head 16.37 and 12.71, 2 heads 16.41 and 12.34, 4 heads 16.8 and 13.1. Without a
-// norm a thread has one head of q and one of k, however many there are: see rope_joint_kernel.
+// With a norm, the GPU is full from so many threads on without one for each head: then kThreadHeads of
+// them. Measured on an H100, 2048 tokens of 32 + 8 heads of 128 in the half style, cold and warm, in
+// us: 1 head 16.37 and 12.71, 2 heads 16.41 and 12.34, 4 heads 16.8 and 13.1. Without a norm a thread
+// has one head of q and one of k, however many there are: see rope_joint_kernel and rope_packed_kernel.
 inline constexpr int64_t kFullThreads = int64_t{1} << 19;
 inline constexpr int kThreadHeads = 2;
+
+// CTAs of rope_packed_kernel that are on an H100 at once, eight to an SM; with up to half of them a head of
+// q and one of k in each thread.
+inline constexpr int64_t kPackedCtas = 8 * kFullSms, kFewPackedCtas = kPackedCtas / 2;
 
 // CTA of a norm across heads that is too wide for registers.
 inline constexpr int kLoopThreads = 512;
@@ -379,10 +401,12 @@ inline constexpr int64_t kLargeElements = int64_t{1} << 23;
 // ---------------------------------------------------------------------------------------------
 // AdamW
 
-// CTA for fp32 parameters without masters or amsgrad, two vectors a thread: 256 tensors of 4096
-// 5.9 us warm and 11.4 cold (256 threads and a table by columns: 8.7, 13.7), one of 2^20 5.9 (6.4),
-// large lists the same. 128 and 1024 threads, and one or four vectors, were no better. The others
-// were not measured, and stay with kListThreads.
-inline constexpr int kPlainAdamWThreads = 512;
+// CTA for fp32 parameters without masters or amsgrad, vectors of a thread, and threads on an SM that
+// registers have to allow. 2 KB of each tensor for a CTA: its CTAs pass over memory in order. H200, us,
+// 512 threads of two vectors -> this: 32 tensors of 2^22 916 -> 886, 32 of 2^17 31.4 -> 30.2, 256 of
+// 4096 9.30 -> 8.97 (warm 5.35 -> 5.13), one of 2^20 9.28 -> 9.02 (5.24 -> 5.09). 256 threads of one
+// vector, 128 of two the same; 256 of two 913, 512 of one 919, chunks of four to 32 such steps 920 to
+// 941. The others were not measured, and stay with kListThreads of two vectors.
+inline constexpr int kPlainAdamWThreads = 128, kPlainAdamWVectors = 1, kPlainAdamWResident = 1024;
 
 }  // namespace hfp::cuda
