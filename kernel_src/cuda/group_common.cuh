@@ -16,6 +16,7 @@ struct Params {
   const GroupNormArgs a;
   int64_t width;     // channels of a group
   int64_t elements;  // of a group
+  int64_t parts;     // of a group; at most as many as there are places in a.stats
   int64_t chunk;     // of a part: elements (NCHW) or positions (NHWC)
   int64_t work;      // CTAs' worth of it
   int lanes;         // NHWC: positions that a CTA looks at at once
@@ -31,6 +32,10 @@ __device__ __forceinline__ float *slot(const Params &p, int64_t unit, int64_t pa
 struct Stats {
   float mean, rstd;
 };
+
+__device__ __forceinline__ float reciprocal_deviation(const Params &p, const Moments &m) {
+  return rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+}
 
 __device__ __forceinline__ Stats merged(const Params &p, int64_t unit) {
   const float *from = slot(p, unit, p.a.parts);
@@ -60,7 +65,8 @@ __device__ __forceinline__ void parameters(const Params &p, const void *from, in
 // y is rounded to T before the activation, as by the two modules. The store is an intrinsic because
 // the compiler takes an assignment of 16 bytes apart here, into four stores of words that lie 16 bytes
 // from those of the next lane.
-template <class T, int N, bool kSilu>
+// kPassing: L2 gives the result up before what it holds for other CTAs.
+template <class T, int N, bool kSilu, bool kPassing = false>
 __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   if constexpr (kSilu) {
     round_to<T>(y);
@@ -70,7 +76,9 @@ __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   Vec<T, N> v;
   v.set(y);
   if constexpr (Vec<T, N>::kBytes == kVectorBytes) {
-    __stwb(reinterpret_cast<uint4 *>(to), make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
+    const uint4 words = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+    if constexpr (kPassing) __stcs(reinterpret_cast<uint4 *>(to), words);
+    else __stwb(reinterpret_cast<uint4 *>(to), words);
   } else {
     v.store(to);
   }

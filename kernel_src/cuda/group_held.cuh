@@ -1,4 +1,4 @@
-// group_held.cuh: groups of NCHW that stay on chip: one launch, one pass over memory. Up to 32768
+// group_held.cuh: groups of NCHW that stay on chip: one launch, one pass over memory. Up to 20480
 // vectors of 16 bytes lie in the shared memory of one CTA, or of a cluster of CTAs (sm_90).
 #pragma once
 
@@ -10,16 +10,15 @@ namespace hfp::cuda::group_norms {
 
 // Vectors of a group that is read once: up to here one CTA is as fast as a cluster; most in one CTA
 // where there are no clusters; most in a cluster.
-inline constexpr int64_t kOneCta = 512, kMostAlone = 2048, kMostShared = 32768;
+inline constexpr int64_t kOneCta = 512, kMostAlone = 2048, kMostShared = 20480;
 inline constexpr int kMostChannels = 256;  // of such a group
 
-// Clusters. A group is in parts of kThreads threads each: few up to kMostFew vectors, more up to
-// kMostSome, else most. They are two CTAs, or one each where groups are too few to fill the GPU; most
-// parts are sixteen CTAs where the GPU can schedule them, else eight. The bits are the same for any
-// number of CTAs. Figures: docs/gpus.md.
-inline constexpr int64_t kMostFew = 10240, kMostSome = 20480, kManyGroups = 64;
-inline constexpr int kFewParts = 4, kSomeParts = 8, kMostParts = 16;
-inline constexpr int kSharedThreads = kSomeParts / 2 * kThreads;  // most of a CTA
+// Clusters. A group is in parts of kThreads threads each: few up to kMostFew vectors, else most. They are
+// two CTAs, or one each where groups are too few to fill the GPU. The bits are the same for any number of
+// CTAs. Figures: docs/gpus.md.
+inline constexpr int64_t kMostFew = 10240, kManyGroups = 64;
+inline constexpr int kFewParts = 4, kMostParts = 8;
+inline constexpr int kSharedThreads = kMostParts / 2 * kThreads;  // most of a CTA
 inline constexpr int kStaticBytes = 6 << 10;  // at most, besides the group
 inline constexpr int kCopies = 4;  // groups of loads of a thread, each of kUnroll vectors but the last
 
@@ -49,7 +48,7 @@ __device__ __forceinline__ void finish_held(const Params &p, const uint4 &word, 
 
 __device__ __forceinline__ float keep_stats(const Params &p, int64_t unit, const Moments &m,
                                             bool first) {
-  const float rstd = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+  const float rstd = reciprocal_deviation(p, m);
   if (first) {
     float *to = slot(p, unit, p.a.parts);
     to[0] = m.mean, to[1] = rstd;
@@ -64,7 +63,7 @@ template <class T, int N, bool kSilu>
 __global__ void __launch_bounds__(kThreads)
     group_held_kernel(const __grid_constant__ Params p) {
   wait_for_previous();
-  extern __shared__ uint4 held[];
+  extern __shared__ __align__(kLineBytes) uint4 held[];
   constexpr int kWarps = kThreads / kWarp;
   __shared__ Moments of_warp[kWarps];
   __shared__ float2 of_channel[kMostChannels];  // weight and bias
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(kSharedThreads)
     group_shared_kernel(const __grid_constant__ Params p) {
 #if __CUDA_ARCH__ >= 900
   using CTAs = Team<true>;
-  extern __shared__ uint4 held[];
+  extern __shared__ __align__(kLineBytes) uint4 held[];
   __shared__ __align__(16) float4 of_warp[kMostParts * kThreads / kWarp];  // n, mean, m2
   __shared__ Mailbox mail;
   __shared__ float2 of_channel[kMostChannels];
@@ -167,24 +166,20 @@ __global__ void __launch_bounds__(kSharedThreads)
   wait_for_copies<0>();
   add_group(3);
 
-  Moments m = sums.moments(seen);
-  float pivot = __shfl_sync(~0u, m.mean, 0);
-  Pool of_lanes;
-  of_lanes.add(m, pivot);
-  m = of_lanes.merge_warp(pivot);
+  Moments m = merge_lanes(sums, seen);
   CTAs::left();
   const float own[4] = {m.n, m.mean, m.m2, 0.0f};
   if (lane < ctas) mail.send(&of_warp[warp].x, own, static_cast<unsigned>(lane));
   __syncthreads();  // of_channel
   mail.wait(0);
   Pool of_group;
-  pivot = of_warp[0].y;
+  const float pivot = of_warp[0].y;
   for (int i = lane; i < warps; i += kWarp) {
     const float4 w = of_warp[i];
     m.n = w.x, m.mean = w.y, m.m2 = w.z;
     of_group.add(m, pivot);
   }
-  m = of_group.merge_warp(pivot);
+  m = of_group.merge_warp(pivot, static_cast<float>(p.elements));
   const float rstd = keep_stats(p, unit, m, thread == 0);
 
   T *out = static_cast<T *>(p.a.out) + unit * p.elements;
@@ -197,22 +192,6 @@ __global__ void __launch_bounds__(kSharedThreads)
 #endif
 }
 
-// CTAs of a group of most parts. The answer per device is kept.
-template <class T, int N, bool kSilu>
-int most_ctas(int device) {
-  constexpr int kDevices = 64, kHeld = kMostShared / kMostParts * kVectorBytes;
-  static std::atomic<int8_t> known[kDevices];  // 0: not asked yet
-  if (device < 0 || device >= kDevices) return kClusterSize;
-  int ctas = known[device].load(std::memory_order_relaxed);
-  if (ctas == 0) {
-    ctas = allow_large_clusters(&group_shared_kernel<T, N, kSilu>, kMostParts, kThreads, kHeld)
-               ? kMostParts
-               : kClusterSize;
-    known[device].store(static_cast<int8_t>(ctas), std::memory_order_relaxed);
-  }
-  return ctas;
-}
-
 // Groups that are read once; false where they are too large.
 template <class T, int N, bool kSilu>
 bool launch_held(Params p, int device, void *stream, int32_t *status) {
@@ -223,14 +202,12 @@ bool launch_held(Params p, int device, void *stream, int32_t *status) {
   p.channel_vectors = FastDivisor(p.a.positions / N);
   if (vectors > kOneCta && vectors <= kMostShared && units <= kMaxGrid / kMostParts &&
       has_clusters(reinterpret_cast<const void *>(several), device)) {
-    const int parts = vectors <= kMostFew ? kFewParts : vectors <= kMostSome ? kSomeParts : kMostParts;
+    const int parts = vectors <= kMostFew ? kFewParts : kMostParts;
     p.chunk = ceil_div(vectors, parts);
     const int part_bytes = static_cast<int>(ceil_div(p.chunk, kThreads)) * kThreads * kVectorBytes;
     // Not all GPUs with clusters have the shared memory for half of the parts: sm_120 has 99 KB.
     const bool half_fits = parts / 2 * part_bytes + kStaticBytes <= shared_memory_limit();
-    const int ctas = parts == kMostParts                 ? most_ctas<T, N, kSilu>(device)
-                     : units >= kManyGroups && half_fits ? 2
-                                                         : parts;
+    const int ctas = units >= kManyGroups && half_fits ? 2 : parts;
     const int in_cta = parts / ctas;
     *status = launch_clusters(several, units, in_cta * kThreads, p, stream, kName,
                               in_cta * part_bytes, ctas);

@@ -76,18 +76,17 @@ struct Sums {
 // The same for all lanes at once: sums relative to a mean near theirs, that of the first of them. At most
 // as many digits as log2 of their number can cancel; a step is three additions and no division.
 struct Pool {
-  float n = 0.0f, sum = 0.0f, squares = 0.0f;
+  float sum = 0.0f, squares = 0.0f;
 
   __device__ void add(const Moments &m, float pivot) {
     const float d = m.mean - pivot, of_all = m.n * d;
-    n += m.n;
     sum += of_all;
     squares += fmaf(of_all, d, m.m2);
   }
-  __device__ Moments merge_warp(float pivot) {
+  // n: elements of all lanes, as every caller knows.
+  __device__ Moments merge_warp(float pivot, float n) {
 #pragma unroll
     for (int lane = kWarp / 2; lane > 0; lane /= 2) {
-      n += __shfl_xor_sync(~0u, n, lane);
       sum += __shfl_xor_sync(~0u, sum, lane);
       squares += __shfl_xor_sync(~0u, squares, lane);
     }
@@ -100,5 +99,16 @@ struct Pool {
     return m;
   }
 };
+
+#if __CUDA_ARCH__ >= 800
+// Of the elements that a warp's lanes have added up.
+__device__ __forceinline__ Moments merge_lanes(const Sums &sums, int seen) {
+  const Moments m = sums.moments(seen);
+  const float pivot = __shfl_sync(~0u, m.mean, 0);
+  Pool pool;
+  pool.add(m, pivot);
+  return pool.merge_warp(pivot, static_cast<float>(__reduce_add_sync(~0u, seen)));
+}
+#endif
 
 }  // namespace hfp::cuda::group_norms

@@ -1,8 +1,10 @@
 // group_norm.cu: group norm with an optional SiLU. Wu & He, arXiv:1803.08494.
 //
-// In NCHW a group lies in one piece, which stays on chip if it fits there (group_held.cuh). All others
-// are read twice (group_parts.cuh).
+// In NCHW a group lies in one piece, which stays on chip if it fits there (group_held.cuh). Others are
+// read twice: from L2 the second time if they fit there (group_overlap.cuh), else in three launches
+// (group_parts.cuh).
 #include "group_held.cuh"
+#include "group_overlap.cuh"
 #include "group_parts.cuh"
 
 namespace hfp::cuda {
@@ -16,7 +18,8 @@ int32_t launch_group_norm(const GroupNormArgs &args, int device, void *stream) {
   constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
   const int64_t width = args.channels / args.groups;
   const bool whole_params = pointer_aligned(args.weight) && pointer_aligned(args.bias);
-  const Params p{args, width, width * args.positions, 0, 0, 0, {}, whole_params};
+  const int64_t parts = args.parts < kMostReadParts ? args.parts : kMostReadParts;
+  const Params p{args, width, width * args.positions, parts, 0, 0, 0, {}, whole_params};
   const bool aligned = pointer_aligned(args.x) && pointer_aligned(args.out);
   if (args.channels_last) {
     if (aligned && args.channels % kWidest == 0 && args.channels / kWidest <= kLastThreads) {
@@ -26,7 +29,10 @@ int32_t launch_group_norm(const GroupNormArgs &args, int device, void *stream) {
   }
   if (aligned && args.positions % kWidest == 0) {
     int32_t status = HFP_OK;
-    if (launch_held<T, kWidest, kSilu>(p, device, stream, &status)) return status;
+    if (launch_held<T, kWidest, kSilu>(p, device, stream, &status) ||
+        launch_overlap<T, kWidest, kSilu>(p, device, stream, &status)) {
+      return status;
+    }
     return launch_first<T, kWidest, kSilu>(p, stream);
   }
   return launch_first<T, 1, kSilu>(p, stream);

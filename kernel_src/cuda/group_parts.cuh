@@ -9,6 +9,7 @@
 namespace hfp::cuda::group_norms {
 
 inline constexpr int kLastThreads = 512;   // at most, of those over NHWC
+inline constexpr int64_t kMostReadParts = 256;  // of a group
 inline constexpr int kChannelSlots = 4096; // channels times positions at once that a CTA merges in NHWC
 
 // Where element i of a group lies, from its first one.
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous();
   __shared__ Moments shared[kThreads / kWarp];
   for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
-    const int64_t unit = work / p.a.parts, part = work % p.a.parts;
+    const int64_t unit = work / p.parts, part = work % p.parts;
     const T *x = static_cast<const T *>(p.a.x) + group_start(p, unit, kStrided);
     const int64_t begin = part * p.chunk;
     const int64_t end = begin + p.chunk < p.elements ? begin + p.chunk : p.elements;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kLastThreads)
   const int lane = threadIdx.x / vectors, column = threadIdx.x % vectors;
   const int channels = static_cast<int>(p.a.channels), width = static_cast<int>(p.width);
   for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
-    const int64_t sample = work / p.a.parts, part = work % p.a.parts;
+    const int64_t sample = work / p.parts, part = work % p.parts;
     const int64_t begin = part * p.chunk;
     const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
     if (lane < p.lanes) {
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
        unit < units;
        unit += stride) {
     Moments m;
-    for (int64_t part = lane; part < p.a.parts; part += kWarp) {
+    for (int64_t part = lane; part < p.parts; part += kWarp) {
       const int64_t left = whole - part * p.chunk;
       const int64_t here = left < 0 ? 0 : left < p.chunk ? left : p.chunk;
       Moments b;
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
     m.merge_warp();
     if (lane == 0) {
       float *to = slot(p, unit, p.a.parts);
-      to[0] = m.mean, to[1] = rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+      to[0] = m.mean, to[1] = reciprocal_deviation(p, m);
     }
   }
 }
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kLastThreads)
   const int lane = threadIdx.x / vectors, c = threadIdx.x % vectors * N;
   if (lane >= p.lanes) return;
   for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
-    const int64_t sample = work / p.a.parts, begin = work % p.a.parts * p.chunk;
+    const int64_t sample = work / p.parts, begin = work % p.parts * p.chunk;
     const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
     float mean[N], factor[N], summand[N];
     parameters<N>(p, p.a.weight, c, 1.0f, factor);
@@ -266,8 +267,8 @@ int32_t launch_moments(Params &p, void *stream) {
 
 template <class T, int N, bool kSilu>
 int32_t launch_first(Params p, void *stream) {
-  p.chunk = ceil_div(ceil_div(p.elements, p.a.parts), N) * N;
-  p.work = p.a.batch * p.a.groups * p.a.parts;
+  p.chunk = ceil_div(ceil_div(p.elements, p.parts), N) * N;
+  p.work = p.a.batch * p.a.groups * p.parts;
   int32_t status = launch(&group_parts_kernel<T, N, false>, up_to_grid(p.work), kThreads, p,
                           stream, kName);
   if (status == HFP_OK) status = launch_moments<false>(p, stream);
@@ -284,8 +285,8 @@ int32_t launch_last(Params p, void *stream) {
   const int64_t vectors = p.a.channels / N;
   p.lanes = static_cast<int>(kLastThreads / vectors);
   const int threads = static_cast<int>(ceil_div(p.lanes * vectors, 32) * 32);
-  p.chunk = ceil_div(p.a.positions, p.a.parts);
-  p.work = p.a.batch * p.a.parts;
+  p.chunk = ceil_div(p.a.positions, p.parts);
+  p.work = p.a.batch * p.parts;
   int32_t status =
       launch(&last_parts_kernel<T, N>, up_to_grid(p.work), threads, p, stream, kName);
   if (status == HFP_OK) status = launch_moments<true>(p, stream);
@@ -295,8 +296,8 @@ int32_t launch_last(Params p, void *stream) {
 
 template <class T, bool kSilu>
 int32_t launch_any(Params p, void *stream) {
-  p.chunk = ceil_div(p.elements, p.a.parts);
-  p.work = p.a.batch * p.a.groups * p.a.parts;
+  p.chunk = ceil_div(p.elements, p.parts);
+  p.work = p.a.batch * p.a.groups * p.parts;
   int32_t status = launch(&group_parts_kernel<T, 1, true>, up_to_grid(p.work), kThreads, p,
                           stream, kName);
   if (status == HFP_OK) status = launch_moments<false>(p, stream);
