@@ -7,6 +7,9 @@
 
 namespace hfp::cuda {
 
+// Where a warp's copies should begin in shared memory: its 512 bytes are then four lines, not five.
+inline constexpr int kLineBytes = 128;
+
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void copy_later(uint4 *to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)

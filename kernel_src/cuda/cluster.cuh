@@ -93,32 +93,6 @@ inline bool has_clusters(const void *kernel, int device) {
   return attributes.ptxVersion >= 90;
 }
 
-// Whether the current device can schedule clusters of so many CTAs, more than kClusterSize, which have
-// to be asked for.
-template <class Params>
-bool allow_large_clusters(void (*kernel)(Params), int size, int threads, int shared_bytes) {
-  const void *function = reinterpret_cast<const void *>(kernel);
-  cudaLaunchAttribute dimension{};
-  dimension.id = cudaLaunchAttributeClusterDimension;
-  dimension.val.clusterDim.x = static_cast<unsigned>(size);
-  dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(size));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.attrs = &dimension;
-  config.numAttrs = 1;
-  int at_once = 0;
-  if (cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
-          cudaSuccess ||
-      allow_shared_memory(kernel, shared_bytes) != cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&at_once, function, &config) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  return at_once > 0;
-}
-
 template <class Params>
 int32_t launch_clusters(void (*kernel)(Params), int64_t clusters, int threads, Params &params,
                         void *stream, const char *op, int shared_bytes = 0,

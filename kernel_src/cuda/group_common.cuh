@@ -1,0 +1,91 @@
+// group_common.cuh: what the kernels of group norm share: parameters, places, the result of a vector.
+#pragma once
+
+#include "activations.cuh"
+#include "elementwise.cuh"
+#include "group_moments.cuh"
+
+namespace hfp::cuda::group_norms {
+
+inline constexpr const char *kName = "group_norm";
+inline constexpr int kThreads = 256;       // of the kernels over NCHW
+inline constexpr int kUnroll = 4;          // NCHW: vectors of a thread at once
+
+struct Params {
+  static constexpr bool kStartsEarly = true;
+  const GroupNormArgs a;
+  int64_t width;     // channels of a group
+  int64_t elements;  // of a group
+  int64_t parts;     // of a group; at most as many as there are places in a.stats
+  int64_t chunk;     // of a part: elements (NCHW) or positions (NHWC)
+  int64_t work;      // CTAs' worth of it
+  int lanes;         // NHWC: positions that a CTA looks at at once
+  FastDivisor channel_vectors;  // NCHW
+  bool whole_params;  // NHWC: weight and bias can be loaded by vectors
+};
+
+// The place of part p of group `unit` in stats; p == parts: mean and rstd.
+__device__ __forceinline__ float *slot(const Params &p, int64_t unit, int64_t part) {
+  return p.a.stats + (unit * (p.a.parts + 1) + part) * 2;
+}
+
+struct Stats {
+  float mean, rstd;
+};
+
+__device__ __forceinline__ float reciprocal_deviation(const Params &p, const Moments &m) {
+  return rsqrtf(m.m2 / static_cast<float>(p.elements) + p.a.eps);
+}
+
+__device__ __forceinline__ Stats merged(const Params &p, int64_t unit) {
+  const float *from = slot(p, unit, p.a.parts);
+  return {from[0], from[1]};
+}
+
+__device__ __forceinline__ float parameter(const void *from, DType type, int64_t at,
+                                           float otherwise) {
+  if (from == nullptr) return otherwise;
+  float value[1];
+  load_any<1>(value, from, type, at);
+  return value[0];
+}
+
+// Of the channels [at, at + N).
+template <int N>
+__device__ __forceinline__ void parameters(const Params &p, const void *from, int64_t at,
+                                           float otherwise, float (&value)[N]) {
+  if (from != nullptr && p.whole_params) {
+    load_any<N>(value, from, p.a.weight_type, at);
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; ++k) value[k] = parameter(from, p.a.weight_type, at + k, otherwise);
+  }
+}
+
+// y is rounded to T before the activation, as by the two modules. The store is an intrinsic because
+// the compiler takes an assignment of 16 bytes apart here, into four stores of words that lie 16 bytes
+// from those of the next lane.
+// kPassing: L2 gives the result up before what it holds for other CTAs.
+template <class T, int N, bool kSilu, bool kPassing = false>
+__device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
+  if constexpr (kSilu) {
+    round_to<T>(y);
+#pragma unroll
+    for (int k = 0; k < N; ++k) y[k] = activate<HFP_ACT_SILU, std::is_same_v<T, float>>(y[k]);
+  }
+  Vec<T, N> v;
+  v.set(y);
+  if constexpr (Vec<T, N>::kBytes == kVectorBytes) {
+    const uint4 words = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+    if constexpr (kPassing) __stcs(reinterpret_cast<uint4 *>(to), words);
+    else __stwb(reinterpret_cast<uint4 *>(to), words);
+  } else {
+    v.store(to);
+  }
+}
+
+inline int64_t up_to_grid(int64_t work) { return work < kMaxGrid ? work : kMaxGrid; }
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace hfp::cuda::group_norms
