@@ -384,7 +384,6 @@ inline constexpr int kMulAddSumRows = 3072, kActivationSumRows = 1024, kFewSumRo
 // cp.async 28.3, but 96 at 4096 x 14336.
 inline constexpr int kMulAddThreads = 256, kMulAddAhead = 4, kMulAddCtas = 2;
 inline constexpr int kActivationThreads = 1024, kActivationLanes = 128, kActivationAhead = 1;
-inline constexpr int64_t kFullSms = 132;  // of the GPU that grids of one wave are for
 
 // 32 columns a CTA, of half the threads where half as many rows are enough. bf16 gradients' partial sums,
 // warm, in us, 528, 264 and 132 rows of 2048 columns: 2.0, 1.6 and 1.4; 1024 threads with a column each
