@@ -368,9 +368,9 @@ __device__ __forceinline__ void compute_now(A &a, B &b, C &c, D &d) {
   asm volatile("" : "+l"(a), "+l"(b), "+l"(c), "+l"(d));
 }
 
-template <class A, class B, class C, class D, class E, class F>
-__device__ __forceinline__ void compute_now(A &a, B &b, C &c, D &d, E &e, F &f) {
-  asm volatile("" : "+l"(a), "+l"(b), "+l"(c), "+l"(d), "+l"(e), "+l"(f));
+template <class A, class B, class C, class D, class E>
+__device__ __forceinline__ void compute_now(A &a, B &b, C &c, D &d, E &e) {
+  asm volatile("" : "+l"(a), "+l"(b), "+l"(c), "+l"(d), "+l"(e));
 }
 
 template <class Params, class = void>

@@ -8,6 +8,7 @@
 
 #include "common.cuh"
 #include "packed.cuh"
+#include "row_split.cuh"
 
 namespace hfp::cuda {
 
@@ -40,8 +41,7 @@ struct FlatParams {
   F f;
 };
 
-// Row (i0 * n1 + i1) * n2 + i2 of input k starts i0 * s0[k] + i1 * s1[k] + i2 * s2[k] vectors behind
-// its first row, with one n1 and n2 for all inputs. All offsets are below 2^32, vectors below 2^31.
+// Rows as in RowSplit, in a layout of fields for this kernel. Vectors are below 2^31.
 template <class F>
 struct RowsParams {
   static constexpr bool kStartsEarly = true;
@@ -258,47 +258,22 @@ int32_t launch_flat(const Elementwise<F::kInputs> &e, const F &f, void *stream) 
   return run(&flat_kernel<T, F, 1>, elementwise_threads(p.vectors), 1);
 }
 
-inline int64_t row_start(const Rows &r, int64_t row) {
-  const int64_t outer = row / r.n2;
-  return outer / r.n1 * r.s0 + outer % r.n1 * r.s1 + row % r.n2 * r.s2;
-}
-
-// Finds n1, n2 and the strides of rows of vectors of n elements; false where 32 bits do not hold
-// them, or where the inputs divide the rows in more than two places.
+// False where split_rows is, or 32 bits do not hold the vectors of n elements.
 template <class F>
 bool plan_rows_kernel(const Elementwise<F::kInputs> &e, int n, RowsParams<F> *p) {
   const int64_t rows = e.rows[0].rows, row_vectors = e.rows[0].cols / n;
-  if (rows >= (int64_t{1} << 31) / row_vectors) return false;
-  int64_t n2 = rows, block = rows;  // of n1 * n2 rows
-  for (const Rows &r : e.rows) {
-    for (const int64_t place : {r.n2, r.n1 * r.n2}) {
-      if (place <= 1 || place >= rows || place == n2 || place == block) continue;
-      if (block != n2) return false;
-      if (n2 == rows) n2 = block = place;
-      else if (place < n2) n2 = place;
-      else block = place;
-    }
-  }
-  if (block % n2 != 0 || rows % block != 0) return false;
+  RowSplit<F::kInputs> split;
+  if (rows >= (int64_t{1} << 31) / row_vectors || !split_rows(e.rows, n, &split)) return false;
   for (int k = 0; k < F::kInputs; ++k) {
-    const Rows &r = e.rows[k];
-    const int64_t s2 = n2 > 1 ? row_start(r, 1) : 0, s1 = n2 < rows ? row_start(r, n2) : 0;
-    const int64_t s0 = block < rows ? row_start(r, block) : 0;
-    if (s0 < 0 || s1 < 0 || s2 < 0) return false;
-    if (row_start(r, rows - 1) / n + row_vectors >= int64_t{1} << 32) return false;
-    p->s0[k] = static_cast<uint32_t>(s0 / n);
-    p->s1[k] = static_cast<uint32_t>(s1 / n);
-    p->s2[k] = static_cast<uint32_t>(s2 / n);
+    p->s0[k] = split.s0[k], p->s1[k] = split.s1[k], p->s2[k] = split.s2[k];
   }
-  const int64_t n1 = block / n2, tiles = ctas(n2, kThreadRows<F>);
+  p->n1 = split.n1, p->n2 = split.n2, p->by_n1 = split.by_n1;
+  const int64_t n2 = split.n2, tiles = ctas(n2, kThreadRows<F>);
   p->row_vectors = static_cast<uint32_t>(row_vectors);
-  p->n1 = static_cast<uint32_t>(n1);
-  p->n2 = static_cast<uint32_t>(n2);
   p->tiles = static_cast<uint32_t>(tiles);
   p->threads = static_cast<uint32_t>(rows / n2 * tiles * row_vectors);
   p->by_row_vectors = FastDivisor(row_vectors);
   p->by_tiles = FastDivisor(tiles);
-  p->by_n1 = FastDivisor(n1);
   return true;
 }
 

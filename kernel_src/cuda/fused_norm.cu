@@ -16,11 +16,13 @@ namespace {
 // ---------------------------------------------------------------------------------------------
 // Kernels
 
-// How many CTAs of the longest rows an SM must take, 0 for as many as it does: ptxas gives bf16 with
-// a residual 67 registers of the 64 with which two fit, and none of them has to be spilled.
+// CTAs that an SM must take, 0 for as many as ptxas thinks. Of the longest rows of bf16 with a residual
+// two, for which their parameters are left in memory: 64 registers do not hold them too. Of a warp a row
+// one, since for more of them ptxas spills.
 template <class T, class P, int kThreads, int kVectors, bool kSum>
 inline constexpr int kFusedCtas =
-    kSum && kThreads == kCta && kVectors == 2 && std::is_same_v<T, __nv_bfloat16> &&
+    kThreads == 32 ? 1
+    : kSum && kThreads == kCta && kVectors == 2 && std::is_same_v<T, __nv_bfloat16> &&
             std::is_same_v<T, P>
         ? 2
         : 0;
@@ -32,11 +34,13 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     fused_norm_kernel(const __grid_constant__ FusedNormParams p) {
   wait_for_previous();
   using G = Group<kThreads>;
+  constexpr bool kTwoCtas = kFusedCtas<T, P, kThreads, kVectors, kSum> == 2;
   constexpr bool kHold =
+      !kTwoCtas &&
       kHoldParams<P, kThreads, kVectors, Vec<T, N>::kWords + 2 * ParamVec<P, N>::kWords>;
   constexpr bool kTwos = std::is_same_v<T, P> && kInTwos<T, N> && kHold;
-  constexpr bool kPacked = kVectors >= 4 || kFusedCtas<T, P, kThreads, kVectors, kSum> > 0;
-  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+  constexpr bool kPacked = kVectors >= 4 || kTwoCtas;
+  __shared__ float partial[kTwicePartials];
 
   const int64_t row = G::row(p.first_row);
   const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
@@ -90,20 +94,17 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     }
   }
 
-  float sums[kVectors], mean = 0.0f;
+  const auto inside = [=](int i) { return G::index() + i * G::stride() < vectors; };
+  LayerMap map;
   if (p.layer) {
+    map = layer_map<G>(v, inside, p.zero, p.inverse_cols, p.eps, partial);
+  } else {
+    float squares[kVectors];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
-    mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
+    for (int i = 0; i < kVectors; ++i) squares[i] = sum_of_squares(v[i]);
+    const float square = G::sum(squares, partial);
+    map = scale_map(rsqrtf(fmaf(square, p.inverse_cols, p.eps)));
   }
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if constexpr (kPacked) v[i].stay_packed(p.zero);
-    const bool inside = G::index() + i * G::stride() < vectors;
-    sums[i] = inside ? sum_of_squared_deviations(v[i], mean) : 0.0f;
-  }
-  const float square = G::sum(sums, partial_square);
-  const float scale = rsqrtf(fmaf(square, p.inverse_cols, p.eps));
 
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     float y[N], mul[N], add[N];
     v[i].get(y);
 #pragma unroll
-    for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * scale;
+    for (int k = 0; k < N; ++k) y[k] = map(y[k]);
     if constexpr (kHold) {
       m[i].get(mul);
       a[i].get(add);
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     fused_norm_loop_kernel(const __grid_constant__ FusedNormParams p) {
   wait_for_previous();
   using G = Group<kCta>;
-  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+  __shared__ float partial[kTwicePartials];
   const int64_t row = G::row(p.first_row);
   const int64_t to = row * p.x_rows.cols;
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
@@ -176,25 +177,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     x = sum;
   }
 
-  float own[1] = {0.0f}, mean = 0.0f;
+  LayerMap map;
   if (p.layer) {
-#pragma unroll 4
-    for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
-      Vec<T, N> v;
-      v.template load<Cache::kStream>(x + at * N);
-      own[0] += sum_of(v);
-    }
-    mean = __fmul_rn(G::sum(own, partial_sum), p.inverse_cols);
-    own[0] = 0.0f;
+    map = layer_map<G, T, N>(x, p.vectors, p.inverse_cols, p.eps, partial);
+  } else {
+    float sum, square[1];
+    sums_of_row<T, N, G>(x, p.vectors, 0.0f, sum, square[0]);
+    map = scale_map(rsqrtf(fmaf(G::sum(square, partial), p.inverse_cols, p.eps)));
   }
-#pragma unroll 4
-  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
-    Vec<T, N> v;
-    v.template load<Cache::kStream>(x + at * N);
-    own[0] += sum_of_squared_deviations(v, mean);
-  }
-  const float square = G::sum(own, partial_square);
-  const float scale = rsqrtf(fmaf(square, p.inverse_cols, p.eps));
 
   const bool modulated = p.scale != nullptr;
   const int64_t scale_row = modulated ? row_offset(p.scale_rows, row) : 0;
@@ -205,7 +195,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     float y[N], w[N], b[N];
     v.get(y);
 #pragma unroll
-    for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * scale;
+    for (int k = 0; k < N; ++k) y[k] = map(y[k]);
     load_param<AnyType>(w, p.weight, p.weight_type, at * N, 1.0f);
     load_param<AnyType>(b, p.bias, p.weight_type, at * N, kNoBias);
     if (modulated) {
@@ -252,10 +242,12 @@ template <class T, class P, bool kSum>
 int32_t launch_fast(FusedNormParams &p, void *stream) {
   RowPlan plan;
   if constexpr (kIsHalf<T, P>) {
-    if (is_half_row(p)) {
+    constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+    const Rows tensors[] = {p.x_rows, p.residual_rows, p.gate_rows, p.scale_rows, p.shift_rows};
+    if (is_half_row(p) && split_rows(tensors, N, &p.split)) {
       plan = plan_fused_half(p.vectors, p.x_rows.rows, kSum, p.scale != nullptr);
       if (plan.shape != Shape::kLoop) {
-        return launch_rows(select_half_kernel<T>(p, plan), plan, p, stream, kOp);
+        return launch_rows(select_half_kernel<T>(p, plan.shape), plan, p, stream, kOp);
       }
     }
     plan = plan_fused_rest(p.vectors, kSum);

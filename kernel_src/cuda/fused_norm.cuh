@@ -1,8 +1,9 @@
 // fused_norm.cuh: what the kernels of fused_norm.cu share: the call, and the steps on one vector.
 #pragma once
 
+#include "layer_map.cuh"
 #include "packed.cuh"
-#include "rows.cuh"
+#include "row_split.cuh"
 
 namespace hfp::cuda {
 
@@ -11,6 +12,7 @@ struct FusedNormParams {
   void *out, *sum;
   const void *x, *residual, *gate, *weight, *bias, *scale, *shift;
   Rows x_rows, residual_rows, gate_rows, scale_rows, shift_rows;
+  RowSplit<5> split;  // the same five, for fused_norm_half.cuh
   int64_t first_row;
   int64_t vectors;  // per row
   float inverse_cols, eps, weight_offset;

@@ -38,11 +38,15 @@ constexpr int half_threads() {
   return kThreads == 64 ? 64 : max_threads(kThreads, kVectors);
 }
 
-// CTAs that an SM must take. kAdded: 1024 threads, the most on compute capability 7.5, of 64
-// registers each. The others: one, said for ptxas, which left to itself aims at two, and spills.
-template <HalfRow kRow, int kThreads, int kVectors>
+// CTAs that an SM must take. kAdded, and layer norms of four vectors a thread of a CTA: 1024 threads, the
+// most on compute capability 7.5, of 64 registers each (norm_modulate 2 x 2688 x 2048 12.1 us, of 80
+// 12.4). The others: one, said for ptxas, which left to itself aims at two, and spills.
+template <HalfRow kRow, bool kLayer, int kThreads, int kVectors>
 constexpr int half_ctas() {
-  return kRow == HalfRow::kAdded ? 1024 / half_threads<kThreads, kVectors>() : 1;
+  constexpr int kOf = half_threads<kThreads, kVectors>();
+  if (kVectors == 1) return resident_ctas(kOf, 2048);
+  const bool most = kRow == HalfRow::kAdded || (kLayer && kThreads == kCta && kVectors == 4);
+  return most ? 1024 / kOf : 1;
 }
 
 // residual + gate * x, rounded once.
@@ -75,7 +79,7 @@ __device__ __forceinline__ void modulate_once(float (&y)[N], const Vec<T, N> &sc
 
 template <class T, HalfRow kRow, bool kLayer, int kThreads, int kVectors>
 __global__ void __launch_bounds__((half_threads<kThreads, kVectors>()),
-                                  (half_ctas<kRow, kThreads, kVectors>()))
+                                  (half_ctas<kRow, kLayer, kThreads, kVectors>()))
     fused_norm_half_kernel(const __grid_constant__ FusedNormParams p) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
   using G = Group<kThreads>;
@@ -85,34 +89,38 @@ __global__ void __launch_bounds__((half_threads<kThreads, kVectors>()),
   constexpr bool kGated = kSum && kModulated;
   constexpr bool kHold = kHoldHalf<kRow, kVectors>;
   constexpr bool kPacked = kVectors >= 4;
-  __shared__ __align__(16) float partial_sum[kPartials], partial_square[kPartials];
+  __shared__ __align__(16) float partial[kTwicePartials];
 
   const int64_t row = G::row(p.first_row);
   const int64_t known_row = row < p.x_rows.rows ? row : 0;
-  const int vectors = row < p.x_rows.rows ? static_cast<int>(p.vectors) : 0;
   const int index = G::index(), stride = G::stride(), step = stride * N;
-  const auto inside = [=](int i) { return index + i * stride < vectors; };
-  int64_t to = known_row * p.x_rows.cols + index * N;
-  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, known_row) + index * N;
-  const T *residual = nullptr, *gate = nullptr, *scale = nullptr, *shift = nullptr;
-  if constexpr (kSum) {
-    residual = static_cast<const T *>(p.residual) + row_offset(p.residual_rows, known_row);
-    residual += index * N;
-  }
-  if constexpr (kModulated) {
-    scale = static_cast<const T *>(p.scale) + row_offset(p.scale_rows, known_row) + index * N;
-    shift = static_cast<const T *>(p.shift) + row_offset(p.shift_rows, known_row) + index * N;
-  }
+  const int left = row < p.x_rows.rows ? static_cast<int>(p.vectors) - index : 0;
+  const auto inside = [=](int i) { return i * stride < left; };
+  const auto place = p.split.row(static_cast<uint32_t>(known_row));
+  const auto start = [&](const void *tensor, int k) {
+    return static_cast<const T *>(tensor) + static_cast<int64_t>(p.split.start(place, k) + index) * N;
+  };
+  const uint32_t to = static_cast<uint32_t>(known_row) * static_cast<uint32_t>(p.vectors) + index;
+  const T *x = start(p.x, 0), *residual = nullptr, *gate = nullptr;
+  if constexpr (kSum) residual = start(p.residual, 1);
+  if constexpr (kGated) gate = start(p.gate, 2);
+  const T *scale = static_cast<const T *>(p.weight) + index * N;
+  const T *shift = static_cast<const T *>(p.bias) + index * N;
+  if constexpr (kModulated) scale = start(p.scale, 3), shift = start(p.shift, 4);
   if constexpr (kRow == HalfRow::kModulated) {
-    compute_now(x, scale, shift, to);
+    settle(x, scale, shift);
   } else if constexpr (kRow == HalfRow::kAdded) {
-    compute_now(x, residual, to);
+    settle(x, residual);
   } else {
-    gate = static_cast<const T *>(p.gate) + row_offset(p.gate_rows, known_row) + index * N;
-    compute_now(x, residual, gate, scale, shift, to);
+    compute_now(x, residual, gate, scale, shift);
+    settle(x, residual, gate, scale);
   }
   // A warp without rows. The branch also keeps ptxas from computing the addresses behind the wait.
   if (row - threadIdx.x % 32u / G::kLanes >= p.x_rows.rows) return;
+  if constexpr (!kHold) {
+    bring_early<kVectors>(p.weight != nullptr, scale, step, left * N);
+    bring_early<kVectors>(p.bias != nullptr, shift, step, left * N);
+  }
   wait_for_previous();
 
   V v[kVectors], r[kSum ? kVectors : 1], g[kGated ? kVectors : 1];
@@ -122,33 +130,27 @@ __global__ void __launch_bounds__((half_threads<kThreads, kVectors>()),
     if (inside(i)) v[i].template load<Cache::kStream>(x + i * step);
     if constexpr (kGated) {
       g[i].zero();
-      if (inside(i)) g[i].template load<Cache::kReadOnly>(gate + i * step);
+      if (inside(i)) g[i].template load<Cache::kTwice>(gate + i * step);
     }
     if constexpr (kSum) {
       r[i].zero();
       if (inside(i)) r[i].template load<Cache::kStream>(residual + i * step);
     }
   }
+  // x first, which is summed first. Zero too, but ptxas drops the second exit on one condition.
+  if constexpr (kLayer) keep_loads_above(static_cast<uint32_t>(p.vectors >> 32));
   // What the row meets last, asked for before the sum waits for x, so that the latencies overlap.
-  // ptxas moves loads of Cache::kReadOnly behind the first sum all the same: without a residual that
-  // costs layer_norm 2 to 7 %, with one (and a gate) it changes nothing.
-  constexpr Cache kModulation = kSum ? Cache::kReadOnly : Cache::kTwice;
+  const bool multiplied = kModulated || p.weight != nullptr;
+  const bool shifted = kModulated || p.bias != nullptr;
   ParamVec<T, N> m[kHold ? kVectors : 1], a[kHold ? kVectors : 1];
-  if constexpr (kModulated) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (inside(i)) {
-        m[i].template load<kModulation>(scale + i * step);
-        a[i].template load<kModulation>(shift + i * step);
-      }
-    }
-  } else if constexpr (kHold) {
-    load_params<T, N, kVectors>(m, p.weight, index, stride, vectors, 1.0f);
-    load_params<T, N, kVectors>(a, p.bias, index, stride, vectors, kNoBias);
+  if constexpr (kHold) {
+    load_early(m, multiplied, scale, stride, left, 1.0f);
+    load_early(a, shifted, shift, stride, left, kNoBias);
   }
+  keep_loads_above(p.zero);
 
   if constexpr (kSum) {
-    T *sum = static_cast<T *>(p.sum) + to;
+    T *sum = static_cast<T *>(p.sum) + static_cast<int64_t>(to) * N;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (kRow == HalfRow::kGatedEager) v[i] = mul_twos(g[i], v[i]);
@@ -158,19 +160,19 @@ __global__ void __launch_bounds__((half_threads<kThreads, kVectors>()),
     }
   }
 
-  float sums[kVectors], mean = 0.0f;
+  LayerMap map;
   if constexpr (kLayer) {
+    map = layer_map<G>(v, inside, p.zero, p.inverse_cols, p.eps, partial);
+  } else {
+    float squares[kVectors];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
-    mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
+    for (int i = 0; i < kVectors; ++i) {
+      if constexpr (kPacked) v[i].stay_packed(p.zero);
+      squares[i] = inside(i) ? sum_of_squares(v[i]) : 0.0f;
+    }
+    const float square = G::sum(squares, partial);
+    map = scale_map(rsqrtf(fmaf(square, p.inverse_cols, p.eps)));
   }
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if constexpr (kPacked) v[i].stay_packed(p.zero);
-    sums[i] = inside(i) ? sum_of_squared_deviations(v[i], mean) : 0.0f;
-  }
-  const float square = G::sum(sums, partial_square);
-  const float inverse = rsqrtf(fmaf(square, p.inverse_cols, p.eps));
 
   const auto finish_each = [&](auto finish) {
 #pragma unroll
@@ -180,14 +182,12 @@ __global__ void __launch_bounds__((half_threads<kThreads, kVectors>()),
       float y[N];
       v[i].get(y);
 #pragma unroll
-      for (int k = 0; k < N; ++k) y[k] = (y[k] - mean) * inverse;
-      if constexpr (kHold) {
-        finish(y, m[i], a[i], to + i * step);
-      } else {
-        load_params<T, N, 1>(m, p.weight, index + i * stride, stride, vectors, 1.0f);
-        load_params<T, N, 1>(a, p.bias, index + i * stride, stride, vectors, kNoBias);
-        finish(y, m[0], a[0], to + i * step);
+      for (int k = 0; k < N; ++k) y[k] = kLayer ? map(y[k]) : y[k] * map.scale;
+      if constexpr (!kHold) {
+        load_early(m, multiplied, scale + i * step, 0, 1, 1.0f);
+        load_early(a, shifted, shift + i * step, 0, 1, kNoBias);
       }
+      finish(y, m[kHold ? i : 0], a[kHold ? i : 0], static_cast<int64_t>(to + i * stride) * N);
     }
   };
   using Y = float[N];
@@ -209,60 +209,6 @@ __global__ void __launch_bounds__((half_threads<kThreads, kVectors>()),
         add.get(plus);
         affine<kLayer>(y, by, plus, p.weight_offset);
       }
-      store_as<T>(p.out, at, y);
-    });
-  }
-}
-
-// norm(x) * (1 + scale) + shift for a layer norm whose rows fill their CTAs: see full_rows. The same
-// bits.
-template <class T>
-__global__ void __launch_bounds__(kMaxHoldThreads, resident_ctas(kMaxHoldThreads, kSomeThreads))
-    modulated_full_kernel(const __grid_constant__ FusedNormParams p) {
-  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kVectors = 4;
-  using G = Group<kCta>;
-  using V = Vec<T, N>;
-  __shared__ float partial_sum[kPartials], partial_square[kPartials];
-  const int64_t row = G::row(p.first_row);
-  const int index = G::index(), step = G::stride() * N;
-  int64_t to = row * p.x_rows.cols + index * N;
-  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + index * N;
-  const T *scale = static_cast<const T *>(p.scale) + row_offset(p.scale_rows, row) + index * N;
-  const T *shift = static_cast<const T *>(p.shift) + row_offset(p.shift_rows, row) + index * N;
-  settle(x, scale, shift, to);
-  wait_for_previous();
-
-  V v[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) v[i].template load<Cache::kStream>(x + i * step);
-  keep_loads_above(p.zero);
-  float sums[kVectors], d[kVectors][N];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
-  const float mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) sums[i] = keep_deviations(d[i], v[i], mean);
-  const float square = G::sum(sums, partial_square);
-  const float inverse = rsqrtf(fmaf(square, p.inverse_cols, p.eps));
-
-  const auto finish_each = [&](auto finish) {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      V mul, add;
-      mul.template load<Cache::kReadOnly>(scale + i * step);
-      add.template load<Cache::kReadOnly>(shift + i * step);
-#pragma unroll
-      for (int k = 0; k < N; ++k) d[i][k] *= inverse;
-      finish(d[i], mul, add, to + i * step);
-    }
-  };
-  if (p.eager) {
-    finish_each([&](float (&y)[N], const V &mul, const V &add, int64_t at) {
-      finish_twos<T, N>(p, y, add_one(mul), add, at);
-    });
-  } else {
-    finish_each([&](float (&y)[N], const V &mul, const V &add, int64_t at) {
-      modulate_once(y, mul, add);
       store_as<T>(p.out, at, y);
     });
   }
@@ -291,13 +237,9 @@ auto select_half_kernel(Shape shape, bool layer) {
 }
 
 template <class T>
-auto select_half_kernel(const FusedNormParams &p, const RowPlan &plan) {
-  const Shape shape = plan.shape;
+auto select_half_kernel(const FusedNormParams &p, Shape shape) {
   if (p.scale == nullptr) return select_half_kernel<T, HalfRow::kAdded>(shape, p.layer);
-  if (p.sum == nullptr) {
-    if (p.layer && full_rows(plan, p.vectors)) return &modulated_full_kernel<T>;
-    return select_half_kernel<T, HalfRow::kModulated>(shape, p.layer);
-  }
+  if (p.sum == nullptr) return select_half_kernel<T, HalfRow::kModulated>(shape, p.layer);
   if (p.eager) return select_half_kernel<T, HalfRow::kGatedEager>(shape, p.layer);
   return select_half_kernel<T, HalfRow::kGated>(shape, p.layer);
 }

@@ -1,11 +1,9 @@
 // layer_norm.cu: out = (x - mean) * rsqrt(var + eps) * weight + bias over rows, in fp32 with one
 // rounding; hfp_layer_norm on CUDA. Ba et al., arXiv:1607.06450.
 //
-// The variance is the mean of the squared deviations from the mean that was computed before, not
-// E[x^2] - mean^2, which cancels when |mean| is much larger than the deviation. The row is in
-// registers, so the second pass costs a sum and no memory traffic.
+// Mean and variance by one sum over the row's threads: layer_map.cuh.
+#include "layer_map.cuh"
 #include "ordered.cuh"
-#include "rows.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -26,50 +24,52 @@ struct LayerNormParams {
 // Kernels
 
 template <class T, int N>
-__device__ __forceinline__ void finish(const LayerNormParams &p, const Vec<T, N> &v, float mean,
-                                       float scale, const float (&w)[N], const float (&b)[N],
-                                       int64_t at) {
+__device__ __forceinline__ void finish(const LayerNormParams &p, const Vec<T, N> &v,
+                                       const LayerMap &map, const float (&w)[N],
+                                       const float (&b)[N], int64_t at) {
   float y[N];
   v.get(y);
 #pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = fmaf((y[i] - mean) * scale, w[i], b[i]);
+  for (int i = 0; i < N; ++i) y[i] = fmaf(map(y[i]), w[i], b[i]);
   store_as<T>(p.out, at, y);
 }
 
-// When weight and bias are asked for. kFirst: with the row, so that the latencies overlap. kBetween:
-// before the second sum, with the row packed again. kLate: each where it is used, so that a thread
-// waits for them once a vector. On an H200, cold, in us, the three: 4096 x 1000 in bf16 5.5, 5.7, 7.2,
-// in fp16 5.5, 6.1, 7.1, in fp32 9.6, 10.4, 10.9; 1024 x 4096, a CTA a row, in bf16 6.2, 6.0, 8.3, in
-// fp16 6.1, 6.5.
-enum class Ask { kFirst, kBetween, kLate };
-
+// Whether weight and bias are asked for with the row, so that the latencies overlap, or each where it
+// is used, so that a thread waits for them once a vector. On an H200, cold, in us, the two: 4096 x 1000
+// in bf16 5.5, 7.2, in fp16 5.5, 7.1, in fp32 9.6, 10.9; 4096 x 4096, a CTA a row, in bf16 17.6, 18.5;
+// 4096 x 8192 in fp32 66.3, 67.4.
 template <class T, class W, int N>
-constexpr Ask ask_for(int row_threads, int vectors) {
+constexpr bool hold_params(int row_threads, int vectors) {
   constexpr int kWords = Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords;
-  if (std::is_same_v<W, AnyType> || (row_threads == kCta && vectors == 8)) return Ask::kLate;
-  if (vectors * kWords > kHoldWords) return Ask::kLate;
-  const bool in_cta = vectors > 2 && row_threads == kCta;
-  return in_cta && std::is_same_v<T, __nv_bfloat16> ? Ask::kBetween : Ask::kFirst;
+  if (std::is_same_v<W, AnyType> || (row_threads == kCta && vectors == 8)) return false;
+  return vectors * kWords <= kHoldWords;
 }
 
 // Threads on an SM that the registers of four vectors a thread have to allow. Parameters with a dtype
 // of their own leave none to save.
 template <class T, class W>
-constexpr int wanted_threads(int vectors, Ask ask) {
+constexpr int wanted_threads(int row_threads, int vectors, bool hold) {
   if (!std::is_same_v<T, W> || vectors != 4) return 0;
-  return ask == Ask::kLate ? kManyThreads : kSomeThreads;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  constexpr bool kFits = std::is_same_v<T, float>;
+#else
+  constexpr bool kFits = !std::is_same_v<T, __half>;
+#endif
+  // A warp a row: where 64 registers would spill, one CTA less.
+  if (row_threads != kCta && !kFits) return kSomeThreads - kRowThreads;
+  return hold ? kSomeThreads : kManyThreads;
 }
 
-// The row in registers. W: the dtype of weight and bias.
-template <class T, class W, int N, int kThreads, int kVectors, Ask kAsk>
+// The row in registers. W: the dtype of weight and bias. kBoth: both are there, which nothing asks then.
+template <class T, class W, int N, int kThreads, int kVectors, bool kHold, bool kBoth = false>
 __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
                                   resident_ctas(norm_threads(kThreads, kVectors),
-                                                wanted_threads<T, W>(kVectors, kAsk)))
+                                                wanted_threads<T, W>(kThreads, kVectors, kHold)))
     layer_norm_kernel(const __grid_constant__ LayerNormParams p) {
   using G = Group<kThreads, norm_threads(kThreads, kVectors)>;
   constexpr bool kAny = std::is_same_v<W, AnyType>;
   using Weight = std::conditional_t<kAny, char, W>;
-  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+  __shared__ float partial[kTwicePartials];
 
   const int64_t row = G::row(p.first_row);
   const bool known = row < p.x_rows.rows;
@@ -79,10 +79,14 @@ __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
   const Weight *weight = static_cast<const Weight *>(p.weight) + first * N;
   const Weight *bias = static_cast<const Weight *>(p.bias) + first * N;
   int64_t to = row * p.x_rows.cols + first * N;
-  if constexpr (kAsk == Ask::kFirst) {
+  if constexpr (kHold) {
     settle(x, weight, bias, to);
   } else {
     settle(x, to);
+  }
+  if constexpr (!kAny && !kHold) {
+    bring_early<kVectors>(p.weight != nullptr, weight, stride * N, vectors * N);
+    bring_early<kVectors>(p.bias != nullptr, bias, stride * N, vectors * N);
   }
   wait_for_previous();
 
@@ -92,33 +96,18 @@ __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
     v[i].zero();
     if (i * stride < vectors) v[i].template load<Cache::kStream>(x + i * stride * N);
   }
-  constexpr int kHeld = kAsk == Ask::kLate ? 1 : kVectors;
+  // x first, which is summed first. Zero too, but ptxas drops the second exit on one condition.
+  keep_loads_above(static_cast<uint32_t>(p.vectors >> 32));
+  constexpr int kHeld = kHold ? kVectors : 1;
   ParamVec<W, N> w[kHeld], b[kHeld];
-  if constexpr (kAsk == Ask::kFirst) {
-    load_early(w, p.weight != nullptr, weight, stride, vectors, 1.0f);
-    load_early(b, p.bias != nullptr, bias, stride, vectors, kNoBias);
+  if constexpr (kHold) {
+    load_early(w, kBoth || p.weight != nullptr, weight, stride, vectors, 1.0f);
+    load_early(b, kBoth || p.bias != nullptr, bias, stride, vectors, kNoBias);
   }
   keep_loads_above(p.zero);
 
-  float sums[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
-  // __fmul_rn: the product must not melt into a multiply-add in some layouts only.
-  const float mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
-
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if constexpr (kVectors >= 4) v[i].stay_packed(p.zero);
-    // Past the end of the row there are zeros, which are no deviations.
-    sums[i] = i * stride < vectors ? sum_of_squared_deviations(v[i], mean) : 0.0f;
-  }
-  if constexpr (kAsk == Ask::kBetween) {
-    load_early(w, p.weight != nullptr, weight, stride, vectors, 1.0f);
-    load_early(b, p.bias != nullptr, bias, stride, vectors, kNoBias);
-    keep_loads_above(p.zero);
-  }
-  const float sum = G::sum(sums, partial_square);
-  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
+  const auto inside = [=](int i) { return i * stride < vectors; };
+  const LayerMap map = layer_map<G>(v, inside, p.zero, p.inverse_cols, p.eps, partial);
 
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -130,88 +119,29 @@ __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
       load_param<W>(scales, p.weight, p.weight_type, col, 1.0f);
       load_param<W>(shifts, p.bias, p.bias_type, col, kNoBias);
     } else {
-      constexpr bool kLate = kAsk == Ask::kLate;
-      if constexpr (kLate) {
+      if constexpr (!kHold) {
         const int at = first + i * stride;
         load_params(w, p.weight, at, 0, at + 1, 1.0f);
         load_params(b, p.bias, at, 0, at + 1, kNoBias);
       }
-      w[kLate ? 0 : i].get(scales);
-      b[kLate ? 0 : i].get(shifts);
+      w[kHold ? i : 0].get(scales);
+      b[kHold ? i : 0].get(shifts);
     }
-    finish(p, v[i], mean, scale, scales, shifts, to + i * stride * N);
+    finish(p, v[i], map, scales, shifts, to + i * stride * N);
   }
 }
 
-// A CTA per row, four vectors in every thread, weight and bias there: see full_rows. The same bits.
-template <class T>
-__global__ void __launch_bounds__(kMaxHoldThreads, resident_ctas(kMaxHoldThreads, kSomeThreads))
-    layer_norm_full_kernel(const __grid_constant__ LayerNormParams p) {
-  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kVectors = 4;
-  using G = Group<kCta>;
-  __shared__ float partial_sum[kPartials], partial_square[kPartials];
-  const int64_t row = G::row(p.first_row);
-  const int first = G::index(), stride = G::stride();
-  const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + first * N;
-  int64_t to = row * p.x_rows.cols + first * N;
-  settle(x, to);
-  wait_for_previous();
-
-  Vec<T, N> v[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) v[i].template load<Cache::kStream>(x + i * stride * N);
-  keep_loads_above(p.zero);
-  float sums[kVectors], d[kVectors][N];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) sums[i] = sum_of(v[i]);
-  const float mean = __fmul_rn(G::sum(sums, partial_sum), p.inverse_cols);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) sums[i] = keep_deviations(d[i], v[i], mean);
-  const float sum = G::sum(sums, partial_square);
-  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
-
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = first + i * stride;
-    Vec<T, N> weight, bias;
-    weight.template load<Cache::kReadOnly>(static_cast<const T *>(p.weight) + at * N);
-    bias.template load<Cache::kReadOnly>(static_cast<const T *>(p.bias) + at * N);
-    float y[N], scales[N], shifts[N];
-    weight.get(scales), bias.get(shifts);
-#pragma unroll
-    for (int k = 0; k < N; ++k) y[k] = fmaf(d[i][k] * scale, scales[k], shifts[k]);
-    store_as<T>(p.out, to + i * stride * N, y);
-  }
-}
-
-// A row too wide for the registers of a CTA is read three times, from L2 mostly after the first.
+// A row too wide for the registers of a CTA is read again, from L2 mostly.
 template <class T, int N>
 __global__ void __launch_bounds__(kMaxThreads)
     layer_norm_loop_kernel(const __grid_constant__ LayerNormParams p) {
   wait_for_previous();
   using G = Group<kCta>;
-  __shared__ float partial_sum[kPartials], partial_square[kPartials];
+  __shared__ float partial[kTwicePartials];
   const int64_t row = G::row(p.first_row);
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
 
-  float own[1] = {0.0f};
-#pragma unroll 4
-  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
-    Vec<T, N> v;
-    v.template load<Cache::kStream>(x + at * N);
-    own[0] += sum_of(v);
-  }
-  const float mean = __fmul_rn(G::sum(own, partial_sum), p.inverse_cols);
-
-  own[0] = 0.0f;
-#pragma unroll 4
-  for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
-    Vec<T, N> v;
-    v.template load<Cache::kStream>(x + at * N);
-    own[0] += sum_of_squared_deviations(v, mean);
-  }
-  const float sum = G::sum(own, partial_square);
-  const float scale = rsqrtf(fmaf(sum, p.inverse_cols, p.eps));
+  const LayerMap map = layer_map<G, T, N>(x, p.vectors, p.inverse_cols, p.eps, partial);
 
   for (int64_t at = G::index(); at < p.vectors; at += G::stride()) {
     Vec<T, N> v;
@@ -219,7 +149,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     float weight[N], bias[N];
     load_param<AnyType>(weight, p.weight, p.weight_type, at * N, 1.0f);
     load_param<AnyType>(bias, p.bias, p.bias_type, at * N, kNoBias);
-    finish(p, v, mean, scale, weight, bias, row * p.x_rows.cols + at * N);
+    finish(p, v, map, weight, bias, row * p.x_rows.cols + at * N);
   }
 }
 
@@ -233,7 +163,7 @@ struct Kernels {
   static constexpr int words() { return Vec<T, N>::kWords + 2 * ParamVec<W, N>::kWords; }
   template <int kThreads, int kVectors>
   static auto kernel() {
-    return &layer_norm_kernel<T, W, N, kThreads, kVectors, ask_for<T, W, N>(kThreads, kVectors)>;
+    return &layer_norm_kernel<T, W, N, kThreads, kVectors, hold_params<T, W, N>(kThreads, kVectors)>;
   }
   static auto loop() { return &layer_norm_loop_kernel<T, N>; }
 };
@@ -247,13 +177,15 @@ int32_t launch_fast(LayerNormParams &p, void *stream) {
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
   if (plan.shape == Shape::k8x1) return run(K::template kernel<8, 1>());
   if (plan.shape == Shape::k16x1) return run(K::template kernel<16, 1>());
-  if constexpr (sizeof(T) == 2 && std::is_same_v<T, W>) {
-    if (p.weight != nullptr && p.bias != nullptr && full_rows(plan, p.vectors)) {
-      return run(&layer_norm_full_kernel<T>);
+  if constexpr (sizeof(T) == 2) {
+    if (plan.shape == Shape::kCtaX4 && params_late(plan, p.vectors, p.x_rows.rows)) {
+      return run(&layer_norm_kernel<T, W, N, kCta, 4, false>);
     }
   }
-  if (plan.shape == Shape::kCtaX4 && params_late(plan, p.vectors, p.x_rows.rows)) {
-    return run(&layer_norm_kernel<T, W, N, kCta, 4, Ask::kLate>);
+  if constexpr (std::is_same_v<T, W>) {
+    if (plan.shape == Shape::kCtaX4 && p.weight != nullptr && p.bias != nullptr) {
+      return run(&layer_norm_kernel<T, W, N, kCta, 4, true, true>);
+    }
   }
   return run(select_kernel<K>(plan.shape));
 }

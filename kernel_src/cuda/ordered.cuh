@@ -67,6 +67,20 @@ __device__ __forceinline__ void load_early(V (&v)[kVectors], bool present, const
   }
 }
 
+// Before wait_for_previous: the first CTAs bring a thread's kVectors vectors of a parameter to L2, each
+// `step` elements, where `elements` of the row are left. No read, so that the kernel before may still
+// write them. layer_norm in bf16 on an H200, us, with cold parameters, without and with: 4096 x 2048
+// 9.76, 9.59, x 8192 33.8, 33.6; read late, x 16384 68.2, 67.3. By all CTAs 17.2 at 4096 x 2048.
+inline constexpr unsigned kBringingCtas = 4;
+template <int kVectors, class W>
+__device__ __forceinline__ void bring_early(bool present, const W *from, int step, int elements) {
+  if (!present || blockIdx.x >= kBringingCtas) return;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (i * step < elements) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i * step));
+  }
+}
+
 // For __launch_bounds__: the CTAs that give an SM `wanted` threads, or as many as it can have.
 constexpr int resident_ctas(int threads, int wanted) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800

@@ -24,15 +24,6 @@ struct RmsNormParams {
 // ---------------------------------------------------------------------------------------------
 // Kernels
 
-template <class T, int N>
-__device__ __forceinline__ float sum_of_squares(const Vec<T, N> &v) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum = fmaf(x[i], x[i], sum);
-  return sum;
-}
-
 // Where the fast kernels round; the grid has one mode, so a kernel branches once.
 enum class Mode {
   kOnce,       // at the end, to T

@@ -80,15 +80,15 @@ struct Group {
     return v;
   }
 
-  // Sums each of K values over the warp, K a power of two: lane l returns the sum of
-  // v[l / (32 / K)], added up in the order of sum_lanes. In each of the first steps a lane keeps
+  // Sums each of K values over the lanes, K a power of two: lane l returns the sum of
+  // v[l / (kLanes / K)], added up in the order of sum_lanes. In each of the first steps a lane keeps
   // half of its values and hands over the others, so that this takes K - 1 shuffles and the rest
   // of one sum instead of K sums.
   template <int K>
   __device__ static float sum_lanes_of_each(float (&v)[K]) {
     const int lane = threadIdx.x % 32u;
 #pragma unroll
-    for (int half = K / 2, bit = 16; half > 0; half /= 2, bit /= 2) {
+    for (int half = K / 2, bit = kLanes / 2; half > 0; half /= 2, bit /= 2) {
       const bool upper = (lane & bit) != 0;
 #pragma unroll
       for (int i = 0; i < half; ++i) {
@@ -97,7 +97,7 @@ struct Group {
       }
     }
 #pragma unroll
-    for (int bit = 16 / K; bit > 0; bit /= 2) v[0] += __shfl_xor_sync(~0u, v[0], bit);
+    for (int bit = kLanes / 2 / K; bit > 0; bit /= 2) v[0] += __shfl_xor_sync(~0u, v[0], bit);
     return v[0];
   }
 
@@ -221,38 +221,12 @@ __device__ __forceinline__ void load_param(float (&value)[N], const void *from, 
   }
 }
 
-// ---------------------------------------------------------------------------------------------
-// What the norms that may subtract a mean make of one vector
-
 template <class T, int N>
-__device__ __forceinline__ float sum_of(const Vec<T, N> &v) {
+__device__ __forceinline__ float sum_of_squares(const Vec<T, N> &v) {
   float x[N], sum = 0.0f;
   v.get(x);
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum += x[i];
-  return sum;
-}
-
-// The squares themselves for mean == 0.
-template <class T, int N>
-__device__ __forceinline__ float sum_of_squared_deviations(const Vec<T, N> &v, float mean) {
-  float x[N], sum = 0.0f;
-  v.get(x);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum = fmaf(x[i] - mean, x[i] - mean, sum);
-  return sum;
-}
-
-// The deviations themselves, and the sum of their squares as above.
-template <class T, int N>
-__device__ __forceinline__ float keep_deviations(float (&d)[N], const Vec<T, N> &v, float mean) {
-  float sum = 0.0f;
-  v.get(d);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    d[i] -= mean;
-    sum = fmaf(d[i], d[i], sum);
-  }
+  for (int i = 0; i < N; ++i) sum = fmaf(x[i], x[i], sum);
   return sum;
 }
 

@@ -176,28 +176,15 @@ constexpr RowPlan plan_norm(int64_t vectors, int64_t rows, bool warp_of_8) {
 }
 
 // CTAs of more threads than kMaxHoldThreads, with four vectors each, leave weight and bias in memory
-// until they are used, and take 40 registers a thread, where the tensor has more than kHoldVectors.
-// layer_norm in bf16 on an H200, in us, with the parameters in registers, without, in 64 registers and
-// in 40: 4096 x 16384 74.1, 71.6, 68.3 (eight vectors a thread 69.4, two 80.1), x 12288 61.9, 52.3, 52.1
-// (52.8, 62.3). With fewer rows each one's loads are waited for (512 x 16384 12.0 and 13.2); rms_norm
-// has one parameter less and gains nothing.
+// until they are used, and take 40 registers a thread, where the tensor of a half type has more than
+// kHoldVectors. layer_norm in bf16 on an H200, in us, with the parameters in 64 registers, and without in
+// 40: 4096 x 12288 55.9, 51.2, x 16384 67.5, 67.3. With fewer rows each one's loads are waited for (512 x
+// 16384 12.0 and 13.2, before there was one sum); rms_norm has one parameter less and gains nothing, and
+// fp32 loses (4096 x 8192 66.3, 67.1).
 inline constexpr int kMaxHoldThreads = 256;
 inline constexpr int64_t kHoldVectors = int64_t{1} << 21;
 constexpr bool params_late(const RowPlan &plan, int64_t vectors, int64_t rows) {
   return plan.threads > kMaxHoldThreads && rows > kHoldVectors / vectors;
-}
-
-// Rows of a half type whose CTA has four vectors in every thread, without one left over: layer norms then
-// ask nowhere whether a vector is inside, keep the deviations from the mean as fp32, and read parameters
-// where they are used, in 64 registers. bf16 on an H200, us, before -> after: layer_norm, cold, 4096 x
-// 2048 10.7 -> 10.5 (warm 8.0 -> 7.5), 4096 x 5120 23.8 -> 23.2, x 8192 36.2 -> 35.5; norm_modulate 2 x
-// 2688 x 2048 15.0 -> 14.3 (warm 12.8 -> 11.2), 4608 x 3072 17.5 -> 15.7, 2 x 8064 x 2048 39.1 -> 35.5.
-// In programs of their own: with one warp a row, 8192 x 1024 10.1 -> 11.3; 512 threads, 4096 x
-// 16384 69.0 -> 71.5; parameters asked for before the second sum 27.0 at 8192 x 3072, packed rows 26.4, two
-// vectors 26.9; rms norms lost (2 x 2688 x 2048 12.1 -> 13.4).
-constexpr bool full_rows(const RowPlan &plan, int64_t vectors) {
-  return plan.shape == Shape::kCtaX4 && vectors == 4 * plan.threads && plan.threads > 32 &&
-         plan.threads <= kMaxHoldThreads;
 }
 
 // Vectors of a thread of rms_norm whose CTA has no vector left over, in a half type; 0: another kernel.

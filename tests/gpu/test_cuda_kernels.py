@@ -79,6 +79,25 @@ def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [64, 128, 1000, 2048, 4099, 8192, 16384, 50000])
+def test_layer_norm_far_from_zero(
+    kernels_module: ModuleType, cols: int, dtype: torch.dtype
+) -> None:
+    """E[x^2] - mean^2 would cancel: means of many deviations, rows of one value, one outlier. Rows
+    of both kinds side by side, since those that share a warp go through one sum."""
+    x = randn(40, cols)
+    x[::5] += 1000
+    x[1::5] += 3
+    x[2::5] = 3.3
+    x[3::5, cols // 2] = 3000
+    x = x.to(dtype)
+    y, truth = run(kernels_module, "layer_norm", x, None, None, 1e-5)
+    bound = 4 * limit(dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
+    assert ((y.double() - truth).abs() <= bound).all()
+    assert torch.equal(kernels_module.layer_norm(x[::5].contiguous()), y[::5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1,), (3,), (2, 17), (5, 1000), (64, 4096), (3, 7, 4099)], ids=str
 )
