@@ -429,7 +429,6 @@ int32_t launch_vectors(BackwardParams &p, void *stream) {
   of.first_cols = p.first != nullptr ? p.x_rows.cols : 0;
   of.first_type = of.second_type = p.param_type;
   of.halves = N == 8;
-  of.large = p.x_rows.rows * p.x_rows.cols > kLargeElements;
   return sum_partials(of, stream, kOp);
 }
 

@@ -419,12 +419,19 @@ inline int shared_memory_of_wave(int bytes, int fixed, int ctas) {
   return bytes > share ? bytes : share;
 }
 
+// Lets `kernel` be launched with so many bytes of shared memory beside those that it declares. Always all
+// that there is: another thread may be about to launch it with more.
 template <class Params>
 cudaError_t allow_shared_memory(void (*kernel)(Params), int bytes) {
-  constexpr int kAlways = 48 << 10;  // more has to be asked for
-  if (bytes <= kAlways) return cudaSuccess;
-  return cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  constexpr int kAlways = 48 << 10;  // with what it declares; more has to be asked for
+  if (bytes == 0) return cudaSuccess;
+  const void *function = reinterpret_cast<const void *>(kernel);
+  cudaFuncAttributes of{};
+  const cudaError_t status = cudaFuncGetAttributes(&of, function);
+  if (status != cudaSuccess || bytes + static_cast<int>(of.sharedSizeBytes) <= kAlways) return status;
+  if (of.maxDynamicSharedSizeBytes > kAlways && bytes <= of.maxDynamicSharedSizeBytes) return status;
+  return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              shared_memory_limit() - static_cast<int>(of.sharedSizeBytes));
 }
 
 // cudaLaunchKernelExC and not <<<>>>: it returns the status of this launch, so that an error that an

@@ -334,7 +334,6 @@ int32_t norm_backward(const NormBackwardArgs &a, int device, void *stream, const
   sums.first_cols = a.dweight != nullptr ? a.x_rows.cols : 0;
   sums.first_type = a.weight_type;
   sums.second_type = a.bias_type;
-  sums.large = a.x_rows.rows * a.x_rows.cols > kLargeElements;
 
   if (a.x_rows.rows > 0) {
     NormBackwardParams p{};

@@ -225,12 +225,7 @@ bool launch_few(const NormBackwardParams &rows, const SumPartialsParams &to, int
   if (p.groups > p.x_rows.rows) p.groups = static_cast<int>(p.x_rows.rows);
   const int threads = p.groups * p.per_cta * 32;
   const int bytes = threads * (kCentred ? 2 : 1) * kVectors * N * static_cast<int>(sizeof(float));
-  // Together with the mailboxes it may be more than a kernel always has.
-  const cudaError_t allowed =
-      cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  *status = allowed != cudaSuccess ? check(allowed, op)
-                                   : launch_clusters(kernel, 1, threads, p, stream, op, bytes);
+  *status = launch_clusters(kernel, 1, threads, p, stream, op, bytes);
   return true;
 }
 

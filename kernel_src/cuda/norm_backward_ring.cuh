@@ -276,13 +276,7 @@ bool launch_ring_of(const NormBackwardParams &rows, SumPartialsParams &sums, int
   const int64_t wanted = most < wave ? most : wave;
   if (wanted < sums.rows) sums.rows = wanted;
   sums.halves = true;
-  // Together with the sums it may be more than a kernel always has.
-  const cudaError_t allowed =
-      cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  *status = allowed != cudaSuccess
-                ? check(allowed, op)
-                : launch(kernel, sums.rows, cta_threads(p.vectors, kVectors), p, stream, op, bytes);
+  *status = launch(kernel, sums.rows, cta_threads(p.vectors, kVectors), p, stream, op, bytes);
   return true;
 }
 

@@ -27,17 +27,9 @@ __device__ __forceinline__ void put_sum(const SumPartialsParams &p, int64_t sum,
   }
 }
 
-// Takes a line of 128 bytes from L2 unwritten: what was read from it is not needed in memory.
-__device__ __forceinline__ void forget_line(const float *line) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
-#endif
-}
-
 // 32 columns of one sum in a CTA, N in a thread: a warp has N rows at once. All that a thread reads is
-// on its way together, up to kMostRows rows. kLines: the 32 columns of each row are a line of 128 bytes,
-// which is not to be written to memory.
-template <int kThreads, int kMostRows, int N, bool kLines>
+// on its way together, up to kMostRows rows.
+template <int kThreads, int kMostRows, int N>
 __global__ void __launch_bounds__(kThreads)
     sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {
   constexpr int kWarps = kThreads / 32, kLanes = 32 / N, kRowsAtOnce = kWarps * N;
@@ -48,10 +40,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t start = (blockIdx.x - sum * chunks) * 32, col = start + lane % kLanes * N;
   const bool any = col < p.cols;
   int64_t row = warp * N + lane / kLanes;
-  const float *from = p.partials + (sum * p.rows + row) * p.cols + col, *line = from;
+  const float *from = p.partials + (sum * p.rows + row) * p.cols + col;
   wait_for_previous();
 
-  const int64_t first_row = row;
   float total[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) total[i] = 0.0f;
@@ -80,12 +71,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < N; ++i) all[warp][lane * N + i] = total[i];
   }
-  __syncthreads();  // also: all has been read
-  if (kLines && lane % kLanes == 0) {
-    for (row = first_row; row < p.rows; row += kRowsAtOnce, line += kRowsAtOnce * p.cols) {
-      forget_line(line);
-    }
-  }
+  __syncthreads();
   if (warp > 0 || start + lane >= p.cols) return;
   float of_column = 0.0f;
 #pragma unroll
@@ -110,11 +96,8 @@ __global__ void __launch_bounds__(kFewThreads)
 template <int kThreads, int kMostRows>
 int32_t launch_sums(SumPartialsParams &p, void *stream, const char *op) {
   const bool aligned = p.cols % 4 == 0 && pointer_aligned(p.partials);
-  const bool lines = p.large && p.cols % 32 == 0 &&
-                     reinterpret_cast<uint64_t>(p.partials) % 128 == 0;
-  auto *kernel = &sum_partials_kernel<kThreads, kMostRows, 1, false>;
-  if (lines) kernel = &sum_partials_kernel<kThreads, kMostRows, 4, true>;
-  else if (aligned) kernel = &sum_partials_kernel<kThreads, kMostRows, 4, false>;
+  auto *kernel = &sum_partials_kernel<kThreads, kMostRows, 1>;
+  if (aligned) kernel = &sum_partials_kernel<kThreads, kMostRows, 4>;
   return launch(kernel, p.sums * ((p.cols + 31) / 32), kThreads, p, stream, op);
 }
 

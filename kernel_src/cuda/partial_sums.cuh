@@ -7,16 +7,14 @@
 namespace hfp::cuda {
 
 // partials: fp32 [sums, rows, cols]. Sum s of column c < first_cols is element s * first_cols + c of
-// `first`; the other columns are those of `second`. halves: as store_halves stores them. large: of
-// a tensor that pushes them out of L2 before they are written anew; then they are not written to memory
-// at all. They are scratch: nothing is to be read from them afterwards.
+// `first`; the other columns are those of `second`. halves: as store_halves stores them.
 struct SumPartialsParams {
   static constexpr bool kStartsEarly = true;
   void *first, *second;
   const float *partials;
   int64_t sums, rows, cols, first_cols;
   DType first_type, second_type;
-  bool halves, large;
+  bool halves;
 };
 
 // Sums of a tensor's columns in vectors of 8, in a row of partials: the first halves of all vectors

@@ -378,11 +378,6 @@ inline constexpr int kActivationThreads = 1024, kActivationLanes = 128, kActivat
 // kernel that leaves them: layer_norm 4096 x 8192 56.1 -> 55.1, x 16384 107.9 -> 106.0.
 inline constexpr int kSumThreads = 512;
 inline constexpr int kSumRows = 320;  // read at once, where columns are aligned
-// More elements of x than these, in three tensors of a half type, push partial sums out of L2: see
-// SumPartialsParams. In us, lines written to memory and not: layer_norm 4096 x 16384 117.8 and 105.1,
-// 4096 x 4096 29.5 and 28.9, mul_add 2 x 2688 x 2048 20.8 and 20.5; but rms_norm 4096 x 2048 15.5 and
-// 15.8, 2048 x 2048 9.5 and 9.8, add_silu 16384 x 512 16.4 and 17.0.
-inline constexpr int64_t kLargeElements = int64_t{1} << 23;
 
 // ---------------------------------------------------------------------------------------------
 // AdamW

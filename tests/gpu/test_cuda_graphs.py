@@ -76,7 +76,7 @@ def test_a_mask_inside_of_the_graph_may_change() -> None:
     padded = torch.ones_like(inputs[name])
     padded[:, padded.shape[1] // 2 :] = 0
     full = inputs | {name: torch.ones_like(padded)}
-    wrapper = Wrapper(model.eval())
+    wrapper = Wrapper(model).eval()
     with torch.no_grad():
         expected = wrapper(**inputs | {name: padded})
         hfpatch.apply(wrapper, cuda_graphs=True)
