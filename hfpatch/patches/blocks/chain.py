@@ -96,6 +96,12 @@ class Chain:
         return _Sums(whole, tables)  # type: ignore[arg-type]
 
 
+def _stamp(table: Tensor) -> tuple[int, int, int]:
+    """Changes when a table is written to or exchanged. No weak reference: `torch.utils.swap_tensors`
+    takes no tensor that has one."""
+    return id(table), table.data_ptr(), table._version
+
+
 class _Sums:
     """The modulation sums of all blocks, [blocks, B, T, N, D], taken apart when a block asks: views
     of all of them take the host longer than the GPU takes for the sums, at the start of a step."""
@@ -103,13 +109,12 @@ class _Sums:
     def __init__(self, whole: Tensor, tables: Sequence[Tensor]) -> None:
         self._whole = whole
         self._parts: list[tuple[Tensor, ...] | None] = [None] * whole.shape[0]
-        self._made_of = [(weakref.ref(t), t._version) for t in tables]
+        self._made_of = [_stamp(t) for t in tables]
 
     def of(self, i: int, block: nn.Module) -> bool:
         """Whether the block's table is the one that these sums were made of, as it was then."""
-        ref, counted = self._made_of[i]
         table = block._parameters.get("scale_shift_table")
-        return table is not None and ref() is table and table._version == counted
+        return table is not None and _stamp(table) == self._made_of[i]
 
     def __getitem__(self, i: int) -> tuple[Tensor, ...]:
         """N tensors of [B, T, D]: the same tuple at each call."""
