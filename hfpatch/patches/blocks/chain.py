@@ -97,7 +97,7 @@ class Chain:
 
 
 def _stamp(table: Tensor) -> tuple[int, int, int]:
-    """Changes when a table is written to or exchanged. No weak reference: `torch.utils.swap_tensors`
+    """Changes if a table is written to or exchanged. No weak reference: `torch.utils.swap_tensors`
     takes no tensor that has one."""
     return id(table), table.data_ptr(), table._version
 
