@@ -176,8 +176,10 @@ def _decide(
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     if limit:
-        once = {id(root): (prefix, root) for prefix, root in reversed(roots)}
-        recorded, notes = graphs.prepare(list(once.values())[::-1], prepared, limit)
+        once: dict[int, tuple[str, nn.Module]] = {}  # two components may be one module
+        for prefix, root in roots:
+            once.setdefault(id(root), (prefix, root))
+        recorded, notes = graphs.prepare(list(once.values()), prepared, limit)
         with_graphs = {id(p.module) for p in recorded}
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)

@@ -119,18 +119,23 @@ def test_changed_text_layers_are_noticed(change: Any) -> None:
     assert relative_error(ENTRY.run(model, inputs), expected) < 1e-5
 
 
-@CHANGES
-@pytest.mark.usefixtures("packed_on_cpu", "kernels_module")
-def test_a_block_called_with_the_same_text_after_a_change(change: Any) -> None:
-    """The values of a step are kept by the text; here text and step are the same objects."""
-    model, inputs, _ = build()
+def given_to_a_block(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What the model calls its second block with."""
     calls: list[dict[str, Any]] = []
     handle = model.transformer_blocks[1].register_forward_pre_hook(
         lambda m, args, kwargs: calls.append(kwargs), with_kwargs=True
     )
     ENTRY.run(model, inputs)
     handle.remove()
-    given = calls[0]
+    return calls[0]
+
+
+@CHANGES
+@pytest.mark.usefixtures("packed_on_cpu", "kernels_module")
+def test_a_block_called_with_the_same_text_after_a_change(change: Any) -> None:
+    """The values of a step are kept by the text; here text and step are the same objects."""
+    model, inputs, _ = build()
+    given = given_to_a_block(model, inputs)
     hfpatch.apply(model)
     block = model.transformer_blocks[1]
     with torch.no_grad():
@@ -163,13 +168,7 @@ def another_table(block: Any) -> None:
 def test_a_changed_table_between_calls_with_the_same_timestep(change: Any) -> None:
     """The sums of tables and timestep are kept by the timestep; the tables are looked at too."""
     model, inputs, _ = build()
-    calls: list[dict[str, Any]] = []
-    handle = model.transformer_blocks[1].register_forward_pre_hook(
-        lambda m, args, kwargs: calls.append(kwargs), with_kwargs=True
-    )
-    ENTRY.run(model, inputs)
-    handle.remove()
-    given = calls[0]
+    given = given_to_a_block(model, inputs)
     hfpatch.apply(model)
     for block in list(model.transformer_blocks)[:2]:
         with torch.no_grad():
