@@ -43,10 +43,14 @@ struct Team {
   }
 
   // The two halves of a sync that orders nothing: that this thread needs no other CTA's memory any
-  // more, and waiting until none needs this CTA's. Between them a thread works on its own.
+  // more, and waiting until none needs this CTA's. Between them a thread works on its own. A warp
+  // arrives as one: where one of its threads has set something up before, the others wait for it.
   __device__ __forceinline__ static void leave() {
 #if __CUDA_ARCH__ >= 900
-    if constexpr (kCluster) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if constexpr (kCluster) {
+      __syncwarp();
+      asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
 #endif
   }
 

@@ -242,7 +242,6 @@ __global__ void __launch_bounds__(kCrossClusterThreads)
   __shared__ float4 strands[kStrands];
   __shared__ Mailbox mail;
   if (threadIdx.x == 0) mail.init(), mail.announce(p.strands * static_cast<int>(sizeof(float4)));
-  __syncwarp();
   Team<true>::leave();
   wait_for_previous();
   const int64_t row = p.first_row + blockIdx.x / kClusterSize;

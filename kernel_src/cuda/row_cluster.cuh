@@ -37,7 +37,6 @@ struct PartResults {
       mail.init();
       mail.announce(parts * kNumbers * static_cast<int>(sizeof(float)));
     }
-    __syncwarp();
     Team<true>::leave();
   }
 
