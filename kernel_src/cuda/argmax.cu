@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kArgmaxClusterThreads)
   constexpr int kWarps = kArgmaxClusterThreads / 32 * kClusterSize;
   __shared__ uint64_t all[kWarps];
   __shared__ Mailbox mail;
-  if (threadIdx.x == 0) mail.init(), mail.announce(kWarps * static_cast<int>(sizeof(uint64_t)));
+  mail.begin(kWarps * static_cast<int>(sizeof(uint64_t)));
   Team<true>::leave();
   const int64_t row = blockIdx.x / kClusterSize;
   const int rank = static_cast<int>(Team<true>::rank());

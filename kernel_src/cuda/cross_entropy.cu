@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kCrossClusterThreads)
 #if __CUDA_ARCH__ >= 900
   __shared__ float4 strands[kStrands];
   __shared__ Mailbox mail;
-  if (threadIdx.x == 0) mail.init(), mail.announce(p.strands * static_cast<int>(sizeof(float4)));
+  mail.begin(p.strands * static_cast<int>(sizeof(float4)));
   Team<true>::leave();
   wait_for_previous();
   const int64_t row = p.first_row + blockIdx.x / kClusterSize;

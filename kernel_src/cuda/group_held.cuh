@@ -127,10 +127,7 @@ __global__ void __launch_bounds__(kSharedThreads)
   const int first = begin + thread % kThreads;
   const int end = min(static_cast<int>(p.elements / N), begin + chunk);
   const T *x = static_cast<const T *>(p.a.x) + unit * p.elements;
-  if (threadIdx.x == 0) {
-    mail.init();
-    mail.announce(warps * static_cast<int>(sizeof(float4)));
-  }
+  mail.begin(warps * static_cast<int>(sizeof(float4)));
   CTAs::leave();  // and left(): nothing is sent before all mailboxes are there
   wait_for_previous();
 

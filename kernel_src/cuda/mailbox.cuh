@@ -32,6 +32,13 @@ struct Mailbox {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
+  // init(), and announce() of the first phase, by all threads of a CTA.
+  __device__ __forceinline__ void begin(int bytes) {
+    if (threadIdx.x == 0) init();
+    __syncwarp();  // compute-sanitizer's racecheck takes the two for accesses of two threads
+    if (threadIdx.x == 0) announce(bytes);
+  }
+
   // By one thread in each phase.
   __device__ __forceinline__ void announce(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(

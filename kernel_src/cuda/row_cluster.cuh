@@ -33,10 +33,7 @@ struct PartResults {
 
   // Before anything else, by all threads.
   __device__ __forceinline__ void begin(int parts) {
-    if (threadIdx.x == 0) {
-      mail.init();
-      mail.announce(parts * kNumbers * static_cast<int>(sizeof(float)));
-    }
+    mail.begin(parts * kNumbers * static_cast<int>(sizeof(float)));
     Team<true>::leave();
   }
 
