@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     unknown = sorted(set(args.suites) - set(SUITES))
     if unknown:
         raise ValueError(f"suite `{unknown[0]}`: expected one of {', '.join(SUITES)}")
+    if args.threads < 1:
+        raise ValueError(f"--threads {args.threads}: expected at least 1")
     filters = [name for name in ("op", "shape", "dtype", "peer") if getattr(args, name)]
     if filters and "host" in args.suites:
         raise ValueError(
