@@ -23,6 +23,7 @@ from hfpatch.sources import Kernel, local_package
 __all__ = ["AdamW", "clip_grad_norm_"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_LARGEST = torch.finfo(torch.float32).max
 _List = list[Tensor]
 _Lists = tuple[_List, _List, _List, _List, _List, _List]
 _Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
@@ -123,8 +124,9 @@ class AdamW(torch.optim.AdamW):
 
     Without a kernel for them, parameters are handed over to PyTorch's own implementation, with one
     warning per optimizer: other dtypes (fp64, complex), tensor subclasses (DTensor), layouts with
-    gaps or with a gradient laid out otherwise, ``differentiable=True``, a device or machine without
-    our kernels. Sparse gradients are an error, as in PyTorch.
+    gaps or with a gradient laid out otherwise, ``differentiable=True``, a learning rate below 0 or
+    not finite, a device or machine without our kernels. Sparse gradients are an error, as in
+    PyTorch.
 
     ``fused=True`` keeps its meaning for `torch.amp.GradScaler` (gradients are unscaled, and a step
     with infinities is passed over, on the device; here the gradients themselves stay scaled), and
@@ -237,6 +239,12 @@ def _group_refusal(group: dict[str, Any]) -> str | None:
         return "differentiable=True"
     if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group["betas"]):
         return "`betas` on a device"
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            continue
+        if not 0 <= float(value) <= _LARGEST:
+            return f"{name}={float(value)}"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -217,6 +218,37 @@ def test_what_is_handed_over(make: Callable[[], Tensor], why: str) -> None:
     assert len(messages) == 1 and f"1 × {why}" in messages[0]
     for a, b in zip(ours, run(torch.optim.AdamW, value), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", -0.1),
+        ("lr", torch.tensor(-0.1)),
+        ("lr", math.inf),
+        ("weight_decay", -0.1),
+        ("weight_decay", math.inf),
+        ("eps", math.inf),
+    ],
+)
+def test_numbers_that_the_kernel_refuses_are_handed_over(name: str, value: Any) -> None:
+    """Such as a schedule that overshoots: PyTorch asks once, in the constructor."""
+    trained = []
+    for make in (optim.AdamW, torch.optim.AdamW):
+        params = parameters()
+        optimizer = make(params, **HYPER)
+        set_gradients(params, 0, torch.float32)
+        optimizer.step()
+        optimizer.param_groups[0][name] = value
+        if make is optim.AdamW:
+            with pytest.warns(UserWarning, match=f"hands over .*{name}="):
+                optimizer.step()
+        else:
+            optimizer.step()
+        trained.append((params, [optimizer.state[p]["step"] for p in params]))
+    (ours, our_steps), (theirs, their_steps) = trained
+    assert our_steps == their_steps
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 def test_sparse_gradients_are_the_error_of_pytorch() -> None:
