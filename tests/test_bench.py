@@ -199,6 +199,7 @@ def test_a_row_that_fails_does_not_take_the_others_along(
         (["--check"], "--check belongs to --page: write `hfpatch bench --page --check`"),
         (["host", "--op", "silu"], "--op is a filter of the suite `ops`; `host` has none"),
         (["ops", "host", "--dtype", "float32"], "--dtype is a filter of the suite `ops`"),
+        (["--list", "--output", "a.json"], "--output a.json: expected a folder for two suites"),
     ],
 )
 def test_bad_arguments(
@@ -210,6 +211,7 @@ def test_bad_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").touch()
     threads = torch.get_num_threads()
     assert cli.main(["bench", "--device", "cpu", *arguments]) == 2
     torch.set_num_threads(threads)

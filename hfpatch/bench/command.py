@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         )
     every = [s for s in SUITES if s == "ops" or not filters]
     suites = [s for s in SUITES if s in args.suites] or every
+    if args.output and args.output.is_file() and len(suites) > 1:  # not after the first rows
+        raise ValueError(f"--output {args.output}: expected a folder for two suites, got a file")
     import torch
     from rich.console import Console
 
