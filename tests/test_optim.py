@@ -306,6 +306,40 @@ def test_fp16_does_not_divide_by_zero() -> None:
     assert found[0].isfinite().all() and torch.equal(*found)
 
 
+def test_step_counts_on_the_host_take_one_tensor() -> None:
+    """Not one for each of them, which took as long as all the rest of the launch."""
+    params = parameters()
+    optimizer = optim.AdamW(params)
+    set_gradients(params, 0, torch.float32)
+    optimizer.step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        optimizer.step()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::add_"] == len(params)
+    assert counts.get("aten::_to_copy", 0) == 0
+    assert all(optimizer.state[p]["step"] == 2 for p in params)
+
+
+def test_parameters_of_several_kinds_in_a_group() -> None:
+    """Two dtypes and one that is handed over: three lists, each parameter in its own."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    trained = []
+    for make in (optim.AdamW, torch.optim.AdamW):
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(9, generator=generator).to(dtypes[i % 3]) for i in range(9)]
+        params = [nn.Parameter(value) for value in values]
+        optimizer = make(params, **HYPER)
+        for step in range(3):
+            set_gradients(params, step, torch.bfloat16)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+        trained.append(params)
+    for ours, theirs in zip(*trained, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_closure_hooks_and_pickle() -> None:
     (p,) = params = [nn.Parameter(torch.ones(3))]
     optimizer = optim.AdamW(params)
