@@ -100,7 +100,11 @@ def test_filters(kernels_module: ModuleType) -> None:
     for filters, message in (
         ({"ops": ["sliu"]}, "--op sliu: no such op; there are: rms_norm"),
         ({"shapes": ["4*8"]}, "--shape 4\\*8: expected sizes with x"),
-        ({"shapes": ["4"]}, "--shape 4: no selected op has as many dimensions"),
+        ({"shapes": ["4"]}, "--shape 4: no selected op has as many dimensions; expected BxSxD, "),
+        (
+            {"ops": ["gelu"], "shapes": ["1x512x768"]},
+            "--shape 1x512x768: no selected op has as many dimensions; expected RxD$",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ops.select(kernels_module, "cuda", **filters)
