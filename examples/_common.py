@@ -15,19 +15,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """--device, --dtype, --compare, --compile, --json."""
+    """--device, --dtype, --json."""
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="precision (default: bfloat16 on a GPU, float32 on a CPU)"
     )
     parser.add_argument(
+        "--json", action="store_true", help="the result as JSON on stdout, all else on stderr"
+    )
+
+
+def add_way_arguments(parser: argparse.ArgumentParser) -> None:
+    """--compare, --compile."""
+    parser.add_argument(
         "--compare", action="store_true", help="run the original too and compare the two"
     )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile, of the original too if compared"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="the result as JSON on stdout, all else on stderr"
     )
 
 

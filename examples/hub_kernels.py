@@ -17,7 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _common import Output, add_device_arguments, device_name, dtype_name, now, resolve_device
+from _common import (
+    Output,
+    add_device_arguments,
+    at_least,
+    device_name,
+    dtype_name,
+    now,
+    resolve_device,
+)
 from torch import nn
 
 import hfpatch
@@ -69,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("what", choices=("list", "run", "patch", "bench"))
     parser.add_argument("kernel", help="org/name@v1; for `list` org/name as well")
     parser.add_argument("--op", choices=sorted(MODULES), default="silu")
-    parser.add_argument("--rows", type=int, default=2048, help=f"rows of {WIDTH} values")
+    parser.add_argument("--rows", type=at_least(1), default=2048, help=f"rows of {WIDTH} values")
     parser.add_argument("--trust-remote-code", action="store_true")
     add_device_arguments(parser)
     args = parser.parse_args()

@@ -17,6 +17,7 @@ import torch
 from _common import (
     Output,
     add_device_arguments,
+    add_way_arguments,
     at_least,
     device_name,
     dtype_name,
@@ -44,6 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompt", default="What is the capital of France? What is it known for?")
     parser.add_argument("--max-new-tokens", type=at_least(1), default=64)
+    add_way_arguments(parser)
     add_device_arguments(parser)
     args = parser.parse_args(argv)
     if not args.prompt.strip():

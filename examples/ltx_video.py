@@ -26,6 +26,7 @@ import torch
 from _common import (
     Output,
     add_device_arguments,
+    add_way_arguments,
     at_least,
     device_name,
     dtype_name,
@@ -103,6 +104,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--guidance-scale", type=float, default=3.0, help="above 1: classifier-free guidance")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("outputs/ltx_video.mp4"), help="the video to write")
+    add_way_arguments(parser)
     add_device_arguments(parser)
     args = parser.parse_args(argv)
 

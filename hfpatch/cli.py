@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ def _apply_check(args: argparse.Namespace) -> int:
 
     import hfpatch
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA device; check on cpu instead")
     args.model = _located(args, weights=not args.random_weights)
     parts = _from_config(args, args.device) if args.random_weights else _from_weights(args)
     results: list[dict[str, Any]] = []
@@ -261,12 +264,22 @@ def _config_file(model: str, subfolder: str | None, name: str) -> dict[str, Any]
         if path.name.endswith(".json") and (name == "config.json") != (
             path.name == "model_index.json"
         ):
-            return dict(json.loads(path.read_text()))
+            return _read_json(path)
         return None
     if path.is_dir():
         file = path / (subfolder or "") / name
-        return dict(json.loads(file.read_text())) if file.is_file() else None
+        return _read_json(file) if file.is_file() else None
     return _hub_file(model, subfolder, name)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"`{file}` is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise ValueError(f"`{file}`: expected a JSON object, got a {type(found).__name__}")
+    return found
 
 
 def _hub_file(model: str, subfolder: str | None, name: str) -> dict[str, Any] | None:
@@ -275,7 +288,7 @@ def _hub_file(model: str, subfolder: str | None, name: str) -> dict[str, Any] | 
     from hfpatch.hub.explain import reason
 
     try:
-        return dict(json.loads(Path(hf_hub_download(model, name, subfolder=subfolder)).read_text()))
+        return _read_json(Path(hf_hub_download(model, name, subfolder=subfolder)))
     except errors.LocalEntryNotFoundError as e:  # no answer, and this file was not fetched before
         names = ("config.json", "model_index.json", f"{subfolder}/config.json")
         if any(isinstance(try_to_load_from_cache(model, n), str) for n in names):
@@ -310,11 +323,26 @@ def _from_config(args: argparse.Namespace, device: str) -> list[tuple[str, Any]]
         if config is not None and ("_class_name" in config or "architectures" in config):
             try:
                 parts.append((name, _build(config, args, device)))
-            except ValueError:  # a scheduler, a processor: nothing to patch
+            except _NoModel:  # a scheduler, a processor: nothing to patch
                 continue
     if not parts:
         raise ValueError(f"`{args.model}` is a pipeline without a model that could be built")
     return parts
+
+
+class _NoModel(ValueError):
+    """A configuration of something else."""
+
+
+@contextmanager
+def _explained(model: str) -> Iterator[None]:
+    """An error of whatever type that building a model ends with, as one that names it."""
+    from hfpatch.hub.explain import reason
+
+    try:
+        yield
+    except Exception as e:
+        raise ValueError(f"`{model}` could not be built: {reason(e)}") from e
 
 
 def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any:
@@ -327,19 +355,20 @@ def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any
 
         cls = getattr(diffusers, str(config["_class_name"]), None)
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise ValueError(f"`{config['_class_name']}` is not a diffusers model")
+            raise _NoModel(f"`{config['_class_name']}` is not a diffusers model")
         build: Any = cls
-        with torch.device(device):
+        with _explained(args.model), torch.device(device):
             return build.from_config(config).to(dtype)
     import transformers
 
     names = config.get("architectures") or []
-    cls = getattr(transformers, names[0], None) if names else None
+    name = names[0] if isinstance(names, list) and names else None
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if cls is None:
-        raise ValueError(f"`architectures` {names} names no class of this transformers version")
+        raise _NoModel(f"`architectures` {names} names no class of this transformers version")
     if args.trust_remote_code and "auto_map" in config:  # its own code; without it, for kernels
         raise ValueError("--trust-remote-code works with weights only: apply-check MODEL")
-    with torch.device(device):
+    with _explained(args.model), torch.device(device):
         return cls(cls.config_class.from_dict(config)).to(dtype)
 
 
@@ -350,20 +379,24 @@ def _from_weights(args: argparse.Namespace) -> list[tuple[str, Any]]:
     if args.subfolder is None and _config_file(args.model, None, "model_index.json") is not None:
         from diffusers import DiffusionPipeline
 
-        pipe = DiffusionPipeline.from_pretrained(args.model, torch_dtype=dtype).to(args.device)
+        with _explained(args.model):
+            pipe = DiffusionPipeline.from_pretrained(args.model, torch_dtype=dtype).to(args.device)
         return [(k, m) for k, m in pipe.components.items() if isinstance(m, torch.nn.Module)]
     config = _config_file(args.model, args.subfolder, "config.json") or {}
     kwargs = {"subfolder": args.subfolder} if args.subfolder else {}
     if "_class_name" in config:
         import diffusers
 
-        cls = getattr(diffusers, str(config["_class_name"]))
-        return [("", cls.from_pretrained(args.model, torch_dtype=dtype, **kwargs).to(args.device))]
+        with _explained(args.model):
+            cls = getattr(diffusers, str(config["_class_name"]))
+            model = cls.from_pretrained(args.model, torch_dtype=dtype, **kwargs)
+        return [("", model.to(args.device))]
     import transformers
 
     names = config.get("architectures") or ["AutoModel"]
-    cls = getattr(transformers, names[0], transformers.AutoModel)
-    model = cls.from_pretrained(
-        args.model, dtype=dtype, trust_remote_code=args.trust_remote_code, **kwargs
-    )
+    with _explained(args.model):
+        cls = getattr(transformers, names[0], transformers.AutoModel)
+        model = cls.from_pretrained(
+            args.model, dtype=dtype, trust_remote_code=args.trust_remote_code, **kwargs
+        )
     return [("", model.to(args.device))]

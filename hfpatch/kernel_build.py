@@ -365,8 +365,9 @@ def cuda_archs(request: str | None, nvcc: Nvcc) -> list[str]:
         arch = (int(match[1]), int(match[2])) if match else None
         if match is None or arch not in known:
             raise KernelBuildError(
-                f"`HFPATCH_CUDA_ARCHS`: expected `all`, `native`, `none` or capabilities among "
-                f"{', '.join(map(_dotted, known))} (each with an optional `+PTX`), got `{item}`"
+                f"`{'archs' if request else 'HFPATCH_CUDA_ARCHS'}`: expected `all`, `native`, "
+                f"`none` or capabilities among {', '.join(map(_dotted, known))} (each with an "
+                f"optional `+PTX`), got `{item}`"
             )
         assert arch is not None
         archs[arch] = archs.get(arch, False) or bool(match[3])
@@ -828,7 +829,10 @@ class _Builder:
 
 
 def _jobs() -> int:
-    return max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
+    wanted = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    if not re.fullmatch(r"\s*\d+\s*", wanted):
+        raise KernelBuildError(f"`MAX_JOBS`: expected a whole number, got `{wanted}`")
+    return max(1, int(wanted))
 
 
 def _write(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ from hfpatch.sources import Kernel, local_package
 __all__ = ["AdamW", "clip_grad_norm_"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_LARGEST = torch.finfo(torch.float32).max
 _List = list[Tensor]
 _Lists = tuple[_List, _List, _List, _List, _List, _List]
 _Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
@@ -123,8 +124,9 @@ class AdamW(torch.optim.AdamW):
 
     Without a kernel for them, parameters are handed over to PyTorch's own implementation, with one
     warning per optimizer: other dtypes (fp64, complex), tensor subclasses (DTensor), layouts with
-    gaps or with a gradient laid out otherwise, ``differentiable=True``, a device or machine without
-    our kernels. Sparse gradients are an error, as in PyTorch.
+    gaps or with a gradient laid out otherwise, ``differentiable=True``, a learning rate below 0 or
+    not finite, a device or machine without our kernels. Sparse gradients are an error, as in
+    PyTorch.
 
     ``fused=True`` keeps its meaning for `torch.amp.GradScaler` (gradients are unscaled, and a step
     with infinities is passed over, on the device; here the gradients themselves stay scaled), and
@@ -169,27 +171,35 @@ class AdamW(torch.optim.AdamW):
         if torch.compiler.is_compiling():  # inductor fuses PyTorch's own formula
             self._hand_over(group, everything, has_complex)
             return
-        ours: defaultdict[tuple[Any, ...], _Bucket] = defaultdict(_Bucket)
-        theirs = _Bucket()
+        kinds: list[tuple[Any, ...] | None] = []
         whole_group = _group_refusal(group)
         for row in everything.rows():
             why = whole_group or _refusal(*row)
-            if why is not None:
-                theirs.append(row)
-                reasons.append(why)
-                continue
             p, _, m, *_ = row
-            ours[p.device, p.dtype, m.dtype].append(row)
-        for bucket in ours.values():
+            kinds.append((p.device, p.dtype, m.dtype) if why is None else None)
+            if why is not None:
+                reasons.append(why)
+        if len(set(kinds)) == 1 and kinds[0] is not None:  # as mostly: nothing to sort
+            self._launch(group, everything)
+            return
+        buckets: defaultdict[tuple[Any, ...] | None, _Bucket] = defaultdict(_Bucket)
+        for kind, row in zip(kinds, everything.rows(), strict=True):
+            buckets[kind].append(row)
+        theirs = buckets.pop(None, None)
+        for bucket in buckets.values():
             self._launch(group, bucket)
-        if theirs.params:
+        if theirs is not None:
             self._hand_over(group, theirs, has_complex)
 
     def _launch(self, group: dict[str, Any], bucket: _Bucket) -> None:
         device = bucket.params[0].device
         kernel = _kernel("adamw_step", device.type)
         assert isinstance(kernel, Kernel)
-        torch._foreach_add_(bucket.steps, 1)
+        if bucket.steps[0].is_cpu:  # a number would become a tensor for each of them
+            one = torch.ones((), dtype=torch.float32, device="cpu")
+            torch._foreach_add_(bucket.steps, one, alpha=1.0)
+        else:
+            torch._foreach_add_(bucket.steps, 1)
         found_inf = _scalar(getattr(self, "found_inf", None), device)
         kernel.fn(
             bucket.params,
@@ -237,6 +247,12 @@ def _group_refusal(group: dict[str, Any]) -> str | None:
         return "differentiable=True"
     if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group["betas"]):
         return "`betas` on a device"
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            continue
+        if not 0 <= float(value) <= _LARGEST:
+            return f"{name}={float(value)}"
     return None
 
 
@@ -247,19 +263,24 @@ def _refusal(
     why = _tensor_refusal(p)
     if why is not None:
         return why
-    state = (m, v) if top is None else (m, v, top)
-    if type(grad) not in _PLAIN or grad.dtype != p.dtype:
-        return f"a gradient of {type(grad).__name__}, {grad.dtype} for {p.dtype}"
-    if m.dtype not in (p.dtype, torch.float32) or any(s.dtype != m.dtype for s in state):
-        return f"a state of {m.dtype} for {p.dtype}"
-    if any(t.device != p.device for t in (grad, *state)):
-        return "a gradient or state on another device"
-    if step.dtype != torch.float32 or step.device not in (p.device, torch.device("cpu")):
+    dtype, device, stride = p.dtype, p.device, p.stride()
+    if type(grad) not in _PLAIN or grad.dtype != dtype:
+        return f"a gradient of {type(grad).__name__}, {grad.dtype} for {dtype}"
+    state_dtype = m.dtype
+    if state_dtype not in (dtype, torch.float32) or v.dtype != state_dtype:
+        return f"a state of {state_dtype} for {dtype}"
+    same = True
+    for t in (grad, m, v, top):
+        if t is None:
+            continue
+        if t.device != device:
+            return "a gradient or state on another device"
+        same = same and t.stride() == stride
+    if top is not None and top.dtype != state_dtype:
+        return f"a state of {state_dtype} for {dtype}"
+    if step.dtype != torch.float32 or not (step.is_cpu or step.device == device):
         return f"a step count of {step.dtype} on {step.device}"
-    stride = p.stride()
-    if any(t.stride() != stride for t in (grad, *state)) and not all(
-        t.is_contiguous() for t in (p, grad, *state)
-    ):
+    if not same and not all(t is None or t.is_contiguous() for t in (p, grad, m, v, top)):
         return "a gradient or state with other strides than its parameter"
     return None
 

@@ -100,7 +100,11 @@ def test_filters(kernels_module: ModuleType) -> None:
     for filters, message in (
         ({"ops": ["sliu"]}, "--op sliu: no such op; there are: rms_norm"),
         ({"shapes": ["4*8"]}, "--shape 4\\*8: expected sizes with x"),
-        ({"shapes": ["4"]}, "--shape 4: no selected op has as many dimensions"),
+        ({"shapes": ["4"]}, "--shape 4: no selected op has as many dimensions; expected BxSxD, "),
+        (
+            {"ops": ["gelu"], "shapes": ["1x512x768"]},
+            "--shape 1x512x768: no selected op has as many dimensions; expected RxD$",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ops.select(kernels_module, "cuda", **filters)
@@ -199,6 +203,7 @@ def test_a_row_that_fails_does_not_take_the_others_along(
         (["--check"], "--check belongs to --page: write `hfpatch bench --page --check`"),
         (["host", "--op", "silu"], "--op is a filter of the suite `ops`; `host` has none"),
         (["ops", "host", "--dtype", "float32"], "--dtype is a filter of the suite `ops`"),
+        (["--list", "--output", "a.json"], "--output a.json: expected a folder for two suites"),
     ],
 )
 def test_bad_arguments(
@@ -210,6 +215,7 @@ def test_bad_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").touch()
     threads = torch.get_num_threads()
     assert cli.main(["bench", "--device", "cpu", *arguments]) == 2
     torch.set_num_threads(threads)

@@ -169,6 +169,15 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "{}/bad"], "names no class of this transformers version"),
         (["plan", "{}/vae"], "is not a diffusers model"),
         (["plan", "{}/bad", "--kernels", "main"], "names no class"),
+        (["plan", "{}/text"], "`architectures` NoList names no class"),
+        (["plan", "{}/zero"], "zero` could not be built: ZeroDivisionError: "),
+        (["plan", "{}/wrong"], "wrong` could not be built: "),
+        (["apply-check", "{}/wrong"], "wrong` could not be built: "),
+        (["apply-check", "{}/vae"], "vae` could not be built: "),
+        (["plan", "{}/list"], "config.json`: expected a JSON object, got a list"),
+        (["plan", "{}/cut"], "config.json` is not JSON: "),
+        (["apply-check", "{}/cut"], "config.json` is not JSON: "),
+        (["bench", "--threads", "0"], "--threads 0: expected at least 1"),
     ],
 )
 def test_bad_input_is_said_in_a_line(
@@ -182,14 +191,29 @@ def test_bad_input_is_said_in_a_line(
     for name, config in (
         ("bad", {"architectures": ["NoSuchModel"]}),
         ("vae", {"_class_name": "NoSuchVae"}),
+        ("text", {"architectures": "NoList"}),
+        ("zero", {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}),
+        ("wrong", {"architectures": ["LlamaForCausalLM"], "hidden_size": "a"}),
+        ("list", [1, 2]),
+        ("cut", None),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        text = '{"architectures":' if config is None else json.dumps(config)
+        (tmp_path / name / "config.json").write_text(text)
     assert cli.main([a.format(tmp_path) for a in arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("hfpatch plan: ")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"hfpatch {arguments[0]}: ")
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("command", ["plan", "apply-check"])
+def test_a_gpu_that_is_not_there(
+    command: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, str(llama), "--device", "cuda"]) == 2
+    assert "--device cuda: this torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_python_dash_m() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -219,6 +220,37 @@ def test_what_is_handed_over(make: Callable[[], Tensor], why: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", -0.1),
+        ("lr", torch.tensor(-0.1)),
+        ("lr", math.inf),
+        ("weight_decay", -0.1),
+        ("weight_decay", math.inf),
+        ("eps", math.inf),
+    ],
+)
+def test_numbers_that_the_kernel_refuses_are_handed_over(name: str, value: Any) -> None:
+    """Such as a schedule that overshoots: PyTorch asks once, in the constructor."""
+    trained = []
+    for make in (optim.AdamW, torch.optim.AdamW):
+        params = parameters()
+        optimizer = make(params, **HYPER)
+        set_gradients(params, 0, torch.float32)
+        optimizer.step()
+        optimizer.param_groups[0][name] = value
+        if make is optim.AdamW:
+            with pytest.warns(UserWarning, match=f"hands over .*{name}="):
+                optimizer.step()
+        else:
+            optimizer.step()
+        trained.append((params, [optimizer.state[p]["step"] for p in params]))
+    (ours, our_steps), (theirs, their_steps) = trained
+    assert our_steps == their_steps
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
 def test_sparse_gradients_are_the_error_of_pytorch() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     optimizer = optim.AdamW(table.parameters())
@@ -272,6 +304,40 @@ def test_fp16_does_not_divide_by_zero() -> None:
             optimizer.step()
         found.append(p.detach())
     assert found[0].isfinite().all() and torch.equal(*found)
+
+
+def test_step_counts_on_the_host_take_one_tensor() -> None:
+    """Not one for each of them, which took as long as all the rest of the launch."""
+    params = parameters()
+    optimizer = optim.AdamW(params)
+    set_gradients(params, 0, torch.float32)
+    optimizer.step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        optimizer.step()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::add_"] == len(params)
+    assert counts.get("aten::_to_copy", 0) == 0
+    assert all(optimizer.state[p]["step"] == 2 for p in params)
+
+
+def test_parameters_of_several_kinds_in_a_group() -> None:
+    """Two dtypes and one that is handed over: three lists, each parameter in its own."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    trained = []
+    for make in (optim.AdamW, torch.optim.AdamW):
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(9, generator=generator).to(dtypes[i % 3]) for i in range(9)]
+        params = [nn.Parameter(value) for value in values]
+        optimizer = make(params, **HYPER)
+        for step in range(3):
+            set_gradients(params, step, torch.bfloat16)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+        trained.append(params)
+    for ours, theirs in zip(*trained, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_closure_hooks_and_pickle() -> None:

@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     unknown = sorted(set(args.suites) - set(SUITES))
     if unknown:
         raise ValueError(f"suite `{unknown[0]}`: expected one of {', '.join(SUITES)}")
+    if args.threads < 1:
+        raise ValueError(f"--threads {args.threads}: expected at least 1")
     filters = [name for name in ("op", "shape", "dtype", "peer") if getattr(args, name)]
     if filters and "host" in args.suites:
         raise ValueError(
@@ -81,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         )
     every = [s for s in SUITES if s == "ops" or not filters]
     suites = [s for s in SUITES if s in args.suites] or every
+    if args.output and args.output.is_file() and len(suites) > 1:  # not after the first rows
+        raise ValueError(f"--output {args.output}: expected a folder for two suites, got a file")
     import torch
     from rich.console import Console
 

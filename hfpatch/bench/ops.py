@@ -74,8 +74,10 @@ def select(
     if not tasks:
         if missing:
             raise ValueError(f"the kernel build has no {', '.join(missing)}: build it again")
+        kinds = dict.fromkeys("x".join(shapes_of(c.shapes, device)[0]) for c in cases)
         raise ValueError(
-            f"--shape {', '.join(shapes or [])}: no selected op has as many dimensions"
+            f"--shape {', '.join(shapes or [])}: no selected op has as many dimensions; expected "
+            f"{', '.join(kinds)}"
         )
     return tasks, missing
 

@@ -379,19 +379,32 @@ template <class Params>
 inline constexpr bool kStartsEarly<Params, std::void_t<decltype(Params::kStartsEarly)>> =
     Params::kStartsEarly;
 
-// Whether the GPU can start a kernel early; the answer per device is kept.
-inline bool early_start_supported() {
+// Of the current device; 0 where it cannot be asked.
+inline int capability_major() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+    return 0;
+  }
+  return major;
+}
+
+// Whether the GPU can start `kernel` early. Not so where the driver has made its code from PTX older than
+// sm_90's, which does not wait: see wait_for_previous. The kernels of a build are compiled for the same
+// architectures: the answer of one per device is kept for all.
+inline bool early_start_supported(const void *kernel) {
   constexpr int kDevices = 64;
   static std::atomic<int8_t> known[kDevices];  // 0: not asked yet, 1: no, 2: yes
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
   int8_t answer = known[device].load(std::memory_order_relaxed);
   if (answer == 0) {
-    int major = 0;
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) {
+    cudaFuncAttributes of{};
+    if (cudaFuncGetAttributes(&of, kernel) != cudaSuccess) {
+      cudaGetLastError();  // the launch itself will say it
       return false;
     }
-    answer = major >= 9 ? 2 : 1;
+    answer = capability_major() >= 9 && of.ptxVersion >= 90 ? 2 : 1;
     known[device].store(answer, std::memory_order_relaxed);
   }
   return answer == 2;
@@ -413,7 +426,7 @@ inline int shared_memory_limit() {
 // still has some of the SMs: else one SM would get more CTAs than its share, and another none.
 inline int shared_memory_of_wave(int bytes, int fixed, int ctas) {
   constexpr int kReserved = 1 << 10, kUnit = 128;  // of each CTA, by the driver
-  if (!early_start_supported()) return bytes;
+  if (capability_major() < 9) return bytes;
   const int all = (shared_memory_limit() + kReserved) / (ctas + 1);
   const int share = all - kReserved - fixed + kUnit;
   return bytes > share ? bytes : share;
@@ -441,6 +454,7 @@ int32_t launch(void (*kernel)(Params), int64_t grid, int threads, Params &params
                const char *op, int shared_bytes = 0) {
   const cudaError_t status = allow_shared_memory(kernel, shared_bytes);
   if (status != cudaSuccess) return check(status, op);
+  const void *function = reinterpret_cast<const void *>(kernel);
   void *arguments[] = {&params};
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -451,8 +465,8 @@ int32_t launch(void (*kernel)(Params), int64_t grid, int threads, Params &params
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &early;
-  config.numAttrs = kStartsEarly<Params> && early_start_supported() ? 1 : 0;
-  return check(cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), arguments), op);
+  config.numAttrs = kStartsEarly<Params> && early_start_supported(function) ? 1 : 0;
+  return check(cudaLaunchKernelExC(&config, function, arguments), op);
 }
 
 }  // namespace hfp::cuda

@@ -266,9 +266,19 @@ def test_archs(request_: str, expected: list[str], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("text", ["9", "sm_90", "9.0a", "3.5", "hopper"])
 def test_bad_archs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_build, "_run", lambda *a, **k: ALL)
-    with pytest.raises(KernelBuildError, match="expected `all`, `native`, `none` or") as error:
-        kernel_build.cuda_archs(text, Nvcc("nvcc", Path("/cuda"), (13, 0)))
-    assert f"got `{text}`" in str(error.value)
+    monkeypatch.setenv("HFPATCH_CUDA_ARCHS", text)
+    for argument, name in ((text, "archs"), (None, "HFPATCH_CUDA_ARCHS")):
+        expected = f"^`{name}`: expected `all`, `native`, `none` or"
+        with pytest.raises(KernelBuildError, match=expected) as error:
+            kernel_build.cuda_archs(argument, Nvcc("nvcc", Path("/cuda"), (13, 0)))
+        assert f"got `{text}`" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["all", "-1", "2.5"])
+def test_bad_jobs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", text)
+    with pytest.raises(KernelBuildError, match=f"^`MAX_JOBS`: expected .*, got `{text}`$"):
+        kernel_build._jobs()
 
 
 def test_native_without_a_gpu_means_none(monkeypatch: pytest.MonkeyPatch) -> None:

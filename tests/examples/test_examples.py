@@ -31,6 +31,19 @@ def test_chat_refuses_an_empty_prompt(tmp_path: Path) -> None:
     assert "argument --prompt: expected some text" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "0"], "argument --rows: expected at least 1, got 0"),
+        (["--compare"], "unrecognized arguments: --compare"),  # it has no such way
+    ],
+)
+def test_hub_kernels_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = run("hub_kernels.py", "run", "org/name@v1", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
 @pytest.mark.parametrize("script", ["transformers_minimal.py", "diffusers_minimal.py"])
 def test_minimal(script: str, tmp_path: Path) -> None:
     assert len((EXAMPLES / script).read_text().splitlines()) <= 30, "short enough to paste"
