@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.bench import command as bench
+from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
 from hfpatch.kernel_project.cli import add_kernel_commands, run_kernel_command
 
@@ -65,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 done, 1 the check failed, 2 bad usage."""
+    """Entry point; returns the exit status: 0 done, 1 a check or a download failed, 2 bad usage."""
     args = build_parser().parse_args(argv)
     try:
         if args.command == "env":
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, RuntimeError) as e:
         command = f"{args.command} {args.action}" if args.command == "kernel" else args.command
         print(f"hfpatch {command}: {e}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(e, KernelLoadError) else 2
 
 
 def _env(args: argparse.Namespace) -> int:

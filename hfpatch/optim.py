@@ -327,8 +327,8 @@ def clip_grad_norm_(
     Args:
         parameters: those without a gradient are passed over.
         max_norm: at least 0, may be infinite (then only the norm is computed).
-        norm_type: 2 and infinity have kernels; other norms, and gradients that no kernel takes, are
-            PyTorch's, with a warning the first time.
+        norm_type: 2 and infinity have kernels; other norms, gradients that no kernel takes, and a
+            parameter listed twice, are PyTorch's, with a warning the first time.
         error_if_nonfinite: raise if the norm is NaN or infinite, which waits for the device.
         foreach: as in PyTorch, where it takes over.
 
@@ -356,4 +356,6 @@ def clip_grad_norm_(
 def _clip_refusal(grads: list[Tensor], norm_type: float) -> str | None:
     if float(norm_type) not in (2.0, float("inf")):
         return f"norm_type={norm_type}"
+    if len(set(map(id, grads))) < len(grads):
+        return "a parameter listed twice"  # the kernel would scale it at two places at once
     return next((why for g in grads if (why := _tensor_refusal(g)) is not None), None)

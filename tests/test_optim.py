@@ -278,6 +278,18 @@ def test_clip_hands_over_other_norms() -> None:
     assert optim.clip_grad_norm_([], 1.0).item() == 0
 
 
+def test_clip_hands_over_what_is_listed_twice() -> None:
+    """As PyTorch takes it: counted twice, and scaled twice."""
+    ours, theirs = parameters(), parameters()
+    for some in (ours, theirs):
+        set_gradients(some, 0, torch.float32)
+    with pytest.warns(UserWarning, match=r"1 × a parameter listed twice"):
+        got = optim.clip_grad_norm_([*ours, ours[0]], 1e-3)
+    assert torch.equal(got, nn.utils.clip_grad_norm_([*theirs, theirs[0]], 1e-3))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
 def test_warnings_point_at_the_users_line() -> None:
     (p,) = params = [nn.Parameter(torch.ones(3, dtype=torch.float64))]
     p.grad = torch.ones_like(p)

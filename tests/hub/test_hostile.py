@@ -377,6 +377,8 @@ def test_download_goes_on_after_a_failure(
     toy: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toy.put("toy/none", package(DEADLY, variant="torch-xpu"))
+    assert main(["lock", "toy/absent@v1"]) == main(["inspect", "toy/absent@v1"]) == 1
+    assert capsys.readouterr().err.startswith("hfpatch lock: `toy/absent@v1`")
     assert main(["lock", "toy/none@v1", SPEC, "toy/none@v1"]) == 0
     assert "toy/none@v1: " in (out := capsys.readouterr()).out and "1 variant\n" in out.out
     assert main(["download"]) == 1

@@ -130,7 +130,7 @@ def clip_grad_norm_(
     As `torch.nn.utils.clip_grad_norm_`, but the norm is in fp32 also where gradients are not.
 
     Args:
-        parameters: those without a gradient are passed over; on one device or several.
+        parameters: each once; those without a gradient are passed over; on one device or several.
         max_norm: at least 0, may be infinite (then a finite norm changes nothing).
         norm_type: 2 or infinity.
         error_if_nonfinite: raise if the norm is NaN or infinite, which waits for the device.
