@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense, T5LayerNorm
 
 import hfpatch
+from hfpatch.proofs import forget_proofs
 
 WIDTH = 64
 
@@ -82,6 +84,36 @@ class Kernels(TorchDispatchMode):
             self.names.append(func._schema.name.split("::")[1])
         self.casts += func is torch.ops.aten._to_copy.default
         return func(*args, **(kwargs or {}))
+
+
+#: Operators of modules here that autocast runs in fp32 on a GPU, and not on the CPU.
+_IN_FP32 = ("layer_norm", "rms_norm", "pow.Tensor_Scalar", "rsqrt")
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Autocast of the CPU with these operators in fp32, so that it does what that of CUDA does."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def wide(value: Any) -> Any:
+        half = isinstance(value, torch.Tensor) and value.dtype in HALVES
+        return value.float() if half else value
+
+    def in_fp32(operator: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return operator(*map(wide, args), **{k: wide(v) for k, v in kwargs.items()})
+
+        return run
+
+    forget_proofs()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in _IN_FP32:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, in_fp32(operator), "AutocastCPU")
+        yield
+    forget_proofs()
 
 
 @dataclass

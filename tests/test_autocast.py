@@ -43,6 +43,22 @@ def test_modules(name: str, autocast: torch.dtype, recorded: bool) -> None:
             check(pair, draw(dtype), autocast, recorded)
 
 
+@pytest.mark.parametrize("recorded", [False, True], ids=["no_grad", "gradients"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_with_the_operators_of_cuda(name: str, recorded: bool) -> None:
+    """There norms and powers run in fp32, and return it."""
+    with cases.as_on_cuda():
+        for own in (FP32, BF16):
+            settings = {"mode": "training" if recorded else "inference", "kernels": "local"}
+            pair = Pair.of(MODULES[name]().to(own), **settings)
+            for dtype in cases.DTYPES:
+                check(pair, draw(dtype), BF16, recorded)
+            if name in ("LayerNorm", "RMSNorm", "NewGELUActivation"):
+                y, gradients = call(pair.patched, draw(BF16), BF16, recorded)
+                assert y.dtype == FP32
+                assert not recorded or gradients["input"].dtype == BF16
+
+
 @pytest.mark.parametrize("autocast", HALVES, ids=str)
 def test_gated_norm(autocast: torch.dtype) -> None:
     norm = cases.gated_norm()
