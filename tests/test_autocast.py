@@ -399,6 +399,38 @@ def test_proven_in_inference_mode() -> None:
     check(pair, draw(FP32), BF16, True)
 
 
+class Int8(nn.Module):
+    """A layer that autocast does not know: its result has the dtype of its input."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.scale = layer.weight.detach().abs().max() / 127
+        weight = (layer.weight.detach() / self.scale).round().to(torch.int8)
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.linear(x, (self.weight * self.scale).to(x.dtype))
+
+
+@pytest.mark.parametrize("names", [["gate_proj"], ["gate_proj", "up_proj"]], ids=len)
+@pytest.mark.parametrize("recorded", [False, True], ids=["no_grad", "gradients"])
+def test_quantized_layers(names: list[str], recorded: bool) -> None:
+    """Gate and up may have two dtypes then: the formula in PyTorch's operators."""
+    pair = Pair.of(MODULES["LlamaMLP"](), mode="training" if recorded else "inference")
+    for model in (pair.patched, pair.plain):
+        for name in names:
+            setattr(model[0], name, Int8(getattr(model[0], name)))
+    expected = call(pair.plain, draw(FP32), BF16, recorded)
+    call(pair.patched, draw(FP32), BF16, recorded)
+    with Kernels() as seen:
+        got = call(pair.patched, draw(FP32), BF16, recorded)
+    assert ("gated" in seen.names) == (len(names) == 2)
+    assert got[0].dtype == expected[0].dtype and off(got[0], expected[0]) <= cases.noise(BF16)
+    for k, gradient in expected[1].items():
+        assert off(got[1][k], gradient) <= cases.noise(BF16), k
+
+
 def test_compiled() -> None:
     """While compiling, the originals: the graph is the unpatched model's."""
     pair = Pair.of(MODULES["LlamaMLP"]())

@@ -423,9 +423,9 @@ def has_diffusers_hook(attributes: dict[str, Any]) -> bool:
 
 
 def weight_dtype(layer: Any, otherwise: torch.dtype) -> torch.dtype:
-    """dtype of a layer's weight, or `otherwise` where that has none or is of whole numbers."""
+    """dtype of a layer's weight, or `otherwise` where it has none, or a quantized one."""
     dtype = getattr(getattr(layer, "weight", None), "dtype", None)
-    return dtype if dtype is not None and dtype.is_floating_point else otherwise
+    return dtype if dtype in KERNEL_DTYPES else otherwise
 
 
 def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:

@@ -107,7 +107,6 @@ class GatedSubject(Subject):
 
     def main_combo(self) -> Combo:
         dtype = weight_dtype(self._child(self.roles.gate), torch.float32)
-        dtype = dtype if dtype in KERNEL_DTYPES else torch.float32
         return Combo(dtype, dtype)
 
     def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
