@@ -140,7 +140,12 @@ class GatedNormSubject(NormSubject):
                         run = contract.late(x, key)
                 if run is not None:
                     return run[0](x, gate, w)
-            elif type(x) is Tensor and type(gate) is Tensor and x.dtype != gate.dtype:
+            elif (
+                type(x) is Tensor
+                and type(gate) is Tensor
+                and x.dtype != gate.dtype
+                and not grad_enabled()
+            ):
                 contract.two_dtypes(x, gate)
             return original(self, *args, **kwargs)
 

@@ -25,8 +25,9 @@ AUTOCAST = (
     "outside of them, and their gated MLPs, run their own kernels."
 )
 TWO_DTYPES = (
-    "Under autocast the gated norm gets an fp32 input and a bf16 gate: such calls are handed back, "
-    "with one warning; its kernel takes one dtype."
+    "Under autocast the gated norm has tensors of two dtypes (Bamba: a bf16 gate of an fp32 input; "
+    "Qwen3-Next: an fp32 weight, for a result in bf16): such calls are handed back, with one "
+    "warning; its kernel takes one dtype."
 )
 
 
