@@ -15,7 +15,7 @@ from hfpatch.kernelized import OVERWRITTEN
 from hfpatch.patches.blocks import flash3
 from hfpatch.plan import Plan, Skip, Swap
 from hfpatch.planner import make_plan
-from hfpatch.proofs import Prepared
+from hfpatch.proofs import Prepared, autocast_notes
 from hfpatch.report import Report
 from hfpatch.settings import Settings, check_settings
 
@@ -140,10 +140,12 @@ def status(model: Any) -> Report:
     name, roots = _roots(model)
     swaps: list[Swap] = []
     skips: list[Skip] = []
+    adapters = []
     for path, module in _paths(roots):
         mark, said = swap.swapped(module), _said.get(module)
         if mark is not None:
             swaps.append(replace(mark.details, path=path))
+            adapters.append(mark.adapter)
         elif isinstance(said, Skip):
             skips.append(replace(said, path=path))
         elif said is not None and "forward" in module.__dict__:
@@ -154,6 +156,7 @@ def status(model: Any) -> Report:
     notes = [
         *(note for p in known for note in p.notes),
         *(note for _, root in roots for note in graphs.notes(root)),
+        *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]
     decided = Plan(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hfpatch.ops import OPS
 from hfpatch.patches.base import (
@@ -41,12 +42,15 @@ class Limits:
     kernel: how much farther than the original a kernel may be from the fp64 value: one rounding
         (half an epsilon), doubled because a row's largest value can lie just under a power of two;
         in fp32 six, for a reduction in another order.
+    gradient: how many times these a gradient may be off: it passes the module twice, and that of a
+        parameter is a sum over rows.
     """
 
     formula_fp32: float = 24.0
     formula_half: float = 8.0
     kernel_fp32: float = 6.0
     kernel_half: float = 1.0
+    gradient: float = 4.0
 
 
 LIMITS = Limits()
@@ -120,12 +124,14 @@ class _Trial:
     """One dtype combination: the replica, its input, and what the original makes of it."""
 
     def __init__(self, subject: Subject, combo: Combo, device: torch.device, seed: int = 0) -> None:
-        self.combo = combo
+        self.combo, self.device = combo, device
+        #: The dtypes that values are rounded to on their way to the result.
+        self.dtypes = [combo.x, combo.param, combo.autocast if subject.has_layers else None]
         self.module = subject.replica(combo, device, _generator(seed))
         self.x = subject.inputs(combo, device, _generator(seed + 1))
-        self.wide = subject.replica(
-            Combo(torch.float64, torch.float64 if combo.param else None), device, _generator(seed)
-        )
+        fp64 = torch.float64
+        wide = Combo(fp64, fp64 if combo.param else None, combo.autocast)
+        self.wide = subject.replica(wide, device, _generator(seed))
         # the fp64 replica holds the very values of the rounded one
         for ours, theirs in zip(self.module.modules(), self.wide.modules(), strict=True):
             if ours is theirs:
@@ -136,16 +142,25 @@ class _Trial:
             for name, b in ours._buffers.items():
                 if b is not None and b.is_floating_point():
                     theirs._buffers[name] = b.double()
-        self.original: Any = subject.run(self.module, self.x)
+        with self.context():
+            self.original: Any = subject.run(self.module, self.x)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What a call of the combination runs in; no weight of ours gets into autocast's cache."""
+        if self.combo.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.combo.autocast, cache_enabled=False)
 
     def truth(self, subject: Subject, formula: Formula) -> Tensor:
         compute = subject.compute(reference_kernel(formula.op), formula)
         result: Tensor = compute(self.wide, self.x.double())
         return result
 
-    def candidate(self, subject: Subject, formula: Formula) -> Tensor:
-        compute = subject.compute(reference_kernel(formula.op), formula)
-        result: Tensor = compute(self.module, self.x)
+    def candidate(self, subject: Subject, formula: Formula, widens: bool | None = None) -> Tensor:
+        kernel = replace(reference_kernel(formula.op), widens=widens)
+        compute = subject.compute(kernel, formula)
+        with self.context():
+            result: Tensor = compute(self.module, self.x)
         return result
 
 
@@ -169,9 +184,45 @@ def matching_ops(subject: Subject, device: str) -> set[str]:
         return {f.op for f in _matching(subject, trial)[0]}
 
 
+def prove_autocast(
+    subject: Subject,
+    sources: Sources,
+    device: str,
+    combo: Combo,
+    *,
+    verify: bool = True,
+    training: bool = False,
+    recorded: bool = False,
+) -> Forward | Refusal:
+    """The contract's entry for one combination under autocast, on `device`.
+
+    Autocast decides the dtype of each operator in the original, so that its result may have another
+    dtype, and roundings elsewhere. `recorded`: gradients are compared too.
+    """
+    with _quietly(device):
+        identified = _identify(subject, torch.device(device))
+        if isinstance(identified, Refusal):
+            return identified
+        return _prove_autocast(
+            subject, sources, torch.device(device), combo, identified[1], verify, training, recorded
+        )
+
+
 @contextmanager
 def _quietly(device: str) -> Iterator[None]:
+    """Nothing that the caller's thread is in the middle of takes part in a proof: a late one is
+    made in a call, under autocast, in inference mode, or inside of a checkpoint."""
+    with ExitStack() as modes:
+        if torch._C._len_torch_dispatch_stack():
+            modes.enter_context(_disable_current_modes())
+        modes.enter_context(_by_itself(device))
+        yield
+
+
+@contextmanager
+def _by_itself(device: str) -> Iterator[None]:
     with (
+        torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast(device, enabled=False),
         torch.device("cpu"),  # where the draws are made, whatever the user's default is
@@ -199,9 +250,8 @@ def _base_trial(subject: Subject, device: torch.device) -> _Trial | Refusal:
     return trial
 
 
-def _prove(
-    subject: Subject, sources: Sources, device: torch.device, verify: bool, training: bool
-) -> Proof | Refusal:
+def _identify(subject: Subject, device: torch.device) -> tuple[_Trial, list[Formula]] | Refusal:
+    """The original in fp32, and the formulas that explain it."""
     name = type(subject.module).__name__
     trial = _base_trial(subject, device)
     if isinstance(trial, Refusal):
@@ -211,7 +261,16 @@ def _prove(
         return Refusal("mismatch", _explain(name, nearest))
     if (why := _in_training(subject, trial)) is not None:
         return Refusal("mismatch", f"`{name}` {why}")
+    return trial, matches
 
+
+def _prove(
+    subject: Subject, sources: Sources, device: torch.device, verify: bool, training: bool
+) -> Proof | Refusal:
+    identified = _identify(subject, device)
+    if isinstance(identified, Refusal):
+        return identified
+    trial, matches = identified
     trials: dict[Combo, tuple[_Trial, dict[Formula, int]]] = {}
     dropped: dict[Combo, Refusal] = {}
     for combo in subject.combos():
@@ -236,15 +295,81 @@ def _prove(
             return refusal
 
 
+def _prove_autocast(
+    subject: Subject,
+    sources: Sources,
+    device: torch.device,
+    combo: Combo,
+    matches: list[Formula],
+    verify: bool,
+    training: bool,
+    recorded: bool,
+) -> Forward | Refusal:
+    # autocast casts the inputs of some operators to fp32; inside of a linear layer it casts anyway
+    widths = (False,) if subject.has_layers or combo.x == torch.float32 else (False, True)
+    misfits: list[Refusal] = []
+    refusals: list[Refusal] = []
+    fits: list[tuple[int, Formula, bool, _Trial]] = []
+    for widens in widths:
+        tried = _fits(subject, combo, matches, device, widens)
+        if isinstance(tried, Refusal):
+            misfits.append(tried)
+        else:
+            trial, counts = tried
+            formula = min(counts, key=counts.__getitem__)
+            fits.append((counts[formula], formula, widens, trial))
+    for _, formula, widens, trial in sorted(fits, key=lambda fit: fit[0]):
+        found = _prove_fit(
+            subject, sources, device, trial, formula, widens, verify, training, recorded
+        )
+        if not isinstance(found, Refusal):
+            return found
+        refusals.append(found)
+    return [*refusals, *misfits][0]
+
+
+def _prove_fit(
+    subject: Subject,
+    sources: Sources,
+    device: torch.device,
+    trial: _Trial,
+    formula: Formula,
+    widens: bool,
+    verify: bool,
+    training: bool,
+    recorded: bool,
+) -> Forward | Refusal:
+    """The entry for a formula that explains the original under autocast."""
+    chosen = _Chosen(sources, widens=widens)
+    while True:
+        proof = Proof({}, {}, {}, ())
+        outcome = _prove_combo(
+            subject, trial, formula, chosen, device, verify, training, proof
+        ) or _no_gain(subject, trial, proof, chosen, device.type)
+        kernel = chosen.kernel(formula.op)
+        if outcome is None and recorded and kernel is not None and (verify or kernel.adapted):
+            outcome = _verify_gradients(
+                subject, trial, formula, kernel, proof.computes[trial.combo]
+            )
+        if outcome is None:
+            return proof.entries[trial.combo]
+        if not chosen.pass_over(formula.op, outcome):
+            return outcome
+
+
 @dataclass
 class _Chosen:
     """The kernel of each op: the preferred one, or one that follows it for this subject."""
 
     sources: Sources
     instead: dict[str, Kernel] = field(default_factory=dict)
+    widens: bool | None = None  # under autocast
 
     def kernel(self, op: str) -> Kernel | None:
-        return self.instead.get(op) or self.sources.kernel(op)
+        kernel = self.instead.get(op) or self.sources.kernel(op)
+        if kernel is None or kernel.widens == self.widens:
+            return kernel
+        return replace(kernel, widens=self.widens)
 
     def pass_over(self, op: str, refusal: Refusal) -> bool:
         """Take the next in the order of preference, where another project's kernel does not do."""
@@ -356,7 +481,11 @@ def _explain(name: str, nearest: tuple[Formula, str] | None) -> str:
 
 
 def _fits(
-    subject: Subject, combo: Combo, matches: list[Formula], device: torch.device
+    subject: Subject,
+    combo: Combo,
+    matches: list[Formula],
+    device: torch.device,
+    widens: bool | None = None,
 ) -> tuple[_Trial, dict[Formula, int]] | Refusal:
     """Formulas that explain the original in these dtypes, with the count of values that differ.
 
@@ -371,12 +500,12 @@ def _fits(
     fits: dict[Formula, int] = {}
     dtypes = set()
     for formula in matches:
-        candidate = trial.candidate(subject, formula)
+        candidate = trial.candidate(subject, formula, widens)
         dtypes.add(str(candidate.dtype))
         if candidate.dtype != trial.original.dtype:
             continue
         error = _error(trial.original, trial.truth(subject, formula), candidate.dtype)
-        if error <= _formula_limit(combo, candidate.dtype):
+        if error <= _formula_limit(trial, candidate.dtype):
             fits[formula] = int((candidate != trial.original).sum())
     if fits:
         return trial, fits
@@ -387,21 +516,21 @@ def _fits(
     )
 
 
-def _formula_limit(combo: Combo, out: torch.dtype) -> float:
+def _formula_limit(trial: _Trial, out: torch.dtype) -> float:
     """What roundings explain, in epsilons of `out`: more where a value was rounded on its way."""
-    widening = _widening(combo, out)
+    widening = _widening(trial, out)
     return LIMITS.formula_half * widening if widening else LIMITS.formula_fp32
 
 
-def _kernel_slack(combo: Combo, out: torch.dtype) -> float:
+def _kernel_slack(trial: _Trial, out: torch.dtype) -> float:
     """How much farther than the original a kernel may be, in epsilons of `out`."""
-    widening = _widening(combo, out)
+    widening = _widening(trial, out)
     return LIMITS.kernel_half * widening if widening else LIMITS.kernel_fp32
 
 
-def _widening(combo: Combo, out: torch.dtype) -> float:
+def _widening(trial: _Trial, out: torch.dtype) -> float:
     """Epsilon of the narrowest half dtype on the way to `out`, in epsilons of `out`; 0 if none."""
-    halves = [t for t in (combo.x, combo.param, out) if t is not None and _half(t)]
+    halves = [t for t in (*trial.dtypes, out) if t is not None and _half(t)]
     return max((torch.finfo(t).eps for t in halves), default=0.0) / torch.finfo(out).eps
 
 
@@ -449,7 +578,9 @@ def _prove_combo(
             return verdict
     proof.formulas[trial.combo] = formula
     proof.computes[trial.combo] = compute
-    proof.entries[trial.combo] = subject.entry(kernel, formula, training, trial.module, trial.x)
+    with trial.context():
+        entry = subject.entry(kernel, formula, training, trial.module, trial.x)
+    proof.entries[trial.combo] = entry
     return None
 
 
@@ -465,7 +596,8 @@ def _verify(
     what = f"kernel `{kernel.source}` for `{formula.op}`"
     before = trial.x.clone()
     try:
-        y = compute(trial.module, trial.x)
+        with trial.context():
+            y = compute(trial.module, trial.x)
     except torch.OutOfMemoryError:
         raise
     except Exception as e:
@@ -482,7 +614,7 @@ def _verify(
     truth = trial.truth(subject, formula)
     ours = _error(y, truth, y.dtype)
     theirs = _error(trial.original, truth, y.dtype)
-    if ours > theirs + _kernel_slack(trial.combo, y.dtype):
+    if ours > theirs + _kernel_slack(trial, y.dtype):
         return Refusal(
             "rejected",
             f"{what} is wrong with {trial.combo}: its largest error is {ours:.3g} epsilons of "
@@ -492,6 +624,82 @@ def _verify(
     relative = _error(y, trial.original.double(), y.dtype) * torch.finfo(y.dtype).eps
     proof.errors[trial.combo] = (difference[difference.isfinite()].max().item(), relative)
     return None
+
+
+def _verify_gradients(
+    subject: Subject, trial: _Trial, formula: Formula, kernel: Kernel, compute: Forward
+) -> Refusal | None:
+    """Differentiate it: every gradient has the original's dtype, and is no farther from the fp64
+    one, but for a few roundings."""
+    what = f"the gradient of kernel `{kernel.source}` for `{formula.op}`"
+    x = trial.x.nan_to_num(0.0, 0.0, 0.0).clamp(-8, 8)  # in fp16 it overflows before the value
+    upstream = torch.randn(trial.original.shape, generator=_generator(2)).to(x.device)
+    upstream = upstream.to(trial.original.dtype)
+    reference = subject.compute(reference_kernel(formula.op), formula)
+    try:
+        theirs = _gradients(subject, trial.module, subject.run, x, upstream, trial.context())
+        ours = _gradients(subject, trial.module, compute, x, upstream, trial.context())
+        truth = _gradients(
+            subject, trial.wide, reference, x.double(), upstream.double(), nullcontext()
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
+    for name, their in theirs.items():
+        our, true = ours[name], truth[name]
+        if their is None or our is None or true is None:
+            if not (their is None and our is None):
+                return Refusal("rejected", f"{what} is not that of the same tensors: `{name}`")
+            continue
+        if our.dtype != their.dtype:
+            return Refusal(
+                "rejected", f"{what} is {our.dtype} for `{name}`, expected {their.dtype}"
+            )
+        mine, off = _error(our, true, our.dtype), _error(their, true, our.dtype)
+        if not off <= LIMITS.gradient * _formula_limit(trial, our.dtype):
+            return Refusal(
+                "mismatch", f"the original's gradient for `{name}` is not that of {formula}"
+            )
+        if mine > off + LIMITS.gradient * _kernel_slack(trial, our.dtype):
+            return Refusal(
+                "rejected",
+                f"{what} is wrong with {trial.combo}: its largest error for `{name}` is "
+                f"{mine:.3g} epsilons of {str(our.dtype).removeprefix('torch.')}, the original's "
+                f"{off:.3g}",
+            )
+    return None
+
+
+def _gradients(
+    subject: Subject,
+    module: nn.Module,
+    run: Forward,
+    x: Tensor,
+    upstream: Tensor,
+    context: AbstractContextManager[Any],
+) -> dict[str, Tensor | None]:
+    """By the input and by the replica's own parameters."""
+    models = {id(p) for p in subject.module.parameters()}
+    leaves = {"input": x.clone().requires_grad_()}
+    own = [(n, p) for n, p in module.named_parameters() if id(p) not in models]
+    leaves |= {n: p for n, p in own if p.is_floating_point()}
+    try:
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        # a checkpoint counts what is saved: not what is saved here
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            with context:
+                y = run(module, leaves["input"])
+            found = torch.autograd.grad(y, list(leaves.values()), upstream, allow_unused=True)
+    finally:
+        for leaf in leaves.values():
+            leaf.requires_grad_(False)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 #: What a linear layer launches.
@@ -513,8 +721,9 @@ def _no_gain(
     if formula is None or chosen.sources.explicit(formula.op):
         return None
     compute = proof.computes[trial.combo]
-    theirs = _count(lambda: subject.run(trial.module, trial.x))
-    ours = _count(lambda: compute(trial.module, trial.x))
+    with trial.context():
+        theirs = _count(lambda: subject.run(trial.module, trial.x))
+        ours = _count(lambda: compute(trial.module, trial.x))
     kernel = chosen.kernel(formula.op)
     assert kernel is not None
     faster = kernel.source != "torch" and not kernel.adapted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +11,15 @@ from torch import nn
 
 from hfpatch import packing, probe
 from hfpatch.ops import OPS
-from hfpatch.patches.base import Contract, Family, Forward, Subject, class_of, float32_default
+from hfpatch.patches.base import (
+    Combo,
+    Contract,
+    Family,
+    Forward,
+    Subject,
+    class_of,
+    float32_default,
+)
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.keys import code_of
@@ -108,7 +116,20 @@ def prepare(
         max(e[0] for e in errors),
         max(e[1] for e in errors),
     )
-    return Prepared(module, lambda: subject.forward(original, contract), entry)
+    return Prepared(module, lambda: _adapter(subject, original, contract), entry)
+
+
+def _adapter(subject: Subject, original: Forward, contract: Contract) -> Forward:
+    forward = subject.forward(original, contract)
+    forward.contract = contract  # type: ignore[attr-defined]
+    return forward
+
+
+def autocast_notes(adapters: Iterable[Forward]) -> Iterator[str]:
+    """What the calls of these under autocast were computed by, each said once."""
+    contracts = {id(c): c for f in adapters if (c := getattr(f, "contract", None)) is not None}
+    for contract in contracts.values():
+        yield from contract.notes()
 
 
 def _contract(
@@ -163,7 +184,28 @@ def _contract(
             probe.fill(contract, proof, device)
             return None
 
-        contract = Contract(class_of(module).__name__, prove_late, settings.training)
+        def prove_autocast(device: str, combo: Combo, recorded: bool) -> Forward | str:
+            if not isinstance(stand_in, Subject):
+                return "its replica could not be examined"
+            if _key_of(stand_in) != as_made:
+                return _CHANGED
+            found = probe.prove_autocast(
+                stand_in,
+                settings.sources,
+                device,
+                combo,
+                verify=settings.verify,
+                training=settings.training,
+                recorded=recorded,
+            )
+            return found.reason if isinstance(found, probe.Refusal) else found
+
+        contract = Contract(
+            class_of(module).__name__,
+            prove_late,
+            settings.training,
+            prove_autocast=prove_autocast,
+        )
         found = _contracts[key] = (contract, {})
     return found
 
@@ -264,7 +306,7 @@ def _prepare_block(
     original = type(module).forward
     packs = tuple(tuple(g) for g in subject.packs() if packing.can_pack(g))
     return Prepared(
-        module, lambda: subject.forward(original, contract), entry, packs, block=subject
+        module, lambda: _adapter(subject, original, contract), entry, packs, block=subject
     )
 
 
@@ -292,4 +334,4 @@ def _prepare_custom(
     contract = Contract(class_of(module).__name__, lambda device, dtype: None, settings.training)
     original = type(module).forward
     over = (lambda inner: subject.forward(inner, contract)) if subject.op == "recall" else None
-    return Prepared(module, lambda: subject.forward(original, contract), entry, over=over)
+    return Prepared(module, lambda: _adapter(subject, original, contract), entry, over=over)

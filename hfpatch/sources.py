@@ -48,6 +48,8 @@ class Kernel:
             assumed to be faster than a single kernel of PyTorch's.
         accepts: why it cannot take given parameters of the op, or None.
         min_capability: the lowest CUDA compute capability that it runs on.
+        widens: of a kernel for calls under autocast, whether it makes what is normed or activated
+            fp32 first, as autocast does for some operators; None: for other calls.
     """
 
     op: str
@@ -63,9 +65,18 @@ class Kernel:
     accepts: Callable[[Mapping[str, Any]], str | None] | None = None
     min_capability: tuple[int, int] | None = None
     calls: Any = None
+    widens: bool | None = None
 
     def bind(self, params: dict[str, Any], training: bool = False) -> Callable[..., torch.Tensor]:
         """A callable of the op's tensors alone, as cheap as this source allows."""
+        call = self._bind(params, training)
+        if not self.widens:
+            return call
+        if self.op == "gated_rms_norm":
+            return lambda x, gate, *rest: call(x.float(), gate.float(), *rest)
+        return lambda x, *rest: call(x.float(), *rest)
+
+    def _bind(self, params: dict[str, Any], training: bool) -> Callable[..., torch.Tensor]:
         if training or self.raw is None:
             fn = self.fn
             return lambda *tensors: fn(*tensors, **params)

@@ -292,53 +292,6 @@ def test_live_parameters() -> None:
         assert torch.equal(model(x.bfloat16()), y)
 
 
-def test_autocast_goes_to_the_original() -> None:
-    model = randomized()
-    x = torch.randn(2, 64, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = model(x)
-        hfpatch.apply(model)
-        got = model(x)
-    assert got.dtype == expected.dtype and torch.equal(got, expected)
-
-
-class _Every(nn.Module):
-    """A module of each family with a kernel of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import LlamaConfig
-        from transformers.activations import NewGELUActivation
-        from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
-        from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-
-        self.norm, self.gated = LlamaRMSNorm(64), BambaRMSNormGated(64, group_size=64)
-        self.act = NewGELUActivation()
-        self.mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=96))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return self.mlp(self.act(self.gated(y, x)))
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
-def test_autocast_is_said_once(mode: str) -> None:
-    forget_proofs()
-    model, x = _Every(), torch.randn(2, 64)
-    names = {s.class_name for s in hfpatch.apply(model, mode=mode).swaps}
-    assert len(names) == 4
-    for expected in (names, set()):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with torch.set_grad_enabled(mode == "training"), torch.autocast("cpu", torch.bfloat16):
-                model(x)
-        said = [str(w.message) for w in caught if "autocast" in str(w.message)]
-        told = {n for n in names if any(m.startswith(f"hfpatch: {n} ") for m in said)}
-        # in training the gated norm's original runs in any case
-        gated = {"BambaRMSNormGated"} if mode == "training" else set()
-        assert told == expected - gated and len(said) == len(told)
-
-
 def test_zero_rows_strides_misalignment_nan() -> None:
     model = randomized()
     originals = randomized()

@@ -373,6 +373,25 @@ def test_probing_a_mlp_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class LearnedMLP(GluLookalike):
+    """Its activation has a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.PReLU()
+        self.act_fn.register_buffer("floor", torch.zeros(1))
+
+
+def test_an_activation_with_tensors_of_its_own_is_left_as_it_is() -> None:
+    """The probe computes in fp64, and not with the model's own."""
+    model = nn.Sequential(LearnedMLP())
+    act = model[0].act_fn
+    weight, floor = act.weight, act.floor
+    assert hfpatch.apply(model).skips
+    assert act.weight is weight and weight.dtype == torch.float32 and weight.requires_grad
+    assert act.floor is floor
+
+
 def test_apply_under_a_default_device() -> None:
     from hfpatch.proofs import forget_proofs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from hfpatch.patches.base import (
     first_argument,
     input_name,
     plain,
+    random_linear,
     replicate,
     settings_of,
     watched,
+    weight_dtype,
 )
 from hfpatch.patches.keys import attributes_of
 from hfpatch.sources import Kernel, torch_kernel
 
+_WIDTH = 64  # of the probe's input
 _FORMULAS = [
     *(Formula("gelu", {"approximate": a}) for a in ("none", "tanh", "sigmoid")),
     Formula("silu", {}),
@@ -40,6 +44,7 @@ class ActivationSubject(Subject):
     def __init__(self, module: nn.Module, projection: str | None) -> None:
         super().__init__(module)
         self.projection = projection
+        self.has_layers = projection is not None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -56,12 +61,15 @@ class ActivationSubject(Subject):
         return Combo(torch.float32, None)
 
     def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
-        return replicate(
-            self.module, {} if self.projection is None else {self.projection: nn.Identity()}
-        )
+        if self.projection is None:
+            return replicate(self.module)
+        layer: nn.Module = nn.Identity()
+        if combo.autocast is not None:  # which decides what dtype the projection gives
+            layer = random_linear(_WIDTH, _WIDTH, False, combo.param or combo.x, device, generator)
+        return replicate(self.module, {self.projection: layer})
 
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
-        x = torch.randn(2, 5, 64, generator=generator)
+        x = torch.randn(2, 5, _WIDTH, generator=generator)
         # near zero, the bend, the tails, and far out, where a clamp shows
         x *= torch.tensor([0.3, 1.0, 5.0, 50.0, 1000.0])[:, None]
         x[0, 0, 0] = float("nan")  # must propagate; at +inf eager erf-GELU itself varies by device
@@ -71,7 +79,7 @@ class ActivationSubject(Subject):
         call = kernel.bind(dict(formula.params), training)
         # where autograd needs the activation and the kernel has none, or where the projection
         # gives a DTensor (tensor parallel), which knows ATen's operators alone: these
-        aten = torch_kernel(formula.op).bind(dict(formula.params))
+        aten = replace(torch_kernel(formula.op), widens=kernel.widens).bind(dict(formula.params))
         differentiable = call if training else aten
         projection = self.projection
 
@@ -86,7 +94,8 @@ class ActivationSubject(Subject):
     def forward(self, original: Forward, contract: Contract) -> Forward:
         name = input_name(self.module)
         cpu, cuda = contract.cpu, contract.cuda
-        autocast = torch.is_autocast_enabled
+        grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+        training, projection = contract.training, self.projection
         read, settings = settings_of(self.module)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -101,17 +110,20 @@ class ActivationSubject(Subject):
                 and x.is_contiguous()  # a channels-last input keeps its layout in the original
             ):
                 on_cuda = x.is_cuda
+                run = None
                 if read(self.__dict__) != settings:
                     contract.changed()
                 elif autocast("cuda" if on_cuda else "cpu"):
-                    contract.under_autocast()
+                    layer = None if projection is None else self._modules[projection]
+                    param = None if layer is None else weight_dtype(layer, x.dtype)
+                    run = contract.under_autocast(x, (x.dtype, param), training or grad_enabled())
                 else:
                     key = (x.dtype, None)
                     run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
                     if run is None:
                         run = contract.late(x, key)
-                    if run is not None:
-                        return run(self, x)
+                if run is not None:
+                    return run(self, x)
             return original(self, *args, **kwargs)
 
         return forward

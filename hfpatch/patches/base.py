@@ -54,16 +54,19 @@ class Formula:
 
 @dataclass(frozen=True)
 class Combo:
-    """Dtypes of one call: of the input, and of the module's own parameters (None: has none)."""
+    """Dtypes of one call: of the input, of the module's own parameters (None: has none), and the
+    one that autocast gives to matrix products (None: it is off)."""
 
     x: torch.dtype
     param: torch.dtype | None
+    autocast: torch.dtype | None = None
 
     def __str__(self) -> str:
         def short(dtype: torch.dtype | None) -> str:
             return str(dtype).removeprefix("torch.") if dtype is not None else "no weight"
 
-        return f"{short(self.x)} input, {short(self.param)}"
+        under = f", autocast to {short(self.autocast)}" if self.autocast else ""
+        return f"{short(self.x)} input, {short(self.param)}{under}"
 
 
 class Subject(ABC):
@@ -71,6 +74,8 @@ class Subject(ABC):
 
     #: Child modules whose forward the adapter never calls: they must be free of hooks.
     bypassed: tuple[str, ...] = ()
+    #: Whether it calls linear layers, whose products autocast rounds to its dtype.
+    has_layers = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -158,15 +163,24 @@ class Contract:
         training: bool,
         *,
         by_dtype: bool = False,
+        prove_autocast: Callable[[str, Combo, bool], Any] | None = None,
     ) -> None:
         """`prove(device, dtype)` fills the table of a device, with `by_dtype` for one dtype alone,
-        and returns why it cannot."""
+        and returns why it cannot. `prove_autocast(device, combo, recorded)` returns the entry of
+        one combination under autocast, `recorded` if also its gradients are right, or why there is
+        none."""
         self.name = name
         self.training = training
         self.cpu: dict[Any, Forward] = {}
         self.cuda: dict[Any, Forward] = {}
         self._prove = prove
         self._by_dtype = by_dtype
+        self._prove_autocast = prove_autocast
+        #: Under autocast: device, autocast's dtype, whether autograd may record, and the dtypes of
+        #: the call -> the entry, or None for the original.
+        self._autocast: dict[tuple[str, torch.dtype, bool, Any], Any] = {}
+        #: What `notes` says of these.
+        self._outcomes: dict[str, None] = {}
         #: Device, and dtype where proofs are by dtype: why it cannot be served, or None.
         self._proven: dict[tuple[str, torch.dtype | None], str | None] = {}
         self._lock = threading.Lock()
@@ -214,15 +228,81 @@ class Contract:
                 "calls use the original forward. Use torch.no_grad() or mode='training'"
             )
 
-    def under_autocast(self) -> None:
-        """Say once why a call under autocast is not taken."""
+    def under_autocast(self, x: Tensor, key: Any, recorded: bool = False) -> Any:
+        """The entry for a call under autocast, which decides the dtype of each operator in the
+        original and so makes it another function; None for the original.
+
+        Args:
+            x: the input.
+            key: the dtypes of the call, as in the tables.
+            recorded: whether autograd may record, so that gradients must be right too.
+        """
+        if not (x.is_cuda or x.is_cpu):
+            return None
+        device = "cuda" if x.is_cuda else "cpu"
+        unit = (device, torch.get_autocast_dtype(device), recorded, key)
+        try:
+            return self._autocast[unit]
+        except KeyError:
+            return self._late_autocast(*unit)
+
+    def _late_autocast(self, device: str, dtype: torch.dtype, recorded: bool, key: Any) -> Any:
+        """Prove one combination under autocast, or warn once."""
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        unit, combo = (device, dtype, recorded, key), Combo(key[0], key[1], dtype)
+        entry: Any = _unproven((*key, dtype))
+        if all(map(supported, (*key, dtype))) and self._prove_autocast is not None:
+            # No lock: a proof of gradients waits for autograd's thread of the device, which may be
+            # here itself for somebody's backward. Two threads at once prove the same.
+            try:
+                entry = self._prove_autocast(device, combo, recorded)
+            except torch.OutOfMemoryError:
+                entry = None
+        if entry is not None:
+            self._autocast[unit] = None if isinstance(entry, str) else entry
+        called = f"{combo} on {device}{' where autograd records' if recorded else ''}"
+        if entry is None:
+            self._warn_once(
+                f"{self.name}: there was no memory to prove its kernel with {called}; the call "
+                "uses the original forward, and the next one tries again"
+            )
+        elif isinstance(entry, str):
+            self._outcomes[f"`{self.name}` with {called}: the original, since {entry}"] = None
+            self._warn_once(
+                f"{self.name} was called with {called}; such calls use the original forward: "
+                f"{entry}"
+            )
+        else:
+            self._outcomes[f"`{self.name}` with {called}: the kernel"] = None
+            return entry
+        return None
+
+    def not_under_autocast(self) -> None:
+        """Say once that a block, which is proven as a whole, is not fused under autocast."""
         if "autocast" not in self._warned:
             self._warned.add("autocast")
+            self._outcomes[f"`{self.name}` under autocast: the original, not fused"] = None
             self._warn_once(
                 f"{self.name} was called under autocast, which decides the dtype of each operator "
-                "in the original; such calls use the original forward, without a kernel. Load the "
-                "model in bf16 (`dtype=torch.bfloat16`) and call or train it without autocast or "
-                "mixed precision"
+                "in it; such calls use the original forward, not the fused block. Load the model "
+                "in bf16 (`dtype=torch.bfloat16`) and call it without autocast"
+            )
+
+    def notes(self) -> list[str]:
+        """For `status`: what calls under autocast were computed by."""
+        return list(self._outcomes)
+
+    def two_dtypes(self, x: Tensor, gate: Tensor) -> None:
+        """Say once that an input and its gate must have one dtype, which autocast may change."""
+        if "two dtypes" not in self._warned:
+            self._warned.add("two dtypes")
+            ours, other = (str(t.dtype).removeprefix("torch.") for t in (x, gate))
+            what = f"{ours} input and a {other} gate"
+            self._outcomes[f"`{self.name}` with {what}: the original"] = None
+            self._warn_once(
+                f"{self.name} was called with {what}, as autocast makes them; such calls use the "
+                "original forward: its kernel takes one dtype"
             )
 
     def changed(self) -> None:
@@ -340,6 +420,12 @@ def has_diffusers_hook(attributes: dict[str, Any]) -> bool:
     """Whether one of diffusers' hooks is on the module: their registry stays when they go."""
     registry = attributes.get("_diffusers_hook")
     return registry is not None and bool(registry.hooks)
+
+
+def weight_dtype(layer: Any, otherwise: torch.dtype) -> torch.dtype:
+    """dtype of a layer's weight, or `otherwise` where it has none, or a quantized one."""
+    dtype = getattr(getattr(layer, "weight", None), "dtype", None)
+    return dtype if dtype in KERNEL_DTYPES else otherwise
 
 
 def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
@@ -465,7 +551,7 @@ def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None
     """A copy that shares no tensor, hook or instance forward with `module`.
 
     Parameters and buffers are left out for the caller to fill; `children` replaces child modules,
-    others are copied too, with the tensors that they have (activations have none).
+    others are copied too, with the tensors that they have (most activations have none).
     """
     copy = object.__new__(type(module))
     blank = nn.Module().__dict__
@@ -494,7 +580,8 @@ def _twin(module: nn.Module | None) -> nn.Module | None:
     if module is None or isinstance(module, torch.jit.ScriptModule):
         return module
     copy = replicate(module)
-    copy.__dict__.update(_parameters=module._parameters, _buffers=module._buffers)
+    # dicts of its own: the probe puts fp64 tensors into them
+    copy.__dict__.update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
     return copy
 
 
@@ -504,6 +591,25 @@ def random_like(
     """A random stand-in for a norm's parameter, far enough from 0 and 1 to tell `w` from `1+w`."""
     values = 1.0 + 0.5 * torch.randn(t.shape, generator=generator)
     return values.to(device, dtype)
+
+
+def random_linear(
+    n_in: int,
+    n_out: int,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> nn.Linear:
+    """A linear layer for a replica."""
+    # skip_init: the constructor's own draws would advance the user's random state
+    layer: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
+        nn.Linear, n_in, n_out, bias=bias, device="cpu"
+    )
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * n_in**-0.5)
+    return layer.to(device, dtype).requires_grad_(False)
 
 
 def supported(dtype: torch.dtype | None) -> bool:

@@ -123,6 +123,7 @@ class GatedNormSubject(NormSubject):
                 and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it
                 and not watched()
             ):
+                run = None
                 if read(self.__dict__) != settings:
                     contract.changed()
                 # Under autograd the op is its formula in PyTorch, which gains nothing.
@@ -130,15 +131,22 @@ class GatedNormSubject(NormSubject):
                     if not training:
                         contract.needs_grad()
                 elif autocast("cuda" if x.is_cuda else "cpu"):
-                    contract.under_autocast()
+                    run = contract.under_autocast(x, (x.dtype, w.dtype))
                 else:
                     key = (x.dtype, w.dtype)
                     table = cuda if x.is_cuda else cpu
                     run = table.get(key) if x.is_cuda or x.is_cpu else None
                     if run is None:
                         run = contract.late(x, key)
-                    if run is not None:
-                        return run[0](x, gate, w)
+                if run is not None:
+                    return run[0](x, gate, w)
+            elif (
+                type(x) is Tensor
+                and type(gate) is Tensor
+                and x.dtype != gate.dtype
+                and not grad_enabled()
+            ):
+                contract.two_dtypes(x, gate)
             return original(self, *args, **kwargs)
 
         return forward

@@ -27,9 +27,11 @@ from hfpatch.patches.base import (
     first_argument,
     input_name,
     plain,
+    random_linear,
     replicate,
     settings_of,
     watched,
+    weight_dtype,
 )
 from hfpatch.patches.keys import attributes_of, code_of, fingerprint
 from hfpatch.sources import Kernel, torch_kernel
@@ -62,6 +64,8 @@ _ACT_NAMES = ("act_fn", "activation_fn", "act", "activation", "gelu")
 
 
 class GatedSubject(Subject):
+    has_layers = True
+
     def __init__(self, module: nn.Module, roles: Roles, act: str | None) -> None:
         super().__init__(module)
         self.roles, self.act = roles, act
@@ -102,29 +106,22 @@ class GatedSubject(Subject):
         return [Combo(t, t) for t in KERNEL_DTYPES]
 
     def main_combo(self) -> Combo:
-        dtype = getattr(getattr(self._child(self.roles.gate), "weight", None), "dtype", None)
-        dtype = dtype if dtype in KERNEL_DTYPES else torch.float32
+        dtype = weight_dtype(self._child(self.roles.gate), torch.float32)
         return Combo(dtype, dtype)
 
     def replica(self, combo: Combo, device: torch.device, generator: torch.Generator) -> nn.Module:
         def linear(n_in: int, n_out: int, name: str, dtype: torch.dtype) -> nn.Linear:
             bias = getattr(self._child(name), "bias", None) is not None
-            # skip_init: the constructor's own draws would advance the user's random state
-            layer: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
-                nn.Linear, n_in, n_out, bias=bias, device="cpu"
-            )
-            with torch.no_grad():
-                for p in layer.parameters():
-                    p.copy_(torch.randn(p.shape, generator=generator) * n_in**-0.5)
-            return layer.to(device, dtype).requires_grad_(False)
+            return random_linear(n_in, n_out, bias, dtype, device, generator)
 
         r = self.roles
         packed = 1 if r.up is not None else 2
-        children: dict[str, nn.Module] = {r.gate: linear(_IN, packed * _HIDDEN, r.gate, combo.x)}
+        own = combo.param or combo.x  # another than the input's under autocast alone
+        children: dict[str, nn.Module] = {r.gate: linear(_IN, packed * _HIDDEN, r.gate, own)}
         if r.up is not None:
-            children[r.up] = linear(_IN, _HIDDEN, r.up, combo.x)
+            children[r.up] = linear(_IN, _HIDDEN, r.up, own)
         if r.down is not None:
-            dtype = combo.x if combo.x == torch.float64 else self._down_dtype() or combo.x
+            dtype = own if own == torch.float64 else self._down_dtype() or own
             children[r.down] = linear(_HIDDEN, _IN, r.down, dtype)
         if r.dropout is not None:
             children[r.dropout] = nn.Dropout(0.0)
@@ -132,7 +129,8 @@ class GatedSubject(Subject):
 
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
         """Also rows that reach far, where a clamp shows: as far as fp16 holds gate times up."""
-        large = [20.0, 40.0, 40.0] if combo.x == torch.float16 else [30.0, 150.0, 1000.0]
+        half = torch.float16 in (combo.x, combo.autocast)
+        large = [20.0, 40.0, 40.0] if half else [30.0, 150.0, 1000.0]
         scales = torch.tensor([0.01, 0.3, 1.0, 2.0, 4.0, 8.0, *large])
         x = torch.randn(2, len(scales), _IN, generator=generator)
         return (x * scales[:, None]).to(device, combo.x)
@@ -150,6 +148,7 @@ class GatedSubject(Subject):
             self.roles.dropout,
         )
         cast_down = self._down_dtype() is not None
+        may_differ = kernel.widens is not None  # autocast casts in linear layers, not in others
 
         def compute(module: nn.Module, x: Tensor) -> Any:
             m = module._modules
@@ -159,7 +158,7 @@ class GatedSubject(Subject):
                 h = run(h)
             else:
                 u = m[up](x)  # type: ignore[misc]
-                if not (plain(h) and plain(u)):
+                if not (plain(h) and plain(u)) or (may_differ and h.dtype != u.dtype):
                     run = aten
                 else:
                     run = differentiable if h.requires_grad or u.requires_grad else call
@@ -178,7 +177,8 @@ class GatedSubject(Subject):
         part = None if act is None else Part(self._child(act))
         read, settings = settings_of(self.module)
         cpu, cuda = contract.cpu, contract.cuda
-        autocast = torch.is_autocast_enabled
+        grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+        training, gate = contract.training, self.roles.gate
 
         def untouched(self: nn.Module) -> bool:
             """Whether the settings, and the activation, which is not called, are those proven."""
@@ -198,14 +198,15 @@ class GatedSubject(Subject):
             if type(x) is Tensor and not watched() and untouched(self):
                 on_cuda = x.is_cuda
                 if autocast("cuda" if on_cuda else "cpu"):
-                    contract.under_autocast()
+                    key = (x.dtype, weight_dtype(self._modules[gate], x.dtype))
+                    run = contract.under_autocast(x, key, training or grad_enabled())
                 else:
                     key = (x.dtype, x.dtype)
                     run = (cuda if on_cuda else cpu).get(key) if on_cuda or x.is_cpu else None
                     if run is None:
                         run = contract.late(x, key)
-                    if run is not None:
-                        return run(self, x)
+                if run is not None:
+                    return run(self, x)
             return original(self, *args, **kwargs)
 
         return forward

@@ -222,10 +222,11 @@ class NormSubject(Subject):
                 ):
                     key = (x.dtype, None if w is None else w.dtype)
                     run = None
+                    casts = autocast() if x.is_cuda else autocast("cpu")
                     if not (x.is_cuda or x.is_cpu):
                         pass
-                    elif autocast() if x.is_cuda else autocast("cpu"):
-                        contract.under_autocast()
+                    elif casts:
+                        run = contract.under_autocast(x, key, training)
                     else:
                         run = (cuda if x.is_cuda else cpu).get(key) or contract.late(x, key)
                     # Rows whose elements are apart (`x.movedim(1, -1)`; no guard takes them) would
@@ -237,7 +238,12 @@ class NormSubject(Subject):
                             back = sorted(range(x.dim()), key=order.__getitem__)
                             return run[0](x.permute(order), w, b).permute(back)
                         # a module that sees ever other dtypes gains nothing by another guard
-                        if checked_width is None and not training and guards < _MAX_GUARDS:
+                        if (
+                            checked_width is None
+                            and not training
+                            and not casts
+                            and guards < _MAX_GUARDS
+                        ):
                             keeps_order = run[3]
                             guarded, guards = run[1](x, w, b), guards + 1
                         return run[0](x, w, b)

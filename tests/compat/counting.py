@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 
-from hfpatch import proofs, sources
+from hfpatch import probe, proofs, sources
 
 
 @dataclass
@@ -53,9 +53,18 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 def installed() -> Iterator[Count]:
     """Counters in place for every proof made inside."""
     bind, bind_into, fill = sources.Kernel.bind, sources.Kernel.bind_into, proofs._fill_block
+    prove = probe.prove_autocast
 
     def counted_fill(contract: Any, proof: Any, device: str) -> None:
         fill(contract, replace(proof, forward=_counted(proof.forward, "blocks")), device)
+
+    def uncounted_proof(*args: Any, **kwargs: Any) -> Any:
+        """Under autocast it is made at the first call."""
+        before = COUNT.copy()
+        try:
+            return prove(*args, **kwargs)
+        finally:
+            COUNT.kernels, COUNT.blocks, COUNT.formulas = astuple(before)
 
     proofs.forget_proofs()
     sources.Kernel.bind = lambda kernel, params, training=False: _counted(  # type: ignore
@@ -65,9 +74,11 @@ def installed() -> Iterator[Count]:
         bind_into(*a, **k), "kernels"
     )
     proofs._fill_block = counted_fill
+    probe.prove_autocast = uncounted_proof
     try:
         yield COUNT
     finally:
         sources.Kernel.bind, sources.Kernel.bind_into = bind, bind_into  # type: ignore
         proofs._fill_block = fill
+        probe.prove_autocast = prove
         proofs.forget_proofs()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from row import Case, Row, forward, only
+from row import NOISE, Case, Row, forward, only
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,6 +18,16 @@ COMPILING = (
 REGIONS = (
     "The compiled layers hand over to their originals, which inductor fuses with their neighbours; "
     "the modules outside of them are patched."
+)
+
+AUTOCAST = (
+    "Fused blocks hand calls under autocast over to their originals, with one warning; the modules "
+    "outside of them, and their gated MLPs, run their own kernels."
+)
+TWO_DTYPES = (
+    "Under autocast the gated norm has tensors of two dtypes (Bamba: a bf16 gate of an fp32 input; "
+    "Qwen3-Next: an fp32 weight, for a result in bf16): such calls are handed back, with one "
+    "warning; its kernel takes one dtype."
 )
 
 
@@ -258,10 +268,9 @@ ROWS = (
         GROUP,
         "`torch.autocast(dtype=torch.bfloat16)`",
         run=in_context(autocast(torch.bfloat16)),
-        why={
-            "original": "Autocast decides the dtype of each operator in the original: calls under "
-            "it are handed back, with one warning."
-        },
+        forwards=1,
+        noise=NOISE[torch.bfloat16],
+        why={"partly": AUTOCAST, "bamba:partly": TWO_DTYPES, "qwen3-next:partly": TWO_DTYPES},
     ),
     Row(GROUP, "`torch.func.functional_call`", run=functional, forwards=1),
     Row(GROUP, "`torch.func.vmap`, and a call without", run=vmapped, forwards=1),

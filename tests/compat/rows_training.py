@@ -308,10 +308,6 @@ ROWS = (
         accelerated("bf16"),
         slow=True,
         noise=NOISE[torch.bfloat16],
-        why={
-            "original": "Autocast decides the dtype of each operator in the original: calls under "
-            "it are handed back, with one warning.",
-        },
     ),
     _training(
         "`Trainer`, 50 steps",

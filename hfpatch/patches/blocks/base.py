@@ -279,7 +279,7 @@ class BlockSubject(Subject):
                     key = (hidden_states.dtype, None)
                     device, table = ("cuda", cuda) if hidden_states.is_cuda else ("cpu", cpu)
                     if autocast(device):  # asked first: no proof is made under it
-                        contract.under_autocast()
+                        contract.not_under_autocast()
                     else:
                         run = table.get(key) or contract.late(hidden_states, key)
                         if run is not None:
