@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -188,4 +189,5 @@ def check(pair: Pair, x: torch.Tensor, autocast: torch.dtype, recorded: bool) ->
 
 
 def gated_norm() -> nn.Module:
-    return BambaRMSNormGated(WIDTH, group_size=WIDTH)
+    groups = signature(BambaRMSNormGated).parameters.get("group_size")  # not in older transformers
+    return BambaRMSNormGated(WIDTH, **({} if groups is None else {"group_size": WIDTH}))

@@ -41,6 +41,8 @@ def test_modules(name: str, autocast: torch.dtype, recorded: bool) -> None:
 def test_half_in_and_fp32_out(name: str) -> None:
     """What autocast makes fp32 stays so: no rounding to bf16 on the way."""
     pair = Pair.of(MODULES[name](), "cuda", mode="training", kernels="local")
+    if call(pair.plain, draw(BF16, "cuda"), BF16, False)[0].dtype != FP32:
+        pytest.skip(f"this PyTorch leaves {name} in bf16 under autocast")
     y, gradients = call(pair.patched, draw(BF16, "cuda"), BF16, True)
     exact, _ = call(copy.deepcopy(pair.plain).double(), draw(BF16, "cuda").double(), BF16, True)
     assert y.dtype == FP32 and off(y, exact) < 1e-5
