@@ -6,7 +6,8 @@
 // What a call asks for (which norm, which parameters, where it rounds) is decided at run time: such
 // a branch is the same in the whole grid and costs an instruction, while each template parameter
 // doubles the size of the library. Where all is of one half type, what models ask for has kernels of
-// its own: fused_norm_half.cuh.
+// its own: fused_norm_half.cuh, and added_norm_full.cuh for a residual sum alone.
+#include "added_norm_full.cuh"
 #include "fused_norm.cuh"
 #include "fused_norm_half.cuh"
 
@@ -243,6 +244,11 @@ int32_t launch_fast(FusedNormParams &p, void *stream) {
   RowPlan plan;
   if constexpr (kIsHalf<T, P>) {
     constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+    if constexpr (kSum) {
+      int32_t status = HFP_OK;
+      const bool added = is_half_row(p) && p.scale == nullptr;
+      if (added && launch_added_full<T>(p, stream, kOp, &status)) return status;
+    }
     const Rows tensors[] = {p.x_rows, p.residual_rows, p.gate_rows, p.scale_rows, p.shift_rows};
     if (is_half_row(p) && split_rows(tensors, N, &p.split)) {
       plan = plan_fused_half(p.vectors, p.x_rows.rows, kSum, p.scale != nullptr);

@@ -59,12 +59,12 @@ __device__ __forceinline__ float2 sum_twice(const float (&sums)[K], const float 
   if constexpr (G::kWholeCta) {
     const unsigned warp = threadIdx.x / 32u, warps = blockDim.x / 32u, groups = kEach * warps;
     float *const mine = partial + (squared ? kSquaresAt : 0);
-    if (g % kLanesEach == 0) mine[warp + g / kLanesEach * warps] = of;
+    if (g % kLanesEach == 0) mine[G::group(warp, g / kLanesEach)] = of;
     __syncthreads();
     of = g < groups ? mine[g] : 0.0f;
     if (groups > 16) {
       float upper = g + 16 < groups ? mine[g + 16] : 0.0f;
-      if (kEach > 2 && groups > 32) {
+      if ((kEach > 2 || (kEach == 2 && G::kWholeWarps)) && groups > 32) {
         if (g + 32 < groups) of += mine[g + 32];
         if (g + 48 < groups) upper += mine[g + 48];
       }
@@ -80,35 +80,49 @@ __device__ __forceinline__ float2 sum_twice(const float (&sums)[K], const float 
   return squared ? make_float2(other, of) : make_float2(of, other);
 }
 
+// From the sums of a row's elements and of their squares; cancelled: to be corrected by sums of x - mean.
+template <class T>
+__device__ __forceinline__ LayerMap first_map(float2 total, float inverse_cols, float eps,
+                                              float &mean, bool &cancelled) {
+  // + 0: not -0, which zeros added in some layouts would make +0.
+  mean = fmaf(total.x, inverse_cols, 0.0f);
+  const float of_squares = __fmul_rn(total.y, inverse_cols);
+  const float variance = fmaf(-mean, mean, of_squares);
+  // Also where there is a NaN, or squares beyond fp32.
+  cancelled = !(variance * kMostCancelled<T> >= of_squares);
+  LayerMap map{0.0f, rsqrtf(variance + eps), 0.0f};
+  map.shift = -__fmul_rn(mean, map.scale);
+  return map;
+}
+
+// From the sums of x - centre and of their squares. kCentred: x is already without it.
+template <bool kCentred>
+__device__ __forceinline__ void correct_map(LayerMap &map, float2 again, float centre,
+                                            float inverse_cols, float eps) {
+  const float rest = __fmul_rn(again.x, inverse_cols);
+  const float left = fmaf(-rest, rest, __fmul_rn(again.y, inverse_cols));
+  if constexpr (!kCentred) map.centre = centre;
+  map.scale = rsqrtf((left < 0.0f ? 0.0f : left) + eps);  // NaN stays
+  map.shift = -__fmul_rn(rest, map.scale);
+}
+
 // sums(first, centre, sums, squares): those of x - centre and of its squares, of each of a thread's K
 // vectors, inside the row alone; first: std::true_type where centre is 0. kCentres: it leaves x - centre
 // in the place of x. Every thread of the CTA calls this.
 template <class G, class T, int K, bool kCentres, class Sums>
 __device__ __forceinline__ LayerMap layer_map(const Sums &sums, float inverse_cols, float eps,
                                               float *partial) {
-  float sum[K], square[K];
+  float sum[K], square[K], mean;
+  bool cancelled;
   sums(std::true_type{}, 0.0f, sum, square);
-  const float2 total = sum_twice<G>(sum, square, partial);
-  // + 0: not -0, which zeros added in some layouts would make +0.
-  const float mean = fmaf(total.x, inverse_cols, 0.0f);
-  const float of_squares = __fmul_rn(total.y, inverse_cols);
-  const float variance = fmaf(-mean, mean, of_squares);
-  // Also where there is a NaN, or squares beyond fp32.
-  const bool cancelled = !(variance * kMostCancelled<T> >= of_squares);
-  LayerMap map{0.0f, rsqrtf(variance + eps), 0.0f};
-  map.shift = -__fmul_rn(mean, map.scale);
+  LayerMap map =
+      first_map<T>(sum_twice<G>(sum, square, partial), inverse_cols, eps, mean, cancelled);
   // Rows that share a warp go through its shuffles together.
   if (G::kLanes < 32 ? __any_sync(~0u, cancelled) : cancelled) {
     if constexpr (G::kWholeCta) __syncthreads();  // all have read `partial`
     sums(std::false_type{}, cancelled ? mean : 0.0f, sum, square);
     const float2 again = sum_twice<G>(sum, square, partial);
-    if (cancelled) {
-      const float rest = __fmul_rn(again.x, inverse_cols);
-      const float left = fmaf(-rest, rest, __fmul_rn(again.y, inverse_cols));
-      if constexpr (!kCentres) map.centre = mean;
-      map.scale = rsqrtf((left < 0.0f ? 0.0f : left) + eps);  // NaN stays
-      map.shift = -__fmul_rn(rest, map.scale);
-    }
+    if (cancelled) correct_map<kCentres>(map, again, mean, inverse_cols, eps);
   }
   return map;
 }
@@ -135,6 +149,37 @@ __device__ __forceinline__ LayerMap layer_map(Vec<T, N> (&v)[K], const Inside &i
     }
   };
   return layer_map<G, T, K, kCentres>(sums, inverse_cols, eps, partial);
+}
+
+// The same for a whole row of a half type in a CTA's registers, with what is done with it: finish(map),
+// which most rows come to without a centre to subtract; those that have one come behind it in the code.
+template <class G, class T, int N, int K, class Finish>
+__device__ __forceinline__ void with_layer_map(Vec<T, N> (&v)[K], uint32_t zero, float inverse_cols,
+                                               float eps, float *partial, const Finish &finish) {
+  float sum[K], square[K], mean;
+  bool cancelled;
+  const auto sums = [&](auto centred) {
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      float x[N];
+      if constexpr (centred.value) v[i].stay_packed(zero);
+      v[i].get(x);
+      if constexpr (centred.value) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) x[k] -= mean;
+      }
+      sums_of(x, sum[i], square[i]);
+    }
+    return sum_twice<G>(sum, square, partial);
+  };
+  LayerMap map = first_map<T>(sums(std::false_type{}), inverse_cols, eps, mean, cancelled);
+  if (!cancelled) {
+    finish([&](float x) { return fmaf(x, map.scale, map.shift); });
+    return;
+  }
+  __syncthreads();  // all have read `partial`
+  correct_map<false>(map, sums(std::true_type{}), mean, inverse_cols, eps);
+  finish(map);
 }
 
 // Of one thread's share of a row in memory.

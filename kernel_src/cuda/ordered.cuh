@@ -47,6 +47,19 @@ __device__ __forceinline__ void keep_loads_above(uint32_t zero) {
                : "memory");
 }
 
+// load(i) of a thread's kVectors vectors of each of v, where they are written also if registers are short:
+// ptxas moves no load out of a branch, as which it has to take this one.
+template <int kVectors, class Load, class... V>
+__device__ __forceinline__ void load_in_place(uint32_t zero, const Load &load, V (&...v)[kVectors]) {
+  if (zero == 0) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) load(i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) (v[i].zero(), ...);
+  }
+}
+
 // A thread's vectors of a parameter: from `from` on, where `vectors` of the row are left, each
 // `stride`. To be kept above the sum, hence not Cache::kReadOnly. An absent one is `otherwise`.
 template <class V, class W, int kVectors>

@@ -191,17 +191,15 @@ __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
 }
 
 // The row in registers, whole: kVectors vectors in every thread, without one left over, so that nothing
-// asks whether a vector is inside. A warp's vectors lie one after the other, which reads memory more in
-// order; they are added up in the order of Group<kCta>::sum.
+// asks whether a vector is inside.
 template <class T, int kVectors>
 __global__ void __launch_bounds__(full_threads(kVectors),
                                   resident_ctas(full_threads(kVectors), full_resident(kVectors)))
     rms_norm_full_kernel(const __grid_constant__ RmsNormParams p) {
-  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kLanes = 32 / kVectors;
-  using G = Group<kCta>;
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  using G = Group<kCta, kRowThreads, kVectors>;
   __shared__ float partial[kPartials];
-  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
-  const int first = warp * kVectors * 32 + lane;
+  const int first = G::index();
   const int64_t row = G::row(p.first_row);
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + first * N;
   const T *weight = static_cast<const T *>(p.weight) + first * N;
@@ -219,12 +217,7 @@ __global__ void __launch_bounds__(full_threads(kVectors),
   float squares[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) squares[i] = sum_of_squares(v[i]);
-  const float of_32 = G::sum_lanes_of_each(squares);
-  if (lane % kLanes == 0) partial[warp * kVectors + lane / kLanes] = of_32;
-  __syncthreads();
-  float sum = lane < kVectors * warps ? partial[lane] : 0.0f;
-  if (lane + 32 < kVectors * warps) sum += partial[lane + 32];
-  const float scale = rsqrtf(fmaf(G::sum_lanes(sum), p.inverse_cols, p.eps));
+  const float scale = rsqrtf(fmaf(G::sum(squares, partial), p.inverse_cols, p.eps));
   if (p.two_step) {
     finish_share<Mode::kRoundXhat, true>(p, v, w, scale, share);
   } else {

@@ -57,17 +57,27 @@ auto select_general_kernel(Shape shape) {
 // ---------------------------------------------------------------------------------------------
 // The threads of one row
 
-// kCtaThreads: of a CTA with several rows.
-template <int kThreads, int kCtaThreads = kRowThreads>
+// kCtaThreads: of a CTA with several rows. kInWarp: a CTA's row without a vector left over, so many of
+// them in each thread, those of a warp one after the other, which reads memory more in order; 0: a
+// thread's vectors are as many apart as there are threads.
+template <int kThreads, int kCtaThreads = kRowThreads, int kInWarp = 0>
 struct Group {
-  static constexpr bool kWholeCta = kThreads == kCta;
+  static constexpr bool kWholeCta = kThreads == kCta, kWholeWarps = kInWarp > 0;
   // A warp is the widest set of threads that shuffle.
   static constexpr int kLanes = kWholeCta ? 32 : kThreads;
 
   __device__ static int index() {
-    return kWholeCta ? threadIdx.x : threadIdx.x % static_cast<unsigned>(kLanes);
+    if constexpr (kWholeWarps) return threadIdx.x / 32u * (kInWarp * 32) + threadIdx.x % 32u;
+    else return kWholeCta ? threadIdx.x : threadIdx.x % static_cast<unsigned>(kLanes);
   }
-  __device__ static int stride() { return kWholeCta ? blockDim.x : kThreads; }
+  __device__ static int stride() {
+    if constexpr (kWholeWarps) return 32;
+    else return kWholeCta ? blockDim.x : kThreads;
+  }
+  // g of the 32 vectors 32 g, 32 g + 1, ... of the row that are a warp's i-th.
+  __device__ static unsigned group(unsigned warp, unsigned i) {
+    return kWholeWarps ? warp * kInWarp + i : warp + i * (blockDim.x / 32u);
+  }
   __device__ static int64_t row(int64_t first) {
     if (kWholeCta) return first + blockIdx.x;
     return first + static_cast<int64_t>(blockIdx.x) * (kCtaThreads / kLanes) +
@@ -129,7 +139,7 @@ struct Group {
       float of_32 = sum_lanes_of_each(v);  // the vectors of g = l / (32 / K)
       if constexpr (kWholeCta) {
         const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
-        if (lane % (32 / K) == 0) partial[warp + lane / (32 / K) * warps] = of_32;
+        if (lane % (32 / K) == 0) partial[group(warp, lane / (32 / K))] = of_32;
         __syncthreads();
         of_32 = lane < K * warps ? partial[lane] : 0.0f;
         if constexpr (K > 1) {

@@ -25,6 +25,8 @@
 //   kManyThreads, kSome-   1536, 1024  threads on an SM that registers allow    norms
 //   kMaxHoldThreads,       256, 2^21   row and parameters in registers up to    layer_norm.cu
 //     kHoldVectors                     here; else the row
+//   plan_full,             see below   rows that leave no vector over           layer_norm.cu,
+//     plan_added_full                                                           added_norm_full.cuh
 //   kHeadThreads           128         CTA                                      rope_*.cuh
 //   kFullThreads,          2^19, 2     with a norm, from so many threads on     rope_heads.cuh
 //     kThreadHeads                     so many heads in each
@@ -199,8 +201,29 @@ constexpr int full_vectors(int64_t vectors, int64_t rows) {
   return vectors <= 512 && vectors % 128 == 0 ? 2 : 0;
 }
 
-// Threads on an SM that the registers of a kernel have to allow, where more of them pay: 40 registers
-// a thread, or 64. See resident_ctas.
+// Vectors of a thread of layer_norm whose CTA has no vector left over, in a half type with weight and bias,
+// and whether these are asked for with the row; 0: another kernel. Two where all threads are on the GPU at
+// once (32 registers), where four leave some over and where rows are many (40), else four. bf16 on an H200,
+// us, another kernel -> this: 1024 x 4096 5.91 -> 5.65 (warm 4.27 -> 3.82; four vectors 5.67), 8192 x 1536
+// 15.0 -> 14.0, 65536 x 4096 260 -> 254 (four 262), 4096 x 2048 10.7 -> 10.3 (warm 7.3 -> 6.2), x 4096
+// 19.1 -> 18.6 (two 18.8), x 8192 35.2 -> 34.7 (37.0), x 16384 69.2 -> 67.8 (with the row 68.8).
+struct FullPlan {
+  int vectors;
+  bool hold;
+};
+constexpr FullPlan plan_full(int64_t vectors, int64_t rows) {
+  constexpr int64_t kMany = int64_t{1} << 23;
+  if (vectors <= 128 || vectors > 4 * kMaxThreadsX4 || vectors % 64 != 0) return {0, false};
+  if (rows <= kLatencyVectors / 2 / vectors) return {0, false};
+  if (rows <= 2 * kLatencyVectors / vectors) return {2, false};  // all threads at once
+  if (vectors <= 512 && (vectors % 128 != 0 || rows > kMany / vectors)) return {2, true};
+  if (vectors % 128 != 0) return {0, false};
+  return {4, vectors <= 4 * kMaxHoldThreads || rows <= kHoldVectors / vectors};
+}
+
+// Threads on an SM that the registers of a kernel have to allow, where more of them pay: 32 registers
+// a thread, 40, or 64. See resident_ctas.
+inline constexpr int kAllThreads = 2048;
 inline constexpr int kManyThreads = 1536;
 inline constexpr int kSomeThreads = 1024;
 
@@ -239,6 +262,22 @@ constexpr RowPlan plan_fused_half(int64_t vectors, int64_t rows, bool sum, bool 
   }
   if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
   return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+
+// norm(residual + x) of rows that a CTA holds without a vector left over, as plan_full; a layer norm has two
+// vectors in each thread with the parameters, in 64 registers, an rms norm four in 80. bf16 on an H200, us,
+// add_rms_norm, add_layer_norm: 4096 x 2048 18.6 -> 18.1, 18.7 -> 18.3, x 4096 35.3 -> 34.5, 35.3 -> 34.6,
+// x 16384 134.0 -> 132.7, 134.3 -> 132.8, 1024 x 4096 10.2 -> 9.9, 10.5 -> 10.0. One vector in 32 registers
+// 18.6, 18.7 and 35.0, 35.3; four with the parameters late 19.3, 19.6 and 35.1, 35.5.
+constexpr FullPlan plan_added_full(int64_t vectors, int64_t rows, bool layer) {
+  if (vectors <= 128 || vectors > 4 * kMaxThreadsX4 || rows <= kLatencyVectors / vectors) {
+    return {0, false};
+  }
+  if (vectors <= 4 * kMaxHoldThreads) {
+    if (layer) return {vectors % 64 == 0 ? 2 : 0, true};
+    return {vectors % 128 == 0 ? 4 : 0, true};
+  }
+  return {vectors % 128 == 0 ? 4 : 0, false};
 }
 
 // The others. Fewer shapes than plan_rows, to build less. same_type: the parameters have the dtype

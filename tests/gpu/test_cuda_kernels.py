@@ -208,6 +208,45 @@ def test_bitwise_repeatable_and_independent_of_the_batch(kernels_module: ModuleT
         assert torch.equal(kernels_module.layer_norm(x[5:6], w), z[5:6])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [
+        (1024, 4096),  # all threads on the GPU at once
+        (4096, 2048),
+        (17000, 4096),
+        (3000, 1536),
+        (1100, 16384),
+        (300, 16384),
+    ],
+)
+def test_norms_of_many_rows_are_those_of_one(
+    kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dtype
+) -> None:
+    """Many rows of whole CTAs go through kernels of their own, which add up in the same order."""
+    k = kernels_module
+    wide_rows = torch.randn(rows, cols + 64, device="cuda", dtype=dtype)
+    wide_rows[::3] += 9  # far from zero
+    wide_rows[1::7] = 3.3
+    x, residual = wide_rows[:, 8 : 8 + cols], torch.randn(rows, cols, device="cuda", dtype=dtype)
+    w, b = randn(cols, dtype=dtype), randn(cols, dtype=dtype)
+    norms = {
+        "layer_norm": lambda x, r: (k.layer_norm(x, w, b),),
+        "layer_norm without a bias": lambda x, r: (k.layer_norm(x, w),),
+        "add_layer_norm": lambda x, r: k.add_layer_norm(x, r, w, b),
+        "add_rms_norm": lambda x, r: k.add_rms_norm(x, r, w),
+        "add_rms_norm cast": lambda x, r: k.add_rms_norm(x, r, w, cast="input"),
+    }
+    for name, norm in norms.items():
+        many = norm(x, residual)
+        contiguous = norm(x.contiguous(), residual)
+        for place in (0, 1, 3, rows // 2, rows - 1):
+            one = norm(x[place : place + 1], residual[place : place + 1])
+            for of_many, of_plain, of_one in zip(many, contiguous, one, strict=True):
+                assert torch.equal(of_many[place], of_one[0]), (name, place)
+                assert torch.equal(of_plain[place], of_one[0]), (name, place)
+
+
 def test_nan_and_inf_propagate_as_in_eager(kernels_module: ModuleType) -> None:
     x = randn(6, 512)
     x[0, 3], x[1, 7], x[2, 9] = float("nan"), float("inf"), float("-inf")
