@@ -351,6 +351,12 @@ template <bool kCentred, class T, int kVectors, int kRows, int kWarps, int kStag
 bool launch_ring_of(const NormBackwardParams &rows, SumPartialsParams &sums, int device,
                     void *stream, const char *op, int32_t *status) {
   constexpr int kOfCta = kWarps / kSize * kTeams, kMin = kTeams == 1 && kOfCta < 16 ? 16 / kOfCta : 1;
+  constexpr int kAtOnce = kTeams * kRows;
+  const int ctas = kTeams * kSize > 1 ? 1 : ring_ctas(kCentred, rows.vectors);
+  const int64_t most = (rows.x_rows.rows + kAtOnce - 1) / kAtOnce;
+  int64_t wanted = kSize > 2 ? kRingEights : kFullSms * ctas / kSize;
+  if (kTeams > 1 && most < wanted) return false;
+  if (kSize > 1 && sums.rows < wanted) return false;
   auto *kernel = &norm_backward_ring_kernel<kCentred, T, kVectors, kRows, kWarps, kStages, kFloats,
                                             kTeams, kSize, kMin>;
   if (!has_clusters(reinterpret_cast<const void *>(kernel), device)) return false;
@@ -359,20 +365,13 @@ bool launch_ring_of(const NormBackwardParams &rows, SumPartialsParams &sums, int
   constexpr int kBytes = 32 * kOfCta * kVectors * kPlaces * static_cast<int>(sizeof(uint4));
   constexpr int kFixed = kTeams * 2 * ((kCentred ? 4 : 2) * kRows * kWarps * 4 + 8);
   static_assert(kTeams == 1 || kPlaces >= (kCentred ? 4 : 2), "the sums of the teams find room");
-  RingParams p{rows};
-  const int ctas = kTeams * kSize > 1 ? 1 : ring_ctas(kCentred, p.vectors);
   const int bytes = shared_memory_of_wave(kBytes, kFixed, ctas);
-  const int threads = cta_threads(p.vectors, kVectors) / kSize * kTeams;
-  constexpr int kAtOnce = kTeams * kRows;
-  int64_t wanted = kSize > 2 ? kRingEights : kFullSms * ctas / kSize;
-  const int64_t most = (p.x_rows.rows + kAtOnce - 1) / kAtOnce;
-  if constexpr (kTeams > 1) {
-    if (most < wanted) return false;
-  }
+  const int threads = cta_threads(rows.vectors, kVectors) / kSize * kTeams;
   if constexpr (kSize > 1) {
     static ClusterRoom room;
-    if (wanted > sums.rows || room.of(kernel, threads, bytes, kSize, device) < wanted) return false;
+    if (room.of(kernel, threads, bytes, kSize, device) < wanted) return false;
   }
+  RingParams p{rows};
   if (most < wanted) wanted = most;
   if (wanted < sums.rows) sums.rows = wanted;
   sums.halves = true;

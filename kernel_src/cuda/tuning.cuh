@@ -364,9 +364,10 @@ constexpr int ring_ctas(bool centred, int64_t vectors) {
 inline constexpr int64_t kSharedRingRows = 1024, kRingEights = 15;
 
 // The gradients of mul_add, add_gelu and add_silu are one launch where the work is little, and clusters
-// (column_teams) do not take it: a CTA has all rows of two vectors of columns. mul_add in bf16, warm, against two launches: 1 x 512 x 1536
-// 3.1 us (10.0), 256 x 1024 2.2 (6.0), 2048 x 1536 7.5 (13.1). H200, cold, against the two launches
-// that there are now: 1 x 2048 x 1536 10.1 (12.1), 2 x 1344 x 2048 13.5 (14.0), 2 x 2688 x 2048 24.6 (22.2).
+// (column_teams) do not take it: a CTA has all rows of two vectors of columns. mul_add in bf16, warm,
+// against two launches: 1 x 512 x 1536 3.1 us (10.0), 256 x 1024 2.2 (6.0), 2048 x 1536 7.5 (13.1). H200,
+// cold, against the two launches that there are now: 1 x 2048 x 1536 10.1 (12.1), 2 x 1344 x 2048 13.5
+// (14.0), 2 x 2688 x 2048 24.6 (22.2).
 inline constexpr int kFewSumThreads = 512;  // 1024, and clusters of 8 CTAs, were slower
 inline constexpr int kFewSumLanes = 2;
 inline constexpr int64_t kFewSumVectors = int64_t{1} << 20;  // of the whole tensor, at most
