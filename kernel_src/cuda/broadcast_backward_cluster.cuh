@@ -1,5 +1,5 @@
 // broadcast_backward_cluster.cuh: the gradients of what is broadcast in one launch of clusters (sm_90),
-// where there is more work than broadcast_backward_few_kernel takes.
+// where work is not so little that broadcast_backward_few_kernel is faster.
 //
 // A cluster has all rows of a few vectors of columns of one sum, in groups of threads that have other
 // rows each. The CTAs share out the sums' columns and send each other what they have added up of them
@@ -150,14 +150,16 @@ bool launch_clusters_of(BroadcastParams p, const ColumnTeams &teams, int64_t sum
   return true;
 }
 
-// By broadcast_backward_cluster_kernel, where rows are at one distance, and clusters share out the columns
-// evenly, all at once on the GPU; false where not.
+// By broadcast_backward_cluster_kernel, where rows are at one distance, there is enough work, and clusters
+// share out the columns evenly, all at once on the GPU; false where not.
 template <class T, class F>
 bool launch_cluster(const BroadcastParams &p, int64_t sums, int device, void *stream, const char *op,
                     int32_t *status) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
-  const ColumnTeams teams = column_teams(p.x_rows.cols / N, sums, F::kPairLanes, F::kEights);
-  if (p.reduced < kTeamRows || teams.size == 0) return false;
+  const int64_t vectors = p.x_rows.cols / N;
+  const bool enough = p.reduced >= F::kManyTeamRows || sums * p.reduced * vectors >= F::kTeamVectors;
+  const ColumnTeams teams = column_teams(vectors, sums, F::kPairLanes, F::kEights);
+  if (p.reduced < kTeamRows || !enough || teams.size == 0) return false;
   if constexpr (F::kEights) {
     if (teams.size == 8) {
       return launch_clusters_of<T, F, 8>(p, teams, sums, device, stream, op, status);

@@ -27,13 +27,14 @@ struct BroadcastParams {
 // last of which is `second`. kMostRows: of one sum in one launch, where there are kFewSumCtas. The
 // others count where rows are at one distance: threads of a CTA, most of them on one row, rows that a
 // thread has on their way, and CTAs on an SM; in one launch of clusters, threads of a CTA, most of them
-// on one row where two CTAs are a cluster, and whether eight may be.
+// on one row where two CTAs are a cluster, vectors or rows that are enough, and whether eight may be one.
 
 struct MulAddGrad {
   static constexpr int kSums = 2, kMostRows = kMulAddSumRows;
   static constexpr int kThreads = kMulAddThreads, kLanes = kMulAddThreads;
   static constexpr int kAhead = kMulAddAhead, kCtas = kMulAddCtas;
   static constexpr int kTeamThreads = kMulAddTeamThreads, kPairLanes = kMulAddTeamThreads;
+  static constexpr int64_t kTeamVectors = kMulAddTeamVectors, kManyTeamRows = kMulAddTeamRows;
   static constexpr bool kEights = true;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
@@ -54,6 +55,8 @@ struct AddActivationGrad {
   static constexpr int kThreads = kActivationThreads, kLanes = kActivationLanes;
   static constexpr int kAhead = kActivationAhead, kCtas = 1;
   static constexpr int kTeamThreads = kActivationThreads, kPairLanes = kActivationPairLanes;
+  static constexpr int64_t kTeamVectors = kActivationTeamVectors;
+  static constexpr int64_t kManyTeamRows = kActivationTeamRows;
   static constexpr bool kEights = false;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],

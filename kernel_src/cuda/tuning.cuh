@@ -45,8 +45,8 @@
 //     -Lanes                           in it
 //   kMulAdd-, kActivation- 256 and     CTA where the work is more; rows of a    broadcast_backward.cu
 //     Threads, -Ahead      1024, 4, 1  thread on their way
-//   column_teams, kTeam-   see below,  clusters that share out its columns;     broadcast_backward_
-//     Rows                 1024        rows from which they do                    cluster.cuh
+//   column_teams, kTeam-   see below   clusters that share out its columns;     broadcast_backward_
+//     Rows, -Vectors                   rows and vectors from which they do        cluster.cuh
 //   kPlainAdamW-Threads,   128, 1,     CTA, vectors of a thread and threads     adamw.cu
 //     -Vectors, -Resident  1024        on an SM, fp32 without masters or amsgrad
 //   kSumThreads, -Rows     512, 320    CTA; rows of partial sums at once        partial_sums.cu
@@ -396,7 +396,13 @@ inline constexpr int kActivationThreads = 1024, kActivationLanes = 128, kActivat
 // 3072 in pairs of 6 lanes 26.2. Activations lose where a piece of a row is longer (4096 x 14336 86.9 ->
 // 88.4), and in eights.
 inline constexpr int kMulAddTeamThreads = 512, kActivationPairLanes = 16;
-inline constexpr int64_t kTeamRows = 1024;
+// Rows of a sum and vectors of the tensor from which they take it, or rows that are enough. mul_add 1 x 512 x
+// 1536 3.9 -> 4.2 and 1 x 512 x 2048 4.3 -> 4.6, but 1 x 512 x 4096 6.1 -> 6.1 (warm 4.7 -> 4.2), 1 x 256 x
+// 8192 7.5 -> 6.0, 1 x 768 x 1024 4.5 -> 4.3; add_silu 512 x 4096 6.2 -> 6.9, 1024 x 4096 10.7 -> 9.9, 512 x
+// 8192 11.5 -> 9.6.
+inline constexpr int64_t kTeamRows = 256;
+inline constexpr int64_t kMulAddTeamVectors = int64_t{1} << 18, kMulAddTeamRows = 768;
+inline constexpr int64_t kActivationTeamVectors = int64_t{1} << 19, kActivationTeamRows = 1024;
 inline constexpr int64_t kPairs = kFullSms / 2, kEightsAtOnce = 14;
 struct ColumnTeams {
   int size, lanes;
