@@ -6,13 +6,13 @@
 // columns, in groups of threads that have other rows each; a thread has one vector of columns, keeps
 // the sums of its rows in registers, and asks for its next rows before it computes the present one.
 // With parts > 1 the groups' sums together are a row of `partials`, which a second, small launch adds
-// up (partial_sums.cu). Little work is one launch, of CTAs that have all rows of a few columns, and
-// leaves `partials` as it is. No atomics, and the number of CTAs depends on the shape only: same input,
-// same bits.
-#include "activations_grad.cuh"
+// up (partial_sums.cu). Little work is one launch, of CTAs that have all rows of a few columns, as is more
+// of it on sm_90, of clusters that have (broadcast_backward_cluster.cuh); both leave `partials` as it is.
+// No atomics, and the number of CTAs depends on the shape only: same input, same bits.
+#include "broadcast_backward_cluster.cuh"
+#include "broadcast_backward_row.cuh"
 #include "ordered.cuh"
 #include "partial_sums.cuh"
-#include "rows.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -20,65 +20,6 @@ namespace {
 constexpr int kThreads = 256;  // of a CTA, where rows are not at one distance
 constexpr int64_t kMaxPlainRows = int64_t{1} << 30;  // they are counted in 32 bits
 constexpr char kOp[] = "broadcast_backward";
-
-struct BackwardParams {
-  static constexpr bool kStartsEarly = true;
-  void *dx, *first, *second;
-  float *partials;
-  const void *grad, *x, *param;
-  Rows grad_rows, x_rows, param_rows;
-  int64_t reduced, inner, parts, first_unit, units;
-  int64_t wide;  // of a row of partials
-  int vectors;   // per row
-  int chunks;    // of a row; each has `lanes` vectors
-  int lanes, groups;  // groups of threads, each with other rows
-  int64_t x_step, grad_step, dx_step;  // between a thread's rows, where these are at one distance
-  DType grad_type, param_type;
-};
-
-// ---------------------------------------------------------------------------------------------
-// Functions: F::apply(grad, x, param, first, second) leaves dx in grad and adds to the kSums sums, the
-// last of which is `second`. kMostRows: of one sum in one launch, where there are kFewSumCtas. The
-// others count where rows are at one distance: threads of a CTA, most of them on one row, rows that a
-// thread has on their way, and CTAs on an SM.
-
-struct MulAdd {
-  static constexpr int kSums = 2, kMostRows = kMulAddSumRows;
-  static constexpr int kThreads = kMulAddThreads, kLanes = kMulAddThreads;
-  static constexpr int kAhead = kMulAddAhead, kCtas = kMulAddCtas;
-  template <class T, int N>
-  __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
-                                               const float (&p)[N], float (&first)[N],
-                                               float (&second)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      first[i] = fmaf(g[i], x[i], first[i]);
-      second[i] += g[i];
-      g[i] *= p[i];
-    }
-  }
-};
-
-template <int kActivation>
-struct AddActivation {
-  static constexpr int kSums = 1, kMostRows = kActivationSumRows;
-  static constexpr int kThreads = kActivationThreads, kLanes = kActivationLanes;
-  static constexpr int kAhead = kActivationAhead, kCtas = 1;
-  template <class T, int N>
-  __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
-                                               const float (&p)[N], float (&)[N],
-                                               float (&second)[N]) {
-    float y[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fadd_rn(x[i], p[i]);
-    round_to<T>(y);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      g[i] *= activate_slope<kActivation, sizeof(T) == 4>(y[i]).slope;
-      second[i] += g[i];
-    }
-  }
-};
 
 // ---------------------------------------------------------------------------------------------
 // Kernels
@@ -89,11 +30,11 @@ struct Held {
   Vec<T, N> x;
   Vec<Grad, N> grad;
 
-  __device__ __forceinline__ void load(const BackwardParams &p, int64_t x_at, int64_t grad_at) {
+  __device__ __forceinline__ void load(const BroadcastParams &p, int64_t x_at, int64_t grad_at) {
     x.template load<Cache::kStream>(static_cast<const T *>(p.x) + x_at);
     grad.template load<Cache::kStream>(static_cast<const Grad *>(p.grad) + grad_at);
   }
-  __device__ __forceinline__ void load_row(const BackwardParams &p, int64_t row, int64_t col) {
+  __device__ __forceinline__ void load_row(const BroadcastParams &p, int64_t row, int64_t col) {
     load(p, row_offset(p.x_rows, row) + col, row_offset(p.grad_rows, row) + col);
   }
 };
@@ -101,7 +42,7 @@ struct Held {
 // Stores dx of every step-th row from r on, `now` the first of them, and adds these rows to the sums.
 // Index: int where it is enough, which takes fewer registers (of 64, which some need all).
 template <class F, class T, class Grad, class Index, int N>
-__device__ __forceinline__ void sum_rows(const BackwardParams &p, Held<T, Grad, N> now,
+__device__ __forceinline__ void sum_rows(const BroadcastParams &p, Held<T, Grad, N> now,
                                          const float (&param)[N], Index r, Index step,
                                          int64_t row_0, int64_t col, float (&first)[N],
                                          float (&second)[N]) {
@@ -121,56 +62,10 @@ __device__ __forceinline__ void sum_rows(const BackwardParams &p, Held<T, Grad, 
   }
 }
 
-// A thread's rows where they are at one distance from each other.
-template <class T>
-struct PlainRows {
-  const T *x, *grad;
-  T *dx;
-  int64_t param;  // where its elements are
-  int left;
-};
-
-// The same for these, with kAhead of them on their way.
-template <class F, int kAhead, int N, class T>
-__device__ __forceinline__ void sum_plain_rows(const BackwardParams &p, const PlainRows<T> &rows,
-                                               float (&first)[N], float (&second)[N]) {
-  const T *x = rows.x, *grad = rows.grad;
-  T *dx = rows.dx;
-  int left = rows.left;
-  Vec<T, N> held_x[kAhead], held_grad[kAhead];
-  const auto ask_for = [&](int a) {
-    held_x[a].template load<Cache::kStream>(x);
-    held_grad[a].template load<Cache::kStream>(grad);
-    x += p.x_step, grad += p.grad_step;
-  };
-#pragma unroll
-  for (int a = 0; a < kAhead; ++a) {
-    if (a < left) ask_for(a);
-  }
-  float param[N];
-  load_any(param, p.param, p.param_type, rows.param);
-#pragma unroll 1
-  for (; left > 0; left -= kAhead) {
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (a >= left) break;
-      float value[N], g[N];
-      held_x[a].get(value);
-      held_grad[a].get(g);
-      // Two sums leave no registers for a row that is on its way meanwhile.
-      if (F::kSums == 1 && a + kAhead < left) ask_for(a);
-      F::template apply<T, N>(g, value, param, first, second);
-      store_as<T>(dx, 0, g);
-      dx += p.dx_step;
-      if (F::kSums == 2 && a + kAhead < left) ask_for(a);
-    }
-  }
-}
-
 // Stores kCount sums of the CTA, of a vector of columns from element `from` on, where they belong; to:
 // null where they are not wanted.
 template <int N, int kCount>
-__device__ __forceinline__ void put_sums(const BackwardParams &p, void *to, bool after_first,
+__device__ __forceinline__ void put_sums(const BroadcastParams &p, void *to, bool after_first,
                                          int64_t unit, int64_t vector, int from,
                                          const float (&sums)[kCount]) {
   if (to == nullptr) return;
@@ -196,7 +91,7 @@ struct Place {
 
 // Found again after the rows rather than kept: registers limit how many CTAs fit.
 template <class Index>
-__device__ __forceinline__ Place<Index> place_of(const BackwardParams &p) {
+__device__ __forceinline__ Place<Index> place_of(const BroadcastParams &p) {
   unsigned thread, block;
   asm volatile("mov.u32 %0, %%tid.x;\nmov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
   Place<Index> at;
@@ -220,7 +115,7 @@ inline constexpr int kFixed =
 // kPlain: rows are at one distance from each other.
 template <class T, class Grad, class F, int N, bool kPlain>
 __global__ void __launch_bounds__(kCtaThreads<F, kPlain>, kPlain ? F::kCtas : 1)
-    broadcast_backward_kernel(const __grid_constant__ BackwardParams p) {
+    broadcast_backward_kernel(const __grid_constant__ BroadcastParams p) {
   float first[N], second[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
@@ -315,7 +210,7 @@ __device__ __forceinline__ float share_out(float (&v)[K], int lane) {
 // fp32 beside an x of 16 bits the registers of that are too few.
 template <class T, class F>
 __global__ void __launch_bounds__(kFewSumThreads, 2)
-    broadcast_backward_few_kernel(const __grid_constant__ BackwardParams p) {
+    broadcast_backward_few_kernel(const __grid_constant__ BroadcastParams p) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kLanes = kFewSumLanes;
   constexpr int kValues = F::kSums * N, kAll = kLanes * kValues;
   static_assert(kAll <= 32, "a lane has one value, and a warp all of the CTA's");
@@ -381,7 +276,7 @@ __global__ void __launch_bounds__(kFewSumThreads, 2)
 // Launchers
 
 // `units` CTAs' worth of work, each of `ctas` CTAs, in launches that a grid can have.
-int32_t launch_units(void (*kernel)(BackwardParams), BackwardParams &p, int64_t units,
+int32_t launch_units(void (*kernel)(BroadcastParams), BroadcastParams &p, int64_t units,
                      int64_t ctas, int threads, void *stream, int shared_bytes) {
   const int64_t per_launch = kMaxGrid / ctas;
   for (p.first_unit = 0; p.first_unit < units; p.first_unit += per_launch) {
@@ -394,7 +289,7 @@ int32_t launch_units(void (*kernel)(BackwardParams), BackwardParams &p, int64_t 
 }
 
 template <class T, class Grad, class F, int N, bool kPlain>
-int32_t launch_vectors(BackwardParams &p, void *stream) {
+int32_t launch_vectors(BroadcastParams &p, void *stream) {
   constexpr int kMostThreads = kCtaThreads<F, kPlain>, kMostLanes = kPlain ? F::kLanes : kThreads;
   const int64_t vectors = p.x_rows.cols / N, sums = p.units / p.parts;
   p.chunks = static_cast<int>((vectors + kMostLanes - 1) / kMostLanes);
@@ -435,7 +330,7 @@ int32_t launch_vectors(BackwardParams &p, void *stream) {
 // By broadcast_backward_few_kernel, where the work is little enough and fills enough CTAs; false where
 // not, or where there is no second launch anyway.
 template <class T, class F>
-bool launch_few(BackwardParams p, void *stream, int32_t *status) {
+bool launch_few(BroadcastParams p, void *stream, int32_t *status) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
   if (p.parts < 2) return false;
   const int64_t sums = p.units / p.parts, vectors = p.x_rows.cols / N;
@@ -451,7 +346,7 @@ bool launch_few(BackwardParams p, void *stream, int32_t *status) {
 }
 
 template <class T, class Grad, class F>
-int32_t launch_function(BackwardParams &p, void *stream) {
+int32_t launch_function(BroadcastParams &p, int device, void *stream) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
   const bool aligned = p.x_rows.cols % N == 0 && rows_aligned(p.x_rows, p.x, sizeof(T)) &&
                        rows_aligned(p.grad_rows, p.grad, sizeof(Grad)) &&
@@ -460,31 +355,34 @@ int32_t launch_function(BackwardParams &p, void *stream) {
                        pointer_aligned(p.second) && pointer_aligned(p.partials);
   if constexpr (std::is_same_v<T, Grad>) {
     int32_t status;
-    if (aligned && launch_few<T, F>(p, stream, &status)) return status;
     const int64_t ctas = p.units * ((p.x_rows.cols / N + F::kLanes - 1) / F::kLanes);
-    const bool plain = p.x_rows.uniform() && p.grad_rows.uniform() &&
+    const bool plain = aligned && p.x_rows.uniform() && p.grad_rows.uniform() &&
                        p.reduced <= kMaxPlainRows && ctas <= kMaxGrid;
-    if (aligned && plain) return launch_vectors<T, Grad, F, N, true>(p, stream);
+    if (plain && launch_cluster<T, F>(p, p.units / p.parts, device, stream, kOp, &status)) {
+      return status;
+    }
+    if (aligned && launch_few<T, F>(p, stream, &status)) return status;
+    if (plain) return launch_vectors<T, Grad, F, N, true>(p, stream);
   }
   if (aligned) return launch_vectors<T, Grad, F, N, false>(p, stream);
   return launch_vectors<T, Grad, F, 1, false>(p, stream);
 }
 
 template <class T>
-int32_t launch_typed(BackwardParams &p, DType type, int activation, void *stream) {
+int32_t launch_typed(BroadcastParams &p, DType type, int activation, int device, void *stream) {
   switch (activation) {
     case HFP_ACT_GELU_ERF:
-      return launch_function<T, T, AddActivation<HFP_ACT_GELU_ERF>>(p, stream);
+      return launch_function<T, T, AddActivationGrad<HFP_ACT_GELU_ERF>>(p, device, stream);
     case HFP_ACT_GELU_TANH:
-      return launch_function<T, T, AddActivation<HFP_ACT_GELU_TANH>>(p, stream);
+      return launch_function<T, T, AddActivationGrad<HFP_ACT_GELU_TANH>>(p, device, stream);
     case HFP_ACT_GELU_SIGMOID:
-      return launch_function<T, T, AddActivation<HFP_ACT_GELU_SIGMOID>>(p, stream);
+      return launch_function<T, T, AddActivationGrad<HFP_ACT_GELU_SIGMOID>>(p, device, stream);
     case HFP_ACT_SILU:
-      return launch_function<T, T, AddActivation<HFP_ACT_SILU>>(p, stream);
+      return launch_function<T, T, AddActivationGrad<HFP_ACT_SILU>>(p, device, stream);
     default:
       // The gradient of a * b + c has the dtype of a or, promoted, fp32.
-      if (p.grad_type == type) return launch_function<T, T, MulAdd>(p, stream);
-      return launch_function<T, float, MulAdd>(p, stream);
+      if (p.grad_type == type) return launch_function<T, T, MulAddGrad>(p, device, stream);
+      return launch_function<T, float, MulAddGrad>(p, device, stream);
   }
 }
 
@@ -493,7 +391,7 @@ int32_t launch_typed(BackwardParams &p, DType type, int activation, void *stream
 int32_t broadcast_backward(const BroadcastBackwardArgs &a, int device, void *stream) {
   const int64_t units = a.outer * a.inner * a.parts;
   if (units <= 0 || a.x_rows.cols <= 0) return HFP_OK;
-  BackwardParams p{};
+  BroadcastParams p{};
   p.dx = a.dx;
   p.first = a.first;
   p.second = a.second;
@@ -514,9 +412,9 @@ int32_t broadcast_backward(const BroadcastBackwardArgs &a, int device, void *str
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), kOp);
   switch (a.type) {
-    case DType::F32: return launch_typed<float>(p, a.type, a.activation, stream);
-    case DType::F16: return launch_typed<__half>(p, a.type, a.activation, stream);
-    default: return launch_typed<__nv_bfloat16>(p, a.type, a.activation, stream);
+    case DType::F32: return launch_typed<float>(p, a.type, a.activation, device, stream);
+    case DType::F16: return launch_typed<__half>(p, a.type, a.activation, device, stream);
+    default: return launch_typed<__nv_bfloat16>(p, a.type, a.activation, device, stream);
   }
 }
 

@@ -97,6 +97,41 @@ inline bool has_clusters(const void *kernel, int device) {
   return attributes.ptxVersion >= 90;
 }
 
+// How many clusters of one kernel a GPU has room for at once; the answer per device is kept. Fewer than
+// its SMs would let one expect: a cluster is on one part of the GPU, and these have odd numbers of SMs.
+class ClusterRoom {
+ public:
+  template <class Params>
+  int of(void (*kernel)(Params), int threads, int shared_bytes, int size, int device) {
+    if (device < 0 || device >= kDevices) return 0;
+    int known = known_[device].load(std::memory_order_relaxed);
+    if (known > 0) return known - 1;
+    if (allow_shared_memory(kernel, shared_bytes) != cudaSuccess) return 0;
+    cudaLaunchAttribute dimension{};
+    dimension.id = cudaLaunchAttributeClusterDimension;
+    dimension.val.clusterDim.x = static_cast<unsigned>(size);
+    dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(size));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.attrs = &dimension;
+    config.numAttrs = 1;
+    int clusters = 0;
+    const void *function = reinterpret_cast<const void *>(kernel);
+    if (cudaOccupancyMaxActiveClusters(&clusters, function, &config) != cudaSuccess) {
+      cudaGetLastError();
+      clusters = 0;
+    }
+    known_[device].store(static_cast<int16_t>(clusters + 1), std::memory_order_relaxed);
+    return clusters;
+  }
+
+ private:
+  static constexpr int kDevices = 64;
+  std::atomic<int16_t> known_[kDevices]{};  // one more; 0: not asked yet
+};
+
 template <class Params>
 int32_t launch_clusters(void (*kernel)(Params), int64_t clusters, int threads, Params &params,
                         void *stream, const char *op, int shared_bytes = 0,

@@ -1,18 +1,26 @@
 // norm_backward_ring.cuh: the gradients of the norms of many rows in a half type, on sm_90: see
 // norm_backward.cuh.
 //
-// A CTA takes kRows rows at once: their sums share shuffles and barriers. Rows wait in shared memory, in
-// a ring of kStages times kRows, where each thread copies (cp.async) what it will read itself: no barrier
-// is needed for that. Its vectors lie at one distance there whatever the row's length, so that addresses
-// take no instructions. The sums over a row are added up in the order of norm_backward_kernel:
+// Rows wait in shared memory, in a ring of kStages, where each thread copies (cp.async) what it will read
+// itself: no barrier is needed for that. Its vectors lie at one distance there whatever the row's length,
+// so that addresses take no instructions. A team of warps takes kRows rows at once: their sums share
+// shuffles and barriers. Teams of a CTA have other rows each and do not wait for each other; what they have
+// added up of the columns is one row of partial sums. A team may have warps in the kSize CTAs of a cluster,
+// which have a part of the columns each: then a sum over a row goes by mail (mailbox.cuh), and a cluster
+// leaves one row of partial sums. The sums over a row are added up in the order of norm_backward_kernel:
 // the bits of dx are the same.
 #pragma once
 
 #include "async_copy.cuh"
-#include "cluster.cuh"
+#include "mailbox.cuh"
 #include "norm_backward_row.cuh"
 
 namespace hfp::cuda {
+
+struct RingParams : NormBackwardParams {
+  int step;  // between a team's rows
+  int64_t x_step, grad_step, dx_step;
+};
 
 #if __CUDA_ARCH__ >= 900
 // As a predicated instruction: a branch would have the compiler compute in it again what it can.
@@ -24,16 +32,12 @@ __device__ __forceinline__ void store_if(bool yes, void *to, const uint32_t (&v)
       : "memory");
 }
 
-// Sums of K values over a CTA of up to kWarps warps, K and kWarps powers of two. `partial`: K * kWarps
-// floats of shared memory that the sum before does not use; 0 for warps that there are not.
+// Adds up `partial`, K * kWarps floats of shared memory: of K values, what each of a row's warps has.
 template <int kWarps, int K>
-__device__ __forceinline__ void sum_together(float (&v)[K], float *partial) {
+__device__ __forceinline__ void sum_of_warps(float (&v)[K], const float *partial) {
   constexpr int kPerLane = K * kWarps > 32 ? K * kWarps / 32 : 1;
   static_assert(kPerLane <= kWarps, "a lane keeps one of its values");
-  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
-  const float of_warp = Group<32>::sum_lanes_of_each(v);
-  if (lane % (32 / K) == 0) partial[lane / (32 / K) * kWarps + warp] = of_warp;
-  __syncthreads();
+  const int lane = threadIdx.x % 32u;
   float x[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) x[i] = partial[(lane + 32 * i) % (K * kWarps)];
@@ -57,41 +61,91 @@ __device__ __forceinline__ void sum_together(float (&v)[K], float *partial) {
     v[k] = __shfl_sync(~0u, x[0], k % kAtOnce * kWarps + k / kAtOnce * (kWarps / kPerLane));
   }
 }
+
+// A team of the CTA, `threads` of its threads; `warp`: of all warps of the row, this one.
+template <int kTeams, int kSize>
+struct RingTeam {
+  int number, threads, warp, warps;
+  bool first;  // thread of the team in this CTA
+
+  // Sums of K values over a row's kWarps warps at most, K and kWarps powers of two. `partial`: K * kWarps
+  // floats of shared memory that the sum before does not use; 0 for warps that there are not. use: how
+  // many sums have used it and `mail`, which is for clusters, before.
+  template <int kWarps, int K>
+  __device__ __forceinline__ void sum(float (&v)[K], float *partial, Mailbox &mail, int use) const {
+    constexpr int kSame = 32 / K;  // lanes that have the same value
+    const int lane = threadIdx.x % 32u;
+    const float of_warp[1] = {Group<32>::sum_lanes_of_each(v)};
+    // Found again by a team alone rather than kept: it has no register for it.
+    const int of_row = kTeams * kSize == 1 ? static_cast<int>(threadIdx.x / 32u) : warp;
+    float *const to = partial + lane / kSame * kWarps + of_row;
+    if constexpr (kSize == 1) {
+      if (lane % kSame == 0) *to = of_warp[0];
+      if constexpr (kTeams == 1) __syncthreads();
+      else asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "r"(threads) : "memory");
+    } else {
+      // Before this warp's values, without which none can be a use ahead.
+      if (first) mail.announce(warps * K * static_cast<int>(sizeof(float)));
+      __syncwarp();
+#pragma unroll
+      for (int of = 0; of < kSize; of += kSame) {
+        const int rank = of + lane % kSame;
+        if (rank < kSize) mail.send(to, of_warp, rank);
+      }
+      mail.wait(use & 1);
+    }
+    sum_of_warps<kWarps>(v, partial);
+  }
+};
 #endif
 
-// kWarps: of a CTA, at most. kFloats: the weight is in registers, as fp32; else packed in shared memory.
-template <bool kCentred, class T, int kVectors, int kRows, int kWarps, int kStages, bool kFloats>
-__global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
-    norm_backward_ring_kernel(const __grid_constant__ NormBackwardParams p) {
+// kWarps: of a row, at most. kFloats: the weight is in registers, as fp32; else packed in shared memory.
+// kMin: CTAs on an SM, at least.
+template <bool kCentred, class T, int kVectors, int kRows, int kWarps, int kStages, bool kFloats,
+          int kTeams, int kSize, int kMin>
+__global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
+    norm_backward_ring_kernel(const __grid_constant__ RingParams p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = 8, kSums = kCentred ? 2 : 1, kStats = kCentred ? 4 : 2, K = kStats * kRows;
-  constexpr int kStride = 32 * kWarps;                     // between the vectors of a thread
+  constexpr int kStride = 32 * kWarps / kSize * kTeams;    // between the vectors of a thread
   constexpr int kStage = kRows * 2 * kVectors * kStride;  // x and grad
-  extern __shared__ uint4 ring[];
-  __shared__ float partial[2][K * kWarps];
+  extern __shared__ __align__(kLineBytes) uint4 ring[];
+  __shared__ float partials[kTeams][2][K * kWarps];
+  __shared__ Mailbox mails[kSize > 1 ? kTeams : 1][2];
 
-  const int thread = threadIdx.x, threads = blockDim.x, vectors = static_cast<int>(p.vectors);
-  for (int i = thread; i < 2 * K * kWarps; i += threads) partial[0][i] = 0.0f;
+  // Clusters are for rows that fill their warps.
+  const int threads = kSize > 1 ? 32 * kWarps / kSize : static_cast<int>(blockDim.x) / kTeams;
+  const int number = kTeams > 1 ? static_cast<int>(threadIdx.x) / threads : 0;
+  const int in_team = static_cast<int>(threadIdx.x) - number * threads;
+  const int rank = kSize > 1 ? static_cast<int>(blockIdx.x % kSize) : 0;
+  const int thread = rank * threads + in_team, across = kSize * threads;  // of those of a row
+  const RingTeam<kTeams, kSize> team{number, threads, thread / 32, across / 32, in_team == 0};
+  const int vectors = static_cast<int>(p.vectors);
+  if constexpr (kSize > 1) {
+    if (threadIdx.x < 2 * kTeams) mails[threadIdx.x / 2][threadIdx.x % 2].init();
+  }
+  for (int i = threadIdx.x; i < kTeams * 2 * K * kWarps; i += blockDim.x) partials[0][0][i] = 0.0f;
+  float(*const partial)[K * kWarps] = partials[number];
+  Mailbox *const mail = mails[kSize > 1 ? number : 0];
   const auto place = [&](uint4 *stage, int r, int i, int of_grad) {
     return stage + ((r * 2 + of_grad) * kVectors + i) * kStride;
   };
   // Only a thread's last vector may be past the end: it is 0, read from the first one's place.
   constexpr int kLast = kVectors - 1;
-  const bool inside = thread + kLast * threads < vectors;
-  const int last = inside ? kLast * threads * N : 0;
+  const bool inside = thread + kLast * across < vectors;
+  const int last = inside ? kLast * across * N : 0;
   const uint32_t last_bytes = inside ? sizeof(uint4) : 0;
   const bool any = inside || kVectors > 1;
   // dx has all rows, each of more than 1 KB: fewer than 2^31.
-  const int rows = static_cast<int>(p.x_rows.rows), step = static_cast<int>(gridDim.x) * kRows;
-  int row = static_cast<int>(blockIdx.x) * kRows, asked = row;
-  const int64_t col = any ? thread * N : 0, x_step = step * p.x_rows.s2;
-  const int64_t grad_step = step * p.grad_rows.s2, dx_step = step * p.x_rows.cols;
+  const int rows = static_cast<int>(p.x_rows.rows);
+  int row = (static_cast<int>(blockIdx.x / kSize) * kTeams + number) * kRows, asked = row;
+  const int64_t col = any ? thread * N : 0;
   const T *x_at = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
   const T *grad_at = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
   T *dx_at = static_cast<T *>(p.dx) + row * p.x_rows.cols + thread * N;
-  uint4 *const own = ring + thread, *const end = own + kStages * kStage;
+  uint4 *const own = ring + threadIdx.x, *const end = own + kStages * kStage;
   uint4 *stage = own, *next = own;
-  __syncthreads();
+  Team<(kSize > 1)>::sync();
   wait_for_previous();
 
   const auto ask_for_next = [&] {
@@ -101,14 +155,14 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
       const T *x = x_at + r * p.x_rows.s2, *grad = grad_at + r * p.grad_rows.s2;
 #pragma unroll
       for (int i = 0; i < kLast; ++i) {
-        copy_later(place(next, r, i, 0), x + i * threads * N);
-        copy_later(place(next, r, i, 1), grad + i * threads * N);
+        copy_later(place(next, r, i, 0), x + i * across * N);
+        copy_later(place(next, r, i, 1), grad + i * across * N);
       }
       copy_later(place(next, r, kLast, 0), x + last, last_bytes);
       copy_later(place(next, r, kLast, 1), grad + last, last_bytes);
     }
     end_copies();
-    asked += step, x_at += x_step, grad_at += grad_step;
+    asked += p.step, x_at += p.x_step, grad_at += p.grad_step;
     next += kStage;
     if (next == end) next = own;
   };
@@ -124,7 +178,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
   ParamVec<T, N> packed[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) packed[i].zero();
-  load_params(packed, p.weight, thread, threads, vectors, 1.0f);
+  load_params(packed, p.weight, thread, across, vectors, 1.0f);
   float held[kVectors][N];
   uint4 *const weights = end;
 #pragma unroll
@@ -155,9 +209,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
   };
 
   ColumnSums<false, kSums, kVectors, N> sums;
-  int parity = 0;
+  int round = 0;
 #pragma unroll 1
-  for (; row < rows; row += step, parity ^= 1) {
+  for (; row < rows; row += p.step, ++round) {
     ask_for_next();
     wait_for_copies<kStages - 1>();
 
@@ -174,7 +228,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
           for (int j = 0; j < N; ++j) mean[r] += x[j];
         }
       }
-      sum_together<kWarps>(mean, partial[0]);
+      team.template sum<kWarps>(mean, partial[0], mail[0], round);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -200,7 +254,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
       v[kStats * r] = square, v[kStats * r + 1] = product;
       if constexpr (kCentred) v[kStats * r + 2] = sum_h, v[kStats * r + 3] = 0.0f;
     }
-    sum_together<kWarps>(v, partial[kCentred ? 1 : parity]);
+    // With one sum a round, the rounds take turns.
+    const int turn = kCentred ? 1 : round & 1, use = kCentred ? round : round >> 1;
+    team.template sum<kWarps>(v, partial[turn], mail[turn], use);
 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -227,30 +283,61 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
         }
         Vec<T, N> out;
         out.set(w);
-        store_if(i < kLast || inside, dx + i * threads * N, out.word);
+        store_if(i < kLast || inside, dx + i * across * N, out.word);
 #pragma unroll
         for (int j = 0; j < N; ++j) x[j] *= s.scale;
         if (!kCentred && p.hat_type != DType::F32) round_to<T>(x);
         sums.add(0, i, g, x);
       }
     }
-    dx_at += dx_step;
+    dx_at += p.dx_step;
     stage += kStage;
     if (stage == end) stage = own;
   }
 
   if (!p.need_weight && !p.need_bias) return;
-  float *out = p.partials + static_cast<int64_t>(blockIdx.x) * p.partial_cols;
+  float *out = p.partials + static_cast<int64_t>(blockIdx.x / kSize) * p.partial_cols;
+  if constexpr (kTeams == 1) {
 #pragma unroll
-  for (int k = 0; k < kSums; ++k) {
-    if (k == 0 ? !p.need_weight : !p.need_bias) continue;
+    for (int k = 0; k < kSums; ++k) {
+      if (k == 0 ? !p.need_weight : !p.need_bias) continue;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float sum[N];
-      sums.get(k, i, sum);
-      if (i < kLast || inside) store_halves(out, thread + i * threads, p.x_rows.cols, sum);
+      for (int i = 0; i < kVectors; ++i) {
+        float sum[N];
+        sums.get(k, i, sum);
+        if (i < kLast || inside) store_halves(out, thread + i * across, p.x_rows.cols, sum);
+      }
+      out += p.x_rows.cols;
     }
-    out += p.x_rows.cols;
+  } else {
+    // Halves of the vectors, in the order of the teams.
+    float4 *const all = reinterpret_cast<float4 *>(ring);
+    wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSums; ++k)
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        float sum[N];
+        sums.get(k, i, sum);
+        float4 *const halves = all + (k * kVectors + i) * 2 * kStride + threadIdx.x;
+        halves[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        halves[kStride] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+      }
+    __syncthreads();
+#pragma unroll 1
+    for (int half = number; half < kSums * kVectors * 2; half += kTeams) {
+      const int k = half / (2 * kVectors), vector = thread + half / 2 % kVectors * across;
+      if (vector >= vectors || (k == 0 ? !p.need_weight : !p.need_bias)) continue;
+      float sum[4] = {};
+#pragma unroll
+      for (int t = 0; t < kTeams; ++t) {
+        const float4 four = all[half * kStride + t * threads + in_team];
+        sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+      }
+      float *const to = out + (k == 1 && p.need_weight ? p.x_rows.cols : 0);
+      store_half(to, vector, half % 2 != 0, p.x_rows.cols, sum);
+    }
   }
 #endif
 }
@@ -258,25 +345,45 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps < 16 ? 16 / kWarps : 1)
 // ---------------------------------------------------------------------------------------------
 // Launcher
 
-// With these numbers, if the GPU has room for such a ring; false if not.
-template <bool kCentred, class T, int kVectors, int kRows, int kWarps, int kStages, bool kFloats>
+// With these numbers, if the GPU has room for such rings, and rows for all teams; false if not.
+template <bool kCentred, class T, int kVectors, int kRows, int kWarps, int kStages, bool kFloats,
+          int kTeams = 1, int kSize = 1>
 bool launch_ring_of(const NormBackwardParams &rows, SumPartialsParams &sums, int device,
                     void *stream, const char *op, int32_t *status) {
-  auto *kernel =
-      &norm_backward_ring_kernel<kCentred, T, kVectors, kRows, kWarps, kStages, kFloats>;
+  constexpr int kOfCta = kWarps / kSize * kTeams, kMin = kTeams == 1 && kOfCta < 16 ? 16 / kOfCta : 1;
+  constexpr int kAtOnce = kTeams * kRows;
+  const int ctas = kTeams * kSize > 1 ? 1 : ring_ctas(kCentred, rows.vectors);
+  const int64_t most = (rows.x_rows.rows + kAtOnce - 1) / kAtOnce;
+  int64_t wanted = kSize > 2 ? kRingEights : kFullSms * ctas / kSize;
+  if (kTeams > 1 && most < wanted) return false;
+  if (kSize > 1 && sums.rows < wanted) return false;
+  auto *kernel = &norm_backward_ring_kernel<kCentred, T, kVectors, kRows, kWarps, kStages, kFloats,
+                                            kTeams, kSize, kMin>;
   if (!has_clusters(reinterpret_cast<const void *>(kernel), device)) return false;
   if (shared_memory_limit() < kRingMemory) return false;
   constexpr int kPlaces = 2 * kRows * kStages + (kFloats ? 0 : 1);  // of a vector of columns
-  constexpr int kBytes = 32 * kWarps * kVectors * kPlaces * static_cast<int>(sizeof(uint4));
-  constexpr int kFixed = 2 * (kCentred ? 4 : 2) * kRows * kWarps * 4;
-  NormBackwardParams p = rows;
-  const int ctas = ring_ctas(kCentred, p.vectors);
+  constexpr int kBytes = 32 * kOfCta * kVectors * kPlaces * static_cast<int>(sizeof(uint4));
+  constexpr int kFixed = kTeams * 2 * ((kCentred ? 4 : 2) * kRows * kWarps * 4 + 8);
+  static_assert(kTeams == 1 || kPlaces >= (kCentred ? 4 : 2), "the sums of the teams find room");
   const int bytes = shared_memory_of_wave(kBytes, kFixed, ctas);
-  const int64_t most = (p.x_rows.rows + kRows - 1) / kRows, wave = kFullSms * ctas;
-  const int64_t wanted = most < wave ? most : wave;
+  const int threads = cta_threads(rows.vectors, kVectors) / kSize * kTeams;
+  if constexpr (kSize > 1) {
+    static ClusterRoom room;
+    if (room.of(kernel, threads, bytes, kSize, device) < wanted) return false;
+  }
+  RingParams p{rows};
+  if (most < wanted) wanted = most;
   if (wanted < sums.rows) sums.rows = wanted;
   sums.halves = true;
-  *status = launch(kernel, sums.rows, cta_threads(p.vectors, kVectors), p, stream, op, bytes);
+  p.step = static_cast<int>(sums.rows) * kAtOnce;
+  p.x_step = p.step * p.x_rows.s2;
+  p.grad_step = p.step * p.grad_rows.s2;
+  p.dx_step = p.step * p.x_rows.cols;
+  if constexpr (kSize > 1) {
+    *status = launch_clusters(kernel, sums.rows, threads, p, stream, op, bytes, kSize);
+  } else {
+    *status = launch(kernel, sums.rows, threads, p, stream, op, bytes);
+  }
   return true;
 }
 
@@ -290,13 +397,27 @@ bool launch_ring(const NormBackwardParams &p, SumPartialsParams &sums, int devic
     if (p.vectors < kMinRingVectors || p.x_rows.rows * p.vectors < kRingVectors) return false;
     if (!p.x_rows.uniform() || !p.grad_rows.uniform()) return false;
     const auto by = [&](auto of) { return of(p, sums, device, stream, op, status); };
+    // Clusters, for rows that have as many warps.
+    const bool shared = p.x_rows.rows >= kSharedRingRows;
     if constexpr (kCentred) {
+      if (shared && p.vectors > 4 * 480 && by(&launch_ring_of<true, T, 4, 1, 16, 2, false, 8, 8>)) {
+        return true;
+      }
       if (p.vectors > kMaxThreads) return by(&launch_ring_of<true, T, 4, 1, 16, 2, false>);
+      if (shared && p.vectors > 2 * 480 && by(&launch_ring_of<true, T, 2, 2, 16, 2, true, 2, 2>)) {
+        return true;
+      }
+      if (p.vectors <= 128 && by(&launch_ring_of<true, T, 2, 2, 2, 3, true, 4>)) return true;
       if (p.vectors <= 256) return by(&launch_ring_of<true, T, 2, 2, 4, 3, true>);
+      if (p.vectors < 512 && by(&launch_ring_of<true, T, 2, 2, 8, 2, true, 2>)) return true;
       if (p.vectors <= 512) return by(&launch_ring_of<true, T, 2, 2, 8, 3, true>);
       return by(&launch_ring_of<true, T, 2, 2, 16, 2, true>);
     } else {
+      if (shared && p.vectors > 4 * 480 && by(&launch_ring_of<false, T, 4, 1, 16, 2, true, 8, 8>)) {
+        return true;
+      }
       if (p.vectors > kMaxThreads) return by(&launch_ring_of<false, T, 4, 1, 16, 2, true>);
+      if (p.vectors <= 128 && by(&launch_ring_of<false, T, 1, 2, 4, 3, true, 4>)) return true;
       if (p.vectors <= 128) return by(&launch_ring_of<false, T, 1, 2, 4, 3, true>);
       if (p.vectors <= 256) return by(&launch_ring_of<false, T, 1, 2, 8, 2, true>);
       if (p.vectors <= 512) return by(&launch_ring_of<false, T, 1, 4, 16, 2, true>);

@@ -41,10 +41,14 @@
 //   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward_few.cuh
 //     -Threads
 //   ring_ctas              see below   CTAs of an SM, rows in shared memory     norm_backward_ring.cuh
+//   kSharedRingRows,       1024, 15    rows from which clusters share them;     norm_backward_ring.cuh
+//     kRingEights                      clusters of eight CTAs
 //   kFewSum-Threads,       512, 2      CTA of little work; vectors of columns   broadcast_backward.cu
 //     -Lanes                           in it
 //   kMulAdd-, kActivation- 256 and     CTA where the work is more; rows of a    broadcast_backward.cu
 //     Threads, -Ahead      1024, 4, 1  thread on their way
+//   column_teams, kTeam-   see below   clusters that share out its columns;     broadcast_backward_
+//     Rows, -Vectors                   rows and vectors from which they do        cluster.cuh
 //   kPlainAdamW-Threads,   128, 1,     CTA, vectors of a thread and threads     adamw.cu
 //     -Vectors, -Resident  1024        on an SM, fp32 without masters or amsgrad
 //   kSumThreads, -Rows     512, 320    CTA; rows of partial sums at once        partial_sums.cu
@@ -388,11 +392,21 @@ constexpr int ring_ctas(bool centred, int64_t vectors) {
   if (centred) return vectors <= 128 ? 4 : vectors < 512 ? 2 : 1;
   return vectors <= 256 ? 2 : 1;
 }
+// Teams of a CTA leave one row of partial sums together. us, cold, CTAs of one team -> one CTA of several:
+// layer_norm 4096 x 1000, four 12.3 -> 11.3, 8192 x 3072, two with two stages 45.1 -> 42.7; rms_norm 4096 x
+// 1000, four 10.4 -> 9.9. No better: two, layer_norm 4096 x 2048 17.1 (one 17.1), x 4096 31.2 (29.7);
+// rms_norm 4096 x 2048 16.0 (15.9), x 4096 31.8 (28.8).
+// A cluster's CTAs share rows of at least so many: eights for 16384 columns, layer_norm 118.2 ->
+// 103.6 and rms_norm 108.4 -> 103.8, pairs for layer_norm 4096 x 8192, 56.6 -> 54.9. More stages let
+// SMs run ahead: with three 114.7, of 16384 columns. Others lost, above all as 16 eights: a GPU has room
+// for 15 (see kEightsAtOnce), the last then takes a second wave.
+inline constexpr int64_t kSharedRingRows = 1024, kRingEights = 15;
 
-// The gradients of mul_add, add_gelu and add_silu are one launch where the work is little: a CTA has
-// all rows of two vectors of columns. mul_add in bf16, warm, against two launches: 1 x 512 x 1536
-// 3.1 us (10.0), 256 x 1024 2.2 (6.0), 2048 x 1536 7.5 (13.1). H200, cold, against the two launches
-// that there are now: 1 x 2048 x 1536 10.1 (12.1), 2 x 1344 x 2048 13.5 (14.0), 2 x 2688 x 2048 24.6 (22.2).
+// The gradients of mul_add, add_gelu and add_silu are one launch where the work is little, and clusters
+// (column_teams) do not take it: a CTA has all rows of two vectors of columns. mul_add in bf16, warm,
+// against two launches: 1 x 512 x 1536 3.1 us (10.0), 256 x 1024 2.2 (6.0), 2048 x 1536 7.5 (13.1). H200,
+// cold, against the two launches that there are now: 1 x 2048 x 1536 10.1 (12.1), 2 x 1344 x 2048 13.5
+// (14.0), 2 x 2688 x 2048 24.6 (22.2).
 inline constexpr int kFewSumThreads = 512;  // 1024, and clusters of 8 CTAs, were slower
 inline constexpr int kFewSumLanes = 2;
 inline constexpr int64_t kFewSumVectors = int64_t{1} << 20;  // of the whole tensor, at most
@@ -410,6 +424,42 @@ inline constexpr int kMulAddSumRows = 3072, kActivationSumRows = 1024, kFewSumRo
 // cp.async 28.3, but 96 at 4096 x 14336.
 inline constexpr int kMulAddThreads = 256, kMulAddAhead = 4, kMulAddCtas = 2;
 inline constexpr int kActivationThreads = 1024, kActivationLanes = 128, kActivationAhead = 1;
+
+// The same in one launch: clusters of `size` CTAs that have all rows of `lanes` vectors of columns of a
+// sum; 0: others. bf16 on an H200, us, cold, without them -> with: mul_add 2 x 2688 x 2048 20.8 -> 18.8,
+// 8 x 1024 x 1536 23.3 -> 21.7, 1 x 4096 x 8192 53.0 -> 50.7, 2 x 1500 x 2048 15.3 -> 11.7, by eights
+// 1 x 4608 x 3072 24.6 -> 23.9, 1 x 4096 x 1000 10.2 -> 9.5, 1 x 2048 x 1536 10.2 -> 7.6; add_silu
+// 2048 x 8192 28.0 -> 27.2. A GPU has room for all its pairs, but for 15 eights of such CTAs on this H200:
+// parts of it have an odd number of SMs. One too many takes a second wave, 40 % longer; 14 lose nothing.
+// Pairs have whole lines of a row, eights whole sectors, as few of these share a line: mul_add 1 x 4608 x
+// 3072 in pairs of 6 lanes 26.2. Activations lose where a piece of a row is longer (4096 x 14336 86.9 ->
+// 88.4), and in eights.
+inline constexpr int kMulAddTeamThreads = 512, kActivationPairLanes = 16;
+// Rows of a sum and vectors of the tensor from which they take it, or rows that are enough. mul_add 1 x 512 x
+// 1536 3.9 -> 4.2 and 1 x 512 x 2048 4.3 -> 4.6, but 1 x 512 x 4096 6.1 -> 6.1 (warm 4.7 -> 4.2), 1 x 256 x
+// 8192 7.5 -> 6.0, 1 x 768 x 1024 4.5 -> 4.3; add_silu 512 x 4096 6.2 -> 6.9, 1024 x 4096 10.7 -> 9.9, 512 x
+// 8192 11.5 -> 9.6.
+inline constexpr int64_t kTeamRows = 256;
+inline constexpr int64_t kMulAddTeamVectors = int64_t{1} << 18, kMulAddTeamRows = 768;
+inline constexpr int64_t kActivationTeamVectors = int64_t{1} << 19, kActivationTeamRows = 1024;
+inline constexpr int64_t kPairs = kFullSms / 2, kEightsAtOnce = 14;
+struct ColumnTeams {
+  int size, lanes;
+};
+constexpr ColumnTeams column_teams(int64_t vectors, int64_t sums, int64_t most_lanes, bool eights) {
+  // Lanes, a multiple of `unit`, with which up to `clusters` have all columns; 0 where under 85 % of them
+  // are busy.
+  const auto lanes = [=](int64_t clusters, int64_t unit) {
+    const int64_t chunks = clusters / sums;
+    if (chunks == 0) return int64_t{0};
+    const int64_t even = (vectors + chunks - 1) / chunks, n = (even + unit - 1) / unit * unit;
+    return n <= most_lanes && 20 * vectors * sums >= 17 * clusters * n ? n : int64_t{0};
+  };
+  const int64_t of_pairs = lanes(kPairs, 8);
+  if (of_pairs > 0) return {2, static_cast<int>(of_pairs)};
+  const int64_t of_eights = eights ? lanes(kEightsAtOnce, 2) : 0;
+  return {of_eights > 0 ? 8 : 0, static_cast<int>(of_eights)};
+}
 
 // 32 columns a CTA, of half the threads where half as many rows are enough. bf16 gradients' partial sums,
 // warm, in us, 528, 264 and 132 rows of 2048 columns: 2.0, 1.6 and 1.4; 1024 threads with a column each

@@ -1,0 +1,171 @@
+// broadcast_backward_cluster.cuh: the gradients of what is broadcast in one launch of clusters (sm_90),
+// where work is not so little that broadcast_backward_few_kernel is faster.
+//
+// A cluster has all rows of a few vectors of columns of one sum, in groups of threads that have other
+// rows each. The CTAs share out the sums' columns and send each other what they have added up of them
+// (mailbox.cuh): nothing but the results goes to memory, and no second launch reads it.
+#pragma once
+
+#include "broadcast_backward_row.cuh"
+#include "mailbox.cuh"
+#include "ordered.cuh"
+
+namespace hfp::cuda {
+
+// Sums go about as pieces of four columns.
+inline constexpr int kPieceColumns = 4;
+template <class F, int N>
+inline constexpr int kTeamPieces = F::kSums * N / kPieceColumns;  // of a vector of columns
+
+// Places of a piece that a CTA needs: those of its threads; what strands of groups have added up; and the
+// share of each CTA that others send.
+struct TeamPlaces {
+  int threads, strands, share;
+};
+__host__ __device__ constexpr TeamPlaces team_places(int threads, int pieces, int lanes, int size) {
+  const int items = pieces * lanes;
+  return {threads * pieces, threads > items ? threads : items, (items + size - 1) / size};
+}
+
+__device__ __forceinline__ void add_piece(float4 &to, const float4 &v) {
+  to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
+}
+
+template <class T, class F, int kSize>
+__global__ void __launch_bounds__(F::kTeamThreads, 1)
+    broadcast_backward_cluster_kernel(const __grid_constant__ BroadcastParams p) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kThreads = F::kTeamThreads;
+  constexpr int kOfVector = N / kPieceColumns, kPieces = kTeamPieces<F, N>;
+  extern __shared__ __align__(16) float4 all[];
+  __shared__ Mailbox mail;
+  const int lanes = p.lanes, items = kPieces * lanes, thread = threadIdx.x;
+  const TeamPlaces places = team_places(kThreads, kPieces, lanes, kSize);
+  float4 *const of_strands = all + places.threads, *const inbox = of_strands + places.strands;
+  const unsigned cluster = blockIdx.x / kSize, sum = cluster / static_cast<unsigned>(p.chunks);
+  const int rank = static_cast<int>(blockIdx.x % kSize);
+  const int first_vector = static_cast<int>(cluster - sum * p.chunks) * lanes;
+  const int left = items - rank * places.share;  // of the items, from this CTA's on
+  const int mine = left < 0 ? 0 : left < places.share ? left : places.share;
+  mail.begin(mine * kSize * static_cast<int>(sizeof(float4)));
+  Team<true>::leave();
+
+  float first[N], second[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
+  {
+    const int group = thread / lanes, vector = first_vector + thread - group * lanes;
+    const bool active = group < p.groups && vector < p.vectors;
+    const unsigned outer = sum / static_cast<unsigned>(p.inner);
+    const int64_t inner = sum - outer * p.inner, row_0 = outer * p.reduced * p.inner + inner;
+    const int r = rank * p.groups + group, step = kSize * p.groups;
+    const int64_t row = row_0 + r * p.inner, col = static_cast<int64_t>(vector) * N;
+    PlainRows<T> rows;
+    rows.x = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
+    rows.grad = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
+    rows.dx = static_cast<T *>(p.dx) + row * p.x_rows.cols + col;
+    rows.param = row_offset(p.param_rows, row_0) + col;
+    rows.left = active ? (static_cast<int>(p.reduced) - r + step - 1) / step : 0;
+    settle(rows.x, rows.grad, rows.dx, rows.param);
+    wait_for_previous();
+    if (rows.left > 0) sum_plain_rows<F, F::kAhead>(p, rows, first, second);
+  }
+
+  const auto share = [&](int piece, const float (&v)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += kPieceColumns) {
+      all[(piece + i / kPieceColumns) * kThreads + thread] =
+          make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    }
+  };
+  if constexpr (F::kSums == 2) share(0, first);
+  share(kPieces - kOfVector, second);
+  __syncthreads();
+  // Each thread adds up a strand of the groups, every strands-th; an item is a piece of a lane.
+  const int strands = items < kThreads ? kThreads / items : 1;
+  for (int e = thread; e < items * strands; e += kThreads) {
+    const int strand = e / items, item = e - strand * items;
+    const float4 *const from = all + item / lanes * kThreads + item % lanes;
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (int group = strand; group < p.groups; group += strands) add_piece(v, from[group * lanes]);
+    of_strands[e] = v;
+  }
+  __syncthreads();
+  Team<true>::left();  // all have their mailboxes
+  for (int item = thread; item < items; item += kThreads) {
+    float4 v = of_strands[item];
+#pragma unroll 4
+    for (int strand = 1; strand < strands; ++strand) add_piece(v, of_strands[strand * items + item]);
+    const int to = item / places.share;
+    const float sent[kPieceColumns] = {v.x, v.y, v.z, v.w};
+    mail.send(reinterpret_cast<float *>(inbox + rank * places.share + item - to * places.share), sent,
+              to);
+  }
+  if (thread >= mine) return;
+  mail.wait(0);
+  for (int at = thread; at < mine; at += kThreads) {
+    float v[kPieceColumns] = {};
+#pragma unroll
+    for (int from = 0; from < kSize; ++from) {
+      const float4 part = inbox[from * places.share + at];
+      v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+    }
+    const int item = rank * places.share + at, piece = item / lanes;
+    const int vector = first_vector + item - piece * lanes;
+    void *const to = piece < kPieces - kOfVector ? p.first : p.second;
+    if (vector >= p.vectors || to == nullptr) continue;
+    store_any(to, p.param_type,
+              static_cast<int64_t>(sum) * p.x_rows.cols + static_cast<int64_t>(vector) * N +
+                  piece % kOfVector * kPieceColumns,
+              v);
+  }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launcher
+
+template <class T, class F, int kSize>
+bool launch_clusters_of(BroadcastParams p, const ColumnTeams &teams, int64_t sums, int device,
+                        void *stream, const char *op, int32_t *status) {
+  auto *kernel = &broadcast_backward_cluster_kernel<T, F, kSize>;
+  if (!has_clusters(reinterpret_cast<const void *>(kernel), device)) return false;
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  p.vectors = static_cast<int>(p.x_rows.cols / N);
+  p.lanes = teams.lanes;
+  p.chunks = (p.vectors + p.lanes - 1) / p.lanes;
+  p.groups = F::kTeamThreads / p.lanes;
+  const int64_t rows = kSize * p.groups * p.inner;
+  p.x_step = rows * p.x_rows.s2;
+  p.grad_step = rows * p.grad_rows.s2;
+  p.dx_step = rows * p.x_rows.cols;
+  const TeamPlaces places = team_places(F::kTeamThreads, kTeamPieces<F, N>, p.lanes, kSize);
+  const int needed = (places.threads + places.strands + kSize * places.share) *
+                     static_cast<int>(sizeof(float4));
+  const int bytes = shared_memory_of_wave(needed, static_cast<int>(sizeof(Mailbox)), 1);
+  static ClusterRoom room;
+  if (room.of(kernel, F::kTeamThreads, bytes, kSize, device) < sums * p.chunks) return false;
+  *status = launch_clusters(kernel, sums * p.chunks, F::kTeamThreads, p, stream, op, bytes, kSize);
+  return true;
+}
+
+// By broadcast_backward_cluster_kernel, where rows are at one distance, there is enough work, and clusters
+// share out the columns evenly, all at once on the GPU; false where not.
+template <class T, class F>
+bool launch_cluster(const BroadcastParams &p, int64_t sums, int device, void *stream, const char *op,
+                    int32_t *status) {
+  constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  const int64_t vectors = p.x_rows.cols / N;
+  const bool enough = p.reduced >= F::kManyTeamRows || sums * p.reduced * vectors >= F::kTeamVectors;
+  const ColumnTeams teams = column_teams(vectors, sums, F::kPairLanes, F::kEights);
+  if (p.reduced < kTeamRows || !enough || teams.size == 0) return false;
+  if constexpr (F::kEights) {
+    if (teams.size == 8) {
+      return launch_clusters_of<T, F, 8>(p, teams, sums, device, stream, op, status);
+    }
+  }
+  return launch_clusters_of<T, F, 2>(p, teams, sums, device, stream, op, status);
+}
+
+}  // namespace hfp::cuda
