@@ -200,7 +200,7 @@ struct RowTop {
         x(x),
         cols(cols),
         vectors((cols + N - 1) / N),
-        first(threadIdx.x),
+        first(threadIdx.x / 32u * 32u + threadIdx.x % 32u),  // else ptxas spills a register
         step(blockDim.x),
         shift(kTopShift) {
     const uint32_t most = kTopPieces / blockDim.x, share = (vectors + step - 1) / step;

@@ -94,7 +94,7 @@ __device__ __forceinline__ void put_greatest(SelectShared &s, uint32_t cols, uin
 template <class T, bool kAligned>
 constexpr int topk_ctas() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (kAligned && sizeof(T) == 4) return 6;
+  if (kAligned && !std::is_same_v<T, __half>) return 6;
 #endif
   return kAligned ? 5 : 4;
 }
