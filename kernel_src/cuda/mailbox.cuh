@@ -25,9 +25,11 @@ struct Mailbox {
   uint64_t barrier;
 
 #if __CUDA_ARCH__ >= 900
-  // By one thread; a barrier of the cluster has to follow before anyone uses the mailbox.
-  __device__ __forceinline__ void init() {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier))
+  // By one thread; a barrier of the cluster has to follow before anyone uses the mailbox. A phase needs
+  // `arrivals` of announce() or arrive().
+  __device__ __forceinline__ void init(int arrivals = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+                 "r"(arrivals)
                  : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -44,6 +46,12 @@ struct Mailbox {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                      shared_address(&barrier)),
                  "r"(bytes)
+                 : "memory");
+  }
+
+  // That what this thread has written to this CTA's shared memory can be read.
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
                  : "memory");
   }
 

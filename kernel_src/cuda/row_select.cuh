@@ -208,10 +208,11 @@ __device__ __forceinline__ void bitonic_sort(uint64_t *list, int size) {
 // `threads` and `cluster_threads`: of a CTA, the most and as many.
 template <class Params>
 int32_t launch_team(void (*one)(Params), void (*cluster)(Params), Params &p, int64_t element_bytes,
-                    int threads, int cluster_threads, int device, void *stream, const char *op) {
+                    int threads, int cluster_threads, int device, void *stream, const char *op,
+                    int64_t cluster_rows = kClusterRows) {
   const int64_t rows = p.x_rows.rows, in_vector = kVectorBytes / element_bytes;
   const int64_t vectors = (p.x_rows.cols + in_vector - 1) / in_vector;
-  if (rows <= kClusterRows && vectors >= kClusterVectors &&
+  if (rows <= cluster_rows && vectors >= kClusterVectors &&
       has_clusters(reinterpret_cast<const void *>(cluster), device)) {
     p.first_row = 0;
     return launch_clusters(cluster, rows, cluster_threads, p, stream, op);

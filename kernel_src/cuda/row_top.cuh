@@ -4,8 +4,11 @@
 // the row reach, so that none of the k greatest is below it: of k = 50 some 60 values are left,
 // wherever in the row the greatest ones are. The row is passed over once, and read again only in
 // those pieces of the shares that have some of them. They are ranked by comparing each with all.
-// Where there are more than the list holds, as of many equal values, row_select.cuh takes the row.
+// Where there are more than the list holds, as of many equal values, row_select.cuh takes the row. Few
+// rows are shared out (row_top_cluster.cuh), many wide ones taken one after the other (row_flow.cuh).
 #pragma once
+
+#include <algorithm>
 
 #include "ordered.cuh"
 #include "row_select.cuh"
@@ -19,10 +22,12 @@ enum class Share { kSm, kCta, kCluster };
 template <Share kShare>
 inline constexpr int kTopThreads = kShare == Share::kSm ? 256 : 512;
 inline constexpr int64_t kCtaRows = 132;  // up to so many have an SM of an H100 each
+inline constexpr int64_t kTopClusterRows = 24;  // up to so many have a cluster each
 
-// For __launch_bounds__. `wanted` CTAs where they share an SM.
-constexpr int top_ctas(Share share, int wanted) {
-  return share == Share::kSm ? resident_ctas(kTopThreads<Share::kSm>, wanted * 256) : 1;
+// For __launch_bounds__. `wanted` CTAs where they share an SM, so many of clusters.
+constexpr int top_ctas(Share share, int wanted, int cluster_ctas) {
+  if (share == Share::kSm) return resident_ctas(kTopThreads<Share::kSm>, wanted * 256);
+  return share == Share::kCluster ? cluster_ctas : 1;
 }
 
 inline constexpr int kTopVectors = 4, kTopShift = 2;  // of a thread, on their way; the logarithm
@@ -71,6 +76,10 @@ struct Greatest<float> {
 // ---------------------------------------------------------------------------------------------
 // The list
 
+struct Bound {
+  uint32_t key, greatest;
+};
+
 template <class T, int kThreads>
 struct TopShared {
   union {  // one after the other
@@ -83,12 +92,10 @@ struct TopShared {
   uint32_t key[kThreads];  // the greatest of each thread
   uint32_t again[kMostTopPieces];
   uint64_t list[kMostTop];
+  uint64_t weight[kMostCompared];
+  uint16_t place[kMostCompared];
   unsigned pieces, listed;
-  uint32_t bound[kClusterSize], greatest[kClusterSize];  // of each CTA
-};
-
-struct Bound {
-  uint32_t key, greatest;
+  Bound bound;
 };
 
 // By one warp: a bound that at least k of the keys, one of each thread, reach, and few more.
@@ -124,59 +131,97 @@ __device__ __forceinline__ Bound bound_of(const uint32_t *keys, unsigned k) {
   return {low, greatest};
 }
 
-// A team's work on one row: bound(), list(), and where that has found room, ranked().
+// Vector `at` of a row of so many; what lies past its end is -inf.
+template <class T, bool kAligned>
+__device__ __forceinline__ void load_or_infinity(Vec<T, kVectorOf<T>> &v, const T *x, uint32_t at,
+                                                 uint32_t vectors, uint32_t cols) {
+  constexpr int N = kVectorOf<T>;
+  constexpr uint32_t kElement = sizeof(T) == 4 ? 0xffffffffu : 0xffffu;
+  if (at < vectors) {
+    load_vector<T, kAligned>(v, x, at, cols);
+  } else {
+    v.zero();
+  }
+  if (at < vectors && (kAligned || at * N + N <= cols)) return;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (at * N + i < cols) continue;
+    v.word[i * sizeof(T) / 4] |= kMinusInfinities<T> & (kElement << i * sizeof(T) % 4 * 8);
+  }
+}
+
+// By the first threads of a CTA: the n of the list, descending, in `ranked`, and the place of each in
+// the list. Each is compared with all.
+__device__ __forceinline__ void compare_listed(const uint64_t *list, uint64_t *ranked,
+                                               uint16_t *place, unsigned n, unsigned threads) {
+  constexpr unsigned kLanes = 8;  // compare one with all
+  const unsigned lane = threadIdx.x % kLanes, in_warp = threadIdx.x % 32u / kLanes;
+  for (unsigned i = threadIdx.x / 32u * (32 / kLanes); i < n; i += threads / kLanes) {
+    const bool here = i + in_warp < n;
+    const uint64_t one = here ? list[i + in_warp] : 0;
+    unsigned rank = 0;
+    for (unsigned j = lane; j < n; j += kLanes) rank += list[j] > one;
+#pragma unroll
+    for (unsigned by = kLanes / 2; by > 0; by /= 2) rank += __shfl_xor_sync(~0u, rank, by);
+    if (here && lane == 0) ranked[rank] = one, place[rank] = static_cast<uint16_t>(i + in_warp);
+  }
+}
+
+// By a CTA: the n of the list, descending, there or in `ranked`.
+__device__ __forceinline__ const uint64_t *rank_listed(uint64_t *list, uint64_t *ranked,
+                                                       uint16_t *place, unsigned n) {
+  if (n > kMostCompared) {
+    unsigned size = 2 * kMostCompared;
+    while (size < n) size *= 2;
+    for (unsigned i = n + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
+    bitonic_sort(list, size);
+    return list;
+  }
+  compare_listed(list, ranked, place, n, blockDim.x);
+  __syncthreads();
+  return ranked;
+}
+
+// A CTA's work on one row: bound(), list(), and where that has found room, ranked().
 template <class T, bool kAligned, Share kShare>
 struct RowTop {
   static constexpr int N = kVectorOf<T>;
   static constexpr int kThreads = kTopThreads<kShare>;
-  using CTAs = Team<kShare == Share::kCluster>;
-  TopShared<T, kThreads> &s;
+  using Shared = TopShared<T, kThreads>;
+  Shared &s;
   const T *x;
   uint32_t cols, vectors, first, step;
   int shift;            // a piece: 1 << shift vectors, each `step` behind the one before
   uint32_t pieces = 0;  // of this thread
   uint32_t own = 0;     // its greatest key
 
-  __device__ __forceinline__ RowTop(TopShared<T, kThreads> &s, const T *x, uint32_t cols)
+  __device__ __forceinline__ RowTop(Shared &s, const T *x, uint32_t cols)
       : s(s),
         x(x),
         cols(cols),
         vectors((cols + N - 1) / N),
-        first((threadIdx.x / 32u * CTAs::size() + CTAs::rank()) * 32u + threadIdx.x % 32u),
-        step(CTAs::size() * blockDim.x),
+        first(threadIdx.x / 32u * 32u + threadIdx.x % 32u),  // else ptxas spills a register
+        step(blockDim.x),
         shift(kTopShift) {
     const uint32_t most = kTopPieces / blockDim.x, share = (vectors + step - 1) / step;
     while ((share - 1) >> shift >= most) ++shift;
   }
 
-  // What lies past the end of the row is -inf.
-  __device__ __forceinline__ void load(Vec<T, N> &v, uint32_t at) const {
-    constexpr uint32_t kElement = sizeof(T) == 4 ? 0xffffffffu : 0xffffu;
-    if (at < vectors) {
-      load_vector<T, kAligned>(v, x, at, cols);
-    } else {
-      v.zero();
-    }
-    if (at < vectors && (kAligned || at * N + N <= cols)) return;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (at * N + i < cols) continue;
-      v.word[i * sizeof(T) / 4] |= kMinusInfinities<T> & (kElement << i * sizeof(T) % 4 * 8);
-    }
-  }
+  __device__ __forceinline__ void skip() const {}  // instead of bound()
 
   // key(value) must be ordered as the values are.
   template <class Key>
   __device__ __forceinline__ Bound bound(unsigned k, const Key &key) {
     if (threadIdx.x == 0) s.pieces = s.listed = 0;
-    CTAs::leave();  // until here no other CTA may write to this one's memory
     Greatest<T> all;
     for (uint32_t at = first; at < vectors; ++pieces) {
       Greatest<T> of_piece;
       for (uint32_t end = at + (step << shift); at != end; at += step * kTopVectors) {
         Vec<T, N> v[kTopVectors];
 #pragma unroll
-        for (int u = 0; u < kTopVectors; ++u) load(v[u], at + u * step);
+        for (int u = 0; u < kTopVectors; ++u) {
+          load_or_infinity<T, kAligned>(v[u], x, at + u * step, vectors, cols);
+        }
 #pragma unroll
         for (int u = 0; u < kTopVectors; ++u) of_piece.add(v[u]);
       }
@@ -186,27 +231,16 @@ struct RowTop {
     if (pieces > 0) own = key(Greatest<T>::value(all.stored()));
     s.key[threadIdx.x] = own;
     __syncthreads();
-    CTAs::left();
     if (threadIdx.x < 32) {
-      // k / 8 of each CTA are k in all.
-      const Bound here = bound_of<kThreads>(s.key, (k + CTAs::size() - 1) / CTAs::size());
-      if (threadIdx.x < CTAs::size()) {
-        *CTAs::at(&s.bound[CTAs::rank()], threadIdx.x) = here.key;
-        *CTAs::at(&s.greatest[CTAs::rank()], threadIdx.x) = here.greatest;
-      }
+      const Bound bound = bound_of<kThreads>(s.key, k);
+      if (threadIdx.x == 0) s.bound = bound;
     }
-    CTAs::sync();
-    Bound all_ctas{s.bound[0], s.greatest[0]};
-#pragma unroll
-    for (unsigned rank = 1; rank < CTAs::size(); ++rank) {
-      all_ctas.key = min(all_ctas.key, s.bound[rank]);
-      all_ctas.greatest = max(all_ctas.greatest, s.greatest[rank]);
-    }
-    return all_ctas;
+    __syncthreads();
+    return s.bound;
   }
 
-  // pair(key, col) of all that reach the bound meet, in any order, in the list of the first CTA.
-  // Returns how many, which may be more than there is room for.
+  // pair(key, col) of all that reach the bound meet, in any order, in the list. Returns how many, which
+  // may be more than there is room for.
   template <class Key, class Pair>
   __device__ __forceinline__ unsigned list(uint32_t least, const Key &key, const Pair &pair) {
     if (own >= least) {
@@ -219,10 +253,8 @@ struct RowTop {
     }
     __syncthreads();
     const unsigned again = s.pieces;
-    uint64_t *const to = CTAs::at(s.list, 0);
-    unsigned *const count = CTAs::at(&s.listed, 0);
     if (again > kMostTopPieces) {
-      if (threadIdx.x == 0) atomicAdd(count, kMostTop + 1);
+      if (threadIdx.x == 0) s.listed = kMostTop + 1;
     } else {
       for (unsigned i = threadIdx.x; i < again << shift; i += blockDim.x) {
         const uint32_t at = s.again[i >> shift] + (i & ((1u << shift) - 1)) * step;
@@ -235,53 +267,36 @@ struct RowTop {
         for (int j = 0; j < N; ++j) {
           const uint32_t found = key(value[j]);
           if (found < least || (!kAligned && at * N + j >= cols)) continue;
-          const unsigned place = atomicAdd(count, 1u);
-          if (place < kMostTop) to[place] = pair(found, at * N + j);
+          const unsigned place = atomicAdd(&s.listed, 1u);
+          if (place < kMostTop) s.list[place] = pair(found, at * N + j);
         }
       }
     }
-    CTAs::sync();
-    return *count;
+    __syncthreads();
+    return s.listed;
   }
 
-  // Of the first CTA: the n that are listed, descending.
   __device__ __forceinline__ const uint64_t *ranked(unsigned n) const {
-    if (n > kMostCompared) {
-      unsigned size = 2 * kMostCompared;
-      while (size < n) size *= 2;
-      for (unsigned i = n + threadIdx.x; i < size; i += blockDim.x) s.list[i] = 0;
-      bitonic_sort(s.list, size);
-      return s.list;
-    }
-    constexpr unsigned kLanes = 8;  // compare one with all
-    const unsigned lane = threadIdx.x % kLanes, in_warp = threadIdx.x % 32u / kLanes;
-    for (unsigned i = threadIdx.x / 32u * (32 / kLanes); i < n; i += blockDim.x / kLanes) {
-      const bool here = i + in_warp < n;
-      const uint64_t one = here ? s.list[i + in_warp] : 0;
-      unsigned rank = 0;
-      for (unsigned j = lane; j < n; j += kLanes) rank += s.list[j] > one;
-#pragma unroll
-      for (unsigned by = kLanes / 2; by > 0; by /= 2) rank += __shfl_xor_sync(~0u, rank, by);
-      if (here && lane == 0) s.ranked[rank] = one;
-    }
-    __syncthreads();
-    return s.ranked;
+    return rank_listed(s.list, s.ranked, s.place, n);
   }
 };
 
 // ---------------------------------------------------------------------------------------------
 // Launching
 
-// cta_rows: up to how many wide rows get the large CTAs.
+// cta_rows, cluster_rows: up to how many wide rows get the large CTAs, and the clusters.
 template <class Params>
 int32_t launch_top(void (*sm)(Params), void (*cta)(Params), void (*cluster)(Params), Params &p,
                    int64_t element_bytes, int device, void *stream, const char *op,
-                   int64_t cta_rows = kCtaRows) {
+                   int64_t cta_rows = kCtaRows, int64_t cluster_rows = kTopClusterRows) {
   const bool few = p.x_rows.rows <= cta_rows && p.x_rows.cols * element_bytes >=
                                                     kClusterVectors * kVectorBytes;
+  const int64_t vectors = (p.x_rows.cols * element_bytes + kVectorBytes - 1) / kVectorBytes;
+  const int wanted = cta_threads((vectors + kClusterSize - 1) / kClusterSize, 1);
   return launch_team(few ? cta : sm, cluster, p, element_bytes,
                      few ? kTopThreads<Share::kCta> : kTopThreads<Share::kSm>,
-                     kTopThreads<Share::kCluster>, device, stream, op);
+                     std::min(wanted, kTopThreads<Share::kCluster>), device, stream, op,
+                     cluster_rows);
 }
 
 }  // namespace hfp::cuda

@@ -1,10 +1,11 @@
 // sample.cu: one token of each row of logits, at random; hfp_sample on CUDA.
 //
 // The greatest of z - log(E) among what top-k, top-p and min-p keep is the token. Where that is
-// little, it is listed and ranked (row_top.cuh). Else top-k and top-p are thresholds, found by a
-// radix select (row_select.cuh) over counts and over probabilities, and nothing is sorted.
+// little, it is listed and ranked (row_top.cuh, row_flow.cuh). Else top-k and top-p are thresholds,
+// found by a radix select (row_select.cuh) over counts and over probabilities, and nothing is sorted.
 // Probabilities are in fixed point, so that no sum depends on its order.
-#include "row_top.cuh"
+#include "row_flow.cuh"
+#include "row_top_cluster.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -19,10 +20,11 @@ struct SampleParams {
   const float *temperatures, *top_ps, *min_ps;
   float temperature, top_p, min_p;
   int64_t top_k;
+  FlowPlan plan;
 };
 
 template <class T, bool kAligned>
-constexpr int kSampleCtas = !kAligned ? 3 : sizeof(T) == 4 ? 4 : 5;  // without spills
+constexpr int kSampleCtas = !kAligned ? 3 : std::is_same_v<T, __nv_bfloat16> ? 5 : 4;  // without spills
 
 // Top-p alone: of so many threads the greatest reach the bound. The list is mostly long enough for
 // what a language model makes.
@@ -57,6 +59,12 @@ struct Row {
   __device__ __forceinline__ float score(float value) const { return value / temperature; }
   __device__ __forceinline__ uint32_t key(float value) const {
     return key_of(sizeof(T) == 4 ? score(value) : value);
+  }
+  __device__ __forceinline__ uint32_t of(uint32_t key) const {  // key(value) of key_of(value)
+    return sizeof(T) == 4 ? this->key(value_of(key)) : key;
+  }
+  __device__ __forceinline__ bool reaches(float value, const Least &least) const {
+    return sizeof(T) == 4 ? this->key(value) >= least.key : least.reached_by(value);
   }
   // z of a key whose low bits, which all values of the dtype share, are 0.
   __device__ __forceinline__ float score_of(uint32_t key) const {
@@ -223,15 +231,15 @@ struct Row {
   }
 };
 
-// By a CTA, the token of the n that are listed, descending, where no others can be kept; for thread
-// 0. total: the sum of all weights, 0 for that of what is kept. upto, noisy_of: room for n.
+// What is made of each of the n tokens that are listed, descending, by so many threads: the weights
+// in `upto`, the noisy scores in `noisy_of`.
 template <class Row>
-__device__ __forceinline__ uint32_t draw_listed(const Row &row, const uint64_t *tokens, unsigned n,
-                                                uint64_t *upto, uint64_t *noisy_of,
-                                                const SampleRow &r, float top, uint64_t total,
-                                                uint64_t seed, uint64_t position) {
+__device__ __forceinline__ void weigh_listed(const Row &row, const uint64_t *tokens, unsigned n,
+                                             uint64_t *upto, uint64_t *noisy_of, float min_p,
+                                             float top, uint64_t seed, uint64_t position,
+                                             unsigned thread, unsigned threads) {
   const int bits = weight_bits(row.cols);
-  for (unsigned i = threadIdx.x; i < n; i += blockDim.x) {
+  for (unsigned i = thread; i < n; i += threads) {
     const float z = row.score_of(static_cast<uint32_t>(tokens[i] >> 32));
     const float e = expf(z - top);
     const uint32_t index = static_cast<uint32_t>(tokens[i]);
@@ -239,13 +247,20 @@ __device__ __forceinline__ uint32_t draw_listed(const Row &row, const uint64_t *
     const uint32_t low = index & 1u ? words.word[1] : words.word[0];
     const uint32_t high = index & 1u ? words.word[3] : words.word[2];
     const uint32_t noise = key_of(noisy(z, index & 2u ? high : low));
-    noisy_of[i] = r.min_p > 0.0f && !(e >= r.min_p) ? 0 : pair_of(noise, index);
+    noisy_of[i] = min_p > 0.0f && !(e >= min_p) ? 0 : pair_of(noise, index);
     upto[i] = weight_of(e, bits);
   }
-  __syncthreads();
-  if (threadIdx.x >= 32) return 0;
+}
 
-  const unsigned lane = threadIdx.x;
+// By one warp, the token of those that are listed, descending, where no others can be kept. What has
+// been made of token i is at place(i). upto: room for n. total: the sum of all weights, 0 for that of
+// what is kept.
+template <class Place>
+__device__ __forceinline__ uint32_t draw_listed(const uint64_t *tokens, unsigned n,
+                                                const uint64_t *weight_of, const uint64_t *noisy_of,
+                                                const Place &place, uint64_t *upto,
+                                                const SampleRow &r, uint64_t total) {
+  const unsigned lane = threadIdx.x % 32u;
   // The first ones are kept: up to the last for which keeps(i).
   const auto keep = [&](const auto &keeps) {
     unsigned kept = 0;
@@ -258,23 +273,36 @@ __device__ __forceinline__ uint32_t draw_listed(const Row &row, const uint64_t *
   }
   if (r.top_p < 1.0f) {
     uint64_t sum = 0;
-    for (unsigned first = 0; first < n; first += 32) {
-      const unsigned i = first + lane;
-      uint64_t own = i < n ? upto[i] : 0;
+    constexpr unsigned kOwn = 4;  // of a lane, one after the other
+    for (unsigned first = 0; first < n; first += 32 * kOwn) {
+      const unsigned at = first + lane * kOwn;
+      uint64_t weight[kOwn], own = 0;
+#pragma unroll
+      for (unsigned i = 0; i < kOwn; ++i) own += weight[i] = at + i < n ? weight_of[place(at + i)] : 0;
+      uint64_t before = own;
 #pragma unroll
       for (int by = 1; by < 32; by *= 2) {
-        const uint64_t other = __shfl_up_sync(~0u, own, by);
-        if (lane >= by) own += other;
+        const uint64_t other = __shfl_up_sync(~0u, before, by);
+        if (lane >= by) before += other;
       }
-      if (i < n) upto[i] = sum + own;
-      sum += __shfl_sync(~0u, own, 31);
+      const uint64_t all = __shfl_sync(~0u, before, 31);
+      before += sum - own;
+      sum += all;
+#pragma unroll
+      for (unsigned i = 0; i < kOwn; ++i) {
+        before += weight[i];
+        if (at + i < n) upto[at + i] = before;
+      }
     }
     __syncwarp();
     const uint64_t target = weight_target(r.top_p, total == 0 ? sum : total);
     keep([&](unsigned i) { return i == 0 || upto[i - 1] < target; });
   }
   uint64_t best = 0;
-  for (unsigned i = lane; i < n; i += 32) best = noisy_of[i] > best ? noisy_of[i] : best;
+  for (unsigned i = lane; i < n; i += 32) {
+    const uint64_t noise = noisy_of[place(i)];
+    best = noise > best ? noise : best;
+  }
   return index_of(max_over_warp(best));
 }
 
@@ -308,23 +336,29 @@ __device__ __forceinline__ uint64_t draw_row(const SampleParams &p, int64_t row,
 }
 
 template <class T, DType kType, bool kAligned, Share kShare>
-__global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleCtas<T, kAligned>))
+__global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleCtas<T, kAligned>, 1))
     sample_kernel(const __grid_constant__ SampleParams p) {
   constexpr bool kCluster = kShare == Share::kCluster;
-  __shared__ TopShared<T, kTopThreads<kShare>> s;
+  using Top = TopOf<T, kAligned, kShare>;
+  __shared__ typename Top::Shared s;
   __shared__ unsigned long long all_weights, other_weights, listed_weights;  // of the first CTA
   __shared__ uint32_t most;
   using CTAs = Team<kCluster>;
   const int64_t row = p.first_row + blockIdx.x / CTAs::size();
   const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
   const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+  Top top_of(s, x, cols);
   wait_for_previous();
   const SampleRow r = sample_row(p, row, cols);
   Row<T, kType, kAligned, kShare> share{
       x, cols, CTAs::rank() * blockDim.x + threadIdx.x, CTAs::size() * blockDim.x,
       r.temperature > 0.0f ? r.temperature : 1.0f};
-  const auto seed = [&] { return static_cast<uint64_t>(p.seeds[row]); };
-  const auto position = [&] { return p.positions ? static_cast<uint64_t>(p.positions[row]) : 0; };
+  const auto seed_of_row = [&] { return static_cast<uint64_t>(p.seeds[row]); };
+  const auto position_of_row = [&] {
+    return p.positions ? static_cast<uint64_t>(p.positions[row]) : 0;
+  };
+  uint64_t seed = 0, position = 0;
+  if (kShare != Share::kSm) seed = seed_of_row(), position = position_of_row();
   if (threadIdx.x == 0) {
     all_weights = other_weights = listed_weights = 0;
     most = kKeyOfMinusInfinity;
@@ -336,10 +370,9 @@ __global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleC
   const bool few = greedy ? !kCluster : top_p_alone || (r.top_k > 0 && r.top_k <= kMostWanted);
   // An infinite temperature makes NaN of infinities, which then are not ordered as they were.
   if (few && is_finite(r.temperature)) {
-    RowTop<T, kAligned, kShare> top_of(s, x, cols);
     const auto key = [&](float value) { return share.key(value); };
     const unsigned k = greedy        ? 1
-                       : top_p_alone ? min(blockDim.x / 2, kTopPWanted)
+                       : top_p_alone ? (kCluster ? kTopPWanted : min(blockDim.x / 2, kTopPWanted))
                                      : static_cast<unsigned>(r.top_k);
     const Bound bound = top_of.bound(k, key);
     const float top = share.score_of(bound.greatest & share.kMask);
@@ -354,6 +387,7 @@ __global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleC
       // No token of -inf is drawn where the greatest one is finite.
       const uint32_t least = finite ? max(bound.key, kKeyOfMinusInfinity + 1) : bound.greatest;
       if (weigh) {
+        if (kCluster) CTAs::sync();  // the first CTA's sums are 0
         const unsigned long long sum =
             sum_over_warp(top_of.own != 0 && top_of.own < least ? weight(top_of.own) : 0);
         if (threadIdx.x % 32u == 0) atomicAdd(CTAs::at(&other_weights, 0), sum);
@@ -364,6 +398,7 @@ __global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleC
       });
     }
     uint64_t total = 0;
+    if (kCluster && weigh) CTAs::sync();  // they are complete
     if (weigh && n <= kMostTop) {
       // Other weights: one token's of each thread. In a flat row they are enough to say that the
       // target is not among those listed.
@@ -381,17 +416,47 @@ __global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleC
     if (n <= kMostTop) {
       CTAs::leave();
       if (CTAs::rank() == 0) {
-        const uint64_t *const tokens = top_of.ranked(n);
-        const uint32_t token =
-            greedy || !finite ? static_cast<uint32_t>(tokens[n - 1])
-                              : draw_listed(share, tokens, n, tokens == s.list ? s.ranked : s.list,
-                                            s.room, r, top, total, seed(), position());
+        uint32_t token = 0;
+        if (kShare == Share::kSm) seed = seed_of_row(), position = position_of_row();
+        const auto weigh_all = [&](const uint64_t *tokens, uint64_t *weights, unsigned first) {
+          weigh_listed(share, tokens, n, weights, s.room, r.min_p, top, seed, position,
+                       threadIdx.x - first, blockDim.x - first);
+        };
+        if (greedy || !finite) {
+          token = static_cast<uint32_t>(top_of.ranked(n)[n - 1]);
+        } else if (kShare != Share::kSm && n <= kMostCompared &&
+                   blockDim.x >= 2 * kMostCompared) {
+          // Half of the threads weigh while the others rank.
+          const unsigned half = blockDim.x / 64 * 32;
+          if (threadIdx.x < half) {
+            compare_listed(s.list, s.ranked, s.place, n, half);
+          } else {
+            weigh_all(s.list, s.weight, half);
+          }
+          __syncthreads();
+          if (threadIdx.x < 32) {
+            token = draw_listed(
+                s.ranked, n, s.weight, s.room, [&](unsigned i) { return s.place[i]; }, s.list, r,
+                total);
+          }
+        } else {
+          const uint64_t *const tokens = top_of.ranked(n);
+          uint64_t *const upto = tokens == s.list ? s.ranked : s.list;
+          weigh_all(tokens, upto, 0);
+          __syncthreads();
+          if (threadIdx.x < 32) {
+            token = draw_listed(
+                tokens, n, upto, s.room, [](unsigned i) { return i; }, upto, r, total);
+          }
+        }
         if (threadIdx.x == 0) p.out[row] = token;
       }
       CTAs::left();
       return;
     }
     CTAs::sync();  // the first CTA's counts have been read
+  } else {
+    top_of.skip();
   }
 
   const uint64_t best = draw_row<T, kType, kAligned, kShare>(p, row, s.select, &most);
@@ -399,15 +464,86 @@ __global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleC
   CTAs::sync();  // no CTA ends while another one reads its shared memory
 }
 
+// Rows of whole vectors whose temperature or top_k, up to kMostFlowWanted, leaves few.
+template <class T, DType kType>
+__global__ void __launch_bounds__(kFlowThreads<T>)
+    sample_flow_kernel(const __grid_constant__ SampleParams p) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(kLineBytes) unsigned char memory[];
+  __shared__ uint32_t most, left;
+  if (threadIdx.x == 0) left = 0;
+  const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
+  flow<T>(p, p.logits, memory, [&](FlowRow &s, int64_t row, const auto &wait) {
+    const unsigned lane = threadIdx.x % 32u;
+    const SampleRow r = sample_row(p, row, cols);
+    const uint64_t seed = static_cast<uint64_t>(p.seeds[row]);
+    const uint64_t position = p.positions ? static_cast<uint64_t>(p.positions[row]) : 0;
+    const Row<T, kType, true, Share::kSm> share{
+        static_cast<const T *>(p.logits) + row_offset(p.x_rows, row), cols, 0, 0,
+        r.temperature > 0.0f ? r.temperature : 1.0f};
+    const bool greedy = r.temperature == 0.0f;
+    wait();
+    const Bound bound =
+        bound_of_row<key_digits(kType)>(s, greedy ? 1u : static_cast<unsigned>(r.top_k));
+    const uint32_t greatest = share.of(bound.greatest);
+    const float top = share.score_of(greatest & share.kMask);
+    const bool finite = is_finite(top);
+    unsigned n = kFlowListed + 1;
+    // Else, see sample_kernel, the order may be another one.
+    if (is_finite(r.temperature) && (finite || greedy || sizeof(T) != 4)) {
+      const uint32_t least =
+          finite ? max(share.of(bound.key), kKeyOfMinusInfinity + 1) : greatest;
+      n = list_row(s, share.x, cols, p.plan.words, least, share, [](uint32_t key, uint32_t i) {
+        return static_cast<uint64_t>(key) << 32 | i;
+      });
+    }
+    if (n > kFlowListed) {
+      if (lane == 0) p.out[row] = -1, left = 1;
+      return;
+    }
+    rank_list(s, n);
+    uint32_t token = static_cast<uint32_t>(s.ranked[n - 1]);
+    if (!greedy && finite) {
+      weigh_listed(share, s.ranked, n, s.list, s.room, r.min_p, top, seed, position, lane, 32);
+      __syncwarp();
+      token = draw_listed(
+          s.ranked, n, s.list, s.room, [](unsigned i) { return i; }, s.list, r, 0);
+    }
+    if (lane == 0) p.out[row] = token;
+  });
+  if (left == 0) return;
+  SelectShared &select = *reinterpret_cast<SelectShared *>(memory);
+  for (int64_t row = blockIdx.x; row < p.x_rows.rows; row += gridDim.x) {
+    const bool done = p.out[row] >= 0;
+    if (threadIdx.x == 0) most = kKeyOfMinusInfinity;
+    __syncthreads();  // until all have asked
+    if (done) continue;
+    const uint64_t best = draw_row<T, kType, true, Share::kSm>(p, row, select, &most);
+    if (threadIdx.x == 0) p.out[row] = index_of(best);
+    __syncthreads();  // most and select are free
+  }
+#endif
+}
+
 template <class T, DType kType, bool kAligned>
 int32_t launch_aligned(SampleParams &p, int device, void *stream) {
   // Passes over the row take long enough to be worth large CTAs for as many rows as run at once.
   const bool greedy = p.temperatures == nullptr && p.temperature == 0.0f;
+  if constexpr (kAligned) {
+    void (*const kernel)(SampleParams) = &sample_flow_kernel<T, kType>;
+    const bool few = p.top_ks == nullptr && p.top_k > 0 && p.top_k <= kMostFlowWanted &&
+                     p.top_k < p.x_rows.cols;
+    if ((greedy || few) && plan_flow<T>(p.x_rows, device, p.plan) &&
+        has_clusters(reinterpret_cast<const void *>(kernel), device)) {
+      return launch_flow(kernel, p, device, stream, "sample");
+    }
+  }
   const bool passes = !greedy && p.top_ks == nullptr && (p.top_k == 0 || p.top_k > kMostWanted);
   return launch_top(&sample_kernel<T, kType, kAligned, Share::kSm>,
                     &sample_kernel<T, kType, kAligned, Share::kCta>,
                     &sample_kernel<T, kType, kAligned, Share::kCluster>, p, sizeof(T), device,
-                    stream, "sample", passes ? 2 * kCtaRows : kCtaRows);
+                    stream, "sample", passes ? 2 * kCtaRows : kCtaRows,
+                    passes ? kTopClusterRows : kClusterRows);
 }
 
 template <class T, DType kType>

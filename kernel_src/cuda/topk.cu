@@ -1,7 +1,8 @@
 // topk.cu: the k greatest values of each row, descending; hfp_topk on CUDA. Where k is small, what
-// can be among them is listed and ranked (row_top.cuh). Where it is not, or too many can be, a
-// radix select (row_select.cuh) finds which they are, and only these are sorted.
-#include "row_top.cuh"
+// can be among them is listed and ranked (row_top.cuh, row_flow.cuh). Where it is not, or too many can
+// be, a radix select (row_select.cuh) finds which they are, and only these are sorted.
+#include "row_flow.cuh"
+#include "row_top_cluster.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -14,6 +15,7 @@ struct TopkParams {
   Rows x_rows;
   int64_t first_row;
   int k;
+  FlowPlan plan;
 };
 
 constexpr int kTopkThreads = 1024;
@@ -27,8 +29,12 @@ struct Result {
 
   __device__ __forceinline__ void put(unsigned rank, uint64_t pair) const {
     const uint32_t index = index_of(pair);
-    p.indices[row * p.k + rank] = index;
-    static_cast<T *>(p.values)[row * p.k + rank] = x[index];
+    const int64_t at = row * p.k + rank;
+    p.indices[at] = index;
+    T value = static_cast<T>(value_of(static_cast<uint32_t>(pair >> 32)));
+    const float same = static_cast<float>(value);
+    if (same == 0.0f || same != same) value = x[index];  // of which not all have the same bits
+    static_cast<T *>(p.values)[at] = value;
   }
 };
 
@@ -69,7 +75,22 @@ __device__ __forceinline__ void list_greatest(SelectShared &s, const T *x, uint3
   CTAs::sync();
 }
 
-// As many as there can be without spills.
+// By digits, by one CTA. list: room for k, and up to a power of two.
+template <class T, DType kType, bool kAligned, bool kCluster, int kVectors>
+__device__ __forceinline__ void put_greatest(SelectShared &s, uint32_t cols, uint64_t *list,
+                                             unsigned *listed, const Result<T> &result) {
+  const int k = result.p.k;
+  if (threadIdx.x == 0) *listed = 0;
+  list_greatest<T, kType, kAligned, kCluster, kVectors>(s, result.x, cols, k, list, listed);
+  if (Team<kCluster>::rank() != 0) return;
+  int size = 1;
+  while (size < k) size *= 2;
+  for (int i = k + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
+  bitonic_sort(list, size);
+  for (int i = threadIdx.x; i < k; i += blockDim.x) result.put(i, list[i]);
+}
+
+// CTAs on an SM, of rows and of clusters: as many as there can be without spills.
 template <class T, bool kAligned>
 constexpr int topk_ctas() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -77,18 +98,23 @@ constexpr int topk_ctas() {
 #endif
   return kAligned ? 5 : 4;
 }
+template <class T, bool kAligned>
+constexpr int kTopkClusterCtas = kAligned && sizeof(T) == 2 ? 2 : 1;
 
 // k up to kMostWanted.
 template <class T, DType kType, bool kAligned, Share kShare>
-__global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, topk_ctas<T, kAligned>()))
+__global__ void __launch_bounds__(kTopThreads<kShare>,
+                                  top_ctas(kShare, topk_ctas<T, kAligned>(),
+                                           kTopkClusterCtas<T, kAligned>))
     topk_few_kernel(const __grid_constant__ TopkParams p) {
   constexpr bool kCluster = kShare == Share::kCluster;
-  __shared__ TopShared<T, kTopThreads<kShare>> s;
+  using Top = TopOf<T, kAligned, kShare>;
+  __shared__ typename Top::Shared s;
   using CTAs = Team<kCluster>;
   const int64_t row = p.first_row + blockIdx.x / CTAs::size();
   const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
-  RowTop<T, kAligned, kShare> top(s, x, cols);
+  Top top(s, x, cols);
   wait_for_previous();
   const auto key = [](float value) { return key_of(value); };
   const Bound bound = top.bound(p.k, key);
@@ -117,29 +143,67 @@ __global__ void __launch_bounds__(kTopkThreads)
   __shared__ SelectShared s;
   __shared__ uint64_t list[HFP_MAX_TOPK];
   __shared__ unsigned listed;
-  using CTAs = Team<kCluster>;
-  const int64_t row = p.first_row + blockIdx.x / CTAs::size();
+  const int64_t row = p.first_row + blockIdx.x / Team<kCluster>::size();
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
   wait_for_previous();
-  if (threadIdx.x == 0) listed = 0;
-  list_greatest<T, kType, kAligned, kCluster, kSelectVectors>(
-      s, x, static_cast<uint32_t>(p.x_rows.cols), p.k, list, &listed);
-  if (CTAs::rank() != 0) return;
-  int size = 1;
-  while (size < p.k) size *= 2;
-  for (int i = p.k + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
-  bitonic_sort(list, size);
-  const Result<T> result{p, x, row};
-  for (int i = threadIdx.x; i < p.k; i += blockDim.x) result.put(i, list[i]);
+  put_greatest<T, kType, kAligned, kCluster, kSelectVectors>(
+      s, static_cast<uint32_t>(p.x_rows.cols), list, &listed, {p, x, row});
+}
+
+// k up to kMostFlowWanted, rows of whole vectors.
+template <class T, DType kType>
+__global__ void __launch_bounds__(kFlowThreads<T>)
+    topk_flow_kernel(const __grid_constant__ TopkParams p) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(kLineBytes) unsigned char memory[];
+  __shared__ unsigned listed, left;
+  if (threadIdx.x == 0) left = 0;
+  const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
+  const auto result_of = [&](int64_t row) {
+    return Result<T>{p, static_cast<const T *>(p.x) + row_offset(p.x_rows, row), row};
+  };
+  flow<T>(p, p.x, memory, [&](FlowRow &s, int64_t row, const auto &wait) {
+    const Result<T> result = result_of(row);
+    wait();
+    const uint32_t least = bound_of_row<key_digits(kType)>(s, p.k).key;
+    const unsigned n = list_row(s, result.x, cols, p.plan.words, least, KeyOrder{},
+                                [](uint32_t key, uint32_t i) { return pair_of(key, i); });
+    if (n > kFlowListed) {
+      if (threadIdx.x % 32u == 0) p.indices[row * p.k] = -1, left = 1;
+      return;
+    }
+    rank_list(s, n);
+    for (int i = threadIdx.x % 32u; i < p.k; i += 32) result.put(i, s.ranked[i]);
+  });
+  if (left == 0) return;
+  SelectShared &select = *reinterpret_cast<SelectShared *>(memory);
+  uint64_t *const list = reinterpret_cast<uint64_t *>(&select + 1);
+  for (int64_t row = blockIdx.x; row < p.x_rows.rows; row += gridDim.x) {
+    const bool done = p.indices[row * p.k] >= 0;
+    __syncthreads();  // until all have asked
+    if (done) continue;
+    put_greatest<T, kType, true, false, kSelectVectors>(select, cols, list, &listed,
+                                                        result_of(row));
+  }
+#endif
 }
 
 template <class T, DType kType, bool kAligned>
 int32_t launch_aligned(TopkParams &p, int device, void *stream) {
+  if constexpr (kAligned) {
+    void (*const kernel)(TopkParams) = &topk_flow_kernel<T, kType>;
+    if (p.k <= kMostFlowWanted && p.k < p.x_rows.cols &&
+        plan_flow<T>(p.x_rows, device, p.plan) &&
+        has_clusters(reinterpret_cast<const void *>(kernel), device)) {
+      return launch_flow(kernel, p, device, stream, "topk");
+    }
+  }
   if (p.k <= kMostWanted) {
+    const bool wide = p.x_rows.cols * int64_t{sizeof(T)} >= 8192 * kVectorBytes;
     return launch_top(&topk_few_kernel<T, kType, kAligned, Share::kSm>,
                       &topk_few_kernel<T, kType, kAligned, Share::kCta>,
                       &topk_few_kernel<T, kType, kAligned, Share::kCluster>, p, sizeof(T), device,
-                      stream, "topk");
+                      stream, "topk", kCtaRows, wide ? kTopClusterRows : kClusterRows);
   }
   return launch_team(&topk_kernel<T, kType, kAligned, false>,
                      &topk_kernel<T, kType, kAligned, true>, p, sizeof(T), kTopkThreads,
