@@ -19,7 +19,7 @@ import torch.distributed as dist
 import zoo
 from sharded import Rank, blocks_of, case, close_to, full, kernels_run
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -149,6 +149,48 @@ def fsdp(model: nn.Module, rank: Rank) -> None:
 
 for _name, _mode, _order in itertools.product(("llama", "ltx", "flux"), MODES, ORDERS):
     case(f"fsdp2-{_name}-{_mode}-{_order}")(functools.partial(check, _name, _mode, _order, fsdp))
+
+
+# FSDP1 -------------------------------------------------------------------------------------------
+
+
+def fsdp1(use_orig_params: bool, rank: Rank) -> None:
+    """It leaves plain tensors where parameters were: a norm must not run without its weight."""
+    plain, model = (build("llama", rank) for _ in range(2))
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            if ours.dim() == 1:  # of a norm: another factor for each column
+                factors = torch.linspace(0.5, 1.5, ours.numel(), device=rank.device)
+                ours.copy_(factors), theirs.copy_(factors)
+    assert hfpatch.apply(model, mode="training").swaps
+    wrap = functools.partial(
+        FullyShardedDataParallel, device_id=rank.device, use_orig_params=use_orig_params
+    )
+    blocks = model.model.layers
+    for i, block in enumerate(blocks):
+        blocks[i] = wrap(block)
+    whole = wrap(model)
+    for autocast, off in ((False, 1e-4), (True, 3e-2)):
+        plain.zero_grad(), whole.zero_grad()
+        with torch.autocast(rank.device.type, torch.bfloat16, enabled=autocast):
+            losses = [
+                outputs("llama", plain, inputs_of("llama", rank, plain, s)).square().mean()
+                for s in range(dist.get_world_size())
+            ]
+            with kernels_run():
+                own = inputs_of("llama", rank, plain, rank.index)
+                loss = outputs("llama", whole, own).square().mean()
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        loss.backward()
+        torch.testing.assert_close(loss, losses[rank.index], rtol=off, atol=0)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
+        torch.testing.assert_close(whole.clip_grad_norm_(float("inf")), norm, rtol=off, atol=0)
+
+
+for _whole in (False, True):
+    case(f"fsdp1-llama-training-patch first-use_orig_params={_whole}")(
+        functools.partial(fsdp1, _whole)
+    )
 
 
 # Tensor parallel ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import autocast_cases as cases
 import pytest
 import torch
 import zoo
+from accelerate.hooks import ModelHook, add_hook_to_module
 from autocast_cases import HALVES, MODULES, WIDTH, Kernels, Pair, call, check, draw, off
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
@@ -523,3 +527,99 @@ def test_gradients_in_inference_mode_are_the_originals() -> None:
         got = call(pair.patched, x, BF16, True)
     assert torch.equal(got[0], expected[0])
     assert all(torch.equal(got[1][k], g) for k, g in expected[1].items())
+
+
+def _plain_tensors(norm: nn.Module) -> None:
+    """As FSDP1 leaves a module: tensors beside `_parameters`."""
+    for name in [k for k, p in norm._parameters.items() if p is not None]:
+        value = getattr(norm, name).detach().clone()
+        delattr(norm, name)
+        setattr(norm, name, value)
+
+
+class Same(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("move", "used"),
+    [
+        (_plain_tensors, True),
+        (lambda n: prune.l1_unstructured(n, "weight", amount=0.3), True),
+        (lambda n: parametrize.register_parametrization(n, "weight", Same()), False),
+    ],
+    ids=["fsdp1", "pruned", "parametrized"],
+)
+def test_a_weight_that_is_no_parameter(move: Any, used: bool, name: str, mode: str) -> None:
+    pair = Pair.of(MODULES[name](), mode=mode)
+    for model in (pair.plain, pair.patched):
+        for p in model.parameters():
+            nn.init.normal_(p, 1.0, 0.5, generator=torch.Generator().manual_seed(3))
+    x = draw(FP32)
+    with torch.no_grad():
+        pair.patched(x)
+        for model in (pair.plain, pair.patched):
+            move(model[0])
+        for autocast in (False, True):
+            with torch.autocast("cpu", BF16, enabled=autocast):
+                pair.patched(x)  # proves it
+                with Kernels() as seen:
+                    got = pair.patched(x)
+                expected = pair.plain(x)
+            assert off(got, expected) <= cases.noise(FP32)
+            assert bool(seen.names) == used
+
+
+def test_a_bias_that_is_no_parameter() -> None:
+    pair = Pair.of(nn.LayerNorm(WIDTH))
+    for model in (pair.plain, pair.patched):
+        nn.init.normal_(model[0].bias, generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+    x = draw(FP32)
+    with torch.no_grad():
+        pair.patched(x), pair.patched(x)
+        for model in (pair.plain, pair.patched):
+            prune.l1_unstructured(model[0], "bias", amount=0.3)
+        assert off(pair.patched(x), pair.plain(x)) <= cases.noise(FP32)
+
+
+def test_a_copy_beside_accelerates_hooks() -> None:
+    """They copy what a forward holds into their own."""
+    pair = Pair.of(MODULES["LlamaRMSNorm"]())
+    add_hook_to_module(pair.patched[0], ModelHook())
+    x = draw(FP32)
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        assert off(copy.deepcopy(pair.patched)(x), pair.plain(x)) <= cases.noise(FP32)
+
+
+def test_threads_leave_the_process_as_it_was() -> None:
+    filters, dtype = list(warnings.filters), torch.get_default_dtype()
+    for _ in range(8):
+        forget_proofs()
+        models = [Pair.of(MODULES[n]()).patched for n in ("LlamaRMSNorm", "LlamaMLP")]
+        start = threading.Barrier(2)
+
+        def first_call(model: nn.Module, start: threading.Barrier = start) -> None:
+            start.wait()
+            with torch.no_grad(), torch.autocast("cpu", BF16):
+                model(draw(FP32))
+
+        threads = [threading.Thread(target=first_call, args=(m,)) for m in models]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert list(warnings.filters) == filters and torch.get_default_dtype() == dtype
+
+
+def test_hooks_on_all_modules_see_no_proof() -> None:
+    forget_proofs()
+    pair = Pair.of(MODULES["LlamaMLP"](), mode="training")
+    x = draw(FP32)
+    with FlopCounterMode(display=False), pytest.warns(RuntimeWarning, match="hooks on all modules"):
+        call(pair.patched, x, BF16, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(pair, x, BF16, True)

@@ -148,6 +148,9 @@ class Family(ABC):
         """The subject; or why this module cannot be one; or None if it is not this family's."""
 
 
+_proving = threading.Lock()  # held by who makes a proof under autocast
+
+
 class Contract:
     """Which calls an adapter may take, and what it does for them: (device, dtypes) -> entry.
 
@@ -185,6 +188,10 @@ class Contract:
         self._proven: dict[tuple[str, torch.dtype | None], str | None] = {}
         self._lock = threading.Lock()
         self._warned: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Contract:
+        """One serves all copies: wrappers (accelerate's `partial`) carry it in their `__dict__`."""
+        return self
 
     def table(self, device: str) -> dict[Any, Forward]:
         return self.cpu if device == "cpu" else self.cuda
@@ -251,14 +258,29 @@ class Contract:
         if device == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
         unit, combo = (device, dtype, recorded, key), Combo(key[0], key[1], dtype)
+        if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+            if "hooks" not in self._warned:
+                self._warned.add("hooks")
+                self._warn_once(
+                    f"{self.name} was called under autocast while hooks on all modules are "
+                    "registered (FlopCounterMode, `register_module_forward_hook`), which would see "
+                    f"the modules of its proof; until they are removed calls with {combo} use the "
+                    "original forward"
+                )
+            return None
         entry: Any = _unproven((*key, dtype))
         if all(map(supported, (*key, dtype))) and self._prove_autocast is not None:
-            # No lock: a proof of gradients waits for autograd's thread of the device, which may be
-            # here itself for somebody's backward. Two threads at once prove the same.
+            # One at a time, since the default dtype and the filters of warnings are the process's.
+            # Nobody waits: a proof of gradients itself waits for autograd's thread of the device,
+            # which may be here for somebody's backward. Others call the original meanwhile.
+            if not _proving.acquire(blocking=False):
+                return None
             try:
                 entry = self._prove_autocast(device, combo, recorded)
             except torch.OutOfMemoryError:
                 entry = None
+            finally:
+                _proving.release()
         if entry is not None:
             self._autocast[unit] = None if isinstance(entry, str) else entry
         called = f"{combo} on {device}{' where autograd records' if recorded else ''}"

@@ -159,6 +159,7 @@ class NormSubject(Subject):
     def forward(self, original: Forward, contract: Contract) -> Forward:
         weight, bias, width = self.weight, self.bias, self.width
         checked_width = width if self._param(weight) is None else None
+        has_weight, has_bias = (self._param(n) is not None for n in (weight, bias))
         # one that is given to a module without that name may be ignored by its class
         may_have_bias = bias in self.module._parameters
         name = input_name(self.module)
@@ -205,7 +206,16 @@ class NormSubject(Subject):
                 p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
-                if read(d) != settings or not (b is None or may_have_bias):
+                if w is None and has_weight:  # FSDP1 and pruning put plain tensors beside them
+                    w = d.get(weight)
+                if b is None and has_bias:
+                    b = d.get(bias)
+                if (
+                    read(d) != settings
+                    or (w is None) is has_weight  # a parametrization's: no kernel knows it
+                    or (b is None and has_bias)
+                    or not (b is None or may_have_bias)
+                ):
                     contract.changed()
                 elif (
                     not training
@@ -242,6 +252,8 @@ class NormSubject(Subject):
                             checked_width is None
                             and not training
                             and not casts
+                            and p.get(weight) is w
+                            and p.get(bias) is b
                             and guards < _MAX_GUARDS
                         ):
                             keeps_order = run[3]
