@@ -345,6 +345,9 @@ bool launch_few(BroadcastParams p, void *stream, int32_t *status) {
   return true;
 }
 
+// Whether offsets of rows are never negative, which settle() asks of those of the parameter.
+bool goes_up(const Rows &r) { return r.s0 >= 0 && r.s1 >= 0 && r.s2 >= 0; }
+
 template <class T, class Grad, class F>
 int32_t launch_function(BroadcastParams &p, int device, void *stream) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
@@ -357,7 +360,7 @@ int32_t launch_function(BroadcastParams &p, int device, void *stream) {
     int32_t status;
     const int64_t ctas = p.units * ((p.x_rows.cols / N + F::kLanes - 1) / F::kLanes);
     const bool plain = aligned && p.x_rows.uniform() && p.grad_rows.uniform() &&
-                       p.reduced <= kMaxPlainRows && ctas <= kMaxGrid;
+                       goes_up(p.param_rows) && p.reduced <= kMaxPlainRows && ctas <= kMaxGrid;
     if (plain && launch_cluster<T, F>(p, p.units / p.parts, device, stream, kOp, &status)) {
       return status;
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import c_api
 import pytest
 import torch
 from torch import Tensor
@@ -106,6 +108,22 @@ def test_norms_are_deterministic(kernels_module: ModuleType) -> None:
         first = operator(seed, x, w, w, 1e-5, 3)[:3]  # the fourth is scratch: see hfpatch.h
         for _ in range(5):
             assert all(map(torch.equal, operator(seed, x, w, w, 1e-5, 3), first))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (3, 600, 2048), (2, 2688, 2048), (1, 4608, 3072)])
+def test_a_parameter_that_goes_down(kernels_module: ModuleType, shape: tuple[int, ...]) -> None:
+    """Its first row is the last in memory, by the C interface."""
+    n, _, cols = shape
+    a, grad, memory = randn(*shape), randn(*shape), randn(n, 1, cols)
+    backward = kernels_module.ops.mul_add_backward.default
+    *expected, partials = backward(grad, a, memory.flip(0), 1, 3)
+    outs = [torch.full_like(t, float("nan")) for t in expected]
+    (binary,) = Path(str(kernels_module.__file__)).parent.glob("*.so")
+    b = c_api.going_down(memory)
+    c_api.Library(binary).call(
+        "mul_add_backward", *outs, torch.empty_like(partials), grad, a, b, 1, 3
+    )
+    torch.testing.assert_close(outs, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -88,6 +88,14 @@ def dltensor(tensor: torch.Tensor) -> DLTensor:
     )
 
 
+def going_down(tensor: torch.Tensor) -> DLTensor:
+    """The same from its last row on, backwards: no tensor of PyTorch's has such strides."""
+    view = dltensor(tensor)
+    view.data = tensor[-1].data_ptr()
+    view.strides = int64_array([-tensor.stride(0), *tensor.stride()[1:]])
+    return view
+
+
 def tensor_list(tensors: Iterable[Any]) -> HfpTensorList:
     """A list of torch tensors, DLTensors or None."""
     views = [dltensor(t) if isinstance(t, torch.Tensor) else t for t in tensors]

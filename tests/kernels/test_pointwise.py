@@ -16,7 +16,7 @@ from hfpatch.ops import OPS
 sys.path.insert(0, str(Path(__file__).parent))
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
-from c_api import CONSTANTS, KernelError
+from c_api import CONSTANTS, KernelError, going_down
 from test_c_api import (
     ACT_FP32,
     DTYPES,
@@ -160,6 +160,20 @@ def test_add_activation_gradients(lib, dtype, name):
         assert_gradient(dbias, expected.sum(over), terms.sum(over), dtype)
         (again,) = backward(lib, op, bias, 0, grad, x, bias, *code)
         assert same_bits(again, dx)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (2, 1024, 64)])
+def test_mul_add_gradients_of_a_parameter_that_goes_down(lib, shape):
+    """Its first row is the last in memory: no tensor of PyTorch's, but one of DLPack's."""
+    n, _, cols = shape
+    a, grad = torch.randn(shape), torch.randn(shape)
+    memory = torch.randn(n, 1, cols)
+    b = going_down(memory)
+    outs = [torch.full_like(t, float("nan")) for t in (a, memory, memory)]
+    parts = lib.dll.hfp_sum_partial_rows(n * shape[1], cols, n)
+    lib.call("mul_add_backward", *outs, torch.empty(parts, 2 * cols), grad, a, b, 1, 3)
+    upwards = backward(lib, "mul_add_backward", memory, 3, grad, a, memory.flip(0), 1)
+    assert all(map(same_bits, outs, upwards))
 
 
 @pytest.mark.parametrize("param", DTYPES)
