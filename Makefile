@@ -46,7 +46,7 @@ $(BIN)/.installed: $(BIN)/.requirements pyproject.toml setup.py build_backend/hf
 install: $(BIN)/.installed
 
 build: install
-	$(BIN)/python hfpatch/kernel_build.py --out hfpatch/_kernels --archs '$(ARCHS)'
+	$(BIN)/python -m hfpatch.kernel_build --out hfpatch/_kernels --archs '$(ARCHS)'
 
 lint: install
 	$(BIN)/ruff check .

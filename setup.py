@@ -19,9 +19,12 @@ ROOT = Path(__file__).resolve().parent
 
 
 def load_kernel_build() -> ModuleType:
-    """hfpatch/kernel_build.py by path: hfpatch itself needs torch, which may not be here."""
+    """hfpatch/kernel_build by path: hfpatch itself needs torch, which may not be here."""
     name = "hfpatch_kernel_build"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "hfpatch" / "kernel_build.py")
+    folder = ROOT / "hfpatch" / "kernel_build"
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

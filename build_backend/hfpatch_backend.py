@@ -12,8 +12,10 @@ from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overr
 
 
 def _torch_requirement() -> list[str]:
-    path = Path(__file__).resolve().parent.parent / "hfpatch" / "kernel_build.py"
-    spec = importlib.util.spec_from_file_location("hfpatch_kernel_build", path)
+    folder = Path(__file__).resolve().parent.parent / "hfpatch" / "kernel_build"
+    spec = importlib.util.spec_from_file_location(
+        "hfpatch_kernel_build", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

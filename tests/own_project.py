@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from hfpatch.kernel_build import tomllib
+from hfpatch.kernel_build.project import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 

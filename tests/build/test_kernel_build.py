@@ -16,7 +16,10 @@ from kernels.variants import ArchVariant, parse_variant
 from own_project import copy_project, named_files
 
 from hfpatch import kernel_build
-from hfpatch.kernel_build import KernelBuildError, Nvcc, ToolchainMissing
+from hfpatch.kernel_build import KernelBuildError, ToolchainMissing, toolchain
+from hfpatch.kernel_build.builder import Builder
+from hfpatch.kernel_build.objects import Unit
+from hfpatch.kernel_build.toolchain import Nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
@@ -127,24 +130,24 @@ def test_objects_are_reused_until_a_header_changes(tmp_path: Path) -> None:
     toml = only_light_sources((project / "build.toml").read_text())
     (project / "build.toml").write_text(toml)
     ran: list[str] = []
-    builder = kernel_build._Builder(project, "cpu", None, False)
-    original = builder._compile_unit
+    objects = Builder(project, "cpu", None, False).objects()
+    original = objects._compile_unit
 
-    def spy(unit: kernel_build._Unit) -> bool:
+    def spy(unit: Unit) -> bool:
         fresh = original(unit)
         if fresh:
             ran.append(unit.label.split()[-1])
         return fresh
 
-    builder._compile_unit = spy  # type: ignore[method-assign]
-    builder.compile()
+    objects._compile_unit = spy  # type: ignore[method-assign]
+    objects.compile()
     assert sorted(ran) == ["portable.cpp", "python_calls.cpp", "simd.cpp", "torch_binding.cpp"]
     ran.clear()
-    builder.compile()
+    objects.compile()
     assert ran == []
     header = project / "kernel_src" / "cpu" / "common.h"
     header.write_text(header.read_text() + "\n")
-    builder.compile()
+    objects.compile()
     assert ran == ["simd.cpp"]
 
 
@@ -199,11 +202,11 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
         shutil.copy2(ROOT / name, project / name)
     (project / "README.md").write_text("hfpatch\n")
     (project / "hfpatch").mkdir()
-    for name in ("__init__.py", "kernel_build.py", "py.typed"):
+    for name in ("__init__.py", "py.typed"):
         shutil.copy2(ROOT / "hfpatch" / name, project / "hfpatch" / name)
     clean = shutil.ignore_patterns("__pycache__")
-    templates = project / "hfpatch" / "kernel_project"
-    shutil.copytree(ROOT / "hfpatch" / "kernel_project", templates, ignore=clean)
+    for name in ("kernel_build", "kernel_project"):
+        shutil.copytree(ROOT / "hfpatch" / name, project / "hfpatch" / name, ignore=clean)
     env = {**os.environ, "CXX": "/nonexistent"}
     env.pop("HFPATCH_BUILD_STRICT", None)
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", str(tmp_path / "dist")]
@@ -255,8 +258,8 @@ ALL = "\n".join(f"compute_{n}" for n in (70, 75, 80, 86, 90, 100, 103, 120, 121)
     ],
 )
 def test_archs(request_: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_build, "_run", lambda *a, **k: ALL)
-    monkeypatch.setattr(kernel_build, "_gpus", lambda: ["9.0", "8.6", "9.0"])
+    monkeypatch.setattr(toolchain, "run", lambda *a, **k: ALL)
+    monkeypatch.setattr(toolchain, "gpus", lambda: ["9.0", "8.6", "9.0"])
     nvcc = Nvcc("nvcc", Path("/cuda"), (13, 0))
     assert kernel_build.cuda_archs(request_, nvcc) == expected
     monkeypatch.setenv("HFPATCH_CUDA_ARCHS", request_)
@@ -265,7 +268,7 @@ def test_archs(request_: str, expected: list[str], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("text", ["9", "sm_90", "9.0a", "3.5", "hopper"])
 def test_bad_archs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_build, "_run", lambda *a, **k: ALL)
+    monkeypatch.setattr(toolchain, "run", lambda *a, **k: ALL)
     monkeypatch.setenv("HFPATCH_CUDA_ARCHS", text)
     for argument, name in ((text, "archs"), (None, "HFPATCH_CUDA_ARCHS")):
         expected = f"^`{name}`: expected `all`, `native`, `none` or"
@@ -278,12 +281,12 @@ def test_bad_archs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_jobs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_JOBS", text)
     with pytest.raises(KernelBuildError, match=f"^`MAX_JOBS`: expected .*, got `{text}`$"):
-        kernel_build._jobs()
+        toolchain.jobs()
 
 
 def test_native_without_a_gpu_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_build, "_run", lambda *a, **k: ALL)
-    monkeypatch.setattr(kernel_build, "_gpus", list)
+    monkeypatch.setattr(toolchain, "run", lambda *a, **k: ALL)
+    monkeypatch.setattr(toolchain, "gpus", list)
     assert kernel_build.cuda_archs("native", Nvcc("nvcc", Path("/cuda"), (13, 0))) == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hfpatch import kernel_build
-from hfpatch.kernel_build import KernelBuildError
+from hfpatch.kernel_build import KernelBuildError, ptxas
 
 ROOT = Path(__file__).resolve().parents[2]
 has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
@@ -32,7 +32,7 @@ ptxas info    : Used 7 registers, used 0 barriers
 
 
 def test_ptxas_is_read() -> None:
-    one, two = kernel_build._parse_ptxas(PTXAS)
+    one, two = ptxas.parse_ptxas(PTXAS)
     assert one == {
         "kernel": "_Z3onePf",
         "arch": "sm_80",
@@ -43,17 +43,17 @@ def test_ptxas_is_read() -> None:
         "shared": 512,
     }
     assert (two["arch"], two["registers"], two["spill_stores"], two["shared"]) == ("sm_90", 7, 0, 0)
-    assert kernel_build._parse_ptxas("") == []
+    assert ptxas.parse_ptxas("") == []
 
 
 def test_words_of_ptxas_that_are_not_known_are_no_empty_report() -> None:
     with pytest.raises(KernelBuildError, match="not expected: 'k' for 'sm_80'"):
-        kernel_build._parse_ptxas("Compiling entry function 'k' for 'sm_80'\nsomething new\n")
+        ptxas.parse_ptxas("Compiling entry function 'k' for 'sm_80'\nsomething new\n")
 
 
 def test_spills_are_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [{"file": "a.cu", **kernel} for kernel in kernel_build._parse_ptxas(PTXAS)]
-    assert kernel_build._print_resources(found) == 1
+    found = [{"file": "a.cu", **kernel} for kernel in ptxas.parse_ptxas(PTXAS)]
+    assert ptxas.print_resources(found) == 1
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if line.endswith("<- spills"))
     assert line.startswith("a.cu sm_80") and "_Z3onePf" in line

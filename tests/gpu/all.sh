@@ -81,7 +81,7 @@ tests() { # a step's name, then arguments of pytest before the user's
 }
 for step in $steps; do
   case $step in
-  build) run build build.log "$python" hfpatch/kernel_build.py --out hfpatch/_kernels --archs native ;;
+  build) run build build.log "$python" -m hfpatch.kernel_build --out hfpatch/_kernels --archs native ;;
   tests)
     tests tests tests/gpu -n "${JOBS:-$jobs}" --maxschedchunk 4 --max-worker-restart 20 \
       -m "not alone and not slow"

@@ -28,7 +28,7 @@ if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
 fi
 # Built before, so that the compiler does not run under the tool.
 [ "${HFPATCH_TEST_BUILD:-}" = 0 ] ||
-  "$python" hfpatch/kernel_build.py --out hfpatch/_kernels --archs native
+  "$python" -m hfpatch.kernel_build --out hfpatch/_kernels --archs native
 # Every tensor is an allocation of its own, so that a byte too far is seen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
 check() { # a tool, then arguments of pytest

@@ -82,7 +82,7 @@ def test_the_templates_are_in_the_wheel() -> None:
     """Every file matches a pattern of pyproject.toml's package data, which setuptools globs."""
     import glob
 
-    toml = kernel_build.tomllib.loads((ROOT / "pyproject.toml").read_text())
+    toml = kernel_build.project.tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = toml["tool"]["setuptools"]["package-data"]["hfpatch"]
     found = {
         Path(path)

@@ -1,0 +1,114 @@
+"""Sources compiled at once, and only those that changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .commands import run, write
+from .ptxas import parse_ptxas
+from .toolchain import jobs
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One source file to compile; the command ends with the object."""
+
+    label: str
+    command: tuple[str, ...]
+    object: Path
+
+
+class Objects:
+    """The objects of `units`, compiled in the directory `root`.
+
+    `tools`: what else they depend on, such as versions of compilers; `say` gets a line for each.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], root: Path, tools: str, say: Callable[[str], None]
+    ) -> None:
+        self.units = units
+        self.root = root
+        self.tools = tools
+        self.say = say
+
+    def compile(self) -> list[Path]:
+        """Their paths, in the order of `units`.
+
+        Raises:
+            KernelBuildError: a compiler failed; those that had not begun are not started.
+        """
+        done = 0
+        lock = threading.Lock()
+
+        def one(unit: Unit) -> None:
+            nonlocal done
+            start = time.perf_counter()
+            fresh = self._compile_unit(unit)
+            with lock:
+                done += 1
+                took = f"{time.perf_counter() - start:.1f} s" if fresh else "up to date"
+                self.say(f"[{done}/{len(self.units)}] {unit.label} {took}")
+
+        with ThreadPoolExecutor(jobs()) as pool:
+            futures = [pool.submit(one, unit) for unit in self.units]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+        return [unit.object for unit in self.units]
+
+    def _compile_unit(self, unit: Unit) -> bool:
+        """Returns whether a compiler ran: an object is reused while its command and files last."""
+        state = unit.object.with_suffix(".json")
+        try:
+            record = json.loads(state.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            record = {}
+        if unit.object.is_file() and record.get("key") == self._key(unit, record.get("deps", [])):
+            return False
+        state.unlink(missing_ok=True)
+        depfile = unit.object.with_suffix(".d")
+        partial = unit.object.with_suffix(f".{os.getpid()}.o")
+        command = [*unit.command[:-1], str(partial), "-MMD", "-MF", str(depfile)]
+        said = run(command, cwd=self.root)
+        deps = _parse_depfile(depfile.read_text(encoding="utf-8"))
+        os.replace(partial, unit.object)
+        record = {"key": self._key(unit, deps), "deps": deps, "kernels": parse_ptxas(said)}
+        write(state, json.dumps(record))
+        return True
+
+    def resources(self) -> list[dict[str, Any]]:
+        """What ptxas said of every kernel when it was compiled; see `parse_ptxas`."""
+        found = []
+        for unit in self.units:
+            record = json.loads(unit.object.with_suffix(".json").read_text(encoding="utf-8"))
+            found += [{"file": unit.object.stem, **kernel} for kernel in record["kernels"]]
+        return found
+
+    def _key(self, unit: Unit, deps: list[str]) -> str:
+        sha = hashlib.sha256("\0".join(unit.command).encode())
+        sha.update(self.tools.encode())
+        for dep in deps:
+            path = self.root / dep
+            sha.update(dep.encode() + b"\0")
+            sha.update(path.read_bytes() if path.is_file() else b"")
+        return sha.hexdigest()
+
+
+def _parse_depfile(text: str) -> list[str]:
+    names = text.replace("\\\n", " ").split(":", 1)[-1]
+    return sorted({n.replace("\\ ", " ") for n in re.split(r"(?<!\\)\s+", names) if n})
