@@ -56,10 +56,14 @@ struct ExchangeApi {
 struct Torch {
   const ExchangeApi *api = nullptr;
   PyObject *tensor = nullptr, *parameter = nullptr;         // types
-  PyObject *empty_like = nullptr, *new_empty_strided = nullptr;
+  PyObject *new_empty_strided = nullptr;
+  // Of (shape, strides, dtype), past the dispatcher: on the CPU, on the current CUDA device; or None.
+  PyObject *empty_cpu = nullptr, *empty_cuda = nullptr;
+  PyObject *float32 = nullptr, *float16 = nullptr, *bfloat16 = nullptr;  // dtypes
   PyObject *listeners = nullptr;  // tuple of functions: true while something listens to operators
-  PyObject *grad_enabled = nullptr, *autocast_enabled = nullptr;
+  PyObject *autocast_enabled = nullptr;
   PyObject *forward_ad = nullptr;  // the module: `_current_level` >= 0 inside a dual level
+  PyObject *current_level = nullptr, *requires_grad = nullptr;  // names of attributes
 };
 
 Torch torch_;
@@ -95,13 +99,13 @@ bool unheard() {
 
 // Whether differentiation or autocast would take part in a call with these arguments.
 bool differentiated(PyObject *const *args, Py_ssize_t count, PyObject *device) {
-  const Owned level(PyObject_GetAttrString(torch_.forward_ad, "_current_level"));
+  const Owned level(PyObject_GetAttr(torch_.forward_ad, torch_.current_level));
   if (level.get() == nullptr || PyLong_AsLong(level.get()) >= 0) return true;
   // Without an argument it is CUDA's, and twice as fast.
   if (is_true(Owned(PyObject_CallObject(torch_.autocast_enabled, device)))) return true;
-  if (!is_true(Owned(PyObject_CallObject(torch_.grad_enabled, nullptr)))) return false;
+  if (!aoti_torch_grad_mode_is_enabled()) return false;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (args[i] != Py_None && is_true(Owned(PyObject_GetAttrString(args[i], "requires_grad"))))
+    if (args[i] != Py_None && is_true(Owned(PyObject_GetAttr(args[i], torch_.requires_grad))))
       return true;
   }
   return false;
@@ -112,15 +116,6 @@ bool read(PyObject *object, DLTensor &tensor) {
   if (type != torch_.tensor && type != torch_.parameter) return false;
   if (torch_.api->dltensor_from_py_object_no_sync(object, &tensor) != 0) return false;
   return tensor.ndim == 0 || tensor.strides != nullptr;
-}
-
-bool is_contiguous(const DLTensor &t) {
-  int64_t stride = 1;
-  for (int32_t i = t.ndim - 1; i >= 0; --i) {
-    if (t.strides[i] != stride) return false;
-    stride *= t.shape[i] > 1 ? t.shape[i] : 1;
-  }
-  return true;
 }
 
 bool same(DLDataType a, DLDataType b) {
@@ -139,18 +134,35 @@ PyObject *tuple_of(int32_t count, const int64_t *values) {
   return tuple;
 }
 
+PyObject *dtype_of(DLDataType type) {  // null: none that kernels write
+  if (type.code == kDLBfloat) return torch_.bfloat16;
+  if (type.code != kDLFloat) return nullptr;
+  return type.bits == 32 ? torch_.float32 : type.bits == 16 ? torch_.float16 : nullptr;
+}
+
+// PyTorch's quickest way to memory on that device; null where there is none.
+PyObject *empty_on(DLDevice device) {
+  PyObject *function = nullptr;
+  if (device.device_type == kDLCPU) {
+    function = torch_.empty_cpu;
+  } else if (device.device_type == kDLCUDA) {
+    int32_t current = -1;
+    if (aoti_torch_get_current_device_index(&current) != AOTI_TORCH_SUCCESS) return nullptr;
+    if (current == device.device_id) function = torch_.empty_cuda;
+  }
+  return function == Py_None ? nullptr : function;
+}
+
 // An uninitialized contiguous tensor of that shape, else like `source`.
 PyObject *empty(PyObject *source, const DLTensor &like, int32_t ndim, const int64_t *shape) {
-  if (ndim == like.ndim && is_contiguous(like) &&
-      (shape == like.shape ||
-       std::memcmp(shape, like.shape, static_cast<std::size_t>(ndim) * sizeof(int64_t)) == 0)) {
-    return PyObject_CallFunctionObjArgs(torch_.empty_like, source, nullptr);
-  }
   if (ndim > kMaxDims) return nullptr;
   int64_t strides[kMaxDims];
   contiguous_strides(ndim, shape, strides);
   const Owned sizes(tuple_of(ndim, shape)), steps(tuple_of(ndim, strides));
   if (sizes.get() == nullptr || steps.get() == nullptr) return nullptr;
+  PyObject *const dtype = dtype_of(like.dtype), *const function = empty_on(like.device);
+  if (dtype != nullptr && function != nullptr)
+    return PyObject_CallFunctionObjArgs(function, sizes.get(), steps.get(), dtype, nullptr);
   return PyObject_CallFunctionObjArgs(torch_.new_empty_strided, source, sizes.get(), steps.get(),
                                       nullptr);
 }
@@ -537,25 +549,29 @@ PyObject *guard(PyObject *, PyObject *arguments) {
   return PyCFunction_NewEx(&guarded_method, self.get(), nullptr);
 }
 
-// setup(exchange_api, Tensor, Parameter, empty_like, new_empty_strided, listeners,
-//       is_grad_enabled, is_autocast_enabled, forward_ad) -> bool
+// setup(exchange_api, Tensor, Parameter, new_empty_strided, empty_cpu, empty_cuda,
+//       (float32, float16, bfloat16), listeners, is_autocast_enabled, forward_ad) -> bool
 PyObject *setup(PyObject *, PyObject *arguments) {
   Torch given;
   PyObject *capsule = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO!OOO", &capsule, &given.tensor, &given.parameter,
-                        &given.empty_like, &given.new_empty_strided, &PyTuple_Type,
-                        &given.listeners, &given.grad_enabled, &given.autocast_enabled,
-                        &given.forward_ad))
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOO)O!OO", &capsule, &given.tensor, &given.parameter,
+                        &given.new_empty_strided, &given.empty_cpu, &given.empty_cuda,
+                        &given.float32, &given.float16, &given.bfloat16, &PyTuple_Type,
+                        &given.listeners, &given.autocast_enabled, &given.forward_ad))
     return nullptr;
   const auto *api =
       static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (api == nullptr) return nullptr;
   const bool known = api->header.major == 1 && api->dltensor_from_py_object_no_sync != nullptr;
   if (known && torch_.api == nullptr) {
-    for (PyObject *object : {given.tensor, given.parameter, given.empty_like,
-                             given.new_empty_strided, given.listeners, given.grad_enabled,
-                             given.autocast_enabled, given.forward_ad})
+    for (PyObject *object : {given.tensor, given.parameter, given.new_empty_strided,
+                             given.empty_cpu, given.empty_cuda, given.float32, given.float16,
+                             given.bfloat16, given.listeners, given.autocast_enabled,
+                             given.forward_ad})
       Py_INCREF(object);
+    given.current_level = PyUnicode_InternFromString("_current_level");
+    given.requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (given.current_level == nullptr || given.requires_grad == nullptr) return nullptr;
     given.api = api;
     torch_ = given;
   }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
@@ -177,7 +177,9 @@ class NormSubject(Subject):
         # few frames, few attribute look-ups and no work that a plain call does not need.
         def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
             nonlocal guarded, guards, keeps_order
-            if is_compiling():  # inductor fuses a norm with its neighbours
+            # Inductor fuses a norm with its neighbours. Exports without dynamo are told by their
+            # tensors, below: `is_compiling` would take three times as long.
+            if is_dynamo_compiling():
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
             if type(self).forward is not original:  # its class is another one, or was patched
                 return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)

@@ -123,7 +123,9 @@ def test_a_parameter_that_goes_down(kernels_module: ModuleType, shape: tuple[int
     c_api.Library(binary).call(
         "mul_add_backward", *outs, torch.empty_like(partials), grad, a, b, 1, 3
     )
-    torch.testing.assert_close(outs, expected)
+    assert torch.equal(outs[0], expected[0])
+    # Sums of up to 4608 in fp32, of about 100, in another order.
+    torch.testing.assert_close(outs[1:], expected[1:], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -249,6 +249,25 @@ def test_guard(kernels_module: ModuleType) -> None:
     assert seen.names == []
 
 
+def test_results_are_ordinary_tensors(kernels_module: ModuleType) -> None:
+    """They are allocated past the dispatcher, and are what it would have made."""
+    call, x, w = _rms_norm(kernels_module)
+    codes = FORMULAS["rms_norm"].encode(BY_ID["rms_norm"].params)
+    raw = kernels_module.ops.rms_norm.default
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            for given in (x, x.half(), x.bfloat16(), x[None, :1].transpose(0, 1), x[:0]):
+                got, expected = call(given, w, None), raw(given, w, None, *codes)
+                assert type(got) is torch.Tensor and not got.requires_grad and got.grad_fn is None
+                assert got.is_inference() is expected.is_inference()
+                for name in ("shape", "dtype", "device", "layout"):
+                    assert getattr(got, name) == getattr(expected, name)
+                assert got.stride() == expected.stride() and torch.equal(got, expected)
+    call(x, w, None).add_(w).requires_grad_()
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        call(x, w, None)._version  # noqa: B018  (inference tensors have none)
+
+
 def test_memory(kernels_module: ModuleType) -> None:
     """Nothing is kept by a call, a refused one, a bound callable or its copies."""
     call, x, w = _rms_norm(kernels_module)
@@ -310,6 +329,30 @@ assert torch.equal(out, kernel.raw(x))
 assert kernel.guard(kernel.bind({}), x) is None
 """
 UNKNOWN_TORCH = "import torch; del torch.Tensor.__dlpack_c_exchange_api__\n" + SWITCHED_OFF
+
+
+#: A torch without inductor's allocators, or with others by their names.
+OTHER_ALLOCATORS = """
+import sys, torch
+guards = torch._C._dynamo.guards
+if sys.argv[1] == "none":
+    del guards._empty_strided_cpu
+else:
+    guards._empty_strided_cpu = lambda shape, strides, dtype: torch.empty(shape[::-1], dtype=dtype)
+from hfpatch.sources import local_package
+package = local_package()
+assert package.module.calls._allocators() == (None, None)
+x = torch.randn(3, 8)
+kernel = package.kernel("silu")
+run = kernel.bind({})
+assert type(run).__name__ == "builtin_function_or_method"
+assert torch.equal(run(x), kernel.raw(x)) and torch.equal(kernel.guard(run, x)(x), kernel.raw(x))
+"""
+
+
+@pytest.mark.parametrize("which", ["none", "others"])
+def test_allocators_that_are_not_known(which: str) -> None:
+    subprocess.run([sys.executable, "-c", OTHER_ALLOCATORS, which], check=True)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,24 @@ def guard(bound: Callable[..., Any], *tensors: Any) -> Optional[Callable[..., An
     return result
 
 
+def _allocators() -> tuple[Any, Any]:
+    """Functions of (shape, strides, dtype) for new tensors, on the CPU and the current CUDA device.
+
+    They are those of inductor's code: 0.46 us where `torch.empty_like` takes 0.78. None where torch
+    has none, or another by that name.
+    """
+    guards = getattr(torch._C._dynamo, "guards", None)
+    cpu = getattr(guards, "_empty_strided_cpu", None)
+    cuda = getattr(guards, "_empty_strided_cuda", None)
+    try:
+        made = cpu((2, 3), (3, 1), torch.bfloat16)
+    except Exception:
+        return None, None
+    known = type(made) is torch.Tensor and made.dtype is torch.bfloat16
+    known = known and (made.shape, made.stride()) == ((2, 3), (3, 1))
+    return (cpu, cuda) if known else (None, None)
+
+
 def _load() -> Any:
     if os.environ.get("HFPATCH_PYTHON_CALLS", "1") == "0":
         return None
@@ -66,7 +84,7 @@ def _load() -> Any:
         listeners = (
             torch._C._len_torch_dispatch_stack,
             torch._C._len_torch_function_stack,
-            torch._C._get_tracing_state,
+            torch._C._is_tracing,
             torch._C._functorch.peek_interpreter_stack,
             torch._C._autograd._profiler_enabled,
         )
@@ -74,10 +92,10 @@ def _load() -> Any:
             torch.Tensor.__dlpack_c_exchange_api__,
             torch.Tensor,
             torch.nn.Parameter,
-            torch.empty_like,
             torch.Tensor.new_empty_strided,
+            *_allocators(),
+            (torch.float32, torch.float16, torch.bfloat16),
             listeners,
-            torch.is_grad_enabled,
             torch.is_autocast_enabled,
             torch.autograd.forward_ad,
         )
