@@ -17,6 +17,7 @@
 #endif
 #include <Python.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -61,8 +62,8 @@ struct Torch {
   PyObject *empty_cpu = nullptr, *empty_cuda = nullptr;
   PyObject *float32 = nullptr, *float16 = nullptr, *bfloat16 = nullptr;  // dtypes
   PyObject *listeners = nullptr;  // tuple of functions: true while something listens to operators
-  PyObject *autocast_enabled = nullptr;
-  PyObject *forward_ad = nullptr;  // the module: `_current_level` >= 0 inside a dual level
+  PyObject *autocast_anywhere = nullptr, *autocast_enabled = nullptr;
+  PyObject *forward_ad = nullptr;  // dict of the module: `_current_level` >= 0 in a dual level
   PyObject *current_level = nullptr, *requires_grad = nullptr;  // names of attributes
 };
 
@@ -99,10 +100,12 @@ bool unheard() {
 
 // Whether differentiation or autocast would take part in a call with these arguments.
 bool differentiated(PyObject *const *args, Py_ssize_t count, PyObject *device) {
-  const Owned level(PyObject_GetAttr(torch_.forward_ad, torch_.current_level));
-  if (level.get() == nullptr || PyLong_AsLong(level.get()) >= 0) return true;
-  // Without an argument it is CUDA's, and twice as fast.
-  if (is_true(Owned(PyObject_CallObject(torch_.autocast_enabled, device)))) return true;
+  PyObject *level = PyDict_GetItemWithError(torch_.forward_ad, torch_.current_level);
+  if (level == nullptr || PyLong_AsLong(level) >= 0) return true;
+  // The first is quicker, and most often says it all.
+  if (is_true(Owned(PyObject_CallObject(torch_.autocast_anywhere, nullptr))) &&
+      is_true(Owned(PyObject_CallObject(torch_.autocast_enabled, device))))
+    return true;
   if (!aoti_torch_grad_mode_is_enabled()) return false;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (args[i] != Py_None && is_true(Owned(PyObject_GetAttr(args[i], torch_.requires_grad))))
@@ -153,13 +156,41 @@ PyObject *empty_on(DLDevice device) {
   return function == Py_None ? nullptr : function;
 }
 
-// An uninitialized contiguous tensor of that shape, else like `source`.
-PyObject *empty(PyObject *source, const DLTensor &like, int32_t ndim, const int64_t *shape) {
-  if (ndim > kMaxDims) return nullptr;
-  int64_t strides[kMaxDims];
-  contiguous_strides(ndim, shape, strides);
-  const Owned sizes(tuple_of(ndim, shape)), steps(tuple_of(ndim, strides));
-  if (sizes.get() == nullptr || steps.get() == nullptr) return nullptr;
+// A shape and its contiguous strides as Python has them, kept from one call to the next.
+class Shape {
+ public:
+  Shape() = default;
+  Shape(const Shape &) {}  // a copy makes its own
+  Shape &operator=(const Shape &) = delete;
+  ~Shape() { Py_XDECREF(sizes), Py_XDECREF(strides); }
+
+  bool set(int32_t ndim, const int64_t *shape) {
+    if (ndim == ndim_ && std::equal(shape, shape + ndim, shape_)) return true;
+    if (ndim > kMaxDims) return false;
+    int64_t steps[kMaxDims];
+    contiguous_strides(ndim, shape, steps);
+    ndim_ = -1;
+    Py_XDECREF(std::exchange(sizes, tuple_of(ndim, shape)));
+    Py_XDECREF(std::exchange(strides, tuple_of(ndim, steps)));
+    if (sizes == nullptr || strides == nullptr) return false;
+    if (ndim <= kDims) std::copy_n(shape, ndim, shape_), ndim_ = ndim;
+    return true;
+  }
+
+  PyObject *sizes = nullptr, *strides = nullptr;
+
+ private:
+  static constexpr int32_t kDims = 8;
+  int32_t ndim_ = -1;
+  int64_t shape_[kDims];
+};
+
+// An uninitialized contiguous tensor of that shape, else like `source`. kept: of the call before.
+PyObject *empty(PyObject *source, const DLTensor &like, int32_t ndim, const int64_t *shape,
+                Shape &kept) {
+  if (!kept.set(ndim, shape)) return nullptr;
+  Py_INCREF(kept.sizes), Py_INCREF(kept.strides);  // should another thread come here meanwhile
+  const Owned sizes(kept.sizes), steps(kept.strides);
   PyObject *const dtype = dtype_of(like.dtype), *const function = empty_on(like.device);
   if (dtype != nullptr && function != nullptr)
     return PyObject_CallFunctionObjArgs(function, sizes.get(), steps.get(), dtype, nullptr);
@@ -170,13 +201,14 @@ PyObject *empty(PyObject *source, const DLTensor &like, int32_t ndim, const int6
 // ---------------------------------------------------------------------------------------------
 // One bound operator
 
-constexpr int kMaxArguments = 16;
+constexpr int kMaxArguments = 16, kMaxOutputs = 4;
 
 struct Bound {
   PyObject *(*run)(const Bound &, PyObject *const *, Py_ssize_t);
   bool (*admit)(Bound &, PyObject *const *, Py_ssize_t);
   PyObject *fallback, *codes;  // the operator, and its numbers as a tuple
   bool scratch;                // the operator returns scratch memory behind its one result
+  mutable Shape shapes[kMaxOutputs];  // of the results
   double floats[kMaxArguments];
   int64_t ints[kMaxArguments];
   // Of a guarded one: what its tensors must be; a dtype of no bits stands for None.
@@ -211,7 +243,7 @@ struct Runner : Row<Op> {
     return (bindable(rule<O>()) && ...);
   }
   static constexpr bool kBindable = Table::kLists == 0 && kOutputs > 0 &&
-                                    kArguments <= kMaxArguments &&
+                                    kArguments <= kMaxArguments && kOutputs <= kMaxOutputs &&
                                     all_bindable(std::make_index_sequence<kOutputs>{});
   // Scratch memory comes last and is not returned.
   static constexpr bool kScratch = rule<kOutputs - 1>() == Rule::Groups;
@@ -295,10 +327,10 @@ struct Runner : Row<Op> {
         int64_t shape[kMaxDims];
         std::memcpy(shape, like.shape, static_cast<std::size_t>(like.ndim) * sizeof(int64_t));
         shape[like.ndim - 1] /= 2;
-        result.take(empty(objects[from], like, like.ndim, shape));
+        result.take(empty(objects[from], like, like.ndim, shape, bound.shapes[O]));
       } else {
         const DLTensor &shaped = rule<O>() == Rule::LikeNamed ? like : views[0];
-        result.take(empty(objects[from], like, shaped.ndim, shaped.shape));
+        result.take(empty(objects[from], like, shaped.ndim, shaped.shape, bound.shapes[O]));
       }
       return result.get() != nullptr && read(result.get(), outs[O]);
     }
@@ -550,14 +582,16 @@ PyObject *guard(PyObject *, PyObject *arguments) {
 }
 
 // setup(exchange_api, Tensor, Parameter, new_empty_strided, empty_cpu, empty_cuda,
-//       (float32, float16, bfloat16), listeners, is_autocast_enabled, forward_ad) -> bool
+//       (float32, float16, bfloat16), listeners, _is_any_autocast_enabled, is_autocast_enabled,
+//       forward_ad.__dict__) -> bool
 PyObject *setup(PyObject *, PyObject *arguments) {
   Torch given;
   PyObject *capsule = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOO)O!OO", &capsule, &given.tensor, &given.parameter,
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOO)O!OOO!", &capsule, &given.tensor, &given.parameter,
                         &given.new_empty_strided, &given.empty_cpu, &given.empty_cuda,
                         &given.float32, &given.float16, &given.bfloat16, &PyTuple_Type,
-                        &given.listeners, &given.autocast_enabled, &given.forward_ad))
+                        &given.listeners, &given.autocast_anywhere, &given.autocast_enabled,
+                        &PyDict_Type, &given.forward_ad))
     return nullptr;
   const auto *api =
       static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
@@ -566,8 +600,8 @@ PyObject *setup(PyObject *, PyObject *arguments) {
   if (known && torch_.api == nullptr) {
     for (PyObject *object : {given.tensor, given.parameter, given.new_empty_strided,
                              given.empty_cpu, given.empty_cuda, given.float32, given.float16,
-                             given.bfloat16, given.listeners, given.autocast_enabled,
-                             given.forward_ad})
+                             given.bfloat16, given.listeners, given.autocast_anywhere,
+                             given.autocast_enabled, given.forward_ad})
       Py_INCREF(object);
     given.current_level = PyUnicode_InternFromString("_current_level");
     given.requires_grad = PyUnicode_InternFromString("requires_grad");

@@ -256,7 +256,9 @@ def test_results_are_ordinary_tensors(kernels_module: ModuleType) -> None:
     raw = kernels_module.ops.rms_norm.default
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
-            for given in (x, x.half(), x.bfloat16(), x[None, :1].transpose(0, 1), x[:0]):
+            deep = x[(None,) * 9]
+            transposed = x[None, :1].transpose(0, 1)
+            for given in (x, x.half(), x[:1], x.bfloat16(), transposed, x[:0], deep, deep, x):
                 got, expected = call(given, w, None), raw(given, w, None, *codes)
                 assert type(got) is torch.Tensor and not got.requires_grad and got.grad_fn is None
                 assert got.is_inference() is expected.is_inference()

@@ -96,8 +96,9 @@ def _load() -> Any:
             *_allocators(),
             (torch.float32, torch.float16, torch.bfloat16),
             listeners,
+            torch._C._is_any_autocast_enabled,
             torch.is_autocast_enabled,
-            torch.autograd.forward_ad,
+            vars(torch.autograd.forward_ad),
         )
     except (ImportError, AttributeError):  # built without Python's headers; another torch
         return None
