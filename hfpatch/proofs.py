@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -62,6 +63,8 @@ _contracts: _Recent[tuple[Contract, dict[str, probe.Proof | probe.Refusal]]] = _
 _blocks: _Recent[tuple[Contract, dict[str, BlockProof | str]]] = _Recent()
 # Which ops a module may be, where that was asked before its kernels.
 _identified: _Recent[set[str]] = _Recent()
+# The contract of each adapter, whose own attributes hooks copy to themselves.
+_contract_of: WeakKeyDictionary[Forward, Contract] = WeakKeyDictionary()
 
 _CHANGED = "its class, or an object that it holds, was changed since; call `hfpatch.apply` again"
 
@@ -121,14 +124,13 @@ def prepare(
 
 def _adapter(subject: Subject, original: Forward, contract: Contract) -> Forward:
     forward = subject.forward(original, contract)
-    forward.contract = contract  # type: ignore[attr-defined]
+    _contract_of[forward] = contract
     return forward
 
 
 def autocast_notes(adapters: Iterable[Forward]) -> Iterator[str]:
     """What the calls of these under autocast were computed by, each said once."""
-    contracts = {id(c): c for f in adapters if (c := getattr(f, "contract", None)) is not None}
-    for contract in contracts.values():
+    for contract in dict.fromkeys(c for f in adapters if (c := _contract_of.get(f)) is not None):
         yield from contract.notes()
 
 

@@ -189,10 +189,6 @@ class Contract:
         self._lock = threading.Lock()
         self._warned: set[str] = set()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Contract:
-        """One serves all copies: wrappers (accelerate's `partial`) carry it in their `__dict__`."""
-        return self
-
     def table(self, device: str) -> dict[Any, Forward]:
         return self.cpu if device == "cpu" else self.cuda
 
