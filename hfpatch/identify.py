@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hfpatch.patches.base import Combo, Formula, Subject, Tensor, replicate
+from hfpatch.patches.base import Combo, Formula, Subject, Tensor
+from hfpatch.patches.replicas import replicate
 from hfpatch.plan import Refusal
 from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit
 

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hfpatch.identify import by_consistency, fits_of, fp32_trial, identify, matching
 from hfpatch.ops import OPS
-from hfpatch.patches.base import Combo, Contract, Formula, Forward, Subject, float32_default
+from hfpatch.patches.base import Combo, Formula, Forward, Subject
+from hfpatch.patches.contract import Contract
+from hfpatch.patches.replicas import float32_default
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, Sources
 from hfpatch.trial import OperatorCounter, Trial

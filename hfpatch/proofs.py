@@ -12,18 +12,12 @@ from torch import nn
 
 from hfpatch import packing, probe
 from hfpatch.ops import OPS
-from hfpatch.patches.base import (
-    Combo,
-    Contract,
-    Family,
-    Forward,
-    Subject,
-    class_of,
-    float32_default,
-)
+from hfpatch.patches.base import Combo, Family, Forward, Subject, class_of
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.keys import code_of
+from hfpatch.patches.replicas import float32_default
 from hfpatch.plan import Refusal, Swap
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices

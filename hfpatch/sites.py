@@ -10,9 +10,10 @@ from torch import nn
 
 from hfpatch import swap
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Subject, class_of, is_dtensor, is_hooked
+from hfpatch.patches.base import Subject, class_of, is_dtensor
 from hfpatch.patches.blocks.base import BlockSubject
 from hfpatch.patches.custom import CustomSubject
+from hfpatch.patches.unchanged import is_hooked
 from hfpatch.plan import Refusal
 
 

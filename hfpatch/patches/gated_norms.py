@@ -9,19 +9,10 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import (
-    Combo,
-    Contract,
-    Family,
-    Formula,
-    Forward,
-    Subject,
-    Tensor,
-    plain,
-    settings_of,
-    watched,
-)
+from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tensor, plain, watched
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.norms import NormSubject, memory_order
+from hfpatch.patches.unchanged import settings_of
 from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.

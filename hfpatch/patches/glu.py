@@ -17,23 +17,21 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.ops.activation import ACTIVATIONS
 from hfpatch.patches.base import (
     Combo,
-    Contract,
     Family,
     Formula,
     Forward,
-    Part,
     Subject,
     Tensor,
     first_argument,
     input_name,
     plain,
-    random_linear,
-    replicate,
-    settings_of,
     watched,
     weight_dtype,
 )
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of, fingerprint
+from hfpatch.patches.replicas import random_linear, replicate
+from hfpatch.patches.unchanged import Part, settings_of
 from hfpatch.sources import Kernel, torch_kernel
 
 _IN, _HIDDEN = 24, 40  # widths of the probe's replica

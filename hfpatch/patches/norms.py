@@ -13,7 +13,6 @@ from torch.compiler import is_compiling
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
-    Contract,
     Family,
     Formula,
     Forward,
@@ -23,12 +22,12 @@ from hfpatch.patches.base import (
     floating_params,
     input_name,
     plain,
-    random_like,
-    replicate,
-    settings_of,
     watched,
 )
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import fingerprint
+from hfpatch.patches.replicas import random_like, replicate
+from hfpatch.patches.unchanged import settings_of
 from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
