@@ -160,37 +160,28 @@ def _contract(
                 subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
             )
         as_made = _key_of(stand_in)
+        asked = {"verify": settings.verify, "training": settings.training}
 
-        def prove_late(device: str, dtype: torch.dtype) -> str | None:
+        def still() -> Subject | str:
+            """The stand-in, or why it is none."""
             if not isinstance(stand_in, Subject):
                 return "its replica could not be examined"
-            if _key_of(stand_in) != as_made:
-                return _CHANGED
-            proof = probe.prove(
-                stand_in,
-                settings.sources,
-                device,
-                verify=settings.verify,
-                training=settings.training,
-            )
+            return stand_in if _key_of(stand_in) == as_made else _CHANGED
+
+        def prove_late(device: str, dtype: torch.dtype) -> str | None:
+            if isinstance(now := still(), str):
+                return now
+            proof = probe.prove(now, settings.sources, device, **asked)
             if isinstance(proof, Refusal):
                 return proof.reason
             probe.fill(contract, proof, device)
             return None
 
         def prove_autocast(device: str, combo: Combo, recorded: bool) -> Forward | str:
-            if not isinstance(stand_in, Subject):
-                return "its replica could not be examined"
-            if _key_of(stand_in) != as_made:
-                return _CHANGED
+            if isinstance(now := still(), str):
+                return now
             found = probe.prove_autocast(
-                stand_in,
-                settings.sources,
-                device,
-                combo,
-                verify=settings.verify,
-                training=settings.training,
-                recorded=recorded,
+                now, settings.sources, device, combo, recorded=recorded, **asked
             )
             return found.reason if isinstance(found, Refusal) else found
 
