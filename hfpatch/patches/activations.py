@@ -110,7 +110,11 @@ class ActivationSubject(Subject):
             ):
                 on_cuda = x.is_cuda
                 run = None
-                if read(self.__dict__) != settings:
+                try:
+                    unchanged = read(self.__dict__) == settings
+                except KeyError:  # one was deleted, or is a parameter or module now
+                    unchanged = False
+                if not unchanged:
                     contract.changed()
                 elif autocast("cuda" if on_cuda else "cpu"):
                     layer = None if projection is None else self._modules[projection]

@@ -115,7 +115,11 @@ class GatedNormSubject(NormSubject):
                 and not watched()
             ):
                 run = None
-                if read(self.__dict__) != settings:
+                try:
+                    unchanged = read(self.__dict__) == settings
+                except KeyError:  # one was deleted, or is a parameter now
+                    unchanged = False
+                if not unchanged:
                     contract.changed()
                 # Under autograd the op is its formula in PyTorch, which gains nothing.
                 elif grad_enabled() and (x.requires_grad or gate.requires_grad or w.requires_grad):

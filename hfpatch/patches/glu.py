@@ -180,9 +180,11 @@ class GatedSubject(Subject):
 
         def untouched(self: nn.Module) -> bool:
             """Whether the settings, and the activation, which is not called, are those proven."""
-            same = read(self.__dict__) == settings and (
-                part is None or part.is_same(self._modules[act])  # type: ignore
-            )
+            try:
+                same = read(self.__dict__) == settings
+            except KeyError:  # one was deleted, or is a parameter or module now
+                same = False
+            same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore
             if not same:
                 contract.changed()
             return same

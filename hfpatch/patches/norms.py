@@ -181,11 +181,15 @@ class NormSubject(Subject):
             if type(self).forward is not original:  # its class is another one, or was patched
                 return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)
             d = self.__dict__
+            try:
+                unchanged = read(d) == settings
+            except KeyError:  # one was deleted, or is a parameter now
+                unchanged = False
             if (
                 guarded is not None
                 and not args
                 and not kwargs
-                and read(d) == settings
+                and unchanged
                 and (
                     not keeps_order
                     or type(x) is not Tensor
@@ -210,7 +214,7 @@ class NormSubject(Subject):
                 if b is None and has_bias:
                     b = d.get(bias)
                 if (
-                    read(d) != settings
+                    not unchanged
                     or (w is None) is has_weight  # a parametrization's: no kernel knows it
                     or (b is None and has_bias)
                     or not (b is None or may_have_bias)

@@ -25,6 +25,7 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
     Settings are the plain attributes and functions that somebody may set while the module is
     patched, such as `eps`: what was bound to their values is no longer right when they differ. A
     name that begins with `_` is one if the class's code has it: others put marks on modules.
+    Reading raises KeyError where one is no attribute any more.
     """
     named = names_read(module)
     names = [
@@ -110,7 +111,10 @@ class Part:
             module = module._modules.get(name)
         if module is None or type(module) is not self._class or is_replaced(module):
             return False
-        return bool(self._read(module.__dict__) == self._settings)
+        try:
+            return bool(self._read(module.__dict__) == self._settings)
+        except KeyError:  # one was deleted, or is a parameter or module now
+            return False
 
 
 def is_replaced(module: nn.Module) -> bool:
