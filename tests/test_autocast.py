@@ -284,6 +284,56 @@ def test_quantized_layers(names: list[str], recorded: bool) -> None:
         assert off(got[1][k], gradient) <= cases.noise(BF16), k
 
 
+class WideSiLU(nn.SiLU):
+    """What autocast on a GPU makes of an activation with a power in it: its result is fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float() if torch.is_autocast_enabled("cpu") else x)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before apply", "after apply"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["no_grad", "gradients"])
+@pytest.mark.parametrize(
+    ("name", "last", "wide"),
+    [
+        ("LlamaMLP", "down_proj", False),
+        ("LlamaMLP", "down_proj", True),
+        ("Phi3MLP", "down_proj", True),
+        ("T5DenseGatedActDense", "wo", True),
+    ],
+)
+def test_a_quantized_layer_behind_an_activation(
+    name: str, last: str, wide: bool, recorded: bool, after: bool
+) -> None:
+    """Such a layer's result has the dtype of the product, which that of the activation decides."""
+
+    def make() -> nn.Module:
+        module = MODULES[name]()
+        for act in ("act_fn", "activation_fn"):
+            if hasattr(module, act) and wide:
+                setattr(module, act, WideSiLU())
+        return module
+
+    def quantize(module: nn.Module) -> nn.Module:
+        setattr(module, last, Int8(getattr(module, last)))
+        return module
+
+    with cases.as_on_cuda():  # there T5's own activation is wide
+        mode = "training" if recorded else "inference"
+        pair = Pair.of(make() if after else quantize(make()), mode=mode)
+        for model in (pair.patched, pair.plain) if after else ():
+            quantize(model[0])
+        for dtype in cases.DTYPES:
+            expected = call(pair.plain, draw(dtype), BF16, recorded)
+            got = call(pair.patched, draw(dtype), BF16, recorded)
+            assert expected[0].dtype == (FP32 if wide else BF16)
+            assert got[0].dtype == expected[0].dtype
+            assert off(got[0], expected[0]) <= cases.noise(FP32 if wide else BF16)
+            for k, gradient in expected[1].items():
+                assert got[1][k].dtype == gradient.dtype, k
+                assert off(got[1][k], gradient) <= cases.noise(BF16), k
+
+
 def test_parts_of_blocks() -> None:
     """A fused block hands over, and says so; in training its parts run their own kernels."""
     entry = zoo.ENTRIES["sd15-unet"]
