@@ -20,7 +20,7 @@ from hfpatch.identify import by_consistency, fits_of, fp32_trial, identify, matc
 from hfpatch.ops import OPS
 from hfpatch.patches.base import Combo, Formula, Forward, Subject
 from hfpatch.patches.contract import Contract
-from hfpatch.patches.replicas import float32_default
+from hfpatch.patches.proving import float32_default
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, Sources
 from hfpatch.trial import OperatorCounter, Trial

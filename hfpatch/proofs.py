@@ -17,7 +17,7 @@ from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.keys import code_of
-from hfpatch.patches.replicas import float32_default
+from hfpatch.patches.proving import float32_default
 from hfpatch.plan import Refusal, Swap
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices

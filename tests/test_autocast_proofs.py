@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from typing import Any
 
@@ -198,26 +197,6 @@ def test_a_copy_beside_accelerates_hooks() -> None:
     x = draw(FP32)
     with torch.no_grad(), torch.autocast("cpu", BF16):
         assert off(copy.deepcopy(pair.patched)(x), pair.plain(x)) <= cases.noise(FP32)
-
-
-def test_threads_leave_the_process_as_it_was() -> None:
-    filters, dtype = list(warnings.filters), torch.get_default_dtype()
-    for _ in range(8):
-        forget_proofs()
-        models = [Pair.of(MODULES[n]()).patched for n in ("LlamaRMSNorm", "LlamaMLP")]
-        start = threading.Barrier(2)
-
-        def first_call(model: nn.Module, start: threading.Barrier = start) -> None:
-            start.wait()
-            with torch.no_grad(), torch.autocast("cpu", BF16):
-                model(draw(FP32))
-
-        threads = [threading.Thread(target=first_call, args=(m,)) for m in models]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        assert list(warnings.filters) == filters and torch.get_default_dtype() == dtype
 
 
 def test_hooks_on_all_modules_see_no_proof() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Forward, Tensor, supported
-
-_proving = threading.Lock()  # held by who makes a proof under autocast
+from hfpatch.patches.proving import may_prove
 
 
 class Contract:
@@ -50,7 +48,6 @@ class Contract:
         self._outcomes: dict[str, None] = {}
         #: Device, and dtype where proofs are by dtype: why it cannot be served, or None.
         self._proven: dict[tuple[str, torch.dtype | None], str | None] = {}
-        self._lock = threading.Lock()
         self._warned: set[str] = set()
 
     def table(self, device: str) -> dict[Any, Forward]:
@@ -66,7 +63,9 @@ class Contract:
         if device in ("cpu", "cuda") and unit not in self._proven:
             if device == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
-            with self._lock:
+            with may_prove((self, unit)) as may:
+                if not may:
+                    return None
                 if unit not in self._proven:
                     try:
                         self._proven[unit] = self._prove(device, x.dtype)
@@ -128,21 +127,17 @@ class Contract:
                     "original forward"
                 )
             return None
-        entry: Any = _unproven((*key, dtype))
-        if all(map(supported, (*key, dtype))) and self._prove_autocast is not None:
-            # One at a time, since the default dtype and the filters of warnings are the process's.
-            # Nobody waits: a proof of gradients itself waits for autograd's thread of the device,
-            # which may be here for somebody's backward. Others call the original meanwhile.
-            if not _proving.acquire(blocking=False):
-                return None
-            try:
-                entry = self._prove_autocast(device, combo, recorded)
-            except torch.OutOfMemoryError:
-                entry = None
-            finally:
-                _proving.release()
-        if entry is not None:
-            self._autocast[unit] = None if isinstance(entry, str) else entry
+        with may_prove((self, unit)) as may:
+            if not may or unit in self._autocast:
+                return self._autocast.get(unit)
+            entry: Any = _unproven((*key, dtype))
+            if all(map(supported, (*key, dtype))) and self._prove_autocast is not None:
+                try:
+                    entry = self._prove_autocast(device, combo, recorded)
+                except torch.OutOfMemoryError:
+                    entry = None
+            if entry is not None:
+                self._autocast[unit] = None if isinstance(entry, str) else entry
         called = f"{combo} on {device}{' where autograd records' if recorded else ''}"
         if entry is None:
             self._warn_once(

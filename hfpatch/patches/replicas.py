@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,14 +76,3 @@ def random_linear(
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * n_in**-0.5)
     return layer.to(device, dtype).requires_grad_(False)
-
-
-@contextmanager
-def float32_default() -> Iterator[None]:
-    """PyTorch's own default dtype, whatever the user's is: what is drawn and built has no other."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -27,7 +27,7 @@ from hfpatch.patches.blocks import opaque
 from hfpatch.patches.blocks.chain import Chain
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of
-from hfpatch.patches.replicas import float32_default
+from hfpatch.patches.proving import float32_default
 from hfpatch.patches.unchanged import Part, is_hooked
 from hfpatch.sources import Kernel, Sources
 
