@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from hfpatch.config import attention_choice
-from hfpatch.patches.base import Tensor, has_diffusers_hook
+from hfpatch.patches.base import Tensor
+from hfpatch.patches.unchanged import has_diffusers_hook
 
 #: Types whose values a graph can hold, and a key compare.
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hfpatch.patches.base import is_hooked
+from hfpatch.patches.unchanged import is_hooked
 
 #: Kernels read 16 bytes at a time: each piece starts at a multiple.
 _ALIGNMENT = 16

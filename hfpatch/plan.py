@@ -38,6 +38,14 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """Why a module is not swapped, before it is said of which: what a `Skip` is made of."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Skip:
     """One nominated module that stays as it is, and why (`kind` is a key of SKIP_KINDS)."""
 

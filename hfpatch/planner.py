@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch import kernelized, packing, probe, registry
+from hfpatch import kernelized, packing, registry
 from hfpatch.errors import HfpatchError, PatchError, VerificationError
 from hfpatch.patches.base import Family, class_of
 from hfpatch.patches.blocks.chain import Chain
 from hfpatch.patches.keys import classes_read_once
-from hfpatch.plan import Plan, Skip
+from hfpatch.plan import Plan, Refusal, Skip
 from hfpatch.proofs import Prepared, prepare
 from hfpatch.settings import Settings, matches
 from hfpatch.sites import Site, sites_of, unfit
@@ -185,7 +185,7 @@ def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:
             why = f"proving its kernel failed: {type(e).__name__}: {e}"
             if settings.strict:
                 raise PatchError(f"`{path}` ({class_name}): {why}") from e
-            outcome = probe.Refusal("rejected", why)
+            outcome = Refusal("rejected", why)
         if isinstance(outcome, Prepared):
             swap = replace(outcome.swap, mode=settings.mode)
             draft.prepared.append(replace(outcome, swap=swap))

@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from hfpatch import packing, probe
 from hfpatch.ops import OPS
-from hfpatch.patches.base import (
-    Combo,
-    Contract,
-    Family,
-    Forward,
-    Subject,
-    class_of,
-    float32_default,
-)
+from hfpatch.patches.base import Combo, Family, Forward, Subject, class_of
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.keys import code_of
-from hfpatch.plan import Swap
+from hfpatch.patches.proving import float32_default
+from hfpatch.plan import Refusal, Swap
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices
 
@@ -57,11 +52,13 @@ class _Recent(dict[Any, _V]):
 
 
 # One proof serves every module of equal code and settings, in every model of the process.
-_contracts: _Recent[tuple[Contract, dict[str, probe.Proof | probe.Refusal]]] = _Recent()
+_contracts: _Recent[tuple[Contract, dict[str, probe.Proof | Refusal]]] = _Recent()
 # Like `_contracts`, for blocks, which are proven as a whole.
 _blocks: _Recent[tuple[Contract, dict[str, BlockProof | str]]] = _Recent()
 # Which ops a module may be, where that was asked before its kernels.
 _identified: _Recent[set[str]] = _Recent()
+# The contract of each adapter, whose own attributes hooks copy to themselves.
+_contract_of: WeakKeyDictionary[Forward, Contract] = WeakKeyDictionary()
 
 _CHANGED = "its class, or an object that it holds, was changed since; call `hfpatch.apply` again"
 
@@ -73,16 +70,14 @@ def forget_proofs() -> None:
     _identified.clear()
 
 
-def prepare(
-    site: Site, family: Family, subject: Subject, settings: Settings
-) -> Prepared | probe.Refusal:
+def prepare(site: Site, family: Family, subject: Subject, settings: Settings) -> Prepared | Refusal:
     """The swap of a module, if its kernel is proven on a device where the module may run."""
     path, module = site.path, site.module
     original = type(module).forward
     if isinstance(subject, CustomSubject):
         return _prepare_custom(path, module, subject, settings)
     devices = probe_devices(site)
-    if isinstance(devices, probe.Refusal):
+    if isinstance(devices, Refusal):
         return devices
     if isinstance(subject, BlockSubject):
         return _prepare_block(path, module, subject, devices, settings)
@@ -98,7 +93,7 @@ def prepare(
             )
             if isinstance(proof := proofs[device], probe.Proof):
                 probe.fill(contract, proof, device)
-    refusals = [p for d in devices if isinstance(p := proofs[d], probe.Refusal)]
+    refusals = [p for d in devices if isinstance(p := proofs[d], Refusal)]
     good = {d: p for d in devices if isinstance(p := proofs[d], probe.Proof)}
     if not good:
         return refusals[0]
@@ -121,14 +116,13 @@ def prepare(
 
 def _adapter(subject: Subject, original: Forward, contract: Contract) -> Forward:
     forward = subject.forward(original, contract)
-    forward.contract = contract  # type: ignore[attr-defined]
+    _contract_of[forward] = contract
     return forward
 
 
 def autocast_notes(adapters: Iterable[Forward]) -> Iterator[str]:
     """What the calls of these under autocast were computed by, each said once."""
-    contracts = {id(c): c for f in adapters if (c := getattr(f, "contract", None)) is not None}
-    for contract in contracts.values():
+    for contract in dict.fromkeys(c for f in adapters if (c := _contract_of.get(f)) is not None):
         yield from contract.notes()
 
 
@@ -138,7 +132,7 @@ def _contract(
     subject: Subject,
     devices: tuple[str, ...],
     settings: Settings,
-) -> tuple[Contract, dict[str, probe.Proof | probe.Refusal]]:
+) -> tuple[Contract, dict[str, probe.Proof | Refusal]]:
     ops = _ops(module, family, subject, devices, settings)
     kernels = tuple(
         # another project's may not do, and then what follows it counts
@@ -166,39 +160,30 @@ def _contract(
                 subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
             )
         as_made = _key_of(stand_in)
+        asked = {"verify": settings.verify, "training": settings.training}
 
-        def prove_late(device: str, dtype: torch.dtype) -> str | None:
+        def still() -> Subject | str:
+            """The stand-in, or why it is none."""
             if not isinstance(stand_in, Subject):
                 return "its replica could not be examined"
-            if _key_of(stand_in) != as_made:
-                return _CHANGED
-            proof = probe.prove(
-                stand_in,
-                settings.sources,
-                device,
-                verify=settings.verify,
-                training=settings.training,
-            )
-            if isinstance(proof, probe.Refusal):
+            return stand_in if _key_of(stand_in) == as_made else _CHANGED
+
+        def prove_late(device: str, dtype: torch.dtype) -> str | None:
+            if isinstance(now := still(), str):
+                return now
+            proof = probe.prove(now, settings.sources, device, **asked)
+            if isinstance(proof, Refusal):
                 return proof.reason
             probe.fill(contract, proof, device)
             return None
 
         def prove_autocast(device: str, combo: Combo, recorded: bool) -> Forward | str:
-            if not isinstance(stand_in, Subject):
-                return "its replica could not be examined"
-            if _key_of(stand_in) != as_made:
-                return _CHANGED
+            if isinstance(now := still(), str):
+                return now
             found = probe.prove_autocast(
-                stand_in,
-                settings.sources,
-                device,
-                combo,
-                verify=settings.verify,
-                training=settings.training,
-                recorded=recorded,
+                now, settings.sources, device, combo, recorded=recorded, **asked
             )
-            return found.reason if isinstance(found, probe.Refusal) else found
+            return found.reason if isinstance(found, Refusal) else found
 
         contract = Contract(
             class_of(module).__name__,
@@ -242,13 +227,13 @@ def _prepare_block(
     subject: BlockSubject,
     devices: tuple[str, ...],
     settings: Settings,
-) -> Prepared | probe.Refusal:
+) -> Prepared | Refusal:
     if settings.training:
-        return probe.Refusal("unsupported", "the fused block has no backward")
+        return Refusal("unsupported", "the fused block has no backward")
     sources = settings.sources
     for op in subject.ops:
         if (why := sources.missing(op, block=True)) is not None:
-            return probe.Refusal("unavailable", why)
+            return Refusal("unavailable", why)
     kernels = tuple(
         (op, k.source, k.version, sources.explicit(op))
         for op in subject.ops
@@ -261,11 +246,11 @@ def _prepare_block(
             with float32_default():
                 tiny = subject.tiny(torch.Generator().manual_seed(0))
         except Exception as e:
-            return probe.Refusal(
+            return Refusal(
                 "unsupported", f"no small copy of it could be made: {type(e).__name__}: {e}"
             )
         if (why := subject.unlike(tiny)) is not None:
-            return probe.Refusal("unsupported", why)
+            return Refusal("unsupported", why)
         stand_in = type(subject)(tiny)
         as_made = _key_of(stand_in)
 
@@ -291,7 +276,7 @@ def _prepare_block(
     if not good:
         reason = str(proofs[devices[0]])
         kind = "off" if "switched off" in reason else "rejected"
-        return probe.Refusal("unsupported" if "no compiled" in reason else kind, reason)
+        return Refusal("unsupported" if "no compiled" in reason else kind, reason)
     entry = Swap(
         path,
         class_of(module).__name__,
@@ -317,17 +302,17 @@ def _fill_block(contract: Contract, proof: BlockProof, device: str) -> None:
 
 def _prepare_custom(
     path: str, module: nn.Module, subject: CustomSubject, settings: Settings
-) -> Prepared | probe.Refusal:
+) -> Prepared | Refusal:
     errors: tuple[float, float] | str = (0.0, 0.0)
     if settings.training and not subject.family.differentiable:
-        return probe.Refusal("unsupported", "its registered forward is not differentiable")
+        return Refusal("unsupported", "its registered forward is not differentiable")
     if settings.verify:
         try:
             errors = subject.compare()
         except Exception as e:
             errors = f"comparing it with the original failed: {type(e).__name__}: {e}"
     if isinstance(errors, str):
-        return probe.Refusal("rejected", errors)
+        return Refusal("rejected", errors)
     entry = Swap(
         path, class_of(module).__name__, subject.op, subject.title, subject.source, "", (), *errors
     )

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hfpatch import probe, swap
+from hfpatch import swap
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Subject, class_of, is_dtensor, is_hooked
+from hfpatch.patches.base import Subject, class_of, is_dtensor
 from hfpatch.patches.blocks.base import BlockSubject
 from hfpatch.patches.custom import CustomSubject
+from hfpatch.patches.unchanged import is_hooked
+from hfpatch.plan import Refusal
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def execution_device(module: nn.Module) -> str | None:
     return None
 
 
-def probe_devices(site: Site) -> tuple[str, ...] | probe.Refusal:
+def probe_devices(site: Site) -> tuple[str, ...] | Refusal:
     """Device types to prove on: where the weights are, and where a hook will move the input."""
     found = {site.execution} if site.execution is not None else set()
     for child in site.module.modules():
@@ -73,33 +75,33 @@ def probe_devices(site: Site) -> tuple[str, ...] | probe.Refusal:
                 found.add(hook if hook is not None and p.is_meta else p.device.type)
     found = found or {site.home}
     if "meta" in found:
-        return probe.Refusal(
+        return Refusal(
             "unsupported", "its weights are on the meta device; load them, then call apply again"
         )
     other = found - {"cpu", "cuda"}
     if other:
-        return probe.Refusal("unsupported", f"no kernel for device {', '.join(sorted(other))}")
+        return Refusal("unsupported", f"no kernel for device {', '.join(sorted(other))}")
     return tuple(sorted(found))
 
 
-def unfit(site: Site, subject: Subject) -> probe.Refusal | None:
+def unfit(site: Site, subject: Subject) -> Refusal | None:
     """What rules a module out before anything is run."""
     module = site.module
     foreign = swap.foreign_forward(module)
     if foreign is not None:
-        return probe.Refusal("foreign", foreign)
+        return Refusal("foreign", foreign)
     if torch.nn.utils.parametrize.is_parametrized(module):
-        return probe.Refusal("unsupported", "its parameters are parametrized")
+        return Refusal("unsupported", "its parameters are parametrized")
     hooked = [n for n in subject.bypassed if is_hooked(module._modules[n])]  # type: ignore[arg-type]
     if hooked:
-        return probe.Refusal(
+        return Refusal(
             "unsupported", f"child `{hooked[0]}` has hooks, which the fused forward would not run"
         )
     if isinstance(subject, CustomSubject):
         return None
     for child in subject.covers():
         if (foreign := swap.foreign_forward(child)) is not None:
-            return probe.Refusal(
+            return Refusal(
                 "unsupported",
                 f"the fused forward would not run a `{type(child).__name__}` inside: {foreign}",
             )
@@ -107,14 +109,14 @@ def unfit(site: Site, subject: Subject) -> probe.Refusal | None:
     if why is None and isinstance(subject, BlockSubject) and _context_parallel(module):
         why = "its attention is split over several GPUs (context parallel)"
     if why is not None:
-        return probe.Refusal("unsupported", why)
+        return Refusal("unsupported", why)
     for name, p in module._parameters.items():
         if p is None:
             continue
         if not is_dtensor(p) and type(p) not in (nn.Parameter, torch.Tensor):
-            return probe.Refusal("unsupported", f"`{name}` is a {type(p).__name__}")
+            return Refusal("unsupported", f"`{name}` is a {type(p).__name__}")
         if p.dtype not in KERNEL_DTYPES:
-            return probe.Refusal(
+            return Refusal(
                 "unsupported",
                 f"`{name}` is {p.dtype}; the kernels take "
                 f"{', '.join(str(t).removeprefix('torch.') for t in KERNEL_DTYPES)}",

@@ -188,6 +188,30 @@ def check(pair: Pair, x: torch.Tensor, autocast: torch.dtype, recorded: bool) ->
         assert off(got[1][name], gradient) <= limit, name
 
 
+def check_module(name: str, autocast: torch.dtype, recorded: bool, device: str) -> None:
+    """Values, gradients and the dtypes of both, for inputs and weights of every dtype."""
+    for own in (torch.float32, autocast):
+        settings = {"mode": "training" if recorded else "inference", "kernels": "local"}
+        pair = Pair.of(MODULES[name]().to(own), device, **settings)
+        for dtype in DTYPES:
+            check(pair, draw(dtype, device), autocast, recorded)
+
+
 def gated_norm() -> nn.Module:
     groups = signature(BambaRMSNormGated).parameters.get("group_size")  # not in older transformers
     return BambaRMSNormGated(WIDTH, **({} if groups is None else {"group_size": WIDTH}))
+
+
+def check_gated_norm(autocast: torch.dtype, device: str) -> None:
+    norm = gated_norm().to(device)
+    plain = copy.deepcopy(norm)
+    assert hfpatch.apply(nn.Sequential(norm)).swaps
+    for dtype in DTYPES:
+        x, gate = draw(dtype, device), draw(dtype, device).flip(0)
+        with torch.no_grad(), torch.autocast(device, autocast):
+            norm(x, gate)
+            with Kernels() as seen:
+                got = norm(x, gate)
+            expected = plain(x, gate)
+        assert seen.names == ["gated_rms_norm"] and got.dtype == expected.dtype
+        assert off(got, expected) <= noise(dtype, torch.float32)

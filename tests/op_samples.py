@@ -6,17 +6,12 @@ opcheck, determinism, layouts, canaries, compilation, graphs, threads, leaks and
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import c_api
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent / "kernels"))
-
-import c_api
 
 from hfpatch.ops import OPS as FORMULAS
 

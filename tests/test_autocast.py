@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,10 @@ from typing import Any
 import autocast_cases as cases
 import pytest
 import torch
+import trainer
 import zoo
-from accelerate.hooks import ModelHook, add_hook_to_module
 from autocast_cases import HALVES, MODULES, WIDTH, Kernels, Pair, call, check, draw, off
 from torch import nn
-from torch.nn.utils import parametrize, prune
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
@@ -39,12 +31,7 @@ def _kernels(kernels_module: object) -> None:
 @pytest.mark.parametrize("autocast", HALVES, ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str, autocast: torch.dtype, recorded: bool) -> None:
-    """Values, gradients and the dtypes of both, for inputs and weights of every dtype."""
-    for own in (FP32, autocast):
-        settings = {"mode": "training" if recorded else "inference", "kernels": "local"}
-        pair = Pair.of(MODULES[name]().to(own), **settings)
-        for dtype in cases.DTYPES:
-            check(pair, draw(dtype), autocast, recorded)
+    cases.check_module(name, autocast, recorded, "cpu")
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["no_grad", "gradients"])
@@ -65,18 +52,7 @@ def test_modules_with_the_operators_of_cuda(name: str, recorded: bool) -> None:
 
 @pytest.mark.parametrize("autocast", HALVES, ids=str)
 def test_gated_norm(autocast: torch.dtype) -> None:
-    norm = cases.gated_norm()
-    plain = copy.deepcopy(norm)
-    assert hfpatch.apply(nn.Sequential(norm)).swaps
-    for dtype in cases.DTYPES:
-        x, gate = draw(dtype), draw(dtype).flip(0)
-        with torch.no_grad(), torch.autocast("cpu", autocast):
-            norm(x, gate)
-            with Kernels() as seen:
-                got = norm(x, gate)
-            expected = plain(x, gate)
-        assert seen.names == ["gated_rms_norm"] and got.dtype == expected.dtype
-        assert off(got, expected) <= cases.noise(dtype, FP32)
+    cases.check_gated_norm(autocast, "cpu")
 
 
 def test_a_gate_of_another_dtype() -> None:
@@ -148,8 +124,6 @@ def test_models(name: str, mode: str) -> None:
 
 def test_trainer(tmp_path: Path) -> None:
     """`Trainer(bf16=True)`: the losses and norms of the gradients that it logs."""
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
     ids = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(3))
     rows = [{"input_ids": i, "labels": i} for i in ids]
 
@@ -157,61 +131,14 @@ def test_trainer(tmp_path: Path) -> None:
         model = zoo.ENTRIES["llama"].build()
         if patched:
             assert hfpatch.apply(model, mode="training").swaps
-        args = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=8,
-            per_device_train_batch_size=4,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            bf16=True,
-            disable_tqdm=True,
-            seed=0,
-        )
-        trainer = Trainer(model, args, train_dataset=rows)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        steps = trainer.logged(model, rows, tmp_path, 8, bf16=True)
         if patched:
             assert any(": the kernel" in n for n in hfpatch.status(model).notes)
-        steps = [e for e in trainer.state.log_history if "loss" in e]
         return torch.tensor([[e["loss"], e["grad_norm"]] for e in steps])
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="hfpatch")
         torch.testing.assert_close(logged(True), logged(False), rtol=2e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LlamaMLP", "NewGELUActivation"])
-def test_switched_nested_and_changed(name: str) -> None:
-    """Each call is what it is where it stands, whatever came before."""
-    # frozen: autocast keeps casts of weights that are not, also for another dtype of its own
-    pair = Pair.of(MODULES[name]().requires_grad_(False))
-    x = draw(FP32)
-
-    def same() -> torch.dtype:
-        got, expected = pair.patched(x), pair.plain(x)
-        assert got.dtype == expected.dtype
-        # outside of autocast, fp32 throughout
-        inside = torch.is_autocast_enabled("cpu")
-        assert off(got, expected) <= cases.noise(*([BF16] if inside else []), FP32)
-        return got.dtype
-
-    with torch.no_grad():
-        for _ in range(3):
-            assert same() == FP32
-            with torch.autocast("cpu", BF16):
-                bf16 = same()
-                with torch.autocast("cpu", enabled=False):
-                    assert same() == FP32
-                with torch.autocast("cpu", FP16):
-                    fp16 = same()
-                assert same() == bf16
-            assert (bf16, fp16) == ((BF16, FP16) if name == "LlamaMLP" else (FP32, FP32))
-        with torch.autocast("cpu", BF16), Kernels() as seen:
-            same()
-        assert len(seen.names) == 1
 
 
 class DoubledRMSNorm(LlamaRMSNorm):
@@ -325,84 +252,6 @@ def test_dtypes_without_a_kernel() -> None:
         assert meta(x.to("meta")).shape == x.shape
 
 
-@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaRMSNorm"])
-def test_the_cache_of_weights(name: str) -> None:
-    """Autocast casts a weight once for all calls of a region, also where the first one proved it;
-    what is kept there is the model's alone."""
-    pair = Pair.of(nn.Sequential(MODULES[name](), nn.Linear(WIDTH, WIDTH)), mode="training")
-    forget_proofs()
-    x = draw(FP32)
-    with torch.autocast("cpu", BF16):
-        counts = []
-        for model in (pair.plain, pair.patched):
-            first, second = Kernels(), Kernels()
-            model(x)
-            with first:
-                model(x)
-            with second:
-                y = model(x)
-            counts.append(second.casts)
-            assert first.casts == second.casts
-            y.float().sum().backward()
-        assert counts[0] == counts[1]
-    for p, q in zip(pair.plain.parameters(), pair.patched.parameters(), strict=True):
-        assert p.dtype == q.dtype == FP32 and p.grad is not None and q.grad is not None
-        assert off(q.grad, p.grad) <= cases.noise(BF16)
-
-
-def _selective(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    keep = op in products
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "reentrant": {"use_reentrant": True},
-    "saved tensors": {"use_reentrant": False},
-    "selective": {
-        "use_reentrant": False,
-        "context_fn": lambda: create_selective_checkpoint_contexts(_selective),
-    },
-}
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaRMSNorm"])
-@pytest.mark.filterwarnings("ignore:hfpatch")  # a norm in "inference" hands over
-def test_proven_inside_of_a_checkpoint(name: str, kind: str, mode: str) -> None:
-    """It counts and keeps what happens in its forward, to find the same when it runs again."""
-    forget_proofs()
-    pair = Pair.of(MODULES[name](), mode=mode)
-
-    def gradients(model: nn.Module) -> list[torch.Tensor]:
-        x = draw(FP32).requires_grad_()
-        with torch.autocast("cpu", BF16):
-            y = checkpoint(model, x, **CHECKPOINTS[kind])
-        return (
-            list(torch.autograd.grad(y.float().pow(2).sum(), [x, *model.parameters()]))
-            if (kind != "reentrant")
-            else _backward(y, x, model)
-        )
-
-    for got, expected in zip(gradients(pair.patched), gradients(pair.plain), strict=True):
-        assert got.dtype == expected.dtype and off(got, expected) <= cases.noise(BF16)
-
-
-def _backward(y: torch.Tensor, x: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    y.float().pow(2).sum().backward()
-    return [g for t in (x, *model.parameters()) if (g := t.grad) is not None]
-
-
-def test_proven_in_inference_mode() -> None:
-    forget_proofs()
-    pair = Pair.of(LlamaRMSNorm(WIDTH), mode="training")
-    with torch.inference_mode(), torch.autocast("cpu", BF16):
-        torch.testing.assert_close(pair.patched(draw(FP32)), pair.plain(draw(FP32)))
-    check(pair, draw(FP32), BF16, True)
-
-
 class Int8(nn.Module):
     """A layer that autocast does not know: its result has the dtype of its input."""
 
@@ -435,27 +284,54 @@ def test_quantized_layers(names: list[str], recorded: bool) -> None:
         assert off(got[1][k], gradient) <= cases.noise(BF16), k
 
 
-def test_compiled() -> None:
-    """While compiling, the originals: the graph is the unpatched model's."""
-    pair = Pair.of(MODULES["LlamaMLP"]())
-    x = draw(FP32)
-    targets: list[str] = []
+class WideSiLU(nn.SiLU):
+    """What autocast on a GPU makes of an activation with a power in it: its result is fp32."""
 
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        targets.extend(str(n.target) for n in graph.graph.nodes)
-        return graph.forward
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float() if torch.is_autocast_enabled("cpu") else x)
 
-    compiled = torch.compile(pair.patched, backend=backend, fullgraph=True)
-    with torch.no_grad(), torch.autocast("cpu", BF16):
-        expected = pair.plain(x)
-        for _ in range(2):  # not proven, and proven
-            torch._dynamo.reset()
-            assert torch.equal(compiled(x), expected)
-            pair.patched(x)
-        assert targets and not any("hfpatch" in t for t in targets)
-        with Kernels() as seen:
-            pair.patched(x)
-        assert seen.names == ["gated"]
+
+@pytest.mark.parametrize("after", [False, True], ids=["before apply", "after apply"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["no_grad", "gradients"])
+@pytest.mark.parametrize(
+    ("name", "last", "wide"),
+    [
+        ("LlamaMLP", "down_proj", False),
+        ("LlamaMLP", "down_proj", True),
+        ("Phi3MLP", "down_proj", True),
+        ("T5DenseGatedActDense", "wo", True),
+    ],
+)
+def test_a_quantized_layer_behind_an_activation(
+    name: str, last: str, wide: bool, recorded: bool, after: bool
+) -> None:
+    """Such a layer's result has the dtype of the product, which that of the activation decides."""
+
+    def make() -> nn.Module:
+        module = MODULES[name]()
+        for act in ("act_fn", "activation_fn"):
+            if hasattr(module, act) and wide:
+                setattr(module, act, WideSiLU())
+        return module
+
+    def quantize(module: nn.Module) -> nn.Module:
+        setattr(module, last, Int8(getattr(module, last)))
+        return module
+
+    with cases.as_on_cuda():  # there T5's own activation is wide
+        mode = "training" if recorded else "inference"
+        pair = Pair.of(make() if after else quantize(make()), mode=mode)
+        for model in (pair.patched, pair.plain) if after else ():
+            quantize(model[0])
+        for dtype in cases.DTYPES:
+            expected = call(pair.plain, draw(dtype), BF16, recorded)
+            got = call(pair.patched, draw(dtype), BF16, recorded)
+            assert expected[0].dtype == (FP32 if wide else BF16)
+            assert got[0].dtype == expected[0].dtype
+            assert off(got[0], expected[0]) <= cases.noise(FP32 if wide else BF16)
+            for k, gradient in expected[1].items():
+                assert got[1][k].dtype == gradient.dtype, k
+                assert off(got[1][k], gradient) <= cases.noise(BF16), k
 
 
 def test_parts_of_blocks() -> None:
@@ -491,35 +367,6 @@ def test_moved_to_another_dtype() -> None:
     check(pair, draw(FP32), BF16, False)
 
 
-def test_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call is the original's, and the next one tries again."""
-    from hfpatch import probe
-
-    pair, x, prove = Pair.of(LlamaRMSNorm(WIDTH)), draw(FP32), probe.prove_autocast
-    forget_proofs()
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError
-
-    pair = Pair.of(LlamaRMSNorm(WIDTH))
-    monkeypatch.setattr(probe, "prove_autocast", fails)
-    with pytest.warns(RuntimeWarning, match="no memory to prove its kernel with float32 input"):
-        got = call(pair.patched, x, BF16, False)[0]
-    assert torch.equal(got, call(pair.plain, x, BF16, False)[0])
-    monkeypatch.setattr(probe, "prove_autocast", prove)
-    check(pair, x, BF16, False)
-
-
-def test_what_is_set_meanwhile(capsys: Any) -> None:
-    """A setting that is no longer the proven one, as without autocast."""
-    pair = Pair.of(LlamaRMSNorm(WIDTH))
-    check(pair, draw(FP32), BF16, False)
-    pair.patched[0].variance_epsilon = pair.plain[0].variance_epsilon = 0.5
-    with pytest.warns(RuntimeWarning, match="got other settings"):
-        got = call(pair.patched, draw(FP32), BF16, False)[0]
-    assert torch.equal(got, call(pair.plain, draw(FP32), BF16, False)[0])
-
-
 def test_gradients_in_inference_mode_are_the_originals() -> None:
     pair, x = Pair.of(LlamaRMSNorm(WIDTH)), draw(FP32)
     expected = call(pair.plain, x, BF16, True)
@@ -527,99 +374,3 @@ def test_gradients_in_inference_mode_are_the_originals() -> None:
         got = call(pair.patched, x, BF16, True)
     assert torch.equal(got[0], expected[0])
     assert all(torch.equal(got[1][k], g) for k, g in expected[1].items())
-
-
-def _plain_tensors(norm: nn.Module) -> None:
-    """As FSDP1 leaves a module: tensors beside `_parameters`."""
-    for name in [k for k, p in norm._parameters.items() if p is not None]:
-        value = getattr(norm, name).detach().clone()
-        delattr(norm, name)
-        setattr(norm, name, value)
-
-
-class Same(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("name", ["LlamaRMSNorm", "LayerNorm"])
-@pytest.mark.parametrize(
-    ("move", "used"),
-    [
-        (_plain_tensors, True),
-        (lambda n: prune.l1_unstructured(n, "weight", amount=0.3), True),
-        (lambda n: parametrize.register_parametrization(n, "weight", Same()), False),
-    ],
-    ids=["fsdp1", "pruned", "parametrized"],
-)
-def test_a_weight_that_is_no_parameter(move: Any, used: bool, name: str, mode: str) -> None:
-    pair = Pair.of(MODULES[name](), mode=mode)
-    for model in (pair.plain, pair.patched):
-        for p in model.parameters():
-            nn.init.normal_(p, 1.0, 0.5, generator=torch.Generator().manual_seed(3))
-    x = draw(FP32)
-    with torch.no_grad():
-        pair.patched(x)
-        for model in (pair.plain, pair.patched):
-            move(model[0])
-        for autocast in (False, True):
-            with torch.autocast("cpu", BF16, enabled=autocast):
-                pair.patched(x)  # proves it
-                with Kernels() as seen:
-                    got = pair.patched(x)
-                expected = pair.plain(x)
-            assert off(got, expected) <= cases.noise(FP32)
-            assert bool(seen.names) == used
-
-
-def test_a_bias_that_is_no_parameter() -> None:
-    pair = Pair.of(nn.LayerNorm(WIDTH))
-    for model in (pair.plain, pair.patched):
-        nn.init.normal_(model[0].bias, generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
-    x = draw(FP32)
-    with torch.no_grad():
-        pair.patched(x), pair.patched(x)
-        for model in (pair.plain, pair.patched):
-            prune.l1_unstructured(model[0], "bias", amount=0.3)
-        assert off(pair.patched(x), pair.plain(x)) <= cases.noise(FP32)
-
-
-def test_a_copy_beside_accelerates_hooks() -> None:
-    """They copy what a forward holds into their own."""
-    pair = Pair.of(MODULES["LlamaRMSNorm"]())
-    add_hook_to_module(pair.patched[0], ModelHook())
-    x = draw(FP32)
-    with torch.no_grad(), torch.autocast("cpu", BF16):
-        assert off(copy.deepcopy(pair.patched)(x), pair.plain(x)) <= cases.noise(FP32)
-
-
-def test_threads_leave_the_process_as_it_was() -> None:
-    filters, dtype = list(warnings.filters), torch.get_default_dtype()
-    for _ in range(8):
-        forget_proofs()
-        models = [Pair.of(MODULES[n]()).patched for n in ("LlamaRMSNorm", "LlamaMLP")]
-        start = threading.Barrier(2)
-
-        def first_call(model: nn.Module, start: threading.Barrier = start) -> None:
-            start.wait()
-            with torch.no_grad(), torch.autocast("cpu", BF16):
-                model(draw(FP32))
-
-        threads = [threading.Thread(target=first_call, args=(m,)) for m in models]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        assert list(warnings.filters) == filters and torch.get_default_dtype() == dtype
-
-
-def test_hooks_on_all_modules_see_no_proof() -> None:
-    forget_proofs()
-    pair = Pair.of(MODULES["LlamaMLP"](), mode="training")
-    x = draw(FP32)
-    with FlopCounterMode(display=False), pytest.warns(RuntimeWarning, match="hooks on all modules"):
-        call(pair.patched, x, BF16, True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check(pair, x, BF16, True)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from hfpatch import cli, kernel_build, probe, registry, sources
+from hfpatch import cli, kernel_build, registry, sources
 from hfpatch.ops import OPS
 from hfpatch.plan import SKIP_KINDS
+from hfpatch.trial import LIMITS
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Written from measurements, so it may be missing in a fresh tree.
@@ -300,7 +301,7 @@ def test_statuses_and_codes_are_the_headers() -> None:
 def test_limits_are_the_probes() -> None:
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     shown = {row[0].strip("`"): float(row[1]) for row in rows(section(text, "Numbers"))}
-    assert shown == {f.name: getattr(probe.LIMITS, f.name) for f in fields(probe.LIMITS)}
+    assert shown == {f.name: getattr(LIMITS, f.name) for f in fields(LIMITS)}
 
 
 def test_families_are_the_registrys() -> None:

@@ -91,7 +91,7 @@ def test_the_kernel_build_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> N
 FAULTS = {
     "probe raises": (probe, "prove", RuntimeError("probe")),
     "probe has no memory": (probe, "prove", torch.OutOfMemoryError("no memory")),
-    "verification raises": (probe, "_verify", ZeroDivisionError("verify")),
+    "verification raises": (probe, "verify_values", ZeroDivisionError("verify")),
     "contract raises": (proofs, "_contract", KeyError("contract")),
 }
 

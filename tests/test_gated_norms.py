@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch.ops import OPS
-from hfpatch.probe import LIMITS
+from hfpatch.trial import LIMITS
 
 WIDTH = 64
 #: module of transformers.models, class, keyword arguments, (norm_before_gate, cast, activation).

@@ -13,7 +13,6 @@ from torch.compiler import is_compiling
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
-    Contract,
     Family,
     Formula,
     Forward,
@@ -22,13 +21,13 @@ from hfpatch.patches.base import (
     first_argument,
     input_name,
     plain,
-    random_linear,
-    replicate,
-    settings_of,
     watched,
     weight_dtype,
 )
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of
+from hfpatch.patches.replicas import random_linear, replicate
+from hfpatch.patches.unchanged import settings_of
 from hfpatch.sources import Kernel, torch_kernel
 
 _WIDTH = 64  # of the probe's input
@@ -111,7 +110,11 @@ class ActivationSubject(Subject):
             ):
                 on_cuda = x.is_cuda
                 run = None
-                if read(self.__dict__) != settings:
+                try:
+                    unchanged = read(self.__dict__) == settings
+                except KeyError:  # one was deleted, or is a parameter or module now
+                    unchanged = False
+                if not unchanged:
                     contract.changed()
                 elif autocast("cuda" if on_cuda else "cpu"):
                     layer = None if projection is None else self._modules[projection]

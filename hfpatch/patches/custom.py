@@ -10,15 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hfpatch.patches.base import (
-    Combo,
-    Contract,
-    Family,
-    Formula,
-    Forward,
-    Subject,
-    Tensor,
-)
+from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tensor
+from hfpatch.patches.contract import Contract
 from hfpatch.sources import Kernel
 
 

@@ -9,19 +9,10 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import (
-    Combo,
-    Contract,
-    Family,
-    Formula,
-    Forward,
-    Subject,
-    Tensor,
-    plain,
-    settings_of,
-    watched,
-)
+from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tensor, plain, watched
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.norms import NormSubject, memory_order
+from hfpatch.patches.unchanged import settings_of
 from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.
@@ -124,7 +115,11 @@ class GatedNormSubject(NormSubject):
                 and not watched()
             ):
                 run = None
-                if read(self.__dict__) != settings:
+                try:
+                    unchanged = read(self.__dict__) == settings
+                except KeyError:  # one was deleted, or is a parameter now
+                    unchanged = False
+                if not unchanged:
                     contract.changed()
                 # Under autograd the op is its formula in PyTorch, which gains nothing.
                 elif grad_enabled() and (x.requires_grad or gate.requires_grad or w.requires_grad):

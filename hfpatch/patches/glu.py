@@ -17,23 +17,21 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.ops.activation import ACTIVATIONS
 from hfpatch.patches.base import (
     Combo,
-    Contract,
     Family,
     Formula,
     Forward,
-    Part,
     Subject,
     Tensor,
     first_argument,
     input_name,
     plain,
-    random_linear,
-    replicate,
-    settings_of,
     watched,
     weight_dtype,
 )
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of, fingerprint
+from hfpatch.patches.replicas import random_linear, replicate
+from hfpatch.patches.unchanged import Part, settings_of
 from hfpatch.sources import Kernel, torch_kernel
 
 _IN, _HIDDEN = 24, 40  # widths of the probe's replica
@@ -136,6 +134,27 @@ class GatedSubject(Subject):
         return (x * scales[:, None]).to(device, combo.x)
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
+        return self._compute(kernel, formula, training, widened=False)
+
+    def entry(
+        self, kernel: Kernel, formula: Formula, training: bool, replica: nn.Module, x: Tensor
+    ) -> Forward:
+        return self._compute(kernel, formula, training, self._is_widened(replica))
+
+    def _is_widened(self, replica: nn.Module) -> bool:
+        """Whether autocast makes the activation's result, and so the product, fp32, where that of
+        the layers is half: it does so with powers on a GPU."""
+        last, act = self.roles.down, None if self.act is None else replica._modules[self.act]
+        if last is None or act is None:
+            return False
+        layer: Any = replica._modules[last]
+        if not torch.is_autocast_enabled(layer.weight.device.type):
+            return False
+        half = torch.get_autocast_dtype(layer.weight.device.type)
+        h = torch.zeros(1, _HIDDEN, dtype=half, device=layer.weight.device)
+        return bool(act(h).dtype != half)
+
+    def _compute(self, kernel: Kernel, formula: Formula, training: bool, widened: bool) -> Forward:
         call = kernel.bind(dict(formula.params), training)
         # where autograd needs the product and the kernel has none, or where a projection gives a
         # DTensor (tensor parallel), which knows ATen's operators alone: the same formula on these
@@ -153,7 +172,10 @@ class GatedSubject(Subject):
         def compute(module: nn.Module, x: Tensor) -> Any:
             m = module._modules
             h = m[gate](x)  # type: ignore[misc]
-            if up is None:
+            if widened and not _casts(m[down]):  # type: ignore[index]
+                h = h.float()
+                h = aten(h) if up is None else aten(h, m[up](x))  # type: ignore[misc]
+            elif up is None:
                 run = aten if not plain(h) else differentiable if h.requires_grad else call
                 h = run(h)
             else:
@@ -168,7 +190,7 @@ class GatedSubject(Subject):
             if down is None:
                 return h
             last: Any = m[down]
-            return last(h.to(last.weight.dtype) if cast_down else h)
+            return last(h.to(weight_dtype(last, h.dtype)) if cast_down else h)
 
         return compute
 
@@ -182,9 +204,11 @@ class GatedSubject(Subject):
 
         def untouched(self: nn.Module) -> bool:
             """Whether the settings, and the activation, which is not called, are those proven."""
-            same = read(self.__dict__) == settings and (
-                part is None or part.is_same(self._modules[act])  # type: ignore
-            )
+            try:
+                same = read(self.__dict__) == settings
+            except KeyError:  # one was deleted, or is a parameter or module now
+                same = False
+            same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore
             if not same:
                 contract.changed()
             return same
@@ -210,6 +234,11 @@ class GatedSubject(Subject):
             return original(self, *args, **kwargs)
 
         return forward
+
+
+def _casts(layer: nn.Module | None) -> bool:
+    """Whether autocast casts what a layer is given, so that its dtype is all the same."""
+    return type(layer) is nn.Linear and plain(layer.weight)
 
 
 class GatedMlps(Family):

@@ -13,7 +13,6 @@ from torch.compiler import is_dynamo_compiling
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
-    Contract,
     Family,
     Formula,
     Forward,
@@ -23,12 +22,12 @@ from hfpatch.patches.base import (
     floating_params,
     input_name,
     plain,
-    random_like,
-    replicate,
-    settings_of,
     watched,
 )
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import fingerprint
+from hfpatch.patches.replicas import random_like, replicate
+from hfpatch.patches.unchanged import settings_of
 from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
@@ -184,11 +183,15 @@ class NormSubject(Subject):
             if type(self).forward is not original:  # its class is another one, or was patched
                 return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)
             d = self.__dict__
+            try:
+                unchanged = read(d) == settings
+            except KeyError:  # one was deleted, or is a parameter now
+                unchanged = False
             if (
                 guarded is not None
                 and not args
                 and not kwargs
-                and read(d) == settings
+                and unchanged
                 and (
                     not keeps_order
                     or type(x) is not Tensor
@@ -213,7 +216,7 @@ class NormSubject(Subject):
                 if b is None and has_bias:
                     b = d.get(bias)
                 if (
-                    read(d) != settings
+                    not unchanged
                     or (w is None) is has_weight  # a parametrization's: no kernel knows it
                     or (b is None and has_bias)
                     or not (b is None or may_have_bias)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import Contract, Family, Forward, Subject, Tensor, class_of, watched
+from hfpatch.patches.base import Family, Forward, Subject, Tensor, class_of, watched
 from hfpatch.patches.blocks.masks import masks_nothing
 from hfpatch.patches.blocks.memo import accompany, current_capture, stream_of
 from hfpatch.patches.blocks.opaque import trace_whole
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import trainer
 from row import NOISE, Case, Row, forward, only
 from torch import nn
 
@@ -172,7 +173,6 @@ def accelerated(mixed: str) -> Callable[[Case, Any], Any]:
 
 def trained(case: Case, model: nn.Module) -> Any:
     """The losses that `Trainer` logs in 50 steps."""
-    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -189,26 +189,10 @@ def trained(case: Case, model: nn.Module) -> Any:
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 199, (8, 12), generator=g)
     rows = [{"input_ids": i, "labels": i} for i in ids]
-    args = TrainingArguments(
-        output_dir=str(case.path("trainer")),
-        max_steps=50,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=0,
-    )
     with as_it_was(model):
         model.requires_grad_(True)
-        trainer = Trainer(WithLoss(), args, train_dataset=rows)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        losses = [e["loss"] for e in trainer.state.log_history if "loss" in e]
-    assert len(losses) == 50
-    return torch.tensor(losses)
+        steps = trainer.logged(WithLoss(), rows, case.path("trainer"), 50)
+    return torch.tensor([e["loss"] for e in steps])
 
 
 #: 50 steps of AdamW amplify the rounding noise of the first; a curve that is wrong differs by 1.

@@ -30,11 +30,7 @@ def _kernels(kernels_module: object) -> None:
 @pytest.mark.parametrize("autocast", HALVES, ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str, autocast: torch.dtype, recorded: bool) -> None:
-    for own in (FP32, autocast):
-        settings = {"mode": "training" if recorded else "inference", "kernels": "local"}
-        pair = Pair.of(MODULES[name]().to(own), "cuda", **settings)
-        for dtype in cases.DTYPES:
-            check(pair, draw(dtype, "cuda"), autocast, recorded)
+    cases.check_module(name, autocast, recorded, "cuda")
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "NewGELUActivation"])
@@ -52,18 +48,7 @@ def test_half_in_and_fp32_out(name: str) -> None:
 
 @pytest.mark.parametrize("autocast", HALVES, ids=str)
 def test_gated_norm(autocast: torch.dtype) -> None:
-    norm = cases.gated_norm().cuda()
-    plain = copy.deepcopy(norm)
-    assert hfpatch.apply(nn.Sequential(norm)).swaps
-    for dtype in cases.DTYPES:
-        x, gate = draw(dtype, "cuda"), draw(dtype, "cuda").flip(0)
-        with torch.no_grad(), torch.autocast("cuda", autocast):
-            norm(x, gate)
-            with Kernels() as seen:
-                got = norm(x, gate)
-            expected = plain(x, gate)
-        assert seen.names == ["gated_rms_norm"] and got.dtype == expected.dtype
-        assert off(got, expected) <= cases.noise(dtype, FP32)
+    cases.check_gated_norm(autocast, "cuda")
 
 
 @pytest.mark.parametrize("autocast", HALVES, ids=str)

@@ -8,15 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-import sys
 from pathlib import Path
 
+import c_api
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import c_api
 from c_api import CONSTANTS, Library, dltensor, int64_array
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

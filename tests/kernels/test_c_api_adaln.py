@@ -4,14 +4,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from c_api import CONSTANTS, KernelError
 from test_c_api import (
     BF16,

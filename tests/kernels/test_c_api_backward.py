@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
+import c_api
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import c_api
 from c_api import Library
 from test_c_api import (  # noqa: F401  (fixtures)
     BF16,

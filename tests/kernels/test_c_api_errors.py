@@ -6,19 +6,15 @@ import ctypes
 import json
 import math
 import re
-import sys
 import threading
 from pathlib import Path
 
+import c_api
 import pytest
 import torch
+from c_api import CONSTANTS, DLDataType, DLDevice, DLTensor, Library, dltensor, int64_array
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import c_api
-from c_api import CONSTANTS, DLDataType, DLDevice, DLTensor, Library, dltensor, int64_array
 
 F16, BF16 = torch.float16, torch.bfloat16
 NONE, INPUT, WEIGHT = (CONSTANTS["HFP_CAST_" + name] for name in ("NONE", "INPUT", "WEIGHT"))

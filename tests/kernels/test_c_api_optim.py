@@ -7,14 +7,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from c_api import CONSTANTS, HfpTensorList, Library, printed, tensor_list
 from test_c_api import (  # noqa: F401  (fixtures)
     BF16,

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import Library

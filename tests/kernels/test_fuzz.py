@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from c_api import CONSTANTS, Library
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from op_samples import DTYPES, FIRST, SAMPLES, Sample
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from c_api import CONSTANTS, Library
 
 FUZZER = Path(__file__).parent / "fuzz.py"
 WIDTH = 16

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
-
-from hfpatch.ops import OPS
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import KernelError
@@ -31,6 +24,9 @@ from test_c_api import (
     same_bits,
     seed,  # noqa: F401
 )
+from torch import Tensor
+
+from hfpatch.ops import OPS
 
 INPUT, SILU = 1, 0
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import HEADER, KernelError
@@ -21,6 +16,7 @@ from test_c_api import (
     built,  # noqa: F401  (fixtures, as is `lib`)
     lib,  # noqa: F401
 )
+from torch import Tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 _TABLE = HEADER.read_text().split("#define HFP_IN_PLACE_TABLE(X)", 1)[1].split("/*")[0]

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from hfpatch.ops import OPS
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import CONSTANTS, KernelError, going_down
@@ -30,6 +23,9 @@ from test_c_api import (
     same_bits,
     seed,  # noqa: F401
 )
+from torch import Tensor
+
+from hfpatch.ops import OPS
 
 HALVES = [t for t in DTYPES if t != F32]
 NAMES = ["gelu", "gelu_tanh", "gelu_sigmoid", "silu"]

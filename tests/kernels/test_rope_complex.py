@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
-
-from hfpatch.ops import OPS
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import KernelError
@@ -23,6 +16,9 @@ from test_c_api import (
     lib,  # noqa: F401
     same_bits,
 )
+from torch import Tensor
+
+from hfpatch.ops import OPS
 
 B, S, H, D = 2, 5, 3, 24
 

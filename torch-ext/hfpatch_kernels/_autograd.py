@@ -10,18 +10,19 @@ from . import _codes, _second
 from ._ops import ops
 from ._second import twice_differentiable
 
-
-def _parameter_needs(ctx):
-    """The `needs` code of a norm whose inputs are x, weight, bias, ..."""
-    weight, bias = ctx.needs_input_grad[1:3]
-    return (_codes.NEED_WEIGHT if weight else 0) | (_codes.NEED_BIAS if bias else 0)
+# A backward of a small shape costs what is written here: each call, context and loop counts.
 
 
-def _wanted(ctx, *gradients):
-    """Those that autograd asked for; the kernels also compute a dx that it did not ask for."""
-    return tuple(
-        g if need else None
-        for g, need in zip(gradients, ctx.needs_input_grad)  # noqa: B905
+def _of_norm(backward, ctx, grad):
+    """The gradients of x, weight and bias that autograd asked for; kernels always compute dx."""
+    x, weight, bias = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    needs = (_codes.NEED_WEIGHT if need_weight else 0) | (_codes.NEED_BIAS if need_bias else 0)
+    dx, dweight, dbias, _ = backward(grad, x, weight, bias, *ctx.codes, needs)
+    return (
+        dx if need_x else None,
+        dweight if need_weight else None,
+        dbias if need_bias else None,
     )
 
 
@@ -35,11 +36,7 @@ class RMSNorm(Function):
     @staticmethod
     @twice_differentiable(_second.rms_norm)
     def backward(ctx, grad):
-        x, weight, bias = ctx.saved_tensors
-        dx, dweight, dbias, _ = ops.rms_norm_backward.default(
-            grad, x, weight, bias, *ctx.codes, _parameter_needs(ctx)
-        )
-        return (*_wanted(ctx, dx, dweight, dbias), None, None, None)
+        return (*_of_norm(ops.rms_norm_backward.default, ctx, grad), None, None, None)
 
 
 class LayerNorm(Function):
@@ -52,11 +49,7 @@ class LayerNorm(Function):
     @staticmethod
     @twice_differentiable(_second.layer_norm)
     def backward(ctx, grad):
-        x, weight, bias = ctx.saved_tensors
-        dx, dweight, dbias, _ = ops.layer_norm_backward.default(
-            grad, x, weight, bias, *ctx.codes, _parameter_needs(ctx)
-        )
-        return (*_wanted(ctx, dx, dweight, dbias), None)
+        return (*_of_norm(ops.layer_norm_backward.default, ctx, grad), None)
 
 
 class Activation(Function):
@@ -88,8 +81,9 @@ class Gated(Function):
     @twice_differentiable(_second.gated)
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
+        need_gate, need_up = ctx.needs_input_grad[:2]
         dgate, dup = ops.gated_backward.default(grad, gate, up, *ctx.codes)
-        return (*_wanted(ctx, dgate, dup), None)
+        return dgate if need_gate else None, dup if need_up else None, None
 
 
 class GatedPacked(Function):

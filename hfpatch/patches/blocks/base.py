@@ -15,21 +15,20 @@ from torch.compiler import is_compiling
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
-    Contract,
     Formula,
     Forward,
-    Part,
     Subject,
     Tensor,
     class_of,
-    float32_default,
     is_dtensor,
-    is_hooked,
     watched,
 )
 from hfpatch.patches.blocks import opaque
 from hfpatch.patches.blocks.chain import Chain
+from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of
+from hfpatch.patches.proving import float32_default
+from hfpatch.patches.unchanged import Part, is_hooked
 from hfpatch.sources import Kernel, Sources
 
 

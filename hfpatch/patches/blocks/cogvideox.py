@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Forward, Tensor, is_replaced
+from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.joint import compact
 from hfpatch.patches.blocks.memo import StepMemo
 from hfpatch.patches.blocks.parts import (
@@ -29,6 +29,7 @@ from hfpatch.patches.blocks.parts import (
     undispatched,
 )
 from hfpatch.patches.blocks.projections import gelu_product, output_projection, project
+from hfpatch.patches.unchanged import is_replaced
 
 
 class CogVideoXSubject(ModelBlock):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.patches.base import Forward, Tensor, is_replaced
+from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.joint import (
     JointFamily,
@@ -29,6 +29,7 @@ from hfpatch.patches.blocks.joint import (
     within_range,
 )
 from hfpatch.patches.blocks.memo import StepMemo
+from hfpatch.patches.unchanged import is_replaced
 
 
 class Flux2Subject(JointSubject):

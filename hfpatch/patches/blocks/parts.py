@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Combo, Contract, Family, Forward, Subject, Tensor
+from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 from hfpatch.patches.blocks.memo import current_operator, keep_for_capture
+from hfpatch.patches.contract import Contract
 
 
 class ModelBlock(BlockSubject):

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfpatch.patches.base import Tensor, is_hooked, is_replaced
+from hfpatch.patches.base import Tensor
+from hfpatch.patches.unchanged import is_hooked, is_replaced
 
 
 def is_plain(linear: Any, x: Tensor) -> bool:

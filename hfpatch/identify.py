@@ -1,0 +1,157 @@
+"""Which candidate formula reproduces this module?
+
+The original's own forward runs on small random inputs, on a replica with random weights, and is
+compared with each candidate formula, evaluated in fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hfpatch.patches.base import Combo, Formula, Subject, Tensor
+from hfpatch.patches.replicas import replicate
+from hfpatch.plan import Refusal
+from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit
+
+
+def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formula]] | Refusal:
+    """The original in fp32, and the formulas that explain it."""
+    name = type(subject.module).__name__
+    trial = fp32_trial(subject, device)
+    if isinstance(trial, Refusal):
+        return trial
+    matches, nearest = matching(trial)
+    if not matches:
+        return Refusal("mismatch", _explain(name, nearest))
+    if (why := _in_training(trial)) is not None:
+        return Refusal("mismatch", f"`{name}` {why}")
+    return trial, matches
+
+
+def fp32_trial(subject: Subject, device: torch.device) -> Trial | Refusal:
+    """The original in fp32, which says what it computes."""
+    name = type(subject.module).__name__
+    base = Combo(torch.float32, torch.float32 if subject.main_combo().param else None)
+    try:
+        trial = Trial(subject, base, device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the module: another time there is memory
+    except Exception as e:
+        return Refusal("mismatch", f"`{name}` could not be probed: {type(e).__name__}: {e}")
+    if not isinstance(trial.original, Tensor):
+        return Refusal(
+            "mismatch", f"`{name}` returns {type(trial.original).__name__}, not a tensor"
+        )
+    return trial
+
+
+def matching(trial: Trial) -> tuple[list[Formula], tuple[Formula, str] | None]:
+    """Formulas that explain the original in fp32, and the nearest one that does not."""
+    matches: list[Formula] = []
+    nearest: tuple[float, Formula, str] | None = None
+    for formula in trial.subject.formulas():
+        truth = trial.truth(formula)
+        if truth.shape != trial.original.shape:
+            why = f"shape {tuple(truth.shape)}, original {tuple(trial.original.shape)}"
+            nearest = nearest or (float("inf"), formula, why)
+            continue
+        error = error_of(trial.original, truth, torch.float32)
+        if error <= LIMITS.formula_fp32:
+            matches.append(formula)
+        elif nearest is None or error < nearest[0]:
+            relative = error * torch.finfo(torch.float32).eps
+            nearest = (error, formula, f"relative error {relative:.1e} in fp32")
+    return matches, None if nearest is None else nearest[1:]
+
+
+def _explain(name: str, nearest: tuple[Formula, str] | None) -> str:
+    if nearest is None:
+        return f"no known formula reproduces `{name}`"
+    return f"no known formula reproduces `{name}`; nearest: {nearest[0]}, {nearest[1]}"
+
+
+def _in_training(trial: Trial) -> str | None:
+    """How the original in `train()` is another than in `eval()`, which alone a formula explains."""
+    module = _trained(trial.module)
+    before = {k: b.clone() for k, b in module.named_buffers()}
+    counter = OperatorCounter()
+    devices = [trial.x.device] if trial.x.is_cuda else []
+    try:
+        with torch.random.fork_rng(devices), counter:  # a draw must not show in the user's
+            got = trial.subject.run(module, trial.x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return f"could not be probed in `train()`: {type(e).__name__}: {e}"
+    if counter.draws:
+        return (
+            "draws random numbers in `train()` (dropout in its own forward?), which no kernel does"
+        )
+    if (
+        not isinstance(got, Tensor)
+        or (got.shape, got.dtype) != (trial.original.shape, trial.original.dtype)
+        or not error_of(got, trial.original.double(), got.dtype) <= LIMITS.formula_fp32
+    ):
+        return "computes something else in `train()` than in `eval()`"
+    changed = [k for k, b in module.named_buffers() if not torch.equal(b, before[k])]
+    if changed:
+        return f"writes its buffer `{changed[0]}` in `train()`"
+    return None
+
+
+def _trained(module: nn.Module) -> nn.Module:
+    """The replica in `train()`, with buffers of its own: modules in it may be the model's."""
+    children = {n: _trained(c) for n, c in module._modules.items() if c is not None}
+    copy = replicate(module, children)
+    copy._parameters.update(module._parameters)
+    copy._buffers.update({n: b if b is None else b.clone() for n, b in module._buffers.items()})
+    copy.training = True
+    return copy
+
+
+def fits_of(
+    subject: Subject,
+    combo: Combo,
+    matches: list[Formula],
+    device: torch.device,
+    widens: bool | None = None,
+) -> tuple[Trial, dict[Formula, int]] | Refusal:
+    """Formulas that explain the original in these dtypes, with the count of values that differ.
+
+    Formulas equal in fp32 differ here in where they round.
+    """
+    try:
+        trial = Trial(subject, combo, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return Refusal("unsupported", f"the original does not take {combo}: {e}")
+    fits: dict[Formula, int] = {}
+    dtypes = set()
+    for formula in matches:
+        candidate = trial.candidate(formula, widens)
+        dtypes.add(str(candidate.dtype))
+        if candidate.dtype != trial.original.dtype:
+            continue
+        error = error_of(trial.original, trial.truth(formula), candidate.dtype)
+        if error <= formula_limit(trial, candidate.dtype):
+            fits[formula] = int((candidate != trial.original).sum())
+    if fits:
+        return trial, fits
+    return Refusal(
+        "mismatch",
+        f"with {combo} the original gives {trial.original.dtype} values that no formula "
+        f"reproduces ({', '.join(sorted(dtypes))})",
+    )
+
+
+def by_consistency(matches: list[Formula], outcomes: list[dict[Formula, int]]) -> list[Formula]:
+    """Matches, best first: fits most dtype combinations, then fewest differing values.
+
+    One formula should explain a module in every dtype; where all dtypes agree, several do.
+    """
+    return sorted(
+        matches,
+        key=lambda f: (-sum(f in o for o in outcomes), sum(o.get(f, 0) for o in outcomes)),
+    )

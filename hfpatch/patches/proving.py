@@ -1,0 +1,52 @@
+"""One proof at a time in the process, and what it changes of the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+# The default dtype, the filters of warnings and the random state are the process's. Reentrant: what
+# is proven may call a module that makes a proof of its own.
+_lock = threading.RLock()
+_under_way: set[Hashable] = set()
+
+
+@contextmanager
+def may_prove(what: Hashable) -> Iterator[bool]:
+    """Whether this thread may prove `what` now; it waits while another one makes a proof.
+
+    Not in a backward: a proof of gradients itself waits for autograd's thread of the device, which
+    this may be. And not inside of the proof of `what`, which calls it.
+    """
+    if not _lock.acquire(blocking=torch._C._current_graph_task_id() == -1):
+        yield False
+        return
+    try:
+        if what in _under_way:
+            yield False
+            return
+        _under_way.add(what)
+        try:
+            yield True
+        finally:
+            _under_way.remove(what)
+    finally:
+        _lock.release()
+
+
+@contextmanager
+def float32_default() -> Iterator[None]:
+    """PyTorch's own default dtype, whatever the user's is: what is drawn and built has no other.
+
+    Every proof is made in it, so it is what makes them wait for each other.
+    """
+    with _lock:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

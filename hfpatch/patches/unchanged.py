@@ -1,0 +1,151 @@
+"""Whether a module is still as it was proven: its settings, its forward, and nobody's hooks."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, class_values, names_read
+
+#: Values that a forward may read off its module as settings.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+#: What a forward may call that it reads off its module: a deep copy has the very same.
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+    """What reads a module's settings off its `__dict__`, and what it reads now.
+
+    Settings are the plain attributes and functions that somebody may set while the module is
+    patched, such as `eps`: what was bound to their values is no longer right when they differ. A
+    name that begins with `_` is one if the class's code has it: others put marks on modules.
+    Reading raises KeyError where one is no attribute any more.
+    """
+    named = names_read(module)
+    names = [
+        k
+        for k, v in module.__dict__.items()
+        if k not in BLANK_NAMES
+        and k not in OWNED_BY_WRAPPERS
+        and (k in named or not k.startswith("_"))
+        and _is_setting(v)
+    ]
+    inherited = {k for k, v in class_values(module).items() if k in named and _is_setting(v)}
+    read = operator.itemgetter(*names) if names else _no_settings
+    found: Any = read(module.__dict__)
+    settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
+    if not inherited:
+        return read, settings
+    cls, others = type(module), tuple(sorted(inherited))
+
+    def read_both(attributes: dict[str, Any]) -> Any:
+        """Also what an instance has of its class, until it is given one of its own."""
+        return read(attributes), *(
+            attributes[n] if n in attributes else getattr(cls, n, None) for n in others
+        )
+
+    return read_both, (settings, *map(_held, read_both(module.__dict__)[1:]))
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple):  # not of tensors, which have no one answer to ==
+        return all(isinstance(v, _PLAIN) for v in value)
+    if isinstance(value, functools.partial):
+        return all(isinstance(v, _PLAIN) for v in (*value.args, *value.keywords.values()))
+    return isinstance(value, (*_PLAIN, *_CALLED, types.MethodType))
+
+
+def _no_settings(attributes: dict[str, Any]) -> None:
+    return None
+
+
+def _held(value: Any) -> Any:
+    """What a setting is compared with: these are made anew where a module is copied."""
+    return _Held(value) if isinstance(value, (functools.partial, types.MethodType)) else value
+
+
+class _Held:
+    """Equal to a function with arguments, or a method of whatever object, that is as this one.
+
+    It holds no object of a method: an adapter is shared by copies of its module.
+    """
+
+    __slots__ = ("_parts", "_same")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._same = value if type(value) is functools.partial else self
+        self._parts = _parts(value)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._same or bool(_parts(other) == self._parts)
+
+
+def _parts(value: Any) -> Any:
+    if type(value) is types.MethodType:
+        return value.__func__
+    if type(value) is functools.partial:
+        return value.func, value.args, value.keywords
+    return None
+
+
+class Part:
+    """A module that a fused forward stands in for and never calls: class, forward and settings."""
+
+    def __init__(self, module: nn.Module, path: tuple[str, ...] = ()) -> None:
+        self._path, self._class = path, type(module)
+        self._read, self._settings = settings_of(module)
+
+    def is_same(self, root: nn.Module) -> bool:
+        """Whether the module at this path below `root` is as it was, and nobody's hook is on it."""
+        module: nn.Module | None = root
+        for name in self._path:
+            if module is None:
+                return False
+            module = module._modules.get(name)
+        if module is None or type(module) is not self._class or is_replaced(module):
+            return False
+        try:
+            return bool(self._read(module.__dict__) == self._settings)
+        except KeyError:  # one was deleted, or is a parameter or module now
+            return False
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether calling `module` runs more or else than its class's forward: a hook's, an own one."""
+    forward = module.__dict__.get("forward")
+    return (forward is not None and not _is_bound(module, forward)) or is_hooked(module)
+
+
+def _is_bound(module: nn.Module, forward: Any) -> bool:
+    """Whether an instance's forward is its class's, as hooks leave it when they go, or ours."""
+    function = getattr(forward, "__func__", None)
+    ours = getattr(getattr(function, "__hfpatch__", None), "adapter", None)
+    return getattr(forward, "__self__", None) is module and (
+        function is type(module).forward or (ours is not None and ours is function)
+    )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling `module` would run somebody's hook."""
+    d = module.__dict__
+    return bool(
+        d.get("_forward_hooks")
+        or d.get("_forward_pre_hooks")
+        or d.get("_backward_hooks")
+        or d.get("_backward_pre_hooks")
+        or "_hf_hook" in d
+        or has_diffusers_hook(d)
+    )
+
+
+def has_diffusers_hook(attributes: dict[str, Any]) -> bool:
+    """Whether one of diffusers' hooks is on the module: their registry stays when they go."""
+    registry = attributes.get("_diffusers_hook")
+    return registry is not None and bool(registry.hooks)

@@ -1,0 +1,149 @@
+"""One run of a module in one combination of dtypes, and how far off results may be.
+
+What decides is written in `Limits`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfpatch.patches.base import Combo, Formula, Subject, Tensor
+from hfpatch.sources import reference_kernel
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Errors in units of the dtype's epsilon, relative to the largest value of the row.
+
+    formula: how far the original may be from a candidate's fp64 value. In fp32 a chain of a dozen
+        roundings and a reduction explain 24; in a half dtype composed activations round after each
+        of up to nine operations, and the formula was identified in fp32 already.
+    kernel: how much farther than the original a kernel may be from the fp64 value: one rounding
+        (half an epsilon), doubled because a row's largest value can lie just under a power of two;
+        in fp32 six, for a reduction in another order.
+    gradient: how many times these a gradient may be off: it passes the module twice, and that of a
+        parameter is a sum over rows.
+    """
+
+    formula_fp32: float = 24.0
+    formula_half: float = 8.0
+    kernel_fp32: float = 6.0
+    kernel_half: float = 1.0
+    gradient: float = 4.0
+
+
+LIMITS = Limits()
+
+
+class Trial:
+    """One dtype combination: the replica, its input, and what the original makes of it."""
+
+    def __init__(self, subject: Subject, combo: Combo, device: torch.device, seed: int = 0) -> None:
+        self.subject, self.combo, self.device = subject, combo, device
+        #: The dtypes that values are rounded to on their way to the result.
+        self.dtypes = [combo.x, combo.param, combo.autocast if subject.has_layers else None]
+        self.module = subject.replica(combo, device, seeded(seed))
+        self.x = subject.inputs(combo, device, seeded(seed + 1))
+        fp64 = torch.float64
+        wide = Combo(fp64, fp64 if combo.param else None, combo.autocast)
+        self.wide = subject.replica(wide, device, seeded(seed))
+        # the fp64 replica holds the very values of the rounded one
+        for ours, theirs in zip(self.module.modules(), self.wide.modules(), strict=True):
+            if ours is theirs:
+                continue
+            for name, p in ours._parameters.items():
+                if p is not None:
+                    theirs._parameters[name] = nn.Parameter(p.double(), requires_grad=False)
+            for name, b in ours._buffers.items():
+                if b is not None and b.is_floating_point():
+                    theirs._buffers[name] = b.double()
+        with self.context():
+            self.original: Any = subject.run(self.module, self.x)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What a call of the combination runs in; no weight of ours gets into autocast's cache."""
+        if self.combo.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.combo.autocast, cache_enabled=False)
+
+    def truth(self, formula: Formula) -> Tensor:
+        """What the formula gives in fp64."""
+        compute = self.subject.compute(reference_kernel(formula.op), formula)
+        result: Tensor = compute(self.wide, self.x.double())
+        return result
+
+    def candidate(self, formula: Formula, widens: bool | None = None) -> Tensor:
+        """What the formula gives in the combination's dtypes."""
+        kernel = replace(reference_kernel(formula.op), widens=widens)
+        compute = self.subject.compute(kernel, formula)
+        with self.context():
+            result: Tensor = compute(self.module, self.x)
+        return result
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def error_of(y: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Largest distance, in epsilons of `dtype`, relative to each row's largest finite true value.
+
+    Where `truth` is NaN or infinite `y` must be the same; infinity stands for any other outcome.
+    """
+    y = y.double()
+    finite = truth.isfinite()
+    if not torch.equal(y[~finite].nan_to_num(), truth[~finite].nan_to_num()):
+        return float("inf")
+    if not torch.equal(y.isnan(), truth.isnan()):
+        return float("inf")
+    zero = torch.zeros((), dtype=torch.float64, device=y.device)
+    truth = torch.where(finite, truth, zero)
+    scale = truth.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    distance = (torch.where(finite, y, zero) - truth).abs()
+    error = (distance / scale).max().item() / torch.finfo(dtype).eps
+    return error if error == error else float("inf")
+
+
+def formula_limit(trial: Trial, out: torch.dtype) -> float:
+    """What roundings explain, in epsilons of `out`: more where a value was rounded on its way."""
+    widening = _widening(trial, out)
+    return LIMITS.formula_half * widening if widening else LIMITS.formula_fp32
+
+
+def kernel_slack(trial: Trial, out: torch.dtype) -> float:
+    """How much farther than the original a kernel may be, in epsilons of `out`."""
+    widening = _widening(trial, out)
+    return LIMITS.kernel_half * widening if widening else LIMITS.kernel_fp32
+
+
+def _widening(trial: Trial, out: torch.dtype) -> float:
+    """Epsilon of the narrowest half dtype on the way to `out`, in epsilons of `out`; 0 if none."""
+    halves = [t for t in (*trial.dtypes, out) if t is not None and _half(t)]
+    return max((torch.finfo(t).eps for t in halves), default=0.0) / torch.finfo(out).eps
+
+
+def _half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators of a call that launch work (views do not), and sees random draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.draws = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket._qualified_op_name)
+            self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,131 @@
+"""Does the kernel compute the formula, and its gradient, as well as the original does?"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hfpatch.patches.base import Formula, Forward, Subject, Tensor
+from hfpatch.plan import Refusal
+from hfpatch.sources import Kernel, reference_kernel
+from hfpatch.trial import LIMITS, Trial, error_of, formula_limit, kernel_slack, seeded
+
+
+def verify_values(
+    trial: Trial, formula: Formula, kernel: Kernel, compute: Forward
+) -> tuple[float, float] | Refusal:
+    """Run the kernel: no farther from the fp64 value than the original, plus one rounding.
+
+    Returns its largest distance from the original, absolute and relative.
+    """
+    what = f"kernel `{kernel.source}` for `{formula.op}`"
+    before = trial.x.clone()
+    try:
+        with trial.context():
+            y = compute(trial.module, trial.x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
+    if not isinstance(y, Tensor) or y.shape != trial.original.shape:
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        return Refusal(
+            "rejected", f"{what} returned {got}, expected shape {tuple(trial.original.shape)}"
+        )
+    if y.dtype != trial.original.dtype:
+        return Refusal("rejected", f"{what} returned {y.dtype}, expected {trial.original.dtype}")
+    if not torch.equal(before.nan_to_num(), trial.x.nan_to_num()):
+        return Refusal("rejected", f"{what} wrote to its input")
+    truth = trial.truth(formula)
+    ours = error_of(y, truth, y.dtype)
+    theirs = error_of(trial.original, truth, y.dtype)
+    if ours > theirs + kernel_slack(trial, y.dtype):
+        return Refusal(
+            "rejected",
+            f"{what} is wrong with {trial.combo}: its largest error is {ours:.3g} epsilons of "
+            f"{str(y.dtype).removeprefix('torch.')}, the original's {theirs:.3g}",
+        )
+    difference = (y.double() - trial.original.double()).abs()
+    relative = error_of(y, trial.original.double(), y.dtype) * torch.finfo(y.dtype).eps
+    return difference[difference.isfinite()].max().item(), relative
+
+
+def verify_gradients(
+    trial: Trial, formula: Formula, kernel: Kernel, compute: Forward
+) -> Refusal | None:
+    """Differentiate it: every gradient has the original's dtype, and is no farther from the fp64
+    one, but for a few roundings."""
+    what = f"the gradient of kernel `{kernel.source}` for `{formula.op}`"
+    x = trial.x.nan_to_num(0.0, 0.0, 0.0).clamp(-8, 8)  # in fp16 it overflows before the value
+    upstream = torch.randn(trial.original.shape, generator=seeded(2)).to(x.device)
+    upstream = upstream.to(trial.original.dtype)
+    subject = trial.subject
+    reference = subject.compute(reference_kernel(formula.op), formula)
+    try:
+        theirs = _gradients(subject, trial.module, subject.run, x, upstream, trial.context())
+        ours = _gradients(subject, trial.module, compute, x, upstream, trial.context())
+        truth = _gradients(
+            subject, trial.wide, reference, x.double(), upstream.double(), nullcontext()
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
+    for name, their in theirs.items():
+        our, true = ours[name], truth[name]
+        if their is None or our is None or true is None:
+            if not (their is None and our is None):
+                return Refusal("rejected", f"{what} is not that of the same tensors: `{name}`")
+            continue
+        if our.dtype != their.dtype:
+            return Refusal(
+                "rejected", f"{what} is {our.dtype} for `{name}`, expected {their.dtype}"
+            )
+        mine, off = error_of(our, true, our.dtype), error_of(their, true, our.dtype)
+        if not off <= LIMITS.gradient * formula_limit(trial, our.dtype):
+            return Refusal(
+                "mismatch", f"the original's gradient for `{name}` is not that of {formula}"
+            )
+        if mine > off + LIMITS.gradient * kernel_slack(trial, our.dtype):
+            return Refusal(
+                "rejected",
+                f"{what} is wrong with {trial.combo}: its largest error for `{name}` is "
+                f"{mine:.3g} epsilons of {str(our.dtype).removeprefix('torch.')}, the original's "
+                f"{off:.3g}",
+            )
+    return None
+
+
+def _gradients(
+    subject: Subject,
+    module: nn.Module,
+    run: Forward,
+    x: Tensor,
+    upstream: Tensor,
+    context: AbstractContextManager[Any],
+) -> dict[str, Tensor | None]:
+    """By the input and by the replica's own parameters."""
+    models = {id(p) for p in subject.module.parameters()}
+    leaves = {"input": x.clone().requires_grad_()}
+    own = [(n, p) for n, p in module.named_parameters() if id(p) not in models]
+    leaves |= {n: p for n, p in own if p.is_floating_point()}
+    try:
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        # a checkpoint counts what is saved: not what is saved here
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            with context:
+                y = run(module, leaves["input"])
+            found = torch.autograd.grad(y, list(leaves.values()), upstream, allow_unused=True)
+    finally:
+        for leaf in leaves.values():
+            leaf.requires_grad_(False)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,264 @@
+"""Proofs that several threads ask for at once: one at a time, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import autocast_cases as cases
+import pytest
+import torch
+import zoo
+from autocast_cases import MODULES, WIDTH, Kernels, Pair, draw, off
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hfpatch
+from hfpatch.proofs import forget_proofs
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> Iterator[None]:
+    """The compiled kernels must be there."""
+    forget_proofs()
+    yield
+    forget_proofs()
+
+
+def test_threads_leave_the_process_as_it_was() -> None:
+    filters, dtype = list(warnings.filters), torch.get_default_dtype()
+    for _ in range(8):
+        forget_proofs()
+        models = [Pair.of(MODULES[n]()).patched for n in ("LlamaRMSNorm", "LlamaMLP")]
+        start = threading.Barrier(2)
+
+        def first_call(model: nn.Module, start: threading.Barrier = start) -> None:
+            start.wait()
+            with torch.no_grad(), torch.autocast("cpu", BF16):
+                model(draw(FP32))
+
+        threads = [threading.Thread(target=first_call, args=(m,)) for m in models]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert list(warnings.filters) == filters and torch.get_default_dtype() == dtype
+
+
+def _together(*calls: Callable[[], Any]) -> None:
+    """Each in a thread of its own, at once."""
+    start = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> None:
+        start.wait()
+        call()
+
+    with ThreadPoolExecutor(len(calls)) as executor:
+        for done in [executor.submit(run, call) for call in calls]:
+            done.result(timeout=60)
+
+
+def _ltx_block() -> nn.Module:
+    from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
+
+    block = LTXVideoTransformerBlock(64, 4, 16, 48, activation_fn="gelu-approximate")
+    return zoo.randomize_(block).eval().requires_grad_(False)
+
+
+def _ltx_call(block: nn.Module) -> Any:
+    ones = torch.ones(1, 5, 64, dtype=BF16)
+    with torch.no_grad():
+        return block(ones, ones[:, :3, :48], torch.ones(1, 1, 384, dtype=BF16))
+
+
+def _basic_block() -> nn.Module:
+    from diffusers.models.attention import BasicTransformerBlock
+
+    return zoo.randomize_(BasicTransformerBlock(96, 6, 16)).eval().requires_grad_(False)
+
+
+def _basic_call(block: nn.Module) -> Any:
+    with torch.no_grad():
+        return block(torch.ones(1, 5, 96, dtype=BF16))
+
+
+class Seen:
+    """Threads that call modules of proofs, in their order; meanwhile other threads have time."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._own = {id(m) for model in models for m in model.modules()}
+        self.threads: list[int] = []
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self._own:
+            self.threads.append(threading.get_ident())
+            time.sleep(0.002)
+
+    def turns(self) -> int:
+        """How often it was another thread than before."""
+        return sum(a != b for a, b in zip([0, *self.threads], self.threads, strict=False))
+
+
+def _one_at_a_time(seen: Seen, *calls: Callable[[], Any]) -> None:
+    filters = list(warnings.filters)
+    torch.set_default_dtype(torch.float64)
+    hook = nn.modules.module.register_module_forward_pre_hook(seen)
+    try:
+        _together(*calls)
+        left = torch.get_default_dtype()
+    finally:
+        hook.remove()
+        torch.set_default_dtype(FP32)
+    assert seen.turns() == 2
+    assert left == torch.float64 and list(warnings.filters) == filters
+
+
+def test_applies_at_once() -> None:
+    models = [nn.Sequential(MODULES[n]()) for n in ("LlamaMLP", "Phi3MLP")]
+    calls = [lambda m=m: hfpatch.apply(m) for m in models]
+    _one_at_a_time(Seen(*models), *calls)
+    assert all(hfpatch.status(m).swaps for m in models)
+
+
+def test_blocks_of_another_dtype_at_once() -> None:
+    """Which are proven at their first calls."""
+    blocks = {"ltx": nn.Sequential(_ltx_block()), "basic": nn.Sequential(_basic_block())}
+    for model in blocks.values():
+        assert "block" in [s.op for s in hfpatch.apply(model).swaps]
+        model.to(BF16)
+    _one_at_a_time(
+        Seen(*blocks.values()),
+        lambda: _ltx_call(blocks["ltx"][0]),
+        lambda: _basic_call(blocks["basic"][0]),
+    )
+    for model, call in ((blocks["ltx"], _ltx_call), (blocks["basic"], _basic_call)):
+        with Kernels() as seen:
+            call(model[0])
+        assert {"norm_modulate", "add_layer_norm"} & set(seen.names)
+
+
+def test_a_block_of_another_dtype_beside_an_apply() -> None:
+    block, model = nn.Sequential(_basic_block()), nn.Sequential(MODULES["LlamaMLP"]())
+    hfpatch.apply(block)
+    block.to(BF16)
+    calls = (lambda: _basic_call(block[0]), lambda: hfpatch.apply(model))
+    _one_at_a_time(Seen(block, model), *calls)
+
+
+def test_who_waits_has_the_kernel() -> None:
+    """The very first call of each thread is the kernel's, under autocast too."""
+    model = nn.Sequential(MODULES["LlamaMLP"]())
+    hfpatch.apply(model)
+    names: list[list[str]] = []
+
+    def call() -> None:
+        with torch.no_grad(), torch.autocast("cpu", BF16), Kernels() as seen:
+            model(draw(FP32))
+        names.append(seen.names)
+
+    _together(call, call, call)
+    assert names == [["gated"]] * 3
+
+
+class WaitsRMSNorm(LlamaRMSNorm):
+    """Its proof is under way for as long as somebody likes."""
+
+    inside, go_on = threading.Event(), threading.Event()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        WaitsRMSNorm.inside.set()
+        assert WaitsRMSNorm.go_on.wait(30)
+        return super().forward(hidden_states)
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a model in its backward, as a reentrant checkpoint does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], Any], results: list[Any]) -> Any:
+        ctx.call, ctx.results = call, results
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.results.append(ctx.call())
+        return grad, None, None
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["another dtype", "autocast"])
+def test_a_backward_does_not_wait(autocast: bool) -> None:
+    """A proof of gradients waits for autograd's thread of a GPU, which may be the one that asks."""
+    if autocast:
+        pair, x = Pair.of(MODULES["LlamaMLP"]()), draw(FP32)
+        patched, plain, kernel = pair.patched, pair.plain, "gated"
+    else:
+        patched, x = nn.Sequential(_basic_block()), torch.ones(1, 5, 96, dtype=BF16)
+        plain, kernel = copy.deepcopy(patched).to(BF16), "add_layer_norm"
+        hfpatch.apply(patched)
+        patched.to(BF16)
+
+    def call(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", BF16, enabled=autocast):
+            result: torch.Tensor = model(x)
+            return result
+
+    found: list[torch.Tensor] = []
+    y = InBackward.apply(torch.ones(1, requires_grad=True), lambda: call(patched), found)
+    other = threading.Thread(target=hfpatch.apply, args=(nn.Sequential(WaitsRMSNorm(WIDTH)),))
+    other.start()
+    try:
+        assert WaitsRMSNorm.inside.wait(30)
+        with Kernels() as seen:
+            y.backward()
+        assert other.is_alive() and kernel not in seen.names
+    finally:
+        WaitsRMSNorm.go_on.set()
+        other.join()
+        WaitsRMSNorm.inside.clear()
+        WaitsRMSNorm.go_on.clear()
+    assert off(found[0], call(plain)) <= cases.noise(BF16)
+    call(patched)
+    with Kernels() as seen:
+        call(patched)
+    assert kernel in seen.names, "the next call tries again"
+
+
+#: Patched modules that the classes below call, whoever else they are.
+_OTHERS: dict[str, nn.Module] = {}
+
+
+class CallsAnMLPRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        _OTHERS["mlp"](hidden_states.float())
+        return super().forward(hidden_states)
+
+
+class CallsItsLikeRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        like = _OTHERS["norm"]
+        if self is not like:
+            like(hidden_states)
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("cls", [CallsAnMLPRMSNorm, CallsItsLikeRMSNorm])
+def test_a_proof_that_calls_a_patched_module(cls: type[nn.Module]) -> None:
+    """Of a contract of its own, which makes its proof inside, or of the same one."""
+    mlp = nn.Sequential(MODULES["LlamaMLP"]())
+    pair = Pair(nn.Sequential(cls(WIDTH)), nn.Sequential())
+    _OTHERS.update(mlp=mlp[0], norm=pair.patched[0])
+    pair.plain.append(copy.deepcopy(pair.patched[0]))
+    hfpatch.apply(mlp)
+    assert hfpatch.apply(pair.patched, kernels="local").swaps
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        for _ in range(2):
+            got, expected = pair.patched(draw(FP32)), pair.plain(draw(FP32))
+            assert off(got, expected) <= cases.noise(FP32)
+    _OTHERS.clear()
