@@ -70,15 +70,18 @@ HFP_INLINE vf load_grad(const Upstream &up, const char *grad, int64_t i, int64_t
   else return load_any(up.grad_type, grad + i * size_of(up.grad_type), n);
 }
 
+// Where there is a weight.
+template <DType X, bool Same>
+HFP_INLINE vf load_weight(const Upstream &up, int64_t i, int64_t n) {
+  if constexpr (Same) return load_up_to<X>(up.weight + i * size_of(X), n) + up.offset;
+  const int64_t size = size_of(up.weight_type);
+  return load_any(up.weight_type, up.weight + i * size, n) + up.offset;
+}
+
 // grad * weight
 template <DType X, bool Same>
 HFP_INLINE vf weighted(const Upstream &up, vf g, int64_t i, int64_t n) {
-  if (!up.weight) return g;
-  if constexpr (Same) return g * (load_up_to<X>(up.weight + i * size_of(X), n) + up.offset);
-  else {
-    const int64_t size = size_of(up.weight_type);
-    return g * (load_any(up.weight_type, up.weight + i * size, n) + up.offset);
-  }
+  return up.weight ? g * load_weight<X, Same>(up, i, n) : g;
 }
 
 // Over a row, or every fourth register of it: (x - mean)^2, h, and h (x - mean).
@@ -143,77 +146,116 @@ HFP_INLINE RowSums sums_of_row(const Upstream &up, const char *x, const char *gr
   return total;
 }
 
-// Of one row: what dx and the parameters' sums need besides the columns.
-struct RowScales {
+constexpr int kAtOnce = 4;  // rows
+
+HFP_INLINE char *as_bytes(float *p) { return reinterpret_cast<char *>(p); }
+
+// A row, and what dx and the parameters' sums need besides its columns.
+struct Row {
+  const char *x, *grad;
+  char *dx;
   vf hi, lo, rstd, mean_h, mean_product;
 };
 
+// Each step of all rows before the next one, which waits for it.
 template <DType X, bool Same, bool Centred>
-HFP_INLINE void write_columns(const Upstream &up, const RowScales &row, const char *x,
-                              const char *grad, char *dx, DType hat_type, float *weight_sums,
-                              float *bias_sums, int64_t i, int64_t n) {
-  vf hat = load_up_to<X>(x + i * size_of(X), n);
-  if constexpr (Centred) hat = (hat - row.hi) - row.lo;
-  hat *= row.rstd;
-  // Read before dx is written, which may be one of them.
-  const vf g = load_grad<X, Same>(up, grad, i, n);
-  const vf h = weighted<X, Same>(up, g, i, n);
-  store_up_to<X>(dx + i * size_of(X), row.rstd * ((h - row.mean_h) - hat * row.mean_product), n);
-  if (weight_sums) {
-    char *to = reinterpret_cast<char *>(weight_sums + i);
-    store_up_to<DType::F32>(
-        to, fma(g, round_any(hat_type, hat), load_up_to<DType::F32>(to, n)), n);
+HFP_INLINE void read_rows(const Upstream &up, Row *rows, int held, int64_t cols, double eps) {
+  const double count = static_cast<double>(cols);
+  float hi[kAtOnce] = {}, lo[kAtOnce] = {};
+  if constexpr (Centred) {
+    for (int r = 0; r < held; ++r) {
+      const float start = load_n<X>(rows[r].x, 1)[0];
+      const double mean = start + reduce<X, ShiftedTerm>(rows[r].x, cols, start, 0) / count;
+      hi[r] = static_cast<float>(mean), lo[r] = static_cast<float>(mean - hi[r]);
+    }
   }
-  if (bias_sums) {
-    char *to = reinterpret_cast<char *>(bias_sums + i);
-    store_up_to<DType::F32>(to, g + load_up_to<DType::F32>(to, n), n);
+  RowSums sums[kAtOnce];
+  for (int r = 0; r < held; ++r) {
+    rows[r].hi = splat(hi[r]), rows[r].lo = splat(lo[r]);
+    sums[r] = sums_of_row<X, Same, Centred>(up, rows[r].x, rows[r].grad, cols, rows[r].hi,
+                                            rows[r].lo);
   }
+  for (int r = 0; r < held; ++r) {
+    const double rstd = 1.0 / __builtin_sqrt(sums[r].square / count + eps);
+    rows[r].rstd = splat(static_cast<float>(rstd));
+    rows[r].mean_h = splat(static_cast<float>(sums[r].h / count));
+    rows[r].mean_product = splat(static_cast<float>(sums[r].product * rstd / count));
+  }
+}
+
+// The parameters' sums of a part; `begun`: of rows before these.
+struct ParamSums {
+  float *weight, *bias;  // or null
+  bool begun;
+};
+
+// Of `count` rows: the parameters' sums, to which they are added in order, are read and written once.
+template <DType X, bool Same, bool Centred>
+HFP_INLINE void write_columns(const Upstream &up, const Row *rows, int count, DType hat_type,
+                              const ParamSums &sums, int64_t i, int64_t n) {
+  vf weight_sum = {}, bias_sum = {};
+  if (sums.begun) {
+    if (sums.weight) weight_sum = load_up_to<DType::F32>(as_bytes(sums.weight + i), n);
+    if (sums.bias) bias_sum = load_up_to<DType::F32>(as_bytes(sums.bias + i), n);
+  }
+  for (int r = 0; r < count; ++r) {
+    const Row &row = rows[r];
+    vf hat = load_up_to<X>(row.x + i * size_of(X), n);
+    if constexpr (Centred) hat = (hat - row.hi) - row.lo;
+    hat *= row.rstd;
+    // Read before dx is written, which may be one of them.
+    const vf g = load_grad<X, Same>(up, row.grad, i, n);
+    // Rounded where it is written: a compiler may contract products and sums in one caller alone.
+    const vf h = up.weight ? fma(g, load_weight<X, Same>(up, i, n), -row.mean_h) : g - row.mean_h;
+    store_up_to<X>(row.dx + i * size_of(X), row.rstd * fma(-hat, row.mean_product, h), n);
+    if (sums.weight) weight_sum = fma(g, round_any(hat_type, hat), weight_sum);
+    bias_sum += g;
+  }
+  if (sums.weight) store_up_to<DType::F32>(as_bytes(sums.weight + i), weight_sum, n);
+  if (sums.bias) store_up_to<DType::F32>(as_bytes(sums.bias + i), bias_sum, n);
+}
+
+template <DType X, bool Same, bool Centred>
+HFP_INLINE void write_rows(const Upstream &up, const Row *rows, int count, DType hat_type,
+                           const ParamSums &sums, int64_t cols) {
+  int64_t i = 0;
+  for (; i + kLanes <= cols; i += kLanes) {
+    write_columns<X, Same, Centred>(up, rows, count, hat_type, sums, i, kLanes);
+  }
+  if (i < cols) write_columns<X, Same, Centred>(up, rows, count, hat_type, sums, i, cols - i);
 }
 
 template <DType X, bool Same, bool Centred>
 static void norm_backward_parts(const NormBackwardArgs &args, int64_t begin, int64_t end) {
   const int64_t rows = args.x_rows.rows, cols = args.x_rows.cols, parts = args.partial_rows;
   const int64_t wide = cols * ((args.dweight ? 1 : 0) + (args.dbias ? 1 : 0));
-  const double eps = args.eps, count = static_cast<double>(cols);
   const DType hat_type = args.hat_type;
   const Upstream up = {args.grad_type, args.weight_type, static_cast<const char *>(args.weight),
                        splat(args.weight_offset)};
   for (int64_t part = begin; part < end; ++part) {
-    float *sums = args.partials + part * wide;
-    float *weight_sums = args.dweight ? sums : nullptr;
-    float *bias_sums = args.dbias ? sums + (args.dweight ? cols : 0) : nullptr;
-    for (int64_t i = 0; i < wide; ++i) sums[i] = 0;
+    float *const of_part = args.partials + part * wide;
+    ParamSums sums = {args.dweight ? of_part : nullptr,
+                      args.dbias ? of_part + (args.dweight ? cols : 0) : nullptr, false};
     // Without the product part * rows, which can overflow.
     const int64_t whole = rows / parts, more = rows % parts;
     const int64_t first = part * whole + (part < more ? part : more);
     const int64_t last = first + whole + (part < more ? 1 : 0);
-    if (first == last) continue;
+    if (first == last) {
+      for (int64_t i = 0; i < wide; ++i) of_part[i] = 0;
+      continue;
+    }
     RowCursor xs(args.x_rows, first), grads(args.grad_rows, first);
-    for (int64_t row = first; row < last; ++row, xs.next(), grads.next()) {
-      const char *x = at(args.x, xs.offset(), X);
-      const char *grad = at(args.grad, grads.offset(), up.grad_type);
-      char *dx = at(args.dx, row * cols, X);
-      float hi = 0, lo = 0;
-      if constexpr (Centred) {
-        const float start = load_n<X>(x, 1)[0];
-        const double mean = start + reduce<X, ShiftedTerm>(x, cols, start, 0) / count;
-        hi = static_cast<float>(mean), lo = static_cast<float>(mean - hi);
+    for (int64_t row = first; row < last; sums.begun = true) {
+      Row at_once[kAtOnce];
+      const int held = last - row < kAtOnce ? static_cast<int>(last - row) : kAtOnce;
+      for (int r = 0; r < held; ++r, ++row, xs.next(), grads.next()) {
+        at_once[r].x = at(args.x, xs.offset(), X);
+        at_once[r].grad = at(args.grad, grads.offset(), up.grad_type);
+        at_once[r].dx = at(args.dx, row * cols, X);
       }
-      const RowSums sum =
-          sums_of_row<X, Same, Centred>(up, x, grad, cols, splat(hi), splat(lo));
-      const double rstd = 1.0 / __builtin_sqrt(sum.square / count + eps);
-      const RowScales scales = {splat(hi), splat(lo), splat(static_cast<float>(rstd)),
-                                splat(static_cast<float>(sum.h / count)),
-                                splat(static_cast<float>(sum.product * rstd / count))};
-      int64_t i = 0;
-      for (; i + kLanes <= cols; i += kLanes) {
-        write_columns<X, Same, Centred>(up, scales, x, grad, dx, hat_type, weight_sums, bias_sums,
-                                        i, kLanes);
-      }
-      if (i < cols) {
-        write_columns<X, Same, Centred>(up, scales, x, grad, dx, hat_type, weight_sums, bias_sums,
-                                        i, cols - i);
-      }
+      read_rows<X, Same, Centred>(up, at_once, held, cols, args.eps);
+      if (held == kAtOnce) write_rows<X, Same, Centred>(up, at_once, kAtOnce, hat_type, sums, cols);
+      else write_rows<X, Same, Centred>(up, at_once, held, hat_type, sums, cols);
     }
   }
 }
