@@ -306,6 +306,71 @@ __device__ __forceinline__ uint32_t draw_listed(const uint64_t *tokens, unsigned
   return index_of(max_over_warp(best));
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// By one warp, the token where the n that are listed, descending, are kept and what equals `tied`, below
+// all of them. draw(total): the token if only some that are listed are kept.
+template <class Row, class Draw>
+__device__ __forceinline__ uint32_t draw_tied(FlowRow &s, const Row &row, int words, unsigned n,
+                                              uint32_t tied, const SampleRow &r, float top,
+                                              uint64_t seed, uint64_t position, const Draw &draw) {
+  using T = std::remove_cv_t<std::remove_pointer_t<decltype(row.x)>>;
+  constexpr int N = kVectorOf<T>;
+  const unsigned lane = threadIdx.x % 32u;
+  const int bits = weight_bits(row.cols);
+  const float z = row.score_of(tied), e = expf(z - top);
+  const auto each_tied = [&](const auto &take) {
+    each_reaching(s, row.x, row.cols, words, row, tied, [&](const T *elements, uint32_t at) {
+      take(at * N, bits_of_taken(elements, at, row.cols, [&](float value) {
+             return row.key(value) == tied;
+           }));
+    });
+  };
+  unsigned skipped = 0;  // the first ones; top-p takes the last
+  if (r.top_p < 1.0f) {
+    unsigned count = 0;
+    each_tied([&](uint32_t, uint32_t mask) { count += __popc(mask); });
+    count = __reduce_add_sync(~0u, count);
+    uint64_t listed = 0;
+    for (unsigned i = lane; i < n; i += 32) listed += s.list[i];
+    listed = sum_over_warp(listed);
+    const uint64_t weight = weight_of(e, bits), total = listed + count * weight;
+    const uint64_t target = weight_target(r.top_p, total);
+    if (listed >= target) return draw(total);
+    if (weight > 0) {
+      const uint64_t kept = (target - listed + weight - 1) / weight;
+      if (kept < count) skipped = count - static_cast<unsigned>(kept);
+    }
+  }
+  uint64_t best = 0;
+  for (unsigned i = lane; i < n; i += 32) best = s.room[i] > best ? s.room[i] : best;
+  if (!(r.min_p > 0.0f) || e >= r.min_p) {
+    each_tied([&](uint32_t col, uint32_t mask) {
+      if (skipped > 0) {
+        unsigned all;
+        unsigned at = before_lane(__popc(mask), &all);
+        for (; mask != 0 && at < skipped; ++at) mask &= mask - 1;
+        skipped -= min(skipped, all);
+      }
+#pragma unroll 1
+      for (int block = 0; mask != 0; ++block, mask >>= 4) {
+        if ((mask & 15u) == 0) continue;
+        const Words words = philox(seed, col / 4 + block, position);
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t low = i & 1 ? words.word[1] : words.word[0];
+          const uint32_t word = i & 2 ? (i & 1 ? words.word[3] : words.word[2]) : low;
+          const float least = value_of(static_cast<uint32_t>(best >> 32));  // of nothing NaN
+          if (!(mask >> i & 1u) || row.below(z, word, least)) continue;
+          const uint64_t pair = pair_of(key_of(noisy(z, word)), col + 4 * block + i);
+          best = pair > best ? pair : best;
+        }
+      }
+    });
+  }
+  return index_of(max_over_warp(best));
+}
+#endif
+
 // By passes over the row; what it needs it finds again, so that no register keeps it until here.
 template <class T, DType kType, bool kAligned, Share kShare>
 __device__ __forceinline__ uint64_t draw_row(const SampleParams &p, int64_t row, SelectShared &s,
@@ -464,18 +529,34 @@ __global__ void __launch_bounds__(kTopThreads<kShare>, top_ctas(kShare, kSampleC
   CTAs::sync();  // no CTA ends while another one reads its shared memory
 }
 
-// Rows of whole vectors whose temperature or top_k, up to kMostFlowWanted, leaves few.
+// The CTA's rows whose token is -1. Apart: within the kernel it would cost the others registers.
 template <class T, DType kType>
-__global__ void __launch_bounds__(kFlowThreads<T>)
+__device__ __noinline__ void draw_left(const SampleParams &p, SelectShared &s, uint32_t *most) {
+  for (int64_t row = blockIdx.x; row < p.x_rows.rows; row += gridDim.x) {
+    const bool done = p.out[row] >= 0;
+    if (threadIdx.x == 0) *most = kKeyOfMinusInfinity;
+    __syncthreads();  // until all have asked
+    if (done) continue;
+    const uint64_t best = draw_row<T, kType, true, Share::kSm>(p, row, s, most);
+    if (threadIdx.x == 0) p.out[row] = index_of(best);
+    __syncthreads();  // *most and s are free
+  }
+}
+
+// Rows of whole vectors whose temperature or top_k, up to kMostFlowWanted, leaves few.
+template <class T, DType kType, int kTeam>
+__global__ void __launch_bounds__(kFlowThreads<T, kTeam>, 1)
     sample_flow_kernel(const __grid_constant__ SampleParams p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(kLineBytes) unsigned char memory[];
   __shared__ uint32_t most, left;
   if (threadIdx.x == 0) left = 0;
   const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
-  flow<T>(p, p.logits, memory, [&](FlowRow &s, int64_t row, const auto &wait) {
-    const unsigned lane = threadIdx.x % 32u;
-    const SampleRow r = sample_row(p, row, cols);
+  flow<T, kTeam>(p, p.logits, memory, [&](FlowRow &s, int64_t row, const auto &team,
+                                          const auto &wait) {
+    constexpr int kDigits = key_digits(kType);
+    SampleRow r = sample_row(p, row, cols);
+    r.top_k = p.top_k;  // of greedy rows none is asked for
     const uint64_t seed = static_cast<uint64_t>(p.seeds[row]);
     const uint64_t position = p.positions ? static_cast<uint64_t>(p.positions[row]) : 0;
     const Row<T, kType, true, Share::kSm> share{
@@ -483,45 +564,53 @@ __global__ void __launch_bounds__(kFlowThreads<T>)
         r.temperature > 0.0f ? r.temperature : 1.0f};
     const bool greedy = r.temperature == 0.0f;
     wait();
-    const Bound bound =
-        bound_of_row<key_digits(kType)>(s, greedy ? 1u : static_cast<unsigned>(r.top_k));
+    const unsigned wanted = greedy ? 1 : static_cast<unsigned>(p.top_k);
+    const Bound bound = bound_of_row<kDigits>(s, wanted);
     const uint32_t greatest = share.of(bound.greatest);
     const float top = share.score_of(greatest & share.kMask);
     const bool finite = is_finite(top);
     unsigned n = kFlowListed + 1;
+    uint32_t tied = 0;
     // Else, see sample_kernel, the order may be another one.
     if (is_finite(r.temperature) && (finite || greedy || sizeof(T) != 4)) {
-      const uint32_t least =
-          finite ? max(share.of(bound.key), kKeyOfMinusInfinity + 1) : greatest;
-      n = list_row(s, share.x, cols, p.plan.words, least, share, [](uint32_t key, uint32_t i) {
-        return static_cast<uint64_t>(key) << 32 | i;
-      });
+      uint32_t least = finite ? max(share.of(bound.key), kKeyOfMinusInfinity + 1) : greatest;
+      const auto pair = [](uint32_t key, uint32_t i) { return uint64_t{key} << 32 | i; };
+      n = list_greatest_of<kDigits>(s, share.x, cols, p.plan.words, wanted, &least, share, pair, team);
+      if (n > kFlowListed) {
+        if (team.first_warp()) {
+          const bool first = greedy || !finite;  // of those that are equal
+          s.kept = list_row_again<kDigits>(s, share.x, cols, p.plan.words, first ? 1 : wanted, !first,
+                                           least, share, pair, &tied);
+          s.tied = tied;
+        }
+        team.sync();
+        n = s.kept, tied = s.tied;
+      }
     }
     if (n > kFlowListed) {
-      if (lane == 0) p.out[row] = -1, left = 1;
+      if (team.thread == 0) p.out[row] = -1, left = 1;
       return;
     }
-    rank_list(s, n);
-    uint32_t token = static_cast<uint32_t>(s.ranked[n - 1]);
-    if (!greedy && finite) {
-      weigh_listed(share, s.ranked, n, s.list, s.room, r.min_p, top, seed, position, lane, 32);
-      __syncwarp();
-      token = draw_listed(
-          s.ranked, n, s.list, s.room, [](unsigned i) { return i; }, s.list, r, 0);
+    rank_list(s, n, team, [&](unsigned rank, uint64_t token) { s.ranked[rank] = token; });
+    team.sync();
+    uint32_t token;
+    if (greedy || !finite) {
+      token = static_cast<uint32_t>(s.ranked[n - 1]);
+    } else {
+      weigh_listed(share, s.ranked, n, s.list, s.room, r.min_p, top, seed, position, team.thread,
+                   team.kThreads);
+      team.sync();
+      if (!team.first_warp()) return;
+      const auto draw = [&](uint64_t total) {
+        return draw_listed(
+            s.ranked, n, s.list, s.room, [](unsigned i) { return i; }, s.list, r, total);
+      };
+      token = tied == 0 ? draw(0)
+                        : draw_tied(s, share, p.plan.words, n, tied, r, top, seed, position, draw);
     }
-    if (lane == 0) p.out[row] = token;
+    if (team.thread == 0) p.out[row] = token;
   });
-  if (left == 0) return;
-  SelectShared &select = *reinterpret_cast<SelectShared *>(memory);
-  for (int64_t row = blockIdx.x; row < p.x_rows.rows; row += gridDim.x) {
-    const bool done = p.out[row] >= 0;
-    if (threadIdx.x == 0) most = kKeyOfMinusInfinity;
-    __syncthreads();  // until all have asked
-    if (done) continue;
-    const uint64_t best = draw_row<T, kType, true, Share::kSm>(p, row, select, &most);
-    if (threadIdx.x == 0) p.out[row] = index_of(best);
-    __syncthreads();  // most and select are free
-  }
+  if (left != 0) draw_left<T, kType>(p, *reinterpret_cast<SelectShared *>(memory), &most);
 #endif
 }
 
@@ -530,12 +619,13 @@ int32_t launch_aligned(SampleParams &p, int device, void *stream) {
   // Passes over the row take long enough to be worth large CTAs for as many rows as run at once.
   const bool greedy = p.temperatures == nullptr && p.temperature == 0.0f;
   if constexpr (kAligned) {
-    void (*const kernel)(SampleParams) = &sample_flow_kernel<T, kType>;
+    void (*const kernel)(SampleParams) = &sample_flow_kernel<T, kType, 1>;
     const bool few = p.top_ks == nullptr && p.top_k > 0 && p.top_k <= kMostFlowWanted &&
                      p.top_k < p.x_rows.cols;
     if ((greedy || few) && plan_flow<T>(p.x_rows, device, p.plan) &&
         has_clusters(reinterpret_cast<const void *>(kernel), device)) {
-      return launch_flow(kernel, p, device, stream, "sample");
+      return launch_flow(kernel, &sample_flow_kernel<T, kType, kLargeTeam<T>>, p, device, stream,
+                         "sample");
     }
   }
   const bool passes = !greedy && p.top_ks == nullptr && (p.top_k == 0 || p.top_k > kMostWanted);

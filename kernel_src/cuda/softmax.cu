@@ -341,9 +341,9 @@ __global__ void __launch_bounds__(kPartThreads, 2)
   held.write(p, source, row, whole<T>(all, p.parts.count));
 }
 
-// A cluster per row and a warp per part.
-template <class T, bool kScaled>
-__global__ void __launch_bounds__(kPartThreads, 2)
+// A cluster per row and a warp per part. kDense: in 48 registers, of up to kDenseThreads a CTA.
+template <class T, bool kScaled, bool kDense>
+__global__ void __launch_bounds__(kDense ? kDenseThreads : kPartThreads, kDense ? 3 : 2)
     softmax_cluster_kernel(const __grid_constant__ SoftmaxParams p) {
 #if __CUDA_ARCH__ >= 900
   __shared__ PartResults<2> all;
@@ -411,8 +411,12 @@ bool launch_held_parts(SoftmaxParams &p, int device, void *stream, int32_t *stat
                           stream, op);
     return true;
   }
-  return launch_row_clusters(&softmax_cluster_kernel<T, kScaled>, plan_cluster(p.parts.count), p,
-                             device, stream, op, status);
+  const ClusterPlan plan = plan_cluster(p.parts.count);
+  void (*kernel)(SoftmaxParams) = &softmax_cluster_kernel<T, kScaled, false>;
+  if constexpr (!kScaled) {  // with a scale it would spill
+    if (dense_cluster(plan, p.x_rows.rows)) kernel = &softmax_cluster_kernel<T, kScaled, true>;
+  }
+  return launch_row_clusters(kernel, plan, p, device, stream, op, status);
 }
 
 template <class T, bool kAligned, bool kMask>

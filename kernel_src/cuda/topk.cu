@@ -75,21 +75,6 @@ __device__ __forceinline__ void list_greatest(SelectShared &s, const T *x, uint3
   CTAs::sync();
 }
 
-// By digits, by one CTA. list: room for k, and up to a power of two.
-template <class T, DType kType, bool kAligned, bool kCluster, int kVectors>
-__device__ __forceinline__ void put_greatest(SelectShared &s, uint32_t cols, uint64_t *list,
-                                             unsigned *listed, const Result<T> &result) {
-  const int k = result.p.k;
-  if (threadIdx.x == 0) *listed = 0;
-  list_greatest<T, kType, kAligned, kCluster, kVectors>(s, result.x, cols, k, list, listed);
-  if (Team<kCluster>::rank() != 0) return;
-  int size = 1;
-  while (size < k) size *= 2;
-  for (int i = k + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
-  bitonic_sort(list, size);
-  for (int i = threadIdx.x; i < k; i += blockDim.x) result.put(i, list[i]);
-}
-
 // CTAs on an SM, of rows and of clusters: as many as there can be without spills.
 template <class T, bool kAligned>
 constexpr int topk_ctas() {
@@ -143,59 +128,62 @@ __global__ void __launch_bounds__(kTopkThreads)
   __shared__ SelectShared s;
   __shared__ uint64_t list[HFP_MAX_TOPK];
   __shared__ unsigned listed;
-  const int64_t row = p.first_row + blockIdx.x / Team<kCluster>::size();
+  using CTAs = Team<kCluster>;
+  const int64_t row = p.first_row + blockIdx.x / CTAs::size();
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
   wait_for_previous();
-  put_greatest<T, kType, kAligned, kCluster, kSelectVectors>(
-      s, static_cast<uint32_t>(p.x_rows.cols), list, &listed, {p, x, row});
+  if (threadIdx.x == 0) listed = 0;
+  list_greatest<T, kType, kAligned, kCluster, kSelectVectors>(
+      s, x, static_cast<uint32_t>(p.x_rows.cols), p.k, list, &listed);
+  if (CTAs::rank() != 0) return;
+  int size = 1;
+  while (size < p.k) size *= 2;
+  for (int i = p.k + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
+  bitonic_sort(list, size);
+  const Result<T> result{p, x, row};
+  for (int i = threadIdx.x; i < p.k; i += blockDim.x) result.put(i, list[i]);
 }
 
-// k up to kMostFlowWanted, rows of whole vectors.
-template <class T, DType kType>
-__global__ void __launch_bounds__(kFlowThreads<T>)
+// k up to kMostFlowWanted, rows of whole vectors. Of the bounds the 1 is a CTA: without it ptxas spills.
+template <class T, DType kType, int kTeam>
+__global__ void __launch_bounds__(kFlowThreads<T, kTeam>, 1)
     topk_flow_kernel(const __grid_constant__ TopkParams p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(kLineBytes) unsigned char memory[];
-  __shared__ unsigned listed, left;
-  if (threadIdx.x == 0) left = 0;
   const uint32_t cols = static_cast<uint32_t>(p.x_rows.cols);
-  const auto result_of = [&](int64_t row) {
-    return Result<T>{p, static_cast<const T *>(p.x) + row_offset(p.x_rows, row), row};
-  };
-  flow<T>(p, p.x, memory, [&](FlowRow &s, int64_t row, const auto &wait) {
-    const Result<T> result = result_of(row);
+  flow<T, kTeam>(p, p.x, memory, [&](FlowRow &s, int64_t row, const auto &team, const auto &wait) {
+    constexpr int kDigits = key_digits(kType);
+    const Result<T> result{p, static_cast<const T *>(p.x) + row_offset(p.x_rows, row), row};
+    const auto pair = [](uint32_t key, uint32_t i) { return pair_of(key, i); };
     wait();
-    const uint32_t least = bound_of_row<key_digits(kType)>(s, p.k).key;
-    const unsigned n = list_row(s, result.x, cols, p.plan.words, least, KeyOrder{},
-                                [](uint32_t key, uint32_t i) { return pair_of(key, i); });
+    uint32_t least = bound_of_row<kDigits>(s, p.k).key;
+    unsigned n = list_greatest_of<kDigits>(s, result.x, cols, p.plan.words, p.k, &least, KeyOrder{},
+                                           pair, team);
     if (n > kFlowListed) {
-      if (threadIdx.x % 32u == 0) p.indices[row * p.k] = -1, left = 1;
-      return;
+      if (team.first_warp()) {
+        uint32_t tied;
+        s.kept = list_row_again<kDigits>(s, result.x, cols, p.plan.words, p.k, false, least,
+                                         KeyOrder{}, pair, &tied);
+      }
+      team.sync();
+      n = s.kept;
     }
-    rank_list(s, n);
-    for (int i = threadIdx.x % 32u; i < p.k; i += 32) result.put(i, s.ranked[i]);
+    rank_list(s, n, team, [&](unsigned rank, uint64_t one) {
+      if (rank < p.k) result.put(rank, one);
+    });
   });
-  if (left == 0) return;
-  SelectShared &select = *reinterpret_cast<SelectShared *>(memory);
-  uint64_t *const list = reinterpret_cast<uint64_t *>(&select + 1);
-  for (int64_t row = blockIdx.x; row < p.x_rows.rows; row += gridDim.x) {
-    const bool done = p.indices[row * p.k] >= 0;
-    __syncthreads();  // until all have asked
-    if (done) continue;
-    put_greatest<T, kType, true, false, kSelectVectors>(select, cols, list, &listed,
-                                                        result_of(row));
-  }
 #endif
 }
 
 template <class T, DType kType, bool kAligned>
 int32_t launch_aligned(TopkParams &p, int device, void *stream) {
   if constexpr (kAligned) {
-    void (*const kernel)(TopkParams) = &topk_flow_kernel<T, kType>;
+    void (*const kernel)(TopkParams) = &topk_flow_kernel<T, kType, 1>;
     if (p.k <= kMostFlowWanted && p.k < p.x_rows.cols &&
         plan_flow<T>(p.x_rows, device, p.plan) &&
         has_clusters(reinterpret_cast<const void *>(kernel), device)) {
-      return launch_flow(kernel, p, device, stream, "topk");
+      return launch_flow(kernel, &topk_flow_kernel<T, kType, kLargeTeam<T>>, p, device, stream,
+                         "topk");
     }
   }
   if (p.k <= kMostWanted) {

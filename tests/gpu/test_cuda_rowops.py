@@ -193,6 +193,56 @@ def test_sample_at_the_edge_of_ties(
     assert tokens[:3].tolist() == [5, 0, 7]
 
 
+def hard_rows(dtype: torch.dtype, cols: int) -> Tensor:
+    """Of which more are equal, or in the way of the greatest ones, than a list has room for."""
+    up = torch.arange(cols, device="cuda")
+    step = torch.linspace(-5, 5, cols, device="cuda")
+    rows = [
+        step,
+        -step,
+        torch.ones(cols, device="cuda"),
+        (up % 3).float(),
+        torch.where(up >= cols - 300, 2.0, step / 5),
+        torch.where(up == cols // 2, 3.0, torch.where(up % 2 == 0, -0.0, 0.0)),
+        torch.where(up % (cols // 20) == 1, step, -INF),
+        torch.full((cols,), -INF, device="cuda"),
+        torch.where(up % 2 == 1, INF, step),
+        torch.where(up % 4 == 2, NAN, step),
+        torch.where(up < 40, 4 + step, torch.where(up % 5 == 0, -1.0, -2.0)),
+        torch.randn(cols, device="cuda"),
+    ]
+    return torch.stack(rows).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [4096, 8192, 8200, 32000, 128256])
+def test_many_hard_rows(kernels_module: ModuleType, cols: int, dtype: torch.dtype) -> None:
+    """So many rows that each CTA has several: as a stable sort, and as few of them at a time."""
+    k = kernels_module
+    rows = hard_rows(dtype, cols)
+    count = len(rows)
+    many = rows.repeat(30, 1)
+    order = torch.sort(rows, dim=-1, descending=True, stable=True)[1]
+    for wanted in (1, 7, 50, 64):
+        values, indices = k.topk(many, wanted)
+        assert torch.equal(indices, order[:, :wanted].repeat(30, 1)), wanted
+        expected = many.gather(-1, indices)
+        torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (len(many),), device="cuda")
+    settings = [
+        (0.8, 50, 0.95, 0.0),
+        (1.0, 64, 1.0, 0.0),
+        (0.7, 3, 0.5, 0.02),
+        (1.3, 20, 0.01, 0.0),
+    ]
+    settings += [(INF, 5, 0.9, 0.0), (0.0, 5, 0.5, 0.0), (2.0, 60, 1.0, 0.3)]
+    for setting in settings:
+        tokens = k.sample(many, seeds, None, *setting)
+        for at in range(0, len(many), 5 * count):
+            few = slice(at, at + count)
+            assert torch.equal(tokens[few], k.sample(rows, seeds[few], None, *setting)), setting
+
+
 def test_distribution(kernels_module: ModuleType) -> None:
     """Chi-square with fixed seeds; the limit is the mean and five deviations."""
     count = 100000
