@@ -84,6 +84,21 @@ __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   }
 }
 
+// One vector that L2 may give up before what it holds for other CTAs.
+template <class T, int N>
+__device__ __forceinline__ Vec<T, N> load_passing(const T *from) {
+  static_assert(Vec<T, N>::kBytes == kVectorBytes);
+  Vec<T, N> v;
+  asm volatile(
+      "{\n.reg .b64 passing;\n"
+      "createpolicy.fractional.L2::evict_first.b64 passing, 1.0;\n"
+      "ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], passing;\n}"
+      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+      : "l"(from)
+      : "memory");
+  return v;
+}
+
 inline int64_t up_to_grid(int64_t work) { return work < kMaxGrid ? work : kMaxGrid; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -43,11 +43,13 @@ struct Part {
   int unit, part, vectors;
   int64_t first;  // of the thread, in the tensor
 
-  __device__ Part(const OverlapParams &p, int task) {
-    unit = static_cast<int>(p.by_parts.divide(static_cast<uint32_t>(task)));
-    part = task - unit * static_cast<int>(p.parts);
+  __device__ Part(const OverlapParams &p, int of_unit, int at) : unit(of_unit), part(at) {
     vectors = min(p.vectors - part * kVectors, kVectors);
     first = static_cast<int64_t>(unit) * p.vectors + part * kVectors + threadIdx.x;
+  }
+  __device__ static Part of_task(const OverlapParams &p, int task) {
+    const int unit = static_cast<int>(p.by_parts.divide(static_cast<uint32_t>(task)));
+    return Part(p, unit, task - unit * static_cast<int>(p.parts));
   }
   __device__ int at(int u) const { return static_cast<int>(threadIdx.x) + u * kCta; }
 };
@@ -95,10 +97,40 @@ __device__ __forceinline__ void publish_stats(const OverlapParams &p, int unit) 
 }
 
 #if __CUDA_ARCH__ >= 900
+// What a warp has of a part, of whose vectors each thread has v, goes to its place in of_warp. kWhole: no
+// part has fewer vectors than others.
+template <class T, int N, int kCta, bool kWhole = false>
+__device__ __forceinline__ void add_vectors(const Part<kCta> &part, const Vec<T, N> (&v)[kUnroll],
+                                            float4 *of_warp) {
+  Sums sums;
+  int seen = 0;
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    if (kWhole || part.at(u) < part.vectors) sums.add_vector(v[u], seen);
+  }
+  const Moments m = merge_lanes(sums, seen);
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = make_float4(m.n, m.mean, m.m2, 0.0f);
+}
+
+// By one warp: the moments of a part of n elements.
+template <int kCta>
+__device__ __forceinline__ Moments merge_part(const float4 *of_warp, int n) {
+  const int lane = threadIdx.x % kWarp;
+  const float pivot = of_warp[0].y;
+  Pool of_part;
+  if (lane < kCta / kWarp) {
+    const float4 w = of_warp[lane];
+    Moments m;
+    m.n = w.x, m.mean = w.y, m.m2 = w.z;
+    of_part.add(m, pivot);
+  }
+  return of_part.merge_warp(pivot, static_cast<float>(n));
+}
+
 template <class T, int N, int kCta>
 __device__ __forceinline__ void add_part(const OverlapParams &p, int task) {
   __shared__ float4 of_warp[kCta / kWarp];
-  const Part<kCta> part(p, task);
+  const auto part = Part<kCta>::of_task(p, task);
   const T *x = static_cast<const T *>(p.a.x) + part.first * N;
   Vec<T, N> v[kUnroll];
 #pragma unroll
@@ -106,25 +138,11 @@ __device__ __forceinline__ void add_part(const OverlapParams &p, int task) {
     if (part.at(u) < part.vectors) v[u].template load<Cache::kStream>(x + u * kCta * N);
   }
   wait_for_previous();
-  Sums sums;
-  int seen = 0;
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (part.at(u) < part.vectors) sums.add_vector(v[u], seen);
-  }
-  Moments m = merge_lanes(sums, seen);
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = make_float4(m.n, m.mean, m.m2, 0.0f);
+  add_vectors<T, N, kCta>(part, v, of_warp);
   __syncthreads();
   if (threadIdx.x >= kWarp) return;
 
-  const float pivot = of_warp[0].y;
-  Pool of_part;
-  if (threadIdx.x < kCta / kWarp) {
-    const float4 w = of_warp[threadIdx.x];
-    m.n = w.x, m.mean = w.y, m.m2 = w.z;
-    of_part.add(m, pivot);
-  }
-  m = of_part.merge_warp(pivot, static_cast<float>(part.vectors * N));
+  const Moments m = merge_part<kCta>(of_warp, part.vectors * N);
   uint32_t before = 0;
   if (threadIdx.x == 0) {
     float *to = slot(p, part.unit, part.part);
@@ -141,7 +159,7 @@ __device__ __forceinline__ void add_part(const OverlapParams &p, int task) {
 
 template <class T, int N, int kCta, bool kSilu>
 __device__ __forceinline__ void write_part(const OverlapParams &p, int task) {
-  const Part<kCta> part(p, task);
+  const auto part = Part<kCta>::of_task(p, task);
   const T *x = static_cast<const T *>(p.a.x) + part.first * N;
   T *out = static_cast<T *>(p.a.out) + part.first * N;
   uint4 v[kUnroll];  // for the last time: L2 may give it up

@@ -1,6 +1,7 @@
 // qk_norm_rope.cu: RMS norm of q and k, per head or across heads, then rotary position embedding;
 // hfp_qk_norm_rope on CUDA. A head that a warp holds goes through rope_heads_kernel, anything
 // wider through a CTA per row. Zhang & Sennrich, arXiv:1910.07467; Su et al., arXiv:2104.09864.
+#include "norm_rope_vector.cuh"
 #include "rope_launch.cuh"
 
 namespace hfp::cuda {
@@ -30,19 +31,10 @@ __device__ __forceinline__ Row row_at(const RopeParams &p, const Token &token, u
   return row;
 }
 
-// Sums of kRows values over the CTA with one barrier; the order depends on its size only.
-template <int kRows>
-__device__ __forceinline__ void sum_cta(float (&v)[kRows], float (*partial)[32]) {
-  using G = Group<kCta>;
-  const unsigned lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    v[r] = G::sum_lanes(v[r]);
-    if (lane == 0) partial[r][warp] = v[r];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) v[r] = G::sum_lanes(lane < warps ? partial[r][lane] : 0.0f);
+// What a thread adds to the sum of a row: its vectors each by itself, as norm_rope_vector_kernel has them.
+template <class T, int N>
+__device__ __forceinline__ float squares_of(const Pair<T, N> &v) {
+  return sum_of_squares(v.a) + sum_of_squares(v.b);
 }
 
 // One vector of the weights at a time. `at`: of the head.
@@ -109,7 +101,7 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
   for (int r = 0; r < kRows; ++r) {
     scale[r] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) scale[r] += v[r][i].sum_of_squares();
+    for (int i = 0; i < kUnits; ++i) scale[r] += squares_of(v[r][i]);
   }
   sum_cta(scale, partial);
 #pragma unroll
@@ -134,32 +126,16 @@ __global__ void __launch_bounds__(max_row_threads(kUnits))
   }
 }
 
-// Threads of a CTA of the next kernel, at most, and those that registers have to allow on an SM.
-constexpr int whole_threads(int batches) { return batches == 1 ? max_row_threads(1) : 256; }
-constexpr int whole_ctas(int batches) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  constexpr int kOfTwo = 512;  // else it spills
-#else
-  constexpr int kOfTwo = 768;
-#endif
-  return resident_ctas(whole_threads(batches), batches == 1 ? kSomeThreads : kOfTwo);
-}
-
 // The rows of q and k of one token, of one size, whose heads are rotated wholly and have a power of two
 // of units: addresses are ready before the wait and take no division, and tables and weights are asked
 // for after the sum, which leaves registers for 1024 threads on an SM. bf16 on an H200, us, cold:
 // 2 x 2688 x 32 x 64 37.9 -> 35.7, 1 x 4608 x 24 x 128 56.4 -> 54.0, 512 tokens of 32 heads of 64 6.6
 // -> 5.1.
 // With tables and weights first, in 80 registers, as whole vectors, 34.8, 53.6 and 6.4.
-// kBatches == 2: wide tables, as in kCanBeWide, that two batches share are read once for the token of
-// both, as whole vectors, else loads of L1 are the limit; they are asked for before the sum, in 80
-// registers. A batch of the launch is then two. 2 x 2688 x 32 x 64 36.9 -> 35.1, 2 x 8064 99.3 -> 95.8,
-// 4 x 2688 61.4 -> 59.5, 2 x 256 5.72 -> 5.32; after the sum 34.9, 95.4, 59.1, 5.91; four batches 71.0.
-template <class T, class Tab, int N, bool kInterleaved, int kBatches>
-__global__ void __launch_bounds__(whole_threads(kBatches), whole_ctas(kBatches))
+template <class T, class Tab, int N, bool kInterleaved>
+__global__ void __launch_bounds__(max_row_threads(1), resident_ctas(max_row_threads(1), kSomeThreads))
     norm_rope_whole_kernel(const __grid_constant__ RopeParams p) {
-  constexpr int kRows = 2 * kBatches;  // q's and k's in turns
-  __shared__ float partial[kRows][32];
+  __shared__ float partial[2][32];
   const Token where = token_at(p, p.first_token + blockIdx.x);
   const uint32_t head = threadIdx.x >> p.lane_bits, unit = threadIdx.x & (p.lanes - 1);
   const uint32_t col = unit * N;
@@ -175,50 +151,29 @@ __global__ void __launch_bounds__(whole_threads(kBatches), whole_ctas(kBatches))
   wait_for_previous();
 
   const bool active = head < static_cast<uint32_t>(p.q.heads);
-  const int64_t q_batch = p.q.x_batch / kBatches, k_batch = p.k.x_batch / kBatches;
   const Unit u{0, p.half, true, true};
-  Pair<T, N> v[kRows];
-  float scale[kRows];
+  Pair<T, N> v[2];
+  float scale[2];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < 2; ++r) {
     v[r].zero();
-    if (active) v[r].load(x[r % 2] + r / 2 * (r % 2 == 0 ? q_batch : k_batch), u);
-  }
-  AnglesFor<T, Tab, N, kInterleaved> angles;
-  if constexpr (kBatches > 1) {
-    if (active) load_wide(angles, p, cos_at, sin_at, col);
+    if (active) v[r].load(x[r], u);
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) scale[r] = v[r].sum_of_squares();
+  for (int r = 0; r < 2; ++r) scale[r] = squares_of(v[r]);
   sum_cta(scale, partial);
   if (!active) return;
 
-  if constexpr (kBatches == 1) angles.load(p, cos_at, sin_at, unit);
+  AnglesFor<T, Tab, N, kInterleaved> angles;
+  angles.load(p, cos_at, sin_at, unit);
 #pragma unroll
   for (int of = 0; of < 2; ++of) {
     const RopeTensor &t = of == 0 ? p.q : p.k;
-    const int64_t at = static_cast<int64_t>(head) * p.dim + col;
     T *out = static_cast<T *>(t.out) + offset(t.out_batch, t.out_seq, t.out_head) + col;
-    if constexpr (kBatches == 1) {
-      const float each = rsqrtf(fmaf(scale[of], of == 0 ? p.inverse_q : p.inverse_k, p.eps));
-      v[of].stay_packed(p.zero);
-      normalize_unit<T, T>(p, v[of], u, each, t.weight, at);
-      finish_unit<T, Tab, N, kInterleaved>(p, v[of], u, angles, p.round_products, out);
-    } else {
-      Weights<T, N> weight_a, weight_b;
-      weight_a.load_from(p, t.weight, at);
-      weight_b.load_from(p, t.weight, at + p.half);
-#pragma unroll
-      for (int b = 0; b < kBatches; ++b) {
-        const int r = 2 * b + of;
-        const float each = rsqrtf(fmaf(scale[r], of == 0 ? p.inverse_q : p.inverse_k, p.eps));
-        v[r].stay_packed(p.zero);
-        normalize<T, T>(p, v[r].a, each, weight_a);
-        normalize<T, T>(p, v[r].b, each, weight_b);
-        finish_unit<T, Tab, N, kInterleaved>(p, v[r], u, angles, p.round_products,
-                                             out + b * (t.out_batch / kBatches));
-      }
-    }
+    const float each = rsqrtf(fmaf(scale[of], of == 0 ? p.inverse_q : p.inverse_k, p.eps));
+    v[of].stay_packed(p.zero);
+    normalize_unit<T, T>(p, v[of], u, each, t.weight, static_cast<int64_t>(head) * p.dim + col);
+    finish_unit<T, Tab, N, kInterleaved>(p, v[of], u, angles, p.round_products, out);
   }
 }
 
@@ -240,7 +195,7 @@ __global__ void __launch_bounds__(kLoopThreads)
     v.zero();
     v.load(reinterpret_cast<const T *>(row.at.x) + head * row.at.x_head,
            unit_at<N>(p, at - head * p.units));
-    sum[0] += v.sum_of_squares();
+    sum[0] += squares_of(v);
   }
   sum_cta(sum, partial);
   const float scale = rsqrtf(fmaf(sum[0], row.inverse, p.eps));
@@ -269,18 +224,6 @@ __global__ void __launch_bounds__(kLoopThreads)
 
 constexpr int whole_warps(uint32_t threads) { return static_cast<int>((threads + 31) / 32 * 32); }
 
-// Whether each two batches read the same wide tables.
-bool shares_wide_tables(const RopeArgs &a) {
-  return a.wide && !a.paired && a.batch % 2 == 0 && a.cos.batch == 0 && a.sin.batch == 0;
-}
-
-RopeArgs batches_in_twos(const RopeArgs &a) {
-  RopeArgs two = a;
-  two.batch = a.batch / 2;
-  for (RopeTensor *t : {&two.q, &two.k}) t->x_batch *= 2, t->out_batch *= 2;
-  return two;
-}
-
 template <class T, class Tab, class W, int N, bool kInterleaved>
 int32_t launch_row_kernel(const RopeArgs &a, void *stream) {
   RopeParams p = rope_params(a, N);
@@ -296,17 +239,16 @@ int32_t launch_row_kernel(const RopeArgs &a, void *stream) {
       if (p.rest == p.dim && p.lanes == p.units && narrow_strides(a)) {
         if constexpr (kCanBeWide<Tab, N, kInterleaved>) {
           const RopeArgs two = batches_in_twos(a);
-          if (shares_wide_tables(a) && narrow_strides(two) && threads <= whole_threads(2)) {
+          if (shares_wide_tables(a, p.units) && narrow_strides(two) && 2 * threads <= kMostVectorThreads) {
             p.q = two.q, p.k = two.k;
             return each_token_range(two, p, 1, [&](int64_t tokens) {
-              return launch(&norm_rope_whole_kernel<T, Tab, N, kInterleaved, 2>, tokens, threads, p,
-                            stream, kOp);
+              return launch(&norm_rope_vector_kernel<T, N>, tokens, whole_warps(2 * most), p, stream, kOp);
             });
           }
         }
         return each_token_range(a, p, 1, [&](int64_t tokens) {
-          return launch(&norm_rope_whole_kernel<T, Tab, N, kInterleaved, 1>, tokens, threads, p,
-                        stream, kOp);
+          return launch(&norm_rope_whole_kernel<T, Tab, N, kInterleaved>, tokens, threads, p, stream,
+                        kOp);
         });
       }
       return each_token_range(a, p, 1, [&](int64_t tokens) {
