@@ -11,9 +11,9 @@ namespace hfp::cuda::group_norms {
 inline constexpr int kSpreadCta = kNarrowCta, kSpreadParts = 2;  // threads; parts of a CTA
 inline constexpr int kSpreadThreads = 1024;                      // of an SM
 inline constexpr int64_t kMostSpread = 64 * 1024;                // vectors of a group
-// How often a CTA looks for the moments of others before it adds up their parts itself, about 30 ms: they
-// may be behind it in a queue, and the CTAs before them wait as well.
-inline constexpr int kPatience = 1 << 16;
+// How often a thread looks for the moments of others before its CTA adds up their parts itself, about 2 ms:
+// they may be behind it in a queue, and the CTAs before them wait as well.
+inline constexpr int kPatience = 1 << 12;
 inline constexpr uint64_t kNoMoments = ~uint64_t{0};  // no NaN that is computed has these bits
 
 struct SpreadParams : OverlapParams {
@@ -46,11 +46,11 @@ __device__ __forceinline__ bool wait_for_parts(const SpreadParams &p, int unit, 
   float pivot = 0.0f;
   Pool of_group;
   bool there = true;
+  int looks = 0;
   for (int first = 0; first < parts; first += kWarp) {
     const int i = first + static_cast<int>(threadIdx.x) % kWarp;
     uint64_t word = 0;
     if (i < parts) {
-      int looks = 0;
       do {
         word = read_moments(moments_word(p, unit, i));
       } while (word == kNoMoments && ++looks < kPatience);
@@ -179,13 +179,13 @@ __global__ void __launch_bounds__(kThreads) group_unset_kernel(const __grid_cons
 template <class T, int N, bool kSilu>
 bool launch_spread(const Params &params, int device, void *stream, int32_t *status) {
   constexpr int64_t kVectors = kSpreadParts * SpreadPart::kVectors;  // of a CTA
-  constexpr int64_t kMostCtas = kFullSms * (kSpreadThreads / kSpreadCta);
+  static ClusterRoom room;  // for CTAs: a GPU, or what a process has of it, may have fewer SMs
   const int64_t vectors = params.elements / N, units = params.a.batch * params.a.groups;
   auto *kernel = &group_spread_kernel<T, N, kSilu>;
   if (vectors > kMostSpread || vectors % kVectors != 0 || params.a.positions / N % kVectors != 0 ||
-      units * (vectors / kVectors) > kMostCtas ||
       reinterpret_cast<uint64_t>(params.a.stats) % sizeof(uint64_t) != 0 ||
-      !has_clusters(reinterpret_cast<const void *>(kernel), device)) {
+      !has_clusters(reinterpret_cast<const void *>(kernel), device) ||
+      units * (vectors / kVectors) > room.of(kernel, kSpreadCta, 0, 1, device)) {
     return false;
   }
   SpreadParams p{{params}};
