@@ -88,8 +88,8 @@ __device__ __forceinline__ LayerMap first_map(float2 total, float inverse_cols, 
   mean = fmaf(total.x, inverse_cols, 0.0f);
   const float of_squares = __fmul_rn(total.y, inverse_cols);
   const float variance = fmaf(-mean, mean, of_squares);
-  // Also where there is a NaN, or squares beyond fp32.
-  cancelled = !(variance * kMostCancelled<T> >= of_squares);
+  // variance * kMostCancelled < of_squares; also where there is a NaN, or where squares are beyond fp32.
+  cancelled = !(fmaf(variance, -kMostCancelled<T>, of_squares) <= 0.0f);
   LayerMap map{0.0f, rsqrtf(variance + eps), 0.0f};
   map.shift = -__fmul_rn(mean, map.scale);
   return map;
