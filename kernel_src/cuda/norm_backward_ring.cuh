@@ -471,6 +471,9 @@ bool launch_ring(const NormBackwardParams &p, SumPartialsParams &sums, int devic
       if (p.vectors <= 256) return by(&launch_ring_of<true, T, 2, 2, 4, 3, true>);
       if (p.vectors < 448 && by(&launch_ring_of<true, T, 2, 2, 8, 2, true, 2>)) return true;
       if (p.vectors < 512) return by(&launch_ring_of<true, T, 2, 2, 8, 3, true>);
+      if (p.vectors == 512 && p.x_rows.rows >= 2 * kSharedRingRows) {
+        return by(&launch_ring_of<true, T, 2, 1, 8, 4, true>);
+      }
       if (p.vectors == 512) return by(&launch_ring_of<true, T, 2, 2, 8, 2, true>);
       return by(&launch_ring_of<true, T, 2, 1, 16, 3, true>);
     } else {
@@ -486,7 +489,8 @@ bool launch_ring(const NormBackwardParams &p, SumPartialsParams &sums, int devic
       if (shared && p.vectors > 31 * 32 && by(&launch_ring_of<false, T, 1, 1, 32, 2, true, 2, 2>)) {
         return true;
       }
-      return by(&launch_ring_of<false, T, 1, 1, 32, 3, true>);
+      if (shared) return by(&launch_ring_of<false, T, 1, 1, 32, 3, true>);
+      return by(&launch_ring_of<false, T, 1, 2, 32, 2, true>);
     }
   }
 }
