@@ -31,6 +31,12 @@ inline constexpr int kTwicePartials = kSquaresAt + kPartials;
 template <class T>
 inline constexpr float kMostCancelled = sizeof(T) == 4 ? 2.0f : 16.0f;
 
+// Whether E[x^2] - mean^2 is not to be used: also where there is a NaN, or where squares are beyond fp32.
+template <class T>
+__device__ __forceinline__ bool too_much_cancels(float variance, float of_squares) {
+  return !(fmaf(variance, -kMostCancelled<T>, of_squares) <= 0.0f);
+}
+
 template <int N>
 __device__ __forceinline__ void sums_of(const float (&x)[N], float &sum, float &square) {
   sum = x[0], square = __fmul_rn(x[0], x[0]);  // not to melt into a sum over lanes
@@ -57,10 +63,10 @@ __device__ __forceinline__ float2 sum_twice(const float (&sums)[K], const float 
   const unsigned lane = threadIdx.x % static_cast<unsigned>(G::kLanes), g = lane % kHalf;
   const bool squared = lane >= kHalf;
   if constexpr (G::kWholeCta) {
-    const unsigned warp = threadIdx.x / 32u, warps = blockDim.x / 32u, groups = kEach * warps;
-    float *const mine = partial + (squared ? kSquaresAt : 0);
-    if (g % kLanesEach == 0) mine[G::group(warp, g / kLanesEach)] = of;
-    __syncthreads();
+    const unsigned groups = kEach * G::warps(), first = squared ? kSquaresAt : 0;
+    if (g % kLanesEach == 0) G::put(partial, first + G::group(G::warp(), g / kLanesEach), of);
+    G::meet(partial);
+    const float *const mine = partial + first;
     of = g < groups ? mine[g] : 0.0f;
     if (groups > 16) {
       float upper = g + 16 < groups ? mine[g + 16] : 0.0f;
@@ -88,8 +94,7 @@ __device__ __forceinline__ LayerMap first_map(float2 total, float inverse_cols, 
   mean = fmaf(total.x, inverse_cols, 0.0f);
   const float of_squares = __fmul_rn(total.y, inverse_cols);
   const float variance = fmaf(-mean, mean, of_squares);
-  // Also where there is a NaN, or squares beyond fp32.
-  cancelled = !(variance * kMostCancelled<T> >= of_squares);
+  cancelled = too_much_cancels<T>(variance, of_squares);
   LayerMap map{0.0f, rsqrtf(variance + eps), 0.0f};
   map.shift = -__fmul_rn(mean, map.scale);
   return map;
@@ -119,7 +124,7 @@ __device__ __forceinline__ LayerMap layer_map(const Sums &sums, float inverse_co
       first_map<T>(sum_twice<G>(sum, square, partial), inverse_cols, eps, mean, cancelled);
   // Rows that share a warp go through its shuffles together.
   if (G::kLanes < 32 ? __any_sync(~0u, cancelled) : cancelled) {
-    if constexpr (G::kWholeCta) __syncthreads();  // all have read `partial`
+    if constexpr (G::kWholeCta) partial = G::next(partial);
     sums(std::false_type{}, cancelled ? mean : 0.0f, sum, square);
     const float2 again = sum_twice<G>(sum, square, partial);
     if (cancelled) correct_map<kCentres>(map, again, mean, inverse_cols, eps);
@@ -158,7 +163,7 @@ __device__ __forceinline__ void with_layer_map(Vec<T, N> (&v)[K], uint32_t zero,
                                                float eps, float *partial, const Finish &finish) {
   float sum[K], square[K], mean;
   bool cancelled;
-  const auto sums = [&](auto centred) {
+  const auto sums = [&](auto centred, float *partial) {
 #pragma unroll
     for (int i = 0; i < K; ++i) {
       float x[N];
@@ -172,13 +177,12 @@ __device__ __forceinline__ void with_layer_map(Vec<T, N> (&v)[K], uint32_t zero,
     }
     return sum_twice<G>(sum, square, partial);
   };
-  LayerMap map = first_map<T>(sums(std::false_type{}), inverse_cols, eps, mean, cancelled);
+  LayerMap map = first_map<T>(sums(std::false_type{}, partial), inverse_cols, eps, mean, cancelled);
   if (!cancelled) {
     finish([&](float x) { return fmaf(x, map.scale, map.shift); });
     return;
   }
-  __syncthreads();  // all have read `partial`
-  correct_map<false>(map, sums(std::true_type{}), mean, inverse_cols, eps);
+  correct_map<false>(map, sums(std::true_type{}, G::next(partial)), mean, inverse_cols, eps);
   finish(map);
 }
 

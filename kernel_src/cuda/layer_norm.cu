@@ -2,8 +2,8 @@
 // rounding; hfp_layer_norm on CUDA. Ba et al., arXiv:1607.06450.
 //
 // Mean and variance by one sum over the row's threads: layer_map.cuh.
-#include "layer_map.cuh"
 #include "ordered.cuh"
+#include "row_pairs.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -159,17 +159,21 @@ template <class T, int kVectors>
 inline constexpr bool kCorrectedApart = !(std::is_same_v<T, __half> && kVectors == 4);
 
 // The row in registers, whole: kVectors vectors in every thread, without one left over, so that nothing
-// asks whether a vector is inside. kHold: weight and bias are asked for with it.
-template <class T, int kVectors, bool kHold>
-__global__ void __launch_bounds__(full_threads(kVectors, kHold),
-                                  resident_ctas(full_threads(kVectors, kHold),
+// asks whether a vector is inside. kHold: weight and bias are asked for with it. kSize: CTAs that share it.
+template <class T, int kVectors, bool kHold, int kSize = 1>
+__global__ void __launch_bounds__(full_threads(kVectors, kHold) / kSize,
+                                  resident_ctas(full_threads(kVectors, kHold) / kSize,
                                                 full_resident(kVectors, kHold)))
     layer_norm_full_kernel(const __grid_constant__ FullRowsParams p) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kStep = 32 * N;
-  using G = Group<kCta, kRowThreads, kVectors>;
-  __shared__ float partial[kTwicePartials];
+  constexpr bool kPair = kSize > 1;
+  using Pair = PairGroup<kVectors>;
+  using G = std::conditional_t<kPair, Pair, Group<kCta, kRowThreads, kVectors>>;
+  __shared__ __align__(8) float partial[kPair ? 2 * Pair::kShared : kTwicePartials];
+  if constexpr (kPair && !kRowPairs) return;
+  if constexpr (kPair) G::begin(partial, 2, 2);
   const int first = G::index() * N;
-  const T *x = static_cast<const T *>(p.x) + blockIdx.x * p.stride + first;
+  const T *x = static_cast<const T *>(p.x) + blockIdx.x / kSize * p.stride + first;
   const T *weight = static_cast<const T *>(p.weight) + first;
   const T *bias = static_cast<const T *>(p.bias) + first;
   settle(x, weight, bias);
@@ -192,9 +196,10 @@ __global__ void __launch_bounds__(full_threads(kVectors, kHold),
     load_in_place(p.zero, [&](int i) { load_params(i, i); }, w, b);
   }
   keep_loads_above(p.zeros[1]);
+  if constexpr (kPair) G::join();
 
   const auto finish_row = [&](const auto &map) {
-    const int64_t to = static_cast<int64_t>(blockIdx.x) * p.cols + G::index() * N;
+    const int64_t to = static_cast<int64_t>(blockIdx.x / kSize) * p.cols + G::index() * N;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       v[i].stay_packed(p.zero);
@@ -262,6 +267,15 @@ int32_t launch_full(const LayerNormParams &row, const FullPlan &plan, void *stre
   p.inverse_cols = row.inverse_cols;
   p.eps = row.eps;
   const int threads = static_cast<int>(row.vectors) / plan.vectors;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // in fp16 that would spill
+    if (layer_pairs(row.vectors, row.x_rows.rows, plan)) {
+      constexpr int kSize = PairGroup<4>::kSize;
+      auto *kernel = &layer_norm_full_kernel<T, 4, true, kSize>;
+      if (early_start_supported(reinterpret_cast<const void *>(kernel))) {
+        return launch_clusters(kernel, row.x_rows.rows, threads / kSize, p, stream, kOp, 0, kSize);
+      }
+    }
+  }
   const auto run = [&](auto *kernel) {
     return launch(kernel, row.x_rows.rows, threads, p, stream, kOp);
   };

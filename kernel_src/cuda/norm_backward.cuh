@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
                           std::is_same_v<T, __half>;
   constexpr bool kAhead = kVectors <= 2 && !kTight;
   constexpr int kSums = kCentred ? 2 : 1;
-  __shared__ float partial[2][4][32];
+  constexpr bool kOnce = kOneSum<kCentred, T, W, kVectors>;
+  __shared__ float partial[kOnce ? 3 : 2][4][32];
 
   const int group = G::kWholeCta ? 0 : threadIdx.x / static_cast<unsigned>(G::kLanes);
   const Columns c = columns_of<G>(static_cast<int>(p.vectors));
@@ -54,34 +55,38 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     Held<T, Grad, N, kVectors> next;
     if constexpr (kAhead) next.load(p, row + step, c);
 
-    float mean = 0.0f;
-    if constexpr (kCentred) {
-      float v[1] = {now.sum_x()};
-      sum_each<G>(v, &partial[round][3]);
-      mean = v[0] * p.inverse_cols;
-    }
-    float square = 0.0f, product = 0.0f, sum_h = 0.0f;
+    const auto add_up = [&](auto from_0, float centre, auto &v) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int at = c.index + i * c.stride;
-      if (at >= c.vectors) break;
-      now.x[i].stay_packed(p.zero);
-      float x[N], g[N], w[N];
-      now.x[i].get(x);
-      now.grad[i].get(g);
-      load_factor<W>(w, p, weight[i], static_cast<int64_t>(at) * N);
+      for (float &of : v) of = 0.0f;
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float h = g[j] * w[j], d = kCentred ? x[j] - mean : x[j];
-        square = fmaf(d, d, square);
-        product = fmaf(h, d, product);
-        if constexpr (kCentred) sum_h += h;
+      for (int i = 0; i < kVectors; ++i) {
+        const int at = c.index + i * c.stride;
+        if (at >= c.vectors) break;
+        now.x[i].stay_packed(p.zero);
+        float x[N], g[N], w[N];
+        now.x[i].get(x);
+        now.grad[i].get(g);
+        load_factor<W>(w, p, weight[i], static_cast<int64_t>(at) * N);
+        add_products<from_0.value>(v, x, g, w, centre);
       }
+    };
+    RowStats s;
+    if constexpr (kOnce) {
+      s = one_sum_stats<T, (G::kLanes < 32)>(p, [&](float centre, float (&v)[4], auto first) {
+        add_up(first, centre, v);
+        sum_each<G>(v, partial[first.value ? round : 2]);
+      });
+    } else {
+      float mean = 0.0f, v[kRowSums<kCentred, false>];
+      if constexpr (kCentred) {
+        float sum[1] = {now.sum_x()};
+        sum_each<G>(sum, &partial[round][3]);
+        mean = sum[0] * p.inverse_cols;
+      }
+      add_up(std::bool_constant<!kCentred>{}, mean, v);
+      sum_each<G>(v, partial[round]);
+      s = row_stats<kCentred>(p, mean, v);
     }
-    float v[kCentred ? 3 : 2] = {square, product};
-    if constexpr (kCentred) v[2] = sum_h;
-    sum_each<G>(v, &partial[round][0]);
-    const RowStats s = row_stats<kCentred>(p, mean, v);
 
     if (row < p.x_rows.rows) {
       const int64_t to = row * p.x_rows.cols;
@@ -97,7 +102,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
         load_factor<W>(w, p, weight[i], static_cast<int64_t>(at) * N);
         if constexpr (kCentred) {
 #pragma unroll
-          for (int j = 0; j < N; ++j) x[j] -= s.mean;
+          for (int j = 0; j < N; ++j) x[j] -= s.centre;
           sums.add(1, i, g);
         }
 #pragma unroll
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
         }
         store_as<T>(p.dx, to + static_cast<int64_t>(at) * N, w);
 #pragma unroll
-        for (int j = 0; j < N; ++j) x[j] *= s.scale;
+        for (int j = 0; j < N; ++j) x[j] = s.template hat<kOnce>(x[j]);
         if constexpr (!kCentred) round_any(x, p.hat_type);
         sums.add(0, i, g, x);
       }
@@ -213,7 +218,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       vec.get(x);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        x[j] -= s.mean;
+        x[j] -= s.centre;
         w[j] = fmaf(g[j] * w[j], s.scale, fmaf(x[j], -s.slope, -s.shift));
         x[j] *= s.scale;
       }

@@ -23,14 +23,14 @@ struct FewRowsParams : NormBackwardParams {
 // These two are loops of norm_backward_kernel, to the bit. It does not call them: as functions they
 // cost it registers (fp32 layer_norm 58 instead of 56, hence one of three CTAs of 1536 columns).
 //
-// Of a thread's part of a row: the sums of the squares of d = x - mean (x for rms_norm), of h d, and,
-// for layer_norm, of h.
-template <bool kCentred, class W, class T, class Grad, int N, int kVectors>
-__device__ __forceinline__ void sum_products(float (&v)[kCentred ? 3 : 2],
-                                             const NormBackwardParams &p,
+// Of a thread's part of a row: its sums.
+template <class W, class From0, class T, class Grad, int N, int kVectors, int K>
+__device__ __forceinline__ void sum_products(From0, float (&v)[K], const NormBackwardParams &p,
                                              Held<T, Grad, N, kVectors> &row,
                                              const ParamVec<W, N> (&weight)[kVectors],
-                                             const Columns &c, float mean) {
+                                             const Columns &c, float centre) {
+#pragma unroll
+  for (float &of : v) of = 0.0f;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int at = c.index + i * c.stride;
@@ -40,13 +40,7 @@ __device__ __forceinline__ void sum_products(float (&v)[kCentred ? 3 : 2],
     row.x[i].get(x);
     row.grad[i].get(g);
     load_factor<W>(w, p, weight[i], static_cast<int64_t>(at) * N);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const float h = g[j] * w[j], d = kCentred ? x[j] - mean : x[j];
-      v[0] = fmaf(d, d, v[0]);
-      v[1] = fmaf(h, d, v[1]);
-      if constexpr (kCentred) v[2] += h;
-    }
+    add_products<From0::value>(v, x, g, w, centre);
   }
 }
 
@@ -70,7 +64,7 @@ __device__ __forceinline__ void finish_row(const NormBackwardParams &p,
     load_factor<W>(w, p, weight[i], static_cast<int64_t>(at) * N);
     if constexpr (kCentred) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) x[j] -= s.mean;
+      for (int j = 0; j < N; ++j) x[j] -= s.centre;
       sums.add(1, i, g);
     }
 #pragma unroll
@@ -79,7 +73,7 @@ __device__ __forceinline__ void finish_row(const NormBackwardParams &p,
     }
     store_as<T>(p.dx, start + static_cast<int64_t>(at) * N, w);
 #pragma unroll
-    for (int j = 0; j < N; ++j) x[j] *= s.scale;
+    for (int j = 0; j < N; ++j) x[j] = s.template hat<kOneSum<kCentred, T, W, kVectors>>(x[j]);
     if constexpr (!kCentred) round_any(x, p.hat_type);
     sums.add(0, i, g, x);
   }
@@ -114,13 +108,16 @@ __global__ void __launch_bounds__(kNormClusterThreads, 1)
     norm_backward_few_kernel(const __grid_constant__ FewRowsParams p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kSums = kCentred ? 2 : 1;
-  // Two of each: who is ahead by one exchange has seen that the one before is over for all.
-  __shared__ float4 inbox[2][kNormClusterGroups][32];
-  __shared__ Mailbox box[2][kNormClusterGroups];
+  constexpr bool kOnce = kOneSum<kCentred, T, W, kVectors>;
+  // Two of each: who is ahead by one exchange has seen that the one before is over for all. One more for
+  // sums that are made again.
+  constexpr int kBoxes = kOnce ? 3 : 2;
+  __shared__ float4 inbox[kBoxes][kNormClusterGroups][32];
+  __shared__ Mailbox box[kBoxes][kNormClusterGroups];
   extern __shared__ float4 all[];
 
-  if (threadIdx.x < 2 * kNormClusterGroups) {
-    box[threadIdx.x / kNormClusterGroups][threadIdx.x % kNormClusterGroups].init();
+  for (int i = threadIdx.x; i < kBoxes * kNormClusterGroups; i += blockDim.x) {
+    box[i / kNormClusterGroups][i % kNormClusterGroups].init();
   }
   Team<true>::leave();
   const int lane = threadIdx.x % 32u, group = threadIdx.x / 32u / p.per_cta;
@@ -146,22 +143,32 @@ __global__ void __launch_bounds__(kNormClusterThreads, 1)
   ColumnSums<false, kSums, kVectors, N> sums;
   Team<true>::left();  // all have their mailboxes
 
+  uint32_t again = 0;  // sums that were made again
   // The same number of rounds for all threads of the cluster.
   for (int first = 0, round = 0; first < rows; first += p.groups, ++round) {
     const int row = first + group;
-    float mean = 0.0f;
-    float v[kCentred ? 3 : 2] = {};
-    if constexpr (kCentred) {
-      float sum[1] = {now.sum_x()};
-      sum_each_by_mail(sum, inbox[0][group], box[0][group], round & 1, p, warp, leader);
-      mean = sum[0] * p.inverse_cols;
+    const auto exchange = [&](auto &v, int use, uint32_t parity) {
+      sum_each_by_mail(v, inbox[use][group], box[use][group], parity, p, warp, leader);
+    };
+    RowStats s;
+    if constexpr (kOnce) {
+      s = one_sum_stats<T, false>(p, [&](float centre, float (&v)[4], auto first) {
+        sum_products<W>(first, v, p, now, weight, c, centre);
+        if constexpr (first.value) exchange(v, round & 1, round >> 1 & 1);
+        else exchange(v, 2, again++ & 1);
+      });
+    } else {
+      float mean = 0.0f, v[kRowSums<kCentred, false>];
+      if constexpr (kCentred) {
+        float sum[1] = {now.sum_x()};
+        exchange(sum, 0, round & 1);
+        mean = sum[0] * p.inverse_cols;
+      }
+      sum_products<W>(std::bool_constant<!kCentred>{}, v, p, now, weight, c, mean);
+      // With one exchange a round, the rounds take turns.
+      exchange(v, kCentred ? 1 : round & 1, kCentred ? round & 1 : round >> 1 & 1);
+      s = row_stats<kCentred>(p, mean, v);
     }
-    sum_products<kCentred, W>(v, p, now, weight, c, mean);
-    // With one exchange a round, the rounds take turns.
-    const int use = kCentred ? 1 : round & 1;
-    const uint32_t parity = kCentred ? round & 1 : round >> 1 & 1;
-    sum_each_by_mail(v, inbox[use][group], box[use][group], parity, p, warp, leader);
-    const RowStats s = row_stats<kCentred>(p, mean, v);
     if (row < rows) finish_row<kCentred, W>(p, now, weight, c, s, row, sums);
     if (first + p.groups < rows) now.load(p, row + p.groups, c);
   }

@@ -32,6 +32,13 @@ __device__ __forceinline__ void store_if(bool yes, void *to, const uint32_t (&v)
       : "memory");
 }
 
+// Before wait_for_previous: a row of x to L2, `vectors` of 16 bytes. No read, so that the kernel before may
+// still write it; but that has made `grad` mostly, and x is of the forward.
+__device__ __forceinline__ void bring_row_early(const void *row, int vectors) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(vectors * 16)
+               : "memory");
+}
+
 // Adds up `partial`, K * kWarps floats of shared memory: of K values, what each of a row's warps has.
 template <int kWarps, int K>
 __device__ __forceinline__ void sum_of_warps(float (&v)[K], const float *partial) {
@@ -107,11 +114,13 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
     norm_backward_ring_kernel(const __grid_constant__ RingParams p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = 8, kSums = kCentred ? 2 : 1, kStats = kCentred ? 4 : 2, K = kStats * kRows;
+  constexpr bool kOnce = kOneSum<kCentred, T, T, kVectors>;
+  constexpr int kExchanges = kOnce ? 3 : 2;  // the last one for sums that are made again
   constexpr int kStride = 32 * kWarps / kSize * kTeams;    // between the vectors of a thread
   constexpr int kStage = kRows * 2 * kVectors * kStride;  // x and grad
   extern __shared__ __align__(kLineBytes) uint4 ring[];
-  __shared__ float partials[kTeams][2][K * kWarps];
-  __shared__ Mailbox mails[kSize > 1 ? kTeams : 1][2];
+  __shared__ float partials[kTeams][kExchanges][K * kWarps];
+  __shared__ Mailbox mails[kSize > 1 ? kTeams : 1][kExchanges];
 
   // Clusters are for rows that fill their warps.
   const int threads = kSize > 1 ? 32 * kWarps / kSize : static_cast<int>(blockDim.x) / kTeams;
@@ -122,9 +131,13 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
   const RingTeam<kTeams, kSize> team{number, threads, thread / 32, across / 32, in_team == 0};
   const int vectors = static_cast<int>(p.vectors);
   if constexpr (kSize > 1) {
-    if (threadIdx.x < 2 * kTeams) mails[threadIdx.x / 2][threadIdx.x % 2].init();
+    if (threadIdx.x < kExchanges * kTeams) {
+      mails[threadIdx.x / kExchanges][threadIdx.x % kExchanges].init();
+    }
   }
-  for (int i = threadIdx.x; i < kTeams * 2 * K * kWarps; i += blockDim.x) partials[0][0][i] = 0.0f;
+  for (int i = threadIdx.x; i < kTeams * kExchanges * K * kWarps; i += blockDim.x) {
+    partials[0][0][i] = 0.0f;
+  }
   float(*const partial)[K * kWarps] = partials[number];
   Mailbox *const mail = mails[kSize > 1 ? number : 0];
   const auto place = [&](uint4 *stage, int r, int i, int of_grad) {
@@ -139,6 +152,18 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
   // dx has all rows, each of more than 1 KB: fewer than 2^31.
   const int rows = static_cast<int>(p.x_rows.rows);
   int row = (static_cast<int>(blockIdx.x / kSize) * kTeams + number) * kRows, asked = row;
+  // Not where registers are short: four vectors gain nothing.
+  if (kVectors < 4 && thread == 0) {
+#pragma unroll
+    for (int s = 0; s + 1 < kStages; ++s) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = row + s * p.step + r;
+        if (at >= rows) break;
+        bring_row_early(static_cast<const T *>(p.x) + at * p.x_rows.s2, vectors);
+      }
+    }
+  }
   const int64_t col = any ? thread * N : 0;
   const T *x_at = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
   const T *grad_at = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
@@ -209,62 +234,95 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
   };
 
   ColumnSums<false, kSums, kVectors, N> sums;
-  int round = 0;
-#pragma unroll 1
-  for (; row < rows; row += p.step, ++round) {
-    ask_for_next();
-    wait_for_copies<kStages - 1>();
-
-    float mean[kRows], v[K];
-    if constexpr (kCentred) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        mean[r] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          float x[N];
-          get(x, place(stage, r, i, 0));
-#pragma unroll
-          for (int j = 0; j < N; ++j) mean[r] += x[j];
-        }
-      }
-      team.template sum<kWarps>(mean, partial[0], mail[0], round);
-    }
+  // v: the sums of this stage's rows. Pointers, as cicc 13.0 breaks off at arrays of such a size in a lambda.
+  const auto add_up = [&](auto from_0, float *v, const float *centre) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      float square = 0.0f, product = 0.0f, sum_h = 0.0f;
-      if constexpr (kCentred) mean[r] *= p.inverse_cols;
+      constexpr int kSumOfD = kOnce ? 3 : 0;
+      float of_row[kRowSums<kCentred, kOnce>] = {};
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         float x[N], g[N], w[N];
         get(x, place(stage, r, i, 0));
         get(g, place(stage, r, i, 1));
         factor(w, i);
-        const float before = square;
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const float h = g[j] * w[j], d = kCentred ? x[j] - mean[r] : x[j];
-          square = fmaf(d, d, square);
-          product = fmaf(h, d, product);
-          if constexpr (kCentred) sum_h += h;
-        }
+        const float squares = of_row[0], sum = of_row[kSumOfD];
+        add_products<from_0.value>(of_row, x, g, w, centre[r]);
         // Of columns that there are not, d is not 0.
-        if (kCentred && i == kLast && !inside) square = before;
+        if (!from_0.value && i == kLast && !inside) of_row[0] = squares, of_row[kSumOfD] = sum;
       }
-      v[kStats * r] = square, v[kStats * r + 1] = product;
-      if constexpr (kCentred) v[kStats * r + 2] = sum_h, v[kStats * r + 3] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kStats; ++i) {
+        v[kStats * r + i] = i < kRowSums<kCentred, kOnce> ? of_row[i] : 0.0f;
+      }
     }
-    // With one sum a round, the rounds take turns.
-    const int turn = kCentred ? 1 : round & 1, use = kCentred ? round : round >> 1;
-    team.template sum<kWarps>(v, partial[turn], mail[turn], use);
+  };
+  const auto sums_of = [&](const float *v, int r, auto &of_row) {
+    int i = 0;
+    for (float &sum : of_row) sum = v[kStats * r + i++];
+  };
+  int round = 0, again = 0;  // rounds whose sums were made again
+#pragma unroll 1
+  for (; row < rows; row += p.step, ++round) {
+    ask_for_next();
+    wait_for_copies<kStages - 1>();
+
+    float mean[kRows] = {}, v[K];
+    RowStats stats[kRows];
+    if constexpr (kOnce) {
+      add_up(std::true_type{}, v, mean);
+      team.template sum<kWarps>(v, partial[round & 1], mail[round & 1], round >> 1);
+      bool cancelled[kRows], any_cancelled = false;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float of_row[4];
+        sums_of(v, r, of_row);
+        stats[r] = one_sum_stats<T>(p, 0.0f, of_row, mean[r], cancelled[r]);
+        any_cancelled = any_cancelled || cancelled[r];
+      }
+      if (any_cancelled) {
+        add_up(std::false_type{}, v, mean);
+        team.template sum<kWarps>(v, partial[2], mail[2], again++);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float of_row[4], rest;
+          bool still;
+          sums_of(v, r, of_row);
+          if (cancelled[r]) stats[r] = one_sum_stats<T>(p, mean[r], of_row, rest, still);
+        }
+      }
+    } else {
+      if constexpr (kCentred) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int i = 0; i < kVectors; ++i) {
+            float x[N];
+            get(x, place(stage, r, i, 0));
+#pragma unroll
+            for (int j = 0; j < N; ++j) mean[r] += x[j];
+          }
+        }
+        team.template sum<kWarps>(mean, partial[0], mail[0], round);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) mean[r] *= p.inverse_cols;
+      }
+      add_up(std::bool_constant<!kCentred>{}, v, mean);
+      // With one sum a round, the rounds take turns.
+      const int turn = kCentred ? 1 : round & 1, use = kCentred ? round : round >> 1;
+      team.template sum<kWarps>(v, partial[turn], mail[turn], use);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float of_row[kRowSums<kCentred, false>];
+        sums_of(v, r, of_row);
+        stats[r] = row_stats<kCentred>(p, mean[r], of_row);
+      }
+    }
 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (row + r >= rows) break;
-      float of_row[kCentred ? 3 : 2];
-#pragma unroll
-      for (int i = 0; i < (kCentred ? 3 : 2); ++i) of_row[i] = v[kStats * r + i];
-      const RowStats s = row_stats<kCentred>(p, kCentred ? mean[r] : 0.0f, of_row);
+      const RowStats &s = stats[r];
       T *const dx = dx_at + r * p.x_rows.cols;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -274,7 +332,7 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
         factor(w, i);
         if constexpr (kCentred) {
 #pragma unroll
-          for (int j = 0; j < N; ++j) x[j] -= s.mean;
+          for (int j = 0; j < N; ++j) x[j] -= s.centre;
           sums.add(1, i, g);
         }
 #pragma unroll
@@ -285,7 +343,7 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
         out.set(w);
         store_if(i < kLast || inside, dx + i * across * N, out.word);
 #pragma unroll
-        for (int j = 0; j < N; ++j) x[j] *= s.scale;
+        for (int j = 0; j < N; ++j) x[j] = s.template hat<kOnce>(x[j]);
         if (!kCentred && p.hat_type != DType::F32) round_to<T>(x);
         sums.add(0, i, g, x);
       }
@@ -363,7 +421,8 @@ bool launch_ring_of(const NormBackwardParams &rows, SumPartialsParams &sums, int
   if (shared_memory_limit() < kRingMemory) return false;
   constexpr int kPlaces = 2 * kRows * kStages + (kFloats ? 0 : 1);  // of a vector of columns
   constexpr int kBytes = 32 * kOfCta * kVectors * kPlaces * static_cast<int>(sizeof(uint4));
-  constexpr int kFixed = kTeams * 2 * ((kCentred ? 4 : 2) * kRows * kWarps * 4 + 8);
+  constexpr int kFixed = kTeams * (kOneSum<kCentred, T, T, kVectors> ? 3 : 2) *
+                         ((kCentred ? 4 : 2) * kRows * kWarps * 4 + 8);
   static_assert(kTeams == 1 || kPlaces >= (kCentred ? 4 : 2), "the sums of the teams find room");
   const int bytes = shared_memory_of_wave(kBytes, kFixed, ctas);
   const int threads = cta_threads(rows.vectors, kVectors) / kSize * kTeams;
@@ -404,14 +463,19 @@ bool launch_ring(const NormBackwardParams &p, SumPartialsParams &sums, int devic
         return true;
       }
       if (p.vectors > kMaxThreads) return by(&launch_ring_of<true, T, 4, 1, 16, 2, false>);
-      if (shared && p.vectors > 2 * 480 && by(&launch_ring_of<true, T, 2, 2, 16, 2, true, 2, 2>)) {
+      if (shared && p.vectors > 2 * 480 && by(&launch_ring_of<true, T, 2, 1, 16, 2, true, 2, 2>)) {
         return true;
       }
       if (p.vectors <= 128 && by(&launch_ring_of<true, T, 2, 2, 2, 3, true, 4>)) return true;
+      if (p.vectors <= 128 && by(&launch_ring_of<true, T, 2, 1, 2, 3, true, 4>)) return true;
       if (p.vectors <= 256) return by(&launch_ring_of<true, T, 2, 2, 4, 3, true>);
-      if (p.vectors < 512 && by(&launch_ring_of<true, T, 2, 2, 8, 2, true, 2>)) return true;
-      if (p.vectors <= 512) return by(&launch_ring_of<true, T, 2, 2, 8, 3, true>);
-      return by(&launch_ring_of<true, T, 2, 2, 16, 2, true>);
+      if (p.vectors < 448 && by(&launch_ring_of<true, T, 2, 2, 8, 2, true, 2>)) return true;
+      if (p.vectors < 512) return by(&launch_ring_of<true, T, 2, 2, 8, 3, true>);
+      if (p.vectors == 512 && p.x_rows.rows >= 2 * kSharedRingRows) {
+        return by(&launch_ring_of<true, T, 2, 1, 8, 4, true>);
+      }
+      if (p.vectors == 512) return by(&launch_ring_of<true, T, 2, 2, 8, 2, true>);
+      return by(&launch_ring_of<true, T, 2, 1, 16, 3, true>);
     } else {
       if (shared && p.vectors > 4 * 480 && by(&launch_ring_of<false, T, 4, 1, 16, 2, true, 8, 8>)) {
         return true;
@@ -420,7 +484,12 @@ bool launch_ring(const NormBackwardParams &p, SumPartialsParams &sums, int devic
       if (p.vectors <= 128 && by(&launch_ring_of<false, T, 1, 2, 4, 3, true, 4>)) return true;
       if (p.vectors <= 128) return by(&launch_ring_of<false, T, 1, 2, 4, 3, true>);
       if (p.vectors <= 256) return by(&launch_ring_of<false, T, 1, 2, 8, 2, true>);
-      if (p.vectors <= 512) return by(&launch_ring_of<false, T, 1, 4, 16, 2, true>);
+      if (p.vectors < 512) return by(&launch_ring_of<false, T, 1, 4, 16, 2, true>);
+      if (p.vectors == 512) return by(&launch_ring_of<false, T, 1, 2, 16, 2, true>);
+      if (shared && p.vectors > 31 * 32 && by(&launch_ring_of<false, T, 1, 1, 32, 2, true, 2, 2>)) {
+        return true;
+      }
+      if (shared) return by(&launch_ring_of<false, T, 1, 1, 32, 3, true>);
       return by(&launch_ring_of<false, T, 1, 2, 32, 2, true>);
     }
   }

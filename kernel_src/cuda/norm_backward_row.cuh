@@ -2,8 +2,8 @@
 // what a thread holds of it and adds up for its columns.
 #pragma once
 
+#include "layer_map.cuh"
 #include "partial_sums.cuh"
-#include "rows.cuh"
 
 namespace hfp::cuda {
 
@@ -39,23 +39,93 @@ __device__ __forceinline__ void sum_each(float (&v)[K], float (*partial)[32]) {
   }
 }
 
-// The statistics of a row that dx is made of: dx = scale * h - (x - mean) * slope - shift.
+// Whether mean and variance of a layer norm come from one sum over the row, as in layer_map.cuh. Of half types,
+// with a weight of the same, where a thread has no more than two vectors: else a sum of its own for the mean
+// takes fewer registers.
+template <bool kCentred, class T, class W, int kVectors>
+inline constexpr bool kOneSum =
+    kCentred && sizeof(T) == 2 && std::is_same_v<T, W> && kVectors <= 2;
+
+// Sums over a row, of d^2, of h d and, for layer_norm, of h, with d = x - centre; where there is one sum, of
+// d too, and the centre is 0 unless too much cancels.
+template <bool kCentred, bool kOnce>
+inline constexpr int kRowSums = kCentred ? (kOnce ? 4 : 3) : 2;
+
+// Adds a vector of a row to its sums. kFrom0: the centre is 0.
+template <bool kFrom0, int K, int N>
+__device__ __forceinline__ void add_products(float (&v)[K], const float (&x)[N],
+                                             const float (&g)[N], const float (&w)[N],
+                                             float centre) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float h = g[j] * w[j], d = kFrom0 ? x[j] : x[j] - centre;
+    v[0] = fmaf(d, d, v[0]);
+    v[1] = fmaf(h, d, v[1]);
+    if constexpr (K > 2) v[2] += h;
+    if constexpr (K > 3) v[3] += d;
+  }
+}
+
+// The statistics of a row that dx is made of: dx = scale * h - d * slope - shift; xhat = d * scale + at.
 struct RowStats {
-  float mean, scale, slope, shift;
+  float centre, scale, slope, shift, at;
+
+  template <bool kOnce>
+  __device__ __forceinline__ float hat(float d) const {
+    return kOnce ? fmaf(d, scale, at) : d * scale;
+  }
 };
 
-// v: the sums over the row of d^2, h d and, for layer_norm, h, with d = x - mean.
+// mean(h xhat) r, times r for the factor d instead of xhat. In this order nothing overflows that does not
+// have to: scale^3 would, for a row of zeros.
+__device__ __forceinline__ float slope_of(const NormBackwardParams &p, float product, float scale) {
+  return (product * p.inverse_cols * scale) * scale * scale;
+}
+
+// From the sums of a row; centre: its mean.
 template <bool kCentred, int K>
-__device__ __forceinline__ RowStats row_stats(const NormBackwardParams &p, float mean,
+__device__ __forceinline__ RowStats row_stats(const NormBackwardParams &p, float centre,
                                               const float (&v)[K]) {
   RowStats s;
-  s.mean = mean;
+  s.centre = centre;
   s.scale = rsqrtf(fmaf(v[0], p.inverse_cols, p.eps));
-  // mean(h xhat) r, times r for the factor x - mean instead of xhat. In this order nothing
-  // overflows that does not have to: scale^3 would, for a row of zeros.
-  s.slope = (v[1] * p.inverse_cols * s.scale) * s.scale * s.scale;
+  s.slope = slope_of(p, v[1], s.scale);
   s.shift = 0.0f;
   if constexpr (kCentred) s.shift = v[2] * p.inverse_cols * s.scale;
+  s.at = 0.0f;
+  return s;
+}
+
+// The same where there is one sum. mean: of d. cancelled: as in first_map of layer_map.cuh.
+template <class T>
+__device__ __forceinline__ RowStats one_sum_stats(const NormBackwardParams &p, float centre,
+                                                  const float (&v)[4], float &mean,
+                                                  bool &cancelled) {
+  RowStats s;
+  s.centre = centre;
+  mean = fmaf(v[3], p.inverse_cols, 0.0f);
+  const float of_squares = __fmul_rn(v[0], p.inverse_cols);
+  const float variance = fmaf(-mean, mean, of_squares);
+  cancelled = too_much_cancels<T>(variance, of_squares);
+  s.scale = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);  // NaN stays
+  s.slope = slope_of(p, fmaf(-mean, v[2], v[1]), s.scale);
+  s.shift = fmaf(-mean, s.slope, v[2] * p.inverse_cols * s.scale);
+  s.at = -__fmul_rn(mean, s.scale);
+  return s;
+}
+
+// sums(centre, v, first): the sums of the row. first: std::true_type in the first of two calls. Every thread
+// that shares the row calls this, and where rows share a warp all of the warp.
+template <class T, bool kSharedWarp, class Sums>
+__device__ __forceinline__ RowStats one_sum_stats(const NormBackwardParams &p, const Sums &sums) {
+  float v[4], mean, rest;
+  bool cancelled, again;
+  sums(0.0f, v, std::true_type{});
+  RowStats s = one_sum_stats<T>(p, 0.0f, v, mean, cancelled);
+  if (kSharedWarp ? __any_sync(~0u, cancelled) : cancelled) {
+    sums(cancelled ? mean : 0.0f, v, std::false_type{});
+    if (cancelled) s = one_sum_stats<T>(p, mean, v, rest, again);
+  }
   return s;
 }
 

@@ -2,7 +2,7 @@
 // Zhang & Sennrich, arXiv:1910.07467. Where it rounds: HFP_CAST_* in hfpatch.h.
 #include "ordered.cuh"
 #include "packed.cuh"
-#include "rows.cuh"
+#include "row_pairs.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -191,16 +191,20 @@ __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
 }
 
 // The row in registers, whole: kVectors vectors in every thread, without one left over, so that nothing
-// asks whether a vector is inside.
-template <class T, int kVectors>
+// asks whether a vector is inside. kSize: CTAs that share it.
+template <class T, int kVectors, int kSize = 1>
 __global__ void __launch_bounds__(full_threads(kVectors),
                                   resident_ctas(full_threads(kVectors), full_resident(kVectors)))
     rms_norm_full_kernel(const __grid_constant__ RmsNormParams p) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
-  using G = Group<kCta, kRowThreads, kVectors>;
-  __shared__ float partial[kPartials];
+  constexpr bool kPair = kSize > 1;
+  using Pair = PairGroup<kVectors>;
+  using G = std::conditional_t<kPair, Pair, Group<kCta, kRowThreads, kVectors>>;
+  __shared__ __align__(8) float partial[kPair ? Pair::kShared : kPartials];
+  if constexpr (kPair && !kRowPairs) return;
+  if constexpr (kPair) G::begin(partial, 1, 1);
   const int first = G::index();
-  const int64_t row = G::row(p.first_row);
+  const int64_t row = p.first_row + blockIdx.x / kSize;
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row) + first * N;
   const T *weight = static_cast<const T *>(p.weight) + first * N;
   Share share{first, 32, kVectors * 32, row * p.x_rows.cols + first * N};
@@ -213,6 +217,7 @@ __global__ void __launch_bounds__(full_threads(kVectors),
   ParamVec<T, N> w[kVectors];
   load_early(w, p.weight != nullptr, weight, 32, share.vectors, 1.0f);
   keep_loads_above(p.zero);
+  if constexpr (kPair) G::join();
 
   float squares[kVectors];
 #pragma unroll
@@ -276,6 +281,14 @@ int32_t launch_fast(RmsNormParams &p, void *stream) {
   const RowPlan plan = plan_norm(p.vectors, p.x_rows.rows, kWarpOf8<K::words()>);
   const auto run = [&](auto *kernel) { return launch_rows(kernel, plan, p, stream, kOp); };
   if constexpr (std::is_same_v<T, W> && !std::is_same_v<T, float>) {
+    if (rms_pairs(p.vectors, p.x_rows.rows)) {
+      constexpr int kSize = PairGroup<4>::kSize;
+      auto *kernel = &rms_norm_full_kernel<T, 4, kSize>;
+      if (early_start_supported(reinterpret_cast<const void *>(kernel))) {
+        const int threads = static_cast<int>(p.vectors) / (4 * kSize);
+        return launch_clusters(kernel, p.x_rows.rows, threads, p, stream, kOp, 0, kSize);
+      }
+    }
     const int each = full_vectors(p.vectors, p.x_rows.rows);
     if (each > 0) {
       const RowPlan full{plan.shape, static_cast<int>(p.vectors) / each, 1};

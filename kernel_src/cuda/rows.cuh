@@ -78,6 +78,16 @@ struct Group {
   __device__ static unsigned group(unsigned warp, unsigned i) {
     return kWholeWarps ? warp * kInWarp + i : warp + i * (blockDim.x / 32u);
   }
+  // Of the warps of a CTA's row: this one, and how many there are.
+  __device__ static unsigned warp() { return threadIdx.x / 32u; }
+  __device__ static unsigned warps() { return blockDim.x / 32u; }
+  // What a warp has for all of them, seen after meet(); and where they put it the next time.
+  __device__ static void put(float *partial, unsigned at, float v) { partial[at] = v; }
+  __device__ static void meet(float *) { __syncthreads(); }
+  __device__ static float *next(float *partial) {
+    __syncthreads();  // all have read it
+    return partial;
+  }
   __device__ static int64_t row(int64_t first) {
     if (kWholeCta) return first + blockIdx.x;
     return first + static_cast<int64_t>(blockIdx.x) * (kCtaThreads / kLanes) +

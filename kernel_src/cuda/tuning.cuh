@@ -40,6 +40,7 @@
 //     -Vectors                         way
 //   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward_few.cuh
 //     -Threads
+//   rms_pairs, layer_pairs see below   rows that two CTAs share                 rms_norm.cu, layer_norm.cu
 //   ring_ctas              see below   CTAs of an SM, rows in shared memory     norm_backward_ring.cuh
 //   kSharedRingRows,       1024, 15    rows from which clusters share them;     norm_backward_ring.cuh
 //     kRingEights                      clusters of eight CTAs
@@ -225,6 +226,22 @@ constexpr FullPlan plan_full(int64_t vectors, int64_t rows) {
   return {4, vectors <= 4 * kMaxHoldThreads || rows <= kHoldVectors / vectors};
 }
 
+// Rows of a half type that a pair of CTAs holds, four vectors in each thread (row_pairs.cuh). bf16 on an H200,
+// us, one CTA -> a pair: rms_norm 512 x 16384 10.6 -> 9.9, 1024 x 16384 18.9 -> 17.7, 4096 x 16384 66.1 -> 65.0,
+// but 1024 x 12288 13.8 -> 14.1, 1024 x 8192 9.5 -> 9.9; layer_norm, where it holds its parameters, 512 x 16384
+// 11.5 -> 10.5, 1024 x 12288 16.5 -> 14.5, 1024 x 16384 19.7 -> 18.7, 2048 x 8192 18.2 -> 17.6, but 1024 x 8192
+// warm 7.3 -> 7.8. Four CTAs are no faster (8192 columns, rms_norm 33.4, two 33.4, four 43.8).
+constexpr bool pairs_fit(int64_t vectors, int64_t rows) {
+  return vectors % 256 == 0 && vectors <= 4 * kMaxThreadsX4 && rows <= int64_t{1} << 30;
+}
+constexpr bool rms_pairs(int64_t vectors, int64_t rows) {
+  return pairs_fit(vectors, rows) && vectors > 1536 && rows > 2 * kLatencyVectors / vectors;
+}
+constexpr bool layer_pairs(int64_t vectors, int64_t rows, const FullPlan &plan) {
+  if (!pairs_fit(vectors, rows) || plan.vectors != 4 || !plan.hold) return false;
+  return vectors > 1024 || (vectors == 1024 && rows >= kHoldVectors / vectors);
+}
+
 // Threads on an SM that the registers of a kernel have to allow, where more of them pay: 32 registers
 // a thread, 40, or 64. See resident_ctas.
 inline constexpr int kAllThreads = 2048;
@@ -378,10 +395,12 @@ inline constexpr int kNormClusterGroups = kNormClusterThreads / 32;  // rows at 
 // The gradients of a norm of many rows in a half type: rows in rings of shared memory. bf16 on an H200,
 // us, norm_backward.cuh's kernel -> this one: layer_norm 4096 x 2048 22.5 -> 18.9, x 4096 37.8 -> 32.5,
 // x 8192 70.7 -> 59.6, x 16384 153 -> 122; rms_norm 19.0 -> 16.1, 32.2 -> 29.7, 60.4 -> 55.7.
-// Stages and rows of each are in launch_ring: two stages where one has 64 KB. With three the SMs that
-// memory serves first run farther ahead, and the last ones end later: rms_norm 4096 x 4096 29.2 us and
-// 29.9, x 8192 54.2 and 55.5, layer_norm x 8192 56.1 and 57.3, x 16384 107.9 and 111.0; but with less,
-// layer_norm 4096 x 4096 31.0 and 29.5.
+// Stages and rows of each are in launch_ring: so many that 32 to 64 KB of an SM are on their way. With more,
+// SMs that memory serves first run ahead, and the last ones end later. us, rows at once x stages: rms_norm
+// 4096 x 4096 2 x 2 27.5, 4 x 2 27.9, 2 x 3 28.3, 512 rows of it 6.7, 7.3, 7.2; 4096 x 5120 1 x 3 33.4,
+// 2 x 2 34.5; x 8192, by pairs of CTAs 1 x 2 52.2, alone 52.6, 2 x 2 53.7. layer_norm 4096 x 4096 2 x 2 28.9,
+// 2 x 3 29.0, 1 x 4 28.6, but 512 rows 7.4, 8.1, 8.1; 4096 x 3584 2 x 3 25.4, 2 x 2 26.8; x 6144 1 x 3 41.4,
+// 2 x 2 42.6; x 8192, by pairs 1 x 2 52.8, 2 x 2 54.5.
 inline constexpr int kRingMemory = 200 << 10;   // of a CTA, in bytes, that the GPU must allow
 inline constexpr int64_t kMinRingVectors = 65;  // of a row; narrower ones have 32 threads
 // Of the whole tensor, at least: rms_norm 132 x 2048 4.6 us -> 3.6, 64 x 2048 3.8 -> 4.3.
@@ -389,7 +408,7 @@ inline constexpr int64_t kRingVectors = int64_t{1} << 15;
 // CTAs of an SM. More hold more rows, and each leaves a row of partial sums: layer_norm 4096 x 2048
 // with four 21.3 us, 4096 x 4096 with two 34.0.
 constexpr int ring_ctas(bool centred, int64_t vectors) {
-  if (centred) return vectors <= 128 ? 4 : vectors < 512 ? 2 : 1;
+  if (centred) return vectors <= 128 ? 4 : vectors <= 256 ? 2 : 1;
   return vectors <= 256 ? 2 : 1;
 }
 // Teams of a CTA leave one row of partial sums together. us, cold, CTAs of one team -> one CTA of several:
@@ -397,7 +416,7 @@ constexpr int ring_ctas(bool centred, int64_t vectors) {
 // 1000, four 10.4 -> 9.9. No better: two, layer_norm 4096 x 2048 17.1 (one 17.1), x 4096 31.2 (29.7);
 // rms_norm 4096 x 2048 16.0 (15.9), x 4096 31.8 (28.8).
 // A cluster's CTAs share rows of at least so many: eights for 16384 columns, layer_norm 118.2 ->
-// 103.6 and rms_norm 108.4 -> 103.8, pairs for layer_norm 4096 x 8192, 56.6 -> 54.9. More stages let
+// 103.6 and rms_norm 108.4 -> 103.8, pairs for 4096 x 8192, layer_norm 56.6 -> 54.9. More stages let
 // SMs run ahead: with three 114.7, of 16384 columns. Others lost, above all as 16 eights: a GPU has room
 // for 15 (see kEightsAtOnce), the last then takes a second wave.
 inline constexpr int64_t kSharedRingRows = 1024, kRingEights = 15;

@@ -100,6 +100,32 @@ def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dt
                     assert not a.isnan().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [64, 520, 1000, 2048, 3072, 4096, 8192, 12288])
+@pytest.mark.parametrize("rows", [1, 7, 600, 1300])
+def test_layer_norm_far_from_zero(
+    kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dtype
+) -> None:
+    """E[x^2] - mean^2 would cancel in some of the rows, or overflow."""
+    x, seed = randn(rows, cols), randn(rows, cols, dtype=dtype)
+    x[::4] += 30
+    x[1::4] += 3
+    if dtype == torch.bfloat16:
+        x[2::8] = 3e18 * (1 + 1e-2 * x[2::8])
+    x = x.to(dtype)
+    w, b = randn(2, cols, dtype=dtype)
+    _, actual = gradients(lambda *a: kernels_module.layer_norm(*a, eps=1e-5), [x, w, b], seed)
+    formula = OPS["layer_norm"].reference
+    wide = [t.double() for t in (x, w, b)]
+    _, truth = gradients(lambda *a: formula(*a, eps=1e-5), wide, seed.double())
+    x_hat = formula(wide[0], eps=1e-5)
+    for a, t, f in zip(actual[1:], truth[1:], (x_hat, 1.0), strict=True):
+        of = (seed.double() * f).norm(dim=0)
+        check(a, t, dtype, 2.0, of, of)
+    scale = truth[0].abs().amax(-1, keepdim=True)
+    check(actual[0].double() / scale, truth[0] / scale, dtype, 2.0)
+
+
 def test_norms_are_deterministic(kernels_module: ModuleType) -> None:
     for cols in (128, 3072, 12288, 20000):
         x, seed = randn(2, 3000, cols, dtype=torch.bfloat16)
@@ -135,6 +161,7 @@ def test_a_row_of_dx_does_not_depend_on_how_many_there_are(
 ) -> None:
     """Up to 16 rows are one launch of a cluster, on sm_90; many are blocks of several rows each."""
     x, seed = randn(2, 1201, cols, dtype=dtype)
+    x[::5] += 30  # sums of layer_norm that are made again
     ops = kernels_module.ops
     for w in (randn(cols, dtype=dtype), randn(cols)):
         for backward in (

@@ -97,6 +97,22 @@ def test_layer_norm_far_from_zero(
     assert torch.equal(kernels_module.layer_norm(x[::5].contiguous()), y[::5])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cols", [64, 128, 1000, 2048, 4099, 8192, 16384, 50000])
+def test_layer_norm_squares_beyond_fp32(
+    kernels_module: ModuleType, cols: int, dtype: torch.dtype
+) -> None:
+    """Their sum overflows, that of the squared deviations does not."""
+    x = 3e18 * (1 + 1e-2 * randn(20, cols))
+    x[::4] = randn(5, cols)
+    x = x.to(dtype)
+    w, b = randn(cols, dtype=dtype), randn(cols, dtype=dtype)
+    for args in ((x, None, None), (x, w, b)):
+        y, truth = run(kernels_module, "layer_norm", *args, 1e-5)
+        bound = 8 * limit(dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
+        assert ((y.double() - truth).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1,), (3,), (2, 17), (5, 1000), (64, 4096), (3, 7, 4099)], ids=str

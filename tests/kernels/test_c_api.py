@@ -228,6 +228,8 @@ def test_layer_norm_large_mean(lib):
     """The mean is a million standard deviations away; every digit that fp32 input has is kept."""
     check_layer(lib, torch.randn(3, 1000).mul_(0.01).add_(1e4), None, None, eps=1e-12)
     assert call(lib, "layer_norm", torch.full((2, 999), 0.1), None, None, 1e-5).eq(0).all()
+    # Squares beyond fp32, but not those of the deviations.
+    check_layer(lib, torch.randn(3, 1000).mul_(3e16).add_(3e19), None, None)
 
 
 # --- activations ------------------------------------------------------------------------------
