@@ -33,7 +33,7 @@ from .commands import write
 from .errors import KernelBuildError, ToolchainMissing
 from .project import read_project
 from .ptxas import demangle
-from .toolchain import cuda_archs, find_torch
+from .toolchain import cuda_archs, find_cxx, find_torch
 from .variant import digest, up_to_date, write_variant
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "build_available",
     "cuda_archs",
     "digest",
+    "find_cxx",
     "find_torch",
     "read_project",
     "resources",

@@ -225,6 +225,29 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
     assert strict.returncode != 0
 
 
+@pytest.mark.parametrize("missing", ["nothing", "compiler", "torch"])
+def test_the_build_backend_asks_for_torch_where_its_headers_are_missing(
+    missing: str, tmp_path: Path
+) -> None:
+    """In a process of its own, as pip calls it: hfpatch is not imported there."""
+    code = (
+        "import json, sys, hfpatch_backend as b; "
+        "wanted = b.get_requires_for_build_wheel(), b.get_requires_for_build_editable(); "
+        "assert 'hfpatch' not in sys.modules; print(json.dumps(wanted))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "build_backend")}
+    if missing != "nothing":
+        env |= {"compiler": {"CXX": "/nonexistent"}, "torch": {"HFPATCH_TORCH_DIR": str(tmp_path)}}[
+            missing
+        ]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for wanted in json.loads(done.stdout.splitlines()[-1]):
+        assert [w for w in wanted if "torch" in w] == ["torch>=2.11"] * (missing == "torch")
+
+
 def test_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFPATCH_TORCH_DIR", str(tmp_path))
     with pytest.raises(ToolchainMissing, match="no torch headers found"):

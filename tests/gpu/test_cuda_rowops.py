@@ -236,11 +236,18 @@ def test_many_hard_rows(kernels_module: ModuleType, cols: int, dtype: torch.dtyp
         (1.3, 20, 0.01, 0.0),
     ]
     settings += [(INF, 5, 0.9, 0.0), (0.0, 5, 0.5, 0.0), (2.0, 60, 1.0, 0.3)]
-    for setting in settings:
-        tokens = k.sample(many, seeds, None, *setting)
+    for temperature, *others in settings:
+        of_row = torch.full(
+            (len(many),), temperature, device="cuda"
+        )  # a number may not be infinite
+        tokens = k.sample(many, seeds, None, of_row, *others)
         for at in range(0, len(many), 5 * count):
             few = slice(at, at + count)
-            assert torch.equal(tokens[few], k.sample(rows, seeds[few], None, *setting)), setting
+            again = k.sample(rows, seeds[few], None, of_row[few], *others)
+            assert torch.equal(tokens[few], again), (temperature, *others)
+            if temperature < INF:
+                again = k.sample(rows, seeds[few], None, temperature, *others)
+                assert torch.equal(tokens[few], again), (temperature, *others)
 
 
 def test_distribution(kernels_module: ModuleType) -> None:
