@@ -147,7 +147,7 @@ def test_all_of_the_gpu_in_one_command(python: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert status == 1 and "failed: tests alone hub sanitize" in said, said
     build, tests, alone, hub, models, ops, *rest = calls
-    assert build.endswith("hfpatch/kernel_build.py --out hfpatch/_kernels --archs native")
+    assert build.endswith("-m hfpatch.kernel_build --out hfpatch/_kernels --archs native")
     for call in (tests, alone):
         assert call.startswith("1 -m pytest -q") and call.endswith("-k rope")
         assert f"--results {out}/tests.jsonl --failures {out}/failures.txt --first" in call
