@@ -1,6 +1,6 @@
 // api_backward.cpp: the gradients and losses of hfpatch.h: validate (check.h), fill in a backend's
 // arguments (kernels.h), dispatch on the device.
-#include "check.h"
+#include "check_any_shape.h"
 
 #if defined(CUDA_KERNEL)
 #define HFP_CUDA(function) (&hfp::cuda::function)
@@ -328,6 +328,39 @@ int32_t hfp_cross_entropy_backward(DLTensor *dlogits, const DLTensor *grad, cons
   args.saved_lse = reinterpret_cast<const float *>(s.data);
   return check.run(o, args, &hfp::cpu::cross_entropy_backward, HFP_CUDA(cross_entropy_backward),
                    stream);
+}
+
+int32_t hfp_cross_entropy_with_gradient(DLTensor *total, DLTensor *loss, DLTensor *lse,
+                                        DLTensor *dlogits, const DLTensor *logits,
+                                        const DLTensor *target, const DLTensor *divisor_tensor,
+                                        double divisor, int64_t ignore_index,
+                                        double label_smoothing, double softcap, void *stream) {
+  constexpr const char *kName = "hfp_cross_entropy_with_gradient";
+  Check check(kName);
+  Tensor all, l, s, o, a, t;
+  int32_t status = HFP_OK;
+  hfp::Scalar by;
+  by.value = static_cast<float>(divisor);
+  const bool ok =
+      check.input("logits", logits, &a, "dlogits") &&
+      cross_entropy_inputs(check, a, target, label_smoothing, softcap, &t) &&
+      check.number("divisor", divisor, 0, "finite and >= 0 (0: the rows that are not ignored)") &&
+      hfp::one_number(check, "total", total, &all) && check.writes(all) &&
+      check.shaped("loss", loss, a.raw->ndim - 1, a.raw->shape, DType::F32, &l) &&
+      check.shaped("lse", lse, a.raw->ndim - 1, a.raw->shape, DType::F32, &s) &&
+      check.shaped("dlogits", dlogits, a.raw->ndim, a.raw->shape, a.type, &o);
+  if (!ok) return check.status();
+  if (!hfp::scalar(check, kName, "divisor_tensor", -1, divisor_tensor, a, &by, &status)) return status;
+  hfp::CrossEntropyTotalArgs args = {};
+  args.total = reinterpret_cast<float *>(all.data);
+  args.rows = cross_entropy_args(a, t, ignore_index, label_smoothing, softcap);
+  if (a.numel == 0) args.rows.rows.rows = 0;
+  args.rows.loss = reinterpret_cast<float *>(l.data);
+  args.rows.lse = reinterpret_cast<float *>(s.data);
+  args.rows.dlogits = o.data;
+  args.divisor = by;
+  return check.run(all, args, &hfp::cpu::cross_entropy_with_gradient,
+                   HFP_CUDA(cross_entropy_with_gradient), stream);
 }
 
 }  // extern "C"

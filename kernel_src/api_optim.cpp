@@ -2,7 +2,7 @@
 // backend's arguments (kernels.h), dispatch on the device.
 #include <cmath>
 
-#include "check.h"
+#include "check_any_shape.h"
 
 #if defined(CUDA_KERNEL)
 #define HFP_CUDA(function) (&hfp::cuda::function)
@@ -14,35 +14,13 @@ using hfp::Check;
 using hfp::DType;
 using hfp::Scalar;
 using hfp::Tensor;
+using hfp::list_tensor;
+using hfp::numel_of;
+using hfp::scalar;
 
 namespace {
 
 const HfpTensorList kEmpty = {nullptr, 0};
-
-int64_t numel_of(const DLTensor &t) {
-  int64_t numel = 1;
-  for (int32_t i = 0; i < t.ndim; ++i) numel *= t.shape[i];
-  return numel;
-}
-
-// Whether every element between the first and the last one belongs to the tensor, once. The
-// dimensions are taken from the smallest stride up; there are few of them.
-bool dense(const DLTensor &t) {
-  if (!t.strides) return true;
-  int64_t expected = 1;
-  for (;;) {
-    int64_t next = 0;  // the size of the dimensions whose stride is `expected`
-    for (int32_t i = 0; i < t.ndim; ++i) {
-      if (t.shape[i] != 1 && t.strides[i] == expected) {
-        if (next != 0) return false;
-        next = t.shape[i];
-      }
-    }
-    if (next == 0) break;
-    expected *= next;
-  }
-  return expected == numel_of(t);
-}
 
 bool same_layout(const DLTensor &a, const DLTensor &b) {
   if (a.ndim != b.ndim) return false;
@@ -55,39 +33,6 @@ bool same_layout(const DLTensor &a, const DLTensor &b) {
     b_step *= b.shape[i];
   }
   return true;
-}
-
-// Tensor i of a list (or, if i < 0, an argument of its own), whatever its shape, as one row of elements
-// in the order of memory.
-bool list_tensor(Check &check, const char *list, int64_t i, const DLTensor *raw, Tensor *tensor) {
-  const auto fails = [&](const char *name) {
-    if (!raw) return !check.fail("`%s` must be a tensor, got NULL", name);
-    if (raw->ndim < 0 || raw->ndim > hfp::kMaxDims || (raw->ndim > 0 && !raw->shape)) {
-      return !check.fail("`%s` must have a shape of 0 to %d dimensions, got %d", name,
-                         hfp::kMaxDims, raw->ndim);
-    }
-    int64_t one = 1;
-    DLTensor plain = *raw;
-    plain.strides = nullptr;
-    if (plain.ndim == 0) {
-      plain.ndim = 1;
-      plain.shape = &one;
-    }
-    if (!check.input(name, &plain, tensor)) return true;
-    tensor->raw = raw;
-    if (tensor->numel > 0 && !dense(*raw)) {
-      return !check.fail("`%s` must have strides without gaps or overlaps, got shape %s; copy it",
-                         name, hfp::ShapeText(*raw).text);
-    }
-    return false;
-  };
-  // The name with the index only when it is needed: formatting costs as much as the check.
-  if (!fails(list)) return true;
-  if (i < 0) return false;
-  char name[64];
-  std::snprintf(name, sizeof name, "%s[%lld]", list, static_cast<long long>(i));
-  fails(name);
-  return false;
 }
 
 bool list_pointer(Check &check, const char *name, const HfpTensorList *list) {
@@ -127,27 +72,6 @@ bool companion(Check &check, const char *name, const HfpTensorList *list,
                         hfp::ShapeText(*list->tensors[i]).text);
     }
   }
-  return true;
-}
-
-// One fp32 element on the device of the call, or on the CPU; NULL leaves *scalar as it is.
-bool scalar(Check &check, const char *function, const char *name, int64_t i, const DLTensor *raw,
-            const Tensor &like, Scalar *scalar, int32_t *status) {
-  if (!raw) return true;
-  Check on_host(function);
-  const bool host = raw->device.device_type == kDLCPU;
-  Check &checks = host && like.raw->device.device_type != kDLCPU ? on_host : check;
-  Tensor t;
-  const bool ok = list_tensor(checks, name, i, raw, &t);
-  if (ok && (t.type != DType::F32 || t.numel != 1)) {
-    checks.fail("`%s` must be float32 of one element%s, got %s of shape %s", name,
-                i < 0 ? "" : " each", hfp::name_of(t.type), hfp::ShapeText(*raw).text);
-  }
-  *status = checks.status();
-  if (*status != HFP_OK) return false;
-  *scalar = Scalar();
-  if (host) scalar->value = *reinterpret_cast<const float *>(t.data);
-  else scalar->pointer = reinterpret_cast<const float *>(t.data);
   return true;
 }
 
@@ -321,12 +245,7 @@ int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTensorList *t
     Tensor t;
     ok = list_tensor(check, "tensors", i, tensors->tensors[i], &t);
   }
-  ok = ok && list_tensor(check, "norm", -1, norm, &out);
-  if (ok && (out.type != DType::F32 || out.numel != 1)) {
-    ok = check.fail("`norm` must be float32 of one element, got %s of shape %s",
-                    hfp::name_of(out.type), hfp::ShapeText(*norm).text);
-  }
-  if (!ok) return check.status();
+  if (!ok || !hfp::one_number(check, "norm", norm, &out)) return check.status();
   const int64_t count = hfp_norm_partials(tensors);
   if (!check.shaped("partials", partials, 1, &count, DType::F32, &sums)) return check.status();
   hfp::GradNormArgs args = {};
@@ -338,28 +257,34 @@ int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTensorList *t
   return check.run(out, args, &hfp::cpu::grad_norm, HFP_CUDA(grad_norm), stream);
 }
 
-int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *total_norm, double max_norm,
-                       void *stream) {
-  Check check("hfp_clip_grads");
-  Tensor all, norm;
+// The end of both: `number` is what the factor is made of.
+static int32_t scale_grads(Check &check, const HfpTensorList *grads, const char *name,
+                           const DLTensor *number, bool clips, double max_norm, void *stream) {
+  Tensor all, one;
   bool ok = list_pointer(check, "grads", grads);
-  if (ok && !(max_norm >= 0)) ok = check.fail("`max_norm` must be >= 0, got %g", max_norm);
+  if (ok && clips && !(max_norm >= 0)) ok = check.fail("`max_norm` must be >= 0, got %g", max_norm);
   for (int64_t i = 0; ok && i < grads->count; ++i) {
     Tensor t;
     ok = list_tensor(check, "grads", i, grads->tensors[i], &t);
     if (ok && t.numel > all.numel) all.numel = t.numel;
   }
-  ok = ok && list_tensor(check, "total_norm", -1, total_norm, &norm);
-  if (ok && (norm.type != DType::F32 || norm.numel != 1)) {
-    ok = check.fail("`total_norm` must be float32 of one element, got %s of shape %s",
-                    hfp::name_of(norm.type), hfp::ShapeText(*total_norm).text);
-  }
-  if (!ok) return check.status();
-  hfp::ClipGradsArgs args = {};
+  if (!ok || !hfp::one_number(check, name, number, &one)) return check.status();
+  hfp::ScaleGradsArgs args = {};
   args.grads = grads;
-  args.total_norm = reinterpret_cast<const float *>(norm.data);
+  (clips ? args.total_norm : args.factor) = reinterpret_cast<const float *>(one.data);
   args.max_norm = static_cast<float>(max_norm);
-  return check.run(all, args, &hfp::cpu::clip_grads, HFP_CUDA(clip_grads), stream);
+  return check.run(all, args, &hfp::cpu::scale_grads, HFP_CUDA(scale_grads), stream);
+}
+
+int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *total_norm, double max_norm,
+                       void *stream) {
+  Check check("hfp_clip_grads");
+  return scale_grads(check, grads, "total_norm", total_norm, true, max_norm, stream);
+}
+
+int32_t hfp_scale_grads(const HfpTensorList *grads, const DLTensor *factor, void *stream) {
+  Check check("hfp_scale_grads");
+  return scale_grads(check, grads, "factor", factor, false, 0, stream);
 }
 
 }  // extern "C"

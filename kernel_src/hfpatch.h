@@ -340,6 +340,20 @@ HFP_EXPORT int32_t hfp_cross_entropy_backward(DLTensor *dlogits, const DLTensor 
                                               double label_smoothing, double softcap, void *stream);
 
 /*
+ * Both at once, for the sum of all losses divided by one number, while the logits are read once:
+ *   total = sum(loss) / n;  dlogits = its gradient, 1 / n times that of each row's loss
+ * n: one fp32 element, divisor_tensor, on the device of the logits or on the CPU; else divisor; else, if
+ * that is 0, the number of rows whose target is not ignore_index (0 of them: total is NaN, and dlogits 0).
+ * total: one fp32 element; loss, lse: as above. dlogits may be the buffer of logits.
+ */
+HFP_EXPORT int32_t hfp_cross_entropy_with_gradient(DLTensor *total, DLTensor *loss, DLTensor *lse,
+                                                   DLTensor *dlogits, const DLTensor *logits,
+                                                   const DLTensor *target,
+                                                   const DLTensor *divisor_tensor, double divisor,
+                                                   int64_t ignore_index, double label_smoothing,
+                                                   double softcap, void *stream);
+
+/*
  * Training: functions over lists of tensors (HFP_LIST_OP_TABLE). The tensors of a list may have any
  * shape, also none (0 dimensions) or zero size, and any strides that leave neither gaps nor overlaps;
  * what belongs to one parameter has one shape and one set of strides. `Tensor[]` in a schema is:
@@ -391,6 +405,12 @@ HFP_EXPORT int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTe
  */
 HFP_EXPORT int32_t hfp_clip_grads(const HfpTensorList *grads, const DLTensor *total_norm,
                                   double max_norm, void *stream);
+
+/*
+ * grads *= factor, in place; one fp32 element on the device of the grads. Nothing is read or written
+ * where it is 1.
+ */
+HFP_EXPORT int32_t hfp_scale_grads(const HfpTensorList *grads, const DLTensor *factor, void *stream);
 
 /*
  * Operations on rows: the last dimension, V columns, of a tensor with one or more rows.
@@ -517,6 +537,7 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
  *             that of the second
  *   "=NAME"   shape and dtype of the tensor argument of that name
  *   "rows"    fp32, the shape of the first tensor argument without its last dimension
+ *   "scalar"  fp32 [], on the device of the first tensor (of the first list)
  *   "dweight", "dbias"  [D] in the dtype of the weight or bias if `needs` asks for it, else [0]
  *   "groups"  fp32 [N, groups, hfp_group_parts(...) + 1, 2], see hfp_group_norm
  *   "partials"  fp32 [hfp_partial_rows(rows, D), K D], see the gradients of norms
@@ -583,6 +604,9 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
   X(cross_entropy_backward, hfp_cross_entropy_backward, "=logits",                             \
     "Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, "                    \
     "float label_smoothing, float softcap")                                                        \
+  X(cross_entropy_with_gradient, hfp_cross_entropy_with_gradient, "scalar, rows, rows, =logits",   \
+    "Tensor logits, Tensor target, Tensor? divisor_tensor, float divisor, int ignore_index, "      \
+    "float label_smoothing, float softcap")                                                        \
   X(softmax, hfp_softmax, "x, workspace", "Tensor x, Tensor? mask, float scale")                   \
   X(softmax_backward, hfp_softmax_backward, "x, workspace", "Tensor grad, Tensor y, float scale")  \
   X(argmax, hfp_argmax, "indices, workspace", "Tensor x")                                          \
@@ -603,7 +627,6 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
 /*
  * The same for functions over lists; `Tensor(a!)[]` is changed in place. Result rules besides:
  *   "none"    nothing is returned
- *   "scalar"  fp32 [], on the device of the first tensor of the first list
  *   "chunks"  fp32 [hfp_norm_partials(tensors)]
  */
 #define HFP_LIST_OP_TABLE(X)                                                                       \
@@ -613,7 +636,8 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
     "Tensor? clip_coef, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, "            \
     "float beta2, float eps, float weight_decay, int maximize")                                    \
   X(grad_norm, hfp_grad_norm, "scalar, chunks", "Tensor[] tensors, int norm_type")                 \
-  X(clip_grads, hfp_clip_grads, "none", "Tensor(a!)[] grads, Tensor total_norm, float max_norm")
+  X(clip_grads, hfp_clip_grads, "none", "Tensor(a!)[] grads, Tensor total_norm, float max_norm")   \
+  X(scale_grads, hfp_scale_grads, "none", "Tensor(a!)[] grads, Tensor factor")
 
 #ifdef __cplusplus
 }

@@ -199,6 +199,7 @@ struct CrossEntropyArgs {
   float *loss, *lse;      // forward
   void *dlogits;          // backward
   const float *grad;      // backward
+  bool one_grad;          // for all rows
   const float *saved_lse; // backward
   const void *logits;
   const int64_t *target;
@@ -213,6 +214,13 @@ struct CrossEntropyArgs {
 struct Scalar {
   const float *pointer = nullptr;
   float value = 0.0f;
+};
+
+// The mean or sum of the losses of `rows`, and its gradient; loss, lse and dlogits of `rows` are results.
+struct CrossEntropyTotalArgs {
+  float *total;
+  CrossEntropyArgs rows;
+  Scalar divisor;  // 0, as a value: the rows that are not ignored
 };
 
 // One parameter of adamw_step: all of `numel` elements in the same order.
@@ -253,9 +261,10 @@ struct GradNormArgs {
   int norm_type;  // HFP_GRAD_NORM_*
 };
 
-struct ClipGradsArgs {
+// hfp_scale_grads, or hfp_clip_grads, whose factor is of `total_norm` and `max_norm`.
+struct ScaleGradsArgs {
   const HfpTensorList *grads;
-  const float *total_norm;
+  const float *factor, *total_norm;  // one of them
   float max_norm;
 };
 
@@ -376,9 +385,10 @@ int32_t activation_backward(const ActivationBackwardArgs &);
 int32_t gated_backward(const GatedBackwardArgs &);
 int32_t cross_entropy(const CrossEntropyArgs &);
 int32_t cross_entropy_backward(const CrossEntropyArgs &);
+int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &);
 int32_t adamw_step(const AdamWArgs &);
 int32_t grad_norm(const GradNormArgs &);
-int32_t clip_grads(const ClipGradsArgs &);
+int32_t scale_grads(const ScaleGradsArgs &);
 int32_t softmax(const SoftmaxArgs &);
 int32_t softmax_backward(const SoftmaxArgs &);
 int32_t argmax(const ArgmaxArgs &);
@@ -409,9 +419,10 @@ int32_t activation_backward(const ActivationBackwardArgs &, int device, void *st
 int32_t gated_backward(const GatedBackwardArgs &, int device, void *stream);
 int32_t cross_entropy(const CrossEntropyArgs &, int device, void *stream);
 int32_t cross_entropy_backward(const CrossEntropyArgs &, int device, void *stream);
+int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &, int device, void *stream);
 int32_t adamw_step(const AdamWArgs &, int device, void *stream);
 int32_t grad_norm(const GradNormArgs &, int device, void *stream);
-int32_t clip_grads(const ClipGradsArgs &, int device, void *stream);
+int32_t scale_grads(const ScaleGradsArgs &, int device, void *stream);
 int32_t softmax(const SoftmaxArgs &, int device, void *stream);
 int32_t softmax_backward(const SoftmaxArgs &, int device, void *stream);
 int32_t argmax(const ArgmaxArgs &, int device, void *stream);

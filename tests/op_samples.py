@@ -19,7 +19,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
 #: Result rules of sums over all rows, which belong to no row, and of memory for a launch's own use,
 #: whose contents mean nothing. "=NAME&BIT" and "sums=NAME" are such rules with a parameter.
-SUMS = {"dweight", "dbias"}
+SUMS = {"dweight", "dbias", "scalar"}
 SCRATCH = {"partials", "workspace", "groups"}
 
 
@@ -178,7 +178,7 @@ def sample(op: str, label: str = "", **arguments: Any) -> Sample:
     """Tensors and parameters apart by their type; a gradient's operator has no public function."""
     known = ("public", "positional", "constant", "differentiable")
     options = {k: arguments.pop(k) for k in known if k in arguments}
-    if op.endswith("_backward"):
+    if op.endswith(("_backward", "_with_gradient")):
         options["public"] = None
     tensors = {k: v for k, v in arguments.items() if isinstance(v, Spec)}
     params = {k: v for k, v in arguments.items() if not isinstance(v, Spec)}
@@ -288,6 +288,15 @@ SAMPLES = [
     sample(
         "cross_entropy_backward", grad=ROW32, logits=X, target=TARGET, lse=ROW32, ignore_index=4,
         label_smoothing=0.1, softcap=0.0,
+    ),
+    sample(
+        "cross_entropy_with_gradient", logits=X, target=TARGET, divisor=3.0, ignore_index=4,
+        label_smoothing=0.1, softcap=0.0,
+    ),
+    sample(
+        "cross_entropy_with_gradient", "capped", logits=X, target=TARGET,
+        divisor_tensor=shared(1, dtype=F32), divisor=0.0, ignore_index=4, label_smoothing=0.0,
+        softcap=30.0,
     ),
 ]  # fmt: skip
 BY_ID = {s.id: s for s in SAMPLES}

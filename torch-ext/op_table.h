@@ -98,8 +98,8 @@ enum class Rule {
   Weight,  // gradients of norms
   Bias,
   Partials,
-  Scalar,  // of lists
-  Chunks,
+  Scalar,
+  Chunks,  // of lists
   Indices,  // row operations
   Workspace,
   Topk,

@@ -351,7 +351,8 @@ struct Binding : Row<Op> {
     template <std::size_t O>
     void allocate(Handle &handle, View &out) const {
       constexpr Rule rule = parse_rule(part(Op::result, O));
-      if constexpr (rule == Rule::Scalar || rule == Rule::Chunks) allocate_of_list<O>(handle, out);
+      constexpr bool of_list = rule == Rule::Chunks || (rule == Rule::Scalar && kLists > 0);
+      if constexpr (of_list) allocate_of_list<O>(handle, out);
       else allocate_of_tensor<O>(handle, out);
     }
 
@@ -402,6 +403,9 @@ struct Binding : Row<Op> {
                       "result rule \"modulated\": needs a second tensor and `cast`");
         // Any two different floating types here promote to fp32.
         if (ints[cast] == HFP_CAST_INPUT && views[1].dtype != dtype) dtype = codes.f32;
+      } else if constexpr (rule == Rule::Scalar) {
+        ndim = 0;
+        dtype = codes.f32;
       } else if constexpr (rule == Rule::Rows) {
         if (ndim > 0) --ndim;
         dtype = codes.f32;

@@ -21,6 +21,26 @@ int32_t cross_entropy_backward(const CrossEntropyArgs &args) {
   return HFP_OK;
 }
 
+int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &args) {
+  CrossEntropyArgs rows = args.rows;
+  float divisor = args.divisor.value;
+  if (divisor == 0) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < rows.rows.rows; ++i) count += rows.target[i] != rows.ignore_index;
+    divisor = static_cast<float>(count);
+  }
+  const float share = 1 / divisor;
+  rows.grad = &share;
+  rows.one_grad = true;
+  rows.saved_lse = rows.lse;
+  parallel(HFP_FOR_SIMD(cross_entropy_with_gradient_kernel)(rows), rows, rows.rows.rows,
+           rows_grain(rows.rows.cols), 1);
+  double sum = 0;
+  for (int64_t i = 0; i < rows.rows.rows; ++i) sum += rows.loss[i];
+  *args.total = static_cast<float>(sum * static_cast<double>(share));
+  return HFP_OK;
+}
+
 }  // namespace cpu
 }  // namespace hfp
 
@@ -132,7 +152,7 @@ static void cross_entropy_backward_rows(const CrossEntropyArgs &args, int64_t be
     const bool inside = target >= 0 && target < cols;
     const char *x = at(args.logits, cursor.offset(), T);
     char *dx = at(args.dlogits, row * cols, T);
-    const float grad = ignored ? 0.0f : inside ? args.grad[row] : __builtin_nanf("");
+    const float grad = ignored ? 0.0f : inside ? args.grad[args.one_grad ? 0 : row] : __builtin_nanf("");
     const vf lse = splat(args.saved_lse[row]);
     // Read before dx, which may be the same memory, is written.
     vf z_target = {};
@@ -169,33 +189,52 @@ static void cross_entropy_backward_rows(const CrossEntropyArgs &args, int64_t be
   }
 }
 
-using CrossEntropy = void (*)(const CrossEntropyArgs &, int64_t, int64_t);
-
-static CrossEntropy cross_entropy_kernel(const CrossEntropyArgs &args) {
-  const bool cap = args.softcap > 0;
-  switch (args.type) {
-    case DType::F32:
-      return cap ? cross_entropy_rows<DType::F32, true> : cross_entropy_rows<DType::F32, false>;
-    case DType::F16:
-      return cap ? cross_entropy_rows<DType::F16, true> : cross_entropy_rows<DType::F16, false>;
-    default:
-      return cap ? cross_entropy_rows<DType::BF16, true> : cross_entropy_rows<DType::BF16, false>;
+// Row by row: the gradient finds the logits in the cache.
+template <DType T, bool Cap>
+static void cross_entropy_with_gradient_rows(const CrossEntropyArgs &args, int64_t begin,
+                                             int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    cross_entropy_rows<T, Cap>(args, row, row + 1);
+    cross_entropy_backward_rows<T, Cap>(args, row, row + 1);
   }
 }
 
-static CrossEntropy cross_entropy_backward_kernel(const CrossEntropyArgs &args) {
-  const bool cap = args.softcap > 0;
-  switch (args.type) {
-    case DType::F32:
-      return cap ? cross_entropy_backward_rows<DType::F32, true>
-                 : cross_entropy_backward_rows<DType::F32, false>;
-    case DType::F16:
-      return cap ? cross_entropy_backward_rows<DType::F16, true>
-                 : cross_entropy_backward_rows<DType::F16, false>;
+using CrossEntropy = void (*)(const CrossEntropyArgs &, int64_t, int64_t);
+
+enum class Pass { Loss, Gradient, Both };
+
+template <Pass kPass, DType T, bool Cap>
+static CrossEntropy pass_over_rows() {
+  switch (kPass) {
+    case Pass::Loss:
+      return cross_entropy_rows<T, Cap>;
+    case Pass::Gradient:
+      return cross_entropy_backward_rows<T, Cap>;
     default:
-      return cap ? cross_entropy_backward_rows<DType::BF16, true>
-                 : cross_entropy_backward_rows<DType::BF16, false>;
+      return cross_entropy_with_gradient_rows<T, Cap>;
   }
+}
+
+template <Pass kPass, DType T>
+static CrossEntropy choose_cap(const CrossEntropyArgs &args) {
+  return args.softcap > 0 ? pass_over_rows<kPass, T, true>() : pass_over_rows<kPass, T, false>();
+}
+
+template <Pass kPass>
+static CrossEntropy choose(const CrossEntropyArgs &args) {
+  return args.type == DType::F32   ? choose_cap<kPass, DType::F32>(args)
+         : args.type == DType::F16 ? choose_cap<kPass, DType::F16>(args)
+                                   : choose_cap<kPass, DType::BF16>(args);
+}
+
+static CrossEntropy cross_entropy_kernel(const CrossEntropyArgs &args) {
+  return choose<Pass::Loss>(args);
+}
+static CrossEntropy cross_entropy_backward_kernel(const CrossEntropyArgs &args) {
+  return choose<Pass::Gradient>(args);
+}
+static CrossEntropy cross_entropy_with_gradient_kernel(const CrossEntropyArgs &args) {
+  return choose<Pass::Both>(args);
 }
 
 }  // namespace HFP_SIMD

@@ -1,5 +1,5 @@
-// grad_norm.cpp: the norm of a list of tensors, and clipping by it; see hfp_grad_norm and
-// hfp_clip_grads.
+// grad_norm.cpp: the norm of a list of tensors, clipping by it, and scaling; see hfp_grad_norm,
+// hfp_clip_grads and hfp_scale_grads.
 #if !defined(HFP_SIMD)
 
 #include <cmath>
@@ -14,7 +14,7 @@ struct NormPart {
   float *partials;  // of this tensor
 };
 
-struct ClipPart {
+struct ScalePart {
   FlatTensor t;
   float factor;
 };
@@ -44,16 +44,16 @@ static float finish_norm(const GradNormArgs &args) {
 
 namespace {
 
-struct ClipList {
-  const ClipGradsArgs &args;
+struct ScaleList {
+  const ScaleGradsArgs &args;
   float factor;
 
   int64_t count() const { return args.grads->count; }
   int64_t size(int64_t i) const { return flat_tensor(*args.grads, i).numel; }
 
   void run(int64_t i, int64_t begin, int64_t end) const {
-    const ClipPart part = {flat_tensor(*args.grads, i), factor};
-    HFP_FOR_SIMD(clip_kernel)(part.t.type)(part, begin, end);
+    const ScalePart part = {flat_tensor(*args.grads, i), factor};
+    HFP_FOR_SIMD(scale_kernel)(part.t.type)(part, begin, end);
   }
 };
 
@@ -73,10 +73,11 @@ int32_t grad_norm(const GradNormArgs &args) {
   return HFP_OK;
 }
 
-int32_t clip_grads(const ClipGradsArgs &args) {
-  const float factor = args.max_norm / (*args.total_norm + 1e-6f);
-  if (factor >= 1.0f) return HFP_OK;  // a factor of 1; false for NaN
-  parallel_list(ClipList{args, factor}, 1024, kGrainElements);
+int32_t scale_grads(const ScaleGradsArgs &args) {
+  const bool clips = args.total_norm != nullptr;
+  const float factor = clips ? args.max_norm / (*args.total_norm + 1e-6f) : *args.factor;
+  if (clips ? factor >= 1 : factor == 1) return HFP_OK;  // false for NaN
+  parallel_list(ScaleList{args, factor}, 1024, kGrainElements);
   return HFP_OK;
 }
 
@@ -134,7 +135,7 @@ static NormKernel norm_kernel(DType type, int norm_type) {
 }
 
 template <DType T>
-static void clip_range(const ClipPart &part, int64_t begin, int64_t end) {
+static void scale_range(const ScalePart &part, int64_t begin, int64_t end) {
   const vf factor = splat(part.factor);
   char *x = at(part.t.data, 0, T);
   int64_t i = begin;
@@ -150,12 +151,12 @@ static void clip_range(const ClipPart &part, int64_t begin, int64_t end) {
   }
 }
 
-using ClipKernel = void (*)(const ClipPart &, int64_t, int64_t);
+using ScaleKernel = void (*)(const ScalePart &, int64_t, int64_t);
 
-static ClipKernel clip_kernel(DType type) {
-  return type == DType::F32   ? clip_range<DType::F32>
-         : type == DType::F16 ? clip_range<DType::F16>
-                              : clip_range<DType::BF16>;
+static ScaleKernel scale_kernel(DType type) {
+  return type == DType::F32   ? scale_range<DType::F32>
+         : type == DType::F16 ? scale_range<DType::F16>
+                              : scale_range<DType::BF16>;
 }
 
 }  // namespace HFP_SIMD

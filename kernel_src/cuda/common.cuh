@@ -410,6 +410,12 @@ inline bool early_start_supported(const void *kernel) {
   return answer == 2;
 }
 
+inline int sm_count(int device) {
+  int sms = 0;
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  return sms;
+}
+
 // Bytes of shared memory that a CTA may ask for on the current device.
 inline int shared_memory_limit() {
   int device = 0, bytes = 0;

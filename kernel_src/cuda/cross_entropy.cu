@@ -1,137 +1,22 @@
 // cross_entropy.cu: the loss of each row of logits, and its gradient; hfp_cross_entropy and
 // hfp_cross_entropy_backward on CUDA.
 //
-// The forward reads a row once, in waves of eight vectors a lane: each lane finds the maximum of its
-// vectors, two elements at once where it can, then their sum of exp(z - maximum); sums are rescaled
-// where they meet (Milakov & Gimelshein, arXiv:1805.02867). All in powers of two, z log2(e), which is
-// what the hardware computes. A warp has a row of one wave, a CTA a wider one; a cluster of CTAs shares
-// it where rows are few (sm_90).
-#include "mailbox.cuh"
-#include "row_ops.cuh"
+// The forward reads a row once, in waves of eight vectors a lane. A warp has a row of one wave, a CTA a
+// wider one; a cluster of CTAs shares it where rows are few (sm_90).
+#include "cross_entropy.cuh"
 
 namespace hfp::cuda {
 namespace {
 
-struct CrossEntropyParams {
-  static constexpr bool kStartsEarly = true;
-  float *loss, *lse;
-  void *dlogits;
-  const float *grad, *saved_lse;
-  const void *logits;
-  const int64_t *target;
-  Rows x_rows;
-  int64_t first_row;
-  int64_t vectors;  // per row
-  int strands;      // of the forward
-  int64_t chunks;   // of the gradient, per row
-  int64_t ignore_index;
-  float label_smoothing, inverse_cols;
-  float softcap, inverse_softcap;  // softcap 0: none
-  uint32_t zero;                   // 0; see Vec::stay_packed
-};
-
-constexpr float kLog2E = 1.4426950408889634f;
-// Their sum is 1 / kLog2E, so that lse of a single logit is that logit.
-constexpr float kLn2 = 0.69314718f, kLn2Low = 7.3487e-9f;
-
-__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
-
-// cap tanh(x / cap), and its derivative 4 e / (1 + e)^2 with e = exp(-2 |x| / cap). Near 0, where
-// 1 - e cancels, the series of tanh, whose error is of order u^7.
-struct Capped {
-  float value, slope;
-};
-
-__device__ __forceinline__ Capped soft_cap(float x, float cap, float inverse_cap) {
-  const float u = fabsf(x) * inverse_cap;
-  const float e = fast_exp2(u * (-2.0f * kLog2E));
-  const float r = fast_reciprocal(1.0f + e);
-  const float square = u * u;
-  const float series = u * fmaf(square, fmaf(square, 2.0f / 15, -1.0f / 3), 1.0f);
-  const float tanh = u < 0.05f ? series : (1.0f - e) * r;
-  return {copysignf(cap * tanh, x), 4.0f * e * r * r};
-}
-
-template <bool kCap>
-__device__ __forceinline__ float capped(const CrossEntropyParams &p, float x) {
-  if constexpr (kCap) return soft_cap(x, p.softcap, p.inverse_softcap).value;
-  return x;
-}
-
 // ---------------------------------------------------------------------------------------------
 // The loss
 
-// What was seen of a row: sum(2^(z log2(e) - most)), and the sum of z. `most` of nothing is -inf,
-// and its sum 0.
-struct Seen {
-  float most = minus_inf(), sum = 0.0f, plain = 0.0f;
-
-  // What is subtracted in exponents: -inf - -inf would be NaN.
-  __device__ __forceinline__ static float shift(float most) {
-    return most == minus_inf() ? 0.0f : most;
-  }
-
-  __device__ __forceinline__ void merge(const Seen &other) {
-    const float high = fmaxf(most, other.most), by = shift(high);
-    sum = sum * fast_exp2(most - by) + other.sum * fast_exp2(other.most - by);
-    most = high, plain += other.plain;
-  }
-
-  // Of all lanes, on all lanes.
-  __device__ __forceinline__ void merge_lanes() {
-    const float high = max_lanes<32>(most);
-    sum = Group<32>::sum_lanes(sum * fast_exp2(most - shift(high)));
-    most = high, plain = Group<32>::sum_lanes(plain);
-  }
-};
-
-constexpr int kLaneVectors = 8;
-constexpr int kWave = 32 * kLaneVectors;  // vectors of a warp at a time
-
-// A lane's share of the wave that begins at vector `at`: the maximum first, so that an element then
-// takes a multiplication with addition, a power of two and an addition. Any number near the maximum
-// serves: with a cap, that of the greatest logit.
+// The wave that begins at vector `at`.
 template <class T, bool kAligned, bool kCap>
 __device__ __forceinline__ Seen see_wave(const CrossEntropyParams &p, const T *x, int64_t at) {
-  constexpr int N = kVectorOf<T>;
-  constexpr bool kCheck = kCap || !kAligned;  // else what lies past the end adds 2^-inf
   Wave<T, kLaneVectors> v;
   load_wave<T, kAligned, kLaneVectors>(v, x, at, p.x_rows.cols);
-  const int64_t first = (at + threadIdx.x % 32u) * N;
-  const int left = p.x_rows.cols - first < kWave * N
-                       ? static_cast<int>(p.x_rows.cols - first)
-                       : kWave * N;
-  Seen own;
-  own.most = greatest<T, false, kLaneVectors>(v);
-  own.most = capped<kCap>(p, own.most) * kLog2E;
-  const float by = Seen::shift(own.most);
-  constexpr int kSums = 4;  // added up side by side
-  float sum[kSums] = {};
-#pragma unroll
-  for (int u = 0; u < kLaneVectors; ++u) {
-    float z[N];
-    if constexpr (!kHasMaxOfTwos) v[u].stay_packed(p.zero);
-    v[u].get(z);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float e = fast_exp2(fmaf(capped<kCap>(p, z[i]), kLog2E, -by));
-      if (!kCheck || 32 * u * N + i < left) sum[i % kSums] += e;
-    }
-  }
-  own.sum = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-  if (p.label_smoothing > 0.0f) {
-#pragma unroll
-    for (int u = 0; u < kLaneVectors; ++u) {
-      float z[N];
-      v[u].stay_packed(p.zero);
-      v[u].get(z);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (32 * u * N + i < left) own.plain += capped<kCap>(p, z[i]);
-      }
-    }
-  }
-  return own;
+  return see_vectors<T, kAligned, kCap>(p, v, at);
 }
 
 // A row is cut into waves, and strand i has the waves i, i + kStrands, ... A warp takes a whole
@@ -145,47 +30,8 @@ __device__ __forceinline__ Seen see_strand(const CrossEntropyParams &p, const T 
   for (int64_t at = strand * int64_t{kWave}; at < p.vectors; at += kStrands * kWave) {
     seen.merge(see_wave<T, kAligned, kCap>(p, x, at));
   }
-  seen.merge_lanes();
+  seen.merge_lanes(p.label_smoothing > 0.0f);
   return seen;
-}
-
-template <class T>
-__device__ __forceinline__ float logit_of_target(const CrossEntropyParams &p, const T *x,
-                                                 int64_t target) {
-  float z[1] = {not_a_number()};
-  if (target >= 0 && target < p.x_rows.cols) {
-    Vec<T, 1> one;
-    one.template load<Cache::kStream>(x + target);
-    one.get(z);
-  }
-  return z[0];
-}
-
-// By one warp, from what all its lanes have. logit: the target's, NaN if there is none.
-template <bool kCap>
-__device__ __forceinline__ void finish(const CrossEntropyParams &p, int64_t row, float logit,
-                                       const Seen &all) {
-  if (threadIdx.x % 32u != 0) return;
-  const float by = Seen::shift(all.most);
-  const float lse = fmaf(by, kLn2, fmaf(by, kLn2Low, logf(all.sum)));
-  float loss = fmaf(p.label_smoothing - 1.0f, capped<kCap>(p, logit), lse);
-  if (p.label_smoothing > 0.0f) loss -= p.label_smoothing * (all.plain * p.inverse_cols);
-  p.loss[row] = loss;
-  p.lse[row] = lse;
-}
-
-// The strands of a row, in their order; on all lanes.
-__device__ __forceinline__ Seen merge_strands(const float4 *strands, int count) {
-  Seen all;
-  for (int i = threadIdx.x % 32u; i < count; i += 32) {
-    all.merge({strands[i].x, strands[i].y, strands[i].z});
-  }
-  all.merge_lanes();
-  return all;
-}
-
-__device__ __forceinline__ void ignore_row(const CrossEntropyParams &p, int64_t row) {
-  p.loss[row] = p.lse[row] = 0.0f;
 }
 
 // A warp per row, which has one strand.
@@ -231,7 +77,7 @@ __global__ void __launch_bounds__(kCrossThreads, kCrossCtas<T, kAligned, kCap>)
     if (lane == 0) strands[i] = make_float4(seen.most, seen.sum, seen.plain, 0.0f);
   }
   __syncthreads();
-  if (warp == 0) finish<kCap>(p, row, logit, merge_strands(strands, p.strands));
+  if (warp == 0) finish<kCap>(p, row, logit, merge_strands(p, strands, p.strands));
 }
 
 // A cluster per row, where rows are few: a warp for each strand, which sends its result to rank 0.
@@ -266,40 +112,12 @@ __global__ void __launch_bounds__(kCrossClusterThreads)
   }
   if (!last) return;
   mail.wait(0);
-  finish<kCap>(p, row, logit, merge_strands(strands, p.strands));
+  finish<kCap>(p, row, logit, merge_strands(p, strands, p.strands));
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------
 // The gradient
-
-template <class T, int N, bool kCap>
-__device__ __forceinline__ void gradient(const CrossEntropyParams &p, const Vec<T, N> &v,
-                                         float lse, float grad, int64_t col, int64_t target,
-                                         T *to) {
-  const float smooth = p.label_smoothing * p.inverse_cols;
-  float z[N], slope[N], share[N];
-  v.get(z);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    slope[i] = grad;
-    if constexpr (kCap) {
-      const Capped c = soft_cap(z[i], p.softcap, p.inverse_softcap);
-      z[i] = c.value;
-      slope[i] *= c.slope;
-    }
-    share[i] = fast_exp2((z[i] - lse) * kLog2E) - smooth;
-  }
-  if (target >= col && target < col + N) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (col + i == target) share[i] -= 1.0f - p.label_smoothing;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) share[i] *= slope[i];
-  store_as<T>(to, col, share);
-}
 
 // chunks CTAs per row, with kUnroll vectors a thread. dlogits may be logits: an element is written by
 // the thread that has read it.
@@ -315,7 +133,7 @@ __global__ void __launch_bounds__(kCrossGradThreads)
   T *to = static_cast<T *>(p.dlogits) + row * p.x_rows.cols;
   wait_for_previous();
   const int64_t target = __ldg(p.target + row);
-  const float given = __ldg(p.grad + row), lse = __ldg(p.saved_lse + row);
+  const float given = __ldg(p.grad + row * p.grad_step), lse = __ldg(p.saved_lse + row);
   Vec<T, N> v[kUnroll];
   if (target == p.ignore_index) {
     v[0].zero();
@@ -405,20 +223,7 @@ int32_t launch_typed(CrossEntropyParams &p, int device, void *stream, const char
 template <bool kBackward>
 int32_t launch(const CrossEntropyArgs &a, int device, void *stream, const char *op) {
   if (a.rows.rows <= 0 || a.rows.cols <= 0) return HFP_OK;
-  CrossEntropyParams p{};
-  p.loss = a.loss;
-  p.lse = a.lse;
-  p.dlogits = a.dlogits;
-  p.grad = a.grad;
-  p.saved_lse = a.saved_lse;
-  p.logits = a.logits;
-  p.target = a.target;
-  p.x_rows = a.rows;
-  p.ignore_index = a.ignore_index;
-  p.label_smoothing = a.label_smoothing;
-  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.rows.cols));
-  p.softcap = a.softcap;
-  p.inverse_softcap = a.softcap > 0.0f ? 1.0f / a.softcap : 0.0f;
+  CrossEntropyParams p = params_of(a);
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), op);
   switch (a.type) {

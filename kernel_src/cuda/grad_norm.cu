@@ -1,8 +1,9 @@
-// grad_norm.cu: the norm of a list of tensors, and clipping by it; hfp_grad_norm and hfp_clip_grads
-// on CUDA.
+// grad_norm.cu: the norm of a list of tensors, clipping by it, and scaling; hfp_grad_norm,
+// hfp_clip_grads and hfp_scale_grads on CUDA.
 //
 // A CTA reduces a chunk of a tensor in fp32 to one of the partials; one more CTA adds those up in
 // fp64. Which elements a thread adds up, and in which order, depends on the sizes alone.
+#include "cta_join.cuh"
 #include "ordered.cuh"
 #include "tensor_list.cuh"
 
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int kUnroll = 4;            // vectors that a thread has on their way
 constexpr int kFinishThreads = 1024;  // one CTA
-constexpr int kClipChunk = HFP_NORM_CHUNK;
+constexpr int kScaleChunk = HFP_NORM_CHUNK;
+constexpr int kScaleCtas = 3;  // of an SM
 
 struct ListEntry {
   void *data;
@@ -25,8 +27,9 @@ struct ListTable {
   static constexpr bool kStartsEarly = true;
   static constexpr int kCapacity = (kBytes - 64) / static_cast<int>(sizeof(ListEntry));
   float *partials;          // of the first chunk; grad_norm
-  const float *total_norm;  // clip_grads
+  const float *factor, *total_norm;  // scale_grads, clip_grads
   float max_norm;
+  uint32_t chunks;
   int count;
   ListEntry entry[kCapacity];
 };
@@ -37,9 +40,7 @@ __device__ __forceinline__ T larger(T a, T b) {
   return b > a || b != b ? b : a;
 }
 
-struct SquareSum {
-  template <class T>
-  __device__ __forceinline__ static T join(T a, T b) { return a + b; }
+struct SquareSum : Sum {
   __device__ __forceinline__ static float add(float sum, float x) { return fmaf(x, x, sum); }
   __device__ __forceinline__ static double finish(double sum) { return sqrt(sum); }
 };
@@ -53,27 +54,6 @@ struct Largest {
 
 // ---------------------------------------------------------------------------------------------
 // Kernels
-
-// Over the CTA, to thread 0.
-template <class Norm, class T>
-__device__ __forceinline__ T join_all(T value) {
-  __shared__ T parts[32];
-#pragma unroll
-  for (int across = 16; across > 0; across /= 2) {
-    value = Norm::join(value, __shfl_xor_sync(~0u, value, across));
-  }
-  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
-  if (lane == 0) parts[warp] = value;
-  __syncthreads();
-  if (warp == 0) {
-    value = lane < warps ? parts[lane] : T{0};
-#pragma unroll
-    for (int across = 16; across > 0; across /= 2) {
-      value = Norm::join(value, __shfl_xor_sync(~0u, value, across));
-    }
-  }
-  return value;
-}
 
 // Elements [at, at + N) of x, 0 from `n` on, one by one where a vector does not fit.
 template <class T, int N>
@@ -200,19 +180,12 @@ __device__ __forceinline__ void scale_chunk(T *x, int n, float factor) {
   }
 }
 
-// 16384 elements a CTA: few CTAs where there is nothing to clip. bf16 on an H200, us, strided over the
-// CTA and not started early -> this: 32 tensors of 2^22 139 -> 132, 256 of 4096 3.55 -> 2.74. With 2048
-// elements a CTA 128.4, but 81 where nothing is clipped, instead of 11.
-template <int kBytes>
-__global__ void __launch_bounds__(kListThreads, resident_ctas(kListThreads, kManyThreads))
-    clip_kernel(const __grid_constant__ ListTable<kBytes> table) {
-  wait_for_previous();
-  const float factor = table.max_norm / (__ldg(table.total_norm) + 1e-6f);
-  if (factor >= 1.0f) return;  // a factor of 1; false for NaN
-  const ListEntry &entry = table.entry[find_entry(table, blockIdx.x, gridDim.x)];
-  const int64_t begin = static_cast<int64_t>(blockIdx.x - entry.first) * kClipChunk;
+template <class Table>
+__device__ __forceinline__ void scale_chunk_of(const Table &table, uint32_t chunk, float factor) {
+  const ListEntry &entry = table.entry[find_entry(table, chunk, table.chunks)];
+  const int64_t begin = static_cast<int64_t>(chunk - entry.first) * kScaleChunk;
   const int64_t left = entry.numel - begin;
-  const int n = static_cast<int>(left < kClipChunk ? left : kClipChunk);
+  const int n = static_cast<int>(left < kScaleChunk ? left : kScaleChunk);
   if (entry.type == DType::F32) {
     scale_chunk(static_cast<float *>(entry.data) + begin, n, factor);
   } else if (entry.type == DType::F16) {
@@ -222,17 +195,43 @@ __global__ void __launch_bounds__(kListThreads, resident_ctas(kListThreads, kMan
   }
 }
 
+// 16384 elements a CTA: few CTAs where there is nothing to clip. bf16 on an H200, us, strided over the
+// CTA and not started early -> this: 32 tensors of 2^22 139 -> 132, 256 of 4096 3.55 -> 2.74. With 2048
+// elements a CTA 128.4, but 81 where nothing is clipped, instead of 11.
+template <int kBytes>
+__global__ void __launch_bounds__(kListThreads, resident_ctas(kListThreads, kManyThreads))
+    clip_kernel(const __grid_constant__ ListTable<kBytes> table) {
+  wait_for_previous();
+  const float factor = table.max_norm / (__ldg(table.total_norm) + 1e-6f);
+  if (factor >= 1.0f) return;  // a factor of 1; false for NaN
+  scale_chunk_of(table, blockIdx.x, factor);
+}
+
+// CTAs that stay and take chunk after chunk, as mostly there is nothing to do: kScaleCtas of an SM begin in
+// vain then, while scaling takes 4 to 8 % longer than in a CTA for each chunk.
+template <int kBytes>
+__global__ void __launch_bounds__(kListThreads)
+    scale_kernel(const __grid_constant__ ListTable<kBytes> table) {
+  wait_for_previous();
+  const float factor = __ldg(table.factor);
+  if (factor == 1.0f) return;
+  for (uint32_t chunk = blockIdx.x; chunk < table.chunks; chunk += gridDim.x) {
+    scale_chunk_of(table, chunk, factor);
+  }
+}
+
 // ---------------------------------------------------------------------------------------------
 // Launchers
 
 template <class Table>
 using TableKernel = void (*)(Table);
 
-// Norm chunks and clip chunks are equally long.
+// The chunks of a norm and of scaling are equally long.
 template <class Table>
 struct ListSource {
   const HfpTensorList &tensors;
   TableKernel<Table> kernel;
+  int64_t most;  // CTAs
   void *stream;
   const char *op;
 
@@ -244,7 +243,9 @@ struct ListSource {
     table.entry[at] = {t.data, t.numel, first, t.type};
   }
   int32_t launch(Table &table, int64_t grid) const {
-    const int32_t status = cuda::launch(kernel, grid, kListThreads, table, stream, op);
+    table.chunks = static_cast<uint32_t>(grid);
+    const int64_t ctas = grid < most ? grid : most;
+    const int32_t status = cuda::launch(kernel, ctas, kListThreads, table, stream, op);
     if (table.partials) table.partials += grid;  // where the next launch writes
     return status;
   }
@@ -259,19 +260,24 @@ int32_t run_norm(const GradNormArgs &a, void *stream) {
   const TableKernel<Table> kernel = a.norm_type == HFP_GRAD_NORM_L2
                                         ? &norm_kernel<SquareSum, kBytes>
                                         : &norm_kernel<Largest, kBytes>;
-  return launch_tables(ListSource<Table>{*a.tensors, kernel, stream, "grad_norm"},
+  return launch_tables(ListSource<Table>{*a.tensors, kernel, kMaxGrid, stream, "grad_norm"},
                        a.tensors->count, table);
 }
 
 template <int kBytes>
-int32_t run_clip(const ClipGradsArgs &a, void *stream) {
+int32_t run_scale(const ScaleGradsArgs &a, int device, void *stream) {
   using Table = ListTable<kBytes>;
   Table table;
   table.partials = nullptr;
+  table.factor = a.factor;
   table.total_norm = a.total_norm;
   table.max_norm = a.max_norm;
-  return launch_tables(ListSource<Table>{*a.grads, &clip_kernel<kBytes>, stream, "clip_grads"},
-                       a.grads->count, table);
+  const bool clips = a.total_norm != nullptr;
+  const int64_t most = clips ? kMaxGrid : int64_t{kScaleCtas} * sm_count(device);
+  const TableKernel<Table> kernel = clips ? &clip_kernel<kBytes> : &scale_kernel<kBytes>;
+  return launch_tables(
+      ListSource<Table>{*a.grads, kernel, most, stream, clips ? "clip_grads" : "scale_grads"},
+      a.grads->count, table);
 }
 
 // Calls run with the bytes of the smallest table that holds `count` tensors, or of the largest.
@@ -300,10 +306,11 @@ int32_t grad_norm(const GradNormArgs &a, int device, void *stream) {
   return launch(kernel, 1, kFinishThreads, p, stream, "grad_norm");
 }
 
-int32_t clip_grads(const ClipGradsArgs &a, int device, void *stream) {
+int32_t scale_grads(const ScaleGradsArgs &a, int device, void *stream) {
   const DeviceGuard guard(device);
-  if (guard.status() != cudaSuccess) return check(guard.status(), "clip_grads");
-  return with_table(a.grads->count, [&](auto bytes) { return run_clip<bytes()>(a, stream); });
+  if (guard.status() != cudaSuccess) return check(guard.status(), "scale_grads");
+  return with_table(a.grads->count,
+                    [&](auto bytes) { return run_scale<bytes()>(a, device, stream); });
 }
 
 }  // namespace hfp::cuda

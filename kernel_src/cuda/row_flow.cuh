@@ -193,12 +193,6 @@ __device__ __forceinline__ void flow(const Params &p, const void *x, unsigned ch
 // ---------------------------------------------------------------------------------------------
 // Launching
 
-inline int sm_count(int device) {
-  int sms = 0;
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  return sms;
-}
-
 // Whether rows are long enough, and so many that all SMs have about as many of them; and there has to
 // be room for some at a time.
 template <class T>

@@ -229,8 +229,14 @@ def test_activations(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("classes", [2, 31, 1000, 50257, 128256, 262144])
 @pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 0.0), (0.0, 30.0)])
+@pytest.mark.parametrize("at_once", [False, True], ids=["gradient apart", "gradient with loss"])
 def test_cross_entropy(
-    kernels_module: ModuleType, classes: int, smoothing: float, cap: float, dtype: torch.dtype
+    kernels_module: ModuleType,
+    classes: int,
+    smoothing: float,
+    cap: float,
+    at_once: bool,
+    dtype: torch.dtype,
 ) -> None:
     logits = randn(9, classes, dtype=dtype) * 6
     target = torch.randint(classes, (9,), device="cuda")
@@ -241,7 +247,9 @@ def test_cross_entropy(
         return F.cross_entropy(z, target, label_smoothing=smoothing)
 
     y, (actual,) = gradients(
-        lambda x: kernels_module.cross_entropy(x, target, label_smoothing=smoothing, softcap=cap),
+        lambda x: kernels_module.cross_entropy(
+            x, target, label_smoothing=smoothing, softcap=cap, gradient_with_loss=at_once
+        ),
         [logits],
     )
     wide, (truth,) = gradients(formula, [logits.double()])
@@ -281,6 +289,85 @@ def test_cross_entropy_of_a_row_is_its_own(
         logits[usual].double(), target[usual], reduction="none", label_smoothing=0.1
     )
     torch.testing.assert_close(many[usual].double(), truth, rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize(
+    "classes", [1000, 2048, 16384, 32000, 50257, 50264, 128256, 151936, 262144, 262152]
+)
+@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 30.0)])
+def test_cross_entropy_with_gradient(
+    kernels_module: ModuleType,
+    classes: int,
+    rows: int,
+    smoothing: float,
+    cap: float,
+    dtype: torch.dtype,
+) -> None:
+    """However many CTAs hold a row, and over the logits too."""
+    ops = kernels_module.ops
+    logits = randn(rows, classes, dtype=dtype) * 6
+    target = torch.randint(classes, (rows,), device="cuda")
+    target[0], target[2], logits[1, 7] = -100, classes, float("nan")
+    codes = (-100, smoothing, cap)
+    operator = ops.cross_entropy_with_gradient.default
+    total, loss, lse, dlogits = operator(logits, target, None, 7.0, *codes)
+    assert total.isnan() and loss[1:3].isnan().all()
+    assert (loss[0], lse[0]) == (0, 0) and (dlogits[0] == 0).all() and dlogits[1:3].isnan().all()
+    expected, expected_lse = ops.cross_entropy.default(logits, target, *codes)
+    if classes * dtype.itemsize <= 64 * 4096:  # of wider rows a strand has two waves
+        assert_same(loss, expected)
+        assert_same(lse, expected_lse)
+    grad = torch.full_like(loss, 1 / 7)
+    apart = ops.cross_entropy_backward.default(grad, logits, target, expected_lse, *codes)
+    usual = [i for i in range(rows) if i > 2]
+    bound = 2 * torch.finfo(dtype).eps * apart.float().abs() + 1e-6
+    assert ((dlogits.float() - apart.float()).abs() <= bound)[usual].all()
+    few = operator(logits[:5], target[:5], None, 7.0, *codes)
+    for all_rows, of_few in zip((loss, lse, dlogits), few[1:], strict=True):
+        assert_same(of_few, all_rows[:5])
+    if usual:
+        counted, *_ = operator(logits[3:], target[3:], None, 0.0, *codes)
+        mean = loss[3:].double().mean()
+        torch.testing.assert_close(counted.double(), mean, rtol=3e-7, atol=0)
+    ops.cross_entropy_with_gradient_out.default(
+        total, loss, lse, logits, logits, target, None, 7.0, *codes
+    )
+    assert_same(logits, dlogits)
+
+
+def assert_same(a: Tensor, b: Tensor) -> None:
+    integers = torch.int32 if a.dtype == torch.float32 else torch.int16
+    number = ~(a.isnan() & b.isnan())
+    assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(a.view(integers)[number], b.view(integers)[number])
+
+
+def test_total_cross_entropy_in_a_graph(kernels_module: ModuleType) -> None:
+    """What the loss is divided by, and the upstream gradient, are read where they are."""
+    x = randn(64, 32000, dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(32000, (64,), device="cuda")
+    items = torch.tensor(64.0, device="cuda")
+    upstream = torch.tensor(1.0, device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = kernels_module.cross_entropy(x, target, num_items=items)
+        return loss, torch.autograd.grad(loss, x, upstream)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for count, factor in ((64.0, 1.0), (10.0, 1.0), (10.0, 0.25)):
+        items.fill_(count), upstream.fill_(factor)
+        graph.replay()
+        for actual, expected in zip(captured, step(), strict=True):
+            assert torch.equal(actual, expected)
+        truth = F.cross_entropy(x.double(), target, reduction="sum") / count
+        torch.testing.assert_close(captured[0].double(), truth, rtol=1e-6, atol=0)
 
 
 def test_cross_entropy_odd_values(kernels_module: ModuleType) -> None:

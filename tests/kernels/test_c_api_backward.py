@@ -387,6 +387,35 @@ def test_cross_entropy_odd_values(lib):
     assert dx[0, 1] == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 0.0), (0.2, 5.0)])
+@pytest.mark.parametrize("by", ["count", "number", "tensor"])
+def test_cross_entropy_with_gradient(lib, dtype, smoothing, cap, by):
+    for rows, classes in itertools.product((1, 9), (1, 2, 31, 1000, 50257)):
+        logits = (torch.randn(rows, classes) * 6).to(dtype)
+        target = torch.randint(classes, (rows,))
+        if rows > 1:
+            target[rows // 2] = -100
+        codes = (-100, smoothing, cap)
+        loss, lse, apart = torch.empty(rows), torch.empty(rows), torch.empty_like(logits)
+        lib.call("cross_entropy", loss, lse, logits, target, *codes)
+        n = {"count": (target != -100).sum().item(), "number": 2.5, "tensor": 7.0}[by]
+        one = torch.full((rows,), 1 / torch.tensor(float(n)))
+        lib.call("cross_entropy_backward", apart, one, logits, target, lse, *codes)
+        kept = [((), F32), ((rows,), F32), ((rows,), F32), ((rows, classes), dtype)]
+        total, losses, lses, dx = canaries(*kept)
+        divisor = (torch.tensor([n]) if by == "tensor" else None, n if by == "number" else 0.0)
+        outs = (total.out, losses.out, lses.out)
+        name = "cross_entropy_with_gradient"
+        lib.call(name, *outs, dx.out, logits, target, *divisor, *codes)
+        assert same_bits(losses.check(), loss)
+        assert same_bits(lses.check(), lse)
+        assert same_bits(dx.check(), apart)
+        assert total.check().item() == pytest.approx(loss.double().sum().item() / n, rel=3e-7)
+        lib.call(name, *outs, logits, logits, target, *divisor, *codes)
+        assert same_bits(logits, apart)
+
+
 def test_ignored_rows_are_not_read(lib):
     logits = torch.full((2, 40), math.nan)
     target = torch.tensor([5, 5])
@@ -403,6 +432,7 @@ X = torch.zeros(4, 8)
 W = torch.ones(8)
 P = torch.zeros(4, 8)
 L, I64 = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+ONE, TOTAL = torch.zeros(()), (X, I64, None, 0.0, -100, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -436,6 +466,21 @@ L, I64 = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
         (("cross_entropy", L, L.half(), X, I64, -100, 0.0, 0.0), ["`lse`", "float32"]),
         (("cross_entropy", L, L, L, I64, -100, 0.0, 0.0), ["`logits`", "2 dimensions"]),
         (("cross_entropy_backward", X, L.half(), X, I64, L, -100, 0.0, 0.0), ["`grad`"]),
+        (("cross_entropy_with_gradient", L, L, L, X, *TOTAL), ["`total`", "one element", "[4]"]),
+        (("cross_entropy_with_gradient", ONE, L, L, L, *TOTAL), ["`dlogits`", "[4]"]),
+        (("cross_entropy_with_gradient", ONE, L, L[:3], X, *TOTAL), ["`lse`", "[4]", "[3]"]),
+        (
+            ("cross_entropy_with_gradient", ONE, L, L, X, X, I64, None, -1.0, -100, 0.0, 0.0),
+            ["`divisor`", "-1"],
+        ),
+        (
+            ("cross_entropy_with_gradient", ONE, L, L, X, X, I64, L, 0.0, -100, 0.0, 0.0),
+            ["`divisor_tensor`", "one element", "[4]"],
+        ),
+        (
+            ("cross_entropy_with_gradient", ONE, L, L, X, X, I64, None, 0.0, -100, 2.0, 0.0),
+            ["`label_smoothing`", "2"],
+        ),
     ],
 )
 def test_bad_input(built, call, words):

@@ -218,6 +218,7 @@ def test_hostile_lists(built, data):
         "adamw_step": (params, *others, never, *scalars, *floats, data.draw(INTS)),
         "grad_norm": (*never, data.draw(hostile_tensor()), params, data.draw(INTS)),
         "clip_grads": (params, *never, data.draw(FLOATS)),
+        "scale_grads": (params, *never),
     }
     for name, arguments in calls.items():
         assert lib.status(name, *arguments) == INVALID

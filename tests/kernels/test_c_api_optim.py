@@ -218,6 +218,20 @@ def test_clip(lib):
                 assert same_bits(g.out, old)
 
 
+def test_scale(lib):
+    for dtype, factor in itertools.product(DTYPES, (0.0, -0.5, 1.0, 3.0, math.inf, math.nan)):
+        grads = [Canary(shape, dtype) for shape in SHAPES]
+        for g in grads:
+            g.out.copy_(torch.randn(g.out.shape))
+        before = [g.out.clone() for g in grads]
+        lib.call("scale_grads", [g.out for g in grads], torch.tensor([factor]))
+        for g, old in zip(grads, before, strict=True):
+            expected = (old.float() * factor).to(dtype)
+            number = expected == expected
+            assert torch.equal(g.check().isnan(), ~number)
+            assert same_bits(g.out[number], expected[number])
+
+
 def test_lists_do_not_depend_on_the_threads(built):
     """The same bits with 1 and with 3 threads, which share tensors, and lists with empty ones."""
     code = (
@@ -298,6 +312,9 @@ BAD = [
     (("grad_norm", torch.ones(()), torch.ones(1), [P], 2), r"`norm_type` must be 0 \(L2\) or 1"),
     (("clip_grads", [P], torch.ones(()), -1.0), r"`max_norm` must be >= 0, got -1"),
     (("clip_grads", [P], None, 1.0), r"`total_norm` must be a tensor, got NULL"),
+    (("scale_grads", [P], None), r"`factor` must be a tensor, got NULL"),
+    (("scale_grads", [P], torch.ones(2)), r"`factor` must be float32 of one element"),
+    (("scale_grads", HfpTensorList(None, 2), torch.ones(())), r"`grads` must hold its tensors"),
     (("clip_grads", HfpTensorList(None, 2), torch.ones(()), 1.0), r"`grads` must hold its tensors"),
 ]
 

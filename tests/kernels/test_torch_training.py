@@ -11,6 +11,7 @@ import torch
 import zoo
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfpatch
 
@@ -91,9 +92,17 @@ def test_symbolic_shapes_with_gradients(kernels_module: ModuleType) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 20.0)])
+@pytest.mark.parametrize("with_loss", [None, False, True], ids=lambda v: f"with_loss={v}")
 def test_cross_entropy(
-    smoothing: float, cap: float, dtype: torch.dtype, reduction: str, kernels_module: ModuleType
+    smoothing: float,
+    cap: float,
+    with_loss: bool | None,
+    dtype: torch.dtype,
+    reduction: str,
+    kernels_module: ModuleType,
 ) -> None:
+    if with_loss and reduction == "none":
+        pytest.skip("refused; `test_cross_entropy_errors`")
     logits = (tensor(3, 4, 33, dtype=torch.float32) * 5).to(dtype)
     target = torch.arange(12).view(3, 4)
     target[1, 2] = -100
@@ -106,9 +115,8 @@ def test_cross_entropy(
         return loss.view(3, 4) if reduction == "none" else loss
 
     x = logits.clone().requires_grad_()
-    loss = kernels_module.cross_entropy(
-        x, target, reduction, label_smoothing=smoothing, softcap=cap
-    )
+    options = {"label_smoothing": smoothing, "softcap": cap, "gradient_with_loss": with_loss}
+    loss = kernels_module.cross_entropy(x, target, reduction, **options)
     wide = logits.double().requires_grad_()
     expected = formula(wide)
     assert loss.dtype == torch.float32
@@ -121,21 +129,106 @@ def test_cross_entropy(
     bound = eps * truth.abs() + 1e-6 * truth.abs().max() + torch.finfo(dtype).smallest_normal * eps
     assert ((actual.double() - truth).abs() <= bound).all()
     with torch.no_grad():
-        assert torch.equal(
-            kernels_module.cross_entropy(
-                logits, target, reduction, label_smoothing=smoothing, softcap=cap
-            ),
-            loss,
-        )
+        without = kernels_module.cross_entropy(logits, target, reduction, **options)
+    torch.testing.assert_close(without, loss, rtol=2e-7, atol=0)  # sums in fp32 and in fp64
 
 
-def test_cross_entropy_of_ignored_rows(kernels_module: ModuleType) -> None:
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_cross_entropy_of_ignored_rows(with_loss: bool, kernels_module: ModuleType) -> None:
     x = tensor(4, 9).requires_grad_()
     target = torch.full((4,), -100)
-    loss = kernels_module.cross_entropy(x, target)
+    loss = kernels_module.cross_entropy(x, target, gradient_with_loss=with_loss)
     assert loss.isnan()  # as torch's
     loss.backward()
     assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_cross_entropy_of_no_row(reduction: str, kernels_module: ModuleType) -> None:
+    x, target = torch.empty(2, 0, 7).requires_grad_(), torch.empty(2, 0, dtype=torch.int64)
+    loss = kernels_module.cross_entropy(x, target, reduction)
+    assert loss.isnan() if reduction == "mean" else loss == 0
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [int, float, "scalar", "element"])
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_cross_entropy_over_items(
+    with_loss: bool, kind: Any, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    """Three batches whose losses are divided by the tokens of all of them: the sum of the losses is
+    the mean over all, and so are the gradients."""
+    logits, target = tensor(9, 21, dtype=dtype), torch.arange(9)
+    target[4] = -100
+    items: Any = {"scalar": torch.tensor(8), "element": torch.tensor([8.0])}.get(kind)
+    items = kind(8) if items is None else items
+    x = logits.clone().requires_grad_()
+    losses = [
+        kernels_module.cross_entropy(
+            x[i : i + 3], target[i : i + 3], num_items=items, gradient_with_loss=with_loss
+        )
+        for i in (0, 3, 6)
+    ]
+    assert all(loss.shape == losses[0].shape for loss in losses)
+    for loss in losses:
+        loss.sum().backward()
+    whole = logits.double().requires_grad_()
+    expected = F.cross_entropy(whole, target)
+    expected.backward()
+    torch.testing.assert_close(sum(losses).double().sum(), expected, rtol=1e-6, atol=1e-6)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(x.grad.double(), whole.grad, rtol=eps, atol=1e-7)
+
+
+def test_gradient_of_cross_entropy_more_than_once(kernels_module: ModuleType) -> None:
+    """What is kept is neither given away nor scaled as long as the graph stays."""
+    x, target = tensor(6, 50).requires_grad_(), torch.arange(6)
+    loss = kernels_module.cross_entropy(x, target)
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    first.zero_()
+    (thrice,) = torch.autograd.grad(loss, x, torch.tensor(3.0), retain_graph=True)
+    thrice.mul_(2)
+    (last,) = torch.autograd.grad(loss, x)
+    (expected,) = torch.autograd.grad(F.cross_entropy(x, target), x)
+    torch.testing.assert_close(last, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(thrice, 6 * expected, rtol=1e-6, atol=1e-9)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, x)
+
+
+def test_gradient_of_cross_entropy_goes_with_the_graph(kernels_module: ModuleType) -> None:
+    """A loss that is kept, for a log, keeps no gradient."""
+    x, target = tensor(6, 50).requires_grad_(), torch.arange(6)
+    loss = kernels_module.cross_entropy(x, target)
+    (gradient,) = torch.autograd.grad(loss, x)
+    memory = StorageWeakRef(gradient.untyped_storage())
+    assert not memory.expired()
+    del gradient
+    assert memory.expired()
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_cross_entropy_of_logits_that_change(with_loss: bool, kernels_module: ModuleType) -> None:
+    """As of any saved tensor: an error, not another gradient."""
+    x = tensor(3, 8).requires_grad_()
+    logits = x * 1
+    loss = kernels_module.cross_entropy(logits, torch.arange(3), gradient_with_loss=with_loss)
+    logits.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_scaled_loss_of_fp16(kernels_module: ModuleType) -> None:
+    """A gradient scaler's factor comes before the rounding, where fp16 would lose the gradient."""
+    x, target = tensor(4096, 16, dtype=torch.float16).requires_grad_(), torch.arange(4096) % 16
+    (kept,) = torch.autograd.grad(kernels_module.cross_entropy(x, target) * 65536, x)
+    wide = x.detach().double().requires_grad_()
+    (truth,) = torch.autograd.grad(F.cross_entropy(wide, target) * 65536, wide)
+    torch.testing.assert_close(kept.double(), truth, rtol=1e-3, atol=0)
 
 
 def test_cross_entropy_of_slices(kernels_module: ModuleType) -> None:
@@ -169,6 +262,23 @@ def test_cross_entropy_gradient_over_the_logits(kernels_module: ModuleType) -> N
         ({"target": torch.zeros(2, dtype=torch.int64)}, RuntimeError, "`target` must have shape"),
         ({"label_smoothing": 2.0}, RuntimeError, "`label_smoothing`"),
         ({"logits": torch.zeros(3)}, RuntimeError, "`logits` must have at least 2 dimensions"),
+        ({"num_items": 0}, ValueError, "`num_items`: expected a number above 0, got 0"),
+        (
+            {"num_items": float("nan")},
+            ValueError,
+            "`num_items`: expected a number above 0, got nan",
+        ),
+        ({"num_items": torch.ones(2)}, ValueError, "`num_items`: expected one element.*shape .2."),
+        (
+            {"num_items": 3, "reduction": "sum"},
+            ValueError,
+            "`num_items`: expected a reduction of 'mean', got 'sum'; divide the result by it",
+        ),
+        (
+            {"gradient_with_loss": True, "reduction": "none"},
+            ValueError,
+            "`gradient_with_loss`: expected a reduction of 'mean' or 'sum', got 'none'",
+        ),
     ],
 )
 def test_cross_entropy_errors(
@@ -177,6 +287,10 @@ def test_cross_entropy_errors(
     arguments = {"logits": tensor(3, 5), "target": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(error, match=word):
         kernels_module.cross_entropy(**{**arguments, **change})
+    if error is RuntimeError:
+        logits = {**arguments, **change}.pop("logits").requires_grad_()
+        with pytest.raises(error, match=word):
+            kernels_module.cross_entropy(**{**arguments, **change, "logits": logits})
 
 
 # -------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from ._in_place import (
 )
 from ._loss import cross_entropy
 from ._ops import add_op_namespace_prefix, ops
-from ._optim import adamw_step, clip_grad_norm_, clip_grads, grad_norm
+from ._optim import adamw_step, clip_grad_norm_, clip_grads, grad_norm, scale_grads
 from ._pointwise import add_bias, add_gelu, add_silu, mul_add
 from ._rms_norm_silu import rms_norm_silu
 from ._rope import qk_norm_rope, rope, rope_qk
@@ -88,6 +88,7 @@ __all__ = [
     "rope_qk",
     "rope_qk_",
     "sample",
+    "scale_grads",
     "silu",
     "silu_",
     "softmax",

@@ -4,6 +4,7 @@ Each class is entered only when a gradient is wanted, since `Function.apply` cos
 kernel launch. A second derivative is the formula's: `_second`.
 """
 
+import torch
 from torch.autograd import Function
 
 from . import _codes, _second
@@ -115,3 +116,38 @@ class CrossEntropy(Function):
             grad.contiguous(), *ctx.saved_tensors, *ctx.codes
         )
         return dlogits, None, None, None, None
+
+
+def _graph_stays():
+    """Whether this backward was asked to keep the graph, so that another may follow."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or ask()
+
+
+class TotalCrossEntropy(Function):
+    """The gradient is made by the forward, for an upstream gradient of 1.
+
+    The backward multiplies it by the real one, in a kernel that reads this from the device and has
+    nothing to do where it is 1.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, logits, target, divisor_tensor, divisor, ignore_index, label_smoothing, softcap
+    ):
+        ctx.codes = (divisor, ignore_index, label_smoothing, softcap)
+        total, _, _, dlogits = ops.cross_entropy_with_gradient.default(
+            logits, target, divisor_tensor, *ctx.codes
+        )
+        ctx.save_for_backward(logits, target, divisor_tensor, dlogits)
+        return total
+
+    @staticmethod
+    @twice_differentiable(_second.total_cross_entropy)
+    def backward(ctx, grad):
+        dlogits = ctx.saved_tensors[-1]
+        if _graph_stays():
+            dlogits = dlogits * grad
+        else:
+            ops.scale_grads.default([dlogits], grad)
+        return dlogits, None, None, None, None, None, None

@@ -132,6 +132,11 @@ def _cross_entropy(logits, *_):
     return rows(), rows()
 
 
+def _cross_entropy_with_gradient(logits, *_):
+    total = torch.empty((), dtype=torch.float32, device=logits.device)
+    return total, *_cross_entropy(logits), _like(logits)
+
+
 def _grad_norm(tensors, norm_type):
     chunks = sum((t.numel() + NORM_CHUNK - 1) // NORM_CHUNK for t in tensors)
     device = tensors[0].device
@@ -217,6 +222,7 @@ _FUNCTIONAL = {
     "gated_packed_backward": _second,
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _second,
+    "cross_entropy_with_gradient": _cross_entropy_with_gradient,
     "grad_norm": _grad_norm,
     "softmax": _softmax,
     "softmax_backward": _softmax,
@@ -231,7 +237,7 @@ _FUNCTIONAL = {
     "mul_add_backward": _mul_add_backward,
 }
 #: Of HFP_LIST_OP_TABLE: they return nothing.
-_NOTHING = ("adamw_step", "clip_grads")
+_NOTHING = ("adamw_step", "clip_grads", "scale_grads")
 #: HFP_IN_PLACE_TABLE of hfpatch.h
 _IN_PLACE = (
     "rms_norm",

@@ -1,6 +1,9 @@
 """The public losses."""
 
-from torch import Tensor, is_grad_enabled
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
 
 from . import _autograd, _codes
 from ._ops import ops
@@ -15,6 +18,8 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float = 0.0,
+    num_items: Union[int, float, Tensor, None] = None,
+    gradient_with_loss: Optional[bool] = None,
 ) -> Tensor:
     """Cross entropy over the last dimension, in fp32, without a copy of the logits.
 
@@ -23,8 +28,13 @@ def cross_entropy(
 
         logsumexp(z) - (1 - s) * z[target] - s * mean(z)
 
-    as `torch.nn.functional.cross_entropy` of ``z.float()`` has it. The backward computes the
-    softmax from the logits again.
+    as `torch.nn.functional.cross_entropy` of ``z.float()`` has it.
+
+    The gradient of the mean or sum is made together with it: the logits are read once, where a
+    backward of its own reads them again. It is that of an upstream gradient of 1, as
+    ``loss.backward()`` has. Another one, of a loss that is divided or scaled afterwards, costs a
+    pass over the gradient in the backward, and a second rounding; hence ``num_items``. From the
+    forward to the backward the gradient is held beside the logits.
 
     Args:
         logits: ``[..., V]``, at least two dimensions; fp32, fp16 or bf16.
@@ -34,18 +44,38 @@ def cross_entropy(
         ignore_index: rows with this target have loss and gradient 0, and are not read.
         label_smoothing: from 0 to 1.
         softcap: 0 for none.
+        num_items: what the mean divides by in place of the number of rows that are not ignored:
+            ``num_items_in_batch`` of transformers, the tokens of all batches that are accumulated.
+            A number above 0, or a tensor of one element.
+        gradient_with_loss: whether the gradient is made with the mean or sum. By default it is, but
+            for fp16, whose gradients wait for the loss scale, and under `torch.compile`, where
+            ``True`` is taken for the default too.
 
     Returns:
         fp32: a scalar, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.
 
     Raises:
-        ValueError: ``reduction`` is not one of the three.
+        ValueError: ``reduction`` is not one of the three; ``num_items`` is not for the mean, or not
+            above 0; ``gradient_with_loss=True`` for ``"none"``.
         RuntimeError: a dtype, device, shape or value that the kernel refuses; says which.
     """
     if reduction not in _REDUCTIONS:
         _codes.reject("reduction", reduction, _REDUCTIONS)
+    if num_items is not None:
+        _check_num_items(num_items, reduction)
+    if gradient_with_loss and reduction == "none":
+        raise ValueError(
+            "`gradient_with_loss`: expected a reduction of 'mean' or 'sum', got 'none'; "
+            "the gradient of each row's loss is not known in the forward"
+        )
     target = target.contiguous()  # often a slice, one token to the right
-    if logits.requires_grad and is_grad_enabled():
+    if logits.requires_grad and torch.is_grad_enabled():
+        compiling = torch.compiler.is_compiling()
+        if gradient_with_loss is None:
+            gradient_with_loss = logits.dtype != torch.float16
+        if gradient_with_loss and reduction != "none" and not compiling:
+            codes = (ignore_index, label_smoothing, softcap)
+            return _with_gradient(logits, target, reduction, num_items, codes)
         codes = _codes.constants(ignore_index, label_smoothing, softcap)
         loss = _autograd.CrossEntropy.apply(logits, target, *codes)
     else:
@@ -53,4 +83,35 @@ def cross_entropy(
     if reduction == "none":
         return loss
     total = loss.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    return total / ((target != ignore_index).sum() if num_items is None else num_items)
+
+
+def _check_num_items(num_items, reduction):
+    if reduction != "mean":
+        raise ValueError(
+            "`num_items`: expected a reduction of 'mean', got {!r}; divide the result by it".format(
+                reduction
+            )
+        )
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(
+                "`num_items`: expected one element, got a tensor of shape {}".format(
+                    list(num_items.shape)
+                )
+            )
+    elif not num_items > 0:
+        raise ValueError("`num_items`: expected a number above 0, got {!r}".format(num_items))
+
+
+def _with_gradient(logits, target, reduction, num_items, codes):
+    divisor, divisor_tensor = 1.0, None
+    if reduction == "mean":
+        divisor = 0.0  # the rows that are not ignored
+        if isinstance(num_items, Tensor):
+            divisor_tensor = num_items.detach().to(torch.float32)
+        elif num_items is not None:
+            divisor = float(num_items)
+    return _autograd.TotalCrossEntropy.apply(logits, target, divisor_tensor, divisor, *codes)

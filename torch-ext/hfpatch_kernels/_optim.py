@@ -11,6 +11,7 @@ from ._ops import ops
 _adamw_step = ops.adamw_step.default
 _grad_norm = ops.grad_norm.default
 _clip_grads = ops.clip_grads.default
+_scale_grads = ops.scale_grads.default
 
 
 def _changed(tensors: Sequence[Tensor]) -> None:
@@ -116,6 +117,21 @@ def clip_grads(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> 
     """
     with torch.no_grad():
         _clip_grads(grads, total_norm, max_norm)
+        _changed(grads)
+
+
+def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """``grads *= factor``, in place; where it is 1, which the kernel sees, nothing is touched.
+
+    Args:
+        grads: as in `grad_norm`.
+        factor: fp32, one element, on the device of ``grads``.
+
+    Raises:
+        RuntimeError: a dtype, device or layout that the kernel refuses.
+    """
+    with torch.no_grad():
+        _scale_grads(grads, factor)
         _changed(grads)
 
 

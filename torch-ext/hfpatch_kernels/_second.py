@@ -104,3 +104,12 @@ def cross_entropy(logits, target, lse, ignore_index, label_smoothing, softcap):
         label_smoothing=label_smoothing,
     )
     return loss.view(target.shape)
+
+
+def total_cross_entropy(
+    logits, target, divisor_tensor, dlogits, divisor, ignore_index, label_smoothing, softcap
+):
+    loss = cross_entropy(logits, target, None, ignore_index, label_smoothing, softcap)
+    if divisor_tensor is None:
+        divisor_tensor = divisor or (target != ignore_index).sum()
+    return loss.sum() / divisor_tensor

@@ -1,0 +1,334 @@
+// cross_entropy_with_gradient.cu: the mean or the sum of the losses of all rows of logits, and its
+// gradient, while the logits are read once; hfp_cross_entropy_with_gradient on CUDA.
+//
+// Each warp keeps a part of a row in its registers: what it has seen of it goes to all warps of the row,
+// each of which then writes the gradient of its part. A warp has a row of one part, the warps of one CTA
+// a row of up to kHeldParts, those of a cluster of CTAs a wider one (sm_90). Rows that are not aligned,
+// or wider still, are read twice, by the kernels of cross_entropy.cu. A part is what is a wave there,
+// and the bits of the losses are the same.
+#include "cross_entropy.cuh"
+#include "cta_join.cuh"
+#include "ordered.cuh"
+#include "row_cluster.cuh"
+
+namespace hfp::cuda {
+namespace {
+
+struct WithGradientParams : CrossEntropyParams {
+  int parts, cluster_ctas, held_vectors;  // per row
+};
+
+// grad (softmax - smooth) of a row, by what was subtracted in the exponents of its sum: what rounding that
+// is off by cancels.
+struct Share {
+  float by, of_sum, smooth, grad;
+
+  __device__ __forceinline__ Share(const CrossEntropyParams &p, const Seen &seen, float grad)
+      : by(Seen::shift(seen.most)),
+        of_sum(1.0f / seen.sum),
+        smooth(p.label_smoothing * p.inverse_cols),
+        grad(grad) {}
+};
+
+template <class T, bool kCap>
+__device__ __forceinline__ void write_vector(const CrossEntropyParams &p,
+                                             const Vec<T, kVectorOf<T>> &v, const Share &s,
+                                             int col, int64_t target, T *to) {
+  constexpr int N = kVectorOf<T>;
+  float z[N], y[N];
+  v.get(z);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float slope = s.grad;
+    if constexpr (kCap) {
+      const Capped c = soft_cap(z[i], p.softcap, p.inverse_softcap);
+      z[i] = c.value;
+      slope *= c.slope;
+    }
+    y[i] = fast_exp2(fmaf(z[i], kLog2E, -s.by));
+    if constexpr (kCap) {
+      const float less = col + i == target ? s.smooth + (1.0f - p.label_smoothing) : s.smooth;
+      y[i] = fmaf(y[i], s.of_sum, -less) * slope;
+    } else {
+      y[i] = fmaf(y[i], s.of_sum * s.grad, -s.smooth * s.grad);
+    }
+  }
+  if constexpr (!kCap) {
+    if (target >= col && target < col + N) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (col + i == target) y[i] = fmaf(p.label_smoothing - 1.0f, s.grad, y[i]);
+      }
+    }
+  }
+  store_as<T>(to, col, y);
+}
+
+// A warp's part of a row.
+template <class T, bool kCap>
+struct HeldPart {
+  static constexpr int N = kVectorOf<T>;
+  Wave<T, kLaneVectors> v;
+  int first;  // vector of the part
+
+  __device__ __forceinline__ explicit HeldPart(int part) : first(part * kWave) {}
+
+  // Of the whole part, on all lanes.
+  __device__ __forceinline__ Seen read(const CrossEntropyParams &p, const T *x) {
+    load_wave<T, true, kLaneVectors>(v, x, first, p.x_rows.cols);
+    keep_loads_above(p.zero);
+    Seen seen = see_vectors<T, true, kCap>(p, v, first);
+    seen.merge_lanes(p.label_smoothing > 0.0f);
+    return seen;
+  }
+
+  __device__ __forceinline__ void write(const WithGradientParams &p, int64_t row, const Seen &seen,
+                                        float grad, int64_t target) {
+    T *to = static_cast<T *>(p.dlogits) + row * p.x_rows.cols;
+    const Share share(p, seen, grad);
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      const int at = first + static_cast<int>(threadIdx.x % 32u) + 32 * u;
+      v[u].stay_packed(p.zero);
+      if (at < p.held_vectors) write_vector<T, kCap>(p, v[u], share, at * N, target, to);
+    }
+  }
+
+  __device__ __forceinline__ void write_zeros(const WithGradientParams &p, int64_t row) {
+    T *to = static_cast<T *>(p.dlogits) + row * p.x_rows.cols;
+    Vec<T, N> none;
+    none.zero();
+#pragma unroll
+    for (int u = 0; u < kLaneVectors; ++u) {
+      const int at = first + static_cast<int>(threadIdx.x % 32u) + 32 * u;
+      if (at < p.held_vectors) none.store(to + at * N);
+    }
+  }
+};
+
+// The target's logit goes with what the first warp has seen: when another warp has that, it may write
+// over the logits.
+__device__ __forceinline__ float4 message(const Seen &seen, float logit) {
+  return make_float4(seen.most, seen.sum, seen.plain, logit);
+}
+
+// What the gradient of a row's loss is multiplied by, which is asked for with the target.
+__device__ __forceinline__ float grad_of(const CrossEntropyParams &p, int64_t target, float given) {
+  return target >= 0 && target < p.x_rows.cols ? given : not_a_number();
+}
+
+template <class T, bool kCap>
+__global__ void __launch_bounds__(kRowThreads)
+    with_gradient_warp_kernel(const __grid_constant__ WithGradientParams p) {
+  wait_for_previous();
+  const int64_t row = Group<32>::row(p.first_row);
+  if (row >= p.x_rows.rows) return;
+  const int64_t target = __ldg(p.target + row);
+  const float given = __ldcg(p.grad);
+  HeldPart<T, kCap> held(0);
+  if (target == p.ignore_index) {
+    if (threadIdx.x % 32u == 0) ignore_row(p, row);
+    held.write_zeros(p, row);
+    return;
+  }
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+  const float logit = logit_of_target(p, x, target);
+  const Seen seen = held.read(p, x);
+  finish<kCap>(p, row, logit, seen);
+  __syncwarp();  // all lanes have the logit
+  held.write(p, row, seen, grad_of(p, target, given), target);
+}
+
+template <class T, bool kCap>
+__global__ void __launch_bounds__(kPartThreads, kCap || (sizeof(T) == 2 && !kHasMaxOfTwos) ? 1 : 2)
+    with_gradient_cta_kernel(const __grid_constant__ WithGradientParams p) {
+  wait_for_previous();
+  __shared__ float4 all[kHeldParts];
+  const int64_t row = p.first_row + blockIdx.x;
+  const int64_t target = __ldg(p.target + row);
+  const float given = __ldcg(p.grad);
+  const int part = threadIdx.x / 32u;
+  HeldPart<T, kCap> held(part);
+  if (target == p.ignore_index) {
+    if (threadIdx.x == 0) ignore_row(p, row);
+    held.write_zeros(p, row);
+    return;
+  }
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+  const float logit = part == 0 ? logit_of_target(p, x, target) : 0.0f;
+  const Seen own = held.read(p, x);
+  if (threadIdx.x % 32u == 0) all[part] = message(own, logit);
+  __syncthreads();
+  const Seen seen = merge_strands(p, all, p.parts);
+  if (part == 0) finish<kCap>(p, row, logit, seen);
+  held.write(p, row, seen, grad_of(p, target, given), target);
+}
+
+// kDense: in 48 registers, of up to kDenseThreads a CTA.
+template <class T, bool kCap, bool kDense>
+__global__ void __launch_bounds__(kDense ? kDenseThreads : kPartThreads,
+                                  kCap     ? 1
+                                  : kDense ? 3
+                                           : 2)
+    with_gradient_cluster_kernel(const __grid_constant__ WithGradientParams p) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ PartResults<4> all;
+  all.begin(p.parts);
+  const int64_t row = blockIdx.x / static_cast<unsigned>(p.cluster_ctas);
+  const int part = static_cast<int>(Team<true>::rank() * (blockDim.x / 32u) + threadIdx.x / 32u);
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
+  HeldPart<T, kCap> held(part);
+  wait_for_previous();
+  const int64_t target = __ldg(p.target + row);
+  const float given = __ldcg(p.grad);
+  if (target == p.ignore_index) {
+    if (part == 0 && threadIdx.x == 0) ignore_row(p, row);
+    held.write_zeros(p, row);
+    Team<true>::left();
+    return;
+  }
+  const float logit = part == 0 ? logit_of_target(p, x, target) : 0.0f;
+  const float4 own = message(held.read(p, x), logit);
+  all.exchange({own.x, own.y, own.z, own.w}, part, p.parts, p.cluster_ctas);
+  const Seen seen = merge_strands(p, reinterpret_cast<const float4 *>(all.of_part), p.parts);
+  if (part == 0) finish<kCap>(p, row, logit, seen);
+  held.write(p, row, seen, grad_of(p, target, given), target);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------
+// All rows, by one CTA before and one after
+
+struct TotalParams {
+  static constexpr bool kStartsEarly = true;
+  float *total;
+  const float *loss;
+  const int64_t *target;
+  int64_t rows, ignore_index;
+  const float *divisor_pointer;
+  float divisor;  // 0: the rows that are not ignored
+};
+
+constexpr int kTotalThreads = 1024;
+constexpr int kTotalUnroll = 8;  // rows that a thread has on their way
+
+// f(i) for each row, of this thread, with several loads on their way.
+template <class Load, class Add>
+__device__ __forceinline__ void over_rows(int64_t rows, const Load &load, const Add &add) {
+  for (int64_t i = threadIdx.x; i < rows; i += kTotalThreads * kTotalUnroll) {
+    decltype(load(i)) value[kTotalUnroll];
+#pragma unroll
+    for (int u = 0; u < kTotalUnroll; ++u) {
+      if (i + u * kTotalThreads < rows) value[u] = load(i + u * kTotalThreads);
+    }
+#pragma unroll
+    for (int u = 0; u < kTotalUnroll; ++u) {
+      if (i + u * kTotalThreads < rows) add(value[u]);
+    }
+  }
+}
+
+// total = 1 / divisor: what the loss of each row is multiplied by.
+__global__ void __launch_bounds__(kTotalThreads)
+    share_kernel(const __grid_constant__ TotalParams p) {
+  wait_for_previous();
+  float divisor = p.divisor_pointer != nullptr ? __ldg(p.divisor_pointer) : p.divisor;
+  if (p.divisor_pointer == nullptr && divisor == 0.0f) {
+    int64_t count = 0;
+    over_rows(p.rows, [&](int64_t i) { return __ldg(p.target + i); },
+              [&](int64_t target) { count += target != p.ignore_index; });
+    divisor = static_cast<float>(join_all<Sum>(count));
+  }
+  if (threadIdx.x == 0) *p.total = 1.0f / divisor;
+}
+
+// total = the sum of the losses, multiplied by it. No row at all: 0 / 0 is NaN, as for the mean of none.
+__global__ void __launch_bounds__(kTotalThreads)
+    total_kernel(const __grid_constant__ TotalParams p) {
+  wait_for_previous();
+  double sum = 0.0;
+  over_rows(p.rows, [&](int64_t i) { return __ldg(p.loss + i); },
+            [&](float loss) { sum += static_cast<double>(loss); });
+  sum = join_all<Sum>(sum);
+  if (threadIdx.x == 0) *p.total = static_cast<float>(sum * static_cast<double>(*p.total));
+}
+
+// ---------------------------------------------------------------------------------------------
+// Launchers
+
+// False, and nothing is launched, where the warps of a cluster hold no row.
+template <class T, bool kCap>
+bool launch_held(WithGradientParams &p, int device, void *stream, const char *op, int32_t *status) {
+  constexpr int N = kVectorOf<T>;
+  p.vectors = p.x_rows.cols / N;
+  const int64_t parts = (p.vectors + kWave - 1) / kWave;
+  if (parts > kMostClusterParts) return false;
+  p.parts = static_cast<int>(parts);
+  p.held_vectors = static_cast<int>(p.vectors);
+  if (p.parts == 1) {
+    *status = launch_rows(&with_gradient_warp_kernel<T, kCap>,
+                          {Shape::k32x8, kRowThreads, kRowThreads / 32}, p, stream, op);
+    return true;
+  }
+  const ClusterPlan plan = plan_cluster(p.parts);
+  void (*kernel)(WithGradientParams) = &with_gradient_cluster_kernel<T, kCap, false>;
+  if constexpr (!kCap) {
+    if (dense_cluster(plan, p.x_rows.rows)) kernel = &with_gradient_cluster_kernel<T, kCap, true>;
+  }
+  const bool few = split_rows(p.x_rows.rows, p.x_rows.cols);
+  if ((p.parts > kHeldParts || few) &&
+      launch_row_clusters(kernel, plan, p, device, stream, op, status)) {
+    return true;
+  }
+  if (p.parts > kHeldParts) return false;
+  *status = launch_rows(&with_gradient_cta_kernel<T, kCap>, {Shape::kLoop, p.parts * 32, 1}, p,
+                        stream, op);
+  return true;
+}
+
+template <class T>
+bool launch_held(WithGradientParams &p, int device, void *stream, const char *op, int32_t *status) {
+  if (!rows_of_vectors(p.x_rows, p.logits, sizeof(T)) || !pointer_aligned(p.dlogits)) return false;
+  return p.softcap > 0.0f ? launch_held<T, true>(p, device, stream, op, status)
+                          : launch_held<T, false>(p, device, stream, op, status);
+}
+
+int32_t launch_gradient(const CrossEntropyArgs &a, int device, void *stream, const char *op) {
+  if (a.rows.rows <= 0 || a.rows.cols <= 0) return HFP_OK;
+  WithGradientParams p{};
+  static_cast<CrossEntropyParams &>(p) = params_of(a);
+  int32_t status = HFP_OK;
+  const bool held = a.type == DType::F32   ? launch_held<float>(p, device, stream, op, &status)
+                    : a.type == DType::F16 ? launch_held<__half>(p, device, stream, op, &status)
+                                           : launch_held<__nv_bfloat16>(p, device, stream, op, &status);
+  if (held) return status;
+  status = cross_entropy(a, device, stream);
+  return status == HFP_OK ? cross_entropy_backward(a, device, stream) : status;
+}
+
+}  // namespace
+
+int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &a, int device, void *stream) {
+  constexpr const char *op = "cross_entropy_with_gradient";
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return check(guard.status(), op);
+  TotalParams total{};
+  total.total = a.total;
+  total.loss = a.rows.loss;
+  total.target = a.rows.target;
+  total.rows = a.rows.rows.rows;
+  total.ignore_index = a.rows.ignore_index;
+  total.divisor_pointer = a.divisor.pointer;
+  total.divisor = a.divisor.value;
+  int32_t status = launch(&share_kernel, 1, kTotalThreads, total, stream, op);
+  if (status != HFP_OK) return status;
+  CrossEntropyArgs rows = a.rows;
+  rows.grad = a.total;
+  rows.one_grad = true;
+  rows.saved_lse = rows.lse;
+  status = launch_gradient(rows, device, stream, op);
+  if (status != HFP_OK) return status;
+  return launch(&total_kernel, 1, kTotalThreads, total, stream, op);
+}
+
+}  // namespace hfp::cuda
