@@ -5,38 +5,23 @@ Import it by name (`import hfpatch.optim`): `import hfpatch` alone does not load
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hfpatch.errors import KernelLoadError
-from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.handover import PLAIN_TENSORS, local_kernel, tensor_refusal, warn_of_handover
 from hfpatch.sources import Kernel, local_package
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _LARGEST = torch.finfo(torch.float32).max
 _List = list[Tensor]
 _Lists = tuple[_List, _List, _List, _List, _List, _List]
 _Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
-
-
-@cache
-def _kernel(op: str, device: str) -> Kernel | str:
-    """The local kernel for a device type, or why there is none."""
-    try:
-        kernel = local_package().kernel(op)
-    except KernelLoadError as e:
-        return str(e)
-    return kernel.refuses(device) or kernel
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -54,32 +39,14 @@ def _dense(tensor: Tensor) -> bool:
 
 def _tensor_refusal(tensor: Tensor) -> str | None:
     """Why no kernel takes this tensor, or None."""
-    if type(tensor) not in _PLAIN:
-        return f"`{type(tensor).__name__}` is a tensor subclass"
-    if tensor.layout != torch.strided:
-        return f"layout {tensor.layout}"
-    if tensor.dtype not in KERNEL_DTYPES:
-        return f"dtype {tensor.dtype}"
-    kernel = _kernel("adamw_step", tensor.device.type)
-    if isinstance(kernel, str):
-        return kernel
-    return None if _dense(tensor) else "strides with gaps or overlaps"
+    why = tensor_refusal("adamw_step", tensor)
+    if why is None and not _dense(tensor):
+        why = "strides with gaps or overlaps"
+    return why
 
 
 def _warn(who: str, reasons: Iterable[str]) -> None:
-    listed = "; ".join(f"{n} × {why}" for why, n in Counter(reasons).items())
-    level, frame = 2, sys._getframe(1)
-    # at the user's line: PyTorch wraps `step`, and its schedulers wrap that once more
-    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
-        f"`hfpatch.optim.{who}` hands over to PyTorch's own implementation: {listed}",
-        stacklevel=level,
-    )
-
-
-def _is_inside(module: str) -> bool:
-    return module == __name__ or module.split(".")[0] == "torch"
+    warn_of_handover(f"optim.{who}", "PyTorch's own implementation", reasons)
 
 
 class _Bucket:
@@ -193,7 +160,7 @@ class AdamW(torch.optim.AdamW):
 
     def _launch(self, group: dict[str, Any], bucket: _Bucket) -> None:
         device = bucket.params[0].device
-        kernel = _kernel("adamw_step", device.type)
+        kernel = local_kernel("adamw_step", device.type)
         assert isinstance(kernel, Kernel)
         if bucket.steps[0].is_cpu:  # a number would become a tensor for each of them
             one = torch.ones((), dtype=torch.float32, device="cpu")
@@ -264,7 +231,7 @@ def _refusal(
     if why is not None:
         return why
     dtype, device, stride = p.dtype, p.device, p.stride()
-    if type(grad) not in _PLAIN or grad.dtype != dtype:
+    if type(grad) not in PLAIN_TENSORS or grad.dtype != dtype:
         return f"a gradient of {type(grad).__name__}, {grad.dtype} for {dtype}"
     state_dtype = m.dtype
     if state_dtype not in (dtype, torch.float32) or v.dtype != state_dtype:

@@ -358,6 +358,7 @@ int32_t hfp_cross_entropy_with_gradient(DLTensor *total, DLTensor *loss, DLTenso
   args.rows.loss = reinterpret_cast<float *>(l.data);
   args.rows.lse = reinterpret_cast<float *>(s.data);
   args.rows.dlogits = o.data;
+  args.counts = divisor_tensor == nullptr && divisor == 0;
   args.divisor = by;
   return check.run(all, args, &hfp::cpu::cross_entropy_with_gradient,
                    HFP_CUDA(cross_entropy_with_gradient), stream);

@@ -220,7 +220,8 @@ struct Scalar {
 struct CrossEntropyTotalArgs {
   float *total;
   CrossEntropyArgs rows;
-  Scalar divisor;  // 0, as a value: the rows that are not ignored
+  bool counts;  // divides by the number of rows that are not ignored, not by `divisor`
+  Scalar divisor;
 };
 
 // One parameter of adamw_step: all of `numel` elements in the same order.

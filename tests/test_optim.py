@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfpatch.optim
-from hfpatch import optim
+from hfpatch import handover, optim
 
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 SHAPES = [(60, 33), (7,), (), (0, 3), (2000,), (4, 3, 8)]
@@ -260,7 +260,7 @@ def test_sparse_gradients_are_the_error_of_pytorch() -> None:
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "_kernel", lambda op, device: "no compiled kernels here")
+    monkeypatch.setattr(handover, "local_kernel", lambda op, device: "no compiled kernels here")
     with pytest.warns(UserWarning, match=r"6 × no compiled kernels here"):
         ours, _ = train(optim.AdamW, torch.float32, steps=3)
     theirs, _ = train(torch.optim.AdamW, torch.float32, steps=3)

@@ -24,7 +24,7 @@ int32_t cross_entropy_backward(const CrossEntropyArgs &args) {
 int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &args) {
   CrossEntropyArgs rows = args.rows;
   float divisor = args.divisor.value;
-  if (divisor == 0) {
+  if (args.counts) {
     int64_t count = 0;
     for (int64_t i = 0; i < rows.rows.rows; ++i) count += rows.target[i] != rows.ignore_index;
     divisor = static_cast<float>(count);

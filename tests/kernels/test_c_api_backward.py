@@ -416,6 +416,20 @@ def test_cross_entropy_with_gradient(lib, dtype, smoothing, cap, by):
         assert same_bits(logits, apart)
 
 
+def test_cross_entropy_divided_by_zero(lib):
+    """A tensor that holds 0 is no count: the loss is infinite, as that of PyTorch's division."""
+    total, loss, lse, dx = torch.empty(()), torch.empty(2), torch.empty(2), torch.empty(2, 3)
+    outs, target = (total, loss, lse, dx), torch.tensor([1, -100])
+    codes = (torch.zeros(()), 0.0, -100, 0.0, 0.0)
+    lib.call("cross_entropy_with_gradient", *outs, torch.zeros(2, 3), target, *codes)
+    assert total == math.inf
+    assert (dx[1] == 0).all()
+    target[0] = -100
+    lib.call("cross_entropy_with_gradient", *outs, torch.zeros(2, 3), target, *codes)
+    assert total.isnan()
+    assert (dx == 0).all()
+
+
 def test_ignored_rows_are_not_read(lib):
     logits = torch.full((2, 40), math.nan)
     target = torch.tensor([5, 5])

@@ -62,7 +62,7 @@ def cross_entropy(
     if reduction not in _REDUCTIONS:
         _codes.reject("reduction", reduction, _REDUCTIONS)
     if num_items is not None:
-        _check_num_items(num_items, reduction)
+        num_items = _checked_num_items(num_items, reduction)
     if gradient_with_loss and reduction == "none":
         raise ValueError(
             "`gradient_with_loss`: expected a reduction of 'mean' or 'sum', got 'none'; "
@@ -88,12 +88,11 @@ def cross_entropy(
     return total / ((target != ignore_index).sum() if num_items is None else num_items)
 
 
-def _check_num_items(num_items, reduction):
+def _checked_num_items(num_items, reduction):
     if reduction != "mean":
         raise ValueError(
-            "`num_items`: expected a reduction of 'mean', got {!r}; divide the result by it".format(
-                reduction
-            )
+            "`num_items`: expected a reduction of 'mean', got {!r}; "
+            "divide the result by it".format(reduction)
         )
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
@@ -102,8 +101,10 @@ def _check_num_items(num_items, reduction):
                     list(num_items.shape)
                 )
             )
-    elif not num_items > 0:
+        return num_items.detach().to(torch.float32).reshape(())
+    if not num_items > 0:
         raise ValueError("`num_items`: expected a number above 0, got {!r}".format(num_items))
+    return num_items
 
 
 def _with_gradient(logits, target, reduction, num_items, codes):
@@ -111,7 +112,7 @@ def _with_gradient(logits, target, reduction, num_items, codes):
     if reduction == "mean":
         divisor = 0.0  # the rows that are not ignored
         if isinstance(num_items, Tensor):
-            divisor_tensor = num_items.detach().to(torch.float32)
+            divisor_tensor = num_items
         elif num_items is not None:
             divisor = float(num_items)
     return _autograd.TotalCrossEntropy.apply(logits, target, divisor_tensor, divisor, *codes)

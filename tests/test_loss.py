@@ -1,0 +1,220 @@
+"""`hfpatch.loss` against transformers' losses: values, gradients, `Trainer`, what goes to them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+import hfpatch
+import hfpatch.loss
+from hfpatch import handover, loss
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CLASSES = 97
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiled kernels must be there, and nothing is handed over without a test saying so."""
+    monkeypatch.setattr(loss, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*hands over to transformers")
+        yield
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=CLASSES,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(CLASSES, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def logits_and_labels(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = torch.randn(3, 7, CLASSES, generator=torch.Generator().manual_seed(2)) * 4
+    labels = tokens(3, 7)
+    labels[1, 2:5] = -100
+    return x.to(dtype), labels
+
+
+def value_and_gradient(function: Any, logits: Tensor, *args: Any, **kw: Any) -> tuple[Tensor, ...]:
+    leaf = logits.clone().requires_grad_()
+    value = function(leaf, *args, **kw)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("items", [None, 11, torch.tensor(11), torch.tensor([11])], ids=repr)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(loss.causal_lm, ForCausalLMLoss), (loss.masked_lm, ForMaskedLMLoss)],
+    ids=["causal", "masked"],
+)
+def test_it_is_that_of_transformers(ours: Any, theirs: Any, items: Any, dtype: torch.dtype) -> None:
+    logits, labels = logits_and_labels(dtype)
+    args = (labels, CLASSES, items)
+    value, gradient = value_and_gradient(ours, logits, *args, unknown="of the forward")
+    expected, truth = value_and_gradient(theirs, logits.double(), *args)
+    assert value.dtype == torch.float32
+    assert value.shape == ()
+    torch.testing.assert_close(value, expected.squeeze(), rtol=1e-6, atol=0, check_dtype=False)
+    assert gradient.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(gradient.double(), truth, rtol=eps, atol=2e-7)
+
+
+def test_labels_that_are_shifted_already() -> None:
+    logits, labels = logits_and_labels(torch.float32)
+    for ignore_index in (-100, 5):
+        options = {"shift_labels": labels, "ignore_index": ignore_index}
+        target = labels.clamp_min(0) if ignore_index == 5 else labels
+        options["shift_labels"] = target
+        value, gradient = value_and_gradient(loss.causal_lm, logits, None, CLASSES, **options)
+        expected, truth = value_and_gradient(ForCausalLMLoss, logits, None, CLASSES, **options)
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradient, truth, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)], ids=repr)
+def test_no_label_counts(items: Any) -> None:
+    logits, labels = logits_and_labels(torch.float32)
+    value, gradient = value_and_gradient(loss.causal_lm, logits, labels * 0 - 100, CLASSES, items)
+    assert value.isnan()  # as transformers'
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+def test_of_a_model(patched: bool, dtype: torch.dtype) -> None:
+    model, ids = llama(dtype), tokens(2, 12)
+    if patched:
+        hfpatch.apply(model, mode="training")
+
+    def step() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        value = model(input_ids=ids, labels=ids).loss
+        value.backward()
+        return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    value, gradient = step()
+    model.loss_function = hfpatch.loss.causal_lm
+    fused_value, fused_gradient = step()
+    torch.testing.assert_close(fused_value, value, rtol=1e-6, atol=0)
+    size = gradient.abs().max()
+    eps = torch.finfo(dtype).eps
+    assert (fused_gradient - gradient).abs().max() <= 4 * eps * size
+    del model._loss_function
+    assert model.loss_function is ForCausalLMLoss
+
+
+def test_of_a_masked_model() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=CLASSES,
+    )
+    model, ids = BertForMaskedLM(config).eval(), tokens(2, 12)
+    own = model.loss_function(logits=model(ids).logits, labels=ids, vocab_size=CLASSES)
+    fused = loss.masked_lm(logits=model(ids).logits, labels=ids, vocab_size=CLASSES)
+    torch.testing.assert_close(fused, own, rtol=1e-6, atol=0)
+
+
+def test_trainer_logs_the_same(tmp_path: Path) -> None:
+    """Of batches that are accumulated `Trainer` counts the tokens, by which the model divides."""
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(48, 10)]
+    for i, row in enumerate(rows):  # of different counts
+        row["labels"] = row["labels"].clone()
+        row["labels"][: i % 7] = -100
+    logs = []
+    for fused in (False, True):
+        model = llama()
+        if fused:
+            model.loss_function = hfpatch.loss.causal_lm
+        options = {"gradient_accumulation_steps": 3}
+        logs.append(trainer.logged(model, rows, tmp_path / str(fused), 4, **options))
+    for ours, theirs in zip(logs[1], logs[0], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_compiled() -> None:
+    model, ids = llama(), tokens(2, 12)
+    model.loss_function = hfpatch.loss.causal_lm
+    expected = model(input_ids=ids, labels=ids).loss
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = compiled(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    actual.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_copy_of_the_model_keeps_it() -> None:
+    model, ids = llama(), tokens(2, 12)
+    model.loss_function = hfpatch.loss.causal_lm
+    other = copy.deepcopy(model)
+    assert other.loss_function is hfpatch.loss.causal_lm
+    assert torch.equal(other(ids, labels=ids).loss, model(ids, labels=ids).loss)
+
+
+class Labelled(Tensor):
+    """A tensor subclass."""
+
+
+@pytest.mark.parametrize(
+    ("logits", "why"),
+    [
+        (torch.randn(2, 5, CLASSES, dtype=torch.float64), "dtype torch.float64"),
+        (torch.randn(2, 5, CLASSES).as_subclass(Labelled), "`Labelled` is a tensor subclass"),
+    ],
+    ids=["fp64", "subclass"],
+)
+def test_what_is_handed_over(logits: Tensor, why: str) -> None:
+    labels = tokens(2, 5)
+    message = f"`hfpatch.loss.causal_lm` hands over to transformers' own: 1 × {why}"
+    with pytest.warns(UserWarning, match=message) as caught:
+        value = loss.causal_lm(logits, labels, CLASSES, 3)
+    assert caught[0].filename == __file__
+    assert torch.equal(value, ForCausalLMLoss(logits, labels, CLASSES, 3))
+    loss.causal_lm(logits, labels, CLASSES)  # the second time without a warning
+
+
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "local_kernel", lambda op, device: "no compiled kernels here")
+    logits, labels = logits_and_labels(torch.bfloat16)
+    with pytest.warns(UserWarning, match="1 × no compiled kernels here"):
+        value = loss.masked_lm(logits, labels, CLASSES)
+    assert torch.equal(value, ForMaskedLMLoss(logits, labels, CLASSES))
+
+
+def test_bad_input() -> None:
+    logits, labels = logits_and_labels(torch.float32)
+    with pytest.raises(ValueError, match=r"`vocab_size`: expected .* dimension, 97, got 96"):
+        loss.causal_lm(logits, labels, 96)
+    with pytest.raises(ValueError, match="`labels`: expected labels, or `shift_labels`"):
+        loss.causal_lm(logits, None, CLASSES)
+    with pytest.raises(ValueError, match=r"`labels`: expected shape \[3, 7\], .* got \[3, 6\]"):
+        loss.masked_lm(logits, labels[:, 1:], CLASSES)
+    with pytest.raises(ValueError, match=r"`labels`: expected integers, got torch.float32"):
+        loss.masked_lm(logits, labels.float(), CLASSES)
