@@ -447,6 +447,14 @@ OPTIMIZER = (
         formulas.clip,
         adjust=lambda g, total: (g, total.fill_(1)),
     ),
+    Case(
+        "scale_grads",
+        "g P N; factor 1 fp32",
+        "parameters",
+        lambda k, g, factor: (k.scale_grads(g.unbind(0), factor), g)[1],
+        formulas.scale,
+        adjust=lambda g, factor: (g, factor.fill_(0.9999)),
+    ),
 )
 
 CASES: tuple[Case, ...] = (

@@ -294,3 +294,8 @@ def clip(g: Tensor, total: Tensor) -> Tensor:
     """`torch.nn.utils.clip_grads_with_norm_`."""
     torch._foreach_mul_(g.unbind(0), torch.clamp(0.9999 / (total + 1e-6), max=1.0)[0])
     return g
+
+
+def scale(g: Tensor, factor: Tensor) -> Tensor:
+    torch._foreach_mul_(g.unbind(0), factor[0])
+    return g

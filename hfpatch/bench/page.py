@@ -84,6 +84,7 @@ def _render(results: Path, gpu: str, also: str, first: bool) -> str:
         ("models", _models),
         ("pipeline", _pipelines),
         ("attention", _attention),
+        ("loss", _losses),
         ("ops", partial(_ops, pictures=first)),
         ("host", lambda found: _host(found[-1])),
     ):
@@ -284,6 +285,36 @@ def _attention_cells(row: Row, names: Sequence[str]) -> list[str]:
         text = _number(times.get(name))
         bold = f"**{text}**" if text and times[name] == min(times.values()) else text
         cells.append(f"{bold} ({host[name]:.0f})" if text else "")
+    return cells
+
+
+def _losses(found: Sequence[Result]) -> str:
+    lines = ["## The loss of a language model\n"]
+    for result in found:
+        rows = result["rows"]
+        names = list(dict.fromkeys(name for row in rows for name in row["ms"]))
+        lines += [
+            _source(result, "python benchmarks/loss.py"),
+            *_table(
+                ("bf16", "B, S, V", *names),
+                (_loss_cells(row, names) for row in rows),
+            ),
+            *_note(result),
+        ]
+    lines.append(
+        "Milliseconds of the loss and its gradient with respect to the logits, median, the peers "
+        "in turns; in brackets the GiB that they take beside the logits. Liger writes over these.\n"
+    )
+    return "\n".join(lines)
+
+
+def _loss_cells(row: Row, names: Sequence[str]) -> list[str]:
+    size = ", ".join(str(row[name]) for name in ("batch", "length", "classes"))
+    cells = [row["model"], size]
+    for name in names:
+        text = _number(row["ms"].get(name), 2)
+        bold = f"**{text}**" if text and row["ms"][name] == min(row["ms"].values()) else text
+        cells.append(f"{bold} ({row['peak_gib'][name]:.1f})" if text else "")
     return cells
 
 

@@ -91,8 +91,9 @@ def cross_entropy(
 def _checked_num_items(num_items, reduction):
     if reduction != "mean":
         raise ValueError(
-            "`num_items`: expected a reduction of 'mean', got {!r}; "
-            "divide the result by it".format(reduction)
+            "`num_items`: expected a reduction of 'mean', got {!r}; divide the result by it".format(
+                reduction
+            )
         )
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
