@@ -94,6 +94,14 @@ __device__ __forceinline__ void bring_early(bool present, const W *from, int ste
   }
 }
 
+// A row to L2, `vectors` of 16 bytes, by one thread (sm_90). No read, so that the kernel before may still write
+// it.
+__device__ __forceinline__ void bring_row(const void *row, uint32_t vectors) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(vectors * 16) : "memory");
+#endif
+}
+
 // For __launch_bounds__: the CTAs that give an SM `wanted` threads, or as many as it can have.
 constexpr int resident_ctas(int threads, int wanted) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
