@@ -183,27 +183,6 @@ __global__ void __launch_bounds__(kCtaThreads<F, kPlain>, kPlain ? F::kCtas : 1)
   }
 }
 
-// As Group<32>::sum_lanes_of_each, over the lanes that have the same vector of columns: every
-// kFewSumLanes-th. By recursion, since ptxas leaves v in local memory where the loop has 16 values.
-template <int kCount, int kBit = 16, int K>
-__device__ __forceinline__ float share_out(float (&v)[K], int lane) {
-  static_assert(K * kFewSumLanes <= 32, "a lane returns one sum");
-  if constexpr (kBit < kFewSumLanes) {
-    return v[0];
-  } else if constexpr (kCount == 1) {
-    v[0] += __shfl_xor_sync(~0u, v[0], kBit);
-    return share_out<1, kBit / 2>(v, lane);
-  } else {
-    const bool upper = (lane & kBit) != 0;
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      const float low = v[i], high = v[i + kCount / 2];
-      v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kBit);
-    }
-    return share_out<kCount / 2, kBit / 2>(v, lane);
-  }
-}
-
 // Little work: one launch. A CTA has all rows of kFewSumLanes vectors of columns of one sum: a warp
 // adds up its threads' sums, each lane one of the values, then the CTA its warps'.
 // Two CTAs fit on an SM, so that more than 132 of them still are one wave on an H100; for a grad in
@@ -254,9 +233,9 @@ __global__ void __launch_bounds__(kFewSumThreads, 2)
     v[(F::kSums - 1) * N + i] = second[i];
   }
   // Lanes outnumber the values where these are few: the first of those with the same one has it.
-  const float total = share_out<kValues>(v, lane);
+  share_out<kFewSumLanes, 1, kValues>(v, lane);
   constexpr int kSame = 32 / kValues;
-  if (lane % kSame < kLanes) of_warps[warp][lane / kSame * kLanes + lane % kLanes] = total;
+  if (lane % kSame < kLanes) of_warps[warp][lane / kSame * kLanes + lane % kLanes] = v[0];
   __syncthreads();
 
   if (static_cast<int>(threadIdx.x) >= kAll) return;

@@ -17,18 +17,38 @@ inline constexpr int kPieceColumns = 4;
 template <class F, int N>
 inline constexpr int kTeamPieces = F::kSums * N / kPieceColumns;  // of a vector of columns
 
-// Places of a piece that a CTA needs: those of its threads; what strands of groups have added up; and the
-// share of each CTA that others send.
+// Places of a piece that a CTA needs: those of its threads, and the share of each CTA that others send.
 struct TeamPlaces {
-  int threads, strands, share;
+  int threads, share;
 };
 __host__ __device__ constexpr TeamPlaces team_places(int threads, int pieces, int lanes, int size) {
-  const int items = pieces * lanes;
-  return {threads * pieces, threads > items ? threads : items, (items + size - 1) / size};
+  return {threads * pieces, (pieces * lanes + size - 1) / size};
 }
 
 __device__ __forceinline__ void add_piece(float4 &to, const float4 &v) {
   to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
+}
+
+// The sum of `count` pieces, each `step`, by eights.
+__device__ __forceinline__ float4 sum_pieces(const float4 *from, int step, int count) {
+  constexpr int kAtOnce = 8;
+  const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 sum = zero;
+  int left = count;
+#pragma unroll 2
+  for (; left >= kAtOnce; left -= kAtOnce, from += kAtOnce * step) {
+    float4 of_eight = from[0];
+#pragma unroll
+    for (int i = 1; i < kAtOnce; ++i) add_piece(of_eight, from[i * step]);
+    add_piece(sum, of_eight);
+  }
+  float4 rest = zero;
+#pragma unroll
+  for (int i = 0; i + 1 < kAtOnce; ++i) {
+    if (i < left) add_piece(rest, from[i * step]);
+  }
+  add_piece(sum, rest);
+  return sum;
 }
 
 template <class T, class F, int kSize>
@@ -41,7 +61,7 @@ __global__ void __launch_bounds__(F::kTeamThreads, 1)
   __shared__ Mailbox mail;
   const int lanes = p.lanes, items = kPieces * lanes, thread = threadIdx.x;
   const TeamPlaces places = team_places(kThreads, kPieces, lanes, kSize);
-  float4 *const of_strands = all + places.threads, *const inbox = of_strands + places.strands;
+  float4 *const inbox = all + places.threads;
   const unsigned cluster = blockIdx.x / kSize, sum = cluster / static_cast<unsigned>(p.chunks);
   const int rank = static_cast<int>(blockIdx.x % kSize);
   const int first_vector = static_cast<int>(cluster - sum * p.chunks) * lanes;
@@ -71,6 +91,28 @@ __global__ void __launch_bounds__(F::kTeamThreads, 1)
     if (rows.left > 0) sum_plain_rows<F, F::kAhead>(p, rows, first, second);
   }
 
+  // Sums of each item, a piece of a lane. Where lanes divide a warp, its groups exchange theirs first.
+  const bool by_warps = lanes == 8 || lanes == 16;
+  const auto share_warp = [&](auto of_lanes) {
+    constexpr int kLanes = decltype(of_lanes)::value, kGroups = 32 / kLanes;
+    constexpr int kHolders = kGroups < kPieces ? kGroups : kPieces, kOwn = kPieces / kHolders;
+    constexpr int kSame = kGroups / kHolders;  // groups that have the same sums
+    const int lane = thread % 32, group = lane / kLanes;
+    float v[F::kSums * N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (F::kSums == 2) v[i] = first[i];
+      v[(F::kSums - 1) * N + i] = second[i];
+    }
+    share_out<kLanes, kPieceColumns, F::kSums * N>(v, lane);
+    if (group % kSame != 0) return;
+    float4 *const to = all + thread / 32 * items + group / kSame * kOwn * kLanes + lane % kLanes;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float *const of = v + i * kPieceColumns;
+      to[i * kLanes] = make_float4(of[0], of[1], of[2], of[3]);
+    }
+  };
   const auto share = [&](int piece, const float (&v)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += kPieceColumns) {
@@ -78,25 +120,20 @@ __global__ void __launch_bounds__(F::kTeamThreads, 1)
           make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
   };
-  if constexpr (F::kSums == 2) share(0, first);
-  share(kPieces - kOfVector, second);
-  __syncthreads();
-  // Each thread adds up a strand of the groups, every strands-th; an item is a piece of a lane.
-  const int strands = items < kThreads ? kThreads / items : 1;
-  for (int e = thread; e < items * strands; e += kThreads) {
-    const int strand = e / items, item = e - strand * items;
-    const float4 *const from = all + item / lanes * kThreads + item % lanes;
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-    for (int group = strand; group < p.groups; group += strands) add_piece(v, from[group * lanes]);
-    of_strands[e] = v;
+  if (lanes == 8) {
+    share_warp(std::integral_constant<int, 8>());
+  } else if (lanes == 16) {
+    share_warp(std::integral_constant<int, 16>());
+  } else {
+    if constexpr (F::kSums == 2) share(0, first);
+    share(kPieces - kOfVector, second);
   }
   __syncthreads();
   Team<true>::left();  // all have their mailboxes
   for (int item = thread; item < items; item += kThreads) {
-    float4 v = of_strands[item];
-#pragma unroll 4
-    for (int strand = 1; strand < strands; ++strand) add_piece(v, of_strands[strand * items + item]);
+    const int of_threads = item / lanes * kThreads + item % lanes;
+    const float4 v = by_warps ? sum_pieces(all + item, items, kThreads / 32)
+                              : sum_pieces(all + of_threads, lanes, p.groups);
     const int to = item / places.share;
     const float sent[kPieceColumns] = {v.x, v.y, v.z, v.w};
     mail.send(reinterpret_cast<float *>(inbox + rank * places.share + item - to * places.share), sent,
@@ -141,7 +178,7 @@ bool launch_clusters_of(BroadcastParams p, const ColumnTeams &teams, int64_t sum
   p.grad_step = rows * p.grad_rows.s2;
   p.dx_step = rows * p.x_rows.cols;
   const TeamPlaces places = team_places(F::kTeamThreads, kTeamPieces<F, N>, p.lanes, kSize);
-  const int needed = (places.threads + places.strands + kSize * places.share) *
+  const int needed = (places.threads + kSize * places.share) *
                      static_cast<int>(sizeof(float4));
   const int bytes = shared_memory_of_wave(needed, static_cast<int>(sizeof(Mailbox)), 1);
   static ClusterRoom room;

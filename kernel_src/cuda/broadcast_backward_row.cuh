@@ -74,6 +74,28 @@ struct AddActivationGrad {
   }
 };
 
+// Adds up v over the lanes of a warp that have the same vector of columns, every kLanes-th, which share out
+// the values by halves as long as each keeps kLeast: upper lanes have the upper ones, in v[0] and on. By
+// recursion, since ptxas leaves v in local memory where a loop has 16 values.
+template <int kLanes, int kLeast, int kCount, int kBit = 16, int K>
+__device__ __forceinline__ void share_out(float (&v)[K], int lane) {
+  if constexpr (kBit >= kLanes) {
+    if constexpr (kCount == kLeast) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) v[i] += __shfl_xor_sync(~0u, v[i], kBit);
+      share_out<kLanes, kLeast, kCount, kBit / 2>(v, lane);
+    } else {
+      const bool upper = (lane & kBit) != 0;
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        const float low = v[i], high = v[i + kCount / 2];
+        v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kBit);
+      }
+      share_out<kLanes, kLeast, kCount / 2, kBit / 2>(v, lane);
+    }
+  }
+}
+
 // ---------------------------------------------------------------------------------------------
 // A thread's rows
 

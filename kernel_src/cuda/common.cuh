@@ -352,6 +352,14 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Before wait_for_previous<false>(), in a small grid that is on the GPU as a whole while the kernel before
+// still runs: CTAs of the next grid take the places which those of that kernel leave one by one.
+__device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // What is computed from the launch's own parameters alone, addresses above all, can be ready before
 // wait_for_previous; the compiler would compute it where it is used, behind the wait.
 // Several at once: an asm statement for each costs registers. 64 bits each.

@@ -9,6 +9,9 @@
 // which have a part of the columns each: then a sum over a row goes by mail (mailbox.cuh), and a cluster
 // leaves one row of partial sums. The sums over a row are added up in the order of norm_backward_kernel:
 // the bits of dx are the same.
+//
+// Rows next to each other are of different CTAs, also in a round of kRows: at the end no CTA has more than a
+// row more than another. Not so where rows share lines.
 #pragma once
 
 #include "async_copy.cuh"
@@ -18,8 +21,9 @@
 namespace hfp::cuda {
 
 struct RingParams : NormBackwardParams {
-  int step;  // between a team's rows
-  int64_t x_step, grad_step, dx_step;
+  int of_cluster, of_team;  // rows between clusters, and between their teams
+  int apart, step;          // rows between those of a team in a round, and between rounds
+  int64_t x_apart, grad_apart, dx_apart, x_step, grad_step, dx_step;
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -32,8 +36,8 @@ __device__ __forceinline__ void store_if(bool yes, void *to, const uint32_t (&v)
       : "memory");
 }
 
-// Before wait_for_previous: a row of x to L2, `vectors` of 16 bytes. No read, so that the kernel before may
-// still write it; but that has made `grad` mostly, and x is of the forward.
+// Before wait_for_previous: a row to L2, `vectors` of 16 bytes. No read, so that the kernel before may still
+// write it.
 __device__ __forceinline__ void bring_row_early(const void *row, int vectors) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(vectors * 16)
                : "memory");
@@ -134,9 +138,11 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
     if (threadIdx.x < kExchanges * kTeams) {
       mails[threadIdx.x / kExchanges][threadIdx.x % kExchanges].init();
     }
-  }
-  for (int i = threadIdx.x; i < kTeams * kExchanges * K * kWarps; i += blockDim.x) {
-    partials[0][0][i] = 0.0f;
+    Team<true>::leave();
+  } else {
+    for (int i = threadIdx.x; i < kTeams * kExchanges * K * kWarps; i += blockDim.x) {
+      partials[0][0][i] = 0.0f;
+    }
   }
   float(*const partial)[K * kWarps] = partials[number];
   Mailbox *const mail = mails[kSize > 1 ? number : 0];
@@ -151,17 +157,16 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
   const bool any = inside || kVectors > 1;
   // dx has all rows, each of more than 1 KB: fewer than 2^31.
   const int rows = static_cast<int>(p.x_rows.rows);
-  int row = (static_cast<int>(blockIdx.x / kSize) * kTeams + number) * kRows, asked = row;
+  int row = static_cast<int>(blockIdx.x / kSize) * p.of_cluster + number * p.of_team, asked = row;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.weight != nullptr) bring_row_early(p.weight, vectors);
   // Not where registers are short: four vectors gain nothing.
   if (kVectors < 4 && thread == 0) {
 #pragma unroll
-    for (int s = 0; s + 1 < kStages; ++s) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t at = row + s * p.step + r;
-        if (at >= rows) break;
-        bring_row_early(static_cast<const T *>(p.x) + at * p.x_rows.s2, vectors);
-      }
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t at = row + r * p.apart;
+      if (at >= rows) break;
+      bring_row_early(static_cast<const T *>(p.x) + at * p.x_rows.s2, vectors);
+      bring_row_early(static_cast<const T *>(p.grad) + at * p.grad_rows.s2, vectors);
     }
   }
   const int64_t col = any ? thread * N : 0;
@@ -170,14 +175,14 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
   T *dx_at = static_cast<T *>(p.dx) + row * p.x_rows.cols + thread * N;
   uint4 *const own = ring + threadIdx.x, *const end = own + kStages * kStage;
   uint4 *stage = own, *next = own;
-  Team<(kSize > 1)>::sync();
+  if constexpr (kSize == 1) __syncthreads();
   wait_for_previous();
 
   const auto ask_for_next = [&] {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (asked + r >= rows) break;
-      const T *x = x_at + r * p.x_rows.s2, *grad = grad_at + r * p.grad_rows.s2;
+      if (asked + r * p.apart >= rows) break;
+      const T *x = x_at + r * p.x_apart, *grad = grad_at + r * p.grad_apart;
 #pragma unroll
       for (int i = 0; i < kLast; ++i) {
         copy_later(place(next, r, i, 0), x + i * across * N);
@@ -233,6 +238,7 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
     }
   };
 
+  Team<(kSize > 1)>::left();  // all have their mailboxes
   ColumnSums<false, kSums, kVectors, N> sums;
   // v: the sums of this stage's rows. Pointers, as cicc 13.0 breaks off at arrays of such a size in a lambda.
   const auto add_up = [&](auto from_0, float *v, const float *centre) {
@@ -321,9 +327,9 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
 
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (row + r >= rows) break;
+      if (r * p.apart >= rows - row) break;
       const RowStats &s = stats[r];
-      T *const dx = dx_at + r * p.x_rows.cols;
+      T *const dx = dx_at + r * p.dx_apart;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         float x[N], g[N], w[N];
@@ -434,10 +440,16 @@ bool launch_ring_of(const NormBackwardParams &rows, SumPartialsParams &sums, int
   if (most < wanted) wanted = most;
   if (wanted < sums.rows) sums.rows = wanted;
   sums.halves = true;
-  p.step = static_cast<int>(sums.rows) * kAtOnce;
-  p.x_step = p.step * p.x_rows.s2;
-  p.grad_step = p.step * p.grad_rows.s2;
-  p.dx_step = p.step * p.x_rows.cols;
+  const int clusters = static_cast<int>(sums.rows), teams = clusters * kTeams;
+  const bool lines = p.vectors % (kLineBytes / kVectorBytes) == 0;
+  const bool spread = lines && (kSize <= 2 || p.x_rows.rows < kSpreadRingRows);
+  p.of_cluster = spread ? 1 : kAtOnce;
+  p.of_team = spread ? clusters : kRows;
+  p.apart = spread ? teams : 1;
+  p.step = teams * kRows;
+  p.x_apart = p.apart * p.x_rows.s2, p.x_step = p.step * p.x_rows.s2;
+  p.grad_apart = p.apart * p.grad_rows.s2, p.grad_step = p.step * p.grad_rows.s2;
+  p.dx_apart = p.apart * p.x_rows.cols, p.dx_step = p.step * p.x_rows.cols;
   if constexpr (kSize > 1) {
     *status = launch_clusters(kernel, sums.rows, threads, p, stream, op, bytes, kSize);
   } else {

@@ -1,4 +1,5 @@
 // partial_sums.cu: adds up the rows of `partials`, in an order that their number alone says.
+#include "ordered.cuh"
 #include "partial_sums.cuh"
 #include "rows.cuh"
 
@@ -13,47 +14,60 @@ __device__ __forceinline__ int64_t column_of_halves(int64_t at, int64_t cols) {
   return in_half / 4 * 8 + upper * 4 + in_half % 4;
 }
 
-__device__ __forceinline__ void put_sum(const SumPartialsParams &p, int64_t sum, int64_t at,
-                                        float total) {
-  const float value[1] = {total};
+// Where column `at` of sum `sum` belongs.
+struct SumPlace {
+  int64_t index;
+  bool first;
+};
+__device__ __forceinline__ SumPlace place_of_sum(const SumPartialsParams &p, int64_t sum, int64_t at) {
   const bool first = at < p.first_cols;
   const int64_t cols = first ? p.first_cols : p.cols - p.first_cols;
   int64_t col = first ? at : at - p.first_cols;
   if (p.halves) col = column_of_halves(col, cols);
-  if (first) {
-    store_any(p.first, p.first_type, sum * cols + col, value);
+  return {sum * cols + col, first};
+}
+__device__ __forceinline__ void put_sum(const SumPartialsParams &p, const SumPlace &to, float total) {
+  const float value[1] = {total};
+  if (to.first) {
+    store_any(p.first, p.first_type, to.index, value);
   } else {
-    store_any(p.second, p.second_type, sum * cols + col, value);
+    store_any(p.second, p.second_type, to.index, value);
   }
 }
 
 // 32 columns of one sum in a CTA, N in a thread: a warp has N rows at once. All that a thread reads is
-// on its way together, up to kMostRows rows.
+// on its way together, up to kMostRows rows. Where it lies, and where its sum belongs, is known before the wait.
 template <int kThreads, int kMostRows, int N>
 __global__ void __launch_bounds__(kThreads)
     sum_partials_kernel(const __grid_constant__ SumPartialsParams p) {
   constexpr int kWarps = kThreads / 32, kLanes = 32 / N, kRowsAtOnce = kWarps * N;
   constexpr int kAhead = (kMostRows + kRowsAtOnce - 1) / kRowsAtOnce;
   __shared__ float all[kWarps][32];
-  const int64_t chunks = (p.cols + 31) / 32, sum = blockIdx.x / chunks;
-  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
-  const int64_t start = (blockIdx.x - sum * chunks) * 32, col = start + lane % kLanes * N;
+  const unsigned chunks = static_cast<unsigned>((p.cols + 31) / 32), sum = blockIdx.x / chunks;
+  const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, rows = static_cast<int>(p.rows);
+  const int64_t start = int64_t{blockIdx.x - sum * chunks} * 32, col = start + lane % kLanes * N;
   const bool any = col < p.cols;
-  int64_t row = warp * N + lane / kLanes;
+  int row = warp * N + lane / kLanes;
   const float *from = p.partials + (sum * p.rows + row) * p.cols + col;
-  wait_for_previous();
+  int64_t step = kRowsAtOnce * p.cols;
+  SumPlace to = place_of_sum(p, sum, start + lane);
+  settle(from, step, to.index);
+  let_next_start();
+  wait_for_previous<false>();
 
   float total[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) total[i] = 0.0f;
-  for (; row < p.rows; row += kAhead * kRowsAtOnce) {
+#pragma unroll 1
+  for (; row < rows; row += kAhead * kRowsAtOnce) {
     Vec<float, N> v[kAhead];
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       v[a].zero();
-      if (any && row + a * kRowsAtOnce < p.rows) v[a].template load<Cache::kStream>(from);
-      from += kRowsAtOnce * p.cols;
+      if (any && row + a * kRowsAtOnce < rows) v[a].template load<Cache::kStream>(from);
+      from += step;
     }
+    keep_loads_above(p.zero);  // else the first of them are added up before the last ones are asked for
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       float value[N];
@@ -76,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   float of_column = 0.0f;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) of_column += all[w][lane];
-  put_sum(p, sum, start + lane, of_column);
+  put_sum(p, to, of_column);
 }
 
 // Few rows: a thread per column.
@@ -90,7 +104,7 @@ __global__ void __launch_bounds__(kFewThreads)
   float total = 0.0f;
 #pragma unroll 8
   for (int64_t row = 0; row < p.rows; ++row) total += __ldcg(from + row * p.cols);
-  put_sum(p, sum, col, total);
+  put_sum(p, place_of_sum(p, sum, col), total);
 }
 
 template <int kThreads, int kMostRows>

@@ -15,6 +15,7 @@ struct SumPartialsParams {
   int64_t sums, rows, cols, first_cols;
   DType first_type, second_type;
   bool halves;
+  uint32_t zero;  // 0; see keep_loads_above
 };
 
 // Sums of a tensor's columns in vectors of 8, in a row of partials: the first halves of all vectors

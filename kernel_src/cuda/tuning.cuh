@@ -420,6 +420,9 @@ constexpr int ring_ctas(bool centred, int64_t vectors) {
 // SMs run ahead: with three 114.7, of 16384 columns. Others lost, above all as 16 eights: a GPU has room
 // for 15 (see kEightsAtOnce), the last then takes a second wave.
 inline constexpr int64_t kSharedRingRows = 1024, kRingEights = 15;
+// From so many rows on those of an eight's teams are next to each other: rms_norm 4096 x 16384 104.9, else
+// 105.7; but layer_norm 1024 x 16384 33.9, else 33.2.
+inline constexpr int64_t kSpreadRingRows = 4096;
 
 // The gradients of mul_add, add_gelu and add_silu are one launch where the work is little, and clusters
 // (column_teams) do not take it: a CTA has all rows of two vectors of columns. mul_add in bf16, warm,
@@ -450,6 +453,7 @@ inline constexpr int kActivationThreads = 1024, kActivationLanes = 128, kActivat
 // 1 x 4608 x 3072 24.6 -> 23.9, 1 x 4096 x 1000 10.2 -> 9.5, 1 x 2048 x 1536 10.2 -> 7.6; add_silu
 // 2048 x 8192 28.0 -> 27.2. A GPU has room for all its pairs, but for 15 eights of such CTAs on this H200:
 // parts of it have an odd number of SMs. One too many takes a second wave, 40 % longer; 14 lose nothing.
+// Where groups of a warp exchange their sums (8 and 16 lanes) 2 x 2688 x 2048 now takes 18.1, add_silu 26.2.
 // Pairs have whole lines of a row, eights whole sectors, as few of these share a line: mul_add 1 x 4608 x
 // 3072 in pairs of 6 lanes 26.2. Activations lose where a piece of a row is longer (4096 x 14336 86.9 ->
 // 88.4), and in eights.
