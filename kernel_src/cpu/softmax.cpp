@@ -183,6 +183,15 @@ HFP_INLINE vf softmax_slope(const char *g, const char *y, float scale, float dot
 }
 
 template <DType T>
+HFP_INLINE void store_slopes(char *dx, const char *g, const char *y, float scale, float dot,
+                             int64_t i, int64_t end) {
+  for (; i < end; i += kLanes) {
+    const int64_t n = end - i < kLanes ? end - i : kLanes;
+    store_up_to<T>(dx + i * size_of(T), softmax_slope<T>(g, y, scale, dot, i, n), n);
+  }
+}
+
+template <DType T, bool Stream>
 static void softmax_backward_rows(const SoftmaxArgs &args, int64_t begin, int64_t end) {
   const int64_t cols = args.y_rows.cols;
   const float scale = args.scale;
@@ -195,17 +204,17 @@ static void softmax_backward_rows(const SoftmaxArgs &args, int64_t begin, int64_
       sum += block_dot<T>(g, y, block, cols - block < kSumCols ? cols : block + kSumCols);
     }
     const float dot = static_cast<float>(sum);
-    int64_t i = 0;
+    int64_t i = Stream ? before_stream<T>(dx, cols) : 0;
+    if constexpr (Stream) store_slopes<T>(dx, g, y, scale, dot, 0, i);
     for (; i + 2 * kLanes <= cols; i += 2 * kLanes) {
       const vf a = softmax_slope<T>(g, y, scale, dot, i, kLanes);
       const vf b = softmax_slope<T>(g, y, scale, dot, i + kLanes, kLanes);
-      store_pair<T>(dx + i * size_of(T), a, b);
+      if constexpr (Stream) stream_pair<T>(dx + i * size_of(T), a, b);
+      else store_pair<T>(dx + i * size_of(T), a, b);
     }
-    for (; i < cols; i += kLanes) {
-      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-      store_up_to<T>(dx + i * size_of(T), softmax_slope<T>(g, y, scale, dot, i, n), n);
-    }
+    store_slopes<T>(dx, g, y, scale, dot, i, cols);
   }
+  if constexpr (Stream) end_stream();
 }
 
 using Softmax = void (*)(const SoftmaxArgs &, int64_t, int64_t);
@@ -222,12 +231,20 @@ static Softmax softmax_kernel(const SoftmaxArgs &args) {
   }
 }
 
-static Softmax softmax_backward_kernel(const SoftmaxArgs &args) {
-  switch (args.type) {
-    case DType::F32: return softmax_backward_rows<DType::F32>;
-    case DType::F16: return softmax_backward_rows<DType::F16>;
-    default: return softmax_backward_rows<DType::BF16>;
+template <bool Stream>
+static Softmax softmax_backward_of(DType type) {
+  switch (type) {
+    case DType::F32: return softmax_backward_rows<DType::F32, Stream>;
+    case DType::F16: return softmax_backward_rows<DType::F16, Stream>;
+    default: return softmax_backward_rows<DType::BF16, Stream>;
   }
+}
+
+static Softmax softmax_backward_kernel(const SoftmaxArgs &args) {
+  const int64_t moved = 3 * args.y_rows.rows * args.y_rows.cols * size_of(args.type);
+  const bool in_place = args.out == args.grad;
+  return moved >= kStreamBytes && !in_place ? softmax_backward_of<true>(args.type)
+                                            : softmax_backward_of<false>(args.type);
 }
 
 }  // namespace HFP_SIMD

@@ -84,6 +84,25 @@ def test_softmax(lib, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_large_gradients_of_softmax(lib, dtype):
+    """From 12 MB the result is written past the caches; its rows start at any alignment."""
+    rows, cols = (21 if dtype is torch.float32 else 41), 50257
+    assert 3 * rows * cols * dtype.itemsize >= 12_000_000
+    grad, y = torch.randn(2, rows, cols).to(dtype)
+
+    def backward(out, grad, y):
+        lib.call("softmax_backward", out, workspace(lib, y), grad, y, 0.5)
+        return out
+
+    canary = Canary(y.shape, dtype)
+    backward(canary.out, grad, y)
+    dx = canary.check()
+    one_by_one = [backward(torch.empty_like(g), g, r) for g, r in zip(grad, y, strict=True)]
+    assert same_bits(dx, torch.stack(one_by_one))
+    assert same_bits(dx, backward(grad, grad, y))  # in place
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_odd_values(lib, dtype):
     rows = [
         [0.0, -INF, 1.0, 2.0],
