@@ -151,11 +151,13 @@ class Shape {
     if (ndim > kMaxDims) return false;
     int64_t steps[kMaxDims];
     contiguous_strides(ndim, shape, steps);
-    ndim_ = -1;
-    Py_XDECREF(std::exchange(sizes, tuple_of(ndim, shape)));
-    Py_XDECREF(std::exchange(strides, tuple_of(ndim, steps)));
-    if (sizes == nullptr || strides == nullptr) return false;
-    if (ndim <= kDims) std::copy_n(shape, ndim, shape_), ndim_ = ndim;
+    // Python's collector may run for a new tuple, and its finalizers come here: both are made first.
+    Owned new_sizes(tuple_of(ndim, shape)), new_strides(tuple_of(ndim, steps));
+    if (new_sizes.get() == nullptr || new_strides.get() == nullptr) return false;
+    new_sizes.take(std::exchange(sizes, new_sizes.get()));
+    new_strides.take(std::exchange(strides, new_strides.get()));
+    ndim_ = ndim <= kDims ? ndim : -1;
+    if (ndim <= kDims) std::copy_n(shape, ndim, shape_);
     return true;
   }
 
