@@ -222,7 +222,7 @@ HFP_INLINE void store_pair(char *p, vf a, vf b) {
   }
 }
 
-// --- past the caches: see kStreamBytes ----------------------------------------------------------
+// --- past the caches: see streams() -------------------------------------------------------------
 
 // Of `cols` columns, those before the first one that a whole register can be streamed to.
 template <DType T>
