@@ -99,8 +99,6 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "reversed": (lambda t: t.permute(*reversed(range(t.dim()))).contiguous().permute(
         *reversed(range(t.dim()))), 3),
 }  # fmt: skip
-#: Those that the kernels read where they lie; the others are copied first.
-IN_PLACE_LAYOUTS = ["misaligned", "padded rows", "misaligned rows", "transposed", "repeated"]
 
 
 def laid_out(sample: Sample, tensors: dict[str, Tensor], layout: str) -> dict[str, Tensor] | None:

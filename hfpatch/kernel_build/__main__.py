@@ -25,8 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=str(Path(__file__).resolve().parent.parent.parent),
         help="directory of build.toml (default: the source tree)",
     )
-    parser.add_argument("--out", help="build/<variant>/ is written here")
-    parser.add_argument(
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--out", help="build/<variant>/ is written here")
+    task.add_argument(
         "--resources",
         action="store_true",
         help="print registers, spills and shared memory of every CUDA kernel instead; fails on "
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--archs", help="CUDA architectures: all, native, none or 8.0;9.0+PTX")
     parser.add_argument("--quiet", action="store_true")
     args = parser.parse_args(argv)
-    if not (args.out or args.resources):
-        parser.error("`--out` or `--resources` is needed")
+    if args.resources and "cpu" in (args.backend or []):
+        parser.error("`--resources`: expected no `--backend` or `cuda`, whose kernels it is of")
     try:
         if args.resources:
             found = resources(args.project, args.archs, not args.quiet)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import re
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ class Builder:
         root = project / ".cache"
         if not os.access(project, os.W_OK):
             key = hashlib.sha256(str(project).encode()).hexdigest()[:12]
-            root = Path(tempfile.gettempdir()) / f"hfpatch-{os.getuid()}-{key}"
+            root = _own_directory(Path(tempfile.gettempdir()) / f"hfpatch-{os.getuid()}-{key}")
         path = root / "kernel_build" / self.project.backend
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -101,6 +102,7 @@ class Builder:
             sha.update(path.relative_to(self.project.root).as_posix().encode() + b"\0")
             sha.update(path.read_bytes())
         flags = [*_CXX_FLAGS, *self.archs, self.cxx_version, self.torch.version]
+        flags.append(f"nvcc: {self.nvcc and self.nvcc.release}")
         flags.append(f"python headers: {bool(self.python_headers)}")
         sha.update("\0".join(flags).encode())
         return sha.hexdigest()[:10]
@@ -224,3 +226,15 @@ class Builder:
     def say(self, line: str) -> None:
         if self.verbose:
             print(f"{self.project.general['name']} {self.project.backend}: {line}", flush=True)
+
+
+def _own_directory(path: Path) -> Path:
+    """A directory in one that all users write to: objects of another user must not be linked."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise KernelBuildError(
+            f"`{path}`: expected a directory that no other user can write to, got "
+            f"{stat.filemode(found.st_mode)} of user {found.st_uid}; remove it, or set `TMPDIR`"
+        )
+    return path

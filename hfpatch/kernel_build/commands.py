@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ def run(command: Sequence[str], cwd: Path | None = None, check: bool = True) -> 
         done = subprocess.run(
             command,
             cwd=cwd,
+            env={**os.environ, "LC_ALL": "C"},  # what is looked for in it is English
             text=True,
             errors="replace",
             stdout=subprocess.PIPE,

@@ -81,13 +81,21 @@ class Objects:
         if unit.object.is_file() and record.get("key") == self._key(unit, record.get("deps", [])):
             return False
         state.unlink(missing_ok=True)
-        depfile = unit.object.with_suffix(".d")
+        # Another build may be at the same file.
         partial = unit.object.with_suffix(f".{os.getpid()}.o")
+        depfile = partial.with_suffix(".d")
         command = [*unit.command[:-1], str(partial), "-MMD", "-MF", str(depfile)]
-        said = run(command, cwd=self.root)
-        deps = _parse_depfile(depfile.read_text(encoding="utf-8"))
-        os.replace(partial, unit.object)
-        record = {"key": self._key(unit, deps), "deps": deps, "kernels": parse_ptxas(said)}
+        start = time.time()
+        try:
+            said = run(command, cwd=self.root)
+            deps = _parse_depfile(depfile.read_text(encoding="utf-8"))
+            os.replace(partial, unit.object)
+        finally:
+            partial.unlink(missing_ok=True)
+            depfile.unlink(missing_ok=True)
+        # A file that was written meanwhile may have been read before: compiled again next time.
+        key = None if self._changed_since(start, deps) else self._key(unit, deps)
+        record = {"key": key, "deps": deps, "kernels": parse_ptxas(said)}
         write(state, json.dumps(record))
         return True
 
@@ -98,6 +106,10 @@ class Objects:
             record = json.loads(unit.object.with_suffix(".json").read_text(encoding="utf-8"))
             found += [{"file": unit.object.stem, **kernel} for kernel in record["kernels"]]
         return found
+
+    def _changed_since(self, start: float, deps: list[str]) -> bool:
+        files = (self.root / dep for dep in deps)
+        return any(not file.is_file() or file.stat().st_mtime > start for file in files)
 
     def _key(self, unit: Unit, deps: list[str]) -> str:
         sha = hashlib.sha256("\0".join(unit.command).encode())

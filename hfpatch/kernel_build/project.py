@@ -53,8 +53,10 @@ def _wrong_types(toml: dict[str, Any]) -> str | None:
     version = general["version"]
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         return f"`general.version` must be a whole number from 0 up, got {version!r}"
-    if not isinstance(general["backends"], list):
-        return f"`general.backends` must be a list, got {general['backends']!r}"
+    if not isinstance(general["name"], str):
+        return f"`general.name` must be a string, got {general['name']!r}"
+    if not _strings(general["backends"]):
+        return f"`general.backends` must be a list of strings, got {general['backends']!r}"
     tables = {f"general.{key}": general.get(key, {}) for key in ("hub", "cpu", "cuda")}
     tables["kernel"] = kernel
     if isinstance(kernel, dict):
@@ -63,9 +65,18 @@ def _wrong_types(toml: dict[str, Any]) -> str | None:
         if not isinstance(table, dict):
             return f"`{name}` must be a table, got {table!r}"
     for name, table in {"torch": toml["torch"], **tables}.items():
-        if not isinstance(table.get("src", []), list):
-            return f"`{name}.src` must be a list of files, got {table['src']!r}"
+        for key in ("src", "include", "depends", "cxx-flags", "cuda-flags"):
+            if not _strings(table.get(key, [])):
+                return f"`{name}.{key}` must be a list of strings, got {table[key]!r}"
+    for name, section in kernel.items():
+        for key in ("backend", "src"):
+            if key not in section:
+                return f"`kernel.{name}` lacks `{key}`"
     return None
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 class Project:

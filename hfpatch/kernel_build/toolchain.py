@@ -42,6 +42,7 @@ class Nvcc:
     path: str
     root: Path
     version: tuple[int, int]
+    release: str = ""  # to the last digit
 
 
 def python_headers() -> list[str]:
@@ -72,6 +73,11 @@ def find_torch() -> Torch:
     for path in candidates:
         if not (path / "include" / "torch" / "csrc" / "stable" / "library.h").is_file():
             continue
+        if not (path / "version.py").is_file():
+            raise ToolchainMissing(
+                f"torch in `{path}`: expected torch's Python package, got its headers without "
+                "`version.py`, as libtorch has them; set `HFPATCH_TORCH_DIR` to the package"
+            )
         text = (path / "version.py").read_text(encoding="utf-8")
         version = search(r"__version__ *= *['\"]([^'\"]+)", text) or "0.0"
         cuda = search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text)
@@ -120,9 +126,14 @@ def find_nvcc() -> Nvcc:
     # `nvcc` on PATH may be a wrapper; the dry run prints the toolkit that it really uses.
     text = run([path, "-dryrun", "-E", "-x", "cu", os.devnull], check=False)
     root = Path(search(r"^#\$ TOP=(.*)$", text) or Path(path).resolve().parent.parent).resolve()
-    release = search(r"release (\d+\.\d+)", run([path, "--version"])) or "0.0"
+    said = run([path, "--version"])
+    release = search(r"release (\d+\.\d+)", said)
+    if release is None:
+        raise ToolchainMissing(
+            f"no CUDA compiler: `{path} --version`: expected `release X.Y`, got `{said.strip()}`"
+        )
     major, minor = (int(n) for n in release.split("."))
-    return Nvcc(path, root, (major, minor))
+    return Nvcc(path, root, (major, minor), search(r"\bV(\d[\d.]*)", said) or release)
 
 
 def cuda_archs(request: str | None, nvcc: Nvcc) -> list[str]:

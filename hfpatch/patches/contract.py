@@ -71,8 +71,8 @@ class Contract:
                         self._proven[unit] = self._prove(device, x.dtype)
                     except torch.OutOfMemoryError:
                         self._warn_once(
-                            f"{self.name}: there was no memory to prove its kernel on {device}; "
-                            "the call uses the original forward, and the next one tries again"
+                            f"was called where there was no memory to prove its kernel on {device};"
+                            " the call uses the original forward, and the next one tries again"
                         )
                         return None
             found = self.table(device).get(key)
@@ -80,19 +80,17 @@ class Contract:
                 return found
         why = self._proven.get(unit) or _unproven(key)
         self._warn_once(
-            f"{self.name} was called with {_describe(key)} on {device}; such calls use the "
-            f"original forward: {why}"
+            f"was called with {_describe(key)} on {device}; such calls use the original forward: "
+            f"{why}"
         )
         return None
 
     def needs_grad(self) -> None:
         """Say once why a call that autograd records is not taken."""
-        if "grad" not in self._warned:
-            self._warned.add("grad")
-            self._warn_once(
-                f"{self.name} was called where autograd records and `mode` is 'inference'; such "
-                "calls use the original forward. Use torch.no_grad() or mode='training'"
-            )
+        self._warn_once(
+            "was called where autograd records and `mode` is 'inference'; such calls use the "
+            "original forward. Use torch.no_grad() or mode='training'"
+        )
 
     def under_autocast(self, x: Tensor, key: Any, recorded: bool = False) -> Any:
         """The entry for a call under autocast, which decides the dtype of each operator in the
@@ -118,14 +116,12 @@ class Contract:
             return None
         unit, combo = (device, dtype, recorded, key), Combo(key[0], key[1], dtype)
         if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
-            if "hooks" not in self._warned:
-                self._warned.add("hooks")
-                self._warn_once(
-                    f"{self.name} was called under autocast while hooks on all modules are "
-                    "registered (FlopCounterMode, `register_module_forward_hook`), which would see "
-                    f"the modules of its proof; until they are removed calls with {combo} use the "
-                    "original forward"
-                )
+            self._warn_once(
+                "was called under autocast while hooks on all modules are registered "
+                "(FlopCounterMode, `register_module_forward_hook`), which would see the modules of "
+                f"its proof; until they are removed calls with {combo} use the original forward",
+                about="hooks",
+            )
             return None
         with may_prove((self, unit)) as may:
             if not may or unit in self._autocast:
@@ -141,14 +137,13 @@ class Contract:
         called = f"{combo} on {device}{' where autograd records' if recorded else ''}"
         if entry is None:
             self._warn_once(
-                f"{self.name}: there was no memory to prove its kernel with {called}; the call "
+                f"was called where there was no memory to prove its kernel with {called}; the call "
                 "uses the original forward, and the next one tries again"
             )
         elif isinstance(entry, str):
             self._outcomes[f"`{self.name}` with {called}: the original, since {entry}"] = None
             self._warn_once(
-                f"{self.name} was called with {called}; such calls use the original forward: "
-                f"{entry}"
+                f"was called with {called}; such calls use the original forward: {entry}"
             )
         else:
             self._outcomes[f"`{self.name}` with {called}: the kernel"] = None
@@ -157,14 +152,12 @@ class Contract:
 
     def not_under_autocast(self) -> None:
         """Say once that a block, which is proven as a whole, is not fused under autocast."""
-        if "autocast" not in self._warned:
-            self._warned.add("autocast")
-            self._outcomes[f"`{self.name}` under autocast: the original, not fused"] = None
-            self._warn_once(
-                f"{self.name} was called under autocast, which decides the dtype of each operator "
-                "in it; such calls use the original forward, not the fused block. Load the model "
-                "in bf16 (`dtype=torch.bfloat16`) and call it without autocast"
-            )
+        self._outcomes[f"`{self.name}` under autocast: the original, not fused"] = None
+        self._warn_once(
+            "was called under autocast, which decides the dtype of each operator in it; such calls "
+            "use the original forward, not the fused block. Load the model in bf16 "
+            "(`dtype=torch.bfloat16`) and call it without autocast"
+        )
 
     def notes(self) -> list[str]:
         """For `status`: what calls under autocast were computed by."""
@@ -178,33 +171,32 @@ class Contract:
             what = f"{ours} input and a {other} gate"
             self._outcomes[f"`{self.name}` with {what}: the original"] = None
             self._warn_once(
-                f"{self.name} was called with {what}, as autocast makes them; such calls use the "
-                "original forward: its kernel takes one dtype"
+                f"was called with {what}, as autocast makes them; such calls use the original "
+                "forward: its kernel takes one dtype"
             )
 
     def changed(self) -> None:
         """Say once that a module is not as it was proven."""
-        if "changed" not in self._warned:
-            self._warned.add("changed")
-            self._warn_once(
-                f"{self.name} got other settings, or hooks, processors, forwards, parameters or "
-                "modules inside, after it was patched; such calls use the original forward. Call "
-                "`hfpatch.apply` again: it, or its parts, are patched then"
-            )
+        self._warn_once(
+            "got other settings, or hooks, processors, forwards, parameters or modules inside, "
+            "after it was patched; such calls use the original forward. Call `hfpatch.apply` "
+            "again: it, or its parts, are patched then"
+        )
 
     def partitioned(self, parameter: str) -> None:
         """Say once why a call with a parameter that is partly elsewhere is not taken."""
-        if "partitioned" not in self._warned:
-            self._warned.add("partitioned")
-            self._warn_once(
-                f"{self.name}: `{parameter}` is partitioned over several processes; such calls use "
-                "the original forward"
-            )
+        self._warn_once(
+            f"has its `{parameter}` partitioned over several processes; such calls use the "
+            "original forward",
+            about="partitioned",
+        )
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(f"hfpatch: {message}", RuntimeWarning, stacklevel=5)
+    def _warn_once(self, message: str, about: str | None = None) -> None:
+        """`message` follows the module's name; once of what it is `about`, or of each message."""
+        once = about or message
+        if once not in self._warned:
+            self._warned.add(once)
+            warnings.warn(f"hfpatch: {self.name} {message}", RuntimeWarning, stacklevel=5)
 
 
 def _describe(key: Any) -> str:

@@ -32,6 +32,13 @@ Simd simd();
 // A thread gets at least this many elements: about 10 us of work. Waking a thread costs a few.
 constexpr int64_t kGrainElements = 32768;
 
+// Whether a call that moves so many bytes writes its result, which is no input, past the caches: a
+// plain store reads what it overwrites, a third of what softmax moves and a quarter of its
+// gradient's. The result is not in the caches for the next call then, which costs less than was
+// saved unless all of this call was in a cache of 32 MB. Not to memory that malloc has just got: at
+// the first store the system clears each page, and leaves that in the caches.
+bool streams(int64_t moved, const void *out, int64_t out_bytes);
+
 // fn(args, begin, end) over [0, units), split among OpenMP's threads at multiples of `align`, at
 // least `grain` units each. The pragma stands here, outside of the multiversioned functions: a
 // body that OpenMP outlines need not inherit their target. Inside a parallel region of the caller

@@ -1,4 +1,4 @@
-// simd.cpp: which instruction set the CPU kernels use; decided once.
+// simd.cpp: which instruction set the CPU kernels use, decided once; which stores.
 #include <cstdlib>
 #include <cstring>
 
@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace hfp {
@@ -42,6 +46,25 @@ Simd detect() {
 Simd simd() {
   static const Simd level = detect();
   return level;
+}
+
+bool streams(int64_t moved, const void *out, int64_t out_bytes) {
+#if defined(__x86_64__) && defined(__linux__)
+  if (moved < 12000000) return false;
+  static const int64_t page = sysconf(_SC_PAGESIZE);
+  constexpr int64_t kLooks = 8;
+  for (int64_t i = 0; i < kLooks; ++i) {
+    uintptr_t at = reinterpret_cast<uintptr_t>(out);
+    at += static_cast<uintptr_t>(out_bytes / kLooks * i);
+    at -= at % static_cast<uintptr_t>(page);
+    unsigned char there = 0;
+    if (mincore(reinterpret_cast<void *>(at), 1, &there) != 0 || (there & 1) == 0) return false;
+  }
+  return true;
+#else
+  (void)moved, (void)out, (void)out_bytes;
+  return false;
+#endif
 }
 
 const char *simd_level() {

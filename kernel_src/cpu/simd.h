@@ -185,29 +185,80 @@ HFP_INLINE void store(char *p, vf v) {
   }
 }
 
-// Two registers in a row; for bf16 both are narrowed by one instruction.
+// Two registers of a half type in one.
 template <DType T>
-HFP_INLINE void store_pair(char *p, vf a, vf b) {
+HFP_INLINE vf pack(vf a, vf b) {
 #if HFP_SIMD_LEVEL == 2
   if constexpr (T == DType::BF16) {
     // Odd 16-bit words of the pair (a, b); an index counts on into b from 32.
     const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35,
                                          33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3,
                                          1);
-    _mm512_storeu_si512(
-        p, _mm512_permutex2var_epi16((__m512i)carry_bf16(a), odd, (__m512i)carry_bf16(b)));
-    return;
+    return (vf)_mm512_permutex2var_epi16((__m512i)carry_bf16(a), odd, (__m512i)carry_bf16(b));
   }
 #elif HFP_SIMD_LEVEL == 1
   if constexpr (T == DType::BF16) {
     const __m256i packed = _mm256_packus_epi32((__m256i)(carry_bf16(a) >> 16),
                                                (__m256i)(carry_bf16(b) >> 16));
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm256_permute4x64_epi64(packed, 0xd8));
-    return;
+    return (vf)_mm256_permute4x64_epi64(packed, 0xd8);
   }
 #endif
-  store<T>(p, a);
-  store<T>(p + kLanes * size_of(T), b);
+  const vh halves[2] = {T == DType::F16 ? to_f16(a) : to_bf16(a),
+                        T == DType::F16 ? to_f16(b) : to_bf16(b)};
+  vf packed;
+  __builtin_memcpy(&packed, halves, sizeof packed);
+  return packed;
+}
+
+// Two registers in a row.
+template <DType T>
+HFP_INLINE void store_pair(char *p, vf a, vf b) {
+  if constexpr (T == DType::F32) {
+    store<T>(p, a);
+    store<T>(p + HFP_SIMD_BYTES, b);
+  } else {
+    const vf packed = pack<T>(a, b);
+    __builtin_memcpy(p, &packed, sizeof packed);
+  }
+}
+
+// --- past the caches: see streams() -------------------------------------------------------------
+
+// Of `cols` columns, those before the first one that a whole register can be streamed to.
+template <DType T>
+HFP_INLINE int64_t before_stream(const char *row, int64_t cols) {
+  const int64_t past = reinterpret_cast<uintptr_t>(row) % HFP_SIMD_BYTES;
+  const int64_t head = (HFP_SIMD_BYTES - past) % HFP_SIMD_BYTES / size_of(T);
+  return head < cols ? head : cols;
+}
+
+HFP_INLINE void stream(char *p, vf v) {  // p is aligned to the register
+#if HFP_SIMD_LEVEL == 2
+  _mm512_stream_ps(reinterpret_cast<float *>(p), v);
+#elif HFP_SIMD_LEVEL == 1
+  _mm256_stream_ps(reinterpret_cast<float *>(p), v);
+#elif defined(__x86_64__)
+  _mm_stream_ps(reinterpret_cast<float *>(p), v);
+#else
+  __builtin_memcpy(p, &v, sizeof v);
+#endif
+}
+
+template <DType T>
+HFP_INLINE void stream_pair(char *p, vf a, vf b) {
+  if constexpr (T == DType::F32) {
+    stream(p, a);
+    stream(p + HFP_SIMD_BYTES, b);
+  } else {
+    stream(p, pack<T>(a, b));
+  }
+}
+
+// What this thread has streamed is seen by others before what it writes next.
+HFP_INLINE void end_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 // The first n < kLanes elements; the other lanes are 0.

@@ -125,6 +125,16 @@ HFP_INLINE SoftmaxSum softmax_sum(const SoftmaxRow &row, int64_t cols) {
 }
 
 template <DType T, bool Mask>
+HFP_INLINE void store_shares(char *out, const SoftmaxRow &row, float top, float share, int64_t i,
+                             int64_t end) {
+  for (; i < end; i += kLanes) {
+    const int64_t n = end - i < kLanes ? end - i : kLanes;
+    const vf a = exponential<T>(scaled<T, Mask>(row, i, n) - top) * share;
+    store_up_to<T>(out + i * size_of(T), a, n);
+  }
+}
+
+template <DType T, bool Mask, bool Stream>
 static void softmax_rows(const SoftmaxArgs &args, int64_t begin, int64_t end) {
   const int64_t cols = args.x_rows.cols;
   RowCursor cursor(args.x_rows, begin), mask_cursor(args.mask_rows, begin);
@@ -141,18 +151,17 @@ static void softmax_rows(const SoftmaxArgs &args, int64_t begin, int64_t end) {
     const bool finite = s.top > -__builtin_inff() && s.sum < __builtin_inf();
     const float share = finite ? static_cast<float>(1 / s.sum) : __builtin_nanf("");
     const float top = finite ? s.top : 0.0f;
-    int64_t i = 0;
+    int64_t i = Stream ? before_stream<T>(out, cols) : 0;
+    if constexpr (Stream) store_shares<T, Mask>(out, row, top, share, 0, i);
     for (; i + 2 * kLanes <= cols; i += 2 * kLanes) {
       const vf a = exponential<T>(scaled<T, Mask>(row, i, kLanes) - top) * share;
       const vf b = exponential<T>(scaled<T, Mask>(row, i + kLanes, kLanes) - top) * share;
-      store_pair<T>(out + i * size_of(T), a, b);
+      if constexpr (Stream) stream_pair<T>(out + i * size_of(T), a, b);
+      else store_pair<T>(out + i * size_of(T), a, b);
     }
-    for (; i < cols; i += kLanes) {
-      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-      const vf a = exponential<T>(scaled<T, Mask>(row, i, n) - top) * share;
-      store_up_to<T>(out + i * size_of(T), a, n);
-    }
+    store_shares<T, Mask>(out, row, top, share, i, cols);
   }
+  if constexpr (Stream) end_stream();
 }
 
 // The products of columns [begin, end).
@@ -183,6 +192,15 @@ HFP_INLINE vf softmax_slope(const char *g, const char *y, float scale, float dot
 }
 
 template <DType T>
+HFP_INLINE void store_slopes(char *dx, const char *g, const char *y, float scale, float dot,
+                             int64_t i, int64_t end) {
+  for (; i < end; i += kLanes) {
+    const int64_t n = end - i < kLanes ? end - i : kLanes;
+    store_up_to<T>(dx + i * size_of(T), softmax_slope<T>(g, y, scale, dot, i, n), n);
+  }
+}
+
+template <DType T, bool Stream>
 static void softmax_backward_rows(const SoftmaxArgs &args, int64_t begin, int64_t end) {
   const int64_t cols = args.y_rows.cols;
   const float scale = args.scale;
@@ -195,39 +213,52 @@ static void softmax_backward_rows(const SoftmaxArgs &args, int64_t begin, int64_
       sum += block_dot<T>(g, y, block, cols - block < kSumCols ? cols : block + kSumCols);
     }
     const float dot = static_cast<float>(sum);
-    int64_t i = 0;
+    int64_t i = Stream ? before_stream<T>(dx, cols) : 0;
+    if constexpr (Stream) store_slopes<T>(dx, g, y, scale, dot, 0, i);
     for (; i + 2 * kLanes <= cols; i += 2 * kLanes) {
       const vf a = softmax_slope<T>(g, y, scale, dot, i, kLanes);
       const vf b = softmax_slope<T>(g, y, scale, dot, i + kLanes, kLanes);
-      store_pair<T>(dx + i * size_of(T), a, b);
+      if constexpr (Stream) stream_pair<T>(dx + i * size_of(T), a, b);
+      else store_pair<T>(dx + i * size_of(T), a, b);
     }
-    for (; i < cols; i += kLanes) {
-      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-      store_up_to<T>(dx + i * size_of(T), softmax_slope<T>(g, y, scale, dot, i, n), n);
-    }
+    store_slopes<T>(dx, g, y, scale, dot, i, cols);
   }
+  if constexpr (Stream) end_stream();
 }
 
 using Softmax = void (*)(const SoftmaxArgs &, int64_t, int64_t);
 
+template <bool Mask, bool Stream>
+static Softmax softmax_of(DType type) {
+  switch (type) {
+    case DType::F32: return softmax_rows<DType::F32, Mask, Stream>;
+    case DType::F16: return softmax_rows<DType::F16, Mask, Stream>;
+    default: return softmax_rows<DType::BF16, Mask, Stream>;
+  }
+}
+
 static Softmax softmax_kernel(const SoftmaxArgs &args) {
-  const bool mask = args.mask != nullptr;
-  switch (args.type) {
-    case DType::F32:
-      return mask ? softmax_rows<DType::F32, true> : softmax_rows<DType::F32, false>;
-    case DType::F16:
-      return mask ? softmax_rows<DType::F16, true> : softmax_rows<DType::F16, false>;
-    default:
-      return mask ? softmax_rows<DType::BF16, true> : softmax_rows<DType::BF16, false>;
+  const int64_t bytes = args.x_rows.rows * args.x_rows.cols * size_of(args.type);
+  const bool stream = args.out != args.x && streams(2 * bytes, args.out, bytes);
+  if (args.mask != nullptr) return stream ? softmax_of<true, true>(args.type)
+                                          : softmax_of<true, false>(args.type);
+  return stream ? softmax_of<false, true>(args.type) : softmax_of<false, false>(args.type);
+}
+
+template <bool Stream>
+static Softmax softmax_backward_of(DType type) {
+  switch (type) {
+    case DType::F32: return softmax_backward_rows<DType::F32, Stream>;
+    case DType::F16: return softmax_backward_rows<DType::F16, Stream>;
+    default: return softmax_backward_rows<DType::BF16, Stream>;
   }
 }
 
 static Softmax softmax_backward_kernel(const SoftmaxArgs &args) {
-  switch (args.type) {
-    case DType::F32: return softmax_backward_rows<DType::F32>;
-    case DType::F16: return softmax_backward_rows<DType::F16>;
-    default: return softmax_backward_rows<DType::BF16>;
-  }
+  const int64_t bytes = args.y_rows.rows * args.y_rows.cols * size_of(args.type);
+  const bool in_place = args.out == args.grad || args.out == args.y;
+  return !in_place && streams(3 * bytes, args.out, bytes) ? softmax_backward_of<true>(args.type)
+                                                          : softmax_backward_of<false>(args.type);
 }
 
 }  // namespace HFP_SIMD

@@ -56,19 +56,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
     if constexpr (kAhead) next.load(p, row + step, c);
 
     const auto add_up = [&](auto from_0, float centre, auto &v) {
-#pragma unroll
-      for (float &of : v) of = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int at = c.index + i * c.stride;
-        if (at >= c.vectors) break;
-        now.x[i].stay_packed(p.zero);
-        float x[N], g[N], w[N];
-        now.x[i].get(x);
-        now.grad[i].get(g);
-        load_factor<W>(w, p, weight[i], static_cast<int64_t>(at) * N);
-        add_products<from_0.value>(v, x, g, w, centre);
-      }
+      sum_products<W>(from_0, v, p, now, weight, c, centre);
     };
     RowStats s;
     if constexpr (kOnce) {

@@ -20,9 +20,6 @@ struct FewRowsParams : NormBackwardParams {
   int groups;   // rows at once
 };
 
-// These two are loops of norm_backward_kernel, to the bit. It does not call them: as functions they
-// cost it registers (fp32 layer_norm 58 instead of 56, hence one of three CTAs of 1536 columns).
-//
 // Of a thread's part of a row: its sums.
 template <class W, class From0, class T, class Grad, int N, int kVectors, int K>
 __device__ __forceinline__ void sum_products(From0, float (&v)[K], const NormBackwardParams &p,
@@ -44,7 +41,9 @@ __device__ __forceinline__ void sum_products(From0, float (&v)[K], const NormBac
   }
 }
 
-// Stores a thread's part of row `to` of dx, and adds the row to the sums of its columns.
+// Stores a thread's part of row `to` of dx, and adds the row to the sums of its columns: a loop of
+// norm_backward_kernel, to the bit. It does not call this one: as a function it costs it registers
+// (sm_80: fp32 layer_norm of any weight 50 instead of 47, rms_norm 68 instead of 63).
 template <bool kCentred, class W, class T, class Grad, int N, int kVectors, class Sums>
 __device__ __forceinline__ void finish_row(const NormBackwardParams &p,
                                            Held<T, Grad, N, kVectors> &row,

@@ -17,8 +17,10 @@ from own_project import copy_project, named_files
 
 from hfpatch import kernel_build
 from hfpatch.kernel_build import KernelBuildError, ToolchainMissing, toolchain
+from hfpatch.kernel_build import __main__ as command
 from hfpatch.kernel_build.builder import Builder
-from hfpatch.kernel_build.objects import Unit
+from hfpatch.kernel_build.commands import run
+from hfpatch.kernel_build.objects import Objects, Unit
 from hfpatch.kernel_build.toolchain import Nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,6 +153,57 @@ def test_objects_are_reused_until_a_header_changes(tmp_path: Path) -> None:
     assert ran == ["simd.cpp"]
 
 
+EDITED_WHILE_COMPILED = """\
+import pathlib, sys
+*_, source, target, _, _, deps = sys.argv
+text = pathlib.Path(source).read_text()
+pathlib.Path(target).write_text(text)
+pathlib.Path(deps).write_text(f"x: {source}")
+with open("deps.log", "a") as log:
+    print(deps, file=log)
+if text == "one":
+    pathlib.Path(source).write_text("two")
+"""
+
+
+def test_a_source_edited_while_it_compiles_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compiler.py").write_text(EDITED_WHILE_COMPILED)
+    (tmp_path / "a.cpp").write_text("one")
+    target = tmp_path / "out" / "a.o"
+    target.parent.mkdir()
+    unit = Unit("a", (sys.executable, "compiler.py", "a.cpp", str(target)), target)
+    objects = Objects([unit], tmp_path, "", lambda line: None)
+    for process, expected in ((1, "one"), (2, "two"), (3, "two")):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        objects.compile()
+        assert target.read_text() == expected
+    first, second = (tmp_path / "deps.log").read_text().splitlines()  # the third was up to date
+    assert first != second, "two builds at once would read each other's list of headers"
+    assert {p.name for p in target.parent.iterdir()} == {"a.o", "a.json"}
+
+
+def test_what_compilers_say_is_english() -> None:
+    """The linker's words for symbols that are missing are looked for."""
+    assert run(["sh", "-c", "echo $LC_ALL"]) == "C\n"
+
+
+def test_objects_in_a_directory_that_others_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a project that is read-only: in the system's directory for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    access = os.access
+    monkeypatch.setattr("os.access", lambda p, *a, **k: p != ROOT and access(p, *a, **k))
+    Builder(ROOT, "cpu", None, False)
+    (own,) = tmp_path.iterdir()
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    with pytest.raises(KernelBuildError, match="expected a directory that no other user can write"):
+        Builder(ROOT, "cpu", None, False)
+
+
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     project = copy_project(tmp_path, "cpu")
     (project / "kernel_src" / "api.cpp").unlink()
@@ -252,6 +305,36 @@ def test_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFPATCH_TORCH_DIR", str(tmp_path))
     with pytest.raises(ToolchainMissing, match="no torch headers found"):
         kernel_build.find_torch()
+
+
+def test_libtorch_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = tmp_path / "include" / "torch" / "csrc" / "stable" / "library.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    monkeypatch.setenv("HFPATCH_TORCH_DIR", str(tmp_path))
+    with pytest.raises(ToolchainMissing, match=r"got its headers without `version\.py`"):
+        kernel_build.find_torch()
+
+
+def test_nvcc_that_names_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho hello\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(ToolchainMissing, match=r"expected `release X\.Y`, got `hello`"):
+        toolchain.find_nvcc()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.48'\n")
+    found = toolchain.find_nvcc()
+    assert (found.version, found.release) == ((13, 0), "13.0.48")
+
+
+@pytest.mark.parametrize("given", [[], ["--out", "x", "--resources"]])
+def test_one_task_at_a_time(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (given, ["--resources", "--backend", "cpu"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+        assert "--resources" in capsys.readouterr().err
 
 
 def test_old_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,45 @@ def as_list(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
+def test_a_call_from_within_the_collector(kernels_module: ModuleType) -> None:
+    """Up to Python 3.11 the collector runs while a call makes a tuple. What is kept of the shape is
+    then still one shape's: else every call of that shape goes to the operator."""
+    fell: list[torch.Size] = []
+
+    def operator(x: torch.Tensor) -> torch.Tensor:
+        fell.append(x.shape)
+        return torch.nn.functional.silu(x)
+
+    silu = kernels_module.calls._extension.bind("silu", False, (), operator)
+    x, other, flat = torch.randn(2, 3, 4), torch.randn(5, 6, 7), torch.randn(2, 2)
+    calling = False
+
+    def collecting(phase: str, info: Any) -> None:
+        if phase == "start" and calling:
+            silu(other)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    try:
+        for allocations in range(4):
+            gc.disable()
+            gc.collect()
+            silu(flat)
+            tuples = [(i, i, i) for i in range(2500)]  # more than Python keeps of freed ones
+            gc.set_threshold(gc.get_count()[0] + allocations)
+            gc.enable()
+            calling = True
+            silu(x)
+            calling = False
+            gc.disable()
+            silu(x)
+            assert len(tuples) == 2500 and not fell
+    finally:
+        gc.callbacks.remove(collecting)
+        gc.set_threshold(*before)
+        gc.enable()
+
+
 def check_same_bits(s: Sample, kernels: ModuleType, dtype: torch.dtype, device: str) -> None:
     """The operator's results, in every layout, new and written to given tensors."""
     call, into = bind(kernels, s), bind(kernels, s, into=True)
