@@ -24,7 +24,7 @@ struct WithGradientParams : CrossEntropyParams {
 // 257.5, 256; x 50264 429, 420, 413, 422; 4096 x 151936 618, 614, 603, 607; 65536 x 4096 270, 263, 263, 274.
 constexpr int64_t kAheadBytes = 4 << 20;
 
-// By one thread of each CTA.
+// By one thread of each CTA, of the last warp, which often has less to read.
 template <class T>
 __device__ __forceinline__ void bring_row_ahead(const WithGradientParams &p, int64_t row, int ctas,
                                                 unsigned rank) {
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kPartThreads, kCap || (sizeof(T) == 2 && !kHas
   }
   const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
   const float logit = part == 0 ? logit_of_target(p, x, target) : 0.0f;
-  if (threadIdx.x == 32) bring_row_ahead<T>(p, row, 1, 0);
+  if (threadIdx.x + 32 == blockDim.x) bring_row_ahead<T>(p, row, 1, 0);
   const Seen own = held.read(p, x);
   const float given = share_of_row(p);
   if (threadIdx.x % 32u == 0) all[part] = message(own, logit);
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kDense ? kDenseThreads : kPartThreads,
     return;
   }
   const float logit = part == 0 ? logit_of_target(p, x, target) : 0.0f;
-  if (threadIdx.x == 32) bring_row_ahead<T>(p, row, p.cluster_ctas, Team<true>::rank());
+  if (threadIdx.x + 32 == blockDim.x) bring_row_ahead<T>(p, row, p.cluster_ctas, Team<true>::rank());
   const float4 own = message(held.read(p, x), logit);
   const float given = share_of_row(p);
   all.exchange({own.x, own.y, own.z, own.w}, part, p.parts, p.cluster_ctas);

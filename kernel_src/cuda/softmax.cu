@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kPartThreads, 2)
   const Source<T, true, false> source(p, row);
   const int part = threadIdx.x / 32u;
   HeldPart<T, kScaled> held(p, part);
-  if (p.rows_ahead > 0 && threadIdx.x == 32 && row + p.rows_ahead < p.x_rows.rows) {
+  if (p.rows_ahead > 0 && threadIdx.x + 32 == blockDim.x && row + p.rows_ahead < p.x_rows.rows) {
     bring_row(static_cast<const T *>(p.x) + row_offset(p.x_rows, row + p.rows_ahead),
               static_cast<uint32_t>(p.vectors));
   }
