@@ -17,6 +17,7 @@ struct AddedRowsParams {
   const void *x, *residual, *weight, *bias;
   int64_t x_stride, residual_stride;
   uint32_t cols;
+  RowsAhead ahead;
   float inverse_cols, eps, weight_offset;
   bool two_step;            // round xhat, then multiply
   uint32_t zero, zeros[2];  // 0; see ordered.cuh
@@ -30,7 +31,8 @@ constexpr int added_resident(int vectors, bool hold) {
   return vectors == 4 && hold ? kSomeThreads - kMaxHoldThreads : kSomeThreads;
 }
 
-template <class T, bool kLayer, int kVectors, bool kHold>
+// kAhead: CTAs bring later rows to L2.
+template <class T, bool kLayer, int kVectors, bool kHold, bool kAhead>
 __global__ void __launch_bounds__(added_threads(kVectors, kHold),
                                   resident_ctas(added_threads(kVectors, kHold),
                                                 added_resident(kVectors, kHold)))
@@ -64,6 +66,10 @@ __global__ void __launch_bounds__(added_threads(kVectors, kHold),
   if constexpr (kHold) {
     keep_loads_above(p.zeros[0]);
     load_in_place(p.zero, [&](int i) { load_params(i, i); }, w, b);
+  }
+  if constexpr (kAhead) {
+    bring_ahead<T>(p.ahead, p.x, p.x_stride, blockIdx.x, 0, kVectors * blockDim.x);
+    bring_ahead<T>(p.ahead, p.residual, p.residual_stride, blockIdx.x, 0, kVectors * blockDim.x);
   }
   keep_loads_above(p.zeros[1]);
 
@@ -144,18 +150,27 @@ bool launch_added_full(const FusedNormParams &row, void *stream, const char *op,
   p.x_stride = row.x_rows.s2;
   p.residual_stride = row.residual_rows.s2;
   p.cols = static_cast<uint32_t>(row.x_rows.cols);
+  p.ahead = added_rows_ahead(row.vectors, rows);
   p.inverse_cols = row.inverse_cols;
   p.eps = row.eps;
   p.weight_offset = row.weight_offset;
   p.two_step = row.two_step;
   const int threads = static_cast<int>(row.vectors) / plan.vectors;
-  const auto run = [&](auto *kernel) { *status = launch(kernel, rows, threads, p, stream, op); };
+  const auto run = [&](auto *ahead, auto *alone) {
+    *status = launch(p.ahead.rows > 0 ? ahead : alone, rows, threads, p, stream, op);
+  };
   if (row.layer) {
-    run(plan.hold ? &added_norm_full_kernel<T, true, 2, true>
-                  : &added_norm_full_kernel<T, true, 4, false>);
+    if (plan.hold) {
+      run(&added_norm_full_kernel<T, true, 2, true, true>, &added_norm_full_kernel<T, true, 2, true, false>);
+    } else {
+      run(&added_norm_full_kernel<T, true, 4, false, true>,
+          &added_norm_full_kernel<T, true, 4, false, false>);
+    }
+  } else if (plan.hold) {
+    run(&added_norm_full_kernel<T, false, 4, true, true>, &added_norm_full_kernel<T, false, 4, true, false>);
   } else {
-    run(plan.hold ? &added_norm_full_kernel<T, false, 4, true>
-                  : &added_norm_full_kernel<T, false, 4, false>);
+    run(&added_norm_full_kernel<T, false, 4, false, true>,
+        &added_norm_full_kernel<T, false, 4, false, false>);
   }
   return true;
 }

@@ -17,6 +17,7 @@
 #include "async_copy.cuh"
 #include "mailbox.cuh"
 #include "norm_backward_row.cuh"
+#include "ordered.cuh"
 
 namespace hfp::cuda {
 
@@ -34,13 +35,6 @@ __device__ __forceinline__ void store_if(bool yes, void *to, const uint32_t (&v)
       "@p st.global.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(static_cast<uint32_t>(yes)),
       "l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
       : "memory");
-}
-
-// Before wait_for_previous: a row to L2, `vectors` of 16 bytes. No read, so that the kernel before may still
-// write it.
-__device__ __forceinline__ void bring_row_early(const void *row, int vectors) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(vectors * 16)
-               : "memory");
 }
 
 // Adds up `partial`, K * kWarps floats of shared memory: of K values, what each of a row's warps has.
@@ -158,15 +152,15 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
   // dx has all rows, each of more than 1 KB: fewer than 2^31.
   const int rows = static_cast<int>(p.x_rows.rows);
   int row = static_cast<int>(blockIdx.x / kSize) * p.of_cluster + number * p.of_team, asked = row;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.weight != nullptr) bring_row_early(p.weight, vectors);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.weight != nullptr) bring_row(p.weight, vectors);
   // Not where registers are short: four vectors gain nothing.
   if (kVectors < 4 && thread == 0) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = row + r * p.apart;
       if (at >= rows) break;
-      bring_row_early(static_cast<const T *>(p.x) + at * p.x_rows.s2, vectors);
-      bring_row_early(static_cast<const T *>(p.grad) + at * p.grad_rows.s2, vectors);
+      bring_row(static_cast<const T *>(p.x) + at * p.x_rows.s2, vectors);
+      bring_row(static_cast<const T *>(p.grad) + at * p.grad_rows.s2, vectors);
     }
   }
   const int64_t col = any ? thread * N : 0;

@@ -95,11 +95,21 @@ __device__ __forceinline__ void bring_early(bool present, const W *from, int ste
 }
 
 // A row to L2, `vectors` of 16 bytes, by one thread (sm_90). No read, so that the kernel before may still write
-// it.
+// it. An address that is not the same for all threads of a warp would take a loop over them.
 __device__ __forceinline__ void bring_row(const void *row, uint32_t vectors) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(vectors * 16) : "memory");
 #endif
+}
+
+// By a CTA that has asked for its own row: the row that one some CTAs on will ask for comes to L2 meanwhile,
+// from `skipped` elements on.
+template <class T>
+__device__ __forceinline__ void bring_ahead(const RowsAhead &ahead, const void *rows, int64_t stride,
+                                            uint32_t row, uint32_t skipped, uint32_t vectors) {
+  if (threadIdx.x == 0 && row + ahead.distance < ahead.rows) {
+    bring_row(static_cast<const T *>(rows) + (row + ahead.distance) * stride + skipped, vectors);
+  }
 }
 
 // For __launch_bounds__: the CTAs that give an SM `wanted` threads, or as many as it can have.

@@ -19,6 +19,7 @@ struct RmsNormParams {
   bool two_step;     // HFP_CAST_INPUT, _WEIGHT: round xhat, multiply, round, add
   DType round_type;  // of xhat if two_step; F32: not at all
   uint32_t zero;     // 0; see Vec::stay_packed
+  RowsAhead ahead;   // of rms_norm_full_kernel's pairs
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -191,8 +192,8 @@ __global__ void __launch_bounds__(norm_threads(kThreads, kVectors),
 }
 
 // The row in registers, whole: kVectors vectors in every thread, without one left over, so that nothing
-// asks whether a vector is inside. kSize: CTAs that share it.
-template <class T, int kVectors, int kSize = 1>
+// asks whether a vector is inside. kSize: CTAs that share it. kAhead: they bring a later row to L2.
+template <class T, int kVectors, int kSize = 1, bool kAhead = false>
 __global__ void __launch_bounds__(full_threads(kVectors),
                                   resident_ctas(full_threads(kVectors), full_resident(kVectors)))
     rms_norm_full_kernel(const __grid_constant__ RmsNormParams p) {
@@ -216,6 +217,10 @@ __global__ void __launch_bounds__(full_threads(kVectors),
   for (int i = 0; i < kVectors; ++i) v[i].template load<Cache::kStream>(x + i * 32 * N);
   ParamVec<T, N> w[kVectors];
   load_early(w, p.weight != nullptr, weight, 32, share.vectors, 1.0f);
+  if constexpr (kAhead) {
+    const uint32_t half = static_cast<uint32_t>(p.x_rows.cols) / kSize;
+    bring_ahead<T>(p.ahead, p.x, p.x_rows.s2, blockIdx.x / kSize, blockIdx.x % kSize * half, half / N);
+  }
   keep_loads_above(p.zero);
   if constexpr (kPair) G::join();
 
@@ -283,7 +288,9 @@ int32_t launch_fast(RmsNormParams &p, void *stream) {
   if constexpr (std::is_same_v<T, W> && !std::is_same_v<T, float>) {
     if (rms_pairs(p.vectors, p.x_rows.rows)) {
       constexpr int kSize = PairGroup<4>::kSize;
-      auto *kernel = &rms_norm_full_kernel<T, 4, kSize>;
+      if (p.x_rows.uniform()) p.ahead = rows_ahead(p.vectors, p.x_rows.rows);
+      auto *kernel = p.ahead.rows > 0 ? &rms_norm_full_kernel<T, 4, kSize, true>
+                                      : &rms_norm_full_kernel<T, 4, kSize, false>;
       if (early_start_supported(reinterpret_cast<const void *>(kernel))) {
         const int threads = static_cast<int>(p.vectors) / (4 * kSize);
         return launch_clusters(kernel, p.x_rows.rows, threads, p, stream, kOp, 0, kSize);

@@ -41,6 +41,8 @@
 //   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward_few.cuh
 //     -Threads
 //   rms_pairs, layer_pairs see below   rows that two CTAs share                 rms_norm.cu, layer_norm.cu
+//   rows_ahead,            see below   rows that CTAs bring to L2 for others    the same,
+//     added_rows_ahead                                                          added_norm_full.cuh
 //   ring_ctas              see below   CTAs of an SM, rows in shared memory     norm_backward_ring.cuh
 //   kSharedRingRows,       1024, 15    rows from which clusters share them;     norm_backward_ring.cuh
 //     kRingEights                      clusters of eight CTAs
@@ -211,7 +213,8 @@ constexpr int full_vectors(int64_t vectors, int64_t rows) {
 // once (32 registers), where four leave some over and where rows are many (40), else four. bf16 on an H200,
 // us, another kernel -> this: 1024 x 4096 5.91 -> 5.65 (warm 4.27 -> 3.82; four vectors 5.67), 8192 x 1536
 // 15.0 -> 14.0, 65536 x 4096 260 -> 254 (four 262), 4096 x 2048 10.7 -> 10.3 (warm 7.3 -> 6.2), x 4096
-// 19.1 -> 18.6 (two 18.8), x 8192 35.2 -> 34.7 (37.0), x 16384 69.2 -> 67.8 (with the row 68.8).
+// 19.1 -> 18.6 (two 18.8), x 8192 35.2 -> 34.7 (37.0), x 16384 69.2 -> 67.8 (with the row 68.8); 16384 x 4096,
+// four 66.9, two 66.0.
 struct FullPlan {
   int vectors;
   bool hold;
@@ -221,24 +224,45 @@ constexpr FullPlan plan_full(int64_t vectors, int64_t rows) {
   if (vectors <= 128 || vectors > 4 * kMaxThreadsX4 || vectors % 64 != 0) return {0, false};
   if (rows <= kLatencyVectors / 2 / vectors) return {0, false};
   if (rows <= 2 * kLatencyVectors / vectors) return {2, false};  // all threads at once
-  if (vectors <= 512 && (vectors % 128 != 0 || rows > kMany / vectors)) return {2, true};
+  if (vectors <= 512 && (vectors % 128 != 0 || rows >= kMany / vectors)) return {2, true};
   if (vectors % 128 != 0) return {0, false};
   return {4, vectors <= 4 * kMaxHoldThreads || rows <= kHoldVectors / vectors};
 }
 
+// Rows of a half type that CTAs bring to L2 (bring_ahead): the one `distance` rows on, of `rows`; 0 where they
+// do not. Some 4 MB on, for enough to be on its way while the CTAs of an SM compute. bf16 on an H200, us,
+// without -> with: rms_norm 4096 x 8192 34.9 -> 33.7, x 12288 51.2 -> 49.6, x 16384 66.2 -> 65.2, layer_norm 34.5
+// -> 34.4, 51.7 -> 50.4, 68.0 -> 66.0. From 66 to 165 rows on it is within 1 %; 4096 x 16384 in one CTA a row
+// 66.4, with 198 rows 67.0, 264 70.4, 528 88. Fewer rows lose (512 x 16384 11.1, 11.6), and narrow ones of one
+// input (4096 x 4096 18.6, 18.8).
+struct RowsAhead {
+  uint32_t distance, rows;
+};
+constexpr RowsAhead rows_ahead(int64_t vectors, int64_t rows) {
+  if (vectors < 1024 || rows <= kHoldVectors / vectors) return {0, 0};
+  return {kFullSms, static_cast<uint32_t>(rows)};
+}
+// Of x and a residual: add_rms_norm, add_layer_norm 4096 x 8192 66.8 -> 65.4, 66.3 -> 65.2, x 16384 132.0 ->
+// 129.8, 132.3 -> 130.5, 65536 x 4096 520 -> 509, 517 -> 504. Half as far 0.5 us slower, 1.4 times as far the same.
+constexpr RowsAhead added_rows_ahead(int64_t vectors, int64_t rows) {
+  if (rows <= kHoldVectors / vectors) return {0, 0};
+  return {static_cast<uint32_t>(57 * 2048 / vectors), static_cast<uint32_t>(rows)};
+}
+
 // Rows of a half type that a pair of CTAs holds, four vectors in each thread (row_pairs.cuh). bf16 on an H200,
-// us, one CTA -> a pair: rms_norm 512 x 16384 10.6 -> 9.9, 1024 x 16384 18.9 -> 17.7, 4096 x 16384 66.1 -> 65.0,
-// but 1024 x 12288 13.8 -> 14.1, 1024 x 8192 9.5 -> 9.9; layer_norm, where it holds its parameters, 512 x 16384
-// 11.5 -> 10.5, 1024 x 12288 16.5 -> 14.5, 1024 x 16384 19.7 -> 18.7, 2048 x 8192 18.2 -> 17.6, but 1024 x 8192
-// warm 7.3 -> 7.8. Four CTAs are no faster (8192 columns, rms_norm 33.4, two 33.4, four 43.8).
+// us, one CTA -> a pair: rms_norm 512 x 16384 10.6 -> 9.9, 1024 x 16384 18.9 -> 17.7, but 1024 x 12288 13.8 ->
+// 14.1, 1024 x 8192 9.5 -> 9.9; layer_norm, 512 x 16384 11.5 -> 10.5, 1024 x 12288 16.5 -> 14.5, 1024 x 16384
+// 19.7 -> 18.7, 2048 x 8192 18.2 -> 17.6, but 1024 x 8192 warm 7.3 -> 7.8. Where rows come to L2 ahead, all that
+// fit. Four CTAs are no faster (8192 columns, rms_norm 33.4, two 33.4, four 43.8).
 constexpr bool pairs_fit(int64_t vectors, int64_t rows) {
   return vectors % 256 == 0 && vectors <= 4 * kMaxThreadsX4 && rows <= int64_t{1} << 30;
 }
 constexpr bool rms_pairs(int64_t vectors, int64_t rows) {
-  return pairs_fit(vectors, rows) && vectors > 1536 && rows > 2 * kLatencyVectors / vectors;
+  if (!pairs_fit(vectors, rows)) return false;
+  return rows_ahead(vectors, rows).rows > 0 || (vectors > 1536 && rows > 2 * kLatencyVectors / vectors);
 }
 constexpr bool layer_pairs(int64_t vectors, int64_t rows, const FullPlan &plan) {
-  if (!pairs_fit(vectors, rows) || plan.vectors != 4 || !plan.hold) return false;
+  if (!pairs_fit(vectors, rows) || plan.vectors != 4) return false;
   return vectors > 1024 || (vectors == 1024 && rows >= kHoldVectors / vectors);
 }
 
