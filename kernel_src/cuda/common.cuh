@@ -37,35 +37,18 @@ struct FastDivisor {
 
 // kStream skips L1: every byte of an activation is read once, so it would only evict the weights.
 // It is a plain (coherent) load, because `out` may be the buffer that is read; so is kTwice, which
-// leaves in L1 what the CTA reads again. kOnce and kKept are those two as hints on sm_90, for 16 bytes: no
-// place in L1, and the last to leave it. kOnce pays where the results are stored so too (Vec::store_once).
-enum class Cache { kStream, kTwice, kReadOnly, kOnce, kKept };
+// leaves in L1 what the CTA reads again.
+enum class Cache { kStream, kTwice, kReadOnly };
 
 template <Cache kCache, class V>
 __device__ __forceinline__ V load_word(const V *from) {
-  if constexpr (kCache == Cache::kStream || kCache == Cache::kOnce) return __ldcg(from);
-  else if constexpr (kCache == Cache::kTwice || kCache == Cache::kKept) return __ldca(from);
+  if constexpr (kCache == Cache::kStream) return __ldcg(from);
+  else if constexpr (kCache == Cache::kTwice) return __ldca(from);
   else return __ldg(from);
 }
 
 template <int kBytes, Cache kCache>
 __device__ __forceinline__ void load_bytes(uint32_t *word, const char *from) {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kCache == Cache::kOnce) {
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "l"(from)
-                 : "memory");
-    return;
-  } else if constexpr (kCache == Cache::kKept) {
-    asm volatile("ld.global.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "l"(from)
-                 : "memory");
-    return;
-  }
-#endif
-  static_assert(kBytes == 16 || (kCache != Cache::kOnce && kCache != Cache::kKept));
   if constexpr (kBytes == 16) {
     const uint4 v = load_word<kCache>(reinterpret_cast<const uint4 *>(from));
     word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
@@ -139,19 +122,6 @@ struct Vec {
     for (int b = 0; b < kBytes; b += kStep) {
       store_bytes<kStep>(reinterpret_cast<char *>(to) + b, word + b / 4);
     }
-  }
-
-  // As store(), without a place in L1.
-  __device__ __forceinline__ void store_once(T *to) const {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kBytes == 16) {
-      asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]),
-                   "r"(word[1]), "r"(word[2]), "r"(word[3])
-                   : "memory");
-      return;
-    }
-#endif
-    store(to);
   }
 
   __device__ __forceinline__ void zero() {

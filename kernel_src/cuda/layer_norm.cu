@@ -35,18 +35,14 @@ struct FullRowsParams {
 // ---------------------------------------------------------------------------------------------
 // Kernels
 
-// kOnce: Vec::store_once.
-template <bool kOnce = false, class T, int N, class Map>
-__device__ __forceinline__ void finish(void *out, Vec<T, N> v, const Map &map, const float (&w)[N],
-                                       const float (&b)[N], int64_t at) {
+template <class T, int N, class Map>
+__device__ __forceinline__ void finish(void *out, const Vec<T, N> &v, const Map &map,
+                                       const float (&w)[N], const float (&b)[N], int64_t at) {
   float y[N];
   v.get(y);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = fmaf(map(y[i]), w[i], b[i]);
-  v.set(y);
-  T *const to = static_cast<T *>(out) + at;
-  if constexpr (kOnce) v.store_once(to);
-  else v.store(to);
+  store_as<T>(out, at, y);
 }
 
 // Whether weight and bias are asked for with the row, so that the latencies overlap, or each where it
@@ -173,7 +169,7 @@ __global__ void __launch_bounds__(full_threads(kVectors, kHold) / kSize,
                                                 full_resident(kVectors, kHold)))
     layer_norm_full_kernel(const __grid_constant__ FullRowsParams p) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kStep = 32 * N;
-  constexpr bool kPair = kSize > 1, kHints = kVectors == 4 && kHold && !kPair;
+  constexpr bool kPair = kSize > 1;
   using Pair = PairGroup<kVectors>;
   using G = std::conditional_t<kPair, Pair, Group<kCta, kRowThreads, kVectors>>;
   __shared__ __align__(8) float partial[kPair ? 2 * Pair::kShared : kTwicePartials];
@@ -192,14 +188,11 @@ __global__ void __launch_bounds__(full_threads(kVectors, kHold) / kSize,
 
   Vec<T, N> v[kVectors];
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    v[i].template load<kHints ? Cache::kOnce : Cache::kStream>(x + i * kStep);
-  }
+  for (int i = 0; i < kVectors; ++i) v[i].template load<Cache::kStream>(x + i * kStep);
   Vec<T, N> w[kHold ? kVectors : 1], b[kHold ? kVectors : 1];
   const auto load_params = [&](int held, int i) {
-    constexpr Cache kParam = kHints ? Cache::kKept : Cache::kTwice;
-    w[held].template load<kParam>(weight + i * kStep);
-    b[held].template load<kParam>(bias + i * kStep);
+    w[held].template load<Cache::kTwice>(weight + i * kStep);
+    b[held].template load<Cache::kTwice>(bias + i * kStep);
   };
   if constexpr (kHold) {
     if constexpr (kVectors == 4) keep_loads_above(p.zeros[0]);
@@ -221,7 +214,7 @@ __global__ void __launch_bounds__(full_threads(kVectors, kHold) / kSize,
       float scales[N], shifts[N];
       w[kHold ? i : 0].get(scales);
       b[kHold ? i : 0].get(shifts);
-      finish<kHints>(p.out, v[i], map, scales, shifts, to + i * kStep);
+      finish(p.out, v[i], map, scales, shifts, to + i * kStep);
     }
   };
   if constexpr (kCorrectedApart<T, kVectors>) {
