@@ -262,8 +262,11 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
     for (float &sum : of_row) sum = v[kStats * r + i++];
   };
   int round = 0, again = 0;  // rounds whose sums were made again
+  // As many for all teams of a CTA, of which some have no row in the last: their barriers come equally often,
+  // by which racecheck tells what is before what.
+  const auto left = [&] { return kTeams > 1 && kSize == 1 ? row - number * p.of_team : row; };
 #pragma unroll 1
-  for (; row < rows; row += p.step, ++round) {
+  for (; left() < rows; row += p.step, ++round) {
     ask_for_next();
     wait_for_copies<kStages - 1>();
 

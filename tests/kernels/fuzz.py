@@ -102,6 +102,11 @@ def _restride(change: Callable[[int], int], must: Callable[[DLTensor, int], bool
     return apply
 
 
+def _redim(t: DLTensor, ndim: int) -> bool:
+    number = math.prod(t.shape[: t.ndim]) == 1
+    return _set(t, ndim=ndim) and not (number and ndim == 0)
+
+
 def _last(t: DLTensor, i: int) -> bool:
     return i == t.ndim - 1
 
@@ -116,8 +121,8 @@ def _device(kind: int, index: int) -> Callable[[DLTensor, int], bool]:
 
 
 TENSOR_FAULTS = [
-    *(Fault(f"ndim {n}", lambda t, _, n=n: _set(t, ndim=n)) for n in (0, -1, 65, 2**31 - 1)),
-    Fault("no shape", lambda t, _: _set(t, shape=None)),
+    *(Fault(f"ndim {n}", lambda t, _, n=n: _redim(t, n)) for n in (0, -1, 65, 2**31 - 1)),
+    Fault("no shape", lambda t, _: t.ndim > 0 and _set(t, shape=None)),
     Fault("no data", lambda t, _: _set(t, data=None)),
     Fault("data + 1 byte", lambda t, _: _set(t, data=t.data + 1)),
     *(
