@@ -114,6 +114,8 @@ def _last(t: DLTensor, i: int) -> bool:
 def _device(kind: int, index: int) -> Callable[[DLTensor, int], bool]:
     def apply(t: DLTensor, _: int) -> bool:
         same = t.device.device_type == kind and t.device.device_id == index
+        if kind == 1 and not same and math.prod(t.shape[: t.ndim]) == 1:
+            return False  # a number may be on the CPU, and would be read there
         t.device = DLDevice(kind, index)
         return not same
 
