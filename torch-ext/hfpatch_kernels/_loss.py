@@ -82,10 +82,15 @@ def cross_entropy(
         loss, _ = ops.cross_entropy.default(logits, target, ignore_index, label_smoothing, softcap)
     if reduction == "none":
         return loss
-    total = loss.sum()
-    if reduction == "sum":
-        return total
-    return total / ((target != ignore_index).sum() if num_items is None else num_items)
+    # As the kernel that makes the gradient too: the loss does not depend on whether one is wanted.
+    total = loss.sum(dtype=torch.float64)
+    if reduction == "mean":
+        if num_items is None:
+            num_items = (target != ignore_index).sum().to(torch.float32)
+        elif not isinstance(num_items, Tensor):
+            num_items = loss.new_full((), num_items)
+        total = total * num_items.reciprocal()
+    return total.to(torch.float32)
 
 
 def _checked_num_items(num_items, reduction):
