@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hfpatch.errors import KernelLoadError
 from hfpatch.handover import local_kernel, tensor_refusal, warn_of_handover
+from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import Kernel, local_package
 
 __all__ = ["causal_lm", "masked_lm"]
@@ -54,7 +55,7 @@ def causal_lm(
 
     Args:
         logits: ``[..., S, vocab_size]``; fp32, fp16 or bf16. Others, and tensor subclasses, go to
-            transformers' function, with a warning.
+            transformers' function, with a warning (under `torch.compile` without one).
         labels: ``[..., S]``, integers; may be None where `shift_labels` are given.
         vocab_size: the size of the last dimension of the logits.
         num_items_in_batch: what the sum is divided by, as `Trainer` gives it for accumulated
@@ -135,8 +136,8 @@ def _original(
 
 
 def _has_kernel(who: str, logits: Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return bool(_known(logits.device.type))
+    if torch.compiler.is_compiling():  # a graph has no place for a warning
+        return logits.dtype in KERNEL_DTYPES and bool(_known(logits.device.type))
     why = tensor_refusal("cross_entropy", logits)
     if why is not None and why not in _warned:
         _warned.add(why)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import trainer
+import zoo
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertForMaskedLM
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 import hfpatch
@@ -20,7 +21,7 @@ import hfpatch.loss
 from hfpatch import handover, loss
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-CLASSES = 97
+CLASSES = 199
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +34,9 @@ def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def llama(dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=CLASSES,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    model = zoo.ENTRIES["llama"].build(dtype)
+    assert model.config.vocab_size == CLASSES
+    return model
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -126,18 +121,11 @@ def test_of_a_model(patched: bool, dtype: torch.dtype) -> None:
 
 
 def test_of_a_masked_model() -> None:
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        vocab_size=CLASSES,
-    )
-    model, ids = BertForMaskedLM(config).eval(), tokens(2, 12)
-    own = model.loss_function(logits=model(ids).logits, labels=ids, vocab_size=CLASSES)
-    fused = loss.masked_lm(logits=model(ids).logits, labels=ids, vocab_size=CLASSES)
-    torch.testing.assert_close(fused, own, rtol=1e-6, atol=0)
+    model = BertForMaskedLM(zoo.ENTRIES["bert"].build(torch.float32).config).eval()
+    ids = tokens(2, 12)
+    own = model(ids, labels=ids).loss
+    model.loss_function = hfpatch.loss.masked_lm
+    torch.testing.assert_close(model(ids, labels=ids).loss, own, rtol=1e-6, atol=0)
 
 
 def test_trainer_logs_the_same(tmp_path: Path) -> None:
@@ -158,14 +146,15 @@ def test_trainer_logs_the_same(tmp_path: Path) -> None:
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
-def test_compiled() -> None:
-    model, ids = llama(), tokens(2, 12)
-    model.loss_function = hfpatch.loss.causal_lm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_compiled(dtype: torch.dtype) -> None:
+    model, ids = llama(dtype), tokens(2, 12)
     expected = model(input_ids=ids, labels=ids).loss
+    model.loss_function = hfpatch.loss.causal_lm
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     actual = compiled(input_ids=ids, labels=ids).loss
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
     actual.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -210,7 +199,7 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_input() -> None:
     logits, labels = logits_and_labels(torch.float32)
-    with pytest.raises(ValueError, match=r"`vocab_size`: expected .* dimension, 97, got 96"):
+    with pytest.raises(ValueError, match=r"`vocab_size`: expected .* dimension, 199, got 96"):
         loss.causal_lm(logits, labels, 96)
     with pytest.raises(ValueError, match="`labels`: expected labels, or `shift_labels`"):
         loss.causal_lm(logits, None, CLASSES)

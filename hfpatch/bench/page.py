@@ -255,25 +255,37 @@ def _pipelines(found: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _attention(found: Sequence[Result]) -> str:
-    lines = ["## Attention kernels\n"]
+def _peers(
+    found: Sequence[Result],
+    title: str,
+    command: str,
+    columns: Sequence[str],
+    times: str,
+    cells: Callable[[Row, Sequence[str]], list[str]],
+    legend: str,
+) -> str:
+    """A section whose tables have a column for each peer that is in `times` of a row."""
+    lines = [f"## {title}\n"]
     for result in found:
         rows = result["rows"]
-        names = list(dict.fromkeys(name for row in rows for name in row["gpu_us"]))
-        lines += [
-            _source(result, "python benchmarks/attention.py"),
-            *_table(
-                ("bf16", "B, S, H, D", "keys", "TFLOP", *names),
-                (_attention_cells(row, names) for row in rows),
-            ),
-            *_note(result),
-        ]
-    lines.append(
+        names = list(dict.fromkeys(name for row in rows for name in row[times]))
+        shown = (cells(row, names) for row in rows)
+        lines += [_source(result, command), *_table((*columns, *names), shown), *_note(result)]
+    return "\n".join([*lines, f"{legend}\n"])
+
+
+def _attention(found: Sequence[Result]) -> str:
+    return _peers(
+        found,
+        "Attention kernels",
+        "python benchmarks/attention.py",
+        ("bf16", "B, S, H, D", "keys", "TFLOP"),
+        "gpu_us",
+        _attention_cells,
         "Microseconds of GPU time, sustained, the kernels in turns; in brackets the host time of a "
         "call. Which of them fused blocks use: "
-        "[registry-and-probe.md](registry-and-probe.md#attention).\n"
+        "[registry-and-probe.md](registry-and-probe.md#attention).",
     )
-    return "\n".join(lines)
 
 
 def _attention_cells(row: Row, names: Sequence[str]) -> list[str]:
@@ -289,23 +301,16 @@ def _attention_cells(row: Row, names: Sequence[str]) -> list[str]:
 
 
 def _losses(found: Sequence[Result]) -> str:
-    lines = ["## The loss of a language model\n"]
-    for result in found:
-        rows = result["rows"]
-        names = list(dict.fromkeys(name for row in rows for name in row["ms"]))
-        lines += [
-            _source(result, "python benchmarks/loss.py"),
-            *_table(
-                ("bf16", "B, S, V", *names),
-                (_loss_cells(row, names) for row in rows),
-            ),
-            *_note(result),
-        ]
-    lines.append(
+    return _peers(
+        found,
+        "The loss of a language model",
+        "python benchmarks/loss.py",
+        ("bf16", "B, S, V"),
+        "ms",
+        _loss_cells,
         "Milliseconds of the loss and its gradient with respect to the logits, median, the peers "
-        "in turns; in brackets the GiB that they take beside the logits. Liger writes over these.\n"
+        "in turns; in brackets the GiB that they take beside the logits. Liger writes over these.",
     )
-    return "\n".join(lines)
 
 
 def _loss_cells(row: Row, names: Sequence[str]) -> list[str]:

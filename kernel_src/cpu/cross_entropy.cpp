@@ -152,7 +152,8 @@ static void cross_entropy_backward_rows(const CrossEntropyArgs &args, int64_t be
     const bool inside = target >= 0 && target < cols;
     const char *x = at(args.logits, cursor.offset(), T);
     char *dx = at(args.dlogits, row * cols, T);
-    const float grad = ignored ? 0.0f : inside ? args.grad[args.one_grad ? 0 : row] : __builtin_nanf("");
+    const float given = args.grad[args.one_grad ? 0 : row];
+    const float grad = ignored ? 0.0f : inside ? given : __builtin_nanf("");
     const vf lse = splat(args.saved_lse[row]);
     // Read before dx, which may be the same memory, is written.
     vf z_target = {};

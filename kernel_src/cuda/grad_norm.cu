@@ -264,6 +264,10 @@ int32_t run_norm(const GradNormArgs &a, void *stream) {
                        a.tensors->count, table);
 }
 
+const char *name_of(const ScaleGradsArgs &a) {
+  return a.total_norm != nullptr ? "clip_grads" : "scale_grads";
+}
+
 template <int kBytes>
 int32_t run_scale(const ScaleGradsArgs &a, int device, void *stream) {
   using Table = ListTable<kBytes>;
@@ -276,8 +280,7 @@ int32_t run_scale(const ScaleGradsArgs &a, int device, void *stream) {
   const int64_t most = clips ? kMaxGrid : int64_t{kScaleCtas} * sm_count(device);
   const TableKernel<Table> kernel = clips ? &clip_kernel<kBytes> : &scale_kernel<kBytes>;
   return launch_tables(
-      ListSource<Table>{*a.grads, kernel, most, stream, clips ? "clip_grads" : "scale_grads"},
-      a.grads->count, table);
+      ListSource<Table>{*a.grads, kernel, most, stream, name_of(a)}, a.grads->count, table);
 }
 
 // Calls run with the bytes of the smallest table that holds `count` tensors, or of the largest.
@@ -308,7 +311,7 @@ int32_t grad_norm(const GradNormArgs &a, int device, void *stream) {
 
 int32_t scale_grads(const ScaleGradsArgs &a, int device, void *stream) {
   const DeviceGuard guard(device);
-  if (guard.status() != cudaSuccess) return check(guard.status(), "scale_grads");
+  if (guard.status() != cudaSuccess) return check(guard.status(), name_of(a));
   return with_table(a.grads->count,
                     [&](auto bytes) { return run_scale<bytes()>(a, device, stream); });
 }

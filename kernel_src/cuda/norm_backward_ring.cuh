@@ -264,9 +264,11 @@ __global__ void __launch_bounds__(32 * kWarps / kSize * kTeams, kMin)
   int round = 0, again = 0;  // rounds whose sums were made again
   // As many for all teams of a CTA, of which some have no row in the last: their barriers come equally often,
   // by which racecheck tells what is before what.
-  const auto left = [&] { return kTeams > 1 && kSize == 1 ? row - number * p.of_team : row; };
+  const auto first_of_cta = [&] {
+    return kTeams > 1 && kSize == 1 ? row - number * p.of_team : row;
+  };
 #pragma unroll 1
-  for (; left() < rows; row += p.step, ++round) {
+  for (; first_of_cta() < rows; row += p.step, ++round) {
     ask_for_next();
     wait_for_copies<kStages - 1>();
 
