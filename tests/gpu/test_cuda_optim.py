@@ -274,6 +274,8 @@ def test_more_than_two_to_the_31_elements(kernels_module: ModuleType) -> None:
     assert k.grad_norm([g]).item() == 5.0
     k.clip_grads([g], torch.tensor(5.0, device="cuda"), 2.5)
     assert g[0].item() == 1.5 and g[-1].item() == 2.0
+    k.scale_grads([g], torch.tensor(2.0, device="cuda"))
+    assert g[0].item() == 3.0 and g[-1].item() == 4.0 and g[1:-1].count_nonzero().item() == 0
     k.adamw_step([p], [g], [m], [v], [torch.tensor(1.0)], lr=1.0, weight_decay=0.0)
     assert p[0].item() == -1.0 and p[-1].item() == -1.0
     assert p[1:-1].count_nonzero().item() == 0

@@ -1,19 +1,26 @@
 """Every kernel once, with small shapes, for compute-sanitizer: see `sanitize.sh`.
 
 Tensors are made on the CPU and copied: no kernel of torch runs, so all that the tools see is ours.
+`test_cuda_sanitize_reach.py` sees to it that no kernel is left out.
 """
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from op_samples import BY_ID, DTYPES
-from proofs import FILL, LAYOUTS, MARGIN, assert_same_bits
+from list_samples import LISTS_BY_ID, LISTS_OF_DTYPES
+from op_samples import BY_ID, DTYPES, F32, Sample, X, rows, sample, shared
+from proofs import FILL, LAYOUTS, MARGIN, Guarded, assert_same_bits
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
+HALF = torch.bfloat16
 #: (columns, batch): each way of `rows.cuh` to share out a row; those of many rows in bf16 only.
 SMALL = [(34, 3), (64, 3), (256, 2), (512, 2), (1024, 2), (20000, 1), (50000, 1)]
 MANY = [(1024, 720), (2048, 360), (4096, 180)]
@@ -25,35 +32,219 @@ def on_gpu(t: Tensor) -> Tensor:
     return memory.cuda().as_strided(t.shape, t.stride(), t.storage_offset())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _launched() -> Iterator[None]:
+    """The names of the kernels that these tests launch, for `test_cuda_sanitize_reach.py`."""
+    path = os.environ.get("HFPATCH_TEST_LAUNCHED")
+    if path is None:  # the sanitizer and the profiler do not go together
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
+        torch.cuda.synchronize()
+    Path(path).write_text(json.dumps([e.key for e in profile.key_averages()]), encoding="utf-8")
+
+
+def visit(
+    sample: Sample,
+    kernels: ModuleType,
+    dtype: torch.dtype,
+    width: int,
+    n: int,
+    shifts: Sequence[int] = (0, 1),
+) -> None:
+    """Between bands; `shifts`: with a misaligned start too, of outputs, then of inputs."""
+    host = sample.make(dtype, n, width)
+    like = sample.call_all(kernels, host, width)
+    for shift in shifts:
+        views = {
+            k: on_gpu(LAYOUTS["misaligned"][0](t) if shift and t.is_floating_point() else t)
+            for k, t in host.items()
+        }
+        twice = []
+        for _ in range(2):
+            offset = [MARGIN + shift * r.is_floating_point() for r in like]
+            bands = [
+                torch.full((r.numel() + 2 * MARGIN + 1,), FILL).to(r.dtype).cuda() for r in like
+            ]
+            outs = [
+                b[o : o + r.numel()].view(r.shape)
+                for b, o, r in zip(bands, offset, like, strict=True)
+            ]
+            sample.call_out(kernels, outs, views, width)
+            for b, o, r in zip(bands, offset, like, strict=True):
+                memory = b.cpu()
+                assert bool((memory[:o] == FILL).all()), sample.id
+                assert bool((memory[o + r.numel() :] == FILL).all()), sample.id
+            twice.append(sample.meant([o.cpu() for o in outs]))
+        assert_same_bits(*twice, f"{sample.id} {dtype} {width} columns, shift {shift}")
+
+
 @pytest.mark.parametrize("name", BY_ID)
 def test_every_kernel(name: str, kernels_module: ModuleType) -> None:
-    sample = BY_ID[name]
-    shapes = [(d, *s) for d in DTYPES for s in SMALL] + [(torch.bfloat16, *s) for s in MANY]
+    shapes = [(d, *s) for d in DTYPES for s in SMALL] + [(HALF, *s) for s in MANY]
     for dtype, width, n in shapes:
-        host = sample.make(dtype, n, width)
-        like = sample.call_all(kernels_module, host, width)
-        for shift in (0, 1):  # the bands and a misaligned start, for outputs; then inputs too
-            views = {
-                k: on_gpu(LAYOUTS["misaligned"][0](t) if shift and t.is_floating_point() else t)
-                for k, t in host.items()
-            }
-            twice = []
-            for _ in range(2):
-                offset = [MARGIN + shift * r.is_floating_point() for r in like]
-                bands = [
-                    torch.full((r.numel() + 2 * MARGIN + 1,), FILL).to(r.dtype).cuda() for r in like
-                ]
-                outs = [
-                    b[o : o + r.numel()].view(r.shape)
-                    for b, o, r in zip(bands, offset, like, strict=True)
-                ]
-                sample.call_out(kernels_module, outs, views, width)
-                for b, o, r in zip(bands, offset, like, strict=True):
-                    memory = b.cpu()
-                    assert bool((memory[:o] == FILL).all()), name
-                    assert bool((memory[o + r.numel() :] == FILL).all()), name
-                twice.append(sample.meant([o.cpu() for o in outs]))
-            assert_same_bits(*twice, f"{name} {dtype} {width} columns, shift {shift}")
+        visit(BY_ID[name], kernels_module, dtype, width, n)
+
+
+#: Six and eight rows for each SM of 132, nearly: also of 114 and 148 the last wave is nearly full.
+FLOW = [(HALF, 8192, 792), (HALF, 8192, 1056), (F32, 4096, 792)]
+D, W, TWICE, TABLE = rows("D"), shared("D"), shared(3, "D", dtype=F32), rows(3, "D/2")
+SEEDS, JUST = rows(dtype=torch.int64, high=99, dense=True), {"min_p": 0.0, "temperature": 0.7}
+ACROSS = {"eps": 1e-6, "norm_across_heads": True, "interleaved": True, "seq_dim": 1}
+HEADS = {"q": rows(3, 4, "D"), "k": rows(3, 4, "D")}
+FEW_K = {"q": rows(3, 4, "D"), "k": rows(3, 1, "D")}
+PACKED = {"cos": TABLE, "sin": TABLE, "seq_dim": 1, "round_products": True}
+GRADS = {"grad": D, "x": D}
+
+
+def images(label: str, positions: int, groups: int) -> Sample:
+    x = rows("D", positions, dense=True)
+    return sample("group_norm", label, x=x, weight=W, groups=groups, eps=1e-5, silu=True)
+
+
+#: What the shapes above do not reach: (how, where: dtype, columns, batch). Rows of several CTAs, of
+#: a GPU that is full, other arguments; each only where it is aligned.
+REACH = [
+    (sample("topk", "flow", x=D, k=50), FLOW),
+    (sample("topk", "large", x=D, k=200), [(HALF, 4096, 3), (HALF, 4096, 40)]),
+    (sample("sample", "flow", logits=D, seeds=SEEDS, top_k=50, top_p=0.9, **JUST), FLOW),
+    (
+        sample("sample", "all", logits=D, seeds=SEEDS, top_k=0, top_p=1.0, **JUST),
+        [(HALF, 20000, 3), (HALF, 4096, 40)],
+    ),
+    (
+        sample("sample", "top p", logits=D, seeds=SEEDS, top_k=0, top_p=0.9, **JUST),
+        [(HALF, 20000, 3), (HALF, 4096, 40), (HALF, 4096, 270)],
+    ),
+    (
+        sample(
+            "sample", "greedy", logits=D, seeds=SEEDS, top_k=0, top_p=1.0, min_p=0.0,
+            temperature=0.0,
+        ),
+        [(HALF, 20000, 3), *FLOW],
+    ),
+    (sample("softmax", "wide", x=D), [(HALF, 16392, 260), (F32, 8200, 260)]),
+    (sample("softmax", "scaled", x=D, scale=0.5), [(HALF, 16392, 260), (HALF, 40000, 3)]),
+    (sample("softmax", "masked", x=D, mask=W), [(HALF, 16392, 260)]),
+    (sample("softmax_backward", "wide", grad=D, y=D, scale=0.5), [(F32, 8200, 260)]),
+    (
+        sample("rms_norm", "pairs", x=D, weight=W, eps=1e-6, cast="input"),
+        [(HALF, 16384, 264), (HALF, 16384, 1040)],
+    ),
+    (
+        sample("layer_norm", "full", x=D, weight=W, bias=W, eps=1e-5),
+        [(HALF, 2048, 1080), (HALF, 4096, 540), (HALF, 16384, 264), (HALF, 16384, 1040)],
+    ),
+    (
+        sample("add_layer_norm", "full", x=D, residual=D, weight=W, bias=W, eps=1e-5),
+        [(HALF, 4096, 540), (HALF, 16384, 264)],
+    ),
+    (
+        sample("rms_norm_backward", "clusters", **GRADS, weight=W, eps=1e-6, weight_offset=0.0,
+               cast=1, needs=1),
+        [(HALF, 8192, 1024), (HALF, 16384, 1024)],
+    ),
+    (
+        sample("layer_norm_backward", "clusters", **GRADS, weight=W, bias=W, eps=1e-5, needs=3),
+        [(HALF, c, n) for c, n in ((1024, 720), (4096, 540), (8192, 1024), (16384, 1024))],
+    ),
+    (
+        sample("mul_add_backward", "clusters", grad=D, a=D, b=W, cast=1, needs=3),
+        [(HALF, 4096, 512), (HALF, 1536, 2048), (HALF, 64, 3000)],
+    ),
+    (
+        sample("add_silu_backward", "clusters", **GRADS, bias=W, needs=2),
+        [(HALF, 4096, 1024), (HALF, 1024, 300)],
+    ),
+    (
+        sample("add_gelu_backward", "clusters", **GRADS, bias=W, approximate=0, needs=2),
+        [(HALF, 4096, 1024)],
+    ),
+    (
+        sample("mul_add", "mixed", a=X, b=rows(1, "D", dtype=F32), c=shared("D", dtype=F32),
+               cast="none"),
+        [(HALF, 34, 3), (HALF, 1024, 3)],
+    ),
+    (images("alone", 64, 4), [(d, 32, 2) for d in DTYPES]),
+    (images("cluster", 4096, 2), [(d, 32, 2) for d in DTYPES]),
+    (images("spread", 16384, 2), [(HALF, 32, 1)]),
+    (images("overlap", 16008, 2), [(HALF, 32, 1), (F32, 32, 1)]),
+    (images("wide overlap", 131200, 1), [(HALF, 16, 1)]),
+    (images("parts", 300000, 1), [(HALF, 16, 1)]),
+    (sample("rope_qk", "packed", **FEW_K, **PACKED),
+     [(HALF, 64, 3), (HALF, 128, 720), (HALF, 128, 2880)]),
+    (
+        sample("rope_qk", "twice", **HEADS, cos=TWICE, sin=TWICE, seq_dim=1, interleaved=True),
+        [(HALF, 64, 3)],
+    ),
+    (
+        sample("rope", "twice", x=rows(3, 4, "D"), cos=TWICE, sin=TWICE, seq_dim=1,
+               interleaved=True),
+        [(HALF, 64, 3)],
+    ),
+    (
+        sample("qk_norm_rope", "twice", **HEADS, q_weight=shared("4D"), k_weight=shared("4D"),
+               cos=shared(1, 3, 4, "D", dtype=F32), sin=shared(1, 3, 4, "D", dtype=F32), **ACROSS),
+        [(HALF, 64, 2), (HALF, 64, 3)],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sample", "shapes"), REACH, ids=lambda v: getattr(v, "id", ""))
+def test_what_small_shapes_do_not_reach(
+    sample: Sample, shapes: list[tuple[torch.dtype, int, int]], kernels_module: ModuleType
+) -> None:
+    for dtype, width, n in shapes:
+        visit(sample, kernels_module, dtype, width, n, shifts=(0,))
+
+
+@pytest.mark.parametrize(("name", "dtype"), LISTS_OF_DTYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_every_kernel_over_lists(
+    shift: int, name: str, dtype: torch.dtype, kernels_module: ModuleType
+) -> None:
+    """With a table of few tensors, of some and, once, of more than a launch takes."""
+    sample = LISTS_BY_ID[name]
+    lists = [((40000,), (7,), (), (0, 3), (4097,)), ((3,),) * 60]
+    if (dtype, shift) == (HALF, 0):  # each is an allocation under the tool
+        lists.append(((5,),) * 600)
+    for shapes in lists:
+        twice = []
+        for _ in range(2):
+            bands: list[tuple[Guarded, Tensor]] = []
+
+            def between_bands(t: Tensor, bands: list[tuple[Guarded, Tensor]] = bands) -> Tensor:
+                host = Guarded(t, shift)
+                host.out.copy_(t)
+                bands.append((host, host.all.cuda()))
+                return bands[-1][1][host.at].view(t.shape)
+
+            made = sample.make(dtype, shapes=shapes, change=between_bands)
+            for number in sample.numbers:
+                value = made[number]
+                made[number] = (
+                    [t.cuda() for t in value] if isinstance(value, list) else value.cuda()
+                )
+            twice.append([t.cpu() for t in sample.call(kernels_module, made)])
+            for host, memory in bands:
+                host.all = memory.cpu()
+                host.assert_bands(name)
+        assert_same_bits(*twice, f"{name} {dtype} {len(shapes)} tensors, shift {shift}")
+
+
+def test_rows_that_divide_in_three_places(kernels_module: ModuleType) -> None:
+    """More than the elementwise kernels' tables of rows hold: one element a thread."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        gate = torch.randn(3, 2, 6, 40, generator=generator).to(dtype)
+        gate = gate.permute(2, 1, 0, 3).unflatten(0, (2, 3))  # leading dimensions: (ab), c, d
+        up = torch.randn(3, 2, 6, 40, generator=generator).to(dtype)
+        up = up.transpose(0, 1).unflatten(2, (2, 3))  # a, b, (cd)
+        operator = kernels_module.ops.gated.default
+        strided = operator(on_gpu(gate), on_gpu(up), 3)
+        plain = operator(on_gpu(gate.contiguous()), on_gpu(up.contiguous()), 3)
+        assert_same_bits([strided.cpu()], [plain.cpu()], str(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
