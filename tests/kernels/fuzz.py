@@ -1,9 +1,10 @@
 """Bad calls made from the table of samples, against the C interface by ctypes.
 
 `python fuzz.py KERNELS JOURNAL [--device cuda]` runs in a process of its own, so that a crash is a
-failing test: before each call the journal says which. Every argument of every sample is made bad
-in every way of `TENSOR_FAULTS` and of `NUMBER_FAULTS` in turn; then hypothesis combines several. A
-new op is covered by its row in the table of samples.
+failing test: before each call the journal says which. Every argument of every sample, and the first
+and last tensor of every list, is made bad in every way of `TENSOR_FAULTS`, `LIST_FAULTS` and
+`NUMBER_FAULTS` in turn; then hypothesis combines several. A new op is covered by its row in one of
+the tables of samples.
 
 Memory: tensors lie in the middle of larger buffers, and no fault that a call may accept reaches
 beyond those; what would (huge shapes and strides) must be refused because it overflows.
@@ -28,16 +29,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from c_api import CONSTANTS, DLDataType, DLDevice, DLTensor, Library, dltensor, int64_array
+from c_api import (
+    CONSTANTS,
+    DLDataType,
+    DLDevice,
+    DLTensor,
+    HfpTensorList,
+    Library,
+    dltensor,
+    int64_array,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from list_samples import LISTS_BY_ID, LISTS_OF_DTYPES, ListSample
 from op_samples import DTYPES, SAMPLES, Sample
 
 OK, INVALID = CONSTANTS["HFP_OK"], CONSTANTS["HFP_INVALID_ARGUMENT"]
 MARGIN, WIDTH, BATCH = 8192, 16, 3
 LOW, HIGH = -(2**63), 2**63 - 1
-#: Integers that may have any value.
-FREE_INTEGERS = {"ignore_index", "top_k"}
+#: Numbers that may have any value, or an infinite one.
+FREE_NUMBERS = {"ignore_index", "top_k", "max_norm"}
 
 
 class Placed:
@@ -48,6 +59,7 @@ class Placed:
         self.buffer = torch.zeros(size + 2 * MARGIN, dtype=torch.uint8, device=values.device)
         middle = self.buffer[MARGIN : MARGIN + size]
         self.tensor = middle.view(values.dtype).view(values.shape).copy_(values)
+        self.before = self.buffer.clone()
 
     def view(self) -> DLTensor:
         t = dltensor(self.tensor)
@@ -162,61 +174,122 @@ NUMBER_FAULTS: dict[str, list[Any]] = {
 }
 
 
+#: What a list may be instead.
+LIST_FAULTS: dict[str, Callable[[list[DLTensor]], Any]] = {
+    "NULL": lambda _: None,
+    "NULL first": lambda views: [None, *views[1:]],
+    "NULL last": lambda views: [*views[:-1], None],
+    "no tensors": lambda views: HfpTensorList(None, len(views)),
+    "-1 tensors": lambda _: HfpTensorList(None, -1),
+    "one less": lambda views: views[:-1],
+    "one more": lambda views: [*views, views[0]],
+    "empty": lambda _: [],
+}
+#: Those that a list of its own may be, and lists that may be missing.
+FREE_LISTS = {"one less", "one more", "empty"}
+OPTIONAL_LISTS = {"max_exp_avg_sqs", "masters"}
+#: An argument, and which tensor where it is a list.
+Place = tuple[int, int | None]
+
+
+def _at(arguments: list[Any], place: Place) -> Any:
+    return arguments[place[0]] if place[1] is None else arguments[place[0]][place[1]]
+
+
 class Call:
     """One valid call by ctypes, and copies of it with faults."""
 
     def __init__(self, sample: Sample, dtype: torch.dtype, kernels: Any, device: str) -> None:
-        self.sample, self.op = sample, sample.schema
         tensors = sample.make(dtype, BATCH, WIDTH, device)
-        self.expected = sample.call_all(kernels, tensors, WIDTH)
-        self.outs = [Placed(torch.full_like(e, -7)) for e in self.expected]
-        self.inputs = [
-            Placed(v) if isinstance(v, torch.Tensor) else v
-            for v in sample.arguments(tensors, WIDTH)
-        ]
+        results = sample.call_all(kernels, tensors, WIDTH)
+        outs = [Placed(torch.full_like(e, -7)) for e in results]
+        self.expected = sample.meant(results)
+        self.meant = sample.meant([o.tensor for o in outs])
+        self._take(sample, outs, sample.arguments(tensors, WIDTH))
+        self.written = outs
+
+    def _take(self, sample: Any, outs: list[Placed], inputs: tuple[Any, ...]) -> None:
+        self.sample, self.op, self.outs = sample, sample.schema, outs
+
+        def placed(value: Any) -> Any:
+            if isinstance(value, list):
+                return [placed(v) for v in value]
+            return Placed(value) if isinstance(value, torch.Tensor) else value
+
+        self.inputs = [placed(value) for value in inputs]
         kinds = [kind for kind, _ in self.op.arguments]
-        self.kinds = ["Tensor"] * len(self.outs) + kinds
-        self.names = [f"result {i}" for i in range(len(self.outs))]
+        self.kinds = ["Tensor"] * len(outs) + kinds
+        self.names = [f"result {i}" for i in range(len(outs))]
         self.names += [name for _, name in self.op.arguments]
 
     def arguments(self) -> list[Any]:
-        return [a.view() if isinstance(a, Placed) else a for a in (*self.outs, *self.inputs)]
+        def view(value: Any) -> Any:
+            if isinstance(value, list):
+                return [view(v) for v in value]
+            return value.view() if isinstance(value, Placed) else value
+
+        return [view(value) for value in (*self.outs, *self.inputs)]
+
+    def places(self) -> Iterator[Place]:
+        """Of a list the first tensor and the last."""
+        for at, value in enumerate((*self.outs, *self.inputs)):
+            if isinstance(value, list):
+                yield from ((at, member) for member in sorted({0, len(value) - 1}) if value)
+            else:
+                yield at, None
+
+    def name_of(self, place: Place) -> str:
+        return self.names[place[0]] + ("" if place[1] is None else f"[{place[1]}]")
 
     def singles(self) -> Iterator[tuple[str, list[Any], bool]]:
         """(what is wrong, arguments, whether it must be refused): one fault each."""
-        for at, (kind, name) in enumerate(zip(self.kinds, self.names, strict=True)):
+        for place in self.places():
+            (at, member), name = place, self.name_of(place)
+            kind = self.kinds[at]
             for number in NUMBER_FAULTS.get(kind, ()):
                 arguments = self.arguments()
                 arguments[at] = number
-                yield f"{name} = {number}", arguments, name not in FREE_INTEGERS
-            if kind in NUMBER_FAULTS or self.arguments()[at] is None:
+                free = self.names[at] in FREE_NUMBERS
+                yield f"{name} = {number}", arguments, not free
+            if kind in NUMBER_FAULTS or _at(self.arguments(), place) is None:
                 continue
-            arguments = self.arguments()
-            arguments[at] = None
-            yield f"{name} = NULL", arguments, kind == "Tensor" and at >= len(self.outs)
+            if member is None:
+                arguments = self.arguments()
+                arguments[at] = None
+                yield f"{name} = NULL", arguments, kind == "Tensor" and at >= len(self.outs)
             for fault in TENSOR_FAULTS:
-                for i in range(self.arguments()[at].ndim if fault.per_dimension else 1):
+                dimensions = _at(self.arguments(), place).ndim
+                for i in range(dimensions if fault.per_dimension else 1):
                     arguments = self.arguments()
-                    must = fault.apply(arguments[at], i)
-                    yield f"{name}: {fault.name} of {i}", arguments, must and self._read(at)
+                    must = fault.apply(_at(arguments, place), i)
+                    refused = must and self._read(at) and not self._may(at, fault)
+                    yield f"{name}: {fault.name} of {i}", arguments, refused
 
     def _read(self, at: int) -> bool:
         """Not of a gradient that `needs` does not ask for."""
-        return at >= len(self.outs) or self.expected[at].numel() > 0
+        return at >= len(self.outs) or self.outs[at].tensor.numel() > 0
+
+    def _may(self, at: int, fault: Fault) -> bool:
+        return False
+
+    def reset(self) -> None:
+        for placed in self.written:
+            placed.buffer.copy_(placed.before)
 
     def combined(self, rng: random.Random) -> tuple[str, list[Any]]:
         """Several faults in several arguments; but one device, or the call may be a valid one that
         sends the CPU to a GPU's memory."""
         arguments, texts = self.arguments(), []
         moved = False
+        places = list(self.places())
         for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(arguments))
-            value = arguments[at]
+            place = rng.choice(places)
+            value, name = _at(arguments, place), self.name_of(place)
             if not isinstance(value, DLTensor):
-                choices = NUMBER_FAULTS.get(self.kinds[at])
+                choices = NUMBER_FAULTS.get(self.kinds[place[0]])
                 if choices:
-                    arguments[at] = rng.choice(choices)
-                    texts.append(f"{self.names[at]} = {arguments[at]}")
+                    arguments[place[0]] = rng.choice(choices)
+                    texts.append(f"{name} = {arguments[place[0]]}")
                 continue
             fault = rng.choice(TENSOR_FAULTS)
             if fault.name.startswith("device"):
@@ -227,8 +300,52 @@ class Call:
             if usable and 0 < value.ndim < 9 and value.data:
                 i = rng.randrange(value.ndim)
                 fault.apply(value, i)
-                texts.append(f"{self.names[at]}: {fault.name} of {i}")
+                texts.append(f"{name}: {fault.name} of {i}")
         return ", ".join(texts), arguments
+
+
+class ListCall(Call):
+    """The same of an op over lists, which changes its tensors in place."""
+
+    def __init__(self, sample: ListSample, dtype: torch.dtype, kernels: Any, device: str) -> None:
+        def fresh() -> tuple[Any, ...]:
+            return sample.arguments(sample.make(dtype, device, ((3, 8), (), (5,))))
+
+        done = fresh()
+        results = getattr(kernels.ops, sample.op).default(*done) or ()
+        self._take(sample, [Placed(torch.full_like(r, -7)) for r in results], fresh())
+        members = [p for value in self.inputs if isinstance(value, list) for p in value]
+        self.written = [*self.outs, *members]
+        given = zip(self.op.arguments, self.inputs, done, strict=True)
+        changed = [(mine, theirs) for (kind, _), mine, theirs in given if "!" in kind]
+        self.meant = [p.tensor for mine, _ in changed for p in mine]
+        self.expected = [t for _, theirs in changed for t in theirs]
+        if results:  # a norm; what follows are its partial sums
+            self.meant.append(self.outs[0].tensor)
+            self.expected.append(results[0])
+
+    def singles(self) -> Iterator[tuple[str, list[Any], bool]]:
+        yield from super().singles()
+        for at, kind in enumerate(self.kinds):
+            if not kind.endswith("[]") or not self.arguments()[at]:
+                continue
+            for fault, change in LIST_FAULTS.items():
+                arguments = self.arguments()
+                arguments[at] = change(arguments[at])
+                must = not (self._alone() and fault in FREE_LISTS)
+                if fault in ("NULL", "empty") and self.names[at] in OPTIONAL_LISTS:
+                    must = False
+                yield f"{self.names[at]}: {fault}", arguments, must
+
+    def _alone(self) -> bool:
+        """Whether nothing belongs to the tensors of the list."""
+        return sum(kind.endswith("[]") for kind in self.kinds) == 1
+
+    def _may(self, at: int, fault: Fault) -> bool:
+        """Another shape is as good."""
+        return (
+            self._alone() and self.kinds[at].endswith("[]") and fault.name in ("ndim 0", "size 0")
+        )
 
 
 class Fuzzer:
@@ -251,17 +368,16 @@ class Fuzzer:
         # A faulty device may be one that this build has no kernels for.
         known = (INVALID, CONSTANTS["HFP_NOT_AVAILABLE"])
         assert status in known, f"{what}: status {status}, {message}"
-        pattern = rf"{call.op.function}: (`\w+` must .*|this build has no CUDA kernels.*)"
+        pattern = rf"{call.op.function}: (`\w+(\[\d+\])?` must .*|this build has no CUDA kernels.*)"
         assert re.fullmatch(pattern, message), f"{what}: {message!r}"
         self.count["refused"] += 1
         return True
 
     def works(self, call: Call, text: str) -> None:
         """The valid call still computes the right result."""
+        call.reset()
         assert self.library.status(call.op.name, *call.arguments()) == OK, self.library.last_error()
-        outs = [o.tensor for o in call.outs]
-        pairs = zip(call.sample.meant(outs), call.sample.meant(call.expected), strict=True)
-        for out, expected in pairs:
+        for out, expected in zip(call.meant, call.expected, strict=True):
             assert torch.equal(out, expected), f"{call.sample.id} after {text}"
 
     def one_by_one(self, call: Call, dtype: torch.dtype) -> None:
@@ -271,11 +387,9 @@ class Fuzzer:
                 accepted.append((text, arguments))
             elif not self.run(call, dtype, text, arguments):
                 raise AssertionError(f"{call.sample.id} {dtype}: accepted {text}")
-        for o in call.outs:
-            untouched = torch.zeros_like(o.buffer)
-            end = len(untouched) - MARGIN
-            untouched[MARGIN:end] = torch.full_like(o.tensor, -7).reshape(-1).view(torch.uint8)
-            assert torch.equal(o.buffer, untouched), f"{call.sample.id}: a refused call wrote"
+        for placed in call.written:
+            unchanged = torch.equal(placed.buffer, placed.before)
+            assert unchanged, f"{call.sample.id}: a refused call wrote"
         self.works(call, "refused calls")
         for text, arguments in accepted:
             self.run(call, dtype, text, arguments)
@@ -295,6 +409,9 @@ def main() -> None:
     (binary,) = Path(package.__file__).parent.glob("*.so")
     fuzzer = Fuzzer(Library(binary), options.journal, options.device)
     calls = [(Call(s, t, package, options.device), t) for s in SAMPLES for t in DTYPES]
+    calls += [
+        (ListCall(LISTS_BY_ID[name], t, package, options.device), t) for name, t in LISTS_OF_DTYPES
+    ]
     for call, dtype in calls:
         fuzzer.one_by_one(call, dtype)
 
