@@ -15,6 +15,7 @@ import torch
 from c_api import CONSTANTS, Library
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from list_samples import LIST_SAMPLES, ListSample
 from op_samples import DTYPES, FIRST, SAMPLES, Sample
 from torch import Tensor
 
@@ -128,6 +129,53 @@ def test_torch_and_ctypes_say_the_same(
         functional = getattr(kernels_module.ops, sample.op).default
         message = error_of(lambda: functional(*given_[count:]))
         assert message == by_ctypes
+
+
+@settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_torch_and_ctypes_say_the_same_of_lists(
+    data: st.DataObject, library: Library, kernels_module: ModuleType
+) -> None:
+    sample: ListSample = data.draw(st.sampled_from(LIST_SAMPLES))
+    dtype = data.draw(st.sampled_from(list(sample.dtypes)))
+    inputs = list(sample.arguments(sample.make(dtype, shapes=((3, 8), (), (5,)))))
+    outs = [torch.tensor(0.0), torch.zeros(3)] if sample.schema.outputs else []
+    kinds = ["Tensor"] * len(outs) + [kind for kind, _ in sample.schema.arguments]
+    given_: list[Any] = [*outs, *inputs]
+
+    def other(value: Tensor) -> Tensor:
+        made = changes(value) if value.dim() else {"two": torch.ones(2), "wide": value.double()}
+        return made[data.draw(st.sampled_from(sorted(made)))]
+
+    for at in data.draw(st.lists(st.integers(0, len(given_) - 1), min_size=1, max_size=3)):
+        value = given_[at]
+        if isinstance(value, Tensor):
+            given_[at] = other(value)
+        elif kinds[at] in NUMBERS:
+            given_[at] = data.draw(st.sampled_from(NUMBERS[kinds[at]]))
+        elif isinstance(value, list) and len(value) > 1:
+            which = data.draw(st.integers(-1, len(value) - 1))  # -1: the list gets shorter
+            given_[at] = value[:-1] if which < 0 else list(value)
+            if which >= 0:
+                given_[at][which] = other(value[which])
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(v) for v in value]
+        # A clone is dense; a sliced tensor has to stay one, and is refused.
+        dense = isinstance(value, Tensor) and value.is_contiguous()
+        return value.clone() if dense else value
+
+    by_c, by_operator = copied(given_), copied(given_)
+    status = library.status(sample.op, *by_c)
+    by_ctypes = library.last_error() if status != CONSTANTS["HFP_OK"] else None
+    operator = getattr(kernels_module.ops, sample.op + "_out" * bool(outs)).default
+    by_torch = error_of(lambda: operator(*by_operator))
+    assert by_torch == by_ctypes
+    if by_ctypes is None:
+        for a, b in zip(by_c, by_operator, strict=True):
+            for x, y in zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]:
+                assert not isinstance(x, Tensor) or torch.equal(x.nan_to_num(7), y.nan_to_num(7))
 
 
 @pytest.mark.parametrize("sample", FIRST.values(), ids=lambda s: s.id)
