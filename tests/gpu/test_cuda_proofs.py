@@ -10,8 +10,9 @@ from typing import Any
 import proofs
 import pytest
 import torch
-from op_samples import BY_ID, DTYPES, FIRST, SAMPLES
+from op_samples import BY_ID, DTYPES, FIRST, PUBLIC, SAMPLES
 from test_fuzz import fuzz
+from test_proofs import compiles_once
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -26,11 +27,22 @@ SHAPES = [
 
 
 @OF_DTYPE
-@pytest.mark.parametrize("name", FIRST)
+@EVERY
 def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
-    sample = FIRST[name]
-    args = sample.arguments(sample.make(dtype, device="cuda"))
-    torch.library.opcheck(getattr(kernels_module.ops, name).default, args)
+    """In every layout."""
+    sample = BY_ID[name]
+    operator = getattr(kernels_module.ops, sample.op).default
+    tensors = sample.make(dtype, device="cuda")
+    torch.library.opcheck(operator, sample.arguments(tensors))
+    for layout in proofs.LAYOUTS:
+        strided = proofs.laid_out(sample, tensors, layout)
+        if strided is not None:
+            torch.library.opcheck(operator, sample.arguments(strided))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_compiles_once_for_all_batches(name: str, kernels_module: ModuleType) -> None:
+    compiles_once(PUBLIC[name], kernels_module, grad=False, device="cuda")
 
 
 @OF_DTYPE

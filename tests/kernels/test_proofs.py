@@ -50,7 +50,7 @@ def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> N
 @OF_DTYPE
 @EVERY
 def test_fakes_know_every_layout(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
-    """The part of opcheck that depends on the layout; all of it would cost minutes."""
+    """The part of opcheck that depends on the layout; all of it: `test_cuda_proofs.py`."""
     sample = BY_ID[name]
     for layout in proofs.LAYOUTS:
         tensors = proofs.laid_out(sample, sample.make(dtype), layout)
@@ -152,9 +152,9 @@ def gradients(results: list[Tensor], leaves: list[Tensor], **options: Any) -> li
     return list(torch.autograd.grad(results, leaves, seeds, **options))
 
 
-def with_gradients(sample: Sample, dtype: torch.dtype, **sizes: int) -> Any:
+def with_gradients(sample: Sample, dtype: torch.dtype, **options: Any) -> Any:
     """(tensors, those that require a gradient)."""
-    tensors = sample.make(dtype, **sizes)
+    tensors = sample.make(dtype, **options)
     leaves = [tensors[name].requires_grad_() for name in differentiable(sample, tensors)]
     return tensors, leaves
 
@@ -213,31 +213,34 @@ def test_second_derivative_is_right_or_refused(name: str, kernels_module: Module
             torch.testing.assert_close(a.double(), e, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "grad"), [(n, False) for n in PUBLIC] + [(n, True) for n in DIFFERENTIABLE]
-)
-def test_compiles_once_for_all_batches(name: str, grad: bool, kernels_module: ModuleType) -> None:
+def compiles_once(sample: Sample, kernels: Any, *, grad: bool, device: str) -> None:
     """Without a graph break, and not again for four other batch sizes."""
-    sample = PUBLIC[name]
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def compiled(tensors: dict[str, Tensor]) -> list[Tensor]:
-        return sample.call_public(kernels_module, tensors)
+        return sample.call_public(kernels, tensors)
 
     # None is another size of the sample: equal sizes are one symbol. None is so small that all rows
     # make one row of `partials`: PyTorch specializes on sizes of 1.
     for n in (12, 15, 21, 40, 900):
         if grad:
-            tensors, leaves = with_gradients(sample, torch.float32, n=n)
+            tensors, leaves = with_gradients(sample, torch.float32, n=n, device=device)
         else:
-            tensors, leaves = sample.make(torch.bfloat16, n=n), []
+            tensors, leaves = sample.make(torch.bfloat16, n=n, device=device), []
         with torch._dynamo.config.patch(error_on_recompile=True):
             actual = compiled(tensors)
-        expected = sample.call_public(kernels_module, tensors)
-        proofs.assert_close(actual, expected, name)
+        expected = sample.call_public(kernels, tensors)
+        proofs.assert_close(actual, expected, sample.id)
         if grad:
-            proofs.assert_close(gradients(actual, leaves), gradients(expected, leaves), name)
+            proofs.assert_close(gradients(actual, leaves), gradients(expected, leaves), sample.id)
+
+
+@pytest.mark.parametrize(
+    ("name", "grad"), [(n, False) for n in PUBLIC] + [(n, True) for n in DIFFERENTIABLE]
+)
+def test_compiles_once_for_all_batches(name: str, grad: bool, kernels_module: ModuleType) -> None:
+    compiles_once(PUBLIC[name], kernels_module, grad=grad, device="cpu")
 
 
 def test_one_number_in_two_autograd_functions(kernels_module: ModuleType) -> None:
