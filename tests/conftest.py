@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: "org/name@1": tests use this published kernel in place of the in-tree build.
 PUBLISHED = os.environ.get("HFPATCH_TEST_KERNELS")
+#: Another number, other random values: in GPU tests, and in those of the C interface.
+SEED = int(os.environ.get("HFPATCH_TEST_SEED", "0"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -154,7 +156,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 def _same_random_numbers(request: pytest.FixtureRequest) -> None:
     """A GPU test draws the same whatever ran before it in its process, so a failure comes again."""
     if "gpu" in request.keywords and torch.cuda.is_available():
-        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + SEED)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@
 # MODELS_ARGS   of benchmarks/models.py, such as --compile blocks --only 'sdxl-unet'
 # OPS_ARGS      of `hfpatch bench`, such as --op rms_norm
 # SHARDS        processes for each tool of the sanitizer (default 3)
+# HFPATCH_TEST_SEED=7   other random numbers (0: those of every run)
 # HFPATCH_TEST_BUILD=0  takes hfpatch/_kernels as it is: leave out the step `build` then; the step
 #               `hub` publishes that build instead of compiling all of it again, which takes minutes
 set -u

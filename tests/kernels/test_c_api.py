@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import platform
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def lib(request, built) -> Library:
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("HFPATCH_TEST_SEED", "0")))
 
 
 class Canary:

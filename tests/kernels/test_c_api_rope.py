@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import re
 from pathlib import Path
@@ -45,7 +46,7 @@ def lib(request, built) -> Library:
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("HFPATCH_TEST_SEED", "0")))
 
 
 def tables(*shape, dtype, wide=False, interleaved=False):
