@@ -10,6 +10,7 @@ from typing import Any
 import proofs
 import pytest
 import torch
+from large_samples import LARGE
 from op_samples import BY_ID, DTYPES, FIRST, PUBLIC, SAMPLES
 from test_fuzz import fuzz
 from test_proofs import compiles_once
@@ -59,6 +60,13 @@ def test_bits(
     name: str, width: int, n: int, dtype: torch.dtype, kernels_module: ModuleType
 ) -> None:
     proofs.repeats(BY_ID[name], kernels_module, dtype, "cuda", width, n)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_bits_of_large_calls(name: str, kernels_module: ModuleType) -> None:
+    sample, shapes = LARGE[name]
+    for dtype, width, n in shapes:
+        proofs.repeats(sample, kernels_module, dtype, "cuda", width, n)
 
 
 @OF_DTYPE
@@ -126,6 +134,20 @@ def test_second_device(name: str, kernels_module: ModuleType) -> None:
     assert torch.cuda.current_device() == 0
     assert all(a.device == torch.device("cuda:1") for a in actual)
     proofs.assert_same_bits([a.to("cuda:0") for a in actual], expected, name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", LARGE)
+def test_second_device_of_large_calls(name: str, kernels_module: ModuleType) -> None:
+    """What a kernel may take of a GPU, shared memory and clusters, is asked for on each."""
+    sample, shapes = LARGE[name]
+    for dtype, width, n in shapes:
+        tensors = sample.make(dtype, n, width)
+        on_each = []
+        for device in ("cuda:1", "cuda:0"):  # what the first one is asked must not stand for both
+            moved = {k: t.to(device) for k, t in tensors.items()}
+            on_each.append([r.cpu() for r in sample.call(kernels_module, moved, width)])
+        proofs.assert_same_bits(*on_each, f"{name} {dtype} {width} columns")
 
 
 @pytest.mark.slow

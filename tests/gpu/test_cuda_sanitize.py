@@ -14,8 +14,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from large_samples import LARGE
 from list_samples import LISTS_BY_ID, LISTS_OF_DTYPES
-from op_samples import BY_ID, DTYPES, F32, Sample, X, rows, sample, shared
+from op_samples import BY_ID, DTYPES, Sample
 from proofs import FILL, LAYOUTS, MARGIN, Guarded, assert_same_bits
 from torch import Tensor
 
@@ -87,114 +88,9 @@ def test_every_kernel(name: str, kernels_module: ModuleType) -> None:
         visit(BY_ID[name], kernels_module, dtype, width, n)
 
 
-#: Six and eight rows for each SM of 132, nearly: also of 114 and 148 the last wave is nearly full.
-FLOW = [(HALF, 8192, 792), (HALF, 8192, 1056), (F32, 4096, 792)]
-D, W, TWICE, TABLE = rows("D"), shared("D"), shared(3, "D", dtype=F32), rows(3, "D/2")
-SEEDS, JUST = rows(dtype=torch.int64, high=99, dense=True), {"min_p": 0.0, "temperature": 0.7}
-ACROSS = {"eps": 1e-6, "norm_across_heads": True, "interleaved": True, "seq_dim": 1}
-HEADS = {"q": rows(3, 4, "D"), "k": rows(3, 4, "D")}
-FEW_K = {"q": rows(3, 4, "D"), "k": rows(3, 1, "D")}
-PACKED = {"cos": TABLE, "sin": TABLE, "seq_dim": 1, "round_products": True}
-GRADS = {"grad": D, "x": D}
-
-
-def images(label: str, positions: int, groups: int) -> Sample:
-    x = rows("D", positions, dense=True)
-    return sample("group_norm", label, x=x, weight=W, groups=groups, eps=1e-5, silu=True)
-
-
-#: What the shapes above do not reach: (how, where: dtype, columns, batch). Rows of several CTAs, of
-#: a GPU that is full, other arguments; each only where it is aligned.
-REACH = [
-    (sample("topk", "flow", x=D, k=50), FLOW),
-    (sample("topk", "large", x=D, k=200), [(HALF, 4096, 3), (HALF, 4096, 40)]),
-    (sample("sample", "flow", logits=D, seeds=SEEDS, top_k=50, top_p=0.9, **JUST), FLOW),
-    (
-        sample("sample", "all", logits=D, seeds=SEEDS, top_k=0, top_p=1.0, **JUST),
-        [(HALF, 20000, 3), (HALF, 4096, 40)],
-    ),
-    (
-        sample("sample", "top p", logits=D, seeds=SEEDS, top_k=0, top_p=0.9, **JUST),
-        [(HALF, 20000, 3), (HALF, 4096, 40), (HALF, 4096, 270)],
-    ),
-    (
-        sample(
-            "sample", "greedy", logits=D, seeds=SEEDS, top_k=0, top_p=1.0, min_p=0.0,
-            temperature=0.0,
-        ),
-        [(HALF, 20000, 3), *FLOW],
-    ),
-    (sample("softmax", "wide", x=D), [(HALF, 16392, 260), (F32, 8200, 260)]),
-    (sample("softmax", "scaled", x=D, scale=0.5), [(HALF, 16392, 260), (HALF, 40000, 3)]),
-    (sample("softmax", "masked", x=D, mask=W), [(HALF, 16392, 260)]),
-    (sample("softmax_backward", "wide", grad=D, y=D, scale=0.5), [(F32, 8200, 260)]),
-    (
-        sample("rms_norm", "pairs", x=D, weight=W, eps=1e-6, cast="input"),
-        [(HALF, 16384, 264), (HALF, 16384, 1040)],
-    ),
-    (
-        sample("layer_norm", "full", x=D, weight=W, bias=W, eps=1e-5),
-        [(HALF, 2048, 1080), (HALF, 4096, 540), (HALF, 16384, 264), (HALF, 16384, 1040)],
-    ),
-    (
-        sample("add_layer_norm", "full", x=D, residual=D, weight=W, bias=W, eps=1e-5),
-        [(HALF, 4096, 540), (HALF, 16384, 264)],
-    ),
-    (
-        sample("rms_norm_backward", "clusters", **GRADS, weight=W, eps=1e-6, weight_offset=0.0,
-               cast=1, needs=1),
-        [(HALF, 8192, 1024), (HALF, 16384, 1024)],
-    ),
-    (
-        sample("layer_norm_backward", "clusters", **GRADS, weight=W, bias=W, eps=1e-5, needs=3),
-        [(HALF, c, n) for c, n in ((1024, 720), (4096, 540), (8192, 1024), (16384, 1024))],
-    ),
-    (
-        sample("mul_add_backward", "clusters", grad=D, a=D, b=W, cast=1, needs=3),
-        [(HALF, 4096, 512), (HALF, 1536, 2048), (HALF, 64, 3000)],
-    ),
-    (
-        sample("add_silu_backward", "clusters", **GRADS, bias=W, needs=2),
-        [(HALF, 4096, 1024), (HALF, 1024, 300)],
-    ),
-    (
-        sample("add_gelu_backward", "clusters", **GRADS, bias=W, approximate=0, needs=2),
-        [(HALF, 4096, 1024)],
-    ),
-    (
-        sample("mul_add", "mixed", a=X, b=rows(1, "D", dtype=F32), c=shared("D", dtype=F32),
-               cast="none"),
-        [(HALF, 34, 3), (HALF, 1024, 3)],
-    ),
-    (images("alone", 64, 4), [(d, 32, 2) for d in DTYPES]),
-    (images("cluster", 4096, 2), [(d, 32, 2) for d in DTYPES]),
-    (images("spread", 16384, 2), [(HALF, 32, 1)]),
-    (images("overlap", 16008, 2), [(HALF, 32, 1), (F32, 32, 1)]),
-    (images("wide overlap", 131200, 1), [(HALF, 16, 1)]),
-    (images("parts", 300000, 1), [(HALF, 16, 1)]),
-    (sample("rope_qk", "packed", **FEW_K, **PACKED),
-     [(HALF, 64, 3), (HALF, 128, 720), (HALF, 128, 2880)]),
-    (
-        sample("rope_qk", "twice", **HEADS, cos=TWICE, sin=TWICE, seq_dim=1, interleaved=True),
-        [(HALF, 64, 3)],
-    ),
-    (
-        sample("rope", "twice", x=rows(3, 4, "D"), cos=TWICE, sin=TWICE, seq_dim=1,
-               interleaved=True),
-        [(HALF, 64, 3)],
-    ),
-    (
-        sample("qk_norm_rope", "twice", **HEADS, q_weight=shared("4D"), k_weight=shared("4D"),
-               cos=shared(1, 3, 4, "D", dtype=F32), sin=shared(1, 3, 4, "D", dtype=F32), **ACROSS),
-        [(HALF, 64, 2), (HALF, 64, 3)],
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("sample", "shapes"), REACH, ids=lambda v: getattr(v, "id", ""))
-def test_what_small_shapes_do_not_reach(
-    sample: Sample, shapes: list[tuple[torch.dtype, int, int]], kernels_module: ModuleType
-) -> None:
+@pytest.mark.parametrize("name", LARGE)
+def test_what_small_shapes_do_not_reach(name: str, kernels_module: ModuleType) -> None:
+    sample, shapes = LARGE[name]
     for dtype, width, n in shapes:
         visit(sample, kernels_module, dtype, width, n, shifts=(0,))
 
