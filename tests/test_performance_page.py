@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from hfpatch.bench.cases import CASES
+from hfpatch.bench.page import slug
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -15,6 +19,16 @@ def test_the_page_is_generated_from_the_results() -> None:
     command = [sys.executable, "-m", "hfpatch", "bench", "--page", "--check"]
     done = subprocess.run(command, cwd=ROOT, check=False)
     assert done.returncode == 0, "run `hfpatch bench --page` and commit docs"
+
+
+def test_every_op_is_on_the_page() -> None:
+    """With a table of times, and a picture of its bandwidth."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    of_gpu = text.partition("## Ops: GPU time")[2].partition("\n## ")[0]
+    for case in CASES:
+        name, rest = case.op, case.name[len(case.op) :]
+        assert re.search(rf"^(### )?`{name}`{rest}:?$", of_gpu, re.MULTILINE), case.name
+        assert f"](images/{slug(case.name)}.svg)" in of_gpu, case.name
 
 
 def test_results_say_where_they_come_from() -> None:

@@ -123,10 +123,13 @@ def _groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _drawn(ops: Sequence[Result]) -> list[tuple[str, list[Row]]]:
-    """The ops that have a picture, and what is in it: the first run's bf16 rows, if they make a
-    line."""
-    groups = _groups(ops[0]["rows"]) if ops else []
-    found = [(op, [r for r in g if r["dtype"] == "bfloat16"]) for op, g in groups]
+    """The ops that have a picture, and what is in it: the bf16 rows of the first run that has the
+    op, if they make a line."""
+    groups: dict[str, list[Row]] = {}
+    for result in ops:
+        for op, group in _groups(result["rows"]):
+            groups.setdefault(op, group)
+    found = [(op, [r for r in g if r["dtype"] == "bfloat16"]) for op, g in groups.items()]
     return [(op, rows) for op, rows in found if len(rows) > 1]
 
 
@@ -343,16 +346,20 @@ def _ops(found: Sequence[Result], pictures: bool) -> str:
             "The pictures show the bytes moved per second by size, in bf16; the dashed line is a "
             "copy of as many bytes.\n"
         )
+
+    def picture(op: str) -> list[str]:
+        if op not in drawn:
+            return []
+        drawn.remove(op)  # once, where the op comes first
+        return [f"![Bandwidth of {op} by size](images/{slug(op)}.svg)\n"]
+
     for op, rows in _groups(result["rows"]):
-        lines.append(f"### {_op_title(op)}\n")
-        if op in drawn:
-            lines.append(f"![Bandwidth of {op} by size](images/{slug(op)}.svg)\n")
-        lines += _op_table(rows)
+        lines += [f"### {_op_title(op)}\n", *picture(op), *_op_table(rows)]
     for number, other in enumerate(others):
         lines += [] if number else ["### Ops of another run\n"]
         lines += [_source(other, "hfpatch bench ops"), *_note(other)]
         for op, rows in _groups(other["rows"]):
-            lines += [f"{_op_title(op)}:\n", *_op_table(rows)]
+            lines += [f"{_op_title(op)}:\n", *picture(op), *_op_table(rows)]
     return "\n".join(lines)
 
 
