@@ -10,9 +10,17 @@ from typing import Any
 import proofs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from large_samples import LARGE
 from op_samples import BY_ID, DTYPES, FIRST, PUBLIC, SAMPLES
-from test_fuzz import fuzz
+from test_fuzz import (
+    ROUNDS,
+    fuzz,
+    library,  # noqa: F401  (a fixture)
+    say_the_same,
+    say_the_same_of_lists,
+)
 from test_proofs import compiles_once
 
 pytestmark = pytest.mark.gpu
@@ -202,3 +210,23 @@ def test_more_than_two_to_the_31_elements(name: str, kernels_module: ModuleType)
 
 def test_bad_calls_by_ctypes(kernels_dir: Path, tmp_path: Path) -> None:
     assert fuzz(kernels_dir, tmp_path, "--device", "cuda")["refused"] >= 10_000
+
+
+@ROUNDS
+@given(data=st.data())
+def test_torch_and_ctypes_say_the_same(
+    data: st.DataObject,
+    library: Any,  # noqa: F811
+    kernels_module: ModuleType,
+) -> None:
+    say_the_same(data, library, kernels_module, "cuda")
+
+
+@ROUNDS
+@given(data=st.data())
+def test_torch_and_ctypes_say_the_same_of_lists(
+    data: st.DataObject,
+    library: Any,  # noqa: F811
+    kernels_module: ModuleType,
+) -> None:
+    say_the_same_of_lists(data, library, kernels_module, "cuda")

@@ -66,11 +66,13 @@ def changes(t: Tensor) -> dict[str, Tensor]:
     for i in range(t.dim()):
         for size in {0, 1, shape[i] + 1}:
             other = [*shape[:i], size, *shape[i + 1 :]]
-            made[f"shape {other}"] = torch.ones(other, dtype=t.dtype)
-    made["a number"] = torch.ones((), dtype=t.dtype)
+            made[f"shape {other}"] = t.new_ones(other)
+    made["a number"] = t.new_ones(())
     made["a dimension more"] = t[None].clone()
     made["a dimension less"] = t[0].clone() if t.shape[0] else t
-    made["sliced"] = torch.ones(*shape[:-1], shape[-1] + 3, dtype=t.dtype)[..., : shape[-1]]
+    made["sliced"] = t.new_ones(*shape[:-1], shape[-1] + 3)[..., : shape[-1]]
+    if t.is_cuda:
+        made["on the CPU"] = t.cpu()
     return made
 
 
@@ -88,15 +90,13 @@ def error_of(call: Any) -> str | None:
     return None
 
 
-@settings(max_examples=1200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_torch_and_ctypes_say_the_same(
-    data: st.DataObject, library: Library, kernels_module: ModuleType
+def say_the_same(
+    data: st.DataObject, library: Library, kernels_module: ModuleType, device: str
 ) -> None:
     """The same arguments, good or bad: the same message, or the same bits in the results."""
     sample: Sample = data.draw(st.sampled_from(SAMPLES))
     dtype = data.draw(st.sampled_from(DTYPES))
-    tensors = sample.make(dtype, 3, WIDTH)
+    tensors = sample.make(dtype, 3, WIDTH, device)
     inputs = list(sample.arguments(tensors, WIDTH))
     outs = [torch.full_like(e, 5) for e in sample.call_all(kernels_module, tensors, WIDTH)]
     kinds = ["Tensor"] * len(outs) + [kind for kind, _ in sample.schema.arguments]
@@ -131,20 +131,19 @@ def test_torch_and_ctypes_say_the_same(
         assert message == by_ctypes
 
 
-@settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_torch_and_ctypes_say_the_same_of_lists(
-    data: st.DataObject, library: Library, kernels_module: ModuleType
+def say_the_same_of_lists(
+    data: st.DataObject, library: Library, kernels_module: ModuleType, device: str
 ) -> None:
     sample: ListSample = data.draw(st.sampled_from(LIST_SAMPLES))
     dtype = data.draw(st.sampled_from(list(sample.dtypes)))
-    inputs = list(sample.arguments(sample.make(dtype, shapes=((3, 8), (), (5,)))))
-    outs = [torch.tensor(0.0), torch.zeros(3)] if sample.schema.outputs else []
+    inputs = list(sample.arguments(sample.make(dtype, device, ((3, 8), (), (5,)))))
+    outs = [torch.zeros((), device=device), torch.zeros(3, device=device)]
+    outs = outs[: sample.schema.outputs]
     kinds = ["Tensor"] * len(outs) + [kind for kind, _ in sample.schema.arguments]
     given_: list[Any] = [*outs, *inputs]
 
     def other(value: Tensor) -> Tensor:
-        made = changes(value) if value.dim() else {"two": torch.ones(2), "wide": value.double()}
+        made = changes(value) if value.dim() else {"two": value.new_ones(2), "wide": value.double()}
         return made[data.draw(st.sampled_from(sorted(made)))]
 
     for at in data.draw(st.lists(st.integers(0, len(given_) - 1), min_size=1, max_size=3)):
@@ -176,6 +175,27 @@ def test_torch_and_ctypes_say_the_same_of_lists(
         for a, b in zip(by_c, by_operator, strict=True):
             for x, y in zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]:
                 assert not isinstance(x, Tensor) or torch.equal(x.nan_to_num(7), y.nan_to_num(7))
+
+
+ROUNDS = settings(
+    max_examples=1200, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@ROUNDS
+@given(data=st.data())
+def test_torch_and_ctypes_say_the_same(
+    data: st.DataObject, library: Library, kernels_module: ModuleType
+) -> None:
+    say_the_same(data, library, kernels_module, "cpu")
+
+
+@ROUNDS
+@given(data=st.data())
+def test_torch_and_ctypes_say_the_same_of_lists(
+    data: st.DataObject, library: Library, kernels_module: ModuleType
+) -> None:
+    say_the_same_of_lists(data, library, kernels_module, "cpu")
 
 
 @pytest.mark.parametrize("sample", FIRST.values(), ids=lambda s: s.id)
