@@ -9,11 +9,14 @@ from op_samples import BF16, DTYPES, F32, Sample, X, rows, sample, shared
 
 #: Six and eight rows for each SM of 132, nearly: also of 114 and 148 the last wave is nearly full.
 FLOW = [(BF16, 8192, 792), (BF16, 8192, 1056), (F32, 4096, 792)]
-D, W, TWICE, TABLE = rows("D"), shared("D"), shared(3, "D", dtype=F32), rows(3, "D/2")
+D, W, TABLE = rows("D"), shared("D"), rows(3, "D/2")
 SEEDS, JUST = rows(dtype=torch.int64, high=99, dense=True), {"min_p": 0.0, "temperature": 0.7}
 ACROSS = {"eps": 1e-6, "norm_across_heads": True, "interleaved": True, "seq_dim": 1}
 HEADS = {"q": rows(3, 4, "D"), "k": rows(3, 4, "D")}
 FEW_K = {"q": rows(3, 4, "D"), "k": rows(3, 1, "D")}
+PAIRS = {"dtype": F32, "pairs": True}
+TWICE = {"cos": shared(3, "D", **PAIRS), "sin": shared(3, "D", **PAIRS), "seq_dim": 1}
+TWICE_EACH = {n: shared(1, 3, 4, "D", **PAIRS) for n in ("cos", "sin")}
 PACKED = {"cos": TABLE, "sin": TABLE, "seq_dim": 1, "round_products": True}
 GRADS = {"grad": D, "x": D}
 
@@ -93,17 +96,16 @@ _CALLS = [
     (sample("rope_qk", "packed", **FEW_K, **PACKED),
      [(BF16, 64, 3), (BF16, 128, 720), (BF16, 128, 2880)]),
     (
-        sample("rope_qk", "twice", **HEADS, cos=TWICE, sin=TWICE, seq_dim=1, interleaved=True),
+        sample("rope_qk", "twice", **HEADS, **TWICE, interleaved=True),
         [(BF16, 64, 3)],
     ),
     (
-        sample("rope", "twice", x=rows(3, 4, "D"), cos=TWICE, sin=TWICE, seq_dim=1,
-               interleaved=True),
+        sample("rope", "twice", x=rows(3, 4, "D"), **TWICE, interleaved=True),
         [(BF16, 64, 3)],
     ),
     (
         sample("qk_norm_rope", "twice", **HEADS, q_weight=shared("4D"), k_weight=shared("4D"),
-               cos=shared(1, 3, 4, "D", dtype=F32), sin=shared(1, 3, 4, "D", dtype=F32), **ACROSS),
+               **TWICE_EACH, **ACROSS),
         [(BF16, 64, 2), (BF16, 64, 3)],
     ),
 ]  # fmt: skip

@@ -32,6 +32,7 @@ class Spec:
     dtype: torch.dtype | None = None  # None: the dtype of the call
     high: int | str = 0  # integers from 0 to high - 1
     dense: bool = False  # the C function takes it contiguous only
+    pairs: bool = False  # each value twice, as interleaved tables may have it
 
 
 def rows(*shape: int | str, **options: Any) -> Spec:
@@ -125,6 +126,8 @@ class Sample:
             kind = spec.dtype or dtype
             if kind.is_floating_point:
                 value = torch.randn(shape, generator=generator, device=where).to(kind)
+                if spec.pairs:
+                    value = value[..., ::2].repeat_interleave(2, -1)
             else:
                 high = max(_resolve(spec.high, width), 1)
                 value = torch.randint(high, shape, generator=generator, dtype=kind, device=where)
