@@ -434,8 +434,9 @@ int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gat
                            void *stream) {
   Check check("hfp_gated_rms_norm");
   Tensor o, a, g, w;
-  const bool ok = check.input("x", x, &a) && check.input("gate", gate, &g) &&
-                  check.same_shape(a, g) && check.same_type(a, g) &&
+  const bool ok = check.input("x", x, &a) &&
+                  (!gate || (check.input("gate", gate, &g) && check.same_shape(a, g) &&
+                             check.same_type(a, g))) &&
                   check.param("weight", weight, a, &w) &&
                   check.in_range("cast", cast, HFP_CAST_WEIGHT, "0 (none) or 1 (input)") &&
                   (cast == HFP_CAST_NONE || check.same_type(a, w)) &&
@@ -453,9 +454,9 @@ int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gat
   if (o.numel == 0) return HFP_OK;  // no group to cut
   const int64_t size = group_size > 0 ? group_size : a.last();
   hfp::GatedNormArgs args = {};
-  if (!check.groups(a, size, &args.x_rows) || !check.groups(g, size, &args.gate_rows)) {
-    return check.status();
-  }
+  if (!check.groups(a, size, &args.x_rows)) return check.status();
+  args.gate_rows = args.x_rows;
+  if (gate && !check.groups(g, size, &args.gate_rows)) return check.status();
   args.out = o.data;
   args.x = a.data;
   args.gate = g.data;

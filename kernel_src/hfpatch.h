@@ -232,7 +232,8 @@ HFP_EXPORT int32_t hfp_qk_norm_rope(DLTensor *q_out, DLTensor *k_out, const DLTe
  *   norm_before_gate == 1: v = x;  out = xhat rounded, * weight rounded, * act(gate) rounded
  *                                                                                   (Qwen3-Next)
  * or HFP_CAST_NONE: the same, rounded once, at the end             (Falcon-H1; Kimi Linear: sigmoid)
- * gate: shape and dtype of x; weight: [D] or NULL, in the dtype of x, or any under HFP_CAST_NONE.
+ * gate: shape and dtype of x, or NULL: the norm of groups alone, out = xhat rounded, * weight rounded.
+ * weight: [D] or NULL, in the dtype of x, or any under HFP_CAST_NONE.
  */
 enum { HFP_GATE_SILU = 0, HFP_GATE_SIGMOID = 1, HFP_GATE_COUNT = 2 };
 HFP_EXPORT int32_t hfp_gated_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *gate,
@@ -581,7 +582,7 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
     "float eps, float weight_offset, int cast, int norm_across_heads, int seq_dim, "               \
     "int interleaved, int rotary_dim, int round_products")                                         \
   X(gated_rms_norm, hfp_gated_rms_norm, "x",                                                       \
-    "Tensor x, Tensor gate, Tensor? weight, float eps, int group_size, int norm_before_gate, "     \
+    "Tensor x, Tensor? gate, Tensor? weight, float eps, int group_size, int norm_before_gate, "    \
     "int cast, int gate_activation")                                                               \
   X(group_norm, hfp_group_norm, "x, groups",                                                       \
     "Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, int silu, int channels_last")  \

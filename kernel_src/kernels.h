@@ -125,10 +125,10 @@ struct RopeArgs {
 // A row is one group of columns. All tensors have `type`.
 struct GatedNormArgs {
   void *out;
-  const void *x, *gate;
-  const void *weight;  // null: none
-  DType type, weight_type;  // weight_type is `type` unless `once`
-  Rows x_rows, gate_rows;  // rows * groups of cols / groups
+  const void *x;
+  const void *gate, *weight;  // null: none
+  DType type, weight_type;    // weight_type is `type` unless `once`
+  Rows x_rows, gate_rows;  // rows * groups of cols / groups; without a gate the same
   Rows weight_rows;        // the same rows; stride 0 but over the groups
   float eps;
   bool norm_before_gate;

@@ -245,6 +245,7 @@ SAMPLES = [
         interleaved=True, seq_dim=1, constant=TABLES,
     ),
     sample("gated_rms_norm", x=X, gate=X, weight=W, eps=1e-6, group_size="D/2"),
+    sample("gated_rms_norm", "groups", x=X, weight=W, eps=1e-6, group_size="D/2"),
     sample("gated_rms_norm", "first", x=X, gate=X, eps=1e-6, norm_before_gate=True),
     sample(
         "rms_norm_silu", x=X, addend=W, weight=W32, scale=rows(1, "D"), shift=W, eps=1e-6,

@@ -109,6 +109,13 @@ NORMS = (
         formulas.qwen3_next_norm,
     ),
     Case(
+        "gated_rms_norm groups",
+        "x B S D; weight D",
+        "gated norm",
+        lambda k, x, w: k.gated_rms_norm(x, None, w, EPS, 128),
+        formulas.group_rms_norm,
+    ),
+    Case(
         "rms_norm_silu",
         "x R D; addend D",
         "videos",

@@ -61,6 +61,13 @@ def bamba_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return weight * y.to(x.dtype)
 
 
+def group_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """The same without a gate, of groups of 128 columns."""
+    y = x.to(torch.float32).reshape(*x.shape[:-1], -1, 128)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * y.flatten(-2).to(x.dtype)
+
+
 def rms_norm_silu(x: Tensor, addend: Tensor) -> Tensor:
     """diffusers' `RMSNorm` without a weight, and what stands around it in LTX-Video's VAE."""
     x = x + addend

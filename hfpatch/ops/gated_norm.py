@@ -1,4 +1,4 @@
-"""`gated_rms_norm`: the gated, grouped norm of Mamba-2 layers."""
+"""`gated_rms_norm`: the gated, grouped norm of Mamba-2 layers; also groups without a gate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torc
 
 def gated_rms_norm(
     x: Tensor,
-    gate: Tensor,
+    gate: Tensor | None = None,
     weight: Tensor | None = None,
     eps: float = 1e-6,
     group_size: int = 0,
@@ -26,10 +26,10 @@ def gated_rms_norm(
     cast: str = "input",
     gate_activation: str = "silu",
 ) -> Tensor:
-    """RMSNorm of groups of columns with a gate (Dao & Gu, arXiv:2405.21060).
+    """RMSNorm of groups of columns with a gate (Dao & Gu, arXiv:2405.21060), or without one.
 
     Args:
-        x, gate: `[..., D]`, one floating dtype.
+        x, gate: `[..., D]`, one floating dtype. Without a gate: `weight * norm(x)`.
         weight: `[D]` or None; in that dtype, or any under `cast="none"`.
         eps: added to the mean square.
         group_size: columns that are normalized together; 0: all.
@@ -44,18 +44,20 @@ def gated_rms_norm(
     """
     wide = compute_dtype(x)
     dtype = x.dtype if cast == "input" else wide
-    y, gate = x.to(wide), _GATES[gate_activation](gate.to(wide))
-    if not norm_before_gate:
-        y = y * gate
+    y = x.to(wide)
+    factor = None if gate is None else _GATES[gate_activation](gate.to(wide))
+    if factor is not None and not norm_before_gate:
+        y = y * factor
     width = group_size or x.shape[-1]
     grouped = y.reshape(*x.shape[:-1], -1, width)
     grouped = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
     y = grouped.flatten(-2).to(dtype)
     if weight is not None:
         y = y * (weight if cast == "input" else weight.to(dtype))
-    if norm_before_gate:
-        y = y * gate
-    return y.to(x.dtype) if norm_before_gate or cast == "none" else y
+    last = factor is not None and norm_before_gate
+    if factor is not None and last:
+        y = y * factor
+    return y.to(x.dtype) if last or cast == "none" else y
 
 
 def encode(params: dict[str, Any]) -> tuple[Any, ...]:

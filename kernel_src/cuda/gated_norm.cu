@@ -1,5 +1,5 @@
-// gated_norm.cu: rms norm of groups of columns with a gate, act(gate) before or after the norm;
-// hfp_gated_rms_norm on CUDA. Dao & Gu, arXiv:2405.21060 (Mamba-2).
+// gated_norm.cu: rms norm of groups of columns, with act(gate) before or after the norm, or without a
+// gate; hfp_gated_rms_norm on CUDA. Dao & Gu, arXiv:2405.21060 (Mamba-2).
 #include "activations.cuh"
 #include "ordered.cuh"
 #include "packed.cuh"
@@ -16,18 +16,19 @@ struct GatedNormParams {
   int64_t first_row;
   int64_t vectors;  // per row
   float inverse_cols, eps;
-  bool norm_first, once, sigmoid;
+  bool gate_first, gate_last, once, sigmoid;
   DType weight_type;
   uint32_t zero;  // 0; see Vec::stay_packed
 };
 
-// What a kernel knows when it is compiled. kNormFirst, kNormLast: T is a half type and the dtype of
-// the weight, and every step is rounded (not `once`); an absent weight is 1. kAny: p says it all.
-enum class Order { kNormFirst, kNormLast, kAny };
+// What a kernel knows when it is compiled. kNormFirst, kNormLast, kNoGate: T is a half type and the dtype
+// of the weight, and every step is rounded (not `once`); an absent weight is 1. kAny: p says it all; x is
+// read where there is no gate.
+enum class Order { kNormFirst, kNormLast, kNoGate, kAny };
 
 template <Order kOrder>
-__device__ __forceinline__ bool norm_first(const GatedNormParams &p) {
-  return kOrder == Order::kAny ? p.norm_first : kOrder == Order::kNormFirst;
+__device__ __forceinline__ bool gate_first(const GatedNormParams &p) {
+  return kOrder == Order::kAny ? p.gate_first : kOrder == Order::kNormLast;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ template <Order kOrder, class T, int N>
 __device__ __forceinline__ void input(const GatedNormParams &p, float (&y)[N], const Vec<T, N> &v,
                                       const Vec<T, N> &gate) {
   v.get(y);
-  if (!norm_first<kOrder>(p)) times_gate(p, y, gate);
+  if (gate_first<kOrder>(p)) times_gate(p, y, gate);
 }
 
 template <int N>
@@ -66,15 +67,15 @@ __device__ __forceinline__ void finish_any(const GatedNormParams &p, float (&y)[
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] *= scale;
   const bool weighted = p.weight != nullptr;
-  if (!p.once && (weighted || p.norm_first)) round_to<T>(y);
+  if (!p.once && (weighted || p.gate_last)) round_to<T>(y);
   if (weighted) {
     float w[N];
     load_any(w, p.weight, p.weight_type, weight_at);
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] *= w[i];
-    if (!p.once && p.norm_first) round_to<T>(y);
+    if (!p.once && p.gate_last) round_to<T>(y);
   }
-  if (p.norm_first) times_gate(p, y, gate);
+  if (p.gate_last) times_gate(p, y, gate);
   store_as<T>(p.out, at, y);
 }
 
@@ -112,6 +113,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     gated_norm_kernel(const __grid_constant__ GatedNormParams p) {
   using G = Group<kThreads>;
   constexpr bool kAny = kOrder == Order::kAny, kHold = !kAny && kVectors <= 2;
+  constexpr bool kGate = kOrder != Order::kNoGate;
   __shared__ float partial[kPartials];
 
   const int64_t row = G::row(p.first_row);
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
     gate[i].zero();
     if (i * stride < vectors) {
       v[i].template load<Cache::kStream>(x + i * stride * N);
-      gate[i].template load<Cache::kStream>(g + i * stride * N);
+      if constexpr (kGate) gate[i].template load<Cache::kStream>(g + i * stride * N);
     }
   }
   Vec<T, N> w[kHold ? kVectors : 1];
@@ -155,8 +157,9 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors),
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if (i * stride >= vectors) break;
-    if constexpr (!kAny || kVectors >= 4) v[i].stay_packed(p.zero), gate[i].stay_packed(p.zero);
-    if constexpr (kOrder == Order::kNormFirst) v[i].get(y[i]);
+    if constexpr (!kAny || kVectors >= 4) v[i].stay_packed(p.zero);
+    if constexpr (kGate && (!kAny || kVectors >= 4)) gate[i].stay_packed(p.zero);
+    if constexpr (kOrder == Order::kNormFirst || !kGate) v[i].get(y[i]);
     const int64_t at = to + i * stride * N;
     if constexpr (kAny) {
       finish_any(p, y[i], gate[i], scale, weight_at + i * stride * N, at);
@@ -245,8 +248,9 @@ int32_t launch_typed(GatedNormParams &p, DType type, void *stream) {
   if (p.vectors > 4 * kMaxThreadsX4) return launch_loop<T, N>(p, stream);
   if constexpr (kInTwos<T, N>) {
     if (!p.once && (p.weight == nullptr || p.weight_type == type)) {
-      return p.norm_first ? launch_fast<Order::kNormFirst, T, N>(p, stream)
-                          : launch_fast<Order::kNormLast, T, N>(p, stream);
+      return p.gate_last    ? launch_fast<Order::kNormFirst, T, N>(p, stream)
+             : p.gate_first ? launch_fast<Order::kNormLast, T, N>(p, stream)
+                            : launch_fast<Order::kNoGate, T, N>(p, stream);
     }
   }
   return launch_fast<Order::kAny, T, N>(p, stream);
@@ -259,14 +263,15 @@ int32_t gated_norm(const GatedNormArgs &a, int device, void *stream) {
   GatedNormParams p{};
   p.out = a.out;
   p.x = a.x;
-  p.gate = a.gate;
+  p.gate = a.gate != nullptr ? a.gate : a.x;
   p.weight = a.weight;
   p.x_rows = a.x_rows;
   p.gate_rows = a.gate_rows;
   p.weight_rows = a.weight_rows;
   p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(a.x_rows.cols));
   p.eps = a.eps;
-  p.norm_first = a.norm_before_gate;
+  p.gate_first = a.gate != nullptr && !a.norm_before_gate;
+  p.gate_last = a.gate != nullptr && a.norm_before_gate;
   p.once = a.once;
   p.sigmoid = a.sigmoid;
   p.weight_type = a.weight_type;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -224,14 +225,16 @@ def test_gated_rms_norm(kernels_module: ModuleType, dtype: torch.dtype, norm_fir
                         (8192, 1024), (3072, 0), (40000, 20000)]:  # fmt: skip
         packed = torch.randn(2, 301, 2 * cols, device="cuda").to(dtype)
         x, gate = packed.chunk(2, -1)
-        for weight in (None, torch.randn(cols, device="cuda").to(dtype)):
+        weights = (None, torch.randn(cols, device="cuda").to(dtype))
+        for weight, g in itertools.product(weights, (gate, None)):
             tail = (weight, 1e-6, group, norm_first)
-            y = k.gated_rms_norm(x, gate, *tail)
-            assert_like(y, OPS["gated_rms_norm"].reference(x, gate, *tail), dtype)
-            x2, gate2 = x.contiguous(), gate.contiguous()
+            y = k.gated_rms_norm(x, g, *tail)
+            assert_like(y, OPS["gated_rms_norm"].reference(x, g, *tail), dtype)
+            x2, g2 = x.contiguous(), None if g is None else g.contiguous()
             if cols % 8 == 0:
-                assert torch.equal(k.gated_rms_norm(x2, gate2, *tail), y)
-                assert torch.equal(k.gated_rms_norm(x2[:1, :3], gate2[:1, :3], *tail), y[:1, :3])
+                assert torch.equal(k.gated_rms_norm(x2, g2, *tail), y)
+                part = None if g2 is None else g2[:1, :3]
+                assert torch.equal(k.gated_rms_norm(x2[:1, :3], part, *tail), y[:1, :3])
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 64), (2, 0, 64), (2, 4, 0)], ids=str)

@@ -154,9 +154,10 @@ def test_gated_norm(
         for w in (None, randn(cols, dtype=dtype), randn(cols)):
             if w is not None and w.dtype != dtype and cast == "input":
                 continue
-            args = (x, gate, w, 1e-6, group, first, cast, act)
-            expected = OPS["gated_rms_norm"].reference(*args)
-            assert_like(kernels_module.gated_rms_norm(*args), expected, dtype)
+            for g in (gate, None):
+                args = (x, g, w, 1e-6, group, first, cast, act)
+                expected = OPS["gated_rms_norm"].reference(*args)
+                assert_like(kernels_module.gated_rms_norm(*args), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

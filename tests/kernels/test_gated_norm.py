@@ -1,4 +1,4 @@
-"""`gated_rms_norm` on the CPU: against fp64, groups, layouts, gradients, errors."""
+"""`gated_rms_norm` on the CPU: against fp64, groups, no gate, layouts, gradients, errors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ INPUT, SILU = 1, 0
 
 def gated64(x, gate, weight, eps, group, norm_first, cast, sigmoid):
     """fp64 value, and the bound that the rounding points of the header allow."""
-    dtype, y, g = x.dtype, x.double(), gate.double()
-    silu = torch.sigmoid(g) if sigmoid else g * torch.sigmoid(g)
-    silu_error = ACT_FP32[dtype] * (torch.ones_like(g) if sigmoid else g.abs())
+    dtype, y = x.dtype, x.double()
+    if gate is None:
+        silu, silu_error, norm_first = torch.ones_like(y), torch.zeros_like(y), False
+    else:
+        g = gate.double()
+        silu = torch.sigmoid(g) if sigmoid else g * torch.sigmoid(g)
+        silu_error = ACT_FP32[dtype] * (torch.ones_like(g) if sigmoid else g.abs())
 
     def rounded(y, error, last):
         if not last and not cast:
@@ -73,8 +77,8 @@ def test_against_fp64(lib, dtype, norm_first, sigmoid, cast):
     ):
         x, gate = torch.randn(2, rows, cols, dtype=dtype) * 2
         weight = torch.randn(cols, dtype=dtype)
-        for w in (weight, None):
-            args = (x, gate, w, 1e-6, group, norm_first, cast, sigmoid)
+        for g, w in itertools.product((gate, None), (weight, None)):
+            args = (x, g, w, 1e-6, group, norm_first, cast, sigmoid)
             y, bound = gated64(*args)
             out = call(lib, "gated_rms_norm", *args)
             assert_close(out, y, bound, f"{rows}x{cols} groups of {group}")
@@ -110,14 +114,16 @@ def test_layouts_and_split(lib, dtype):
         lambda t: t[0, 0, 0, :24],
         lambda t: t[:1, :1, :1, 4:28],
     ):
-        x, g = view(base), view(gate)
-        for group in (0, 8, 24):
+        x = view(base)
+        for group, g in itertools.product((0, 8, 24), (view(gate), None)):
             tail = (weight, 1e-6, group, 0, INPUT, SILU)
             out = call(lib, "gated_rms_norm", x, g, *tail)
-            plain = call(lib, "gated_rms_norm", x.contiguous(), g.contiguous(), *tail)
+            dense = None if g is None else g.contiguous()
+            plain = call(lib, "gated_rms_norm", x.contiguous(), dense, *tail)
             assert same_bits(out, plain)
+            first = None if g is None else g[:1].contiguous()
             alone = (
-                call(lib, "gated_rms_norm", x[:1].contiguous(), g[:1].contiguous(), *tail)
+                call(lib, "gated_rms_norm", x[:1].contiguous(), first, *tail)
                 if x.dim() > 1
                 else out
             )
@@ -151,23 +157,30 @@ def test_bad_calls(lib):
         assert (out == 7).all()
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("act", ["silu", "sigmoid"])
 @pytest.mark.parametrize("cast", ["none", "input"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_function(
-    dtype: torch.dtype, norm_first: bool, cast: str, act: str, kernels_module: ModuleType
+    dtype: torch.dtype,
+    norm_first: bool,
+    cast: str,
+    act: str,
+    gated: bool,
+    kernels_module: ModuleType,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    plain = [randn(2, 5, 32), randn(2, 5, 32), randn(32)]
+    plain = [randn(2, 5, 32), randn(2, 5, 32) if gated else None, randn(32)]
     tail = (1e-6, 8, norm_first, cast, act)
     y = kernels_module.gated_rms_norm(*plain, *tail)
-    leaves = [t.clone().requires_grad_() for t in plain]
-    formula = kernels_module.gated_rms_norm(*leaves, *tail)
+    given = [None if t is None else t.clone().requires_grad_() for t in plain]
+    leaves = [t for t in given if t is not None]
+    formula = kernels_module.gated_rms_norm(*given, *tail)
     reference = OPS["gated_rms_norm"].reference
     # Half types: a few results start from a neighbour, of up to two roundings before.
     eps = max(4e-6, 3 * torch.finfo(dtype).eps)
@@ -177,7 +190,8 @@ def test_torch_function(
         if dtype != torch.float32:
             assert (y != other).float().mean() < 0.02
     grads = torch.autograd.grad(formula.float().square().sum(), leaves)
-    wide = [t.double().requires_grad_() for t in plain]
-    truth = torch.autograd.grad(reference(*wide, *tail).square().sum(), wide)
+    wide = [None if t is None else t.double().requires_grad_() for t in plain]
+    inputs = [t for t in wide if t is not None]
+    truth = torch.autograd.grad(reference(*wide, *tail).square().sum(), inputs)
     for a, e in zip(grads, truth, strict=True):
         assert (a.double() - e).abs().max() <= 16 * max(1e-6, eps) * e.abs().max()
