@@ -24,11 +24,6 @@ struct ArgmaxParams {
   int64_t stride;  // vectors that a CTA takes
 };
 
-constexpr int kArgmaxThreads = 512;
-constexpr int kArgmaxClusterThreads = 256;
-constexpr int kLongVectors = 8;   // of a lane in a wave
-constexpr int kShortVectors = 2;  // where rows are narrow, or few
-
 // The place of the first of a lane's elements that has this value, NaN too, counted from its first
 // vector in columns of the row; kNowhere if it has none.
 constexpr int kNowhere = 0x7fffffff;

@@ -19,14 +19,6 @@ inline constexpr int kFlowVectors = 4;           // of a reader at a time
 inline constexpr int kStages = 3;                // of so many vectors, on their way
 template <class T>
 inline constexpr int kFewestRankers = sizeof(T) == 4 ? 4 : 3;  // with fewer the readers wait for them
-inline constexpr int64_t kMostFlowWanted = 64;   // k; more would be too many for the list
-inline constexpr int64_t kFlowWidth = 1024;      // vectors of a row, the fewest
-
-// Two warps rank a row where there is room for up to kFewRankers rows, where no more are an SM's, or where
-// rows are wide and many. bf16 on an H200, us, one and two warps: topk 50 of 8192 x 32000 130.0 and 128.0,
-// 512 x 128256 38.1 and 36.2, but 4096 x 12000 36.5 and 39.1; sample 127.4 and 125.7, 40.3 and 38.7, but
-// 45.0 and 53.7.
-inline constexpr int64_t kFewRankers = 8, kPairVectors = 3072, kPairRows = 16;  // rows of an SM
 
 inline constexpr int kWavePieces = kFlowVectors / kPieceVectors;
 

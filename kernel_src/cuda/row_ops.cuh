@@ -169,23 +169,7 @@ __device__ __forceinline__ uint64_t max_over_warp(uint64_t v) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Plans
-
-// Rows that stay in registers from the load to the store; wider ones go by parts.
-inline constexpr int64_t kMostHeld = 4 * kMaxThreadsX4;
-
-constexpr RowPlan plan_held(int64_t vectors) {
-  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
-  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
-  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
-  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
-}
-
-inline constexpr int kPartThreads = 512;       // a CTA that takes all parts of a row
-inline constexpr int kHeldParts = kPartThreads / 32;  // a part per warp; softmax.cu keeps so many
-inline constexpr int kSplitThreads = 128;      // a CTA that takes four parts
-inline constexpr int kSplitVectors = 4;        // of each thread, where the results are written
-inline constexpr int kWaveVectors = 4;         // of each lane at a time
+// Parts
 
 // Where a row's parts are: part i has the columns [i * cols, (i + 1) * cols).
 struct Parts {

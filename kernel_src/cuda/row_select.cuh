@@ -13,10 +13,6 @@
 
 namespace hfp::cuda {
 
-inline constexpr int kSelectVectors = 2;       // of each thread at a time
-inline constexpr int64_t kClusterRows = 16;    // up to so many rows, which leave most SMs idle
-inline constexpr int64_t kClusterVectors = 1024;
-
 // ---------------------------------------------------------------------------------------------
 // Walking a row
 

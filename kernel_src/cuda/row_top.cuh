@@ -21,8 +21,6 @@ enum class Share { kSm, kCta, kCluster };
 
 template <Share kShare>
 inline constexpr int kTopThreads = kShare == Share::kSm ? 256 : 512;
-inline constexpr int64_t kCtaRows = 132;  // up to so many have an SM of an H100 each
-inline constexpr int64_t kTopClusterRows = 24;  // up to so many have a cluster each
 
 // For __launch_bounds__. `wanted` CTAs where they share an SM, so many of clusters.
 constexpr int top_ctas(Share share, int wanted, int cluster_ctas) {
@@ -31,7 +29,6 @@ constexpr int top_ctas(Share share, int wanted, int cluster_ctas) {
 }
 
 inline constexpr int kTopVectors = 4, kTopShift = 2;  // of a thread, on their way; the logarithm
-inline constexpr int kMostWanted = 192;               // k; more would leave too few of 256 threads
 inline constexpr int kTopPieces = 4096;          // of a CTA
 inline constexpr unsigned kMostTopPieces = 512;  // that are read again
 inline constexpr unsigned kMostTop = 512;        // in the list

@@ -156,10 +156,11 @@ struct Group {
           if (lane + 32 < K * warps) of_32 += partial[lane + 32];
         }
         return sum_lanes(of_32);
-      }
+      } else {
 #pragma unroll
-      for (int bit = 16; bit >= 32 / K; bit /= 2) of_32 += __shfl_xor_sync(~0u, of_32, bit);
-      return of_32;
+        for (int bit = 16; bit >= 32 / K; bit /= 2) of_32 += __shfl_xor_sync(~0u, of_32, bit);
+        return of_32;
+      }
     }
   }
 };

@@ -327,11 +327,6 @@ struct HeldPart {
   }
 };
 
-// Many rows: a CTA brings that of so many bytes further on to L2, which begins a little later. 8192 x 32000 in
-// bf16 on an H200, us: none 256, 2 MB 251, 4 MB 253, 7 MB 255; but 300 rows 14.2 and 15.0. By clusters 128256
-// columns 257.7 and 256.1, 50264 columns 399 and 401: not used there.
-constexpr int64_t kAheadBytes = 2 << 20, kAheadRows = 8 * kFullSms;
-
 // A CTA per row and a warp per part.
 template <class T, bool kScaled>
 __global__ void __launch_bounds__(kPartThreads, 2)
@@ -420,7 +415,7 @@ bool launch_held_parts(SoftmaxParams &p, int device, void *stream, int32_t *stat
   if (p.parts.count <= kHeldParts && !split_rows(p.x_rows.rows, p.x_rows.cols)) {
     const int64_t bytes = kVectorBytes * p.vectors;
     p.rows_ahead =
-        p.x_rows.rows < kAheadRows ? 0 : static_cast<int>((kAheadBytes + bytes - 1) / bytes);
+        p.x_rows.rows < kSoftmaxAheadRows ? 0 : static_cast<int>((kSoftmaxAheadBytes + bytes - 1) / bytes);
     *status = launch_rows(&softmax_held_parts_kernel<T, kScaled>, {Shape::kLoop, kPartThreads, 1}, p,
                           stream, op);
     return true;

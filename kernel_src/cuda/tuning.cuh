@@ -52,6 +52,20 @@
 //     Threads, -Ahead      1024, 4, 1  thread on their way
 //   column_teams, kTeam-   see below   clusters that share out its columns;     broadcast_backward_
 //     Rows, -Vectors                   rows and vectors from which they do        cluster.cuh
+//   plan_held, kMostHeld   see below   rows in registers                        softmax*.cu
+//   kPartThreads,          512, 128    CTA of a wider row; of four of its       row_ops.cuh
+//     kSplitThreads                    parts
+//   kSoftmaxAhead-         2 MB, 1056  rows that CTAs bring to L2 for others    softmax.cu
+//     Bytes, -Rows
+//   kArgmaxThreads,        512, 256    CTA; CTA of a cluster                    argmax.cu
+//     kArgmaxClusterThreads
+//   kClusterRows, -Vec-    16, 1024,   rows up to which clusters share them,    argmax.cu, topk.cu,
+//     tors, kTopClusterRows  24        and how wide; those of topk and sample   sample.cu
+//   kCtaRows, kMostWanted  132, 192    rows with an SM each; k                  row_top.cuh
+//   kMostFlowWanted,       64, 1024    k, and vectors of a row, of a stream     row_flow.cuh
+//     kFlowWidth
+//   kFewRankers, kPair-    8, 3072,    rows that two warps rank                 row_flow.cuh
+//     Vectors, -Rows       16
 //   kPlainAdamW-Threads,   128, 1,     CTA, vectors of a thread and threads     adamw.cu
 //     -Vectors, -Resident  1024        on an SM, fp32 without masters or amsgrad
 //   kSumThreads, -Rows     512, 320    CTA; rows of partial sums at once        partial_sums.cu
@@ -514,6 +528,53 @@ constexpr ColumnTeams column_teams(int64_t vectors, int64_t sums, int64_t most_l
 // kernel that leaves them: layer_norm 4096 x 8192 56.1 -> 55.1, x 16384 107.9 -> 106.0.
 inline constexpr int kSumThreads = 512;
 inline constexpr int kSumRows = 320;  // read at once, where columns are aligned
+
+// ---------------------------------------------------------------------------------------------
+// Rows of logits: softmax, argmax, topk, sample
+
+// Rows that stay in registers from the load to the store; wider ones go by parts.
+inline constexpr int64_t kMostHeld = 4 * kMaxThreadsX4;
+
+constexpr RowPlan plan_held(int64_t vectors) {
+  if (vectors <= 16) return {Shape::k8x2, kRowThreads, kRowThreads / 8};
+  if (vectors <= 64) return {Shape::k32x2, kRowThreads, kRowThreads / 32};
+  if (vectors <= 128) return {Shape::k32x4, kRowThreads, kRowThreads / 32};
+  return {Shape::kCtaX4, cta_threads(vectors, 4), 1};
+}
+
+inline constexpr int kPartThreads = 512;       // a CTA that takes all parts of a row
+inline constexpr int kHeldParts = kPartThreads / 32;  // a part per warp; softmax.cu keeps so many
+inline constexpr int kSplitThreads = 128;      // a CTA that takes four parts
+inline constexpr int kSplitVectors = 4;        // of each thread, where the results are written
+inline constexpr int kWaveVectors = 4;         // of each lane at a time
+
+// Many rows: a CTA brings that of so many bytes further on to L2, which begins a little later. 8192 x 32000 in
+// bf16 on an H200, us: none 256, 2 MB 251, 4 MB 253, 7 MB 255; but 300 rows 14.2 and 15.0. By clusters 128256
+// columns 257.7 and 256.1, 50264 columns 399 and 401: not used there.
+inline constexpr int64_t kSoftmaxAheadBytes = 2 << 20, kSoftmaxAheadRows = 8 * kFullSms;
+
+inline constexpr int kArgmaxThreads = 512;
+inline constexpr int kArgmaxClusterThreads = 256;
+inline constexpr int kLongVectors = 8;   // of a lane in a wave
+inline constexpr int kShortVectors = 2;  // where rows are narrow, or few
+
+// What is chosen of a row: few rows, which leave most SMs idle, are shared by clusters, more have a CTA with
+// an SM of an H100 to itself.
+inline constexpr int kSelectVectors = 2;  // of each thread at a time
+inline constexpr int64_t kClusterRows = 16, kTopClusterRows = 24;
+inline constexpr int64_t kClusterVectors = 1024;  // of a row, the fewest
+inline constexpr int64_t kCtaRows = kFullSms;
+inline constexpr int kMostWanted = 192;  // k; more would leave too few of 256 threads
+
+// Many rows as a stream through shared memory: row_flow.cuh.
+inline constexpr int64_t kMostFlowWanted = 64;  // k; more would be too many for the list
+inline constexpr int64_t kFlowWidth = 1024;     // vectors of a row, the fewest
+
+// Two warps rank a row where there is room for up to kFewRankers rows, where no more are an SM's, or where
+// rows are wide and many. bf16 on an H200, us, one and two warps: topk 50 of 8192 x 32000 130.0 and 128.0,
+// 512 x 128256 38.1 and 36.2, but 4096 x 12000 36.5 and 39.1; sample 127.4 and 125.7, 40.3 and 38.7, but
+// 45.0 and 53.7.
+inline constexpr int64_t kFewRankers = 8, kPairVectors = 3072, kPairRows = 16;  // rows of an SM
 
 // ---------------------------------------------------------------------------------------------
 // AdamW
