@@ -14,7 +14,14 @@
 namespace hfp::cuda {
 namespace {
 
+// What the loss of each row is multiplied by, 1 / divisor: a number, or to be found by share_kernel.
+struct ShareParams {
+  bool known;
+  float value;
+};
+
 struct WithGradientParams : CrossEntropyParams {
+  ShareParams share;
   int parts, cluster_ctas, held_vectors;  // per row
   int rows_ahead;
 };
@@ -24,17 +31,29 @@ struct WithGradientParams : CrossEntropyParams {
 // 257.5, 256; x 50264 429, 420, 413, 422; 4096 x 151936 618, 614, 603, 607; 65536 x 4096 270, 263, 263, 274.
 constexpr int64_t kAheadBytes = 4 << 20;
 
-// By one thread of each CTA, of the last warp, which often has less to read.
+// A CTA's share of the row further on. It is asked for behind the loads of the CTA's own row, as its target
+// comes from DRAM: 8192 x 32000 256.4 -> 255.8 us, 2048 x 128256 258.8 -> 257.9. By one thread, of the
+// last warp, which often has less to read.
 template <class T>
-__device__ __forceinline__ void bring_row_ahead(const WithGradientParams &p, int64_t row, int ctas,
-                                                unsigned rank) {
-  const int64_t other = row + p.rows_ahead;
-  if (other >= p.x_rows.rows || __ldg(p.target + other) == p.ignore_index) return;
-  const uint32_t share = static_cast<uint32_t>(p.held_vectors) / static_cast<uint32_t>(ctas);
-  bring_row(static_cast<const T *>(p.logits) + row_offset(p.x_rows, other) +
-                rank * share * kVectorOf<T>,
-            share);
-}
+struct RowAhead {
+  const T *first;
+  uint32_t vectors;
+  bool asks = false;
+
+  __device__ __forceinline__ RowAhead(const WithGradientParams &p, int64_t row, int ctas, unsigned rank)
+      : vectors(static_cast<uint32_t>(p.held_vectors) / static_cast<uint32_t>(ctas)) {
+    const int64_t other = row + p.rows_ahead;
+    first = static_cast<const T *>(p.logits) + row_offset(p.x_rows, other) +
+            rank * vectors * kVectorOf<T>;
+    if (threadIdx.x + 32 == blockDim.x && other < p.x_rows.rows) {
+      asks = __ldg(p.target + other) != p.ignore_index;
+    }
+  }
+
+  __device__ __forceinline__ void bring() const {
+    if (asks) bring_row(first, vectors);
+  }
+};
 
 // grad (softmax - smooth) of a row, by what was subtracted in the exponents of its sum: what rounding that
 // is off by cancels.
@@ -91,10 +110,13 @@ struct HeldPart {
 
   __device__ __forceinline__ explicit HeldPart(int part) : first(part * kWave) {}
 
-  // Of the whole part, on all lanes.
-  __device__ __forceinline__ Seen read(const CrossEntropyParams &p, const T *x) {
+  __device__ __forceinline__ void ask_for(const CrossEntropyParams &p, const T *x) {
     load_wave<T, true, kLaneVectors>(v, x, first, p.x_rows.cols);
     keep_loads_above(p.zero);
+  }
+
+  // Of the whole part, on all lanes.
+  __device__ __forceinline__ Seen see(const CrossEntropyParams &p) {
     Seen seen = see_vectors<T, true, kCap>(p, v, first);
     seen.merge_lanes(p.label_smoothing > 0.0f);
     return seen;
@@ -130,12 +152,16 @@ __device__ __forceinline__ float4 message(const Seen &seen, float logit) {
   return make_float4(seen.most, seen.sum, seen.plain, logit);
 }
 
-// By all threads, before anything is written. What share_kernel has found is waited for only here: that
-// kernel itself begins when all before it has ended, and only then can this one be placed, so that logits
-// and targets can be read at once. 8192 x 32000: 267 -> 265.5 us.
-__device__ __forceinline__ float share_of_row(const CrossEntropyParams &p) {
+// By all threads, before anything is read. After share_kernel that is at once: it begins when all before it
+// has ended, and only then can this kernel be placed. 8192 x 32000: 267 -> 265.5 us.
+__device__ __forceinline__ void wait_to_read(const WithGradientParams &p) {
+  if (p.share.known) wait_for_previous();
+}
+
+// By all threads, before anything is written: only now is share_kernel waited for.
+__device__ __forceinline__ float share_of_row(const WithGradientParams &p) {
   wait_for_previous();
-  return __ldcg(p.grad);
+  return p.share.known ? p.share.value : __ldcg(p.grad);
 }
 
 // What the gradient of a row's loss is multiplied by.
@@ -148,6 +174,7 @@ __global__ void __launch_bounds__(kRowThreads)
     with_gradient_warp_kernel(const __grid_constant__ WithGradientParams p) {
   const int64_t row = Group<32>::row(p.first_row);
   if (row >= p.x_rows.rows) return;
+  wait_to_read(p);
   const int64_t target = __ldg(p.target + row);
   HeldPart<T, kCap> held(0);
   if (target == p.ignore_index) {
@@ -158,7 +185,8 @@ __global__ void __launch_bounds__(kRowThreads)
   }
   const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
   const float logit = logit_of_target(p, x, target);
-  const Seen seen = held.read(p, x);
+  held.ask_for(p, x);
+  const Seen seen = held.see(p);
   const float given = share_of_row(p);
   finish<kCap>(p, row, logit, seen);
   __syncwarp();  // all lanes have the logit
@@ -170,19 +198,22 @@ __global__ void __launch_bounds__(kPartThreads, kCap || (sizeof(T) == 2 && !kHas
     with_gradient_cta_kernel(const __grid_constant__ WithGradientParams p) {
   __shared__ float4 all[kHeldParts];
   const int64_t row = p.first_row + blockIdx.x;
+  wait_to_read(p);
   const int64_t target = __ldg(p.target + row);
+  const RowAhead<T> ahead(p, row, 1, 0);
   const int part = threadIdx.x / 32u;
+  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
   HeldPart<T, kCap> held(part);
+  if (target != p.ignore_index) held.ask_for(p, x);
+  ahead.bring();
   if (target == p.ignore_index) {
     wait_for_previous();
     if (threadIdx.x == 0) ignore_row(p, row);
     held.write_zeros(p, row);
     return;
   }
-  const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
   const float logit = part == 0 ? logit_of_target(p, x, target) : 0.0f;
-  if (threadIdx.x + 32 == blockDim.x) bring_row_ahead<T>(p, row, 1, 0);
-  const Seen own = held.read(p, x);
+  const Seen own = held.see(p);
   const float given = share_of_row(p);
   if (threadIdx.x % 32u == 0) all[part] = message(own, logit);
   __syncthreads();
@@ -205,7 +236,11 @@ __global__ void __launch_bounds__(kDense ? kDenseThreads : kPartThreads,
   const int part = static_cast<int>(Team<true>::rank() * (blockDim.x / 32u) + threadIdx.x / 32u);
   const T *x = static_cast<const T *>(p.logits) + row_offset(p.x_rows, row);
   HeldPart<T, kCap> held(part);
+  wait_to_read(p);
   const int64_t target = __ldg(p.target + row);
+  const RowAhead<T> ahead(p, row, p.cluster_ctas, Team<true>::rank());
+  if (target != p.ignore_index) held.ask_for(p, x);
+  ahead.bring();
   if (target == p.ignore_index) {
     wait_for_previous();
     if (part == 0 && threadIdx.x == 0) ignore_row(p, row);
@@ -214,8 +249,7 @@ __global__ void __launch_bounds__(kDense ? kDenseThreads : kPartThreads,
     return;
   }
   const float logit = part == 0 ? logit_of_target(p, x, target) : 0.0f;
-  if (threadIdx.x + 32 == blockDim.x) bring_row_ahead<T>(p, row, p.cluster_ctas, Team<true>::rank());
-  const float4 own = message(held.read(p, x), logit);
+  const float4 own = message(held.see(p), logit);
   const float given = share_of_row(p);
   all.exchange({own.x, own.y, own.z, own.w}, part, p.parts, p.cluster_ctas);
   const Seen seen = merge_strands(p, reinterpret_cast<const float4 *>(all.of_part), p.parts);
@@ -234,27 +268,31 @@ struct TotalParams {
   const int64_t *target;
   int64_t rows, ignore_index;
   bool counts;  // what to divide by: the rows that are not ignored
-  const float *divisor_pointer;
-  float divisor;
+  const float *divisor;
+  ShareParams share;
 };
 
 constexpr int kTotalThreads = 1024;
-constexpr int kTotalUnroll = 4;  // rows that a thread has on their way
+// Rows that a thread has on their way. Eight in clusters: 16384 x 1000 24.8 -> 25.4 us, 65536 x 4096
+// 261.9 -> 261.1.
+template <bool kCluster>
+constexpr int kTotalUnroll = kCluster ? 4 : 8;
 
 // The sum of f(row) over all rows, in one order, to thread 0 of the first CTA of the team.
 template <bool kCluster, class Number, class F>
 __device__ __forceinline__ Number sum_rows(int64_t rows, const F &f) {
   using T = Team<kCluster>;
+  constexpr int kUnroll = kTotalUnroll<kCluster>;
   __shared__ Number of_cta;
   const int64_t step = int64_t{kTotalThreads} * T::size();
   Number sum = 0;
   for (int64_t i = int64_t{T::rank()} * kTotalThreads + threadIdx.x; i < rows;
-       i += step * kTotalUnroll) {
-    Number value[kTotalUnroll];
+       i += step * kUnroll) {
+    Number value[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kTotalUnroll; ++u) value[u] = i + u * step < rows ? f(i + u * step) : 0;
+    for (int u = 0; u < kUnroll; ++u) value[u] = i + u * step < rows ? f(i + u * step) : 0;
 #pragma unroll
-    for (int u = 0; u < kTotalUnroll; ++u) sum += value[u];
+    for (int u = 0; u < kUnroll; ++u) sum += value[u];
   }
   sum = join_all<Sum>(sum);
   if constexpr (kCluster) {
@@ -273,14 +311,15 @@ template <bool kCluster>
 __global__ void __launch_bounds__(kTotalThreads)
     share_kernel(const __grid_constant__ TotalParams p) {
   wait_for_previous();
-  float divisor = p.divisor;
+  float share = p.share.value;
   if (p.counts) {
-    divisor = static_cast<float>(sum_rows<kCluster, int64_t>(
-        p.rows, [&](int64_t i) { return int64_t{__ldg(p.target + i) != p.ignore_index}; }));
-  } else if (p.divisor_pointer != nullptr) {
-    divisor = __ldg(p.divisor_pointer);
+    const int64_t rows = sum_rows<kCluster, int64_t>(
+        p.rows, [&](int64_t i) { return int64_t{__ldg(p.target + i) != p.ignore_index}; });
+    share = 1.0f / static_cast<float>(rows);
+  } else if (!p.share.known) {
+    share = 1.0f / __ldg(p.divisor);
   }
-  if (Team<kCluster>::rank() == 0 && threadIdx.x == 0) *p.total = 1.0f / divisor;
+  if (Team<kCluster>::rank() == 0 && threadIdx.x == 0) *p.total = share;
 }
 
 // total = the sum of the losses, multiplied by it. No row at all: 0 / 0 is NaN, as for the mean of none.
@@ -288,10 +327,12 @@ template <bool kCluster>
 __global__ void __launch_bounds__(kTotalThreads)
     total_kernel(const __grid_constant__ TotalParams p) {
   wait_for_previous();
+  // With the losses, not after them.
+  const float share = p.share.known ? p.share.value : __ldcg(p.total);
   const double sum = sum_rows<kCluster, double>(
       p.rows, [&](int64_t i) { return static_cast<double>(__ldg(p.loss + i)); });
   if (Team<kCluster>::rank() == 0 && threadIdx.x == 0) {
-    *p.total = static_cast<float>(sum * static_cast<double>(*p.total));
+    *p.total = static_cast<float>(sum * static_cast<double>(share));
   }
 }
 
@@ -337,26 +378,26 @@ bool launch_held(WithGradientParams &p, int device, void *stream, const char *op
                           : launch_held<T, false>(p, device, stream, op, status);
 }
 
-// In a cluster, 65536 rows of 4096 columns take 283 -> 269 us in all.
+// In a cluster, 65536 rows of 4096 columns take 283 -> 269 us in all. Few rows are faster in one CTA, which
+// is on the GPU earlier: 8192 x 32000 257.8 -> 256.9.
 int32_t launch_total(void (*cluster)(TotalParams), void (*alone)(TotalParams), TotalParams &p,
                      int device, void *stream, const char *op) {
-  if (p.rows > kTotalThreads && has_clusters(reinterpret_cast<const void *>(cluster), device)) {
+  if (p.rows > kTotalThreads * kTotalUnroll<false> &&
+      has_clusters(reinterpret_cast<const void *>(cluster), device)) {
     return launch_clusters(cluster, 1, kTotalThreads, p, stream, op);
   }
   return launch(alone, 1, kTotalThreads, p, stream, op);
 }
 
-int32_t launch_gradient(const CrossEntropyArgs &a, int device, void *stream, const char *op) {
-  if (a.rows.rows <= 0 || a.rows.cols <= 0) return HFP_OK;
+// False, and nothing is launched, where rows are not held.
+bool launch_held(const CrossEntropyArgs &a, const ShareParams &share, int device, void *stream,
+                 const char *op, int32_t *status) {
   WithGradientParams p{};
   static_cast<CrossEntropyParams &>(p) = params_of(a);
-  int32_t status = HFP_OK;
-  const bool held = a.type == DType::F32   ? launch_held<float>(p, device, stream, op, &status)
-                    : a.type == DType::F16 ? launch_held<__half>(p, device, stream, op, &status)
-                                           : launch_held<__nv_bfloat16>(p, device, stream, op, &status);
-  if (held) return status;
-  status = cross_entropy(a, device, stream);
-  return status == HFP_OK ? cross_entropy_backward(a, device, stream) : status;
+  p.share = share;
+  return a.type == DType::F32   ? launch_held<float>(p, device, stream, op, status)
+         : a.type == DType::F16 ? launch_held<__half>(p, device, stream, op, status)
+                                : launch_held<__nv_bfloat16>(p, device, stream, op, status);
 }
 
 }  // namespace
@@ -372,16 +413,23 @@ int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &a, int device, 
   total.rows = a.rows.rows.rows;
   total.ignore_index = a.rows.ignore_index;
   total.counts = a.counts;
-  total.divisor_pointer = a.divisor.pointer;
-  total.divisor = a.divisor.value;
-  int32_t status =
-      launch_total(&share_kernel<true>, &share_kernel<false>, total, device, stream, op);
-  if (status != HFP_OK) return status;
+  total.divisor = a.divisor.pointer;
+  if (!a.counts && a.divisor.pointer == nullptr) total.share = {true, 1.0f / a.divisor.value};
   CrossEntropyArgs rows = a.rows;
   rows.grad = a.total;
   rows.one_grad = true;
   rows.saved_lse = rows.lse;
-  status = launch_gradient(rows, device, stream, op);
+  const auto share = [&] {
+    return launch_total(&share_kernel<true>, &share_kernel<false>, total, device, stream, op);
+  };
+  int32_t status = total.share.known ? HFP_OK : share();
+  if (status != HFP_OK) return status;
+  const bool none = rows.rows.rows <= 0 || rows.rows.cols <= 0;
+  if (!none && !launch_held(rows, total.share, device, stream, op, &status)) {
+    if (total.share.known) status = share();
+    if (status == HFP_OK) status = cross_entropy(rows, device, stream);
+    if (status == HFP_OK) status = cross_entropy_backward(rows, device, stream);
+  }
   if (status != HFP_OK) return status;
   return launch_total(&total_kernel<true>, &total_kernel<false>, total, device, stream, op);
 }
