@@ -26,11 +26,6 @@ struct WithGradientParams : CrossEntropyParams {
   int rows_ahead;
 };
 
-// The CTAs of a row bring that of so many bytes further on to L2: it begins some 2 us later. Else, as
-// long as they compute, too little is asked for. H200, bf16, us, none, 2 MB, 4 MB, 7 MB: 8192 x 32000 264, 261,
-// 257.5, 256; x 50264 429, 420, 413, 422; 4096 x 151936 618, 614, 603, 607; 65536 x 4096 270, 263, 263, 274.
-constexpr int64_t kAheadBytes = 4 << 20;
-
 // A CTA's share of the row further on. It is asked for behind the loads of the CTA's own row, as its target
 // comes from DRAM: 8192 x 32000 256.4 -> 255.8 us, 2048 x 128256 258.8 -> 257.9. By one thread, of the
 // last warp, which often has less to read.
@@ -349,7 +344,7 @@ bool launch_held(WithGradientParams &p, int device, void *stream, const char *op
   p.parts = static_cast<int>(parts);
   p.held_vectors = static_cast<int>(p.vectors);
   const int64_t bytes = kVectorBytes * p.vectors;
-  p.rows_ahead = static_cast<int>((kAheadBytes + bytes - 1) / bytes);
+  p.rows_ahead = static_cast<int>((kCrossAheadBytes + bytes - 1) / bytes);
   if (p.parts == 1) {
     *status = launch_rows(&with_gradient_warp_kernel<T, kCap>,
                           {Shape::k32x8, kRowThreads, kRowThreads / 32}, p, stream, op);

@@ -38,6 +38,8 @@
 //     Threads, -Rows                   there are clusters
 //   kCrossGrad-Threads,    256, 2      CTA of the gradient; vectors on their    cross_entropy.cu
 //     -Vectors                         way
+//   kCrossAheadBytes       4 MB        rows that CTAs bring to L2 for others    cross_entropy_with_
+//                                                                               gradient.cu
 //   kNormCluster-Rows,     16, 512     rows of one launch; CTA of its cluster   norm_backward_few.cuh
 //     -Threads
 //   rms_pairs, layer_pairs see below   rows that two CTAs share                 rms_norm.cu, layer_norm.cu
@@ -422,6 +424,11 @@ inline constexpr int kCrossClusterStrands = 8;  // from here on
 // vectors: 287 us, 252, 254.
 inline constexpr int kCrossGradThreads = 256;
 inline constexpr int kCrossGradVectors = 2, kCrossGradElements = 8;
+
+// With the gradient the CTAs of a row bring that of so many bytes further on to L2: it begins some 2 us later. Else, as
+// long as they compute, too little is asked for. H200, bf16, us, none, 2 MB, 4 MB, 7 MB: 8192 x 32000 264, 261,
+// 257.5, 256; x 50264 429, 420, 413, 422; 4096 x 151936 618, 614, 603, 607; 65536 x 4096 270, 263, 263, 274.
+inline constexpr int64_t kCrossAheadBytes = 4 << 20;
 
 // The gradients of a norm of up to 16 rows are one launch of one cluster: bf16, 4096 columns, warm,
 // layer_norm of 1, 8 and 16 rows 3.9, 2.9 and 3.7 us (two launches 4.9, 4.9 and 5.1), rms_norm 2.1,
