@@ -23,6 +23,18 @@ __device__ __forceinline__ void copy_later(uint4 *to, const void *from, uint32_t
                : "memory");
 }
 
+// What is read so L2 gives up before what it holds for other CTAs.
+__device__ __forceinline__ uint64_t passing_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_passing(uint4 *to, const void *from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "l"(policy)
+               : "memory");
+}
+
 // The copies since the last call are a group.
 __device__ __forceinline__ void end_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -65,9 +65,9 @@ __device__ __forceinline__ void parameters(const Params &p, const void *from, in
 // y is rounded to T before the activation, as by the two modules. The store is an intrinsic because
 // the compiler takes an assignment of 16 bytes apart here, into four stores of words that lie 16 bytes
 // from those of the next lane.
-// kPassing: L2 gives the result up before what it holds for other CTAs.
-template <class T, int N, bool kSilu, bool kPassing = false>
-__device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
+// passing: L2 gives the result up before what it holds for other CTAs.
+template <class T, int N, bool kSilu>
+__device__ __forceinline__ void store_result(T *to, float (&y)[N], bool passing = false) {
   if constexpr (kSilu) {
     round_to<T>(y);
 #pragma unroll
@@ -77,25 +77,22 @@ __device__ __forceinline__ void store_result(T *to, float (&y)[N]) {
   v.set(y);
   if constexpr (Vec<T, N>::kBytes == kVectorBytes) {
     const uint4 words = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
-    if constexpr (kPassing) __stcs(reinterpret_cast<uint4 *>(to), words);
+    if (passing) __stcs(reinterpret_cast<uint4 *>(to), words);
     else __stwb(reinterpret_cast<uint4 *>(to), words);
   } else {
     v.store(to);
   }
 }
 
-// One vector that L2 may give up before what it holds for other CTAs.
+// One vector, with passing_policy().
 template <class T, int N>
-__device__ __forceinline__ Vec<T, N> load_passing(const T *from) {
+__device__ __forceinline__ Vec<T, N> load_passing(const T *from, uint64_t policy) {
   static_assert(Vec<T, N>::kBytes == kVectorBytes);
   Vec<T, N> v;
-  asm volatile(
-      "{\n.reg .b64 passing;\n"
-      "createpolicy.fractional.L2::evict_first.b64 passing, 1.0;\n"
-      "ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], passing;\n}"
-      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-      : "l"(from)
-      : "memory");
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(from), "l"(policy)
+               : "memory");
   return v;
 }
 

@@ -1,8 +1,8 @@
 // group_norm.cu: group norm with an optional SiLU. Wu & He, arXiv:1803.08494.
 //
-// In NCHW a group lies in one piece, which stays on chip if it fits there (group_held.cuh), also if all
-// groups together do (group_spread.cuh). Others are read twice: from L2 the second time if they fit there
-// (group_overlap.cuh), else in three launches (group_parts.cuh).
+// In NCHW a group lies in one piece, which stays on chip if it fits there: in a cluster (group_held.cuh), or,
+// of a half type and large, in CTAs all over the GPU (group_spread.cuh). Others are read twice: from L2 the
+// second time if they fit there (group_overlap.cuh), else in three launches (group_parts.cuh).
 #include "group_held.cuh"
 #include "group_overlap.cuh"
 #include "group_parts.cuh"
@@ -30,10 +30,12 @@ int32_t launch_group_norm(const GroupNormArgs &args, int device, void *stream) {
   }
   if (aligned && args.positions % kWidest == 0) {
     int32_t status = HFP_OK;
-    if (launch_held<T, kWidest, kSilu>(p, device, stream, &status)) return status;
     if constexpr (sizeof(T) == 2) {
-      if (launch_spread<T, kWidest, kSilu>(p, device, stream, &status)) return status;
+      if (p.elements / kWidest > kMostFew && launch_spread<T, kWidest, kSilu>(p, device, stream, &status)) {
+        return status;
+      }
     }
+    if (launch_held<T, kWidest, kSilu>(p, device, stream, &status)) return status;
     if (launch_overlap<T, kWidest, kSilu>(p, device, stream, &status)) return status;
     return launch_first<T, kWidest, kSilu>(p, stream);
   }

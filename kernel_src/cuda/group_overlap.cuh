@@ -190,7 +190,7 @@ __device__ __forceinline__ void write_part(const OverlapParams &p, int task) {
     Vec<T, N>{{v[u].x, v[u].y, v[u].z, v[u].w}}.get(y);
 #pragma unroll
     for (int k = 0; k < N; ++k) y[k] = (y[k] - s.mean) * factor + bias;
-    store_result<T, N, kSilu, true>(out + u * kCta * N, y);
+    store_result<T, N, kSilu>(out + u * kCta * N, y, true);
   }
 }
 #endif

@@ -23,6 +23,7 @@ SHAPES = [
     (1, 5120, 33, 32),
     (1, 128, 65536, 32),
     (2, 36, 1001, 4),
+    (1, 16, 524288, 1),  # 16 MB of a half type
 ]
 
 
@@ -94,6 +95,19 @@ def test_same_bits(kernels_module: ModuleType, last: bool) -> None:
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, y)
+
+
+@pytest.mark.parametrize("shape", [(5, 256, 16384, 8), (3, 48, 131072, 4)], ids=str)
+def test_groups_in_more_than_one_wave(
+    kernels_module: ModuleType, shape: tuple[int, int, int, int]
+) -> None:
+    args = given(shape, torch.bfloat16, torch.bfloat16, last=False)
+    tail = (shape[3], 1e-5, True, False)
+    y = kernels_module.group_norm(*args, *tail)
+    assert_near(y, args, *tail)
+    assert torch.equal(kernels_module.group_norm(*args, *tail), y)
+    alone = kernels_module.group_norm(args[0][1:2], *args[1:], *tail)
+    assert torch.equal(alone, y[1:2])
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
