@@ -89,22 +89,22 @@ __global__ void __launch_bounds__(max_threads(kThreads, kVectors))
   }
 }
 
-// The sum of part `part`, by one warp.
-template <class T, bool kAligned, Cache kCache>
+// The sum of part `part`, by one warp. kVectors: of each input that a lane asks for at once.
+template <class T, bool kAligned, Cache kCache, int kVectors = kWaveVectors>
 __device__ __forceinline__ float part_of(const SoftmaxBackwardParams &p,
                                          const Pair<T, kAligned> &pair, int part) {
   constexpr int N = kVectorOf<T>;
   const int64_t first = part * (p.parts.cols / N);
   const int64_t past = first + p.parts.cols / N < p.vectors ? first + p.parts.cols / N : p.vectors;
   float sum = 0.0f;
-  for (int64_t at = first + threadIdx.x % 32u; at < past; at += 32 * kWaveVectors) {
-    Vec<T, N> g[kWaveVectors], v[kWaveVectors];
+  for (int64_t at = first + threadIdx.x % 32u; at < past; at += 32 * kVectors) {
+    Vec<T, N> g[kVectors], v[kVectors];
 #pragma unroll
-    for (int u = 0; u < kWaveVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
       if (at + 32 * u < past) pair.template load<kCache>(g[u], v[u], at + 32 * u);
     }
 #pragma unroll
-    for (int u = 0; u < kWaveVectors; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
       if (at + 32 * u < past) sum = pair.dot(g[u], v[u], sum);
     }
   }
@@ -198,24 +198,30 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps <= kPairWarps ? 2 : 1)
 // stays in L1 (128 KB of 16000 columns in fp32) until it is read again.
 constexpr int kPairThreads = 1024;
 
-// Vectors of each input that a thread asks for at once, of a row that is not aligned: two spill
-// before sm_90.
+// Vectors of each input that a thread asks for at once, of a row that is not aligned, as it writes and as it
+// adds up: without spills.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kLooseAtOnce = 1;
 #else
 constexpr int kLooseAtOnce = 2;
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kLooseWave = 2;
+#else
+constexpr int kLooseWave = kWaveVectors;
 #endif
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kPairThreads)
     softmax_backward_parts_kernel(const __grid_constant__ SoftmaxBackwardParams p) {
   constexpr int kAtOnce = kAligned ? 2 : kLooseAtOnce;
+  constexpr int kWave = kAligned ? kWaveVectors : kLooseWave;
   wait_for_previous();
   __shared__ float all[kMaxParts];
   const int64_t row = p.first_row + blockIdx.x;
   const Pair<T, kAligned> pair(p, row);
   for (int part = threadIdx.x / 32u; part < p.parts.count; part += kPairThreads / 32) {
-    const float own = part_of<T, kAligned, Cache::kTwice>(p, pair, part);
+    const float own = part_of<T, kAligned, Cache::kTwice, kWave>(p, pair, part);
     if (threadIdx.x % 32u == 0) all[part] = own;
   }
   __syncthreads();
