@@ -95,9 +95,9 @@ __device__ __forceinline__ Place<Index> place_of(const BroadcastParams &p) {
   unsigned thread, block;
   asm volatile("mov.u32 %0, %%tid.x;\nmov.u32 %1, %%ctaid.x;" : "=r"(thread), "=r"(block));
   Place<Index> at;
-  const unsigned local = block / static_cast<unsigned>(p.chunks);
+  const unsigned local = p.by_chunks.divide(block);
   at.unit = static_cast<Index>(p.first_unit) + static_cast<Index>(local);
-  at.group = static_cast<int>(thread / static_cast<unsigned>(p.lanes));
+  at.group = static_cast<int>(p.by_lanes.divide(thread));
   at.first_vector = static_cast<int>(block - local * p.chunks) * p.lanes;
   at.vector = at.first_vector + static_cast<int>(thread) - at.group * p.lanes;
   at.active = at.group < p.groups && at.vector < p.vectors;
@@ -121,21 +121,21 @@ __global__ void __launch_bounds__(kCtaThreads<F, kPlain>, kPlain ? F::kCtas : 1)
   for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
   if constexpr (kPlain) {
     const Place<int> at = place_of<int>(p);
-    const unsigned unit = at.unit, parts = static_cast<unsigned>(p.parts), sum = unit / parts;
-    const unsigned outer = sum / static_cast<unsigned>(p.inner);
+    const unsigned unit = at.unit, parts = static_cast<unsigned>(p.parts), sum = p.by_parts.divide(unit);
+    const unsigned outer = p.by_inner.divide(sum);
     const int64_t inner = sum - outer * p.inner, row_0 = outer * p.reduced * p.inner + inner;
     const int r = static_cast<int>(unit - sum * parts) * p.groups + at.group;
-    const int step = static_cast<int>(parts) * p.groups;
+    const int step = p.step;
     const int64_t row = row_0 + r * p.inner, col = static_cast<int64_t>(at.vector) * N;
     PlainRows<T> rows;
     rows.x = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
     rows.grad = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
     rows.dx = static_cast<T *>(p.dx) + row * p.x_rows.cols + col;
-    rows.param = row_offset(p.param_rows, row_0) + col;
-    rows.left = at.active ? (static_cast<int>(p.reduced) - r + step - 1) / step : 0;
-    settle(rows.x, rows.grad, rows.dx, rows.param);
+    rows.first = row_0, rows.col = col;
+    rows.left = at.active ? p.by_step.divide(static_cast<int>(p.reduced) - r + step - 1) : 0;
+    settle(rows.x, rows.grad, rows.dx);
     wait_for_previous();
-    if (rows.left > 0) sum_plain_rows<F, F::kAhead>(p, rows, first, second);
+    if (rows.left > 0) sum_plain_rows<F, F::kAhead, NoneBrought>(p, rows, first, second);
   } else {
     wait_for_previous();
     const Place<int64_t> at = place_of<int64_t>(p);
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kCtaThreads<F, kPlain>, kPlain ? F::kCtas : 1)
   using Index = std::conditional_t<kPlain, int, int64_t>;
   const Place<Index> at = place_of<Index>(p);
   for (int e = threadIdx.x; e < kPieces * p.lanes; e += blockDim.x) {
-    const int piece = e / p.lanes, lane = e - piece * p.lanes, vector = at.first_vector + lane;
+    const int piece = p.by_lanes.divide(e), lane = e - piece * p.lanes, vector = at.first_vector + lane;
     if (vector >= p.vectors) continue;
     float sums[kCount];
 #pragma unroll
@@ -276,6 +276,7 @@ int32_t launch_vectors(BroadcastParams &p, void *stream) {
   p.lanes = static_cast<int>((vectors + p.chunks - 1) / p.chunks);
   p.groups = kMostThreads / p.lanes;
   if (p.groups > p.reduced) p.groups = p.reduced > 0 ? static_cast<int>(p.reduced) : 1;
+  p.by_chunks = FastDivisor(p.chunks), p.by_lanes = FastDivisor(p.lanes);
   const int threads = (p.lanes * p.groups + 31) / 32 * 32;
   int shared_bytes = 0;
   if constexpr (kPlain) {
@@ -285,7 +286,10 @@ int32_t launch_vectors(BroadcastParams &p, void *stream) {
     const int64_t parts = kFullSms * ctas / (p.chunks * sums);
     if (parts < p.parts) p.parts = parts > 1 ? parts : 1;
     p.units = sums * p.parts;
-    const int64_t rows = p.parts * p.groups * p.inner;
+    p.by_parts = FastDivisor(p.parts), p.by_inner = FastDivisor(p.inner);
+    p.step = static_cast<int>(p.parts * p.groups);
+    p.by_step = FastDivisor(p.step);
+    const int64_t rows = p.step * p.inner;
     p.x_step = rows * p.x_rows.s2;
     p.grad_step = rows * p.grad_rows.s2;
     p.dx_step = rows * p.x_rows.cols;
@@ -324,9 +328,6 @@ bool launch_few(BroadcastParams p, void *stream, int32_t *status) {
   return true;
 }
 
-// Whether offsets of rows are never negative, which settle() asks of those of the parameter.
-bool goes_up(const Rows &r) { return r.s0 >= 0 && r.s1 >= 0 && r.s2 >= 0; }
-
 template <class T, class Grad, class F>
 int32_t launch_function(BroadcastParams &p, int device, void *stream) {
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
@@ -339,7 +340,7 @@ int32_t launch_function(BroadcastParams &p, int device, void *stream) {
     int32_t status;
     const int64_t ctas = p.units * ((p.x_rows.cols / N + F::kLanes - 1) / F::kLanes);
     const bool plain = aligned && p.x_rows.uniform() && p.grad_rows.uniform() &&
-                       goes_up(p.param_rows) && p.reduced <= kMaxPlainRows && ctas <= kMaxGrid;
+                       p.reduced <= kMaxPlainRows && ctas <= kMaxGrid;
     if (plain && launch_cluster<T, F>(p, p.units / p.parts, device, stream, kOp, &status)) {
       return status;
     }

@@ -17,13 +17,11 @@ inline constexpr int kPieceColumns = 4;
 template <class F, int N>
 inline constexpr int kTeamPieces = F::kSums * N / kPieceColumns;  // of a vector of columns
 
-// Places of a piece that a CTA needs: those of its threads, and the share of each CTA that others send.
-struct TeamPlaces {
-  int threads, share;
+// A CTA fills its SM and begins when the one before it has left: no division is in the way of its first load.
+struct ClusterParams : BroadcastParams {
+  int share;  // of the pieces of all lanes, those that a CTA adds up, and all send it
+  FastDivisor by_share;
 };
-__host__ __device__ constexpr TeamPlaces team_places(int threads, int pieces, int lanes, int size) {
-  return {threads * pieces, (pieces * lanes + size - 1) / size};
-}
 
 __device__ __forceinline__ void add_piece(float4 &to, const float4 &v) {
   to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
@@ -51,22 +49,22 @@ __device__ __forceinline__ float4 sum_pieces(const float4 *from, int step, int c
   return sum;
 }
 
-template <class T, class F, int kSize>
+// kBrings: see BroughtRows.
+template <class T, class F, int kSize, bool kBrings>
 __global__ void __launch_bounds__(F::kTeamThreads, 1)
-    broadcast_backward_cluster_kernel(const __grid_constant__ BroadcastParams p) {
+    broadcast_backward_cluster_kernel(const __grid_constant__ ClusterParams p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T)), kThreads = F::kTeamThreads;
   constexpr int kOfVector = N / kPieceColumns, kPieces = kTeamPieces<F, N>;
   extern __shared__ __align__(16) float4 all[];
   __shared__ Mailbox mail;
   const int lanes = p.lanes, items = kPieces * lanes, thread = threadIdx.x;
-  const TeamPlaces places = team_places(kThreads, kPieces, lanes, kSize);
-  float4 *const inbox = all + places.threads;
-  const unsigned cluster = blockIdx.x / kSize, sum = cluster / static_cast<unsigned>(p.chunks);
+  float4 *const inbox = all + kThreads * kPieces;
+  const unsigned cluster = blockIdx.x / kSize, sum = p.by_chunks.divide(cluster);
   const int rank = static_cast<int>(blockIdx.x % kSize);
   const int first_vector = static_cast<int>(cluster - sum * p.chunks) * lanes;
-  const int left = items - rank * places.share;  // of the items, from this CTA's on
-  const int mine = left < 0 ? 0 : left < places.share ? left : places.share;
+  const int left = items - rank * p.share;  // of the items, from this CTA's on
+  const int mine = left < 0 ? 0 : left < p.share ? left : p.share;
   mail.begin(mine * kSize * static_cast<int>(sizeof(float4)));
   Team<true>::leave();
 
@@ -74,21 +72,25 @@ __global__ void __launch_bounds__(F::kTeamThreads, 1)
 #pragma unroll
   for (int i = 0; i < N; ++i) first[i] = second[i] = 0.0f;
   {
-    const int group = thread / lanes, vector = first_vector + thread - group * lanes;
+    const int group = p.by_lanes.divide(thread), vector = first_vector + thread - group * lanes;
     const bool active = group < p.groups && vector < p.vectors;
-    const unsigned outer = sum / static_cast<unsigned>(p.inner);
+    const unsigned outer = p.by_inner.divide(sum);
     const int64_t inner = sum - outer * p.inner, row_0 = outer * p.reduced * p.inner + inner;
-    const int r = rank * p.groups + group, step = kSize * p.groups;
+    const int r = rank * p.groups + group, step = p.step;
     const int64_t row = row_0 + r * p.inner, col = static_cast<int64_t>(vector) * N;
     PlainRows<T> rows;
     rows.x = static_cast<const T *>(p.x) + row * p.x_rows.s2 + col;
     rows.grad = static_cast<const T *>(p.grad) + row * p.grad_rows.s2 + col;
     rows.dx = static_cast<T *>(p.dx) + row * p.x_rows.cols + col;
-    rows.param = row_offset(p.param_rows, row_0) + col;
-    rows.left = active ? (static_cast<int>(p.reduced) - r + step - 1) / step : 0;
-    settle(rows.x, rows.grad, rows.dx, rows.param);
+    rows.first = row_0, rows.col = col;
+    rows.cta = static_cast<int>(blockIdx.x - sum * p.chunks * kSize);
+    rows.left = active ? p.by_step.divide(static_cast<int>(p.reduced) - r + step - 1) : 0;
+    settle(rows.x, rows.grad, rows.dx);
+    Team<true>::left();  // all have their mailboxes
     wait_for_previous();
-    if (rows.left > 0) sum_plain_rows<F, F::kAhead>(p, rows, first, second);
+    using Brought = std::conditional_t<kBrings, BroughtRows<T>, NoneBrought>;
+    constexpr int kAhead = kBrings ? kBringingAhead : F::kAhead;
+    if (rows.left > 0) sum_plain_rows<F, kAhead, Brought>(p, rows, first, second);
   }
 
   // Sums of each item, a piece of a lane. Where lanes divide a warp, its groups exchange theirs first.
@@ -129,15 +131,13 @@ __global__ void __launch_bounds__(F::kTeamThreads, 1)
     share(kPieces - kOfVector, second);
   }
   __syncthreads();
-  Team<true>::left();  // all have their mailboxes
   for (int item = thread; item < items; item += kThreads) {
-    const int of_threads = item / lanes * kThreads + item % lanes;
+    const int piece = p.by_lanes.divide(item), of_threads = piece * (kThreads - lanes) + item;
     const float4 v = by_warps ? sum_pieces(all + item, items, kThreads / 32)
                               : sum_pieces(all + of_threads, lanes, p.groups);
-    const int to = item / places.share;
+    const int to = p.by_share.divide(item);
     const float sent[kPieceColumns] = {v.x, v.y, v.z, v.w};
-    mail.send(reinterpret_cast<float *>(inbox + rank * places.share + item - to * places.share), sent,
-              to);
+    mail.send(reinterpret_cast<float *>(inbox + rank * p.share + item - to * p.share), sent, to);
   }
   if (thread >= mine) return;
   mail.wait(0);
@@ -145,10 +145,10 @@ __global__ void __launch_bounds__(F::kTeamThreads, 1)
     float v[kPieceColumns] = {};
 #pragma unroll
     for (int from = 0; from < kSize; ++from) {
-      const float4 part = inbox[from * places.share + at];
+      const float4 part = inbox[from * p.share + at];
       v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
     }
-    const int item = rank * places.share + at, piece = item / lanes;
+    const int item = rank * p.share + at, piece = p.by_lanes.divide(item);
     const int vector = first_vector + item - piece * lanes;
     void *const to = piece < kPieces - kOfVector ? p.first : p.second;
     if (vector >= p.vectors || to == nullptr) continue;
@@ -163,22 +163,28 @@ __global__ void __launch_bounds__(F::kTeamThreads, 1)
 // ---------------------------------------------------------------------------------------------
 // Launcher
 
-template <class T, class F, int kSize>
-bool launch_clusters_of(BroadcastParams p, const ColumnTeams &teams, int64_t sums, int device,
-                        void *stream, const char *op, int32_t *status) {
-  auto *kernel = &broadcast_backward_cluster_kernel<T, F, kSize>;
+template <class T, class F, int kSize, bool kBrings>
+bool launch_clusters_of(const BroadcastParams &rest, const ColumnTeams &teams, int64_t sums,
+                        int device, void *stream, const char *op, int32_t *status) {
+  auto *kernel = &broadcast_backward_cluster_kernel<T, F, kSize, kBrings>;
   if (!has_clusters(reinterpret_cast<const void *>(kernel), device)) return false;
   constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+  ClusterParams p{rest};
   p.vectors = static_cast<int>(p.x_rows.cols / N);
   p.lanes = teams.lanes;
   p.chunks = (p.vectors + p.lanes - 1) / p.lanes;
   p.groups = F::kTeamThreads / p.lanes;
-  const int64_t rows = kSize * p.groups * p.inner;
+  p.step = kSize * p.groups;
+  const int64_t rows = p.step * p.inner;
   p.x_step = rows * p.x_rows.s2;
   p.grad_step = rows * p.grad_rows.s2;
   p.dx_step = rows * p.x_rows.cols;
-  const TeamPlaces places = team_places(F::kTeamThreads, kTeamPieces<F, N>, p.lanes, kSize);
-  const int needed = (places.threads + kSize * places.share) *
+  p.share = (kTeamPieces<F, N> * p.lanes + kSize - 1) / kSize;
+  p.by_chunks = FastDivisor(p.chunks), p.by_lanes = FastDivisor(p.lanes);
+  p.by_inner = FastDivisor(p.inner), p.by_step = FastDivisor(p.step);
+  if (kBrings) p.by_pieces = FastDivisor(p.vectors / BroughtRows<T>::kPieceVectors);
+  p.by_share = FastDivisor(p.share);
+  const int needed = (F::kTeamThreads * kTeamPieces<F, N> + kSize * p.share) *
                      static_cast<int>(sizeof(float4));
   const int bytes = shared_memory_of_wave(needed, static_cast<int>(sizeof(Mailbox)), 1);
   static ClusterRoom room;
@@ -199,10 +205,15 @@ bool launch_cluster(const BroadcastParams &p, int64_t sums, int device, void *st
   if (p.reduced < kTeamRows || !enough || teams.size == 0) return false;
   if constexpr (F::kEights) {
     if (teams.size == 8) {
-      return launch_clusters_of<T, F, 8>(p, teams, sums, device, stream, op, status);
+      return launch_clusters_of<T, F, 8, false>(p, teams, sums, device, stream, op, status);
     }
   }
-  return launch_clusters_of<T, F, 2>(p, teams, sums, device, stream, op, status);
+  if constexpr (F::kBrings) {
+    if (pairs_bring(vectors, p.reduced, sums, teams.lanes)) {
+      return launch_clusters_of<T, F, 2, true>(p, teams, sums, device, stream, op, status);
+    }
+  }
+  return launch_clusters_of<T, F, 2, false>(p, teams, sums, device, stream, op, status);
 }
 
 }  // namespace hfp::cuda

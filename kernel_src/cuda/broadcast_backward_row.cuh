@@ -3,6 +3,7 @@
 #pragma once
 
 #include "activations_grad.cuh"
+#include "ordered.cuh"
 #include "rows.cuh"
 
 namespace hfp::cuda {
@@ -18,6 +19,10 @@ struct BroadcastParams {
   int vectors;   // per row
   int chunks;    // of a row; each has `lanes` vectors
   int lanes, groups;  // groups of threads, each with other rows
+  FastDivisor by_chunks, by_lanes, by_parts, by_inner;
+  int step;  // rows of a sum between a thread's, where these are at one distance
+  FastDivisor by_step;
+  FastDivisor by_pieces;  // of a row, as in BroughtRows
   int64_t x_step, grad_step, dx_step;  // between a thread's rows, where these are at one distance
   DType grad_type, param_type;
 };
@@ -35,7 +40,7 @@ struct MulAddGrad {
   static constexpr int kAhead = kMulAddAhead, kCtas = kMulAddCtas;
   static constexpr int kTeamThreads = kMulAddTeamThreads, kPairLanes = kMulAddTeamThreads;
   static constexpr int64_t kTeamVectors = kMulAddTeamVectors, kManyTeamRows = kMulAddTeamRows;
-  static constexpr bool kEights = true;
+  static constexpr bool kEights = true, kBrings = true;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
                                                const float (&p)[N], float (&first)[N],
@@ -57,7 +62,7 @@ struct AddActivationGrad {
   static constexpr int kTeamThreads = kActivationThreads, kPairLanes = kActivationPairLanes;
   static constexpr int64_t kTeamVectors = kActivationTeamVectors;
   static constexpr int64_t kManyTeamRows = kActivationTeamRows;
-  static constexpr bool kEights = false;
+  static constexpr bool kEights = false, kBrings = false;
   template <class T, int N>
   __device__ __forceinline__ static void apply(float (&g)[N], const float (&x)[N],
                                                const float (&p)[N], float (&)[N],
@@ -104,12 +109,50 @@ template <class T>
 struct PlainRows {
   const T *x, *grad;
   T *dx;
-  int64_t param;  // where its elements are
+  int64_t first, col;  // row of the sum, whose parameter is for all; column
   int left;
+  int cta;  // of those that have rows of the sum; for BroughtRows
+};
+
+// What a warp brings to L2 of each step's rows of x or grad: a piece of kPieceVectors of one of them, which is
+// mostly for other CTAs. All of the sum's CTAs together bring all rows of the next step, in their order in
+// memory, where each CTA has a few lines of many rows. And those that run ahead bring rows for the others.
+template <class T>
+struct BroughtRows {
+  static constexpr int kPieceVectors = 64;
+  const T *at;
+  int64_t step;
+  int left;
+
+  // From step `ahead` on.
+  __device__ __forceinline__ BroughtRows(const BroadcastParams &p, const PlainRows<T> &rows, int ahead) {
+    constexpr int N = kVectorBytes / static_cast<int>(sizeof(T));
+    const int item = rows.cta * static_cast<int>(blockDim.x / 32) + static_cast<int>(threadIdx.x / 32);
+    const bool of_grad = item % 2 != 0;
+    const int row = p.by_pieces.divide(item / 2);
+    const int piece = item / 2 - row * (p.vectors / kPieceVectors);
+    const int64_t place = rows.first + (row + static_cast<int64_t>(ahead) * p.step) * p.inner;
+    at = static_cast<const T *>(of_grad ? p.grad : p.x) +
+         place * (of_grad ? p.grad_rows.s2 : p.x_rows.s2) + piece * kPieceVectors * N;
+    step = of_grad ? p.grad_step : p.x_step;
+    left = -1;
+    if (threadIdx.x % 32 == 0 && row < p.step) {
+      left = static_cast<int>(p.by_step.divide(static_cast<int>(p.reduced) - row + p.step - 1)) - ahead;
+    }
+  }
+  __device__ __forceinline__ void bring() {
+    if (left > 0) bring_row(at, kPieceVectors);
+    at += step, --left;
+  }
+};
+struct NoneBrought {
+  template <class... A>
+  __device__ __forceinline__ NoneBrought(const A &...) {}
+  __device__ __forceinline__ void bring() {}
 };
 
 // Stores dx of these and adds them to the sums, with kAhead of them on their way.
-template <class F, int kAhead, int N, class T>
+template <class F, int kAhead, class Brought, int N, class T>
 __device__ __forceinline__ void sum_plain_rows(const BroadcastParams &p, const PlainRows<T> &rows,
                                                float (&first)[N], float (&second)[N]) {
   const T *x = rows.x, *grad = rows.grad;
@@ -125,8 +168,10 @@ __device__ __forceinline__ void sum_plain_rows(const BroadcastParams &p, const P
   for (int a = 0; a < kAhead; ++a) {
     if (a < left) ask_for(a);
   }
+  Brought brought(p, rows, kAhead);
+  brought.bring();
   float param[N];
-  load_any(param, p.param, p.param_type, rows.param);
+  load_any(param, p.param, p.param_type, row_offset(p.param_rows, rows.first) + rows.col);
 #pragma unroll 1
   for (; left > 0; left -= kAhead) {
 #pragma unroll
@@ -141,6 +186,7 @@ __device__ __forceinline__ void sum_plain_rows(const BroadcastParams &p, const P
       store_as<T>(dx, 0, g);
       dx += p.dx_step;
       if (F::kSums == 2 && a + kAhead < left) ask_for(a);
+      brought.bring();
     }
   }
 }

@@ -54,6 +54,8 @@
 //     Threads, -Ahead      1024, 4, 1  thread on their way
 //   column_teams, kTeam-   see below   clusters that share out its columns;     broadcast_backward_
 //     Rows, -Vectors                   rows and vectors from which they do        cluster.cuh
+//   kBringingAhead,        2, see      rows of a thread on their way where     the same
+//     pairs_bring          below       pairs bring others to L2
 //   plan_held, kMostHeld   see below   rows in registers                        softmax*.cu
 //   kPartThreads,          512, 128    CTA of a wider row; of four of its       row_ops.cuh
 //     kSplitThreads                    parts
@@ -527,6 +529,20 @@ constexpr ColumnTeams column_teams(int64_t vectors, int64_t sums, int64_t most_l
   if (of_pairs > 0) return {2, static_cast<int>(of_pairs)};
   const int64_t of_eights = eights ? lanes(kEightsAtOnce, 2) : 0;
   return {of_eights > 0 ? 8 : 0, static_cast<int>(of_eights)};
+}
+
+// Pairs of mul_add that bring rows to L2 for each other (BroughtRows), with two rows of a thread on their way
+// instead of four. bf16 on an H200, us, without -> with: 2 x 2688 x 2048 19.6 -> 19.1, 1 x 4096 x 4096 27.7 ->
+// 27.1, 2 x 4096 x 2048 27.8 -> 27.0, 2 x 8064 x 2048 53.0 -> 49.6, 1 x 8192 x 8192 102.9 -> 97.4, 1 x 16384 x
+// 4096 107.2 -> 96.7, 4 x 8192 x 3072 157.8 -> 143.5; fp32 2 x 8064 x 2048 99.7 -> 93.6, 1 x 4096 x 8192 102.2
+// -> 97.9. Not what L2 holds (1 x 2048 x 4096 warm 13.1 -> 14.3), nor few rows, or pieces of two lines and more
+// up to 2^21 vectors (2 x 1024 x 8192 27.6 -> 27.7, fp32 1 x 2048 x 4096 26.0 -> 26.3, 8 x 1024 x 1536 38.8 ->
+// 39.5), nor eights (1 x 4608 x 3072 24.1 -> 24.5). With three on their way 4 x 8192 x 3072 176.
+inline constexpr int kBringingAhead = 2;
+constexpr bool pairs_bring(int64_t vectors, int64_t reduced, int64_t sums, int lanes) {
+  const int64_t all = sums * reduced * vectors;
+  if (vectors % 64 != 0 || reduced < 2048) return false;
+  return all > (lanes == 8 ? kHoldVectors / 2 : kHoldVectors);
 }
 
 // 32 columns a CTA, of half the threads where half as many rows are enough. bf16 gradients' partial sums,
