@@ -188,3 +188,18 @@ def test_torch_function(
     truth = torch.autograd.grad(op.reference(*wide, *tail).square().sum(), wide)
     for a, e in zip(grads, truth, strict=True):
         assert (a.double() - e).abs().max() <= 16 * max(1e-6, eps) * e.abs().max()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
+def test_no_channels(last: bool, kernels_module: ModuleType) -> None:
+    """Any number of groups divides none: an empty result, as PyTorch's."""
+    x = torch.ones(3, 4, 0) if last else torch.ones(3, 0, 4)
+    codes = (2, 1e-5, 0, int(last))
+    for weight in (None, torch.ones(0)):
+        y = kernels_module.group_norm(x, weight, weight, 2, channels_last=last)
+        plain = kernels_module.calls.bind("group_norm", codes)(x, weight, weight)
+        assert y.shape == plain.shape == x.shape
+        # Without the comparison of values: nothing writes the statistics.
+        only = ("test_schema", "test_faketensor")
+        operator = kernels_module.ops.group_norm.default
+        torch.library.opcheck(operator, (x, weight, weight, *codes), test_utils=only)
