@@ -62,8 +62,8 @@ def bamba_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 def group_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The same without a gate, of groups of 128 columns."""
-    y = x.to(torch.float32).reshape(*x.shape[:-1], -1, 128)
+    """The same without a gate, of groups of 128 columns (of all, where there are fewer)."""
+    y = x.to(torch.float32).reshape(*x.shape[:-1], -1, min(128, x.shape[-1]))
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * y.flatten(-2).to(x.dtype)
 
