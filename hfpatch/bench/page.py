@@ -425,6 +425,11 @@ def _host(result: Result) -> str:
             ("op", "eager formula µs", "hfpatch µs"),
             ((row["op"], f"{row['eager_us']:.1f}", f"{row[f'{OURS}_us']:.1f}") for row in of_ops),
         )
+    if any(row["op"] == "adamw_step" for row in of_ops):  # results of before have neither
+        lines.append(
+            "Gradients: the formula's by autograd, of a graph that is kept; ours the operator "
+            "alone. Ops over lists: PyTorch's own (fused, or foreach) over the same lists.\n"
+        )
     return "\n".join(lines)
 
 
