@@ -5,7 +5,7 @@ Import it by name (`import hfpatch.optim`): `import hfpatch` alone does not load
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,6 +43,15 @@ def _tensor_refusal(tensor: Tensor) -> str | None:
     if why is None and not _dense(tensor):
         why = "strides with gaps or overlaps"
     return why
+
+
+def _shared(tensors: Iterable[Tensor]) -> set[int]:
+    """Addresses where more than one of them begins, as weights tied by `.data` do: the kernels
+    write all tensors at once, and PyTorch one after the other."""
+    places = [place for t in tensors if (place := t.data_ptr())]  # 0: no elements
+    if len(set(places)) == len(places):
+        return set()
+    return {place for place, count in Counter(places).items() if count > 1}
 
 
 def _warn(who: str, reasons: Iterable[str]) -> None:
@@ -91,9 +100,9 @@ class AdamW(torch.optim.AdamW):
 
     Without a kernel for them, parameters are handed over to PyTorch's own implementation, with one
     warning per optimizer: other dtypes (fp64, complex), tensor subclasses (DTensor), layouts with
-    gaps or with a gradient laid out otherwise, ``differentiable=True``, a learning rate below 0 or
-    not finite, a device or machine without our kernels. Sparse gradients are an error, as in
-    PyTorch.
+    gaps or with a gradient laid out otherwise, parameters that share memory,
+    ``differentiable=True``, a learning rate below 0 or not finite, a device or machine without our
+    kernels. Sparse gradients are an error, as in PyTorch.
 
     ``fused=True`` keeps its meaning for `torch.amp.GradScaler` (gradients are unscaled, and a step
     with infinities is passed over, on the device; here the gradients themselves stay scaled), and
@@ -140,9 +149,14 @@ class AdamW(torch.optim.AdamW):
             return
         kinds: list[tuple[Any, ...] | None] = []
         whole_group = _group_refusal(group)
-        for row in everything.rows():
-            why = whole_group or _refusal(*row)
+        refusals = [whole_group or _refusal(*row) for row in everything.rows()]
+        shared = _shared(
+            p for p, why in zip(everything.params, refusals, strict=True) if why is None
+        )
+        for row, why in zip(everything.rows(), refusals, strict=True):
             p, _, m, *_ = row
+            if why is None and shared and p.data_ptr() in shared:
+                why = "memory that parameters share"
             kinds.append((p.device, p.dtype, m.dtype) if why is None else None)
             if why is not None:
                 reasons.append(why)
@@ -294,8 +308,9 @@ def clip_grad_norm_(
     Args:
         parameters: those without a gradient are passed over.
         max_norm: at least 0, may be infinite (then only the norm is computed).
-        norm_type: 2 and infinity have kernels; other norms, gradients that no kernel takes, and a
-            parameter listed twice, are PyTorch's, with a warning the first time.
+        norm_type: 2 and infinity have kernels; other norms, gradients that no kernel takes or that
+            share memory, and a parameter listed twice, are PyTorch's, with a warning the first
+            time.
         error_if_nonfinite: raise if the norm is NaN or infinite, which waits for the device.
         foreach: as in PyTorch, where it takes over.
 
@@ -325,4 +340,5 @@ def _clip_refusal(grads: list[Tensor], norm_type: float) -> str | None:
         return f"norm_type={norm_type}"
     if len(set(map(id, grads))) < len(grads):
         return "a parameter listed twice"  # the kernel would scale it at two places at once
-    return next((why for g in grads if (why := _tensor_refusal(g)) is not None), None)
+    why = next((why for g in grads if (why := _tensor_refusal(g)) is not None), None)
+    return "memory that gradients share" if why is None and _shared(grads) else why

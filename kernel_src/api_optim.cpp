@@ -2,7 +2,7 @@
 // backend's arguments (kernels.h), dispatch on the device.
 #include <cmath>
 
-#include "check_any_shape.h"
+#include "list_overlap.h"
 
 #if defined(CUDA_KERNEL)
 #define HFP_CUDA(function) (&hfp::cuda::function)
@@ -214,6 +214,19 @@ int32_t hfp_adamw_step(const HfpTensorList *params, const HfpTensorList *grads,
        scalar(check, kName, "grad_scale", -1, grad_scale, first, &args.grad_scale, &status) &&
        scalar(check, kName, "found_inf", -1, found_inf, first, &args.found_inf, &status);
   if (!ok) return status;
+  status = hfp::disjoint(check, first.raw->device.device_type,
+                         {{"params", true, params},
+                          {"grads", false, grads},
+                          {"exp_avgs", true, exp_avgs},
+                          {"exp_avg_sqs", true, exp_avg_sqs},
+                          {"max_exp_avg_sqs", true, args.max_exp_avg_sqs},
+                          {"masters", true, args.masters},
+                          {"steps", false, steps},
+                          {"lr_tensor", false, nullptr, lr_tensor},
+                          {"clip_coef", false, nullptr, clip_coef},
+                          {"grad_scale", false, nullptr, grad_scale},
+                          {"found_inf", false, nullptr, found_inf}});
+  if (status != HFP_OK) return status;
   if (!args.found_inf.pointer && args.found_inf.value != 0) return HFP_OK;
   args.beta2 = static_cast<float>(beta2);
   args.one_minus_beta1 = static_cast<float>(1 - beta1);
@@ -228,8 +241,11 @@ int32_t hfp_adamw_step(const HfpTensorList *params, const HfpTensorList *grads,
 
 int64_t hfp_norm_partials(const HfpTensorList *tensors) {
   int64_t chunks = 0;
-  for (int64_t i = 0; tensors && i < tensors->count; ++i) {
-    chunks += (numel_of(*tensors->tensors[i]) + HFP_NORM_CHUNK - 1) / HFP_NORM_CHUNK;
+  if (!tensors || !tensors->tensors) return 0;
+  for (int64_t i = 0; i < tensors->count; ++i) {
+    const DLTensor *t = tensors->tensors[i];
+    if (!t || (t->ndim > 0 && !t->shape)) continue;  // hfp_grad_norm refuses it
+    chunks += (numel_of(*t) + HFP_NORM_CHUNK - 1) / HFP_NORM_CHUNK;
   }
   return chunks;
 }
@@ -248,6 +264,11 @@ int32_t hfp_grad_norm(DLTensor *norm, DLTensor *partials, const HfpTensorList *t
   if (!ok || !hfp::one_number(check, "norm", norm, &out)) return check.status();
   const int64_t count = hfp_norm_partials(tensors);
   if (!check.shaped("partials", partials, 1, &count, DType::F32, &sums)) return check.status();
+  const int32_t status = hfp::disjoint(check, norm->device.device_type,
+                                       {{"norm", true, nullptr, norm},
+                                        {"partials", true, nullptr, partials},
+                                        {"tensors", false, tensors}});
+  if (status != HFP_OK) return status;
   hfp::GradNormArgs args = {};
   args.norm = reinterpret_cast<float *>(out.data);
   args.partials = reinterpret_cast<float *>(sums.data);
@@ -269,6 +290,9 @@ static int32_t scale_grads(Check &check, const HfpTensorList *grads, const char 
     if (ok && t.numel > all.numel) all.numel = t.numel;
   }
   if (!ok || !hfp::one_number(check, name, number, &one)) return check.status();
+  const int32_t status = hfp::disjoint(check, number->device.device_type,
+                                       {{"grads", true, grads}, {name, false, nullptr, number}});
+  if (status != HFP_OK) return status;
   hfp::ScaleGradsArgs args = {};
   args.grads = grads;
   (clips ? args.total_norm : args.factor) = reinterpret_cast<const float *>(one.data);

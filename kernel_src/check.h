@@ -75,6 +75,12 @@ class Check {
   bool number(const char *name, double value, double low, const char *expected);
 
   bool fail(const char *format, ...) __attribute__((format(printf, 2, 3)));
+  // Returns the status.
+  int32_t out_of_memory(int64_t bytes) {
+    return status_ = set_error(HFP_OUT_OF_MEMORY,
+                               "%s: needs %lld bytes of the host's memory, got none; free some",
+                               function_, static_cast<long long>(bytes));
+  }
 
   // The end of every function: does nothing for an empty result, else calls the backend.
   // cuda may be nullptr.

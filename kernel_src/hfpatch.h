@@ -9,8 +9,9 @@
  *     count elements; `strides == NULL` means contiguous. All tensors of a call live on one device:
  *     kDLCPU or kDLCUDA.
  *   - `stream` is a cudaStream_t (NULL: the default stream); ignored on the CPU.
- *   - Functions never allocate, synchronize, throw, exit, or use a stream of their own. The caller
- *     owns every buffer. Zero-size tensors return HFP_OK at once. Indices are 64 bit.
+ *   - Functions never allocate (but those over lists 64 bytes of the host's memory per tensor, until
+ *     they return), synchronize, throw, exit, or use a stream of their own. The caller owns every
+ *     buffer. Zero-size tensors return HFP_OK at once. Indices are 64 bit.
  *   - Everything is validated before anything is launched. On failure nothing was written, and
  *     hfp_last_error() (thread local) names the argument, what was expected and what came.
  *   - Every function exists in every build; one built without CUDA answers HFP_NOT_AVAILABLE for a
@@ -24,6 +25,7 @@
  *     result may not overlap anything else: parameters, what is broadcast (scale, shift, gate, b,
  *     c), tables, `partials`, another result, or a part of an input. Such overlaps are refused
  *     where they are certain; of two views with gaps, only the first and last rows are compared.
+ *     The tensors of lists have no gaps: every overlap with one that is written is refused.
  */
 #ifndef HFPATCH_H_
 #define HFPATCH_H_
@@ -49,7 +51,7 @@ enum {
   HFP_NOT_AVAILABLE = -1,    /* this build has no kernel for that device */
   HFP_INVALID_ARGUMENT = -2, /* dtype, device, shape, stride, alignment or value */
   HFP_LAUNCH_FAILED = -3,    /* the CUDA runtime refused the launch */
-  HFP_OUT_OF_MEMORY = -4
+  HFP_OUT_OF_MEMORY = -4     /* the host has none left; see lists below */
 };
 
 /* Leading dimensions with independent strides that a kernel can walk, after collapsing. */
@@ -357,7 +359,9 @@ HFP_EXPORT int32_t hfp_cross_entropy_with_gradient(DLTensor *total, DLTensor *lo
 /*
  * Training: functions over lists of tensors (HFP_LIST_OP_TABLE). The tensors of a list may have any
  * shape, also none (0 dimensions) or zero size, and any strides that leave neither gaps nor overlaps;
- * what belongs to one parameter has one shape and one set of strides. `Tensor[]` in a schema is:
+ * what belongs to one parameter has one shape and one set of strides. No tensor that is written may
+ * share memory with another one of the call, of whatever list; those that are only read may (one
+ * step count for all parameters). `Tensor[]` in a schema is:
  */
 typedef struct {
   DLTensor *const *tensors; /* may be NULL if count is 0 */

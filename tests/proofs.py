@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from op_samples import FORMULAS, Sample
+from tolerances import tolerance
 from torch import Tensor
 
 MARGIN = 96  # elements before and after an output that must not change
@@ -22,14 +23,6 @@ FILL = -7.0
 BROADCAST = {"scale", "shift", "b", "c", "mask", "cos", "sin"}
 #: Where a result may only replace its own input: k is read after q_out was written.
 CROSSED = {"rope_qk", "qk_norm_rope"}
-
-#: Relative to a row's largest value, for two orders of adding up one row: fp32 sums of both signs
-#: stay within 4e-6; a half type then rounds once, as its forward did before (so: two roundings).
-REORDERED = {
-    torch.float32: 4e-6,
-    torch.float16: 4e-6 + 2 * torch.finfo(torch.float16).eps,
-    torch.bfloat16: 4e-6 + 2 * torch.finfo(torch.bfloat16).eps,
-}
 
 
 def bits(t: Tensor) -> Tensor:
@@ -44,6 +37,7 @@ def assert_same_bits(actual: list[Tensor], expected: list[Tensor], what: str) ->
 
 
 def assert_close(actual: list[Tensor], expected: list[Tensor], what: str) -> None:
+    """As for two orders of adding up one row, relative to its largest value."""
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert (a.shape, a.dtype) == (e.shape, e.dtype), f"{what}: result {i}"
         if e.numel() == 0:
@@ -53,7 +47,8 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], what: str) -> Non
             continue
         scale = e.double().abs().amax(-1, keepdim=True).clamp_min(1e-3)
         error = ((a.double() - e.double()).abs() / scale).max().item()
-        assert error <= REORDERED[e.dtype], f"{what}: result {i} is off by {error:.3g}"
+        limit = tolerance("torch reordered", e.dtype)
+        assert error <= limit, f"{what}: result {i} is off by {error:.3g}"
 
 
 def of_rows(sample: Sample, results: list[Tensor]) -> list[Tensor]:

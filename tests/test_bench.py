@@ -51,6 +51,16 @@ def test_ours_and_the_eager_formula_are_the_same(case: Case, kernels_module: Mod
     ops._calls(task, kernels_module, ("eager", "torch"), [ops.inputs_of(task, CPU_DEVICE)])
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_fp32_is_measured_once(device: str, kernels_module: ModuleType) -> None:
+    for dtypes in (None, ["bfloat16", "float32"]):
+        tasks, _ = ops.select(kernels_module, device, ops=["adamw_step"], dtypes=dtypes)
+        assert [task.dtype for task in tasks] == [torch.float32] * len(tasks)
+        assert len({str(task) for task in tasks}) == len(tasks) > 1
+    with pytest.raises(ValueError, match=r"--dtype bfloat16: .* expected float32, or no --dtype"):
+        ops.select(kernels_module, device, ops=["adamw_step"], dtypes=["bfloat16"])
+
+
 def test_a_row_that_compares_different_things_is_refused(kernels_module: ModuleType) -> None:
     case = Case("silu", "x R D", "wide", lambda k, x: k.silu(x), lambda x: x)
     task = ops.Task(case, {"R": 4, "D": 8}, torch.float32)
@@ -162,7 +172,9 @@ def test_the_command(
     else:
         calls = [row["call"] for row in result["rows"] if "call" in row]
         assert {"patched LlamaRMSNorm module", "torch.nn.RMSNorm module", "x * x"} <= set(calls)
-        assert {row["op"].split()[0] for row in result["rows"] if "op" in row} >= {"rms_norm"}
+        timed = [row["op"] for row in result["rows"] if "op" in row]
+        expected = {case.name for case in CASES if hasattr(kernels_module.ops, case.op)}
+        assert set(timed) == expected and len(timed) == len(expected)
 
 
 def test_a_row_that_fails_does_not_take_the_others_along(

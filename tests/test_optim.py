@@ -290,6 +290,31 @@ def test_clip_hands_over_what_is_listed_twice() -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad)
 
 
+def test_tied_by_their_memory() -> None:
+    """Parameters whose `.data` are one, and gradients: PyTorch takes one after the other."""
+
+    def run(kind: Callable[..., Any], clip: Callable[..., Tensor]) -> list[Tensor]:
+        plain, first = (nn.Parameter(torch.ones(6)) for _ in range(2))
+        second, empty = nn.Parameter(first.data), [nn.Parameter(torch.ones(0)) for _ in range(2)]
+        params = [plain, first, *empty, second]
+        optimizer = kind(params, **HYPER)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            first.grad = second.grad.view(2, 3).view(6)  # type: ignore[union-attr]
+            clip(params, 1e-3)
+            optimizer.step()
+        return [plain.detach(), first.detach()]
+
+    with pytest.warns(UserWarning, match="hands over") as caught:
+        ours = run(optim.AdamW, optim.clip_grad_norm_)
+    messages = " ".join(str(w.message) for w in caught)
+    assert "2 × memory that parameters share" in messages
+    assert "1 × memory that gradients share" in messages
+    theirs = run(torch.optim.AdamW, nn.utils.clip_grad_norm_)
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_warnings_point_at_the_users_line() -> None:
     (p,) = params = [nn.Parameter(torch.ones(3, dtype=torch.float64))]
     p.grad = torch.ones_like(p)

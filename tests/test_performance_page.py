@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hfpatch.bench.cases import CASES
+from hfpatch.bench.inputs import takes_a_dtype
 from hfpatch.bench.page import slug
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,17 @@ def test_every_op_is_on_the_page() -> None:
         name, rest = case.op, case.name[len(case.op) :]
         assert re.search(rf"^(### )?`{name}`{rest}:?$", of_gpu, re.MULTILINE), case.name
         assert f"](images/{slug(case.name)}.svg)" in of_gpu, case.name
+
+
+def test_rows_say_what_they_measured() -> None:
+    """Each once in a run, and in fp32 what takes nothing else."""
+    fp32 = {case.name for case in CASES if not takes_a_dtype(case.inputs)}
+    assert "adamw_step" in fp32
+    for file in RESULTS.glob("ops-*.json"):
+        rows = json.loads(file.read_text())["rows"]
+        names = [(row["op"], row["shape"], row["dtype"]) for row in rows]
+        assert len(set(names)) == len(names), file.name
+        assert {dtype for op, _, dtype in names if op in fp32} <= {"float32"}, file.name
 
 
 def test_results_say_where_they_come_from() -> None:

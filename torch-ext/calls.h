@@ -85,7 +85,8 @@ inline int32_t group_statistics(const DLTensor &x, int64_t groups, bool channels
                                 int64_t *shape) {
   const bool valid = x.ndim == 3;
   const int64_t channels = valid ? x.shape[channels_last ? 2 : 1] : 0;
-  const int64_t count = groups > 0 && groups <= channels ? groups : 0;
+  // No channels are divided by any number of groups.
+  const int64_t count = groups > 0 && (groups <= channels || channels == 0) ? groups : 0;
   shape[0] = valid ? x.shape[0] : 0;
   shape[1] = count;
   shape[2] = 1 + (valid ? hfp_group_parts(channels, x.shape[channels_last ? 1 : 2], count,

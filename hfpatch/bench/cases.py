@@ -112,7 +112,7 @@ NORMS = (
         "gated_rms_norm groups",
         "x B S D; weight D",
         "gated norm",
-        lambda k, x, w: k.gated_rms_norm(x, None, w, EPS, 128),
+        lambda k, x, w: k.gated_rms_norm(x, None, w, EPS, min(128, x.shape[-1])),
         formulas.group_rms_norm,
     ),
     Case(

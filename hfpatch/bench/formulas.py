@@ -62,8 +62,8 @@ def bamba_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 def group_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The same without a gate, of groups of 128 columns."""
-    y = x.to(torch.float32).reshape(*x.shape[:-1], -1, 128)
+    """The same without a gate, of groups of 128 columns (of all, where there are fewer)."""
+    y = x.to(torch.float32).reshape(*x.shape[:-1], -1, min(128, x.shape[-1]))
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * y.flatten(-2).to(x.dtype)
 
@@ -264,7 +264,7 @@ def mul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------ optimizer
 
 #: Betas so near 1 that a step more or less is no other result.
-_ADAMW: dict[str, Any] = {
+ADAMW: dict[str, Any] = {
     "lr": 1e-3,
     "beta1": 0.999,
     "beta2": 0.999,
@@ -275,17 +275,17 @@ _ADAMW: dict[str, Any] = {
 
 def our_adamw(package: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> Any:
     lists = [t.unbind(0) for t in (p, g, m, v)]
-    package.adamw_step(*lists, [step] * len(p), **_ADAMW)
+    package.adamw_step(*lists, [step] * len(p), **ADAMW)
     return p, m, v
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     """`torch.optim.AdamW(foreach=True)`, over all parameters at once."""
-    lr, beta1, beta2 = _ADAMW["lr"], _ADAMW["beta1"], _ADAMW["beta2"]
-    p.mul_(1 - lr * _ADAMW["weight_decay"])
+    lr, beta1, beta2 = ADAMW["lr"], ADAMW["beta1"], ADAMW["beta2"]
+    p.mul_(1 - lr * ADAMW["weight_decay"])
     m.lerp_(g, 1 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    root = v.sqrt().div_((1 - beta2**step).sqrt()).add_(_ADAMW["eps"])
+    root = v.sqrt().div_((1 - beta2**step).sqrt()).add_(ADAMW["eps"])
     p.sub_(m / root * (lr / (1 - beta1**step)))
     return p, m, v
 
@@ -293,7 +293,7 @@ def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> tuple[Ten
 def fused_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     ps, gs, ms, vs = (t.unbind(0) for t in (p, g, m, v))
     steps = [step] * len(ps)
-    torch._fused_adamw_(ps, gs, ms, vs, [], steps, amsgrad=False, maximize=False, **_ADAMW)
+    torch._fused_adamw_(ps, gs, ms, vs, [], steps, amsgrad=False, maximize=False, **ADAMW)
     return p, m, v
 
 

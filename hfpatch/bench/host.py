@@ -5,6 +5,7 @@ The tensors are so small that the host is what takes the time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 import hfpatch
 from hfpatch.bench import formulas
 from hfpatch.bench.cases import CASES
-from hfpatch.bench.inputs import label, make_inputs
+from hfpatch.bench.inputs import Shape, label, make_inputs
 from hfpatch.bench.peers import OURS, function_of, prepare
 from hfpatch.bench.shapes import shapes_of
 from hfpatch.bench.timing import Call, host_times
@@ -73,14 +74,16 @@ def norm_rows(package: Any, device: torch.device) -> list[dict[str, Any]]:
 
 
 def op_rows(package: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Each op next to its eager formula, on the smallest shape of its table."""
+    """Each op next to its eager formula, on the smallest shape of its table.
+
+    Of a gradient ours is the operator alone, and the formula's is autograd's, of a graph that is
+    kept.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for case in CASES:
-        if case.mode != "forward" or not hasattr(package.ops, case.op):
+        if case.shapes == "parameters" or not hasattr(package.ops, case.op):
             continue
-        if case.shapes == "parameters":  # making their lists takes the host longer than the op
-            continue
-        shape = min(shapes_of(case.shapes, device.type), key=lambda s: _size(s.values()))
+        shape = _smallest(case.shapes, device)
         if device.type == "cpu":  # a call's own cost, not the arithmetic's
             shape = {name: min(size, 8) for name, size in shape.items()}
         inputs = make_inputs(case.inputs, shape, dtype, device)
@@ -91,13 +94,48 @@ def op_rows(package: Any, device: torch.device) -> Iterator[dict[str, Any]]:
             fn = function_of(peer, case, package)
             assert fn is not None
             calls[peer] = prepare(peer, case, fn, inputs)
-        with torch.no_grad():
-            times = host_times(calls, calls=100, rounds=7)
-        yield {"op": case.name, "shape": label(shape), **{f"{k}_us": v for k, v in times.items()}}
+        yield _row(case.name, shape, calls)
+    yield from _list_rows(package, device)
 
 
-def _size(sizes: Any) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+def _list_rows(package: Any, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Ops over lists next to PyTorch's own over the same lists: making them, as the formulas of the
+    suite `ops` do, would take the host longer than the op."""
+    shape = _smallest("parameters", device)
+    if device.type == "cpu":
+        shape = {**shape, "N": 8}
+    made = (torch.rand(tuple(shape.values()), device=device) for _ in range(4))
+    params, grads, ms, vs = (t.unbind(0) for t in made)
+    one = torch.ones((), device=device)
+    steps = [one] * len(grads)
+    norms = torch.nn.utils
+    calls: dict[str, tuple[Call, Call]] = {
+        "adamw_step": (
+            lambda: torch._fused_adamw_(
+                params, grads, ms, vs, [], steps, amsgrad=False, maximize=False, **formulas.ADAMW
+            ),
+            lambda: package.adamw_step(params, grads, ms, vs, steps, **formulas.ADAMW),
+        ),
+        "grad_norm": (lambda: norms.get_total_norm(grads), lambda: package.grad_norm(grads)),
+        "clip_grads": (
+            lambda: torch._foreach_mul_(grads, torch.clamp(0.9999 / (one + 1e-6), max=1.0)),
+            lambda: package.clip_grads(grads, one, 0.9999),
+        ),
+        "scale_grads": (
+            lambda: torch._foreach_mul_(grads, one),
+            lambda: package.scale_grads(grads, one),
+        ),
+    }
+    for op, (eager, ours) in calls.items():
+        if hasattr(package.ops, op):
+            yield _row(op, shape, {"eager": eager, OURS: ours})
+
+
+def _row(op: str, shape: Shape, calls: dict[str, Call]) -> dict[str, Any]:
+    with torch.no_grad():
+        times = host_times(calls, calls=100, rounds=7)
+    return {"op": op, "shape": label(shape), **{f"{k}_us": v for k, v in times.items()}}
+
+
+def _smallest(kind: str, device: torch.device) -> Shape:
+    return min(shapes_of(kind, device.type), key=lambda shape: math.prod(shape.values()))

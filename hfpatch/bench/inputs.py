@@ -30,6 +30,14 @@ def make_inputs(
     return tuple(_tensor(part.split(), shape, dtype, device) for part in spec.split(";"))
 
 
+def takes_a_dtype(spec: str) -> bool:
+    """Whether a tensor of `spec` has the dtype of the run: else all of it is fp32 (or indices)."""
+    return any(
+        "fp32" not in words and not any(word.startswith("int<") for word in words)
+        for words in (part.split() for part in spec.split(";"))
+    )
+
+
 def _tensor(words: list[str], shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     name, *dims = words
     sizes: list[int] = []

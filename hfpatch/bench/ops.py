@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hfpatch.bench.cases import CASES, Case
-from hfpatch.bench.inputs import Shape, bytes_of, label, make_inputs
+from hfpatch.bench.inputs import Shape, bytes_of, label, make_inputs, takes_a_dtype
 from hfpatch.bench.peers import OURS, function_of, prepare
 from hfpatch.bench.shapes import shapes_of
 from hfpatch.bench.timing import Call, Replay, cpu_microseconds, interleaved
@@ -55,7 +55,7 @@ def select(
         ops: operators, names of cases, or globs of either.
         shapes: `4x1024x2048`: instead of the table's, for the cases with as many dimensions.
         dtypes: "bfloat16", ...; default: bf16 and a few shapes in the others, on the CPU fp32 and
-            bf16.
+            bf16. Cases whose inputs are all fp32 are measured in fp32 alone.
 
     Raises:
         ValueError: a filter that leaves nothing, or a malformed shape.
@@ -74,6 +74,11 @@ def select(
     if not tasks:
         if missing:
             raise ValueError(f"the kernel build has no {', '.join(missing)}: build it again")
+        if dtypes and not any(takes_a_dtype(c.inputs) for c in cases):
+            raise ValueError(
+                f"--dtype {', '.join(dtypes)}: the inputs of the selected ops are float32; "
+                "expected float32, or no --dtype"
+            )
         kinds = dict.fromkeys("x".join(shapes_of(c.shapes, device)[0]) for c in cases)
         raise ValueError(
             f"--shape {', '.join(shapes or [])}: no selected op has as many dimensions; expected "
@@ -96,7 +101,12 @@ def _variants(
         chosen = [dict(zip(table[0], s, strict=True)) for s in sizes if len(s) == len(table[0])]
     if dtypes:
         wanted = [getattr(torch, name) for name in dtypes]
+        if not takes_a_dtype(case.inputs):
+            wanted = [dtype for dtype in wanted if dtype == torch.float32]
         yield from ((shape, dtype) for dtype in wanted for shape in chosen)
+        return
+    if not takes_a_dtype(case.inputs):
+        yield from ((shape, torch.float32) for shape in chosen)
         return
     if device == "cpu":
         both = (torch.float32, torch.bfloat16)

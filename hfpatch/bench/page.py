@@ -123,13 +123,13 @@ def _groups(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _drawn(ops: Sequence[Result]) -> list[tuple[str, list[Row]]]:
-    """The ops that have a picture, and what is in it: the bf16 rows of the first run that has the
-    op, if they make a line."""
+    """The ops that have a picture, and what is in it: the rows of the first run that has the op, in
+    the dtype that is measured first (bf16, where the op takes it), if they make a line."""
     groups: dict[str, list[Row]] = {}
     for result in ops:
         for op, group in _groups(result["rows"]):
             groups.setdefault(op, group)
-    found = [(op, [r for r in g if r["dtype"] == "bfloat16"]) for op, g in groups.items()]
+    found = [(op, [r for r in g if r["dtype"] == g[0]["dtype"]]) for op, g in groups.items()]
     return [(op, rows) for op, rows in found if len(rows) > 1]
 
 
@@ -144,8 +144,13 @@ def mark(rows: Sequence[Row]) -> str:
     return f"<!-- data {hashlib.sha256(data.encode()).hexdigest()[:16]} -->"
 
 
+def picture_title(rows: Sequence[Row]) -> str:
+    return f"{rows[0]['op']}, {rows[0]['dtype']}"
+
+
 def _current(path: Path, rows: Sequence[Row]) -> bool:
-    return path.is_file() and mark(rows) in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return mark(rows) in text and f">{picture_title(rows)}<" in text
 
 
 def _source(result: Result, command: str) -> str:
@@ -343,8 +348,8 @@ def _ops(found: Sequence[Result], pictures: bool) -> str:
     ]
     if pictures:
         lines.append(
-            "The pictures show the bytes moved per second by size, in bf16; the dashed line is a "
-            "copy of as many bytes.\n"
+            "The pictures show the bytes moved per second by size, in bf16 where an op takes it; "
+            "the dashed line is a copy of as many bytes.\n"
         )
 
     def picture(op: str) -> list[str]:
@@ -419,6 +424,11 @@ def _host(result: Result) -> str:
         lines += _table(
             ("op", "eager formula µs", "hfpatch µs"),
             ((row["op"], f"{row['eager_us']:.1f}", f"{row[f'{OURS}_us']:.1f}") for row in of_ops),
+        )
+    if any(row["op"] == "adamw_step" for row in of_ops):  # results of before have neither
+        lines.append(
+            "Gradients: the formula's by autograd, of a graph that is kept; ours the operator "
+            "alone. Ops over lists: PyTorch's own (fused, or foreach) over the same lists.\n"
         )
     return "\n".join(lines)
 

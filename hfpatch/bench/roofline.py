@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hfpatch.bench.page import cold
+from hfpatch.bench.page import cold, picture_title
 from hfpatch.bench.peers import OURS, PEERS
 from hfpatch.bench.show import copy_of
 
@@ -72,7 +72,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], mark: str) -> None:
     axes.set_ylabel("TB/s")
     axes.minorticks_off()
     axes.grid(True, which="major", linewidth=0.3)
-    axes.set_title(f"{rows[0]['op']}, {rows[0]['dtype']}", fontsize=9)
+    axes.set_title(picture_title(rows), fontsize=9)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None, "Creator": None})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import tolerance
 from torch import Tensor
 
 from hfpatch.ops import OPS
@@ -16,12 +17,6 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COLS = [1, 3, 17, 64, 127, 128, 576, 1000, 2048, 3072, 4097, 5120, 7168, 8192, 16384, 50000]
 ROWS = [1, 7, 130]
-
-
-def limit(dtype: torch.dtype) -> float:
-    """Relative to a row's largest value: half types round once (or as the original, twice) on top
-    of an fp32 result; fp32 itself accumulates a few roundings over a row."""
-    return 8e-7 if dtype == torch.float32 else 1.01 * torch.finfo(dtype).eps
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,6 +41,7 @@ def run(module: ModuleType, op: str, *args: Any, **kwargs: Any) -> tuple[Tensor,
 @pytest.mark.parametrize("rows", ROWS)
 def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dtype) -> None:
     x = randn(rows, cols, dtype=dtype) * 3
+    usual = tolerance("cuda norm", dtype)
     for w_dtype in (None, *DTYPES):
         w = None if w_dtype is None else randn(cols, dtype=w_dtype)
         b = None if w_dtype is None else randn(cols, dtype=w_dtype)
@@ -59,16 +55,16 @@ def test_norms(kernels_module: ModuleType, rows: int, cols: int, dtype: torch.dt
                 error = ((y.double() - truth).abs() / scale).max().item()
                 eager = OPS["rms_norm"].reference(x, w, bias, 1e-6, 0.0, cast)
                 assert y.dtype == eager.dtype
-                assert error <= 1.51 * limit(narrow), (w_dtype, cast, error)
+                assert error <= 1.51 * tolerance("cuda norm", narrow), (w_dtype, cast, error)
             if w is not None:
                 y, truth = run(kernels_module, "rms_norm", x, w, bias, 1e-5, 1.0, "none")
                 scale = truth.abs().amax(-1, keepdim=True).clamp_min(1e-30)  # a weight may be -1
                 if bias is not None:  # the sum may cancel
                     scale = scale + bias.double().abs().max()
-                assert ((y.double() - truth).abs() / scale).max() <= limit(dtype)
+                assert ((y.double() - truth).abs() / scale).max() <= usual
             if cols > 1:
                 y, truth = run(kernels_module, "layer_norm", x + 1, w, bias, 1e-5)
-                bound = 4 * limit(dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
+                bound = 4 * usual * (truth.abs().amax(-1, keepdim=True) + 1e-3)
                 # Three numbers may lie close together, far from 0: their mean is rounded to 2^-22
                 # of the largest, by two additions and a product, and moves all of them.
                 z = (x + 1).double()
@@ -92,7 +88,7 @@ def test_layer_norm_far_from_zero(
     x[3::5, cols // 2] = 3000
     x = x.to(dtype)
     y, truth = run(kernels_module, "layer_norm", x, None, None, 1e-5)
-    bound = 4 * limit(dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
+    bound = 4 * tolerance("cuda norm", dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
     assert ((y.double() - truth).abs() <= bound).all()
     assert torch.equal(kernels_module.layer_norm(x[::5].contiguous()), y[::5])
 
@@ -109,7 +105,7 @@ def test_layer_norm_squares_beyond_fp32(
     w, b = randn(cols, dtype=dtype), randn(cols, dtype=dtype)
     for args in ((x, None, None), (x, w, b)):
         y, truth = run(kernels_module, "layer_norm", *args, 1e-5)
-        bound = 8 * limit(dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
+        bound = 8 * tolerance("cuda norm", dtype) * (truth.abs().amax(-1, keepdim=True) + 1e-3)
         assert ((y.double() - truth).abs() <= bound).all()
 
 
@@ -125,8 +121,8 @@ def test_activations(
     packed = randn(*shape[:-1], 2 * shape[-1], dtype=dtype) * 4
 
     def close(y: Tensor, truth: Tensor, roundings: float) -> None:
-        eps = 4e-7 if dtype == torch.float32 else torch.finfo(dtype).eps
-        bound = roundings * eps * truth.abs() + 4e-7 * x.abs().max()
+        eps = tolerance("cuda activation", dtype)
+        bound = roundings * eps * truth.abs() + tolerance("cuda activation") * x.abs().max()
         if dtype == torch.float16:
             bound = bound + 6.2e-8  # its smallest step
         assert ((y.double() - truth).abs() <= bound).all()
@@ -136,8 +132,9 @@ def test_activations(
     close(*run(kernels_module, "silu", x), 1.0)
     for activation in ACTIVATIONS:
         y, truth = run(kernels_module, "gated", x, up, activation)
-        eps = 4e-7 if dtype == torch.float32 else torch.finfo(dtype).eps
-        bound = 2 * eps * truth.abs() + (4e-7 * 16 + 6.2e-8) * up.abs().max()
+        eps = tolerance("cuda activation", dtype)
+        inside = tolerance("cuda activation") * 16 + 6.2e-8
+        bound = 2 * eps * truth.abs() + inside * up.abs().max()
         assert ((y.double() - truth).abs() <= bound).all()
         for gate_first in (True, False):
             y, _ = run(kernels_module, "gated_packed", packed, activation, gate_first)
@@ -173,7 +170,7 @@ def test_layouts(kernels_module: ModuleType, cols: int, dtype: torch.dtype) -> N
     def same(a: Tensor, b: Tensor) -> bool:
         """Equal but for the reduction's order, which may follow the alignment."""
         scale = b.float().abs().amax(-1, keepdim=True)
-        return bool(((a.float() - b.float()).abs() <= limit(dtype) * scale).all())
+        return bool(((a.float() - b.float()).abs() <= tolerance("cuda norm", dtype) * scale).all())
 
     base = randn(2, 5, 3, cols, dtype=dtype)
     weight = torch.empty(cols + 1, dtype=dtype, device="cuda")[1:].copy_(randn(cols))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import tolerance
 from torch import Tensor
 
 from hfpatch.ops import OPS
@@ -45,7 +46,7 @@ def check(name: str, module: ModuleType, args: tuple[Any, ...], params: dict[str
         assert y.is_contiguous()
         if y.numel() == 0:
             continue
-        eps = 1e-6 if y.dtype == torch.float32 else 2.1 * torch.finfo(y.dtype).eps
+        eps = tolerance("cuda rope", y.dtype)
         error = (y.double() - t).abs() / t.abs().amax(-1, keepdim=True).clamp_min(1e-30)
         assert error.max().item() <= eps, (name, params, error.max().item())
     return ours

@@ -15,6 +15,7 @@ import c_api
 import pytest
 import torch
 from c_api import CONSTANTS, Library, dltensor, int64_array
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
@@ -24,17 +25,6 @@ INVALID = CONSTANTS["HFP_INVALID_ARGUMENT"]
 COLS = [1, 3, 17, 127, 128, 1000, 2048, 4097]
 ROWS = [1, 7, 64, 0]
 
-# Half a unit in the last place, relative: one rounding to the dtype costs at most this.
-ROUNDING = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
-# Half the smallest subnormal: the same where the result is too small for a full significand.
-SUBNORMAL = {F32: 2.0**-150, F16: 2.0**-25, BF16: 2.0**-134}
-# Roundings of fp32 arithmetic inside a kernel, relative to the size of what is added up. Norms: the
-# reduction (kBlock / (4 lanes) additions in a row, errors of both signs), rsqrt, three products.
-NORM_FP32 = 12 * 2.0**-24
-# Activations, relative to |x|: Phi and sigmoid are at most 1, within 4 roundings (simd_math.h); the
-# argument of gelu tanh's sigmoid carries 3 more, times max z sigmoid'(z) = 0.22. For half types
-# exp has 2^-17, times max(sigmoid (1 - sigmoid)) = 1/4 and rounded up.
-ACT_FP32 = {F32: 6 * 2.0**-24, F16: 2.0**-18, BF16: 2.0**-18}
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -85,12 +75,6 @@ def call(lib, name, *args, shape=None, dtype=None):
     return canary.check()
 
 
-def assert_close(out, expected, bound, what):
-    error = (out.double() - expected).abs()
-    worst = (error - bound).max().item() if out.numel() else 0.0
-    assert worst <= 0, f"{what}: {worst:.3g} above the bound"  # false for NaN too
-
-
 def same_bits(a, b):
     kind = torch.int32 if a.dtype == F32 else torch.int16
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
@@ -111,7 +95,7 @@ def rms_reference(x, weight, bias, eps, offset, cast):
     y = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)
     out_type = rms_result(x, weight, cast)
     size = y.abs() * (1 if weight is None else (weight.double() + offset).abs())
-    bound = NORM_FP32 * size
+    bound = tolerance("norm") * size
     if weight is not None:
         y = y * (weight.double() + offset)
         if cast != NONE:
@@ -121,7 +105,7 @@ def rms_reference(x, weight, bias, eps, offset, cast):
             bound = bound + SUBNORMAL[hat] * weight.double().abs() + SUBNORMAL[out_type]
     if bias is not None:
         y = y + bias.double()
-        bound = bound + NORM_FP32 * bias.double().abs()
+        bound = bound + tolerance("norm") * bias.double().abs()
     bound = bound + (ROUNDING[out_type] * (y.abs() + bound) + SUBNORMAL[out_type])
     return y, bound, out_type
 
@@ -201,7 +185,7 @@ def check_layer(lib, x, weight, bias, eps=1e-5):
         y, size = y * weight.double(), size * weight.double().abs()
     if bias is not None:
         y, size = y + bias.double(), size + bias.double().abs()
-    bound = NORM_FP32 * (size + size.mean(-1, keepdim=True))
+    bound = tolerance("norm") * (size + size.mean(-1, keepdim=True))
     bound = bound + ROUNDING[x.dtype] * (y.abs() + bound) + SUBNORMAL[x.dtype]
     out = call(lib, "layer_norm", x, weight, bias, eps)
     assert_close(out, y, bound, f"{tuple(x.shape)} {x.dtype}")
@@ -269,7 +253,7 @@ def run_activation(lib, x, activation):
 
 def activation_bound(x, y, activation, dtype):
     exact = activation == RELU
-    bound = 0 if exact else ACT_FP32[dtype] * x.double().abs()
+    bound = 0 if exact else tolerance("activation", dtype) * x.double().abs()
     return bound + ROUNDING[dtype] * y.abs() * 1.02 + SUBNORMAL[dtype]
 
 

@@ -15,18 +15,15 @@ from test_c_api import (
     F32,
     INPUT,
     NONE,
-    NORM_FP32,
-    ROUNDING,
-    SUBNORMAL,
     WEIGHT,
     Canary,
-    assert_close,
     built,  # noqa: F401  (fixtures, as are `lib` and `seed`)
     call,
     lib,  # noqa: F401
     same_bits,
     seed,  # noqa: F401
 )
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 
 RMS, LAYER = CONSTANTS["HFP_NORM_RMS"], CONSTANTS["HFP_NORM_LAYER"]
 COLS = [1, 3, 17, 128, 1000, 4097]
@@ -63,7 +60,7 @@ def rounded(value, error, dtype):
 def modulated64(x, scale, shift, weight, bias, eps, norm, cast):
     """(fp64 value, bound, dtype of the result) with the rounding points of the header."""
     y, size = norm64(x, weight, bias, eps, norm)
-    error = NORM_FP32 * size
+    error = tolerance("norm") * size
     scale64, shift64 = 1 + scale.double(), shift.double()
     scale_error = torch.zeros_like(scale64)
     middle = F32

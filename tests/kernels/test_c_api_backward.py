@@ -24,33 +24,22 @@ from test_c_api import (  # noqa: F401  (fixtures)
     INPUT,
     INVALID,
     NONE,
-    ROUNDING,
     SILU,
-    SUBNORMAL,
     WEIGHT,
     Canary,
-    assert_close,
     built,
     lib,
     rms_result,
     same_bits,
     seed,
 )
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 
 from hfpatch.ops.activation import ACTIVATIONS, activate
 from hfpatch.ops.layer_norm import layer_norm
 from hfpatch.ops.rms_norm import rms_norm
 
 CAST_NAMES = {NONE: "none", INPUT: "input", WEIGHT: "weight"}
-# dx: the forward's roundings (12), and again as many for the second reduction and the products,
-# relative to the terms that are added up.
-DX_FP32 = 24 * 2.0**-24
-# Sums over n rows, one after the other: n / 2 roundings would be the worst of one sign; the parts
-# and the errors' signs keep it far below sqrt(n) + what each xhat brings.
-SUM_FP32 = 24 * 2.0**-24
-# Relative to |grad|: the derivative is about 1, of 4 factors with a few roundings each; half types
-# have exp to 2^-17 and the normal tail to 2^-19.
-SLOPE_FP32 = {F32: 12 * 2.0**-24, F16: 2.0**-16, BF16: 2.0**-16}
 
 
 def canaries(*shapes_and_dtypes):
@@ -100,7 +89,7 @@ def check_norm(lib, op, x, weight, bias, grad, codes, formula, offset=0.0, hat_r
     what = (
         f"{op} {tuple(x.shape)} {x.dtype} {grad.dtype} {None if weight is None else weight.dtype}"
     )
-    bound = DX_FP32 * size
+    bound = tolerance("norm gradient") * size
     assert_close(
         dx, edx, bound + ROUNDING[x.dtype] * (edx.abs() + bound) + SUBNORMAL[x.dtype], what
     )
@@ -112,7 +101,7 @@ def check_norm(lib, op, x, weight, bias, grad, codes, formula, offset=0.0, hat_r
         if expected is None:
             continue
         assert actual.dtype in DTYPES
-        bound = (SUM_FP32 + hat_rounding) * terms.reshape(flat).sum(0)
+        bound = (tolerance("sum over rows") + hat_rounding) * terms.reshape(flat).sum(0)
         rounding = ROUNDING[actual.dtype] * (expected.abs() + bound) + SUBNORMAL[actual.dtype]
         assert_close(actual, expected, bound + rounding, what)
 
@@ -270,7 +259,11 @@ def test_activation_backward(lib, dtype, name):
             lib.call("silu_backward", canary.out, grad, x)
         else:
             lib.call("gelu_backward", canary.out, grad, x, ACTIVATIONS[name])
-        bound = SLOPE_FP32[dtype] * grad.double().abs() * (1 + x.double().abs().clamp_max(4))
+        bound = (
+            tolerance("activation gradient", dtype)
+            * grad.double().abs()
+            * (1 + x.double().abs().clamp_max(4))
+        )
         bound = bound + ROUNDING[dtype] * expected.abs() + SUBNORMAL[dtype]
         assert_close(canary.check(), expected, bound, f"{name} {dtype}")
         again = grad.clone()
@@ -304,7 +297,11 @@ def test_gated_backward(lib, dtype, name):
         lib.call("gated_backward", dgate.out, dup.out, grad, gate, up, ACTIVATIONS[name])
         egate, eup = truth(lambda g, u: activate(g, name) * u, grad, gate, up)
         g = grad.double().abs()
-        bound = SLOPE_FP32[dtype] * (g * up.double().abs()) * (1 + gate.double().abs().clamp_max(4))
+        bound = (
+            tolerance("activation gradient", dtype)
+            * (g * up.double().abs())
+            * (1 + gate.double().abs().clamp_max(4))
+        )
         assert_close(
             dgate.check(),
             egate,
@@ -312,7 +309,9 @@ def test_gated_backward(lib, dtype, name):
             f"dgate {name} {dtype}",
         )
         # act(gate) is rounded, then the product.
-        bound = SLOPE_FP32[dtype] * g * gate.double().abs() + g * SUBNORMAL[dtype]
+        bound = (
+            tolerance("activation gradient", dtype) * g * gate.double().abs() + g * SUBNORMAL[dtype]
+        )
         bound = bound + 2.01 * ROUNDING[dtype] * eup.abs() + SUBNORMAL[dtype]
         assert_close(dup.check(), eup, bound, f"dup {name} {dtype}")
         for gate_first in (0, 1):
@@ -336,10 +335,6 @@ def loss_formula(logits, target, smoothing, cap):
     return F.cross_entropy(z, target, reduction="none", label_smoothing=smoothing)
 
 
-# The loss and lse: a few roundings of sizes up to max |z|, and of the sum's logarithm.
-LOSS_FP32 = 8 * 2.0**-24
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 0.0), (0.0, 30.0), (0.2, 5.0)])
 def test_cross_entropy(lib, dtype, smoothing, cap):
@@ -353,11 +348,11 @@ def test_cross_entropy(lib, dtype, smoothing, cap):
         lib.call("cross_entropy", loss.out, lse.out, logits, target, *codes)
         expected = loss_formula(logits.double(), target, smoothing, cap)
         size = 1 + logits.double().abs().amax(-1) + expected.abs()
-        assert_close(loss.check(), expected, LOSS_FP32 * size, f"loss {classes}")
+        assert_close(loss.check(), expected, tolerance("loss") * size, f"loss {classes}")
         lib.call("cross_entropy_backward", dx.out, grad, logits, target, lse.check(), *codes)
         (edx,) = truth(lambda x, t=target: loss_formula(x, t, smoothing, cap), grad, logits)
         # A softmax has the error of its exponent, up to about twice that of lse.
-        bound = grad.double().abs()[:, None] * 2 * LOSS_FP32 * size[:, None]
+        bound = grad.double().abs()[:, None] * 2 * tolerance("loss") * size[:, None]
         assert_close(
             dx.check(),
             edx,
@@ -511,7 +506,5 @@ def test_bad_input(built, call, words):
 
 
 def test_no_new_tolerances():
-    """The rounding table is that of the forward's tests."""
-    assert set(ROUNDING) == set(SLOPE_FP32) == {F32, F16, BF16}
     assert CONSTANTS["HFP_NEED_COUNT"] == 4
     assert c_api.OPS["rms_norm_backward"].result.split(", ")[0] == "=x"

@@ -1,52 +1,28 @@
 """The C interface of the rotary embeddings on the CPU: numbers against fp64, layouts, bad input."""
 
+# ruff: noqa: F811  (fixtures of test_c_api)
+
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import re
-from pathlib import Path
 
-import c_api
 import pytest
 import torch
-from c_api import CONSTANTS, Library
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-DTYPES = [F32, F16, BF16]
-NONE, INPUT = CONSTANTS["HFP_CAST_NONE"], CONSTANTS["HFP_CAST_INPUT"]
-INVALID = CONSTANTS["HFP_INVALID_ARGUMENT"]
-# Half a unit in the last place, relative: one rounding to the dtype costs at most this.
-ROUNDING = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
-# Half the smallest subnormal, for results too small for a full significand.
-SUBNORMAL = {F32: 2.0**-150, F16: 2.0**-25, BF16: 2.0**-134}
-# fp32 arithmetic: two products and a sum; the norm's reduction, rsqrt and products.
-ROPE_FP32, NORM_FP32 = 3 * 2.0**-24, 12 * 2.0**-24
-LEVELS = (
-    ["baseline", "avx2", "avx512"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
+from c_api import Library
+from test_c_api import (  # noqa: F401  (fixtures)
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    INPUT,
+    INVALID,
+    NONE,
+    built,
+    lib,
+    seed,
 )
-
-
-@pytest.fixture(scope="session")
-def built() -> Path:
-    library = c_api.built_library()
-    if library is None:
-        pytest.skip("no C++ compiler: set CXX, or install g++")
-    return library
-
-
-@pytest.fixture(scope="session", params=LEVELS)
-def lib(request, built) -> Library:
-    library = c_api.held_to(built, request.param)
-    if library is None:
-        pytest.skip(f"this CPU has no {request.param}")
-    return library
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(int(os.environ.get("HFPATCH_TEST_SEED", "0")))
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 
 
 def tables(*shape, dtype, wide=False, interleaved=False):
@@ -74,13 +50,8 @@ def rotate(x, cos, sin, interleaved, r):
     return out
 
 
-def assert_close(out, expected, bound, what=None):
-    worst = ((out.double() - expected).abs() - bound).max().item() if out.numel() else 0.0
-    assert worst <= 0, f"{what}: {worst:.3g} above the bound"  # false for NaN too
-
-
 def rope_bound(y, size, dtype, table, rounded):
-    bound = ROPE_FP32 * size
+    bound = tolerance("rope") * size
     if rounded and table == dtype:
         bound = bound + ROUNDING[dtype] * size + 2 * SUBNORMAL[dtype]
     return bound + ROUNDING[dtype] * (y.abs() + bound) + SUBNORMAL[dtype]
@@ -202,7 +173,7 @@ def norm_rope_expected(x, weight, offset, cast, across, cos, sin, interleaved, r
         y = y * (weight.double() + offset)
         size = size * (weight.double() + offset).abs()
     y, size = y.reshape(x.shape), size.reshape(x.shape)
-    error = (NORM_FP32 + ROUNDING[dtype] * (2 if cast else 1)) * 1.01 * size
+    error = (tolerance("norm") + ROUNDING[dtype] * (2 if cast else 1)) * 1.01 * size
     error = error + 2 * SUBNORMAL[dtype] * (1 if weight is None else weight.abs().max())
     if cos is None:
         return y, error

@@ -13,21 +13,17 @@ from c_api import Library
 from test_c_api import (
     DTYPES,
     INVALID,
-    ROUNDING,
-    SUBNORMAL,
     Canary,
-    assert_close,
     built,  # noqa: F401  (fixtures, as are `lib` and `seed`)
     lib,  # noqa: F401
     same_bits,
     seed,  # noqa: F401
 )
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 
 I64 = torch.int64
 INF, NAN = math.inf, math.nan
 COLS = [1, 2, 15, 33, 1000, 4097, 50257]
-# The exponent (x - max, relative to the greatest |z|), exp, the sum of D of them, the quotient.
-SOFTMAX_FP32 = 4 * 2.0**-24
 
 
 def workspace(lib, x):
@@ -70,7 +66,7 @@ def test_softmax(lib, dtype):
             y = torch.softmax(z, -1)
             out = softmax(lib, x, mask, scale)
             size = 1 + z.abs().amax(-1, keepdim=True)
-            bound = y * (SOFTMAX_FP32 * size + ROUNDING[dtype]) * 1.01 + SUBNORMAL[dtype]
+            bound = y * (tolerance("softmax") * size + ROUNDING[dtype]) * 1.01 + SUBNORMAL[dtype]
             # below the range of the kernels' exp, results are 0
             assert_close(out, y, bound + 2.0**-126, f"{rows}x{cols} {scale}")
             dx = Canary(x.shape, dtype)
@@ -79,7 +75,10 @@ def test_softmax(lib, dtype):
             dot = (grad.double() * y).sum(-1, keepdim=True)
             expected = scale * y * (grad.double() - dot)
             largest = grad.double().abs().amax(-1, keepdim=True)
-            bound = abs(scale) * y * largest * 2 * SOFTMAX_FP32 + ROUNDING[dtype] * expected.abs()
+            bound = (
+                abs(scale) * y * largest * 2 * tolerance("softmax")
+                + ROUNDING[dtype] * expected.abs()
+            )
             assert_close(dx.check(), expected, bound * 1.01 + SUBNORMAL[dtype], f"dx {cols}")
 
 
@@ -139,7 +138,7 @@ def test_softmax_whose_maximum_rises(lib, dtype):
     x = torch.stack([at / 250.0, -at / 250.0, torch.where(at < 2000, -INF, at / 500.0)])
     x = x.to(dtype)
     y = torch.softmax(x.double(), -1)
-    bound = y * (SOFTMAX_FP32 * 22 + ROUNDING[dtype]) * 1.01 + SUBNORMAL[dtype]
+    bound = y * (tolerance("softmax") * 22 + ROUNDING[dtype]) * 1.01 + SUBNORMAL[dtype]
     out = softmax(lib, x)
     assert_close(out, y, bound + 2.0**-126, "rising")
     for value, column in itertools.product((NAN, INF), (0, 1500, cols - 1)):

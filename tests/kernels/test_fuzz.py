@@ -141,9 +141,12 @@ def say_the_same_of_lists(
     outs = outs[: sample.schema.outputs]
     kinds = ["Tensor"] * len(outs) + [kind for kind, _ in sample.schema.arguments]
     given_: list[Any] = [*outs, *inputs]
+    flat = [t for v in given_ for t in (v if isinstance(v, list) else [v]) if isinstance(t, Tensor)]
 
     def other(value: Tensor) -> Tensor:
         made = changes(value) if value.dim() else {"two": value.new_ones(2), "wide": value.double()}
+        alike = [t for t in flat if t.shape == value.shape]
+        made["shared"] = data.draw(st.sampled_from(alike or [value]))
         return made[data.draw(st.sampled_from(sorted(made)))]
 
     for at in data.draw(st.lists(st.integers(0, len(given_) - 1), min_size=1, max_size=3)):
@@ -158,14 +161,14 @@ def say_the_same_of_lists(
             if which >= 0:
                 given_[at][which] = other(value[which])
 
-    def copied(value: Any) -> Any:
+    def copied(value: Any, clones: dict[int, Tensor]) -> Any:
         if isinstance(value, list):
-            return [copied(v) for v in value]
+            return [copied(v, clones) for v in value]
         # A clone is dense; a sliced tensor has to stay one, and is refused.
         dense = isinstance(value, Tensor) and value.is_contiguous()
-        return value.clone() if dense else value
+        return clones.setdefault(id(value), value.clone()) if dense else value
 
-    by_c, by_operator = copied(given_), copied(given_)
+    by_c, by_operator = copied(given_, {}), copied(given_, {})
     status = library.status(sample.op, *by_c)
     by_ctypes = library.last_error() if status != CONSTANTS["HFP_OK"] else None
     operator = getattr(kernels_module.ops, sample.op + "_out" * bool(outs)).default

@@ -11,19 +11,15 @@ import torch
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import KernelError
 from test_c_api import (
-    ACT_FP32,
     DTYPES,
     F32,
-    NORM_FP32,
-    ROUNDING,
-    SUBNORMAL,
-    assert_close,
     built,  # noqa: F401  (fixtures, as are `lib` and `seed`)
     call,
     lib,  # noqa: F401
     same_bits,
     seed,  # noqa: F401
 )
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 from torch import Tensor
 
 from hfpatch.ops import OPS
@@ -39,7 +35,7 @@ def gated64(x, gate, weight, eps, group, norm_first, cast, sigmoid):
     else:
         g = gate.double()
         silu = torch.sigmoid(g) if sigmoid else g * torch.sigmoid(g)
-        silu_error = ACT_FP32[dtype] * (torch.ones_like(g) if sigmoid else g.abs())
+        silu_error = tolerance("activation", dtype) * (torch.ones_like(g) if sigmoid else g.abs())
 
     def rounded(y, error, last):
         if not last and not cast:
@@ -56,7 +52,7 @@ def gated64(x, gate, weight, eps, group, norm_first, cast, sigmoid):
     moved = groups.abs() * rstd.square() * errors.square().mean(-1, keepdim=True).sqrt()
     error = ((errors + moved) * rstd).flatten(-2)
     y = (groups * rstd).flatten(-2)
-    error = error + NORM_FP32 * y.abs()
+    error = error + tolerance("norm") * y.abs()
     error = rounded(y, error, weight is None and not norm_first)
     if weight is not None:
         y, error = y * weight.double(), error * weight.double().abs()
@@ -183,7 +179,7 @@ def test_torch_function(
     formula = kernels_module.gated_rms_norm(*given, *tail)
     reference = OPS["gated_rms_norm"].reference
     # Half types: a few results start from a neighbour, of up to two roundings before.
-    eps = max(4e-6, 3 * torch.finfo(dtype).eps)
+    eps = tolerance("torch norm", dtype)
     for other in (formula.detach(), reference(*plain, *tail)):
         assert other.dtype == y.dtype == dtype
         torch.testing.assert_close(y, other, rtol=eps, atol=4e-6)

@@ -11,19 +11,15 @@ import torch.nn.functional as F
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import KernelError
 from test_c_api import (
-    ACT_FP32,
     DTYPES,
     F32,
-    NORM_FP32,
-    ROUNDING,
-    SUBNORMAL,
     Canary,
-    assert_close,
     built,  # noqa: F401  (fixtures, as are `lib` and `seed`)
     lib,  # noqa: F401
     same_bits,
     seed,  # noqa: F401
 )
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 from torch import Tensor
 
 from hfpatch.ops import OPS
@@ -57,7 +53,7 @@ def group64(x, weight, bias, groups, eps, silu):
     grouped = y.reshape(x.shape[0], groups, -1)
     grouped = grouped - grouped.mean(-1, keepdim=True)
     y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).view(x.shape)
-    error = NORM_FP32 * (y.abs() + 1)
+    error = tolerance("norm") * (y.abs() + 1)
     if weight is not None:
         y, error = y * weight.double()[:, None], error * weight.double().abs()[:, None]
     if bias is not None:
@@ -67,7 +63,7 @@ def group64(x, weight, bias, groups, eps, silu):
     if silu:
         value = y * torch.sigmoid(y)
         # the slope of silu is at most 1.1
-        error = 1.1 * error + ACT_FP32[dtype] * y.abs()
+        error = 1.1 * error + tolerance("activation", dtype) * y.abs()
         y = value
         error = error + ROUNDING[dtype] * (y.abs() + error) + SUBNORMAL[dtype]
     return y, error
@@ -179,7 +175,7 @@ def test_torch_function(
     leaves = [t.clone().requires_grad_() for t in plain]
     formula = kernels_module.group_norm(*leaves, *tail)
     op = OPS["group_norm"]
-    eps = max(4e-6, 3 * torch.finfo(dtype).eps)  # half types: a few start from a neighbour
+    eps = tolerance("torch norm", dtype)  # half types: a few start from a neighbour
     for other in (formula.detach(), op.reference(*plain, *tail), op.aten(*plain, *tail)):
         assert other.dtype == y.dtype == dtype
         torch.testing.assert_close(y, other, rtol=eps, atol=4e-6)
@@ -188,3 +184,18 @@ def test_torch_function(
     truth = torch.autograd.grad(op.reference(*wide, *tail).square().sum(), wide)
     for a, e in zip(grads, truth, strict=True):
         assert (a.double() - e).abs().max() <= 16 * max(1e-6, eps) * e.abs().max()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
+def test_no_channels(last: bool, kernels_module: ModuleType) -> None:
+    """Any number of groups divides none: an empty result, as PyTorch's."""
+    x = torch.ones(3, 4, 0) if last else torch.ones(3, 0, 4)
+    codes = (2, 1e-5, 0, int(last))
+    for weight in (None, torch.ones(0)):
+        y = kernels_module.group_norm(x, weight, weight, 2, channels_last=last)
+        plain = kernels_module.calls.bind("group_norm", codes)(x, weight, weight)
+        assert y.shape == plain.shape == x.shape
+        # Without the comparison of values: nothing writes the statistics.
+        only = ("test_schema", "test_faketensor")
+        operator = kernels_module.ops.group_norm.default
+        torch.library.opcheck(operator, (x, weight, weight, *codes), test_utils=only)

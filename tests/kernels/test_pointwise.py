@@ -11,18 +11,15 @@ import torch
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import CONSTANTS, KernelError, going_down
 from test_c_api import (
-    ACT_FP32,
     DTYPES,
     F32,
-    ROUNDING,
-    SUBNORMAL,
-    assert_close,
     built,  # noqa: F401  (fixtures, as are `lib` and `seed`)
     call,
     lib,  # noqa: F401
     same_bits,
     seed,  # noqa: F401
 )
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 from torch import Tensor
 
 from hfpatch.ops import OPS
@@ -54,7 +51,11 @@ def test_add_activation_against_fp64(lib, dtype, name):
         x, bias = torch.randn(shape, dtype=dtype) * 3, torch.randn(shape[-1], dtype=dtype)
         total = (x + bias).double()  # rounded, as eager PyTorch does
         y = formula(total, name)
-        bound = ROUNDING[dtype] * y.abs() + ACT_FP32[dtype] * total.abs() + SUBNORMAL[dtype]
+        bound = (
+            ROUNDING[dtype] * y.abs()
+            + tolerance("activation", dtype) * total.abs()
+            + SUBNORMAL[dtype]
+        )
         assert_close(run(lib, "add_", name, x, bias), y, bound, f"{name} {shape}")
 
 

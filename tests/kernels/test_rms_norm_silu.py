@@ -12,19 +12,15 @@ import torch
 # ruff: noqa: F811  (fixtures that are imported, and used as parameters)
 from c_api import KernelError
 from test_c_api import (
-    ACT_FP32,
     DTYPES,
     F32,
-    NORM_FP32,
-    ROUNDING,
-    SUBNORMAL,
-    assert_close,
     built,  # noqa: F401  (fixtures, as are `lib` and `seed`)
     call,
     lib,  # noqa: F401
     same_bits,
     seed,  # noqa: F401
 )
+from tolerances import ROUNDING, SUBNORMAL, assert_close, tolerance
 from torch import Tensor
 
 from hfpatch.ops import OPS
@@ -49,7 +45,7 @@ def with_bound(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor]:
         size = size * weight.abs()
     if scale is not None:
         size = size * (1 + scale.abs()) + shift.abs()
-    bound = 1.1 * NORM_FP32 * size + ACT_FP32[dtype] * size
+    bound = 1.1 * tolerance("norm") * size + tolerance("activation", dtype) * size
     return y, bound + ROUNDING[dtype] * (y.abs() + bound) + SUBNORMAL[dtype]
 
 
@@ -166,7 +162,7 @@ def test_torch_function(dtype: torch.dtype, op: str, kernels_module: ModuleType)
     y = function(*tensors)
     leaves = [t.clone().requires_grad_() for t in tensors]
     formula = function(*leaves)
-    eps = max(4e-6, 2 * torch.finfo(dtype).eps)
+    eps = tolerance("torch chain", dtype)
     for other in (formula.detach(), reference(*tensors)):
         assert other.dtype == y.dtype == dtype
         torch.testing.assert_close(y, other, rtol=eps, atol=4e-6)

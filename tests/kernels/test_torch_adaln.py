@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import tolerance
 from torch import Tensor
 
 from hfpatch.ops import OPS
@@ -67,13 +68,12 @@ def results(result: Any) -> tuple[Tensor, ...]:
 def assert_like(actual: Any, expected: Any, *dtypes: torch.dtype) -> None:
     """Same dtypes, and fp32 accuracy but where a value on its way was rounded to a half type among
     ``dtypes``: there a few results start from its neighbour."""
-    eps = max(torch.finfo(t).eps for t in dtypes)
     for a, e in zip(results(actual), results(expected), strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
         assert a.is_contiguous()
         error = (a.double() - e.double()).abs() / (1 + e.double().abs())
-        assert error.max() <= max(2 * eps, 4e-6)
-        assert (error > 4e-6).double().mean() < 0.02
+        assert error.max() <= tolerance("torch chain", *dtypes)
+        assert (error > tolerance("torch chain")).double().mean() < 0.02
 
 
 @pytest.mark.parametrize("modulation", DTYPES, ids=str)
