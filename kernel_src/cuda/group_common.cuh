@@ -8,8 +8,6 @@
 namespace hfp::cuda::group_norms {
 
 inline constexpr const char *kName = "group_norm";
-inline constexpr int kThreads = 256;       // of the kernels over NCHW
-inline constexpr int kUnroll = 4;          // NCHW: vectors of a thread at once
 
 struct Params {
   static constexpr bool kStartsEarly = true;

@@ -8,16 +8,7 @@
 
 namespace hfp::cuda::group_norms {
 
-// Vectors of a group that is read once: up to here one CTA is as fast as a cluster; most in one CTA
-// where there are no clusters; most in a cluster.
-inline constexpr int64_t kOneCta = 512, kMostAlone = 2048, kMostShared = 20480;
-inline constexpr int kMostChannels = 256;  // of such a group
-
-// Clusters. A group is in parts of kThreads threads each: few up to kMostFew vectors, else most. They are
-// two CTAs, or one each where groups are too few to fill the GPU. The bits are the same for any number of
-// CTAs. Figures: docs/gpus.md.
-inline constexpr int64_t kMostFew = 10240, kManyGroups = 64;
-inline constexpr int kFewParts = 4, kMostParts = 8;
+inline constexpr int kMostChannels = 256;  // of a group in shared memory
 inline constexpr int kSharedThreads = kMostParts / 2 * kThreads;  // most of a CTA
 inline constexpr int kStaticBytes = 6 << 10;  // at most, besides the group
 inline constexpr int kCopies = 4;  // groups of loads of a thread, each of kUnroll vectors but the last

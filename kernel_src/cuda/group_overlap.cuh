@@ -13,21 +13,6 @@
 
 namespace hfp::cuda::group_norms {
 
-// A part: kUnroll vectors for each thread of a CTA. Groups of more than kMostNarrow vectors take wide CTAs.
-inline constexpr int kNarrowCta = 256, kWideCta = 512;
-inline constexpr int64_t kMostNarrow = 256 * 1024;
-// Threads of an SM; of fp32, whose SiLU is the accurate one, fewer have the registers.
-template <class T>
-inline constexpr int kOverlapThreads = sizeof(T) == 4 ? 1024 : 1536;
-// Threads' worth of parts, of an SM, that the first pass is ahead besides a group: 13 and 10 MB on an
-// H200. With less more CTAs wait, with more L2 loses what it should keep. 1 x 128 x 1048576 in bf16, us, 7
-// to 16 MB, wide: 171, 162, 161, 163, 168, 181.
-template <int kCta>
-inline constexpr int kAheadThreads = kCta == kNarrowCta ? 1536 : 1152;
-// Vectors of a group at most: 8 MB. What is read and written meanwhile has to stay in L2 beside it: six
-// times as much is asked for. With groups of 16 MB an H200 gained nothing.
-inline constexpr int64_t kMostOverlap = 512 * 1024, kL2Share = 6;
-
 struct OverlapParams : Params {
   int vectors;  // of a group
   int tasks;    // parts of all groups

@@ -8,10 +8,6 @@
 
 namespace hfp::cuda::group_norms {
 
-inline constexpr int kLastThreads = 512;   // at most, of those over NHWC
-inline constexpr int64_t kMostReadParts = 256;  // of a group
-inline constexpr int kChannelSlots = 4096; // channels times positions at once that a CTA merges in NHWC
-
 // Where element i of a group lies, from its first one.
 template <bool kStrided>
 __device__ __forceinline__ int64_t group_offset(const Params &p, int64_t i) {

@@ -12,22 +12,10 @@
 
 namespace hfp::cuda::group_norms {
 
-inline constexpr int kSpreadThreads = 1024;  // of an SM
-// A run: vectors that a thread adds up. It has one in registers, and where CTAs are several waves one in
-// shared memory, as if it were two threads. Groups of up to kMostSmall vectors are in parts of 256 runs,
-// larger ones of 512: bf16 on an H200, us, 1 x 512 x 65536 39.8, so 41; 2 x 640 x 16384 29, so 26.2.
-inline constexpr int kRun = 8;
-inline constexpr int64_t kMostSmall = 64 * 1024;
 // How often a thread looks for the moments of others before its CTA adds up their parts itself, about 2 ms:
 // they may be behind it in a queue, and the CTAs before them wait as well.
 inline constexpr int kPatience = 1 << 12;
 inline constexpr uint64_t kNoMoments = ~uint64_t{0};  // no NaN that is computed has these bits
-
-// The first wave asks for a group when memory has had the time for those before it: 4.3 TB/s, at 1.85 GHz.
-inline constexpr int kBytesPerClock = 2300;
-// 1 x 128 x 1048576 with 0, 4, 8, 12, 16, 24 MB: 165, 148, 146, 147, 148, 167.
-inline constexpr int64_t kSpreadAhead = 8 << 20;
-inline constexpr int kGroupsAtOnce = 2;  // on the GPU, at least
 
 struct SpreadParams : OverlapParams {
   int each;        // vectors of a run

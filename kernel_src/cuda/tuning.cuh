@@ -70,6 +70,8 @@
 //     kFlowWidth
 //   kFewRankers, kPair-    8, 3072,    rows that two warps rank                 row_flow.cuh
 //     Vectors, -Rows       16
+//   group_norms::          see below   groups by CTA, cluster, many CTAs, or    group_*.cuh
+//                                      read twice
 //   kPlainAdamW-Threads,   128, 1,     CTA, vectors of a thread and threads     adamw.cu
 //     -Vectors, -Resident  1024        on an SM, fp32 without masters or amsgrad
 //   kSumThreads, -Rows     512, 320    CTA; rows of partial sums at once        partial_sums.cu
@@ -598,6 +600,60 @@ inline constexpr int64_t kFlowWidth = 1024;     // vectors of a row, the fewest
 // 512 x 128256 38.1 and 36.2, but 4096 x 12000 36.5 and 39.1; sample 127.4 and 125.7, 40.3 and 38.7, but
 // 45.0 and 53.7.
 inline constexpr int64_t kFewRankers = 8, kPairVectors = 3072, kPairRows = 16;  // rows of an SM
+
+// ---------------------------------------------------------------------------------------------
+// Groups of channels: group_norm
+
+namespace group_norms {
+
+inline constexpr int kThreads = 256;  // of the kernels over NCHW
+inline constexpr int kUnroll = 4;     // NCHW: vectors of a thread at once
+
+// Vectors of a group that is read once: up to here one CTA is as fast as a cluster; most in one CTA
+// where there are no clusters; most in a cluster.
+inline constexpr int64_t kOneCta = 512, kMostAlone = 2048, kMostShared = 20480;
+
+// Clusters. A group is in parts of kThreads threads each: few up to kMostFew vectors, else most. They are
+// two CTAs, or one each where groups are too few to fill the GPU. The bits are the same for any number of
+// CTAs. Figures: docs/gpus.md.
+inline constexpr int64_t kMostFew = 10240, kManyGroups = 64;
+inline constexpr int kFewParts = 4, kMostParts = 8;
+
+// Spread over CTAs that wait for each other (group_spread.cuh).
+inline constexpr int kSpreadThreads = 1024;  // of an SM
+// A run: vectors that a thread adds up. It has one in registers, and where CTAs are several waves one in
+// shared memory, as if it were two threads. Groups of up to kMostSmall vectors are in parts of 256 runs,
+// larger ones of 512: bf16 on an H200, us, 1 x 512 x 65536 39.8, so 41; 2 x 640 x 16384 29, so 26.2.
+inline constexpr int kRun = 8;
+inline constexpr int64_t kMostSmall = 64 * 1024;
+// The first wave asks for a group when memory has had the time for those before it: 4.3 TB/s, at 1.85 GHz.
+inline constexpr int kBytesPerClock = 2300;
+// 1 x 128 x 1048576 with 0, 4, 8, 12, 16, 24 MB: 165, 148, 146, 147, 148, 167.
+inline constexpr int64_t kSpreadAhead = 8 << 20;
+inline constexpr int kGroupsAtOnce = 2;  // on the GPU, at least
+
+// Read twice, the second time from L2 (group_overlap.cuh).
+// A part: kUnroll vectors for each thread of a CTA. Groups of more than kMostNarrow vectors take wide CTAs.
+inline constexpr int kNarrowCta = 256, kWideCta = 512;
+inline constexpr int64_t kMostNarrow = 256 * 1024;
+// Threads of an SM; of fp32, whose SiLU is the accurate one, fewer have the registers.
+template <class T>
+inline constexpr int kOverlapThreads = sizeof(T) == 4 ? 1024 : 1536;
+// Threads' worth of parts, of an SM, that the first pass is ahead besides a group: 13 and 10 MB on an
+// H200. With less more CTAs wait, with more L2 loses what it should keep. 1 x 128 x 1048576 in bf16, us, 7
+// to 16 MB, wide: 171, 162, 161, 163, 168, 181.
+template <int kCta>
+inline constexpr int kAheadThreads = kCta == kNarrowCta ? 1536 : 1152;
+// Vectors of a group at most: 8 MB. What is read and written meanwhile has to stay in L2 beside it: six
+// times as much is asked for. With groups of 16 MB an H200 gained nothing.
+inline constexpr int64_t kMostOverlap = 512 * 1024, kL2Share = 6;
+
+// Read twice, in three launches (group_parts.cuh).
+inline constexpr int kLastThreads = 512;        // at most, of those over NHWC
+inline constexpr int64_t kMostReadParts = 256;  // of a group
+inline constexpr int kChannelSlots = 4096;      // channels times positions at once that a CTA merges in NHWC
+
+}  // namespace group_norms
 
 // ---------------------------------------------------------------------------------------------
 // AdamW
