@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from hfpatch.sources import Kernel, local_package
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_IS_CPU, _IS_CUDA, _INDEX = attrgetter("is_cpu"), attrgetter("is_cuda"), Tensor.get_device
+_PLAIN = set(PLAIN_TENSORS)
 _LARGEST = torch.finfo(torch.float32).max
 _List = list[Tensor]
 _Lists = tuple[_List, _List, _List, _List, _List, _List]
@@ -147,8 +151,11 @@ class AdamW(torch.optim.AdamW):
         if torch.compiler.is_compiling():  # inductor fuses PyTorch's own formula
             self._hand_over(group, everything, has_complex)
             return
-        kinds: list[tuple[Any, ...] | None] = []
         whole_group = _group_refusal(group)
+        if whole_group is None and _alike(everything) and not _shared(everything.params):
+            self._launch(group, everything)  # as mostly: nothing to sort
+            return
+        kinds: list[tuple[Any, ...] | None] = []
         refusals = [whole_group or _refusal(*row) for row in everything.rows()]
         shared = _shared(
             p for p, why in zip(everything.params, refusals, strict=True) if why is None
@@ -160,9 +167,6 @@ class AdamW(torch.optim.AdamW):
             kinds.append((p.device, p.dtype, m.dtype) if why is None else None)
             if why is not None:
                 reasons.append(why)
-        if len(set(kinds)) == 1 and kinds[0] is not None:  # as mostly: nothing to sort
-            self._launch(group, everything)
-            return
         buckets: defaultdict[tuple[Any, ...] | None, _Bucket] = defaultdict(_Bucket)
         for kind, row in zip(kinds, everything.rows(), strict=True):
             buckets[kind].append(row)
@@ -264,6 +268,37 @@ def _refusal(
     if not same and not all(t is None or t.is_contiguous() for t in (p, grad, m, v, top)):
         return "a gradient or state with other strides than its parameter"
     return None
+
+
+def _alike(bucket: _Bucket) -> bool:
+    """Whether one launch can update all of these, told by what mostly holds: one device, one dtype
+    of the parameters and one of their state, everything contiguous. Asking `_refusal` of each takes
+    more than twice as long."""
+    first = bucket.params[0]
+    tensors = bucket.params + bucket.grads
+    state = bucket.exp_avgs + bucket.exp_avg_sqs + bucket.max_exp_avg_sqs
+    state_dtype = bucket.exp_avgs[0].dtype
+    return (
+        tensor_refusal("adamw_step", first) is None
+        and set(map(type, tensors)) <= _PLAIN
+        and set(map(_LAYOUT, bucket.params)) == {torch.strided}
+        and set(map(_DTYPE, tensors)) == {first.dtype}
+        and set(map(_DTYPE, state)) == {state_dtype}
+        and state_dtype in (first.dtype, torch.float32)
+        and set(map(_DTYPE, bucket.steps)) == {torch.float32}
+        and _all_on(first.device, tensors + state)
+        and all(map(Tensor.is_contiguous, tensors + state))
+        and (all(map(_IS_CPU, bucket.steps)) or _all_on(first.device, bucket.steps))
+    )
+
+
+def _all_on(device: torch.device, tensors: _List) -> bool:
+    """Without an object for the device of each."""
+    if device.type == "cpu":
+        return all(map(_IS_CPU, tensors))
+    if device.type == "cuda":
+        return all(map(_IS_CUDA, tensors)) and set(map(_INDEX, tensors)) == {device.index}
+    return all(t.device == device for t in tensors)
 
 
 def _check_capture(group: dict[str, Any]) -> None:
