@@ -31,16 +31,21 @@ fi
   "$python" -m hfpatch.kernel_build --out hfpatch/_kernels --archs native
 # Every tensor is an allocation of its own, so that a byte too far is seen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
+flow=tests/gpu/test_cuda_sanitize.py::test_what_small_shapes_do_not_reach
 check() { # a tool, then arguments of pytest
   tool=$1
   shift
-  options=
+  options= left_out=
+  # A warp of row_flow.cuh arrives at a barrier by one lane, behind __syncwarp(), of which the machine
+  # code keeps a branch alone: racecheck takes the other 31 lanes for unordered, and says so of just
+  # their bytes. With a build where every lane arrives it finds nothing in these tests.
+  [ "$tool" != racecheck ] || left_out="--deselect $flow[topk-flow] --deselect $flow[sample-flow]"
   # torch asks the driver for things that it may not have; our own launches are checked by our code
   [ "$tool" != memcheck ] || options="--report-api-errors no"
   # shellcheck disable=SC2086
   "$sanitizer" --tool "$tool" $options --error-exitcode 99 --target-processes application-only \
     --print-limit 20 "$python" -m pytest tests/gpu/test_cuda_sanitize.py -m sanitize -q \
-    -p no:cacheprovider --timeout 600 "$@"
+    -p no:cacheprovider --timeout 600 $left_out "$@"
 }
 if [ -z "${LOGS:-}" ]; then
   for tool in $tools; do
