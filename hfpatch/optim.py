@@ -252,8 +252,11 @@ def _refusal(
     if type(grad) not in PLAIN_TENSORS or grad.dtype != dtype:
         return f"a gradient of {type(grad).__name__}, {grad.dtype} for {dtype}"
     state_dtype = m.dtype
-    if state_dtype not in (dtype, torch.float32) or v.dtype != state_dtype:
+    if state_dtype not in (dtype, torch.float32):
         return f"a state of {state_dtype} for {dtype}"
+    for t in (v, top):
+        if t is not None and t.dtype != state_dtype:
+            return f"states of {state_dtype} and {t.dtype}"
     same = True
     for t in (grad, m, v, top):
         if t is None:
@@ -261,8 +264,6 @@ def _refusal(
         if t.device != device:
             return "a gradient or state on another device"
         same = same and t.stride() == stride
-    if top is not None and top.dtype != state_dtype:
-        return f"a state of {state_dtype} for {dtype}"
     if step.dtype != torch.float32 or not (step.is_cpu or step.device == device):
         return f"a step count of {step.dtype} on {step.device}"
     if not same and not all(t is None or t.is_contiguous() for t in (p, grad, m, v, top)):

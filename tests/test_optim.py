@@ -290,6 +290,42 @@ def test_clip_hands_over_what_is_listed_twice() -> None:
         assert a.grad is None or torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "why"),
+    [
+        ("exp_avg", torch.float64, ""),  # PyTorch takes none
+        ("exp_avg_sq", torch.bfloat16, "states of torch.float32 and torch.bfloat16"),
+        ("step", torch.float64, "a step count of torch.float64"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_state_of_another_dtype(place: int, name: str, dtype: torch.dtype, why: str) -> None:
+    """In any place of the list: as PyTorch, which takes it or says why not."""
+
+    def run(kind: Callable[..., Any]) -> list[Tensor] | str:
+        params = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+        optimizer = kind(params, **HYPER)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones(5)
+            try:
+                optimizer.step()
+            except RuntimeError as e:
+                return str(e)
+            state = optimizer.state[params[place]]
+            state[name] = state[name].to(dtype)
+        return [p.detach() for p in params]
+
+    theirs = run(torch.optim.AdamW)
+    if not why:
+        assert isinstance(theirs, str) and run(optim.AdamW) == theirs
+        return
+    with pytest.warns(UserWarning, match=f"1 × {why}"):
+        ours = run(optim.AdamW)
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_tied_by_their_memory() -> None:
     """Parameters whose `.data` are one, and gradients: PyTorch takes one after the other."""
 
