@@ -70,7 +70,7 @@ inline bool list_tensor(Check &check, const char *list, int64_t i, const DLTenso
 
 // One fp32 element on the device of the call, or on the CPU; NULL leaves *scalar as it is.
 inline bool scalar(Check &check, const char *function, const char *name, int64_t i, const DLTensor *raw,
-            const Tensor &like, Scalar *scalar, int32_t *status) {
+                   const Tensor &like, Scalar *scalar, int32_t *status) {
   if (!raw) return true;
   Check on_host(function);
   const bool host = raw->device.device_type == kDLCPU;

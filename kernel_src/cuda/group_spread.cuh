@@ -3,8 +3,8 @@
 // for those of the others. One launch, after one that clears these places.
 //
 // CTAs start in the order of their numbers, so that those of the first group that is not done are all on the
-// GPU. While they wait and write, x of later ones comes to L2. Where there is more than one wave, the groups
-// of the first one start one after the other: else all CTAs read, then all write, and so do those after them.
+// GPU. While they wait and write, x of later ones comes to L2. But for the layout of one wave, the groups of
+// the first one start one after the other: else all CTAs read, then all write, and so do those after them.
 #pragma once
 
 #include "async_copy.cuh"
