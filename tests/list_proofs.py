@@ -5,8 +5,7 @@ As `proofs.py`; the ops change their tensors in place, so each call gets its own
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,48 +120,11 @@ def odd_values(sample: ListSample, kernels: Any, dtype: torch.dtype, device: str
                 assert torch.equal(a.isneginf(), e.isneginf()), f"{what}: negative infinity"
 
 
-def at_once(
-    kernels: Any,
-    dtype: torch.dtype,
-    device: str,
-    threads: int = 8,
-    rounds: int = 4,
-    streams: Callable[[], Iterator[Any]] | None = None,
-) -> None:
-    """All samples in several threads at once, each with its own tensors, give the bits of one."""
-    expected = {s.id: s.call(kernels, s.make(dtype, device)) for s in LIST_SAMPLES}
-    if device != "cpu":
-        torch.cuda.synchronize()
-    failures: list[BaseException] = []
-    start = threading.Barrier(threads)
-
-    def work(index: int) -> None:
-        try:
-            start.wait(60)
-            for _ in range(rounds):
-                kept = []
-                for at in range(len(LIST_SAMPLES)):
-                    s = LIST_SAMPLES[(at + index) % len(LIST_SAMPLES)]
-                    if streams is None:
-                        kept.append((s.id, s.call(kernels, s.make(dtype, device))))
-                        continue
-                    for context in streams():
-                        with context:
-                            kept.append((s.id, s.call(kernels, s.make(dtype, device))))
-                if device != "cpu":
-                    torch.cuda.synchronize()
-                for name, results in kept:
-                    assert_same_bits(results, expected[name], f"{name} in thread {index}")
-        except BaseException as e:
-            failures.append(e)
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    if failures:
-        raise failures[0]
+def calls_of(
+    kernels: Any, dtype: torch.dtype, device: str
+) -> list[tuple[str, Callable[[], list[Tensor]]]]:
+    """Of all samples, for `proofs.at_once`; every call makes its own tensors."""
+    return [(s.id, lambda s=s: s.call(kernels, s.make(dtype, device))) for s in LIST_SAMPLES]
 
 
 def compiles_once(sample: ListSample, kernels: Any, dtype: torch.dtype, device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -64,7 +65,8 @@ def test_threads_and_streams(kernels_module: ModuleType) -> None:
         for stream in [torch.cuda.Stream() for _ in range(4)]:
             yield torch.cuda.stream(stream)
 
-    list_proofs.at_once(kernels_module, BF16, "cuda", streams=streams)
+    calls = list_proofs.calls_of(kernels_module, BF16, "cuda")
+    proofs.at_once(calls, "cuda", streams=streams)
 
 
 @EVERY
@@ -121,19 +123,9 @@ def test_compiles_once_for_all_sizes(sample: Any, kernels_module: ModuleType) ->
 
 @pytest.mark.slow
 def test_a_million_calls(kernels_module: ModuleType) -> None:
-    """Over all ops. A leaked allocation is 16 bytes or more on the host, 512 on the GPU."""
-    calls = 10**6 // len(LISTS_FIRST)
+    """Over all ops."""
     for sample in LISTS_FIRST.values():
         arguments = sample.arguments(sample.make(BF16, "cuda", ((5,), (3, 64))))
         operator = getattr(kernels_module.ops, sample.op).default
-        for _ in range(200):
-            operator(*arguments)
-        torch.cuda.synchronize()
-        before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-        host = proofs.bytes_in_use()
-        for _ in range(calls):
-            operator(*arguments)
-        torch.cuda.synchronize()
-        after = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-        assert after == before, sample.op
-        assert proofs.bytes_in_use() - host < 8 * calls, sample.op
+        calling = partial(proofs.repeat, operator, arguments)
+        proofs.assert_no_growth(calling, 10**6 // len(LISTS_FIRST), sample.op)

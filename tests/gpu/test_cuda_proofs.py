@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,7 +102,8 @@ def test_threads_and_streams(kernels_module: ModuleType) -> None:
         for stream in [torch.cuda.Stream() for _ in range(4)]:
             yield torch.cuda.stream(stream)
 
-    proofs.at_once(SAMPLES, kernels_module, BF16, "cuda", 1024, streams=streams)
+    calls = proofs.calls_of(SAMPLES, kernels_module, BF16, "cuda", 1024)
+    proofs.at_once(calls, "cuda", streams=streams)
 
 
 @EVERY
@@ -160,22 +162,12 @@ def test_second_device_of_large_calls(name: str, kernels_module: ModuleType) -> 
 
 @pytest.mark.slow
 def test_a_million_calls(kernels_module: ModuleType) -> None:
-    """Over all ops. A leaked allocation is 16 bytes or more on the host, 512 on the GPU."""
-    calls = 10**6 // len(FIRST) + 1
+    """Over all ops."""
     for sample in FIRST.values():
-        args = sample.arguments(sample.make(BF16, 2, 64, "cuda"), 64)
+        arguments = sample.arguments(sample.make(BF16, 2, 64, "cuda"), 64)
         operator = getattr(kernels_module.ops, sample.op).default
-        for _ in range(200):
-            operator(*args)
-        torch.cuda.synchronize()
-        before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-        host = proofs.bytes_in_use()
-        for _ in range(calls):
-            operator(*args)
-        torch.cuda.synchronize()
-        after = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-        assert after == before, sample.op
-        assert proofs.bytes_in_use() - host < 8 * calls, sample.op
+        calling = partial(proofs.repeat, operator, arguments)
+        proofs.assert_no_growth(calling, 10**6 // len(FIRST) + 1, sample.op)
 
 
 @pytest.mark.slow
@@ -212,21 +204,13 @@ def test_bad_calls_by_ctypes(kernels_dir: Path, tmp_path: Path) -> None:
     assert fuzz(kernels_dir, tmp_path, "--device", "cuda")["refused"] >= 10_000
 
 
+@pytest.mark.parametrize("says_the_same", [say_the_same, say_the_same_of_lists])
 @ROUNDS
 @given(data=st.data())
 def test_torch_and_ctypes_say_the_same(
     data: st.DataObject,
+    says_the_same: Any,
     library: Any,  # noqa: F811
     kernels_module: ModuleType,
 ) -> None:
-    say_the_same(data, library, kernels_module, "cuda")
-
-
-@ROUNDS
-@given(data=st.data())
-def test_torch_and_ctypes_say_the_same_of_lists(
-    data: st.DataObject,
-    library: Any,  # noqa: F811
-    kernels_module: ModuleType,
-) -> None:
-    say_the_same_of_lists(data, library, kernels_module, "cuda")
+    says_the_same(data, library, kernels_module, "cuda")

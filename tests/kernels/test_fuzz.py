@@ -185,20 +185,13 @@ ROUNDS = settings(
 )
 
 
+@pytest.mark.parametrize("says_the_same", [say_the_same, say_the_same_of_lists])
 @ROUNDS
 @given(data=st.data())
 def test_torch_and_ctypes_say_the_same(
-    data: st.DataObject, library: Library, kernels_module: ModuleType
+    data: st.DataObject, says_the_same: Any, library: Library, kernels_module: ModuleType
 ) -> None:
-    say_the_same(data, library, kernels_module, "cpu")
-
-
-@ROUNDS
-@given(data=st.data())
-def test_torch_and_ctypes_say_the_same_of_lists(
-    data: st.DataObject, library: Library, kernels_module: ModuleType
-) -> None:
-    say_the_same_of_lists(data, library, kernels_module, "cpu")
+    says_the_same(data, library, kernels_module, "cpu")
 
 
 @pytest.mark.parametrize("sample", FIRST.values(), ids=lambda s: s.id)

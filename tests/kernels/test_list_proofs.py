@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import c_api
@@ -44,7 +45,7 @@ def test_zero_size_and_odd_values(
 
 
 def test_threads(kernels_module: ModuleType) -> None:
-    list_proofs.at_once(kernels_module, torch.bfloat16, "cpu")
+    proofs.at_once(list_proofs.calls_of(kernels_module, torch.bfloat16, "cpu"), "cpu")
 
 
 @pytest.mark.parametrize("sample", LIST_SAMPLES, ids=lambda s: s.id)
@@ -53,14 +54,7 @@ def test_compiles_once_for_all_sizes(sample: object, kernels_module: ModuleType)
 
 
 def test_no_growth_in_memory(kernels_module: ModuleType) -> None:
-    """One leaked allocation per call (16 bytes at least) would be 32 KB an op."""
-    calls = 2000
     for sample in LISTS_FIRST.values():
         arguments = sample.arguments(sample.make(torch.bfloat16, shapes=((5,), (3, 4))))
         operator = getattr(kernels_module.ops, sample.op).default
-        for _ in range(50):
-            operator(*arguments)
-        before = proofs.bytes_in_use()
-        for _ in range(calls):
-            operator(*arguments)
-        assert proofs.bytes_in_use() - before < 8 * calls, sample.op
+        proofs.assert_no_growth(partial(proofs.repeat, operator, arguments), 2000, sample.op)
