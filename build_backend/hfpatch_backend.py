@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from setuptools.build_meta import *  # noqa: F403  (the hooks that are not overr
 
 
 def _torch_requirement() -> list[str]:
+    if os.environ.get("HFPATCH_BUILD") == "0":
+        return []
     folder = Path(__file__).resolve().parent.parent / "hfpatch" / "kernel_build"
     spec = importlib.util.spec_from_file_location(
         "hfpatch_kernel_build", folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _quiet import silence_profiler
 from torch.profiler import ProfilerActivity, profile
 
 # Host calls that put work on the GPU; a graph is one of them, however many kernels it holds.
@@ -35,6 +36,7 @@ class Recording:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        silence_profiler()
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

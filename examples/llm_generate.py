@@ -24,6 +24,7 @@ from _common import (
     now,
     resolve_device,
 )
+from _quiet import leave_out_unused
 from _smollm2 import load
 
 import hfpatch
@@ -150,4 +151,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    leave_out_unused()
     main()

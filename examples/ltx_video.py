@@ -32,7 +32,6 @@ from _common import (
     dtype_name,
     resolve_device,
 )
-from _ltx_random import build_pipeline
 from _ltx_variants import (
     EAGER,
     FPS,
@@ -44,6 +43,7 @@ from _ltx_variants import (
     once_more,
 )
 from _pictures import save_differences, save_videos
+from _quiet import leave_out_unused
 
 from hfpatch.env import versions
 
@@ -178,6 +178,7 @@ def check_attention(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 def load_pipeline(args: argparse.Namespace) -> Any:
     """The LTX pipeline on args.device, from the Hub or with random weights."""
+    from _ltx_random import build_pipeline  # diffusers, which reads what `leave_out_unused` did
     from diffusers import LTXPipeline
 
     if args.random_weights:
@@ -351,4 +352,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if not any(word.startswith("--model") for word in sys.argv):  # which may be quantized
+        leave_out_unused()
     main()

@@ -220,8 +220,8 @@ def held_to(library: Path, level: str) -> Library | None:
     return loaded if used == level else None
 
 
-def build(folder: Path, compiler: str = "g++", jobs: int = 2) -> Path:
-    """Compiles the CPU kernels into `folder`; the path of the shared library."""
+def compile_sources(folder: Path, compiler: str, jobs: int = 2) -> list[Path]:
+    """Compiles the CPU kernels into object files in `folder`; their paths."""
     flags = ["-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-DCPU_KERNEL"]
     warnings = ["-Wall", "-Wextra", "-Werror"]
     sources = sorted(KERNEL_SRC.glob("*.cpp")) + sorted((KERNEL_SRC / "cpu").glob("*.cpp"))
@@ -235,6 +235,12 @@ def build(folder: Path, compiler: str = "g++", jobs: int = 2) -> Path:
         codes = [process.wait() for process in running]
         if any(codes):
             raise RuntimeError(f"{compiler} failed on one of {sources}")
+    return objects
+
+
+def build(folder: Path, compiler: str = "g++") -> Path:
+    """Compiles the CPU kernels into `folder`; the path of the shared library."""
+    objects = compile_sources(folder, compiler)
     library = folder / "libhfpatch.so"
     subprocess.run(
         [compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(library)], check=True

@@ -12,6 +12,7 @@ import platform
 from pathlib import Path
 
 import c_api
+import emulated
 import pytest
 import torch
 from c_api import CONSTANTS, Library, dltensor, int64_array
@@ -29,18 +30,27 @@ ROWS = [1, 7, 64, 0]
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
+#: A build for aarch64 to run instead, in an emulator: see `run_emulated.py`.
+EMULATED = os.environ.get("HFPATCH_TEST_EMULATED")
+LEVELS = ["aarch64"] if EMULATED else ["baseline", "avx2", "avx512"] if X86 else ["baseline"]
+
+
 @pytest.fixture(scope="session")
 def built() -> Path:
+    if EMULATED:
+        pytest.skip("calls a library of this machine's own")
     library = c_api.built_library()
     if library is None:
         pytest.skip("no C++ compiler: set CXX, or install g++")
     return library
 
 
-@pytest.fixture(scope="session", params=["baseline", "avx2", "avx512"] if X86 else ["baseline"])
-def lib(request, built) -> Library:
+@pytest.fixture(scope="session", params=LEVELS)
+def lib(request) -> Library:
     """The library held to one instruction set."""
-    library = c_api.held_to(built, request.param)
+    if EMULATED:
+        return emulated.library(EMULATED)
+    library = c_api.held_to(request.getfixturevalue("built"), request.param)
     if library is None:
         pytest.skip(f"this CPU has no {request.param}")
     return library
