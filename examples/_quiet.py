@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 #: diffusers and transformers import these where they are installed, for quantized models and
 #: adapters, which no example has. bitsandbytes then asks the Hub for a kernel, and torchao says
@@ -30,13 +31,18 @@ def silence_profiler() -> None:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Those of transformers, which has two for a file of weights."""
+    """Those of transformers for a file of weights, and that of its reader of GGUF files."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, bar = logging.is_progress_bar_enabled(), getattr(gguf, "tqdm", None)
     logging.disable_progress_bar()
+    if bar is not None:  # which asks no setting
+        gguf.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
         if shown:
             logging.enable_progress_bar()
+        if bar is not None:
+            gguf.tqdm = bar

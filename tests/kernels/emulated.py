@@ -19,7 +19,7 @@ from typing import Any
 
 import c_api
 import torch
-from c_api import DLTensor, HfpTensorList, dltensor, tensor_list
+from c_api import DLTensor, HfpTensorList, dltensor
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
@@ -165,7 +165,12 @@ class Emulated(c_api.Library):
             [EMULATOR, str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
+            # Passive: threads that wait in a loop would take this machine's cores from each other.
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": str(THREADS),
+                "OMP_WAIT_POLICY": "PASSIVE",
+            },
         )
 
     def last_error(self) -> str:
