@@ -1,0 +1,341 @@
+"""Is a model's result the same with hfpatch? What `hfpatch apply-check` does with each model."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hfpatch
+from hfpatch.inputs import Inputs, NoInputs, cast, sample_inputs
+from hfpatch.inputs.of_pipelines import pipeline_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PASSED, FAILED, NOT_COMPARED = "passed", "failed", "not compared"
+#: How many times farther than the original the patched model may be from the result in fp64. Two
+#: right results of many roundings differ by tenths; a wrong formula by orders of magnitude.
+_FACTOR = 2.0
+#: Without a result in fp64: how far the two may be apart, relative to the largest value.
+_APART = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+_TIMED_SECONDS, _TIMED_RUNS = 1.0, 5
+
+
+@dataclass(frozen=True)
+class How:
+    """What is checked.
+
+    Attributes:
+        arguments: of `hfpatch.apply`; `mode="training"` compares gradients too.
+        timed: measure a forward with and without the kernels.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    timed: bool = False
+
+    @property
+    def training(self) -> bool:
+        return self.arguments.get("mode") == "training"
+
+
+def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], Any]:
+    """Apply, compare, restore, compare: (the result as data, the report of `apply`).
+
+    `status` in the result is "passed", "failed" or "not compared", the last two with a `reason`.
+    """
+    model.eval()
+    result: dict[str, Any] = {"part": name or type(model).__name__, "status": PASSED}
+    inputs: Inputs | None = None
+    try:
+        inputs = sample_inputs(model)
+    except NoInputs as e:
+        _settle(result, NOT_COMPARED, str(e))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    before = None if inputs is None else _Run(model, inputs, how)
+    truth = None if before is None else _truth(model, inputs or {}, how, result)
+    ran = set() if inputs is None else _modules_run(model, inputs)
+    report = hfpatch.apply(model, strict=True, **how.arguments)
+    try:
+        patched = None if inputs is None else _Run(model, inputs, how)
+    finally:
+        same = all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+        restored = hfpatch.restore(model)
+    result |= {
+        "swapped": len(report.swaps),
+        "state_dict untouched": same,
+        "restored": restored == len(report.swaps),
+    }
+    if not same:
+        _settle(result, FAILED, "the state dict was changed")
+    if not result["restored"]:
+        _settle(result, FAILED, "`restore` took back another number of swaps")
+    if inputs is None or before is None or patched is None:
+        return result, report
+    _compare(result, before, patched, truth, model)
+    after = _Run(model, inputs, how)
+    result["bit-equal after restore"] = before.same_bits(after)
+    if not result["bit-equal after restore"]:
+        if before.same_bits(_Run(model, inputs, how)):  # what is not repeatable says nothing
+            _settle(result, FAILED, "the restored model computes other bits than before")
+        elif not after.same_bits(_Run(model, inputs, how)):
+            result["bit-equal after restore"] = None
+            _settle(result, NOT_COMPARED, "the original gives other bits each time")
+        else:
+            _settle(result, FAILED, "the restored model computes other bits than before")
+    missed = [s.path for s in report.swaps if s.path not in ran]
+    if missed:
+        _settle(
+            result,
+            NOT_COMPARED,
+            f"{len(missed)} of {len(report.swaps)} swapped modules were not called by the inputs "
+            f"that were made, `{missed[0]}` among them",
+        )
+    if how.timed:
+        result["time"] = _timed(model, inputs, how)
+    return result, report
+
+
+def check_pipeline(pipeline: Any, how: How) -> tuple[dict[str, Any], Any]:
+    """The same of a diffusers pipeline: two steps from embeddings of a prompt to pictures."""
+    result: dict[str, Any] = {"part": type(pipeline).__name__, "status": PASSED}
+    try:
+        inputs = pipeline_inputs(pipeline)
+    except NoInputs as e:
+        return _settle(result, NOT_COMPARED, str(e)), None
+    try:
+        before = _outputs(pipeline(**inputs, **_seeded(pipeline)))
+    except Exception as e:  # the pipeline's own demands, whatever they are
+        reason = f"{type(e).__name__}: {e}".splitlines()[0]
+        return _settle(result, NOT_COMPARED, f"a call with made-up inputs ended: {reason}"), None
+    report = hfpatch.apply(pipeline, strict=True, **how.arguments)
+    try:
+        patched = _outputs(pipeline(**inputs, **_seeded(pipeline)))
+    finally:
+        restored = hfpatch.restore(pipeline)
+    result |= {"swapped": len(report.swaps), "restored": restored == len(report.swaps)}
+    if not result["restored"]:
+        _settle(result, FAILED, "`restore` took back another number of swaps")
+    again = _outputs(pipeline(**inputs, **_seeded(pipeline)))
+    result["bit-equal after restore"] = _same_bits(before, again)
+    if not result["bit-equal after restore"]:
+        _settle(result, FAILED, "the restored pipeline computes other bits than before")
+    denoiser = getattr(pipeline, "transformer", None) or pipeline.unet
+    _apart(result, before, patched, _dtype_of(denoiser))
+    return result, report
+
+
+def _settle(result: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
+    """The status; a failure stays one."""
+    if result["status"] != FAILED or status == FAILED:
+        result |= {"status": status, "reason": reason}
+    return result
+
+
+# Running ----------------------------------------------------------------------------------------
+
+
+class _Run:
+    """Outputs and, in training, gradients of one forward of a model."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, how: How) -> None:
+        self.outputs = _outputs(_forward(model, inputs))
+        self.gradients = _gradients(model, inputs) if how.training else []
+
+    def same_bits(self, other: _Run) -> bool:
+        return _same_bits(self.outputs, other.outputs) and _same_bits(
+            self.gradients, other.gradients
+        )
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """For models that draw numbers in eval mode too."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def _forward(model: nn.Module, inputs: Inputs) -> Any:
+    with torch.no_grad(), _same_draws():
+        return model(**copy.copy(inputs))
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    """Its floating tensors, in fp64 on the CPU."""
+    return [
+        leaf.detach().double().cpu()
+        for leaf in pytree.tree_leaves(result)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+def _gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Of the parameters, for outputs weighed with the same random numbers each time."""
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    with torch.enable_grad(), _same_draws():
+        leaves = pytree.tree_leaves(model(**copy.copy(inputs)))
+        loss: Any = 0.0
+        generator = torch.Generator().manual_seed(5)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
+                weights = torch.randn(leaf.shape, generator=generator).to(leaf.device)
+                loss = loss + (leaf * weights.to(leaf.dtype)).double().sum() / leaf.numel()
+        if isinstance(loss, Tensor):
+            for p in model.parameters():
+                p.grad = None
+            loss.backward()  # type: ignore[no-untyped-call]
+    found = [p.grad.double().cpu() for p in model.parameters() if p.grad is not None]
+    for name, p in model.named_parameters():
+        p.grad = kept[name]
+    return found
+
+
+def _modules_run(model: nn.Module, inputs: Inputs) -> set[str]:
+    """The paths of modules that a forward calls; a module with several paths has them all."""
+    called: set[int] = set()
+    handles = [
+        m.register_forward_pre_hook(lambda module, _: called.add(id(module)))
+        for m in model.modules()
+    ]
+    try:
+        _forward(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    every = model.named_modules(remove_duplicate=False)
+    return {path for path, m in every if id(m) in called}
+
+
+def _truth(model: nn.Module, inputs: Inputs, how: How, result: dict[str, Any]) -> _Run | None:
+    """What a copy of the model computes in fp64; None, with the reason, where it cannot."""
+    try:
+        twin = copy.deepcopy(model).double()
+        wide = inputs
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            wide = cast(wide, dtype, torch.float64)
+        run = _Run(twin, wide, how)
+    except Exception as e:  # memory, or a module that insists on a dtype
+        result["against"] = f"the original; not fp64: {type(e).__name__}: {e}".splitlines()[0]
+        return None
+    result["against"] = "fp64"
+    return run
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    found = getattr(model, "dtype", None)
+    return found if isinstance(found, torch.dtype) else next(model.parameters()).dtype
+
+
+def _seeded(pipeline: Any) -> dict[str, Any]:
+    pipeline.set_progress_bar_config(disable=True)
+    return {"generator": torch.Generator().manual_seed(0)}
+
+
+# Comparing --------------------------------------------------------------------------------------
+
+
+def _same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+def _compare(
+    result: dict[str, Any], before: _Run, patched: _Run, truth: _Run | None, model: nn.Module
+) -> None:
+    dtype = _dtype_of(model)
+    if not before.outputs:
+        _settle(result, NOT_COMPARED, "the model returns no floating tensor")
+        return
+    _apart(result, before.outputs, patched.outputs, dtype if truth is None else None)
+    pairs = [("outputs", before.outputs, patched.outputs, truth and truth.outputs)]
+    if before.gradients or patched.gradients:
+        pairs.append(("gradients", before.gradients, patched.gradients, truth and truth.gradients))
+    for what, original, ours, exact in pairs:
+        if not exact or len(original) != len(ours):
+            if len(original) != len(ours):
+                _settle(result, FAILED, f"{len(ours)} {what} in place of {len(original)}")
+            elif what == "gradients" and _distance(ours, original) > _APART[dtype]:
+                _settle(result, FAILED, "gradients are not those of the original")
+            continue
+        theirs, mine = _distance(original, exact), _distance(ours, exact)
+        result[f"error of {what}"] = {"original": theirs, "patched": mine}
+        if not mine <= _FACTOR * max(theirs, torch.finfo(dtype).eps):
+            _settle(
+                result,
+                FAILED,
+                f"{what} are {mine:.2e} from those in fp64, and the original's {theirs:.2e}",
+            )
+
+
+def _apart(
+    result: dict[str, Any], before: list[Tensor], patched: list[Tensor], dtype: torch.dtype | None
+) -> None:
+    """The largest difference relative to the largest value, which decides where `dtype` is given;
+    values that are not finite must be the same."""
+    if [t.shape for t in before] != [t.shape for t in patched]:
+        _settle(result, FAILED, "outputs have other shapes")
+        return
+    worst, finite = 0.0, True
+    for a, b in zip(before, patched, strict=True):
+        odd = ~a.isfinite()
+        finite &= bool((odd == ~b.isfinite()).all())
+        if a[~odd].numel():
+            scale = a[~odd].abs().max().clamp_min(1e-30)
+            worst = max(worst, float(((b - a)[~odd].abs().max() / scale).item()))
+    result["relative difference"] = worst
+    if not finite:
+        _settle(result, FAILED, "NaN or infinity where the original has none, or none where it has")
+    elif dtype is not None and not worst < _APART[dtype]:
+        _settle(result, FAILED, f"outputs differ by {worst:.2e} of the largest value")
+
+
+def _distance(some: list[Tensor], exact: list[Tensor]) -> float:
+    """The root mean square difference relative to that of the values, each tensor in units of its
+    largest, so that none hides another."""
+    differences = squares = 0.0
+    for a, e in zip(some, exact, strict=True):
+        real = e.isfinite() & a.isfinite()
+        scale = max(float(e[real].abs().max()) if real.any() else 0.0, 1e-30)
+        differences += float(((a - e)[real] / scale).square().mean()) if real.any() else 0.0
+        squares += float((e[real] / scale).square().mean()) if real.any() else 0.0
+    return float((differences / max(squares, 1e-30)) ** 0.5)
+
+
+# Time -------------------------------------------------------------------------------------------
+
+
+def _timed(model: nn.Module, inputs: Inputs, how: How) -> dict[str, float]:
+    """Medians of a forward in milliseconds; the original's turns lie around the patched one's."""
+    first = _milliseconds(model, inputs)
+    hfpatch.apply(model, strict=True, **how.arguments)
+    try:
+        patched = _milliseconds(model, inputs)
+    finally:
+        hfpatch.restore(model)
+    original = min(first, _milliseconds(model, inputs))
+    return {"original ms": original, "patched ms": patched, "speed-up": original / patched}
+
+
+def _milliseconds(model: nn.Module, inputs: Inputs) -> float:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else int
+    _forward(model, inputs)
+    times: list[float] = []
+    while len(times) < _TIMED_RUNS or (sum(times) < _TIMED_SECONDS and len(times) < 100):
+        wait()
+        start = time.perf_counter()
+        _forward(model, inputs)
+        wait()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
