@@ -218,7 +218,9 @@ def _modules_run(model: nn.Module, inputs: Inputs) -> set[str]:
 def _truth(model: nn.Module, inputs: Inputs, how: How, result: dict[str, Any]) -> _Run | None:
     """What a copy of the model computes in fp64; None, with the reason, where it cannot."""
     try:
-        twin = copy.deepcopy(model).double()
+        twin: Any = copy.deepcopy(model).double()
+        if hasattr(twin, "set_experts_implementation"):  # grouped products know no fp64
+            twin.set_experts_implementation("eager")
         wide = inputs
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             wide = cast(wide, dtype, torch.float64)

@@ -70,7 +70,16 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"`{file}` is not JSON: {e}") from e
     if not isinstance(found, dict):
         raise ValueError(f"`{file}`: expected a JSON object, got a {type(found).__name__}")
-    return found
+    return {key: _float(value) for key, value in found.items()}
+
+
+def _float(value: Any) -> Any:
+    """transformers writes infinity, which JSON has not, as `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_float(v) for v in value]
+    if isinstance(value, dict) and set(value) == {"__float__"}:
+        return float(value["__float__"])
+    return value
 
 
 def _hub_file(model: str, subfolder: str | None, name: str) -> dict[str, Any] | None:

@@ -226,6 +226,17 @@ def _rope(p: Proposal, layout: Layout) -> Any:
     return angles.cos(), angles.sin()
 
 
+def _sound_rope(p: Proposal, layout: Layout) -> Any:
+    """(cos, sin) of half a head, for the sound's tokens and that of the whole."""
+    head = _get(p, "attention_head_dim")
+    angles = p.floats(layout.latents[-1] + 1, head // 4).float().repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _whole(p: Proposal, layout: Layout) -> Any:
+    return p.floats(p.batch, 1, _get(p, "global_states_input_dim"))
+
+
 def _added(p: Proposal, layout: Layout) -> Any:
     """SDXL's sizes and pooled prompt; PixArt's resolution, where its model asks for it."""
     if _get(p, "addition_embed_type") == "text_time":
@@ -253,8 +264,10 @@ def _labels(p: Proposal, layout: Layout) -> Any:
 
 def _control(p: Proposal, layout: Layout) -> Any:
     channels = _get(p, "conditioning_channels") or 3
+    stages = len(_list(p, "conditioning_embedding_out_channels")) or 4
+    factor = 2 ** (stages - 1)
     rows, columns = layout.latents[-2:]
-    return p.floats(p.batch, channels, 8 * rows, 8 * columns)
+    return p.floats(p.batch, channels, factor * rows, factor * columns)
 
 
 def _sound(p: Proposal, layout: Layout) -> Any:
@@ -299,6 +312,8 @@ _ARGUMENTS: dict[str, Callable[[Proposal, Layout], Any]] = {
     "txt_ids": _text_ids,
     "img_shapes": _image_shapes,
     "image_rotary_emb": _rope,
+    "rotary_embedding": _sound_rope,
+    "global_hidden_states": _whole,
     "added_cond_kwargs": _added,
     "class_labels": _labels,
     "controlnet_cond": _control,

@@ -74,7 +74,9 @@ def _causal(p: Proposal) -> bool:
 
 
 def _ids(p: Proposal, length: int) -> Tensor:
-    text = p.config.get_text_config(decoder=length == ANSWER)
+    text = getattr(p.config, "text_config", None)
+    if text is None:
+        text = p.config.get_text_config(decoder=length == ANSWER)
     vocabulary = _number(text, "vocab_size") or _number(p.config, "vocab_size", "num_tokens")
     if vocabulary is None:
         raise NoInputs(f"`{type(p.model).__name__}`: its config has no `vocab_size`")
