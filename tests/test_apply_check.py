@@ -1,0 +1,238 @@
+"""`hfpatch apply-check` on models of every modality, and what it says where it cannot compare."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import check_cases
+import pytest
+import torch
+import zoo
+
+import hfpatch
+from hfpatch import check, cli
+from hfpatch.inputs import NoInputs, cast, sample_inputs
+
+MOST = [name for name in check_cases.NAMES if name not in check_cases.FEW]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+class Checked:
+    """A run on `--random-weights`: its status and rows."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> None:
+        command = ["apply-check", str(folder), "--random-weights", "--json", *options]
+        self.status = cli.main(command)
+        said = capsys.readouterr()
+        assert self.status in (0, 1, 3), said.err
+        self.rows: list[dict[str, Any]] = json.loads(said.out)
+
+
+def assert_passed(found: Checked) -> None:
+    assert [row["status"] for row in found.rows] == ["passed"] * len(found.rows), found.rows
+    assert found.status == 0
+
+
+def test_there_are_sixty_types_of_configurations() -> None:
+    assert len(set(check_cases.NAMES)) >= 60
+    assert set(check_cases.FEW) < set(check_cases.NAMES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", check_cases.FEW)
+def test_a_model_of_each_modality(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Checked(capsys, check_cases.write(name, tmp_path))
+    assert_passed(found)
+    (row,) = found.rows
+    assert row["swapped"] > 0
+    assert row["against"] == "fp64"
+    assert 0 < row["error of outputs"]["patched"] < 1e-5
+    assert row["bit-equal after restore"] and row["state_dict untouched"] and row["restored"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [(), ("--dtype", "bfloat16"), ("--mode", "training")], ids=str)
+@pytest.mark.parametrize("name", MOST)
+def test_every_type(
+    name: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_passed(Checked(capsys, check_cases.write(name, tmp_path), *options))
+
+
+def test_a_pipeline_and_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = Checked(capsys, check_cases.write("zoo-ltx-pipeline", tmp_path))
+    assert_passed(found)
+    assert [row["part"] for row in found.rows] == ["transformer", "vae", "LTXPipeline"]
+    whole = found.rows[-1]
+    assert whole["swapped"] == sum(row["swapped"] for row in found.rows[:-1]) > 0
+    assert 0 < whole["relative difference"] < 1e-3  # a step ran, with kernels
+
+
+def test_gradients_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = check_cases.write("dinov2", tmp_path)
+    found = Checked(capsys, folder, "--mode", "training", "--time")
+    assert_passed(found)
+    (row,) = found.rows
+    assert 0 < row["error of gradients"]["patched"] < 1e-5
+    assert row["error of gradients"]["patched"] != row["error of gradients"]["original"]
+    assert row["time"]["original ms"] > 0 and row["time"]["patched ms"] > 0
+
+
+def test_half_types_are_held_to_their_own_rounding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Checked(capsys, check_cases.write("bart", tmp_path), "--dtype", "bfloat16")
+    assert_passed(found)
+    assert 1e-4 < found.rows[0]["error of outputs"]["original"] < 0.1
+
+
+# What is wrong is found -------------------------------------------------------------------------
+
+
+def break_after_apply(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """`apply` leaves a hook behind that changes the model's result; `restore` takes it away."""
+    apply, restore, hooks = hfpatch.apply, hfpatch.restore, []
+
+    def broken(model: Any, **arguments: Any) -> Any:
+        report = apply(model, **arguments)
+        hooks.append(model.register_forward_hook(lambda module, inputs, output: change(output)))
+        return report
+
+    def repaired(model: Any) -> int:
+        hooks.pop().remove()
+        return restore(model)
+
+    monkeypatch.setattr(hfpatch, "apply", broken)
+    monkeypatch.setattr(hfpatch, "restore", repaired)
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [(1 + 1e-5, "outputs are "), (float("nan"), "NaN or infinity")],
+)
+def test_a_wrong_result_fails(
+    factor: float,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def change(output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * factor
+        return output
+
+    break_after_apply(monkeypatch, change)
+    found = Checked(capsys, check_cases.write("dinov2", tmp_path))
+    assert found.status == 1
+    assert found.rows[0]["status"] == "failed"
+    assert reason in found.rows[0]["reason"]
+
+
+def test_a_wrong_gradient_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(output: Any) -> Any:
+        hidden = output.last_hidden_state
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * (1 + 1e-4))
+        return output
+
+    break_after_apply(monkeypatch, change)
+    found = Checked(capsys, check_cases.write("dinov2", tmp_path), "--mode", "training")
+    assert found.status == 1
+    assert "gradients are " in found.rows[0]["reason"]
+
+
+# What cannot be compared is not passed ----------------------------------------------------------
+
+
+def test_unknown_inputs_are_a_status_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"architectures": ["PerceiverModel"], "d_model": 32, "d_latents": 32,
+              "num_latents": 4, "num_blocks": 1, "num_self_attends_per_block": 1,
+              "num_self_attention_heads": 2, "num_cross_attention_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = Checked(capsys, tmp_path)
+    assert found.status == 3
+    (row,) = found.rows
+    assert row["status"] == "not compared"
+    assert row["reason"] == "`PerceiverModel`: its input `inputs` is of no known kind"
+    assert row["restored"] and row["state_dict untouched"]
+
+
+def test_swapped_modules_that_nothing_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.ENTRIES["llama"].build()
+    monkeypatch.setattr(check, "_modules_run", lambda model, inputs: {"model.norm"})
+    result, _ = check.check_model("", model, check.How())
+    assert result["status"] == "not compared"
+    assert result["reason"].startswith("6 of 7 swapped modules were not called by the inputs")
+
+
+def test_inputs_are_of_the_model_and_repeat() -> None:
+    model = zoo.ENTRIES["flux"].build(torch.bfloat16)
+    some, again = sample_inputs(model), sample_inputs(model)
+    other = sample_inputs(model, batch=3, seed=1)
+    assert some["hidden_states"].dtype == torch.bfloat16
+    assert torch.equal(some["hidden_states"], again["hidden_states"])
+    assert other["hidden_states"].shape[0] == 3 and some["hidden_states"].shape[0] == 2
+    wide = cast(some, torch.bfloat16, torch.float64)
+    assert wide["hidden_states"].dtype == torch.float64
+    with pytest.raises(NoInputs, match="`Linear` has no `config` to make inputs from"):
+        sample_inputs(torch.nn.Linear(2, 2))
+
+
+# Bad usage --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    return check_cases.write("zoo-ltx-pipeline", tmp_path)
+
+
+def test_a_mistyped_subfolder_is_named(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["plan"], ["apply-check"], ["apply-check", "--random-weights"]):
+        arguments = [command[0], str(pipeline), *command[1:]]
+        assert cli.main([*arguments, "--subfolder", "transfromer"]) == 2
+        error = capsys.readouterr().err
+        assert "--subfolder transfromer: " in error
+        assert "has no model of that name; did you mean `transformer`?" in error
+        assert cli.main([*arguments, "--subfolder", "zzz"]) == 2
+        assert "; it has transformer, vae, scheduler" in capsys.readouterr().err.replace(
+            "scheduler, transformer, vae", "transformer, vae, scheduler"
+        )
+
+
+def test_missing_weights_name_the_way_without(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = check_cases.write("dinov2", tmp_path)
+    for arguments in ([str(one)], [str(pipeline)], [str(pipeline), "--subfolder", "transformer"]):
+        assert cli.main(["apply-check", *arguments]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.endswith("without its weights, with random ones: --random-weights"), error
+
+
+def test_trust_reaches_pipelines(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import diffusers
+
+    seen: list[Any] = []
+
+    def load(*_: Any, **arguments: Any) -> Any:
+        seen.append(arguments["trust_remote_code"])
+        raise OSError("far enough")
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", load)
+    for options in ([], ["--trust-remote-code"]):
+        assert cli.main(["apply-check", str(pipeline), *options]) == 2
+    assert seen == [False, True]
+    shutil.rmtree(pipeline)
