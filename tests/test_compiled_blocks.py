@@ -133,10 +133,10 @@ def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
 
     def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         h = forward(*args, **kwargs)
-        means.append(h.mean())
+        means.append((h.mean(), h.abs().mean()))
         return h
 
-    means: list[torch.Tensor] = []
+    means: list[tuple[torch.Tensor, torch.Tensor]] = []
     forward = first.forward
     for wrapper in (written, read):
         first.forward = MethodType(wrapper, first)
@@ -146,7 +146,9 @@ def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
         compiled = torch.compile(model, fullgraph=True, backend=seen)
         torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
         assert seen.graphs == [[1, count - 1]]
-    assert torch.equal(means[0], means[-1])
+    # in eager mode, and in the graph, which may add up in another order: of what is summed
+    (eager, size), (traced, _) = means[0], means[-1]
+    assert (eager - traced).abs() <= 1e-5 * size
     first.forward = forward
 
 
