@@ -379,7 +379,7 @@ def test_gradients_are_the_originals(name: str) -> None:
     result.square().sum().backward()
     found = {n: p.grad for n, p in root.named_parameters() if p.grad is not None}
     assert set(found) == set(expected)
-    assert all(torch.equal(found[n], expected[n]) for n in expected)
+    assert all(torch.equal(found[n], expected[n]) for n in expected)  # the original's own code
 
 
 def test_original_takes_what_the_fused_forward_does_not() -> None:
