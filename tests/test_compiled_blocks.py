@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from expect import relative_error
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -19,6 +20,9 @@ import hfpatch
 from hfpatch.patches.blocks import ltx as ltx_blocks
 from hfpatch.patches.blocks import opaque
 from hfpatch.patches.blocks.chain import Chain
+
+#: fp32 through two layers, with sums in another order.
+NOISE = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +107,7 @@ def test_blocks_that_follow_each_other_are_one_operator(
     expected = run(model, inputs)
     seen = Counter()
     compiled = torch.compile(model, fullgraph=True, backend=seen)
-    torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+    assert relative_error(run(compiled, inputs), expected) <= NOISE
     count = len(model.transformer_blocks)
     assert count > 1
     assert seen.graphs == [[count]]
@@ -122,7 +126,7 @@ def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
         seen = Counter()
         expected = run(model, inputs)
         compiled = torch.compile(model, fullgraph=True, backend=seen)
-        torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+        assert relative_error(run(compiled, inputs), expected) <= NOISE
         handle.remove()
         assert seen.graphs == [[1, count - 1]]
 
@@ -133,10 +137,10 @@ def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
 
     def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         h = forward(*args, **kwargs)
-        means.append(h.mean())
+        means.append((h.mean(), h.abs().mean()))
         return h
 
-    means: list[torch.Tensor] = []
+    means: list[tuple[torch.Tensor, torch.Tensor]] = []
     forward = first.forward
     for wrapper in (written, read):
         first.forward = MethodType(wrapper, first)
@@ -144,9 +148,11 @@ def test_what_comes_between_blocks_parts_them(ltx: Any) -> None:
         seen = Counter()
         expected = run(model, inputs)
         compiled = torch.compile(model, fullgraph=True, backend=seen)
-        torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+        assert relative_error(run(compiled, inputs), expected) <= NOISE
         assert seen.graphs == [[1, count - 1]]
-    assert torch.equal(means[0], means[-1])
+    # in eager mode, and in the graph, which may add up in another order: of what is summed
+    (eager, size), (traced, _) = means[0], means[-1]
+    assert (eager - traced).abs() <= NOISE * size
     first.forward = forward
 
 
@@ -177,13 +183,13 @@ def test_a_mask_that_masks_nothing_is_left_out(ltx: Any, masked: list[bool]) -> 
         mask[0, -1] = last
         expected = run(model, inputs)
         masked.clear()
-        torch.testing.assert_close(run(compiled, inputs), expected, rtol=1e-5, atol=1e-6)
+        assert relative_error(run(compiled, inputs), expected) <= NOISE
         assert masked == [last == 0] * blocks
     with torch.inference_mode():  # its writes are not counted
         inference = {**inputs, "encoder_attention_mask": torch.ones_like(mask)}
         expected = run(model, inference)
         masked.clear()
-        torch.testing.assert_close(run(compiled, inference), expected, rtol=1e-5, atol=1e-6)
+        assert relative_error(run(compiled, inference), expected) <= NOISE
     assert masked == [True] * blocks
     assert {tuple(counts) for counts in seen.graphs} == {(blocks,)}
 

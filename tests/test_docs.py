@@ -209,7 +209,7 @@ def test_subcommands_and_make_targets_exist() -> None:
     assert named == set(commands.choices or ())
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     everything = "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
-    for target in set(re.findall(r"(?:`|^)make ([a-z]+)", everything, re.MULTILINE)):
+    for target in set(re.findall(r"(?:`|^)make ([a-z-]+)", everything, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
@@ -221,9 +221,9 @@ def test_make_help_lists_every_target_and_variable() -> None:
         check=True,
     )
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE)) - {"help"}
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)) - {"help"}
     variables = set(re.findall(r"\b([A-Z_]+) \?=", makefile))
-    listed = set(re.findall(r"^make (\w+)|^([A-Z_]+) ", done.stdout, re.MULTILINE))
+    listed = set(re.findall(r"^make ([a-z-]+)|^([A-Z_]+) ", done.stdout, re.MULTILINE))
     assert {name for pair in listed for name in pair if name} == targets | variables
 
 

@@ -376,7 +376,8 @@ def test_fp16_does_not_divide_by_zero() -> None:
             p.grad = torch.tensor([1e-3, 1e-4, 0.0], dtype=torch.float16)
             optimizer.step()
         found.append(p.detach())
-    assert found[0].isfinite().all() and torch.equal(*found)
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(*found)  # by two kernels
 
 
 def test_step_counts_on_the_host_take_one_tensor() -> None:

@@ -14,6 +14,7 @@ multiplies by `1 + w` differ, and so do a bias that is added and one that is dro
 from __future__ import annotations
 
 import copy
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch
 import zoo_families as families
 import zoo_models as models
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_models import Inputs
 
 SEED = 0
@@ -75,10 +77,48 @@ class Entry:
 
     def reference(self, model: Any, inputs: Inputs) -> torch.Tensor:
         """The output in fp64 of an fp64 copy of `model`: the same parameter and input values."""
-        twin = copy.deepcopy(model)
-        for module in modules_of(twin):
-            cast_(module, torch.float64)
-        return self.run(twin, cast_inputs(inputs, torch.float64))
+        return self.run(in_fp64(model), cast_inputs(inputs, torch.float64))
+
+
+class _Fp64Throughout(TorchDispatchMode):
+    """What is fp64 stays so where the library's code casts it to fp32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        casts = func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64
+        if casts and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def in_fp64(model: Any) -> Any:
+    """An fp64 copy of `model` with the same parameter values.
+
+    Norms cast their input to fp32; those of the copy do not, or the truth would have their
+    roundings. Other casts (tables of RoPE, embeddings of a timestep) are what the model means.
+    """
+    twin = copy.deepcopy(model)
+    for module in modules_of(twin):
+        norms_in_fp64_(cast_(module, torch.float64))
+    return twin
+
+
+def norms_in_fp64_(model: nn.Module) -> nn.Module:
+    """The norms of a model in fp64 compute in fp64."""
+    for part in model.modules():
+        if "norm" in type(part).__name__.lower() and not part._modules:
+            part.forward = functools.partial(_throughout, part.forward)
+    return model
+
+
+def _throughout(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Fp64Throughout():  # some models cast before they call
+        return forward(*map(_wide, args), **{k: _wide(v) for k, v in kwargs.items()})
+
+
+def _wide(value: Any) -> Any:
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if floating else value
 
 
 def modules_of(model: Any) -> list[nn.Module]:

@@ -25,7 +25,8 @@ Every row is something that is done to a model, every column a model family. Eac
 marked n/a was run, on small models of the real classes with random weights, on the CPU: done before
 `hfpatch.apply`, done after it, and each of these once more after `hfpatch.restore`. The result was
 compared with the unpatched model to which the same was done (within the rounding noise of the
-dtype; bit for bit where no kernel ran and after `restore`), and the calls of kernels were counted.
+dtype; bit for bit where no kernel ran and after `restore`, unless inductor writes the code anew),
+and the calls of kernels were counted.
 
 | cell | meaning |
 |---|---|

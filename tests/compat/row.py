@@ -29,6 +29,14 @@ NOISE = {
 }
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A sum that may come out near 0: measured against the size of what is summed."""
+
+    value: torch.Tensor
+    size: float
+
+
 @dataclass
 class Case:
     """One run of a row on a column."""
@@ -99,8 +107,9 @@ class Row:
     `mode` is `apply`'s. `forwards` is how often `run` calls the model, where that is one known
     number, so that a single kernel that does not run is noticed; else only fused blocks are
     compared. `lasting` is false where the deed puts new tensors into the modules at every call, as
-    offloading does. `thin` rows compile: on models cut to one layer of each kind. They, and `slow`
-    ones, have pytest's marker.
+    offloading does. `generated` rows run what inductor writes, which need not add up in the same
+    order when it is written anew: they are never compared bit for bit. `thin` rows compile: on
+    models cut to one layer of each kind. They, and `slow` ones, have pytest's marker.
     """
 
     group: str
@@ -114,6 +123,7 @@ class Row:
     noise: float | None = None
     forwards: int = 0
     lasting: bool = True
+    generated: bool = False
     thin: bool = False
     slow: bool = False
     afterwards: Callable[[Case, Any], None] | None = None

@@ -229,6 +229,7 @@ ROWS = (
         "`torch.compile(model)`, inductor",
         compiled(backend="inductor"),
         unless=only("bert", ONE_FAMILY),
+        generated=True,
     ),
     _compiled_row(
         "`torch.compile(dynamic=True)`, two batch sizes", compiled(dynamic=True), two_sizes

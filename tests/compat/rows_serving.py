@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from columns import Column
 from pipelines import OneModelPipeline, text_pipeline
-from row import Case, Row, always, both, forward, only
+from row import Case, Row, Sum, always, both, forward, only
 from torch import nn
 
 import hfpatch
@@ -38,11 +38,14 @@ def generate(**settings: Any) -> Callable[[Case, Any], Any]:
             attention_mask=mask,
             return_dict_in_generate=True,
             output_scores=True,
+            output_logits=True,
             pad_token_id=0,
             **options,
         )
         if settings.get("num_beams"):  # the order of unfinished beams is nobody's promise
-            return result.sequences, result.sequences_scores
+            # a mean of log-probabilities, each of which is a logit less one of nearly its size
+            largest = max(logits.abs().max().item() for logits in result.logits)
+            return result.sequences, Sum(result.sequences_scores, 2 * largest)
         scores = [torch.nan_to_num(s, neginf=-1e4) for s in result.scores]
         return result.sequences, scores
 
