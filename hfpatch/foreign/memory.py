@@ -21,6 +21,20 @@ def bits(x: Tensor) -> Tensor:
     return x.view(widths[x.element_size()]) if x.is_floating_point() else x
 
 
+def form(t: Tensor) -> tuple[object, ...]:
+    """What of a tensor, beside its elements, a kernel can change in place."""
+    return (t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad)
+
+
+def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage) -> None:
+    """Set it back."""
+    shape, stride, offset, _, _, requires_grad = before
+    with torch.inference_mode(t.is_inference()), torch.no_grad():
+        t.detach_().requires_grad_(False)
+        t.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+        t.requires_grad_(bool(requires_grad))
+
+
 @dataclass
 class Held:
     """A tensor inside a larger buffer of its own.
@@ -34,6 +48,7 @@ class Held:
     core: Tensor
     _buffer: Tensor
     _before: Tensor | None = None
+    _form: tuple[object, ...] = ()
 
     @classmethod
     def make(
@@ -85,12 +100,12 @@ class Held:
         return t.detach().as_strided((self.core.numel(),), (1,), t.storage_offset())
 
     def remember(self) -> None:
-        self._before = self._buffer.clone()
+        self._before, self._form = self._buffer.clone(), form(self.tensor)
 
     def written(self) -> bool:
-        """Whether anything in or around it is not as it was when it was remembered."""
+        """Whether it, or anything around it, is not as it was when it was remembered."""
         assert self._before is not None
-        return not torch.equal(bits(self._before), bits(self._buffer))
+        return form(self.tensor) != self._form or not torch.equal(bits(self._before), bits(self._buffer))
 
     def fill(self, values: Tensor) -> None:
         self.core.copy_(values)

@@ -20,8 +20,8 @@ ROWWISE = frozenset(
 )
 
 #: Widths around vectors of 4, 8 and 16 elements, blocks of threads, and beyond one block.
-_WIDTHS = (1, 2, 3, 15, 16, 17, 31, 100, 128, 255, 257, 1000, 1024, 2049, 4096, 5003, 8192, 16400)
-_FEW_WIDTHS = (1, 17, 100, 1024, 5003)
+_WIDTHS = (1, 2, 3, 15, 16, 17, 31, 100, 128, 255, 257, 1000, 1024, 2049, 4099, 8192, 16400)
+_FEW_WIDTHS = (1, 17, 100, 1024)
 #: Numbers of rows: one, odd ones, more than a grid's second dimension (65,535) holds.
 _ROWS = (0, 1, 2, 3, 7, 33, 129, 1025)
 _FEW_ROWS = (0, 1, 33)

@@ -13,7 +13,7 @@ import torch
 
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
-from hfpatch.foreign.memory import Held
+from hfpatch.foreign.memory import Held, form, reform
 from hfpatch.foreign.process import Process
 from hfpatch.patches.proving import may_prove, quietly
 
@@ -48,7 +48,7 @@ class Watched:
     def __call__(
         self, call: Callable[..., Any], params: dict[str, Any], training: bool
     ) -> Callable[..., Any]:
-        return Watch(self, call, Asked(self.op, params), training).call
+        return Watch(self, call, Asked(self.op, params)).call
 
 
 class Watch:
@@ -61,13 +61,10 @@ class Watch:
     it does not compute the formula does, in PyTorch's operators, and a warning says so.
     """
 
-    def __init__(
-        self, watched: Watched, call: Callable[..., Any], asked: Asked, training: bool
-    ) -> None:
+    def __init__(self, watched: Watched, call: Callable[..., Any], asked: Asked) -> None:
         self._of = watched
         self._call = call
         self._asked = asked
-        self._training = training
         self._right: set[Any] = set()
         self._refused: set[Any] = set()
         self._lied = False
@@ -88,9 +85,7 @@ class Watch:
             )
             for t in tensors
         ]
-        if self._training:
-            key.append(torch.is_grad_enabled())  # type: ignore[arg-type]
-        kind = tuple(key)
+        kind = (*key, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if kind in self._right:
             return self._call(*tensors)
         return self._new(kind, tensors)
@@ -121,6 +116,10 @@ class Watch:
         except torch.OutOfMemoryError:
             return self._asked.formula(tensors)  # the next call asks again
         reading = () if self._keeps_state else reads.key_of(self._of.fn)
+        forms = [
+            None if t is None else (form(t), t.untyped_storage() if t.is_leaf else None)
+            for t in tensors
+        ]
         before = Process.now()
         y: Any = None
         failure: Exception | None = None
@@ -130,7 +129,7 @@ class Watch:
             raise
         except Exception as e:
             failure = e
-        why = self._left(before, tensors, held)
+        why = self._left(before, tensors, forms, held)
         if failure is not None and why is None:
             self._refused.add(kind)
             self._warn(f"failed ({type(failure).__name__}: {failure}) with", tensors)
@@ -179,14 +178,22 @@ class Watch:
         return None
 
     def _left(
-        self, before: Process, tensors: Tensors, held: Sequence[Held | None]
+        self,
+        before: Process,
+        tensors: Tensors,
+        forms: Sequence[Any],
+        held: Sequence[Held | None],
     ) -> str | None:
         """What it changed that it may not; set back."""
         whys = []
         if changed := before.changed():
             whys.append(f"changed {', '.join(changed)}")
         with quietly("cpu"):
-            for i, (t, copy) in enumerate(zip(tensors, held, strict=True)):
+            for i, (t, was, copy) in enumerate(zip(tensors, forms, held, strict=True)):
+                if t is not None and form(t) != was[0]:
+                    whys.append(f"changed its argument {i}")
+                    if was[1] is not None:
+                        reform(t, *was)
                 if t is not None and copy is not None and not copy.is_as(t):
                     whys.append(f"wrote to its argument {i}")
                     copy.restore(t)

@@ -262,5 +262,7 @@ Same, is_transparent, names_of = _Same, _is_transparent, _names
 
 
 def value_key(value: Any) -> Any:
-    """A key of one value: containers and objects of Python classes by content."""
-    return _Reader(objects=True).value(value)
+    """A key of one value: containers and objects of Python classes by content, to some depth."""
+    reader = _Reader(objects=True)
+    reader._left = 300
+    return reader.value(value, 4)
