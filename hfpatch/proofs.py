@@ -317,7 +317,7 @@ def _prepare_custom(
     errors: tuple[float, float] | str = (0.0, 0.0)
     if settings.training and not subject.family.differentiable:
         return Refusal("unsupported", "its registered forward is not differentiable")
-    if settings.verify:
+    if settings.verify or not subject.own:
         try:
             errors = subject.compare()
         except Exception as e:

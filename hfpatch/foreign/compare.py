@@ -28,6 +28,9 @@ _CHUNK = 1 << 22  # elements that are compared at once
 _MISSED = 256.0
 #: Of other rows' errors, how much a row may have in any case: it may be exact by luck.
 _LUCK = 2.0
+#: Of the largest of all rows, what a row of a gradient is measured by at least: in such a row large
+#: terms cancel.
+_FLOOR = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,15 @@ class Asked:
         device = next((t.device.type for t in tensors if t is not None), "cpu")
         with torch.autocast(device, enabled=False):
             return OPS[self.op].reference(*tensors, **self.params)
+
+    def fused(self, tensors: Tensors) -> Any:
+        """What PyTorch's fused operators give, or None where they do not take the call."""
+        device = next((t.device.type for t in tensors if t is not None), "cpu")
+        try:
+            with torch.autocast(device, enabled=False):
+                return OPS[self.op].aten(*tensors, **self.params)
+        except RuntimeError:
+            return None
 
     def truth(self, tensors: Tensors) -> Any:
         """What it gives in fp64."""
@@ -87,7 +99,13 @@ def keeps(y: Any) -> str | None:
     if isinstance(y, Tensor) and _holders(y) > _ALONE[0]:
         return "keeps its result, which a later call can overwrite"
     for tensor in _listed(y):
-        if tensor.numel() and _in_its_memory(tensor) > _ALONE[1]:
+        usual = _ALONE[1]
+        if tensor._is_view():  # what it is a view of may be nobody else's either
+            usual += 1
+            base = tensor._base
+            if _holders(base) > _ALONE[0]:
+                return "keeps what its result is a view of, which a later call can overwrite"
+        if tensor.numel() and _in_its_memory(tensor) > usual:
             return "keeps the memory of its result, which a later call can overwrite"
     return None
 
@@ -132,8 +150,13 @@ def wrong_values(asked: Asked, tensors: Tensors, y: Any) -> str | None:
             def shaken(part: Tensors = part) -> Any:
                 return asked.truth(_shaken(part))
 
-            why = _wrong(mine, plain, asked.truth(part), _slack(part), shaken)
-            if why is not None:
+            truth, slack = asked.truth(part), _slack(part)
+            why = _wrong(mine, plain, truth, slack, shaken)
+            if why is None:
+                continue
+            # PyTorch's fused operators overflow elsewhere, and many originals are these
+            fused = asked.fused(part)
+            if fused is None or _wrong(mine, fused, truth, slack, shaken) is not None:
                 return why
     return None
 
@@ -202,9 +225,15 @@ def _wrong(
 
 
 def wrong_rows(
-    y: Tensor, plain: Tensor, truth: Tensor, slack: float, shaken: Callable[[], Tensor]
+    y: Tensor,
+    plain: Tensor,
+    truth: Tensor,
+    slack: float,
+    shaken: Callable[[], Tensor],
+    floor: float = 0.0,
 ) -> str | None:
-    """Compare row by row; see the top of this file. `shaken`: the truth for shaken inputs."""
+    """Compare row by row; see the top of this file. `shaken`: the truth for shaken inputs; `floor`:
+    of the largest row, what rows are measured by at least."""
     if not y.numel():
         return None
     ours, theirs, exact = (_rows(t) for t in (y, plain, truth))
@@ -217,9 +246,9 @@ def wrong_rows(
     same_as_plain = _same_class(ours, theirs)
     if not bool((same_as_truth | same_as_plain).all()):
         return "NaN or infinity comes out where the formula gives none, or the other way round"
-    off = _off(ours, exact, eps)
-    missed = _off(theirs, exact, eps)
-    from_plain = _off(ours, theirs, eps)
+    off = _off(ours, exact, eps, floor)
+    missed = _off(theirs, exact, eps, floor)
+    from_plain = _off(ours, theirs, eps, floor)
     usual = torch.where(missed <= _MISSED, missed, torch.zeros_like(missed))
     allowed = torch.maximum(usual, usual.max().clamp(max=_LUCK)) + slack
     bad = ~((off <= allowed) & same_as_truth.all(-1)) & ~(
@@ -227,7 +256,7 @@ def wrong_rows(
     )
     if not bool(bad.any()):
         return None
-    shake = _off(torch.where(overflows, exact, _rows(shaken())), exact, eps)
+    shake = _off(torch.where(overflows, exact, _rows(shaken())), exact, eps, floor)
     shake = torch.where(shake.isfinite(), shake, torch.zeros_like(shake))
     bad &= ~((off <= allowed + 4 * shake) & same_as_truth.all(-1))
     bad &= ~((from_plain <= slack + 4 * shake) & same_as_plain.all(-1))
@@ -262,12 +291,13 @@ def _same_class(a: Tensor, b: Tensor) -> Tensor:
     return finite | (a == b) | (a.isnan() & b.isnan())
 
 
-def _off(a: Tensor, b: Tensor, eps: float) -> Tensor:
+def _off(a: Tensor, b: Tensor, eps: float, floor: float) -> Tensor:
     """Each row's largest distance in epsilons of its largest finite value of `b`."""
     finite = b.isfinite() & a.isfinite()
     zero = torch.zeros((), dtype=a.dtype, device=a.device)
     b = torch.where(b.isfinite(), b, zero)
-    scale = b.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    scale = b.abs().amax(-1)
+    scale = torch.maximum(scale, floor * scale.max()).clamp_min(torch.finfo(torch.float32).tiny)
     distance = torch.where(finite, (torch.where(finite, a, zero) - b).abs(), zero).amax(-1)
     return distance / scale / eps
 
@@ -357,8 +387,14 @@ def _wrong_gradient(
         summed = max(1.0, rows**0.5 / 8) if ours.numel() < _listed(plain)[0].numel() else 1.0
         slack = LIMITS.gradient * _slack(tensors)(ours.dtype) * summed
         for found in (ours, second):
-            why = wrong_rows(found, their, true, slack, lambda true=true: true)  # type: ignore[misc]
-            if why is not None:
+            def wrong(plain: Tensor, found: Tensor = found, true: Tensor = true) -> str | None:
+                return wrong_rows(found, plain, true, slack, lambda: true, _FLOOR)  # noqa: B023
+
+            if (why := wrong(their)) is None:
+                continue
+            fused = _differentiate_fused(asked, leaves(False), places, kind)
+            other = None if fused is None else fused[places.index(place)]
+            if other is None or wrong(other) is not None:
                 return f"is wrong for {name}: {why}"
     return None
 
@@ -375,11 +411,22 @@ def _differentiate(
     return y, ups, found
 
 
+def _differentiate_fused(
+    asked: Asked, tensors: list[Tensor | None], places: list[int], kind: str
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients of PyTorch's fused operators, whose sums in half precision are their own."""
+    try:
+        return _differentiate(asked.fused, tensors, places, kind)[2]
+    except (AttributeError, RuntimeError):  # they do not take the call
+        return None
+
+
 def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
     """A gradient of `y`, the same whatever its dtype."""
     generator = torch.Generator().manual_seed(11 + seed)
-    if kind == "repeated":  # what `y.sum().backward()` gives
-        return torch.ones((), device=y.device).to(y.dtype).expand(y.shape)
+    if kind == "repeated":  # as `y.sum(0).backward()` gives it
+        row = torch.randn(y.shape[-1:], generator=generator, device="cpu")
+        return row.bfloat16().to(y.device).to(y.dtype).expand(y.shape)
     if kind == "transposed" and y.dim() > 1:
         shape = (*y.shape[:-2], y.shape[-1], y.shape[-2])
         drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)

@@ -10,13 +10,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._device
+from torch.overrides import (
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 _MISSING = object()
 
 
 def _default_device() -> Any:
+    """With the modes that functions pass through, among which the default device is one."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
+    return context, torch.utils._device.CURRENT_DEVICE, tuple(_get_current_function_mode_stack())
+
+
+def _modes() -> int:
+    return len(_get_current_function_mode_stack())
+
+
+def _restore_default_device(state: Any) -> None:
+    # not by `torch.set_default_device`, which takes away contexts that were entered before
+    context, device, modes = state
+    for _ in range(_modes()):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = context
+    torch.utils._device.CURRENT_DEVICE = device
 
 
 def _flushes_denormals() -> bool:
@@ -134,7 +156,7 @@ _BACKENDS: list[tuple[str, Any, str]] = [
 _ENTRIES: list[_Entry] = [
     ("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("the default device", _default_device, torch.set_default_device),
+    ("the default device", _default_device, _restore_default_device),
     (
         "the precision of matrix products",
         torch.get_float32_matmul_precision,
