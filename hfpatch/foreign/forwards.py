@@ -111,6 +111,7 @@ def _both(
     mine_changed = fingerprint(ours_on) != states[1]
     if mine_changed and fingerprint(theirs_on) == states[0]:
         raise Different("it changed attributes of the module")
+    _compare(ours, theirs, [0.0, 0.0], "", LIMIT)
     _aliases(ours, theirs, given)
     return theirs, ours
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch.foreign.forwards import Different, ForwardWatch, compare_forwards
+from hfpatch.foreign.process import Process
 from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tensor
 from hfpatch.patches.contract import Contract
 from hfpatch.sources import Kernel
@@ -33,7 +34,13 @@ class CustomSubject(Subject):
 
     def compare(self) -> tuple[float, float] | str:
         """(largest absolute, largest relative error), or why the replacement is wrong."""
-        module = self.module
+        before = Process.now()
+        try:
+            return self._compare(self.module)
+        finally:
+            before.changed()  # `sample` may draw
+
+    def _compare(self, module: nn.Module) -> tuple[float, float] | str:
         inputs: Any = self.family.sample(copy.deepcopy(module))
         if not isinstance(inputs, tuple):
             return f"`sample` returned {type(inputs).__name__}, expected a tuple of inputs"
