@@ -17,7 +17,7 @@ from hfpatch.patches.base import Combo, Family, Forward, Subject, class_of
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
-from hfpatch.patches.keys import code_of
+from hfpatch.patches.keys import Same, code_of
 from hfpatch.patches.proving import float32_default
 from hfpatch.plan import Refusal, Swap
 from hfpatch.settings import Settings
@@ -203,7 +203,7 @@ def _contract(
 
 def _reads(kernel: Kernel) -> tuple[Any, ...]:
     """What a kernel that is not ours is beside its name: a closure that changed is another one."""
-    return () if kernel.own else (reads.Same(kernel.fn), reads.key_of(kernel.fn))
+    return () if kernel.own else (Same(kernel.fn), reads.key_of(kernel.fn))
 
 
 def _key_of(subject: Subject | str | None) -> Any:
@@ -246,7 +246,7 @@ def _prepare_block(
         if (why := sources.missing(op, block=True)) is not None:
             return Refusal("unavailable", why)
     kernels = tuple(
-        (op, k.source, k.version, sources.explicit(op)) + _reads(k)
+        (op, k.source, k.version, sources.explicit(op), *_reads(k))
         for op in subject.ops
         if (k := sources.kernel(op, block=True)) is not None
     )

@@ -82,9 +82,9 @@ def form_of(y: Any, expected: Any, tensors: Tensors) -> str | None:
         return f"returned {y.dtype}, expected {expected.dtype}"
     if y.device != expected.device:
         return f"returned a tensor on {y.device}, expected {expected.device}"
-    if y.numel() and expected.is_contiguous() and not y.is_contiguous():
-        if all(t is None or t.is_contiguous() for t in tensors):
-            return f"returned strides {y.stride()}, expected a contiguous tensor"
+    dense = expected.is_contiguous() and all(t is None or t.is_contiguous() for t in tensors)
+    if y.numel() and dense and not y.is_contiguous():
+        return f"returned strides {y.stride()}, expected a contiguous tensor"
     if y.numel() and any(n > 1 and s == 0 for n, s in zip(y.shape, y.stride(), strict=True)):
         return "returned a tensor whose elements share memory"
     mine = y.untyped_storage().data_ptr()
@@ -116,7 +116,7 @@ def _holders(y: Tensor) -> int:
 
 def _in_its_memory(y: Tensor) -> int:
     """How many tensors, and wrappers of it, hold the storage of `y`."""
-    return int(torch._C._storage_Use_Count(y.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(y.untyped_storage()._cdata))
 
 
 def _alone(y: Tensor) -> tuple[int, int]:
@@ -269,9 +269,7 @@ def wrong_rows(
     )
 
 
-def _quickly(
-    ours: Tensor, theirs: Tensor, exact: Tensor, tolerance: float, largest: float
-) -> bool:
+def _quickly(ours: Tensor, theirs: Tensor, exact: Tensor, tolerance: float, largest: float) -> bool:
     """Whether all is finite, and every row within the allowance even of an exact formula."""
     scale = exact.abs().amax(-1)
     distance = (ours - exact).abs().amax(-1)
@@ -356,7 +354,7 @@ def _wrong_gradient(
             if not all(isinstance(t, Tensor) and t.requires_grad for t in _listed(y)):
                 return "its result has no gradient"
             their_ups = [u.clone() if kind == "dense" else u for u in ups]
-            wants = [our_in[i] for i in places]
+            wants: Any = [our_in[i] for i in places]
             mine = torch.autograd.grad(
                 _listed(y), wants, their_ups, allow_unused=True, retain_graph=True
             )
@@ -366,9 +364,7 @@ def _wrong_gradient(
         raise
     except Exception as e:
         return f"failed: {type(e).__name__}: {e}"
-    if kind == "dense" and any(
-        not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)
-    ):
+    if kind == "dense" and any(not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)):
         return "writes to the gradient of its result, which others may read"
     for a, b in zip(befores, our_in, strict=True):
         if a is not None and b is not None and not torch.equal(a.isnan(), b.isnan()):
@@ -376,10 +372,12 @@ def _wrong_gradient(
         if a is not None and b is not None and not torch.equal(a.nan_to_num(), b.nan_to_num()):
             return "writes to an input"
     rows = max(t.numel() // max(t.shape[-1], 1) for t in _listed(plain))
-    for place, ours, second, their, true in zip(places, kept, again, theirs, truth, strict=True):
+    found_all: Any = zip(places, kept, again, theirs, truth, strict=True)  # None: unused
+    for place, ours, second, their, true in found_all:
         name = f"argument {place}"
-        if ours is None or their is None or true is None or second is None:
-            if not (ours is None and their is None):
+        missing = [g is None for g in (ours, second, their, true)]
+        if any(missing):
+            if not all(missing):
                 return f"is not that of the same tensors: {name}"
             continue
         if ours.dtype != their.dtype or ours.shape != their.shape:
@@ -387,6 +385,7 @@ def _wrong_gradient(
         summed = max(1.0, rows**0.5 / 8) if ours.numel() < _listed(plain)[0].numel() else 1.0
         slack = LIMITS.gradient * _slack(tensors)(ours.dtype) * summed
         for found in (ours, second):
+
             def wrong(plain: Tensor, found: Tensor = found, true: Tensor = true) -> str | None:
                 return wrong_rows(found, plain, true, slack, lambda: true, _FLOOR)  # noqa: B023
 
@@ -405,9 +404,8 @@ def _differentiate(
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
         y = formula(tensors)
         ups = [_upstream(t, kind, i) for i, t in enumerate(_listed(y))]
-        found = torch.autograd.grad(
-            _listed(y), [tensors[i] for i in places], ups, allow_unused=True
-        )
+        wanted: Any = [tensors[i] for i in places]
+        found = torch.autograd.grad(_listed(y), wanted, ups, allow_unused=True)
     return y, ups, found
 
 

@@ -1,4 +1,4 @@
-"""A user's own forward for a class beside the original: what both return, write and leave behind."""
+"""A user's own forward for a class beside the original: what both return, write and leave."""
 
 from __future__ import annotations
 
@@ -178,13 +178,15 @@ def _container(value: Any) -> str:
 
 def _compare_values(a: Any, b: Any, what: str) -> None:
     if type(a) is not type(b):
-        raise Different(f"{what}it returned a {type(a).__name__}, the original a {type(b).__name__}")
+        raise Different(
+            f"{what}it returned a {type(a).__name__}, the original a {type(b).__name__}"
+        )
     if isinstance(b, (float, complex)):
         eps = LIMIT * torch.finfo(torch.float32).eps
         same = a == b or (a != a and b != b)
         if not same and isinstance(b, float):
             same = math.isclose(a, b, rel_tol=eps)
-    elif hasattr(b, "__dict__") and type(b).__eq__ is object.__eq__:
+    elif hasattr(b, "__dict__") and _has_no_equality(b):
         _compare(vars(a), vars(b), [0.0, 0.0], what, LIMIT)
         return
     else:
@@ -194,6 +196,11 @@ def _compare_values(a: Any, b: Any, what: str) -> None:
             raise Different(f"{what}a {type(b).__name__} of its result cannot be compared") from e
     if not same:
         raise Different(f"{what}it returned {a!r:.60}, the original {b!r:.60}")
+
+
+def _has_no_equality(value: Any) -> bool:
+    equality: Any = type(value).__eq__
+    return equality is object.__eq__
 
 
 def _compare_tensors(a: Any, b: Tensor, worst: list[float], what: str, limit: float) -> None:
@@ -299,15 +306,16 @@ class ForwardWatch:
     def _compare(
         self, kind: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        recorded = torch.is_grad_enabled()  # leaving inference mode turns it on
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.set_grad_enabled(recorded):
                 compare_forwards(
                     module,
                     self._original,
                     self._replacement,
                     args,
                     kwargs,
-                    gradients=torch.is_grad_enabled(),
+                    gradients=recorded,
                 )
         except torch.OutOfMemoryError:
             return  # the next call asks again
@@ -317,8 +325,10 @@ class ForwardWatch:
             self._warn(f"is not used any more: {e}")
         except Exception as e:  # a module or an input that cannot be copied, or its own
             self._refused.add(kind)
-            self._warn(f"could not be compared with the original for a call ({e}); such calls use "
-                       "the original")
+            self._warn(
+                f"could not be compared with the original for a call ({e}); such calls use "
+                "the original"
+            )
         else:
             if len(self._right) >= _KINDS:
                 self._right.clear()

@@ -105,7 +105,9 @@ class Held:
     def written(self) -> bool:
         """Whether it, or anything around it, is not as it was when it was remembered."""
         assert self._before is not None
-        return form(self.tensor) != self._form or not torch.equal(bits(self._before), bits(self._buffer))
+        return form(self.tensor) != self._form or not torch.equal(
+            bits(self._before), bits(self._buffer)
+        )
 
     def fill(self, values: Tensor) -> None:
         self.core.copy_(values)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.utils._device
-from torch.overrides import (
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch import overrides
+
+_modes_of_functions: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+_pop_mode: Callable[[], Any] = overrides._pop_mode
+_push_mode: Callable[[Any], None] = overrides._push_mode
+_on_gpu: Callable[[], bool] = torch.cuda.is_initialized
 
 _MISSING = object()
 
@@ -23,17 +24,13 @@ _MISSING = object()
 def _default_device() -> Any:
     """With the modes that functions pass through, among which the default device is one."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return context, torch.utils._device.CURRENT_DEVICE, tuple(_get_current_function_mode_stack())
-
-
-def _modes() -> int:
-    return len(_get_current_function_mode_stack())
+    return context, torch.utils._device.CURRENT_DEVICE, tuple(_modes_of_functions())
 
 
 def _restore_default_device(state: Any) -> None:
     # not by `torch.set_default_device`, which takes away contexts that were entered before
     context, device, modes = state
-    for _ in range(_modes()):
+    for _ in range(len(_modes_of_functions())):
         _pop_mode()
     for mode in modes:
         _push_mode(mode)
@@ -75,7 +72,7 @@ def _restore_environment(values: dict[str, str]) -> None:
 
 
 def _cuda_rng() -> Any:
-    return torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None
+    return torch.cuda.get_rng_state().tolist() if _on_gpu() else None
 
 
 def _restore_cuda_rng(state: Any) -> None:
@@ -84,7 +81,7 @@ def _restore_cuda_rng(state: Any) -> None:
 
 
 def _cuda_device() -> Any:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    return torch.cuda.current_device() if _on_gpu() else None
 
 
 def _restore_cuda_device(index: Any) -> None:
@@ -93,7 +90,7 @@ def _restore_cuda_device(index: Any) -> None:
 
 
 def _cuda_stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    return torch.cuda.current_stream() if _on_gpu() else None
 
 
 def _restore_cuda_stream(stream: Any) -> None:

@@ -79,17 +79,15 @@ def _layouts(width: int) -> list[_Layout]:
         _Layout(f"[2, 3, 5, {width}]", (2, 3, 5, width)),
         _Layout(f"[2, 3, {width}] one element off an aligned address", (2, 3, width), offset=1),
         _Layout(f"[2, 3, {width}] three elements off", (2, 3, width), offset=3),
+        _Layout(f"[3, 4, {width}] of transposed rows", (4, 3, width), lambda t: t.transpose(0, 1)),
         _Layout(
-            f"[3, 4, {width}] of transposed rows", (4, 3, width), lambda t: t.transpose(0, 1)
+            f"[3, 4, {width}] cut out of wider rows", (3, 4, width + 5), lambda t: t[..., 2:-3]
         ),
-        _Layout(f"[3, 4, {width}] cut out of wider rows", (3, 4, width + 5), lambda t: t[..., 2:-3]),
         _Layout(f"[4, {width}] of every second row", (8, width), lambda t: t[::2]),
         _Layout(f"[4, {width}] of every second column", (4, 2 * width), lambda t: t[:, ::2]),
         _Layout(f"[{width}, {width}] transposed", (width, width), lambda t: t.t()),
         _Layout(f"[5, {width}] of one row repeated", (1, width), lambda t: t.expand(5, width)),
-        _Layout(
-            f"[2, 3, {width}] channels first", (2, width, 3), lambda t: t.movedim(1, -1)
-        ),
+        _Layout(f"[2, 3, {width}] channels first", (2, width, 3), lambda t: t.movedim(1, -1)),
     ]
 
 

@@ -215,8 +215,8 @@ class Watch:
             for t in tensors
         )
         warnings.warn(
-            f"hfpatch: kernel `{self._of.name}` for `{self._of.op}` {what} {shapes}; such calls use "
-            "the same formula in PyTorch's operators",
+            f"hfpatch: kernel `{self._of.name}` for `{self._of.op}` {what} {shapes}; such calls "
+            "use the same formula in PyTorch's operators",
             RuntimeWarning,
             stacklevel=6,
         )

@@ -88,9 +88,7 @@ def test_a_wrong_kernel_changes_nothing(name: str, op: str) -> None:
                 for results, right in kept:
                     _agree(results, right)
                 assert not given.requires_grad
-                _same_bits(
-                    x, models.draw(x.shape, x.dtype, case.layout, i % 2 + 1), case.category
-                )
+                _same_bits(x, models.draw(x.shape, x.dtype, case.layout, i % 2 + 1), case.category)
     finally:
         handle.remove()
     if report.swaps:  # it was right when it was asked: then it was seen at the calls

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 
-
 class _Other(Tensor):
     """A tensor of another class."""
 
@@ -488,9 +487,7 @@ _conditional(
     dtype=torch.bfloat16,
 )
 _conditional("returns_fp64", "dtypes", when(lambda *_: True, lambda y: y.double()))
-_conditional(
-    "returns_a_subclass", "dtypes", when(lambda *_: True, lambda y: y.as_subclass(_Other))
-)
+_conditional("returns_a_subclass", "dtypes", when(lambda *_: True, lambda y: y.as_subclass(_Other)))
 _conditional(
     "wide_in_bf16",
     "dtypes",

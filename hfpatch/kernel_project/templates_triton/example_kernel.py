@@ -1,4 +1,4 @@
-"""Two Triton kernels and how hfpatch gets them: `install()`, then `hfpatch.apply(model, kernels=…)`.
+"""Two Triton kernels and how hfpatch gets them: `install()`, then `hfpatch.apply`.
 
 `rms_norm` serves an op of hfpatch, for every module that computes it. `mish_mlp` is a forward for
 one class, whose gate is none of hfpatch's ops.
@@ -95,9 +95,7 @@ def mish_gate(gate, up):
     y = torch.empty_like(gate)
     if y.numel():
         with _on(gate):
-            _mish_gate_kernel[(triton.cdiv(y.numel(), _TILE),)](
-                gate, up, y, y.numel(), TILE=_TILE
-            )
+            _mish_gate_kernel[(triton.cdiv(y.numel(), _TILE),)](gate, up, y, y.numel(), TILE=_TILE)
     return y
 
 
