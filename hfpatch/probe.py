@@ -6,25 +6,22 @@ not do gives way to the next one. What decides is written in `hfpatch.trial.Limi
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hfpatch.identify import by_consistency, fits_of, fp32_trial, identify, matching
 from hfpatch.ops import OPS
 from hfpatch.patches.base import Combo, Formula, Forward, Subject
 from hfpatch.patches.contract import Contract
-from hfpatch.patches.proving import float32_default
+from hfpatch.patches.proving import quietly
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, Sources
 from hfpatch.trial import OperatorCounter, Trial
-from hfpatch.verify import verify_gradients, verify_values
+from hfpatch.verify import verify_foreign, verify_gradients, verify_values
 
 
 @dataclass
@@ -37,6 +34,7 @@ class Proof:
     kernels: tuple[Kernel, ...]
     errors: dict[Combo, tuple[float, float]] = field(default_factory=dict)  # absolute, relative
     dropped: dict[Combo, Refusal] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)  # for the report
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,13 @@ def prove(
 
     Nothing of the model is touched; no gradient is recorded; torch's random state stays as it was.
     """
-    with _quietly(device):
+    with quietly(device):
         return _prove(_Task(subject, sources, torch.device(device), verify, training))
 
 
 def matching_ops(subject: Subject, device: str) -> set[str]:
     """The ops of the formulas that explain `subject` in fp32; what is asked before a download."""
-    with _quietly(device):
+    with quietly(device):
         trial = fp32_trial(subject, torch.device(device))
         if isinstance(trial, Refusal):
             return set()
@@ -86,34 +84,9 @@ def prove_autocast(
     Autocast decides the dtype of each operator in the original, so that its result may have another
     dtype, and roundings elsewhere. `recorded`: gradients are compared too.
     """
-    with _quietly(device):
+    with quietly(device):
         task = _Task(subject, sources, torch.device(device), verify, training, recorded)
         return _prove_autocast(task, combo)
-
-
-@contextmanager
-def _quietly(device: str) -> Iterator[None]:
-    """Nothing that the caller's thread is in the middle of takes part in a proof: a late one is
-    made in a call, under autocast, in inference mode, or inside of a checkpoint."""
-    with ExitStack() as modes:
-        if torch._C._len_torch_dispatch_stack():
-            modes.enter_context(_disable_current_modes())
-        modes.enter_context(_by_itself(device))
-        yield
-
-
-@contextmanager
-def _by_itself(device: str) -> Iterator[None]:
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device, enabled=False),
-        torch.device("cpu"),  # where the draws are made, whatever the user's default is
-        float32_default(),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # of the original, about dtypes that the model never uses
-        yield
 
 
 def _prove(task: _Task) -> Proof | Refusal:
@@ -261,11 +234,17 @@ def _prove_combo(
             "mode='training' needs; register it with differentiable=True if it is",
         )
     compute = subject.compute(kernel, formula, training)
-    if task.verify or kernel.adapted:
+    if task.verify or not kernel.own:
         verdict = verify_values(trial, formula, kernel, compute)
         if isinstance(verdict, Refusal):
             return verdict
         proof.errors[trial.combo] = verdict
+    if not kernel.own:
+        asked = verify_foreign(trial, formula, kernel, training)
+        if isinstance(asked, Refusal):
+            return asked
+        kernel, notes = asked
+        proof.notes.update(dict.fromkeys(notes))
     proof.formulas[trial.combo] = formula
     proof.computes[trial.combo] = compute
     with trial.context():
@@ -278,7 +257,7 @@ def _prove_gradients(
     task: _Task, trial: Trial, formula: Formula, chosen: _Chosen, proof: Proof
 ) -> Refusal | None:
     kernel = chosen.kernel(formula.op)
-    if not task.recorded or kernel is None or not (task.verify or kernel.adapted):
+    if not task.recorded or kernel is None or not (task.verify or not kernel.own):
         return None
     return verify_gradients(trial, formula, kernel, proof.computes[trial.combo])
 

@@ -11,16 +11,18 @@ import torch
 from torch import nn
 
 from hfpatch import packing, probe
+from hfpatch.foreign import battery, reads
 from hfpatch.ops import OPS
 from hfpatch.patches.base import Combo, Family, Forward, Subject, class_of
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
-from hfpatch.patches.keys import code_of
+from hfpatch.patches.keys import Same, code_of
 from hfpatch.patches.proving import float32_default
 from hfpatch.plan import Refusal, Swap
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices
+from hfpatch.sources import Kernel
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def forget_proofs() -> None:
     _contracts.clear()
     _blocks.clear()
     _identified.clear()
+    battery.forget()
 
 
 def prepare(site: Site, family: Family, subject: Subject, settings: Settings) -> Prepared | Refusal:
@@ -98,6 +101,8 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
     if not good:
         return refusals[0]
     proof = good.get(site.execution or "", next(iter(good.values())))
+    for note in (n for p in good.values() for n in p.notes):
+        settings.sources.note(note)
     formula = proof.formulas[subject.main_combo()]
     errors = [p.errors.get(subject.main_combo(), (0.0, 0.0)) for p in good.values()]
     entry = Swap(
@@ -138,6 +143,7 @@ def _contract(
         # another project's may not do, and then what follows it counts
         (op, k.source, k.version, settings.sources.explicit(op))
         + (settings.sources.order(op) if k.adapted else ())
+        + _reads(k)
         if (k := settings.sources.kernel(op)) is not None
         else (op, settings.sources.missing(op))
         for op in OPS
@@ -195,6 +201,11 @@ def _contract(
     return found
 
 
+def _reads(kernel: Kernel) -> tuple[Any, ...]:
+    """What a kernel that is not ours is beside its name: a closure that changed is another one."""
+    return () if kernel.own else (Same(kernel.fn), reads.key_of(kernel.fn))
+
+
 def _key_of(subject: Subject | str | None) -> Any:
     """What a stand-in computes: it shares a config object with the module that it was made of."""
     if not isinstance(subject, Subject):
@@ -235,7 +246,7 @@ def _prepare_block(
         if (why := sources.missing(op, block=True)) is not None:
             return Refusal("unavailable", why)
     kernels = tuple(
-        (op, k.source, k.version, sources.explicit(op))
+        (op, k.source, k.version, sources.explicit(op), *_reads(k))
         for op in subject.ops
         if (k := sources.kernel(op, block=True)) is not None
     )
@@ -306,7 +317,7 @@ def _prepare_custom(
     errors: tuple[float, float] | str = (0.0, 0.0)
     if settings.training and not subject.family.differentiable:
         return Refusal("unsupported", "its registered forward is not differentiable")
-    if settings.verify:
+    if settings.verify or not subject.own:
         try:
             errors = subject.compare()
         except Exception as e:

@@ -44,6 +44,8 @@ class Kernel:
         version: identifies the code, for the report and for the cache of probes.
         devices: device types that it has code for; None when it does not say.
         archs: CUDA architectures that it was built for, e.g. "9.0", "12.1+PTX"; empty: unknown.
+        own: this project's code, or PyTorch's operators. Others are verified in any case and asked
+            more, see `hfpatch.foreign`.
         adapted: another project's, called through an adapter: verified in any case, and never
             assumed to be faster than a single kernel of PyTorch's.
         accepts: why it cannot take given parameters of the op, or None.
@@ -66,10 +68,15 @@ class Kernel:
     min_capability: tuple[int, int] | None = None
     calls: Any = None
     widens: bool | None = None
+    own: bool = False
+    #: Makes of a binding, its parameters and whether it trains what is called in its place.
+    watch: Callable[[Callable[..., Any], dict[str, Any], bool], Callable[..., Any]] | None = None
 
     def bind(self, params: dict[str, Any], training: bool = False) -> Callable[..., torch.Tensor]:
         """A callable of the op's tensors alone, as cheap as this source allows."""
         call = self._bind(params, training)
+        if self.watch is not None:
+            call = self.watch(call, params, training)
         if not self.widens:
             return call
         if self.op == "gated_rms_norm":
@@ -102,15 +109,17 @@ class Kernel:
 
         What is written may be strided where the op allows it, and may be an input itself.
         """
-        if (raw := self.raw_into) is not None:
+        if self.watch is None and (raw := self.raw_into) is not None:
             codes = OPS[self.op].encode(params)
             if self.calls is not None and (bound := self.calls.bind(self.op, codes, True)):
                 return bound  # type: ignore[no-any-return]
             return lambda *tensors: raw(*tensors, *codes)
+        call = self.bind(params) if self.watch is not None else None
         fn = self.fn
 
         def into(*tensors: Any) -> None:
-            results = fn(*tensors[outputs:], **params)
+            given = tensors[outputs:]
+            results = fn(*given, **params) if call is None else call(*given)
             made = results if outputs > 1 else (results,)
             for out, result in zip(tensors[:outputs], made, strict=True):
                 out.copy_(result)
@@ -135,12 +144,12 @@ class Kernel:
 
 def torch_kernel(op: str) -> Kernel:
     """The op on PyTorch's own operators."""
-    return Kernel(op, OPS[op].aten, "torch", torch.__version__)
+    return Kernel(op, OPS[op].aten, "torch", torch.__version__, own=True)
 
 
 def reference_kernel(op: str) -> Kernel:
     """The op's formula; what the probe compares with."""
-    return Kernel(op, OPS[op].reference, "reference", torch.__version__)
+    return Kernel(op, OPS[op].reference, "reference", torch.__version__, own=True)
 
 
 _registered: dict[str, Kernel] = {}
@@ -187,6 +196,7 @@ class KernelPackage:
     variant: str
     devices: frozenset[str]
     archs: tuple[str, ...] = ()
+    own: bool = False
 
     def kernel(self, op: str) -> Kernel:
         fn = getattr(self.module, op, None)
@@ -205,6 +215,7 @@ class KernelPackage:
             archs=self.archs,
             raw_into=self._raw(f"{op}_out"),
             calls=getattr(self.module, "calls", None),
+            own=self.own,
         )
 
     def _raw(self, name: str) -> Callable[..., Any] | None:
@@ -269,6 +280,7 @@ def _load_local(root: Path) -> KernelPackage:
         f"{path.name}:{metadata['id']}",
         frozenset(devices),
         tuple(info.get("archs") or ()),
+        own=True,
     )
 
 
@@ -394,7 +406,7 @@ class Sources:
     def pass_over(self, op: str, kernel: Kernel, why: str) -> None:
         """Note why `kernel` is not used where it was preferred, and what is."""
         following = self.after(op, kernel)
-        self._note(_sentences(why, _follows(None if following is None else following.source)))
+        self.note(_sentences(why, _follows(None if following is None else following.source)))
 
     def order(self, op: str) -> tuple[Source, ...]:
         """What is tried for `op`, in order; "hub" as the repositories that it stands for."""
@@ -433,13 +445,14 @@ class Sources:
                     raise
                 failures.append(str(e))
                 following = _name(order[i]) if i < len(order) else None
-                self._note(_sentences(str(e), _follows(following)))
+                self.note(_sentences(str(e), _follows(following)))
                 continue
             if not (pass_others_over and kernel.accepts is not None):
                 return kernel
         return None
 
-    def _note(self, note: str) -> None:
+    def note(self, note: str) -> None:
+        """Say something in the report, once."""
         if note not in self.notes:
             self.notes.append(note)
 

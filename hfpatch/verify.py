@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hfpatch.foreign.battery import challenge
+from hfpatch.foreign.compare import Asked
+from hfpatch.foreign.memory import bits
+from hfpatch.foreign.process import Process
+from hfpatch.foreign.watch import Watched
 from hfpatch.patches.base import Formula, Forward, Subject, Tensor
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, reference_kernel
@@ -24,6 +30,8 @@ def verify_values(
     """
     what = f"kernel `{kernel.source}` for `{formula.op}`"
     before = trial.x.clone()
+    held = [(n, t, t.clone()) for n, t in _own_tensors(trial)] if not kernel.own else []
+    process = None if kernel.own else Process.now()
     try:
         with trial.context():
             y = compute(trial.module, trial.x)
@@ -31,6 +39,13 @@ def verify_values(
         raise
     except Exception as e:
         return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
+    finally:
+        changed = process.changed() if process is not None else ()
+    if changed:
+        return Refusal("rejected", f"{what} changed {', '.join(changed)}")
+    for name, now, was in held:
+        if not torch.equal(bits(was), bits(now)):
+            return Refusal("rejected", f"{what} wrote to `{name}`")
     if not isinstance(y, Tensor) or y.shape != trial.original.shape:
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         return Refusal(
@@ -38,7 +53,7 @@ def verify_values(
         )
     if y.dtype != trial.original.dtype:
         return Refusal("rejected", f"{what} returned {y.dtype}, expected {trial.original.dtype}")
-    if not torch.equal(before.nan_to_num(), trial.x.nan_to_num()):
+    if not torch.equal(bits(before), bits(trial.x)):
         return Refusal("rejected", f"{what} wrote to its input")
     truth = trial.truth(formula)
     ours = error_of(y, truth, y.dtype)
@@ -52,6 +67,68 @@ def verify_values(
     difference = (y.double() - trial.original.double()).abs()
     relative = error_of(y, trial.original.double(), y.dtype) * torch.finfo(y.dtype).eps
     return difference[difference.isfinite()].max().item(), relative
+
+
+def _own_tensors(trial: Trial) -> list[tuple[str, Tensor]]:
+    module = trial.module
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def verify_foreign(
+    trial: Trial, formula: Formula, kernel: Kernel, training: bool
+) -> tuple[Kernel, tuple[str, ...]] | Refusal:
+    """Ask a kernel that is not ours what `hfpatch.foreign` asks; of combinations of dtypes that the
+    model does not have now, and under autocast, less.
+
+    Returns the kernel with a watch on its calls, and notes for the report.
+    """
+    what = f"kernel `{kernel.source}` for `{formula.op}`"
+    given: list[tuple[Tensor | None, ...]] = []
+    params: list[dict[str, Any]] = []
+    asked = Asked(formula.op, formula.params)
+
+    def record(call: Any, bound: dict[str, Any], training: bool) -> Any:
+        def recorded(*tensors: Tensor | None) -> Any:
+            given.append(tuple(None if t is None else t.detach().clone() for t in tensors))
+            params.append(bound)
+            return asked.formula(tensors)
+
+        return recorded
+
+    with trial.context():
+        trial.subject.compute(replace(kernel, watch=record), formula, training)(
+            trial.module, trial.x
+        )
+    if not given:
+        return Refusal("rejected", f"{what} was not called with {trial.combo}")
+    plain = replace(kernel, widens=None, watch=None)
+    main = trial.subject.main_combo()
+    few = trial.combo.autocast is not None or (trial.combo.x, trial.combo.param) != (
+        main.x,
+        main.param,
+    )
+    verdict = challenge(
+        kernel.fn,
+        plain.bind(dict(params[0]), training),
+        Asked(formula.op, params[0]),
+        given[0],
+        trial.context,
+        few=few,
+        differentiated=plain.bind(dict(params[0]), True) if kernel.differentiable else None,
+    )
+    if verdict.why is not None:
+        return Refusal("rejected", f"{what} {verdict.why}, with {trial.combo}")
+    notes = []
+    if verdict.state:
+        names = ", ".join(f"`{n}`" for n in verdict.state)
+        notes.append(
+            f"{what} keeps state that changes from call to call ({names}): each of its calls is "
+            "compared with the formula, which takes longer than the original"
+        )
+    if verdict.waits is not None:
+        notes.append(f"{what} makes the host wait for the GPU in each call: {verdict.waits}")
+    watched = Watched(kernel.fn, kernel.source, formula.op, verdict.state)
+    return replace(kernel, watch=watched), tuple(notes)
 
 
 def verify_gradients(

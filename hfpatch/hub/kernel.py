@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from hfpatch.hub.load import HubPackage, load
 from hfpatch.hub.options import HubOptions
 from hfpatch.hub.spec import HubSpec
 from hfpatch.ops import OPS
-from hfpatch.sources import Kernel, KernelPackage
+from hfpatch.sources import LOCAL_BUILD, Kernel, KernelPackage
 
 #: The package that this project builds: its functions are the ops.
 OWN = "hfpatch-kernels"
@@ -60,7 +61,12 @@ def _kernel_of(package: HubPackage, op: str) -> Kernel:
             )
         devices = package.devices | {"cpu"}  # its CUDA build serves the CPU too
         return KernelPackage(
-            package.module, str(spec), package.version, devices, package.archs
+            package.module,
+            str(spec),
+            package.version,
+            devices,
+            package.archs,
+            own=_is_ours(package),
         ).kernel(op)
     adapter = adapter_for(package.name)
     rows = [row for row in adapter.rows if row.op == op] if adapter is not None else []
@@ -69,6 +75,18 @@ def _kernel_of(package: HubPackage, op: str) -> Kernel:
     if same_signature(op, params_of(package.module, op)):
         return _kernel(package, op, getattr(package.module, op))
     raise KernelLoadError(f"Hub kernel `{spec}` {_why_not(package, adapter, op)}")
+
+
+def _is_ours(package: HubPackage) -> bool:
+    """Whether a package called as ours is the very one that is installed: a name is no passport."""
+    try:
+        ours = LOCAL_BUILD / "build" / package.path.name / "metadata.json"
+        found, expected = (
+            json.loads(path.read_text())["digest"] for path in (package.path / ours.name, ours)
+        )
+    except (OSError, KeyError, ValueError, TypeError):
+        return False
+    return bool(found == expected and expected.get("files"))
 
 
 def served_by_the_hub(op: str, options: HubOptions) -> tuple[str, ...]:

@@ -23,6 +23,11 @@ def add_kernel_commands(commands: Any) -> None:
     new = actions.add_parser("new", help="write a kernel project that builds and passes as it is")
     new.add_argument("name", help="lower-case letters, digits and dashes: my-kernel")
     new.add_argument("--repo-id", help="where it will be published: org/name")
+    new.add_argument(
+        "--template",
+        default="elementwise",
+        help="elementwise (default) or row, both C++ and CUDA; or triton, for `hfpatch.register`",
+    )
 
     build = actions.add_parser("build", help="compile what this machine can: cpu, and cuda by nvcc")
     check = actions.add_parser("check", help="what the Hub demands, as a table")
@@ -55,10 +60,11 @@ def run_kernel_command(args: argparse.Namespace) -> int:
 def _new(args: argparse.Namespace) -> int:
     from hfpatch.kernel_project.new import new_project
 
-    root = new_project(args.name, Path(), args.repo_id)
+    root = new_project(args.name, Path(), args.repo_id, args.template)
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         print(path)
-    print(f"\nnext: hfpatch kernel build {root} && python -m pytest {root}/tests")
+    build = "" if args.template == "triton" else f"hfpatch kernel build {root} && "
+    print(f"\nnext: {build}python -m pytest {root}/tests")
     return 0
 
 

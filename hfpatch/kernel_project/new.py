@@ -1,7 +1,7 @@
-"""`hfpatch kernel new`: a copy of `templates/` under another name.
+"""`hfpatch kernel new`: a copy of a template under another name.
 
-The templates are a project of their own, called `example-kernel`, that builds and passes as it is;
-only its name is replaced.
+Each template is a project of its own, called `example-kernel`, that builds and passes as it is;
+only its name is replaced. One that names another takes from that what it has no file for.
 """
 
 from __future__ import annotations
@@ -14,36 +14,57 @@ from pathlib import Path
 from hfpatch.kernel_project.project import ProjectError
 
 TEMPLATES = Path(__file__).parent / "templates"
+#: Template to its folder and the one below it.
+_FOLDERS = {
+    "elementwise": (TEMPLATES,),
+    "row": (TEMPLATES.with_name("templates_row"), TEMPLATES),
+    "triton": (TEMPLATES.with_name("templates_triton"),),
+}
+#: What can be asked for; the first is the default.
+TEMPLATE_NAMES = tuple(_FOLDERS)
 #: Files that are called otherwise here, so that no tool takes them for this repository's.
 _RENAMED = {"gitignore": ".gitignore"}
 _NAME = re.compile(r"^[a-z][-a-z0-9]*[a-z0-9]$")
 _REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 
-def new_project(name: str, parent: Path, repo_id: str | None = None) -> Path:
+def new_project(
+    name: str, parent: Path, repo_id: str | None = None, template: str = TEMPLATE_NAMES[0]
+) -> Path:
     """Write a kernel project called `name` into `parent/name`.
 
     Args:
         name: of the kernel: lower case, digits and dashes, e.g. "my-kernel".
         parent: the folder to write to.
         repo_id: where it will be published, "org/name"; can be given later.
+        template: "elementwise" (an activation, C++ and CUDA), "row" (a norm over rows, with a
+            version in place, C++ and CUDA) or "triton" (for `hfpatch.register`).
 
     Returns:
         The project's folder.
 
     Raises:
-        ProjectError: the name or the repository is not one, or the folder is there already.
+        ProjectError: the name, the repository or the template is not one, or the folder is there
+            already.
     """
     check_name(name)
     if repo_id is not None:
         check_repo_id(repo_id)
+    if template not in _FOLDERS:
+        raise ProjectError(
+            f"there is no template `{template}`; there are {', '.join(f'`{t}`' for t in _FOLDERS)}"
+        )
     root = parent / name
     if root.exists():
         raise ProjectError(f"`{root}` exists already; take another name, or remove it")
-    files = sorted(p for p in TEMPLATES.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for folder in reversed(_FOLDERS[template])
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     try:
-        for path in files:
-            relative = path.relative_to(TEMPLATES).as_posix()
+        for relative, path in sorted(files.items()):
             target = root / _named(_RENAMED.get(relative, relative), name)
             target.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8")

@@ -255,3 +255,14 @@ def _tensor(tensor: Tensor) -> Any:
     if plain and tensor.numel() <= _SMALL and tensor.layout == torch.strided:
         return (*head, repr(tensor.tolist()))  # a text: NaN is not equal to itself
     return (*head, _Same(tensor), None if tensor.is_inference() else tensor._version)
+
+
+#: For `hfpatch.foreign.reads`, which walks functions in its own way.
+Same, is_transparent, names_of = _Same, _is_transparent, _names
+
+
+def value_key(value: Any) -> Any:
+    """A key of one value: containers and objects of Python classes by content, to some depth."""
+    reader = _Reader(objects=True)
+    reader._left = 300
+    return reader.value(value, 4)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 # The default dtype, the filters of warnings and the random state are the process's. Reentrant: what
 # is proven may call a module that makes a proof of its own.
@@ -50,3 +52,28 @@ def float32_default() -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
+
+
+@contextmanager
+def quietly(device: str) -> Iterator[None]:
+    """Nothing that the caller's thread is in the middle of takes part in a proof: a late one is
+    made in a call, under autocast, in inference mode, or inside of a checkpoint."""
+    with ExitStack() as modes:
+        if torch._C._len_torch_dispatch_stack():
+            modes.enter_context(_disable_current_modes())
+        modes.enter_context(_by_itself(device))
+        yield
+
+
+@contextmanager
+def _by_itself(device: str) -> Iterator[None]:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device, enabled=False),
+        torch.device("cpu"),  # where the draws are made, whatever the user's default is
+        float32_default(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of the original, about dtypes that the model never uses
+        yield

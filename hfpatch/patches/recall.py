@@ -23,6 +23,7 @@ class RecallSubject(CustomSubject):
 
     op = "recall"
     source = "hfpatch"
+    own = True
 
     def __init__(
         self, module: nn.Module, title: str, make: Callable[[Forward], Forward], family: Any

@@ -1,0 +1,235 @@
+"""What a kernel that is not ours is asked at `apply`: sizes, layouts, values, calls one after the
+other, gradients, and what it leaves behind in memory and in the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfpatch.foreign import reads
+from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
+from hfpatch.foreign.device import waits, wrong_on_streams
+from hfpatch.foreign.process import Process
+from hfpatch.foreign.samples import Sample, samples_of
+from hfpatch.patches.keys import Same
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor | None]
+Context = Callable[[], AbstractContextManager[Any]]
+
+#: How often one call is repeated; and one of a kernel that keeps state.
+_REPEATS, _MORE_REPEATS = 40, 300
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it.
+
+    Attributes:
+        why: why the kernel is not used, or None.
+        state: names of what it reads that changes from call to call: each of its calls is compared
+            then.
+        waits: what makes the host wait in a call, or None.
+    """
+
+    why: str | None = None
+    state: tuple[str, ...] = ()
+    waits: str | None = None
+
+
+# What was asked before: of equal functions with equal parameters, about tensors alike.
+_known: dict[Any, Verdict] = {}
+_MOST = 1024
+
+
+def forget() -> None:
+    """Drop every verdict."""
+    _known.clear()
+
+
+def challenge(
+    fn: Callable[..., Any],
+    call: Callable[..., Any],
+    asked: Asked,
+    given: Tensors,
+    context: Context,
+    *,
+    few: bool = False,
+    differentiated: Callable[..., Any] | None = None,
+) -> Verdict:
+    """Ask a kernel everything.
+
+    Args:
+        fn: the user's function, whose closures and globals are looked at.
+        call: the same, bound to the parameters of the op.
+        asked: the op and its parameters.
+        given: the tensors of one call of the probe.
+        context: what calls run in, e.g. autocast.
+        few: only a handful of sizes.
+        differentiated: the call whose gradients are compared, or None.
+    """
+    like = tuple(
+        None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.device) for t in given
+    )
+    modes = tuple(
+        (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
+    )
+    key = (
+        Same(fn),
+        reads.key_of(fn),
+        asked.op,
+        tuple(sorted(asked.params.items())),
+        like,
+        modes,
+        few,
+        differentiated is not None,
+    )
+    if (found := _known.get(key)) is None:
+        found = _challenge(fn, call, asked, given, context, few, differentiated)
+        _known[key] = found
+        while len(_known) > _MOST:
+            del _known[next(iter(_known))]
+    return found
+
+
+def _challenge(
+    fn: Callable[..., Any],
+    call: Callable[..., Any],
+    asked: Asked,
+    given: Tensors,
+    context: Context,
+    few: bool,
+    differentiated: Callable[..., Any] | None,
+) -> Verdict:
+    inquiry = _Inquiry(call, asked, context)
+    try:
+        for i, sample in enumerate(samples_of(asked.op, given, few=few)):
+            inquiry.ask(sample, must=i == 0)
+            if differentiated is not None and sample.smooth and _small(sample):
+                inquiry.differentiate(sample, differentiated)
+        repeated = inquiry.smallest
+        if repeated is None:
+            raise _Wrong("failed with every size that it was asked about")
+        state = inquiry.repeat(repeated, fn)
+        tensors = repeated.tensors
+        if (why := wrong_on_streams(asked, call, tensors)) is not None:
+            raise _Wrong(why)
+        return Verdict(None, tuple(state), waits(call, tensors))
+    except _Wrong as e:
+        return Verdict(str(e))
+
+
+class _Wrong(Exception):
+    """Why a kernel is not used."""
+
+
+def _small(sample: Sample) -> bool:
+    tensors = [t for t in sample.tensors if t is not None]
+    # of rows of one or two elements a layer norm makes nothing but roundings
+    return sum(t.numel() for t in tensors) < 50_000 and all(t.shape[-1] > 3 for t in tensors)
+
+
+class _Inquiry:
+    def __init__(self, call: Callable[..., Any], asked: Asked, context: Context) -> None:
+        self._call, self._asked, self._context = call, asked, context
+        self._generator = torch.Generator().manual_seed(5)
+        self._before = Process.now()
+        self.smallest: Sample | None = None
+
+    def ask(self, sample: Sample, must: bool) -> None:
+        """Two calls with other contents at the same place; both results must be right, the first
+        also after the second. A size that the kernel refuses is none that it gets wrong."""
+        results: list[tuple[list[Tensor | None], Any]] = []
+        expected: Any = None
+        for _ in range(2):
+            sample.draw(self._generator)
+            tensors = sample.tensors
+            if expected is None:
+                try:
+                    expected = self._asked.formula(tensors)
+                except Exception:  # a width that the parameters do not allow
+                    return
+            copies = [None if t is None else t.clone() for t in tensors]
+            sample.remember()
+            try:
+                with self._context():
+                    y = self._call(*tensors)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as e:
+                self._left_alone(sample)
+                if must:
+                    raise _Wrong(f"failed: {type(e).__name__}: {e}") from e
+                return
+            self._left_alone(sample)
+            if (why := form_of(y, expected, tensors)) is not None:
+                raise _Wrong(f"{why}, with {sample.what}")
+            if (why := keeps(y)) is not None:
+                raise _Wrong(f"{why}, with {sample.what}")
+            results.append((copies, y))
+        for copies, y in results:
+            if (why := wrong_values(self._asked, copies, y)) is not None:
+                raise _Wrong(f"is wrong with {sample.what}: {why}")
+        if sample.smooth and (self.smallest is None or _size(sample) < _size(self.smallest)):
+            if all(t is None or t.numel() >= 24 for t in sample.tensors):
+                self.smallest = sample
+        elif self.smallest is None and must:
+            self.smallest = sample
+
+    def _left_alone(self, sample: Sample) -> None:
+        if (place := sample.written()) is not None:
+            raise _Wrong(f"wrote to its argument {place}, or beside it, with {sample.what}")
+        if changed := self._before.changed():
+            raise _Wrong(f"changed {', '.join(changed)}")
+
+    def repeat(self, sample: Sample, fn: Callable[..., Any]) -> list[str]:
+        """The same call again and again, at its old place and at new ones; names of what changes
+        each time."""
+        state = reads.iterators_of(fn)
+        before = reads.key_of(fn)
+        self._repeat(sample, 4)
+        if (after := reads.key_of(fn)) != before:
+            state += reads.names_changed(before, after)
+        self._repeat(sample, _MORE_REPEATS if state else _REPEATS)
+        self._left_alone(sample)
+        return list(dict.fromkeys(state))
+
+    def _repeat(self, sample: Sample, times: int) -> None:
+        sample.draw(self._generator)
+        tensors = sample.tensors
+        sample.remember()
+        first: Any = None
+        for i in range(times):
+            # elsewhere in every second call: a result that is kept by its input's address is stale
+            now = tensors if i % 2 else [None if t is None else t.clone() for t in tensors]
+            with self._context():
+                y = self._call(*now)
+            if first is not None and _equal(first, y):
+                continue
+            if (why := form_of(y, self._asked.formula(now), now)) is None:
+                why = wrong_values(self._asked, now, y)
+            if why is not None:
+                raise _Wrong(f"is wrong with {sample.what} when it is called again: {why}")
+            first = y
+
+    def differentiate(self, sample: Sample, fn: Callable[..., Any]) -> None:
+        sample.draw(self._generator)
+        tensors = sample.tensors
+        if (why := wrong_gradients(self._asked, fn, tensors, self._context)) is not None:
+            raise _Wrong(f"has a gradient that {why}, with {sample.what}")
+        if changed := self._before.changed():
+            raise _Wrong(f"changed {', '.join(changed)} in its backward")
+
+
+def _size(sample: Sample) -> int:
+    return sum(t.numel() for t in sample.tensors if t is not None)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

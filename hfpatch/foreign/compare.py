@@ -1,0 +1,441 @@
+"""Is what a kernel returned the formula's, row by row, and are its gradients?
+
+What decides is `hfpatch.trial.Limits`, in epsilons of the result's dtype relative to the largest
+value of each row. A row is right where it is as near to the formula in fp64 as the formula in the
+tensors' own dtypes is, or is what that gives: where its squares overflow both are allowed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from hfpatch.foreign.memory import bits
+from hfpatch.foreign.samples import ROWWISE
+from hfpatch.ops import OPS
+from hfpatch.trial import LIMITS
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor | None]
+
+_CHUNK = 1 << 22  # elements that are compared at once
+#: A row that the formula itself misses by more is compared with what the formula gives there.
+_MISSED = 256.0
+#: Of other rows' errors, how much a row may have in any case: it may be exact by luck.
+_LUCK = 2.0
+#: Of the largest of all rows, what a row of a gradient is measured by at least: in such a row large
+#: terms cancel.
+_FLOOR = 2.0**-6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a kernel stands for: an op and its parameters."""
+
+    op: str
+    params: Mapping[str, Any]
+
+    def formula(self, tensors: Tensors) -> Any:
+        """What the reference gives in the tensors' own dtypes; also what is used instead of a
+        kernel that does not do, and differentiable then."""
+        device = next((t.device.type for t in tensors if t is not None), "cpu")
+        with torch.autocast(device, enabled=False):
+            return OPS[self.op].reference(*tensors, **self.params)
+
+    def fused(self, tensors: Tensors) -> Any:
+        """What PyTorch's fused operators give, or None where they do not take the call."""
+        device = next((t.device.type for t in tensors if t is not None), "cpu")
+        try:
+            with torch.autocast(device, enabled=False):
+                return OPS[self.op].aten(*tensors, **self.params)
+        except RuntimeError:
+            return None
+
+    def truth(self, tensors: Tensors) -> Any:
+        """What it gives in fp64."""
+        return self.formula([None if t is None else _wide(t) for t in tensors])
+
+
+def _wide(t: Tensor) -> Tensor:
+    if t.is_complex():
+        return t.to(torch.complex128)
+    return t.double() if t.is_floating_point() else t
+
+
+def form_of(y: Any, expected: Any, tensors: Tensors) -> str | None:
+    """Why `y` is no result like `expected`, whatever its values are, or None."""
+    if isinstance(expected, tuple):
+        if not isinstance(y, (tuple, list)) or len(y) != len(expected):
+            return f"returned {_describe(y)}, expected {len(expected)} tensors"
+        whys = (form_of(a, b, tensors) for a, b in zip(y, expected, strict=True))
+        return next((why for why in whys if why is not None), None)
+    if type(y) is not Tensor:
+        return f"returned {_describe(y)}, expected a tensor"
+    if y.shape != expected.shape:
+        return f"returned shape {list(y.shape)}, expected {list(expected.shape)}"
+    if y.dtype != expected.dtype:
+        return f"returned {y.dtype}, expected {expected.dtype}"
+    if y.device != expected.device:
+        return f"returned a tensor on {y.device}, expected {expected.device}"
+    dense = expected.is_contiguous() and all(t is None or t.is_contiguous() for t in tensors)
+    if y.numel() and dense and not y.is_contiguous():
+        return f"returned strides {y.stride()}, expected a contiguous tensor"
+    if y.numel() and any(n > 1 and s == 0 for n, s in zip(y.shape, y.stride(), strict=True)):
+        return "returned a tensor whose elements share memory"
+    mine = y.untyped_storage().data_ptr()
+    if y.numel() and any(t is not None and t.untyped_storage().data_ptr() == mine for t in tensors):
+        return "returned a tensor in the memory of an input"
+    return None
+
+
+def keeps(y: Any) -> str | None:
+    """Why a result without a gradient, that the caller has one name for, is not the caller's alone:
+    somebody else holds it, or its memory; or None."""
+    if isinstance(y, Tensor) and _holders(y) > _ALONE[0]:
+        return "keeps its result, which a later call can overwrite"
+    for tensor in _listed(y):
+        usual = _ALONE[1]
+        if tensor._is_view():  # what it is a view of may be nobody else's either
+            usual += 1
+            base = tensor._base
+            if _holders(base) > _ALONE[0]:
+                return "keeps what its result is a view of, which a later call can overwrite"
+        if tensor.numel() and _in_its_memory(tensor) > usual:
+            return "keeps the memory of its result, which a later call can overwrite"
+    return None
+
+
+def _holders(y: Tensor) -> int:
+    return sys.getrefcount(y)
+
+
+def _in_its_memory(y: Tensor) -> int:
+    """How many tensors, and wrappers of it, hold the storage of `y`."""
+    return int(torch._C._storage_Use_Count(y.untyped_storage()._cdata))
+
+
+def _alone(y: Tensor) -> tuple[int, int]:
+    return _holders(y), _in_its_memory(y)
+
+
+def _usual() -> tuple[int, int]:
+    y = torch.empty(1, device="cpu")
+    return _alone(y)
+
+
+#: The counts of a tensor that only its caller holds: they differ by the version of Python.
+_ALONE = _usual()
+
+
+def _describe(y: Any) -> str:
+    if isinstance(y, Tensor):
+        return f"{type(y).__name__} {list(y.shape)}"
+    return type(y).__name__
+
+
+def wrong_values(asked: Asked, tensors: Tensors, y: Any) -> str | None:
+    """Why the values of `y`, whose form is right, are not the formula's; or None."""
+    # a proof's default device is a mode that every operator would pass through
+    with torch._C.DisableTorchFunction():
+        for part, mine in _parts(asked, tensors, y):
+            plain = asked.formula(part)
+            if _identical(mine, plain):
+                continue
+
+            def shaken(part: Tensors = part) -> Any:
+                return asked.truth(_shaken(part))
+
+            truth, slack = asked.truth(part), _slack(part)
+            why = _wrong(mine, plain, truth, slack, shaken)
+            if why is None:
+                continue
+            # PyTorch's fused operators overflow elsewhere, and many originals are these
+            fused = asked.fused(part)
+            if fused is None or _wrong(mine, fused, truth, slack, shaken) is not None:
+                return why
+    return None
+
+
+def _identical(y: Any, plain: Any) -> bool:
+    pairs = zip(_listed(y), _listed(plain), strict=True)
+    return all(torch.equal(bits(a.detach()), bits(b)) for a, b in pairs)
+
+
+def _parts(asked: Asked, tensors: Tensors, y: Any) -> Iterator[tuple[Tensors, Any]]:
+    rows = [t for t in tensors if t is not None and t.dim() > 1]
+    if asked.op not in ROWWISE or not rows or rows[0].numel() <= _CHUNK:
+        yield tensors, y
+        return
+    flat = [t if t is None or t.dim() < 2 else t.reshape(-1, t.shape[-1]) for t in tensors]
+    mine = y.reshape(-1, y.shape[-1])
+    step = max(1, _CHUNK // rows[0].shape[-1])
+    for i in range(0, mine.shape[0], step):
+        part = [t if t is None or t.dim() < 2 else t[i : i + step] for t in flat]
+        yield part, mine[i : i + step]
+
+
+def _slack(tensors: Tensors) -> Callable[[torch.dtype], float]:
+    """How many epsilons of a result's dtype a kernel may be farther off than the formula."""
+    halves = [t.dtype for t in tensors if t is not None and _half(t.dtype)]
+
+    def slack(out: torch.dtype) -> float:
+        narrow = [*halves, *([out] if _half(out) else [])]
+        if not narrow:
+            return LIMITS.kernel_fp32
+        return max(torch.finfo(t).eps for t in narrow) / torch.finfo(out).eps * LIMITS.kernel_half
+
+    return slack
+
+
+def _half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def _shaken(tensors: Tensors) -> list[Tensor | None]:
+    """The tensors, each element off by an epsilon of fp32: what a row makes of that, its arithmetic
+    in fp32 may make of roundings."""
+    generator = torch.Generator().manual_seed(3)
+    found: list[Tensor | None] = []
+    for t in tensors:
+        if t is None or not t.is_floating_point():
+            found.append(t)
+            continue
+        signs = torch.randint(0, 2, t.shape, generator=generator, device="cpu") * 2 - 1
+        found.append(t.double() * (1 + signs.to(t.device) * torch.finfo(torch.float32).eps))
+    return found
+
+
+def _wrong(
+    y: Any, plain: Any, truth: Any, slack: Callable[[torch.dtype], float], shaken: Callable[[], Any]
+) -> str | None:
+    if isinstance(plain, tuple):
+        for i, (a, b, c) in enumerate(zip(y, plain, truth, strict=True)):
+            why = _wrong(a, b, c, slack, lambda i=i: shaken()[i])  # type: ignore[misc]
+            if why is not None:
+                return why
+        return None
+    if not plain.is_floating_point():
+        return None if torch.equal(y, plain) else "its whole numbers are not the formula's"
+    return wrong_rows(y, plain, truth, slack(y.dtype), shaken)
+
+
+def wrong_rows(
+    y: Tensor,
+    plain: Tensor,
+    truth: Tensor,
+    slack: float,
+    shaken: Callable[[], Tensor],
+    floor: float = 0.0,
+) -> str | None:
+    """Compare row by row; see the top of this file. `shaken`: the truth for shaken inputs; `floor`:
+    of the largest row, what rows are measured by at least."""
+    if not y.numel():
+        return None
+    ours, theirs, exact = (_rows(t) for t in (y, plain, truth))
+    eps, largest = torch.finfo(y.dtype).eps, torch.finfo(y.dtype).max
+    if _quickly(ours, theirs, exact, slack * eps, largest):
+        return None
+    overflows = exact.abs() > largest  # when it is rounded to the result's dtype
+    exact = torch.where(overflows, exact.sign() * float("inf"), exact)
+    same_as_truth = _same_class(ours, exact)
+    same_as_plain = _same_class(ours, theirs)
+    if not bool((same_as_truth | same_as_plain).all()):
+        return "NaN or infinity comes out where the formula gives none, or the other way round"
+    off = _off(ours, exact, eps, floor)
+    missed = _off(theirs, exact, eps, floor)
+    from_plain = _off(ours, theirs, eps, floor)
+    usual = torch.where(missed <= _MISSED, missed, torch.zeros_like(missed))
+    allowed = torch.maximum(usual, usual.max().clamp(max=_LUCK)) + slack
+    bad = ~((off <= allowed) & same_as_truth.all(-1)) & ~(
+        (from_plain <= slack) & same_as_plain.all(-1)
+    )
+    if not bool(bad.any()):
+        return None
+    shake = _off(torch.where(overflows, exact, _rows(shaken())), exact, eps, floor)
+    shake = torch.where(shake.isfinite(), shake, torch.zeros_like(shake))
+    bad &= ~((off <= allowed + 4 * shake) & same_as_truth.all(-1))
+    bad &= ~((from_plain <= slack + 4 * shake) & same_as_plain.all(-1))
+    if not bool(bad.any()):
+        return None
+    worst = torch.where(bad, torch.minimum(off, from_plain), torch.zeros_like(off)).argmax()
+    return (
+        f"its largest error is {float(off[worst]):.3g} epsilons of "
+        f"{str(y.dtype).removeprefix('torch.')}, the formula's {float(missed[worst]):.3g}"
+    )
+
+
+def _quickly(ours: Tensor, theirs: Tensor, exact: Tensor, tolerance: float, largest: float) -> bool:
+    """Whether all is finite, and every row within the allowance even of an exact formula."""
+    scale = exact.abs().amax(-1)
+    distance = (ours - exact).abs().amax(-1)
+    return bool(
+        ((distance <= tolerance * scale) & (scale <= largest)).all() & theirs.sum().isfinite()
+    )
+
+
+def _rows(t: Tensor) -> Tensor:
+    t = t.detach().double()
+    return t.reshape(1, -1) if t.dim() < 2 else t.reshape(-1, t.shape[-1])
+
+
+def _same_class(a: Tensor, b: Tensor) -> Tensor:
+    """Where both are finite, or both NaN, or the same infinity."""
+    finite = a.isfinite() & b.isfinite()
+    return finite | (a == b) | (a.isnan() & b.isnan())
+
+
+def _off(a: Tensor, b: Tensor, eps: float, floor: float) -> Tensor:
+    """Each row's largest distance in epsilons of its largest finite value of `b`."""
+    finite = b.isfinite() & a.isfinite()
+    zero = torch.zeros((), dtype=a.dtype, device=a.device)
+    b = torch.where(b.isfinite(), b, zero)
+    scale = b.abs().amax(-1)
+    scale = torch.maximum(scale, floor * scale.max()).clamp_min(torch.finfo(torch.float32).tiny)
+    distance = torch.where(finite, (torch.where(finite, a, zero) - b).abs(), zero).amax(-1)
+    return distance / scale / eps
+
+
+# ------------------------------------------------------------------------------ gradients
+
+
+def wrong_gradients(
+    asked: Asked, fn: Callable[..., Any], tensors: Tensors, context: Callable[[], Any]
+) -> str | None:
+    """Differentiate `fn` and the formula by every floating tensor, and by some of them alone; with
+    dense, with repeated and with transposed gradients of the result. Why they differ, or None.
+
+    Nothing that backward is given or was left by forward may be written to, nor may a second
+    backward through the same graph give something else.
+    """
+    floating = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point()]
+    wanted = [floating, *([[i] for i in floating] if len(floating) > 1 else [])]
+    for places in wanted:
+        for kind in ("dense", "repeated", "transposed") if places is floating else ("dense",):
+            why = _wrong_gradient(asked, fn, tensors, places, kind, context)
+            if why is not None:
+                names = "" if places is floating else f" by argument {places[0]} alone"
+                return f"{why} ({kind} gradient of its result{names})"
+    return None
+
+
+def _wrong_gradient(
+    asked: Asked,
+    fn: Callable[..., Any],
+    tensors: Tensors,
+    places: list[int],
+    kind: str,
+    context: Callable[[], Any],
+) -> str | None:
+    def leaves(wide: bool) -> list[Tensor | None]:
+        made: list[Tensor | None] = []
+        for i, t in enumerate(tensors):
+            one = None if t is None else (_wide(t) if wide else t).detach().clone()
+            made.append(one.requires_grad_() if i in places and one is not None else one)
+        return made
+
+    plain_in, exact_in, our_in = leaves(False), leaves(True), leaves(False)
+    try:
+        plain, ups, theirs = _differentiate(asked.formula, plain_in, places, kind)
+        _, _, truth = _differentiate(asked.formula, exact_in, places, kind)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # not a call of this op
+        return None
+    befores = [None if t is None else t.detach().clone() for t in our_in]
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            with context():
+                y = fn(*our_in)
+            if not all(isinstance(t, Tensor) and t.requires_grad for t in _listed(y)):
+                return "its result has no gradient"
+            their_ups = [u.clone() if kind == "dense" else u for u in ups]
+            wants: Any = [our_in[i] for i in places]
+            mine = torch.autograd.grad(
+                _listed(y), wants, their_ups, allow_unused=True, retain_graph=True
+            )
+            kept = [None if g is None else g.clone() for g in mine]
+            again = torch.autograd.grad(_listed(y), wants, ups, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return f"failed: {type(e).__name__}: {e}"
+    if kind == "dense" and any(not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)):
+        return "writes to the gradient of its result, which others may read"
+    for a, b in zip(befores, our_in, strict=True):
+        if a is not None and b is not None and not torch.equal(a.isnan(), b.isnan()):
+            return "writes to an input"
+        if a is not None and b is not None and not torch.equal(a.nan_to_num(), b.nan_to_num()):
+            return "writes to an input"
+    rows = max(t.numel() // max(t.shape[-1], 1) for t in _listed(plain))
+    found_all: Any = zip(places, kept, again, theirs, truth, strict=True)  # None: unused
+    for place, ours, second, their, true in found_all:
+        name = f"argument {place}"
+        missing = [g is None for g in (ours, second, their, true)]
+        if any(missing):
+            if not all(missing):
+                return f"is not that of the same tensors: {name}"
+            continue
+        if ours.dtype != their.dtype or ours.shape != their.shape:
+            return f"is {ours.dtype} {list(ours.shape)} for {name}, expected {their.dtype}"
+        summed = max(1.0, rows**0.5 / 8) if ours.numel() < _listed(plain)[0].numel() else 1.0
+        slack = LIMITS.gradient * _slack(tensors)(ours.dtype) * summed
+        for found in (ours, second):
+
+            def wrong(plain: Tensor, found: Tensor = found, true: Tensor = true) -> str | None:
+                return wrong_rows(found, plain, true, slack, lambda: true, _FLOOR)  # noqa: B023
+
+            if (why := wrong(their)) is None:
+                continue
+            fused = _differentiate_fused(asked, leaves(False), places, kind)
+            other = None if fused is None else fused[places.index(place)]
+            if other is None or wrong(other) is not None:
+                return f"is wrong for {name}: {why}"
+    return None
+
+
+def _differentiate(
+    formula: Callable[[Tensors], Any], tensors: list[Tensor | None], places: list[int], kind: str
+) -> tuple[Any, list[Tensor], tuple[Tensor | None, ...]]:
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        y = formula(tensors)
+        ups = [_upstream(t, kind, i) for i, t in enumerate(_listed(y))]
+        wanted: Any = [tensors[i] for i in places]
+        found = torch.autograd.grad(_listed(y), wanted, ups, allow_unused=True)
+    return y, ups, found
+
+
+def _differentiate_fused(
+    asked: Asked, tensors: list[Tensor | None], places: list[int], kind: str
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients of PyTorch's fused operators, whose sums in half precision are their own."""
+    try:
+        return _differentiate(asked.fused, tensors, places, kind)[2]
+    except (AttributeError, RuntimeError):  # they do not take the call
+        return None
+
+
+def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
+    """A gradient of `y`, the same whatever its dtype."""
+    generator = torch.Generator().manual_seed(11 + seed)
+    if kind == "repeated":  # as `y.sum(0).backward()` gives it
+        row = torch.randn(y.shape[-1:], generator=generator, device="cpu")
+        return row.bfloat16().to(y.device).to(y.dtype).expand(y.shape)
+    if kind == "transposed" and y.dim() > 1:
+        shape = (*y.shape[:-2], y.shape[-1], y.shape[-2])
+        drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)
+    else:
+        drawn = torch.randn(y.shape, generator=generator, device="cpu")
+    return drawn.bfloat16().to(y.device).to(y.dtype)
+
+
+def _listed(y: Any) -> list[Any]:
+    return list(y) if isinstance(y, (tuple, list)) else [y]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

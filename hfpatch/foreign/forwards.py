@@ -1,0 +1,365 @@
+"""A user's own forward for a class beside the original: what both return, write and leave."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.utils import _pytree as pytree
+
+from hfpatch.foreign.memory import Held, bits
+from hfpatch.foreign.process import Process
+from hfpatch.patches.keys import fingerprint
+from hfpatch.patches.proving import may_prove
+
+Tensor = torch.Tensor
+Forward = Callable[..., Any]
+
+#: How far a result may be from the original's, in epsilons of its dtype relative to the largest
+#: value of its row: a block's worth of roundings. Gradients: this many times as far.
+LIMIT, GRADIENT = 64.0, 4.0
+#: Of the largest value of a tensor, what its rows are measured by at least: large terms cancel.
+_FLOOR = 2.0**-10
+_KINDS = 1024
+
+
+class Different(Exception):
+    """How a forward differs from the original."""
+
+
+def compare_forwards(
+    module: nn.Module,
+    original: Forward,
+    replacement: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    gradients: bool,
+) -> tuple[float, float]:
+    """Run both on copies of the module and of the inputs, twice, and differentiate them.
+
+    Returns the largest absolute and relative error.
+
+    Raises:
+        Different: they are not alike.
+    """
+    theirs_on, ours_on = copy.deepcopy(module), copy.deepcopy(module)
+    kept: list[tuple[Any, Any]] = []
+    for factor in (1.0, 0.75):  # a result must be right also after another call
+        theirs, ours = _both(
+            theirs_on, ours_on, original, replacement, (args, kwargs), factor, bool(kept)
+        )
+        if theirs is not None:
+            kept.append((ours, theirs))
+    worst = [0.0, 0.0]
+    for ours, theirs in kept:
+        _compare(ours, theirs, worst, "", LIMIT)
+    if gradients:
+        both = [
+            _gradients(copy.deepcopy(module), run, (args, kwargs))
+            for run in (original, replacement)
+        ]
+        if both[0] is not None:
+            if both[1] is None:
+                raise Different("its results have no gradient")
+            _compare(both[1], both[0], [0.0, 0.0], "the gradient of ", LIMIT * GRADIENT)
+    return worst[0], worst[1]
+
+
+def _both(
+    theirs_on: nn.Module,
+    ours_on: nn.Module,
+    original: Forward,
+    replacement: Forward,
+    inputs: Any,
+    factor: float,
+    again: bool,
+) -> tuple[Any, Any]:
+    given = [_copied(inputs, factor) for _ in range(2)]
+    states = fingerprint(theirs_on), fingerprint(ours_on)
+    before = Process.now()
+    try:
+        args, kwargs = given[0]
+        with torch.no_grad():
+            theirs = original(theirs_on, *args, **kwargs)
+    except Exception:
+        if again:  # it does not take the changed values
+            before.changed()
+            return None, None
+        raise
+    after = Process.now()
+    before.changed()
+    try:
+        args, kwargs = given[1]
+        with torch.no_grad():
+            ours = replacement(ours_on, *args, **kwargs)
+        changed = after.changed()
+    finally:
+        before.changed()
+    if changed:
+        raise Different(f"it changed {', '.join(changed)}")
+    _compare_bits(given[1], given[0], "it wrote to its input")
+    for name in ("parameters", "buffers"):
+        mine, others = (list(getattr(m, name)()) for m in (ours_on, theirs_on))
+        _compare_bits(mine, others, f"it wrote to the module's {name}")
+    mine_changed = fingerprint(ours_on) != states[1]
+    if mine_changed and fingerprint(theirs_on) == states[0]:
+        raise Different("it changed attributes of the module")
+    _compare(ours, theirs, [0.0, 0.0], "", LIMIT)
+    _aliases(ours, theirs, given)
+    return theirs, ours
+
+
+def _copied(inputs: Any, factor: float = 1.0, requires_grad: bool = False) -> Any:
+    """The inputs with tensors of their own, of the same strides; floating ones times `factor`."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        if type(value) not in (Tensor, nn.Parameter):
+            raise Different(f"an input is a {type(value).__name__}, which cannot be copied")
+        held = Held.like(value)
+        if value.is_floating_point() or value.is_complex():
+            held.core.mul_(factor)
+            return held.tensor.requires_grad_(requires_grad)
+        return held.tensor
+
+    return pytree.tree_map(one, inputs)
+
+
+def _compare_bits(ours: Any, theirs: Any, what: str) -> None:
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            same = a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad
+            if not same or not torch.equal(bits(a.detach()), bits(b.detach())):
+                raise Different(what)
+
+
+def _aliases(ours: Any, theirs: Any, given: list[Any]) -> None:
+    """A result in the memory of an input, where the original's is not."""
+
+    def places(inputs: Any) -> set[int]:
+        leaves = pytree.tree_leaves(inputs)
+        return {
+            t.untyped_storage().data_ptr() for t in leaves if isinstance(t, Tensor) and t.numel()
+        }
+
+    in_theirs, in_ours = map(places, given)
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=False):
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel():
+            mine = a.untyped_storage().data_ptr() in in_ours
+            if mine and b.untyped_storage().data_ptr() not in in_theirs:
+                raise Different("it returned a tensor in the memory of an input")
+
+
+def _compare(ours: Any, theirs: Any, worst: list[float], what: str, limit: float) -> None:
+    mine, spec = pytree.tree_flatten(ours)
+    others, expected = pytree.tree_flatten(theirs)
+    if spec != expected:
+        if len(mine) != len(others):
+            raise Different(f"it returned {len(mine)} values, the original {len(others)}")
+        raise Different(f"it returned {_container(ours)}, the original {_container(theirs)}")
+    for a, b in zip(mine, others, strict=True):
+        if isinstance(b, Tensor):
+            _compare_tensors(a, b, worst, what, limit)
+        else:
+            _compare_values(a, b, what)
+
+
+def _container(value: Any) -> str:
+    return f"a {type(value).__name__}" if not isinstance(value, Tensor) else "a tensor"
+
+
+def _compare_values(a: Any, b: Any, what: str) -> None:
+    if type(a) is not type(b):
+        raise Different(
+            f"{what}it returned a {type(a).__name__}, the original a {type(b).__name__}"
+        )
+    if isinstance(b, (float, complex)):
+        eps = LIMIT * torch.finfo(torch.float32).eps
+        same = a == b or (a != a and b != b)
+        if not same and isinstance(b, float):
+            same = math.isclose(a, b, rel_tol=eps)
+    elif hasattr(b, "__dict__") and _has_no_equality(b):
+        _compare(vars(a), vars(b), [0.0, 0.0], what, LIMIT)
+        return
+    else:
+        try:
+            same = bool(a == b)
+        except Exception as e:
+            raise Different(f"{what}a {type(b).__name__} of its result cannot be compared") from e
+    if not same:
+        raise Different(f"{what}it returned {a!r:.60}, the original {b!r:.60}")
+
+
+def _has_no_equality(value: Any) -> bool:
+    equality: Any = type(value).__eq__
+    return equality is object.__eq__
+
+
+def _compare_tensors(a: Any, b: Tensor, worst: list[float], what: str, limit: float) -> None:
+    form = f"{what}it returned {_signature(a)}, the original {_signature(b)}"
+    if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        raise Different(form)
+    if not what and a.numel() and b.is_contiguous() and not a.is_contiguous():
+        raise Different(f"it returned strides {a.stride()}, the original {b.stride()}")
+    if not a.numel():
+        return
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if not b.is_floating_point():
+        if not torch.equal(a, b):
+            raise Different(f"{what}its whole numbers or truth values are not the original's")
+        return
+    eps = torch.finfo(b.dtype).eps
+    x, y = a.detach().double(), b.detach().double()
+    if not torch.equal(x.isnan(), y.isnan()) or not torch.equal(
+        x[~x.isfinite()].nan_to_num(), y[~y.isfinite()].nan_to_num()
+    ):
+        raise Different(f"{what}NaN or infinity comes out elsewhere than in the original")
+    x, y = x.nan_to_num(0.0, 0.0, 0.0), y.nan_to_num(0.0, 0.0, 0.0)
+    if not y.dim():
+        x, y = x[None], y[None]
+    scale = y.abs().amax(-1, keepdim=True)
+    scale = torch.maximum(scale, _FLOOR * scale.max()).clamp_min(torch.finfo(torch.float32).tiny)
+    distance = (x - y).abs()
+    relative = float((distance / scale).max())
+    if not relative <= limit * eps:
+        raise Different(f"{what}it differs from the original by {relative:.2e} (relative)")
+    worst[0], worst[1] = max(worst[0], float(distance.max())), max(worst[1], relative)
+
+
+def _signature(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return type(value).__name__
+
+
+def _gradients(module: nn.Module, run: Forward, inputs: Any) -> list[Tensor] | None:
+    """By the floating inputs and parameters, zeros where there is none; None if nothing has one."""
+    args, kwargs = _copied(inputs, requires_grad=True)
+    params = [p.requires_grad_() for p in module.parameters() if p.is_floating_point()]
+    before = Process.now()
+    with torch.enable_grad():
+        results = [
+            y
+            for y in pytree.tree_leaves(run(module, *args, **kwargs))
+            if isinstance(y, Tensor) and y.requires_grad
+        ]
+        if not results:
+            return None
+        ups = [
+            torch.randn(y.shape, generator=torch.Generator().manual_seed(i), device="cpu").to(y)
+            for i, y in enumerate(results)
+        ]
+        leaves = [
+            t
+            for t in (*pytree.tree_leaves((args, kwargs)), *params)
+            if isinstance(t, Tensor) and t.requires_grad
+        ]
+        found = torch.autograd.grad(results, leaves, ups, allow_unused=True)
+    before.changed()
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
+
+
+# ------------------------------------------------------------------------------ at calls
+
+
+class ForwardWatch:
+    """A user's forward of one module, as its adapter calls it: the first call of each kind is the
+    original's, beside which the user's runs on copies; later ones are the user's, if it was right.
+
+    A kind is the shapes, strides, dtypes, devices and alignment of the tensors, the values of
+    texts and truth values, the types of all else, and the modes of the call and of the module.
+    """
+
+    def __init__(self, name: str, original: Forward, replacement: Forward) -> None:
+        self._name, self._original, self._replacement = name, original, replacement
+        self._right: set[Any] = set()
+        self._refused: set[Any] = set()
+        self._lied = False
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._lied or is_compiling():  # nothing can be compared while a graph is traced
+            return self._original(module, *args, **kwargs)
+        kind = (
+            _kind(args),
+            _kind(kwargs),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            module.training,
+        )
+        if kind in self._right:
+            return self._replacement(module, *args, **kwargs)
+        if kind not in self._refused and not _capturing():
+            with may_prove((self, kind)) as may:
+                if may:
+                    self._compare(kind, module, args, kwargs)
+        return self._original(module, *args, **kwargs)
+
+    def _compare(
+        self, kind: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        recorded = torch.is_grad_enabled()  # leaving inference mode turns it on
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(recorded):
+                compare_forwards(
+                    module,
+                    self._original,
+                    self._replacement,
+                    args,
+                    kwargs,
+                    gradients=recorded,
+                )
+        except torch.OutOfMemoryError:
+            return  # the next call asks again
+        except Different as e:
+            self._lied = True
+            self._right.clear()
+            self._warn(f"is not used any more: {e}")
+        except Exception as e:  # a module or an input that cannot be copied, or its own
+            self._refused.add(kind)
+            self._warn(
+                f"could not be compared with the original for a call ({e}); such calls use "
+                "the original"
+            )
+        else:
+            if len(self._right) >= _KINDS:
+                self._right.clear()
+            self._right.add(kind)
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"hfpatch: the registered forward for {self._name} {what}", RuntimeWarning, stacklevel=6
+        )
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter):
+            return type(value)
+        return (
+            value.shape,
+            value.stride(),
+            value.dtype,
+            value.data_ptr() & 63,
+            value.requires_grad,
+            value.get_device(),
+        )
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_kind, value))
+    if isinstance(value, dict):
+        return (type(value), *((k, _kind(v)) for k, v in value.items()))
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    return type(value)

@@ -1,0 +1,118 @@
+"""Tensors in memory with a margin: what a kernel writes where it may not shows bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+
+_MARGIN = 64  # elements before and after
+_ALIGNED = 64  # bytes
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor's elements, so that NaN equals itself and -0 does not equal 0."""
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(widths[x.element_size()]) if x.is_floating_point() else x
+
+
+def form(t: Tensor) -> tuple[object, ...]:
+    """What of a tensor, beside its elements, a kernel can change in place."""
+    return (t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad)
+
+
+def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage) -> None:
+    """Set it back."""
+    shape, stride, offset, _, _, requires_grad = before
+    with torch.inference_mode(t.is_inference()), torch.no_grad():
+        t.detach_().requires_grad_(False)
+        t.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+        t.requires_grad_(bool(requires_grad))
+
+
+@dataclass
+class Held:
+    """A tensor inside a larger buffer of its own.
+
+    Attributes:
+        tensor: what a kernel is given.
+        core: the elements that are its, without repetition, dense.
+    """
+
+    tensor: Tensor
+    core: Tensor
+    _buffer: Tensor
+    _before: Tensor | None = None
+    _form: tuple[object, ...] = ()
+
+    @classmethod
+    def make(
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        view: Callable[[Tensor], Tensor] = lambda t: t,
+        offset: int = 0,
+    ) -> Held:
+        """`view(core)` of a core of `shape`, that begins `offset` elements behind an aligned
+        address."""
+        numel = 1
+        for size in shape:
+            numel *= size
+        step = _ALIGNED // torch.empty((), dtype=dtype).element_size()
+        buffer = torch.full((numel + 2 * _MARGIN + 2 * step,), 77, dtype=dtype, device=device)
+        start = _MARGIN
+        while (buffer.data_ptr() + start * buffer.element_size()) % _ALIGNED:
+            start += 1
+        core = buffer[start + offset : start + offset + numel].view(shape)
+        return cls(view(core), core, buffer)
+
+    @classmethod
+    def like(cls, t: Tensor) -> Held:
+        """A copy of `t`: the same strides, the same place relative to aligned addresses."""
+        extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        if t.numel() == 0:
+            extent = 0
+        offset = (t.data_ptr() % _ALIGNED) // t.element_size() if extent else 0
+        held = cls.make((extent,), t.dtype, t.device, offset=offset)
+        if extent:
+            held.core.copy_(t.detach().as_strided((extent,), (1,), t.storage_offset()))
+        held.tensor = held.core.as_strided(
+            t.shape, t.stride(), held.core.storage_offset() if extent else 0
+        )
+        return held
+
+    def is_as(self, t: Tensor) -> bool:
+        """Whether `t`, of which this is a copy, has the very bits of it, also between its rows."""
+        return self.core.dim() == 1 and torch.equal(bits(self.core), bits(self._span(t)))
+
+    def restore(self, t: Tensor) -> None:
+        """Write them back."""
+        with torch.inference_mode(t.is_inference()):
+            self._span(t).copy_(self.core)
+
+    def _span(self, t: Tensor) -> Tensor:
+        return t.detach().as_strided((self.core.numel(),), (1,), t.storage_offset())
+
+    def remember(self) -> None:
+        self._before, self._form = self._buffer.clone(), form(self.tensor)
+
+    def written(self) -> bool:
+        """Whether it, or anything around it, is not as it was when it was remembered."""
+        assert self._before is not None
+        return form(self.tensor) != self._form or not torch.equal(
+            bits(self._before), bits(self._buffer)
+        )
+
+    def fill(self, values: Tensor) -> None:
+        self.core.copy_(values)
+
+    def stir(self) -> None:
+        """Other contents at the same place: what it holds, the other way round."""
+        if self.core.is_floating_point() and self.core.numel():
+            self.core.copy_(self.core.flatten().flip(0).view(self.core.shape) * 0.75)

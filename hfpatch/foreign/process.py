@@ -1,0 +1,223 @@
+"""What a kernel may not change of the process: modes, defaults, switches, random state."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch import overrides
+
+_modes_of_functions: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+_pop_mode: Callable[[], Any] = overrides._pop_mode
+_push_mode: Callable[[Any], None] = overrides._push_mode
+_on_gpu: Callable[[], bool] = torch.cuda.is_initialized
+
+_MISSING = object()
+
+
+def _default_device() -> Any:
+    """With the modes that functions pass through, among which the default device is one."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return context, torch.utils._device.CURRENT_DEVICE, tuple(_modes_of_functions())
+
+
+def _restore_default_device(state: Any) -> None:
+    # not by `torch.set_default_device`, which takes away contexts that were entered before
+    context, device, modes = state
+    for _ in range(len(_modes_of_functions())):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = context
+    torch.utils._device.CURRENT_DEVICE = device
+
+
+def _flushes_denormals() -> bool:
+    return float(torch.tensor([1e-40]).mul_(1.0)) == 0.0
+
+
+def _set_numpy(state: Any) -> None:
+    sys.modules["numpy"].random.set_state(state)
+
+
+def _numpy() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not hasattr(numpy, "random"):
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return (name, keys.tobytes(), *rest)
+
+
+def _restore_numpy(state: Any) -> None:
+    if state is not None:
+        numpy: Any = sys.modules["numpy"]
+        name, keys, *rest = state
+        _set_numpy((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def _environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def _restore_environment(values: dict[str, str]) -> None:
+    for name in set(os.environ) - set(values):
+        del os.environ[name]
+    os.environ.update(values)
+
+
+def _cuda_rng() -> Any:
+    return torch.cuda.get_rng_state().tolist() if _on_gpu() else None
+
+
+def _restore_cuda_rng(state: Any) -> None:
+    if state is not None:
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+
+
+def _cuda_device() -> Any:
+    return torch.cuda.current_device() if _on_gpu() else None
+
+
+def _restore_cuda_device(index: Any) -> None:
+    if index is not None:
+        torch.cuda.set_device(index)
+
+
+def _cuda_stream() -> Any:
+    return torch.cuda.current_stream() if _on_gpu() else None
+
+
+def _restore_cuda_stream(stream: Any) -> None:
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _autocast(device: str) -> list[_Entry]:
+    return [
+        (
+            f"autocast on {device}",
+            lambda: torch.is_autocast_enabled(device),
+            lambda v: torch.set_autocast_enabled(device, v),
+        ),
+        (
+            f"autocast's dtype on {device}",
+            lambda: torch.get_autocast_dtype(device),
+            lambda v: torch.set_autocast_dtype(device, v),
+        ),
+    ]
+
+
+def _torch_rng() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _restore_torch_rng(state: bytes) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+_Entry = tuple[str, Callable[[], Any], Callable[[Any], Any]]
+_BACKENDS: list[tuple[str, Any, str]] = [
+    ("the TF32 switch of matrix products", torch.backends.cuda.matmul, "fp32_precision"),
+    ("the TF32 switch of convolutions", torch.backends.cudnn, "fp32_precision"),
+    ("the TF32 switch", torch.backends, "fp32_precision"),
+    ("oneDNN's precision", torch.backends.mkldnn, "fp32_precision"),
+    ("cuDNN's TF32 switch", torch.backends.cudnn, "allow_tf32"),
+    ("cuBLAS's TF32 switch", torch.backends.cuda.matmul, "allow_tf32"),
+    (
+        "cuBLAS's fp16 reductions",
+        torch.backends.cuda.matmul,
+        "allow_fp16_reduced_precision_reduction",
+    ),
+    (
+        "cuBLAS's bf16 reductions",
+        torch.backends.cuda.matmul,
+        "allow_bf16_reduced_precision_reduction",
+    ),
+    ("cuDNN's deterministic switch", torch.backends.cudnn, "deterministic"),
+    ("cuDNN's benchmark switch", torch.backends.cudnn, "benchmark"),
+    ("whether cuDNN is used", torch.backends.cudnn, "enabled"),
+    ("filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory"),
+]
+
+#: Name, how it is read, how it is set back. One that cannot be read is left out.
+_ENTRIES: list[_Entry] = [
+    ("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("the default device", _default_device, _restore_default_device),
+    (
+        "the precision of matrix products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    *((name, *_attribute(owner, attribute)) for name, owner, attribute in _BACKENDS),
+    (
+        "the deterministic switch",
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    ("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    (
+        "the flash attention switch",
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    (
+        "the math attention switch",
+        torch.backends.cuda.math_sdp_enabled,
+        torch.backends.cuda.enable_math_sdp,
+    ),
+    (
+        "the efficient attention switch",
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    *_autocast("cpu"),
+    *_autocast("cuda"),
+    ("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    ("flushing of denormals", _flushes_denormals, torch.set_flush_denormal),
+    ("torch's random state", _torch_rng, _restore_torch_rng),
+    ("the GPU's random state", _cuda_rng, _restore_cuda_rng),
+    ("Python's random state", random.getstate, random.setstate),
+    ("NumPy's random state", _numpy, _restore_numpy),
+    ("the environment", _environment, _restore_environment),
+    ("the current GPU", _cuda_device, _restore_cuda_device),
+    ("the current stream", _cuda_stream, _restore_cuda_stream),
+]
+
+
+@dataclass(frozen=True)
+class Process:
+    """The state of the process at one moment."""
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> Process:
+        return cls(tuple(map(_read, _ENTRIES)))
+
+    def changed(self) -> list[str]:
+        """What is no longer as it was, after setting it back."""
+        found = []
+        for entry, before in zip(_ENTRIES, self.values, strict=True):
+            after = _read(entry)
+            if after is not _MISSING and before is not _MISSING and after != before:
+                found.append(entry[0])
+                entry[2](before)
+        return found
+
+
+def _read(entry: _Entry) -> Any:
+    try:
+        return entry[1]()
+    except Exception:  # a switch that this PyTorch lacks, or mixes with a newer one
+        return _MISSING

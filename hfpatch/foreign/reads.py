@@ -1,0 +1,139 @@
+"""What a user's function reads beside its arguments, as a key: closures, defaults, globals.
+
+A function whose key changed is another kernel; one whose key changes from call to call keeps state.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hfpatch.patches.keys import Same, is_transparent, names_of, value_key
+
+#: How deep functions that functions read are followed, and how many values are looked at.
+_DEPTH, _VALUES = 4, 2000
+_LIBRARIES = frozenset({"torch", "numpy", "triton", "hfpatch", "transformers", "diffusers"})
+
+
+@dataclass
+class _Walk:
+    """One look at all that a function reads."""
+
+    parts: list[Any] = field(default_factory=list)
+    iterators: list[str] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+
+    def visit(self, name: str, value: Any, depth: int) -> None:
+        if id(value) in self.seen or len(self.parts) > _VALUES:
+            return
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+            self.seen.add(id(value))
+        if depth <= 0:
+            self.parts.append((name, Same(value)))
+        elif isinstance(value, types.FunctionType):
+            self._function(name, value, depth)
+        elif isinstance(value, types.MethodType):
+            self.visit(name, value.__func__, depth)
+            self.visit(f"{name}.self", value.__self__, depth)
+        elif isinstance(value, functools.partial):
+            for i, part in enumerate((value.func, *value.args, *value.keywords.values())):
+                self.visit(f"{name}[{i}]", part, depth)
+        elif isinstance(value, type):
+            self._class(name, value, depth)
+        elif isinstance(value, (Iterator, types.GeneratorType)):
+            self.iterators.append(name)
+        elif _wraps(value):
+            # of Triton's and functools' wrappers the function counts, not what they have compiled
+            self.parts.append((name, Same(value)))
+            self.visit(name, _wraps(value), depth - 1)
+        elif callable(value) and is_transparent(type(value)) and not isinstance(value, nn.Module):
+            self.seen.add(id(value))
+            for key, held in vars(value).items():
+                self.visit(f"{name}.{key}", held, depth - 1)
+            self.visit(f"{name}()", type(value), depth)
+        else:
+            if type(value) in (list, tuple, dict, set) and len(value) <= 64:
+                held = value.values() if isinstance(value, dict) else value
+                for i, part in enumerate(held):
+                    if callable(part) or isinstance(part, Iterator):
+                        self.visit(f"{name}[{i}]", part, depth - 1)
+            self.parts.append((name, value_key(value)))
+
+    def _function(self, name: str, function: types.FunctionType, depth: int) -> None:
+        code = function.__code__
+        self.parts.append((name, code))
+        for cell_name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                held = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self.visit(cell_name, held, depth - 1)
+        for i, default in enumerate(function.__defaults__ or ()):
+            self.visit(f"{name}'s default {i}", default, depth - 1)
+        for key, default in (function.__kwdefaults__ or {}).items():
+            self.visit(f"{name}'s default {key}", default, depth - 1)
+        for key, held in vars(function).items():
+            if key != "__wrapped__":
+                self.visit(f"{name}.{key}", held, depth - 1)
+        names = names_of(code)
+        for key in sorted(names & function.__globals__.keys()):
+            held = function.__globals__[key]
+            if not isinstance(held, types.ModuleType):
+                self.visit(key, held, depth - 1)
+            elif not _of_a_library(held.__name__):
+                for inner in sorted(names & vars(held).keys()):
+                    self.visit(f"{key}.{inner}", vars(held)[inner], depth - 2)
+
+    def _class(self, name: str, cls: type, depth: int) -> None:
+        self.parts.append((name, Same(cls)))
+        if _of_a_library(cls.__module__):
+            return
+        for key, held in vars(cls).items():
+            if key in ("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__"):
+                continue
+            inner = getattr(held, "__func__", held)
+            if isinstance(inner, types.FunctionType) or not hasattr(inner, "__get__"):
+                self.visit(f"{name}.{key}", inner, depth - 1)
+
+
+def _wraps(value: Any) -> Any:
+    """The function in a wrapper that keeps a cache of its own, or None."""
+    module = type(value).__module__.partition(".")[0]
+    if module == "triton":
+        return getattr(value, "fn", None)
+    if module == "functools" and hasattr(value, "cache_info"):
+        return getattr(value, "__wrapped__", None)
+    return None
+
+
+def _of_a_library(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top in _LIBRARIES or (top in sys.stdlib_module_names and top != "__main__")
+
+
+def _walk(function: Any) -> _Walk:
+    walk = _Walk()
+    walk.visit(getattr(function, "__name__", "kernel"), function, _DEPTH)
+    return walk
+
+
+def key_of(function: Any) -> tuple[Any, ...]:
+    """All that `function` reads, hashable; equal keys compute alike."""
+    return tuple(_walk(function).parts)
+
+
+def iterators_of(function: Any) -> list[str]:
+    """Names of the iterators and generators that `function` reads: each call can move them on."""
+    return _walk(function).iterators
+
+
+def names_changed(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
+    """Names of what differs between two keys of one function."""
+    was, now = dict(before), dict(after)
+    return sorted(k for k in was.keys() | now.keys() if was.get(k) != now.get(k))

@@ -1,0 +1,222 @@
+"""A kernel that is not ours, as adapters call it: each new kind of call is compared before its
+result is used."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfpatch.foreign import reads
+from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
+from hfpatch.foreign.memory import Held, form, reform
+from hfpatch.foreign.process import Process
+from hfpatch.patches.proving import may_prove, quietly
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor | None]
+
+_KINDS = 4096  # of calls that are remembered; then all are compared again
+
+
+class WrongKernel(Exception):
+    """A kernel got a call wrong while a block was proven with it."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Makes the watch of each binding of one kernel; `Kernel.watch`.
+
+    Attributes:
+        fn: the user's function.
+        name: what messages call it.
+        op: the op's name.
+        state: what it reads that changes from call to call: each call is compared then.
+        strict: a list with whether a wrong call raises `WrongKernel`, as it does in a proof.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    op: str
+    state: tuple[str, ...] = ()
+    strict: tuple[list[bool], ...] = ()
+
+    def __call__(
+        self, call: Callable[..., Any], params: dict[str, Any], training: bool
+    ) -> Callable[..., Any]:
+        return Watch(self, call, Asked(self.op, params)).call
+
+
+class Watch:
+    """One kernel with one set of parameters.
+
+    A kind of call is the shapes, strides, dtypes, devices and alignment of its tensors, and what of
+    it autograd records. The first call of each kind is compared with the formula; its result is
+    used if it is right. A kernel that refuses a kind (it raises) is not asked about it again; one
+    that was wrong once, wrote where it may not, or changed the process, is not called again. What
+    it does not compute the formula does, in PyTorch's operators, and a warning says so.
+    """
+
+    def __init__(self, watched: Watched, call: Callable[..., Any], asked: Asked) -> None:
+        self._of = watched
+        self._call = call
+        self._asked = asked
+        self._right: set[Any] = set()
+        self._refused: set[Any] = set()
+        self._lied = False
+        self._keeps_state = bool(watched.state)
+
+    def call(self, *tensors: Tensor | None) -> Any:
+        """The result for `tensors`; this is the hot path."""
+        key = [
+            None
+            if t is None
+            else (
+                t.shape,
+                t.stride(),
+                t.dtype,
+                t.data_ptr() & 63,
+                t.requires_grad,
+                t.get_device(),
+            )
+            for t in tensors
+        ]
+        kind = (*key, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        if kind in self._right:
+            return self._call(*tensors)
+        return self._new(kind, tensors)
+
+    def _new(self, kind: Any, tensors: tuple[Tensor | None, ...]) -> Any:
+        if self._lied or kind in self._refused:
+            return self._asked.formula(tensors)
+        on_cuda = any(t is not None and t.is_cuda for t in tensors)
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            self._warn(
+                "cannot be compared while a CUDA graph is captured, where it was called first with",
+                tensors,
+            )
+            return self._asked.formula(tensors)
+        with may_prove((self, kind)) as may:
+            if not may:
+                return self._asked.formula(tensors)
+            return self._compared(kind, tensors, "cuda" if on_cuda else "cpu")
+
+    def _compared(self, kind: Any, tensors: tuple[Tensor | None, ...], device: str) -> Any:
+        recorded = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in tensors
+        )
+        try:
+            with quietly(device):
+                held = [None if t is None else Held.like(t) for t in tensors]
+                copies = [None if h is None else h.tensor for h in held]
+        except torch.OutOfMemoryError:
+            return self._asked.formula(tensors)  # the next call asks again
+        reading = () if self._keeps_state else reads.key_of(self._of.fn)
+        forms = [
+            None if t is None else (form(t), t.untyped_storage() if t.is_leaf else None)
+            for t in tensors
+        ]
+        before = Process.now()
+        y: Any = None
+        failure: Exception | None = None
+        try:
+            y = self._call(*tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:
+            failure = e
+        why = self._left(before, tensors, forms, held)
+        if failure is not None and why is None:
+            self._refused.add(kind)
+            self._warn(f"failed ({type(failure).__name__}: {failure}) with", tensors)
+            return self._asked.formula(tensors)
+        try:
+            if why is None:
+                alone = None if recorded else keeps(y)
+                with quietly(device):
+                    why = alone or self._judge(copies, y)
+                    if why is None and recorded:
+                        # of the copies: what the model's tensors record stays as it is
+                        why = wrong_gradients(self._asked, self._call, copies, nullcontext)
+                        why = why and f"has a gradient that {why}"
+                    if why is None and not self._keeps_state:
+                        why = self._again(held, reading)
+        except torch.OutOfMemoryError:
+            return self._asked.formula(tensors)
+        if why is not None:
+            return self._wrong(why, tensors)
+        if not self._keeps_state:
+            if len(self._right) >= _KINDS:
+                self._right.clear()
+            self._right.add(kind)
+        return y
+
+    def _judge(self, copies: Tensors, y: Any) -> str | None:
+        why = form_of(y, self._asked.formula(copies), copies)
+        return why if why is not None else wrong_values(self._asked, copies, y)
+
+    def _again(self, held: Sequence[Held | None], reading: Any) -> str | None:
+        """Where it keeps something of a call: does it compute others, at the same place, afresh?
+        And if that changes again it changes with every call: each is compared from now on."""
+        for _ in range(2):
+            now = reads.key_of(self._of.fn)
+            if now == reading:
+                return None
+            reading = now
+            for h in held:
+                if h is not None:
+                    h.stir()
+            tensors = [None if h is None else h.tensor for h in held]
+            y = self._call(*tensors)
+            if (why := self._judge(tensors, y)) is not None:
+                return f"{why}, when it is called again"
+        self._keeps_state = reads.key_of(self._of.fn) != reading
+        return None
+
+    def _left(
+        self,
+        before: Process,
+        tensors: Tensors,
+        forms: Sequence[Any],
+        held: Sequence[Held | None],
+    ) -> str | None:
+        """What it changed that it may not; set back."""
+        whys = []
+        if changed := before.changed():
+            whys.append(f"changed {', '.join(changed)}")
+        with quietly("cpu"):
+            for i, (t, was, copy) in enumerate(zip(tensors, forms, held, strict=True)):
+                if t is not None and form(t) != was[0]:
+                    whys.append(f"changed its argument {i}")
+                    if was[1] is not None:
+                        reform(t, *was)
+                if t is not None and copy is not None and not copy.is_as(t):
+                    whys.append(f"wrote to its argument {i}")
+                    copy.restore(t)
+        return ", and ".join(whys) or None
+
+    def _wrong(self, why: str, tensors: Tensors) -> Any:
+        if self._of.strict and self._of.strict[0][0]:
+            raise WrongKernel(f"kernel `{self._of.name}` for `{self._of.op}` {why}")
+        self._lied = True
+        self._right.clear()
+        self._warn(f"is not used any more, since it {why}, with", tensors)
+        return self._asked.formula(tensors)
+
+    def _warn(self, what: str, tensors: Tensors) -> None:
+        shapes = ", ".join(
+            "None"
+            if t is None
+            else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} of strides {t.stride()}"
+            for t in tensors
+        )
+        warnings.warn(
+            f"hfpatch: kernel `{self._of.name}` for `{self._of.op}` {what} {shapes}; such calls "
+            "use the same formula in PyTorch's operators",
+            RuntimeWarning,
+            stacklevel=6,
+        )

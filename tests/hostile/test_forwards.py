@@ -1,0 +1,233 @@
+"""Registered forwards that lie: each is refused, or never changes a result."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfpatch
+
+
+class Rotating(nn.Module):
+    """Returns a bit of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 16))
+        self.register_buffer("shift", torch.arange(16.0))
+        self.scale = 2.0
+
+    def forward(self, x: Tensor, angle: Tensor) -> dict[str, Any]:
+        y = x * self.weight * self.scale + self.shift
+        return {
+            "y": y,
+            "turned": torch.polar(torch.ones_like(angle), angle),
+            "order": x.argsort(-1),
+            "positive": x > 0,
+            "shape": (x.shape[0], "rows"),
+            "mean": 0.5,
+        }
+
+
+def sample(module: nn.Module) -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 5, 16), torch.randn(5, 8)
+
+
+def right(module: Any, x: Tensor, angle: Tensor) -> dict[str, Any]:
+    return {
+        "y": torch.addcmul(module.shift, x, module.weight * module.scale),
+        "turned": torch.polar(torch.ones_like(angle), angle),
+        "order": x.argsort(-1),
+        "positive": x > 0,
+        "shape": (x.shape[0], "rows"),
+        "mean": 0.5,
+    }
+
+
+def _changing(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    def forward(module: Any, x: Tensor, angle: Tensor) -> dict[str, Any]:
+        result = right(module, x, angle)
+        result[name] = change(result[name])
+        return result
+
+    return forward
+
+
+def _doing(do: Callable[[Any, Tensor, dict[str, Any]], Any]) -> Callable[..., Any]:
+    def forward(module: Any, x: Tensor, angle: Tensor) -> dict[str, Any]:
+        result = right(module, x, angle)
+        do(module, x, result)
+        return result
+
+    return forward
+
+
+class _Hundredfold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 100 * grad
+
+
+_buffer = torch.zeros(3, 5, 16)
+
+
+def _static(y: Tensor) -> Tensor:
+    return _buffer.copy_(y) if y.shape == _buffer.shape else y
+
+
+def _counting() -> Callable[..., Any]:
+    counted: list[int] = []
+
+    def change(y: Tensor) -> Tensor:
+        counted.append(1)
+        return y * 0.5 if len(counted) % 2 == 0 else y
+
+    return _changing("y", change)
+
+
+def _small_part(y: Tensor) -> Tensor:
+    """Wrong where values are small beside the largest."""
+    y = y.clone()
+    y[0] *= 1.001
+    return y
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "values": _changing("y", lambda y: y * 1.01),
+    "small values": _changing("y", _small_part),
+    "whole numbers": _changing("order", lambda t: t.flip(-1)),
+    "dtype of whole numbers": _changing("order", lambda t: t.int()),
+    "truth values": _changing("positive", torch.logical_not),
+    "complex": _changing("turned", torch.conj_physical),
+    "text": _changing("shape", lambda t: (t[0], "columns")),
+    "number": _changing("mean", lambda t: 0.25),
+    "type of a number": _changing("mean", str),
+    "container": _changing("shape", list),
+    "one value less": _doing(lambda m, x, r: r.pop("mean")),
+    "order of keys": _doing(lambda m, x, r: r.update(y=r["positive"], positive=r["y"])),
+    "strides": _changing("y", lambda y: y.transpose(0, 1).contiguous().transpose(0, 1)),
+    "static buffer": _changing("y", _static),
+    "every second call": _counting(),
+    "in place": _doing(lambda m, x, r: x.zero_()),
+    "nan of the input": _doing(lambda m, x, r: x.neg_()),
+    "returns its input": _changing("positive", lambda t: t),
+    "parameter": _doing(lambda m, x, r: m.weight.data.mul_(2)),
+    "buffer": _doing(lambda m, x, r: m.shift.add_(1)),
+    "attribute": _doing(lambda m, x, r: setattr(m, "scale", 3.0)),
+    "grad mode": _doing(lambda m, x, r: torch.set_grad_enabled(True)),
+    "default dtype": _doing(lambda m, x, r: torch.set_default_dtype(torch.float64)),
+    "seed": _doing(lambda m, x, r: torch.manual_seed(1)),
+    "random numbers": _doing(lambda m, x, r: random.random()),
+    "threads": _doing(lambda m, x, r: torch.set_num_threads(torch.get_num_threads() + 1)),
+    "gradient": _changing("y", _Hundredfold.apply),
+    "no gradient": _changing("y", torch.Tensor.detach),
+    "more rows": _changing("y", lambda y: y * (0.5 if y.shape[0] > 3 else 1.0)),
+    "half": _changing("y", lambda y: y * (0.5 if y.dtype != torch.float32 else 1.0)),
+    "strided": lambda m, x, a: right(m, x if x.is_contiguous() else x * 2, a),
+    "another rank": _changing("y", lambda y: y * (0.5 if y.dim() == 2 else 1.0)),
+}
+del WRONG["returns its input"]
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_forward_changes_nothing(fault: str) -> None:
+    training = "gradient" in fault
+    model = Rotating().requires_grad_(training)
+    if fault == "half":
+        model.bfloat16()
+    dtype = model.weight.dtype
+    inputs = [
+        torch.randn(*shape, 16, generator=torch.Generator().manual_seed(i)).to(dtype)
+        for i, shape in enumerate([(3, 5), (4, 5), (5,), (3, 5)])
+    ]
+    inputs[3] = inputs[3].transpose(0, 1).contiguous().transpose(0, 1)
+    angle = torch.randn(5, 8)
+    expected = [_run(model, x, angle, training) for x in inputs]
+    wrapped = nn.Sequential(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    handle = hfpatch.register(
+        "^Rotating$", forward=WRONG[fault], sample=sample, differentiable=training
+    )
+    try:
+        hfpatch.apply(wrapped, mode="training" if training else "inference")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            kept = []
+            for _ in range(3):
+                for x, wanted in zip(inputs, expected, strict=True):
+                    was = x.clone()
+                    kept.append((_run(model, x, angle, training), wanted))
+                    assert torch.equal(was, x)
+            for got, wanted in kept:
+                _same(got, wanted)
+    finally:
+        handle.remove()
+        hfpatch.restore(wrapped)
+    assert torch.equal(state, torch.get_rng_state()) and threads == torch.get_num_threads()
+    assert torch.get_default_dtype() == torch.float32 and model.scale == 2.0
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def _run(model: nn.Module, x: Tensor, angle: Tensor, training: bool) -> Any:
+    if not training:
+        with torch.no_grad():
+            return model(x, angle)
+    x = x.detach().clone().requires_grad_()
+    result = model(x, angle)
+    grads = torch.autograd.grad(result["y"].square().sum(), [x, *model.parameters()])
+    return {**result, "grads": grads}
+
+
+def _same(got: Any, wanted: Any) -> None:
+    assert type(got) is type(wanted)
+    if isinstance(wanted, dict):
+        assert list(got) == list(wanted)
+        got, wanted = list(got.values()), list(wanted.values())
+    if isinstance(wanted, (list, tuple)):
+        assert len(got) == len(wanted)
+        for a, b in zip(got, wanted, strict=True):
+            _same(a, b)
+    elif isinstance(wanted, Tensor):
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if wanted.dtype == torch.float32 else {}
+        torch.testing.assert_close(got, wanted, **tolerance)
+    else:
+        assert got == wanted
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_right_forward_stays(training: bool) -> None:
+    model = nn.Sequential(Rotating()).requires_grad_(training)
+    x, angle = torch.randn(3, 5, 16), torch.randn(5, 8)
+    expected = _run(model[0], x, angle, training)
+    calls = 0
+
+    def forward(module: Any, x: Tensor, angle: Tensor) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        return right(module, x, angle)
+
+    handle = hfpatch.register("^Rotating$", forward=forward, sample=sample, differentiable=training)
+    try:
+        mode = "training" if training else "inference"
+        report = hfpatch.apply(model, mode=mode)
+        assert [s.source for s in report.swaps] == ["registered"], report.skips
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _same(_run(model[0], x, angle, training), expected)
+            before = calls
+            _same(_run(model[0], x, angle, training), expected)
+            assert calls == before + 1, "the second call of a kind is the user's alone"
+    finally:
+        handle.remove()
