@@ -4,15 +4,19 @@
 # VENV         where it is made
 # PIP_ARGS     extra arguments of pip, such as an index of CPU builds of torch
 # JOBS         processes that run the tests
+# CLIB         where `make clib` writes lib/ and include/
+# CLIB_ARGS    of the command `hfpatch clib`: --cuda, --cpu or --stub; --static
 # ARCHS        CUDA architectures: all, native, none, or a list such as 8.0;9.0
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= 2
 VENV ?= .venv
+CLIB ?= build/clib
+CLIB_ARGS ?=
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
 
-.PHONY: help install build test lint demo clean
+.PHONY: help install build clib bindings test lint demo clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +25,8 @@ help:
 	@echo "make install  the virtual environment, with hfpatch and what tests and examples need"
 	@echo "make lint     ruff and mypy"
 	@echo "make build    compile the kernels again after an edit"
+	@echo "make clib     libhfpatch, the kernels as a C library, into CLIB; needs no PyTorch"
+	@echo "make bindings what is generated from the C header: stub, Python, Rust, Go, docs/c-api.md"
 	@echo "make clean    remove what the others made"
 	@echo
 	@echo "Variables, as in \`make test JOBS=8\`:"
@@ -28,6 +34,8 @@ help:
 	@echo "VENV          where it is made ($(VENV))"
 	@echo "PIP_ARGS      extra arguments of pip, such as an index of CPU builds of torch"
 	@echo "JOBS          processes that run the tests ($(JOBS))"
+	@echo "CLIB          where \`make clib\` writes lib/ and include/ ($(CLIB))"
+	@echo "CLIB_ARGS     such as --cpu, --cuda, --stub or --static (default: what this machine can)"
 	@echo "ARCHS         CUDA architectures: all, native, none, or a list such as '8.0;9.0'"
 	@echo "              (demo: native; test: 8.0;9.0; else all)"
 
@@ -47,6 +55,13 @@ install: $(BIN)/.installed
 
 build: install
 	$(BIN)/python -m hfpatch.kernel_build --out hfpatch/_kernels --archs '$(ARCHS)'
+
+# In the folder of the package, so that nothing imports it: that would need PyTorch.
+clib:
+	cd hfpatch && $(PYTHON) -m kernel_build.clib '$(abspath $(CLIB))' $(CLIB_ARGS)
+
+bindings:
+	$(PYTHON) bindings/generate
 
 lint: install
 	$(BIN)/ruff check .
