@@ -252,6 +252,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
     code = [*package, *(ROOT / "kernel_src").rglob("*.cpp")]
     code += [ROOT / "setup.py", ROOT / "CMakeLists.txt", *(ROOT / "examples").glob("*.py")]
     code += (ROOT / "torch-ext").rglob("*.py")
+    code += (ROOT / "bindings").rglob("build.rs")
     read = {name for path in code for name in pattern.findall(path.read_text(encoding="utf-8"))}
     named = {name for path in DOCS for name in pattern.findall(path.read_text(encoding="utf-8"))}
     assert named == read

@@ -13,7 +13,11 @@ import difflib
 import sys
 from pathlib import Path
 
+import c
+import go
+import page
 import python
+import rust
 from header import HEADER, ROOT, HeaderError, read_header
 from snapshot import broken, snapshot
 from stub import stub
@@ -21,8 +25,17 @@ from stub import stub
 FILES = {
     "clib/abi.txt": snapshot,
     "clib/stub.c": stub,
+    "docs/c-api.md": page.page,
     "hfpatch/capi/signatures.py": python.signatures,
     "hfpatch/capi/functions.py": python.functions,
+    "bindings/c/dispatch.h": c.dispatch,
+    "bindings/go/functions.go": go.functions,
+    "bindings/go/functions_test.go": go.table,
+    "bindings/go/shims.h": go.shims,
+    "bindings/rust/hfpatch-sys/src/lib.rs": rust.sys,
+    "bindings/rust/hfpatch/src/constants.rs": rust.constants,
+    "bindings/rust/hfpatch/src/ops.rs": rust.ops,
+    "bindings/rust/hfpatch/tests/vectors/dispatch.rs": rust.dispatch,
 }
 
 
