@@ -4,7 +4,10 @@
  *     vectors FILE            every case with the linked library
  *     vectors FILE stub       every case answers that the stub is linked
  *
- * Prints the cases that fail and how many there are.
+ * Prints the cases that fail and how many there are. A call that is refused must not have written
+ * anything. Compiled with HFP_COUNT_ALLOCATIONS, every call is made twice, and the second one must
+ * not allocate (but those over lists, once, 64 bytes for each tensor of the call); what OpenMP's runtime allocates
+ * for its threads it does in the first one.
  */
 #include <math.h>
 #include <stdio.h>
@@ -31,6 +34,43 @@ struct call {
 
 #include "dispatch.h"
 
+#if defined(HFP_COUNT_ALLOCATIONS)
+/* Those of glibc; a program's own functions stand before them, also for its libraries. */
+extern void *__libc_malloc(size_t size);
+extern void *__libc_calloc(size_t count, size_t size);
+extern void *__libc_realloc(void *old, size_t size);
+extern void *__libc_memalign(size_t alignment, size_t size);
+static volatile int counting;
+static volatile long long allocations, allocated;
+
+static void counted(size_t size) {
+  if (!counting) return;
+  ++allocations;
+  allocated += (long long)size;
+}
+void *malloc(size_t size) {
+  counted(size);
+  return __libc_malloc(size);
+}
+void *calloc(size_t count, size_t size) {
+  counted(count * size);
+  return __libc_calloc(count, size);
+}
+void *realloc(void *old, size_t size) {
+  counted(size);
+  return __libc_realloc(old, size);
+}
+void *aligned_alloc(size_t alignment, size_t size) {
+  counted(size);
+  return __libc_memalign(alignment, size);
+}
+int posix_memalign(void **out, size_t alignment, size_t size) {
+  counted(size);
+  *out = __libc_memalign(alignment, size);
+  return *out ? 0 : 12;
+}
+#endif
+
 struct expectation {
   int tensor;
   double tolerance;
@@ -43,6 +83,7 @@ static int status;
 static struct call call;
 static DLTensor tensors[MAX_TENSORS];
 static void *memory[MAX_TENSORS];
+static size_t memory_size[MAX_TENSORS];
 static int tensor_count;
 static struct expectation expected[MAX_TENSORS];
 static int expected_count;
@@ -103,6 +144,26 @@ static void view(char *parts, void *data, DLDataType dtype) {
   memory[tensor_count++] = data;
 }
 
+/* A copy of all memory, one behind the other. */
+static char *copied(void) {
+  size_t size = 0, used = 0;
+  for (int i = 0; i < tensor_count; ++i) size += memory_size[i];
+  char *found = get(size);
+  for (int i = 0; i < tensor_count; ++i) {
+    memcpy(found + used, memory[i], memory_size[i]);
+    used += memory_size[i];
+  }
+  return found;
+}
+
+static int changed(const char *before) {
+  for (int i = 0; i < tensor_count; ++i) {
+    if (memcmp(before, memory[i], memory_size[i]) != 0) return 1;
+    before += memory_size[i];
+  }
+  return 0;
+}
+
 static void tensor(char *rest) {
   char *at = rest;
   DLDataType dtype = {0, 0, 1};
@@ -114,6 +175,7 @@ static void tensor(char *rest) {
   size = strtoll(at, &at, 10);
   data = get((size_t)size);
   bytes_of(strrchr(rest, ' ') + 1, data);
+  memory_size[tensor_count] = (size_t)size;
   view(at + 3, data, dtype);
 }
 
@@ -137,8 +199,32 @@ static double element(int index, int64_t i) {
   return half >> 15 ? -found : found;
 }
 
+#if defined(HFP_COUNT_ALLOCATIONS)
+static int allocates(void) {
+  int listed = 0, given = 0;
+  for (int i = 0; i < call.count; ++i) {
+    listed += (int)call.value[i].list.count;
+    given += call.value[i].tensor != NULL;
+  }
+  allocations = allocated = 0;
+  counting = 1;
+  dispatch(function, &call);
+  counting = 0;
+  if (allocations <= (listed > 0) && allocated <= (listed > 0) * 64LL * (listed + given)) return 0;
+  printf("FAIL %s: %lld allocations, %lld bytes\n", name, allocations, allocated);
+  return 1;
+}
+#endif
+
 static int wrong(int stub) {
+  char *before = copied();
   const int got = dispatch(function, &call);
+  const int wrote = got != HFP_OK && changed(before);
+  free(before);
+  if (wrote) {
+    printf("FAIL %s: refused, and memory was written\n", name);
+    return 1;
+  }
   const char *said = got ? hfp_last_error() : "";
   if (stub) {
     char right[256];
@@ -176,6 +262,7 @@ static void forget(void) {
   for (int i = 0; i < call.count; ++i) free((void *)call.value[i].list.tensors);
   tensor_count = expected_count = 0;
   memset(&call, 0, sizeof call);
+  memset(memory_size, 0, sizeof memory_size);
 }
 
 static void list_of(struct value *v, char *rest) {
@@ -264,6 +351,9 @@ int main(int argc, char **argv) {
     } else if (strcmp(at, "end") == 0) {
       ++count;
       failed += wrong(stub);
+#if defined(HFP_COUNT_ALLOCATIONS)
+      failed += allocates();
+#endif
       forget();
     } else {
       line(at, rest ? rest : at + strlen(at));
