@@ -4,17 +4,21 @@
 # VENV         where it is made
 # PIP_ARGS     extra arguments of pip, such as an index of CPU builds of torch
 # JOBS         processes that run the tests
+# CLIB         where `make clib` writes lib/ and include/
+# CLIB_ARGS    of the command `hfpatch clib`: --cuda, --cpu or --stub; --static
 # ARCHS        CUDA architectures: all, native, none, or a list such as 8.0;9.0
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= 2
 VENV ?= .venv
+CLIB ?= build/clib
+CLIB_ARGS ?=
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' requirements/demo.txt)
 # Quiet, for a build takes minutes and its own lines say where it is; PIP_ARGS=-v undoes it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: help install build test test-cpus test-all lint demo clean
+.PHONY: help install build test test-cpus test-all clib bindings lint demo clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +29,8 @@ help:
 	@echo "make install    the virtual environment, with hfpatch and what tests and examples need"
 	@echo "make lint       ruff and mypy"
 	@echo "make build      compile the kernels again after an edit"
+	@echo "make clib       libhfpatch, the kernels as a C library, into CLIB; needs no PyTorch"
+	@echo "make bindings   what is generated from the C header: stub, Python, Rust, Go, docs/c-api.md"
 	@echo "make clean      remove what the others made"
 	@echo
 	@echo "Variables, as in \`make test JOBS=8\`:"
@@ -32,6 +38,8 @@ help:
 	@echo "VENV          where it is made ($(VENV))"
 	@echo "PIP_ARGS      extra arguments of pip, such as an index of CPU builds of torch"
 	@echo "JOBS          processes that run the tests ($(JOBS))"
+	@echo "CLIB          where \`make clib\` writes lib/ and include/ ($(CLIB))"
+	@echo "CLIB_ARGS     such as --cpu, --cuda, --stub or --static (default: what this machine can)"
 	@echo "ARCHS         CUDA architectures: all, native, none, or a list such as '8.0;9.0'"
 	@echo "              (demo: native; tests: 8.0;9.0; else all)"
 
@@ -58,6 +66,13 @@ install: $(BIN)/.dev build
 
 build: $(BIN)/.installed
 	@$(BIN)/python -m hfpatch.kernel_build --out hfpatch/_kernels --archs '$(ARCHS)'
+
+# In the folder of the package, so that nothing imports it: that would need PyTorch.
+clib:
+	cd hfpatch && $(PYTHON) -m kernel_build.clib '$(abspath $(CLIB))' $(CLIB_ARGS)
+
+bindings:
+	$(PYTHON) bindings/generate
 
 lint: $(BIN)/.dev
 	$(BIN)/ruff check .

@@ -77,6 +77,19 @@ class build_py_with_kernels(build_py):
         target = base / "hfpatch" / "_kernels"
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(build_kernels.stage, target)
+        if not self.editable_mode:
+            self.copy_c_library()
+
+    def copy_c_library(self) -> None:
+        """The header, and the sources that `hfpatch clib` compiles."""
+        package = Path(self.build_lib) / "hfpatch"
+        for folder in (package / "include", package / "_clib"):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        shutil.copy(ROOT / "kernel_src" / "hfpatch.h", package / "include")
+        shutil.copy(ROOT / "build.toml", package / "_clib")
+        for name in ("clib", "kernel_src"):
+            shutil.copytree(ROOT / name, package / "_clib" / name)
 
 
 class bdist_wheel_with_kernels(bdist_wheel):

@@ -1,5 +1,5 @@
-"""The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench`, `hfpatch.hub` and
-`hfpatch.kernel_project`."""
+"""The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench`, `hfpatch.hub`,
+`hfpatch.kernel_project` and `hfpatch.kernel_build.clib`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hfpatch import loading
 from hfpatch.bench import command as bench
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
+from hfpatch.kernel_build import clib
 from hfpatch.kernel_project.cli import add_kernel_commands, run_kernel_command
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -65,6 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     add_hub_commands(commands)
     add_kernel_commands(commands)
+    clib.add_arguments(
+        commands.add_parser(
+            "clib",
+            help="build libhfpatch: the kernels for programs without PyTorch",
+            description=clib.__doc__,
+        )
+    )
     return parser
 
 
@@ -81,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return HUB_COMMANDS[args.command](args)
         if args.command == "kernel":
             return run_kernel_command(args)
+        if args.command == "clib":
+            return clib.run_command(args)
         return (
             _plan(args, loading.title(args.model)) if args.command == "plan" else _apply_check(args)
         )

@@ -150,6 +150,7 @@ def test_files_named_exist(path: Path) -> None:
     # `my-kernel/` is what `hfpatch kernel new my-kernel` writes, from its templates
     named = {s.removeprefix("my-kernel/") for s in spans if s.endswith(suffixes) and " " not in s}
     tops = ("hfpatch", "kernel_src", "torch-ext", "tests", "examples", "benchmarks", "docs")
+    tops += ("clib", "bindings")
     files = [f"/{p.name}" for p in ROOT.iterdir() if p.is_file()]
     files += [
         f"/{p.relative_to(ROOT).as_posix()}"
@@ -196,6 +197,9 @@ def test_flags_of_the_examples_are_all_documented(name: str) -> None:
 def test_no_flag_is_invented(path: Path) -> None:
     known = flags_of(cli.build_parser()) | COMMON
     known |= {"--no-deps", "--force-reinstall"}  # pip's
+    known |= {"--build", "--install", "--prefix"}  # CMake's
+    known |= {"--cflags", "--libs"}  # pkg-config's
+    known |= flags_in_source(ROOT / "bindings" / "generate" / "__main__.py")
     known |= set(FLAG.findall((ROOT / "tests/compat/conftest.py").read_text(encoding="utf-8")))
     build = Path(kernel_build.__file__).with_name("__main__.py")
     for source in (*(ROOT / "examples").glob("[a-z]*.py"), build):
@@ -246,8 +250,9 @@ def test_environment_variables_are_those_of_the_code() -> None:
     pattern = re.compile(r"\bHFPATCH_(?!H_)[A-Z_]+\b")
     package = [p for p in (ROOT / "hfpatch").rglob("*.py") if "_kernels" not in p.parts]
     code = [*package, *(ROOT / "kernel_src").rglob("*.cpp")]
-    code += [ROOT / "setup.py", *(ROOT / "examples").glob("*.py")]
+    code += [ROOT / "setup.py", ROOT / "CMakeLists.txt", *(ROOT / "examples").glob("*.py")]
     code += (ROOT / "torch-ext").rglob("*.py")
+    code += (ROOT / "bindings").rglob("build.rs")
     read = {name for path in code for name in pattern.findall(path.read_text(encoding="utf-8"))}
     named = {name for path in DOCS for name in pattern.findall(path.read_text(encoding="utf-8"))}
     assert named == read

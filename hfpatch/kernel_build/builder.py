@@ -14,6 +14,7 @@ from typing import Any
 
 from .commands import run, write
 from .errors import KernelBuildError, ToolchainMissing
+from .flags import CXX_FLAGS, arch_label, host_flags, nvcc_flags
 from .objects import Objects, Unit
 from .portable import EXPORTS, PORTABLE_CPP, PORTABLE_H, old_glibc
 from .project import Project
@@ -24,15 +25,6 @@ from .toolchain import cuda_archs, find_cxx, find_nvcc, find_torch, jobs, python
 _OPENMP = re.compile(r"^(GOMP_|omp_|__kmpc_)")
 # What the interpreter itself provides.
 _PYTHON = re.compile(r"^_?Py[A-Z_]")
-
-_CXX_FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-fvisibility-inlines-hidden",
-    "-fno-gnu-unique",
-)
 
 _REGISTRATION_H = """\
 #pragma once
@@ -101,7 +93,7 @@ class Builder:
         for path in self.project.sources():
             sha.update(path.relative_to(self.project.root).as_posix().encode() + b"\0")
             sha.update(path.read_bytes())
-        flags = [*_CXX_FLAGS, *self.archs, self.cxx_version, self.torch.version]
+        flags = [*CXX_FLAGS, *self.archs, self.cxx_version, self.torch.version]
         flags.append(f"nvcc: {self.nvcc and self.nvcc.release}")
         flags.append(f"python headers: {bool(self.python_headers)}")
         sha.update("\0".join(flags).encode())
@@ -145,15 +137,14 @@ class Builder:
         name = Path(src).name
         if not src.endswith(".cu"):
             return f"{Path(self.cxx).name} {name}"
-        sms = ["sm_" + a.replace("+PTX", "").replace(".", "") for a in self.archs]
-        return f"nvcc {name} ({sms[0]}" + (f"…{sms[-1]})" if len(sms) > 1 else ")")
+        return f"nvcc {name} ({arch_label(self.archs)})"
 
     def _target_version(self) -> str:
         major, minor = self.project.abi.split(".")
         return f"-DTORCH_TARGET_VERSION={(int(major) << 56) | (int(minor) << 48):#x}ULL"
 
     def _host_flags(self) -> list[str]:
-        flags = [f for f in _CXX_FLAGS if not (self.clang and f == "-fno-gnu-unique")]
+        flags = host_flags(self.clang)
         # No path of this machine may end in the binary (by way of __FILE__).
         flags += [f"-ffile-prefix-map={self.torch.include}=torch-include"]
         flags += [f"-ffile-prefix-map={self.project.root}=."]
@@ -168,15 +159,7 @@ class Builder:
 
     def _nvcc_command(self, section: dict[str, Any]) -> list[str]:
         assert self.nvcc is not None
-        host = [f for f in self._host_flags() if not f.startswith(("-O", "-std"))]
-        command = [self.nvcc.path, "-O3", "-std=c++17", "-cudart", "static", "-DCUDA_KERNEL"]
-        command.append("-Xptxas=-v")  # for `resources`
-        command += ["-ccbin", self.cxx, *(f"-Xcompiler={flag}" for flag in host)]
-        for arch in self.archs:
-            number = arch.replace("+PTX", "").replace(".", "")
-            command.append(f"-gencode=arch=compute_{number},code=sm_{number}")
-            if arch.endswith("+PTX"):
-                command.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+        command = [self.nvcc.path, *nvcc_flags(self.cxx, self._host_flags(), self.archs)]
         return command + list(section.get("cuda-flags", []))
 
     def objects(self) -> Objects:

@@ -253,6 +253,7 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
     project = copy_project(tmp_path / "project", "cpu")
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy2(ROOT / name, project / name)
+    shutil.copytree(ROOT / "clib", project / "clib")
     (project / "README.md").write_text("hfpatch\n")
     (project / "hfpatch").mkdir()
     for name in ("__init__.py", "py.typed"):
@@ -269,6 +270,10 @@ def test_setup_without_a_compiler_still_makes_a_pure_package(tmp_path: Path) -> 
     shutil.unpack_archive(wheel, tmp_path / "unpacked", "zip")
     reason = json.loads((tmp_path / "unpacked/hfpatch/_kernels/REASON.json").read_text())
     assert "/nonexistent" in reason["reason"]
+    header = (ROOT / "kernel_src" / "hfpatch.h").read_bytes()
+    assert (tmp_path / "unpacked/hfpatch/include/hfpatch.h").read_bytes() == header
+    for name in ("build.toml", "clib/stub.c", "clib/hfpatch.pc.in", "kernel_src/api.cpp"):
+        assert (tmp_path / "unpacked/hfpatch/_clib" / name).is_file(), name
     inside = Path("hfpatch/kernel_project/templates")
     for path in (project / inside).rglob("*"):
         assert (tmp_path / "unpacked" / path.relative_to(project)).exists(), path

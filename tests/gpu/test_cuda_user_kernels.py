@@ -25,7 +25,7 @@ right: Callable[..., Tensor] = OPS["layer_norm"].reference
 @pytest.fixture(autouse=True)
 def afresh() -> Iterator[None]:
     forget_proofs()
-    yield
+    return
 
 
 def _report(kernel: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import json
 import os
@@ -24,8 +25,11 @@ from typing import Any
 
 import torch
 
-KERNEL_SRC = Path(__file__).resolve().parents[2] / "kernel_src"
-HEADER = KERNEL_SRC / "hfpatch.h"
+from hfpatch.kernel_build import ToolchainMissing
+from hfpatch.kernel_build.clib import build_clib
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = ROOT / "kernel_src" / "hfpatch.h"
 
 
 class DLDevice(ctypes.Structure):
@@ -224,7 +228,9 @@ def compile_sources(folder: Path, compiler: str, jobs: int = 2) -> list[Path]:
     """Compiles the CPU kernels into object files in `folder`; their paths."""
     flags = ["-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-DCPU_KERNEL"]
     warnings = ["-Wall", "-Wextra", "-Werror"]
-    sources = sorted(KERNEL_SRC.glob("*.cpp")) + sorted((KERNEL_SRC / "cpu").glob("*.cpp"))
+    sources = sorted((ROOT / "kernel_src").glob("*.cpp")) + sorted(
+        (ROOT / "kernel_src" / "cpu").glob("*.cpp")
+    )
     objects = [folder / (source.stem + ".o") for source in sources]
     commands = [
         [compiler, *flags, *warnings, "-c", str(source), "-o", str(target)]
@@ -238,25 +244,29 @@ def compile_sources(folder: Path, compiler: str, jobs: int = 2) -> list[Path]:
     return objects
 
 
-def build(folder: Path, compiler: str = "g++") -> Path:
-    """Compiles the CPU kernels into `folder`; the path of the shared library."""
-    objects = compile_sources(folder, compiler)
-    library = folder / "libhfpatch.so"
-    subprocess.run(
-        [compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(library)], check=True
-    )
-    return library
+#: What the library is compiled with besides, wherever a test builds it.
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
+
+def build(folder: Path, **options: Any) -> Path:
+    """libhfpatch, in `folder`; its objects are kept. The path of the library."""
+    options = {"kind": "cpu", "flags": WARNINGS, "verbose": False, **options}
+    lock = ROOT / ".cache" / "clib.lock"
+    lock.parent.mkdir(exist_ok=True)
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # one process compiles, the others take its objects
+        return build_clib(folder, **options)
 
 
 @functools.cache
 def built_library() -> Path | None:
-    """`build` with $CXX or g++, once per process; None without a compiler."""
-    compiler = os.environ.get("CXX", "g++")
-    if not shutil.which(compiler):
-        return None
+    """`build`, once per process; None without a compiler."""
     folder = tempfile.mkdtemp(prefix="hfpatch-c-api-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return build(Path(folder), compiler)
+    try:
+        return build(Path(folder))
+    except ToolchainMissing:
+        return None
 
 
 def printed(code: str, library: Path | str, threads: int) -> str:

@@ -1,0 +1,47 @@
+/* Written by `python bindings/generate` from kernel_src/hfpatch.h; do not edit. */
+static int32_t dispatch(const char *name, const struct call *c) {
+  if (strcmp(name, "hfp_rms_norm") == 0) return hfp_rms_norm(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].number, c->value[5].number, c->value[6].integer, c->stream);
+  if (strcmp(name, "hfp_layer_norm") == 0) return hfp_layer_norm(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].number, c->stream);
+  if (strcmp(name, "hfp_gelu") == 0) return hfp_gelu(c->value[0].tensor, c->value[1].tensor, c->value[2].integer, c->stream);
+  if (strcmp(name, "hfp_silu") == 0) return hfp_silu(c->value[0].tensor, c->value[1].tensor, c->stream);
+  if (strcmp(name, "hfp_gated") == 0) return hfp_gated(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].integer, c->stream);
+  if (strcmp(name, "hfp_gated_packed") == 0) return hfp_gated_packed(c->value[0].tensor, c->value[1].tensor, c->value[2].integer, c->value[3].integer, c->stream);
+  if (strcmp(name, "hfp_norm_modulate") == 0) return hfp_norm_modulate(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].number, c->value[7].integer, c->value[8].integer, c->stream);
+  if (strcmp(name, "hfp_gate_residual") == 0) return hfp_gate_residual(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].integer, c->stream);
+  if (strcmp(name, "hfp_gate_residual_norm_modulate") == 0) return hfp_gate_residual_norm_modulate(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].tensor, c->value[8].tensor, c->value[9].number, c->value[10].integer, c->value[11].integer, c->stream);
+  if (strcmp(name, "hfp_add_rms_norm") == 0) return hfp_add_rms_norm(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].number, c->value[7].number, c->value[8].integer, c->stream);
+  if (strcmp(name, "hfp_add_layer_norm") == 0) return hfp_add_layer_norm(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].number, c->stream);
+  if (strcmp(name, "hfp_rope") == 0) return hfp_rope(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].integer, c->value[5].integer, c->value[6].integer, c->value[7].integer, c->stream);
+  if (strcmp(name, "hfp_rope_qk") == 0) return hfp_rope_qk(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].integer, c->value[7].integer, c->value[8].integer, c->value[9].integer, c->stream);
+  if (strcmp(name, "hfp_qk_norm_rope") == 0) return hfp_qk_norm_rope(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].tensor, c->value[8].number, c->value[9].number, c->value[10].integer, c->value[11].integer, c->value[12].integer, c->value[13].integer, c->value[14].integer, c->value[15].integer, c->stream);
+  if (strcmp(name, "hfp_gated_rms_norm") == 0) return hfp_gated_rms_norm(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].number, c->value[5].integer, c->value[6].integer, c->value[7].integer, c->value[8].integer, c->stream);
+  if (strcmp(name, "hfp_rms_norm_silu") == 0) return hfp_rms_norm_silu(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].number, c->stream);
+  if (strcmp(name, "hfp_add_bias") == 0) return hfp_add_bias(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->stream);
+  if (strcmp(name, "hfp_group_norm") == 0) return hfp_group_norm(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].integer, c->value[6].number, c->value[7].integer, c->value[8].integer, c->stream);
+  if (strcmp(name, "hfp_rms_norm_backward") == 0) return hfp_rms_norm_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].tensor, c->value[8].number, c->value[9].number, c->value[10].integer, c->value[11].integer, c->stream);
+  if (strcmp(name, "hfp_layer_norm_backward") == 0) return hfp_layer_norm_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].tensor, c->value[8].number, c->value[9].integer, c->stream);
+  if (strcmp(name, "hfp_gelu_backward") == 0) return hfp_gelu_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].integer, c->stream);
+  if (strcmp(name, "hfp_silu_backward") == 0) return hfp_silu_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->stream);
+  if (strcmp(name, "hfp_gated_backward") == 0) return hfp_gated_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].integer, c->stream);
+  if (strcmp(name, "hfp_gated_packed_backward") == 0) return hfp_gated_packed_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].integer, c->value[4].integer, c->stream);
+  if (strcmp(name, "hfp_cross_entropy") == 0) return hfp_cross_entropy(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].integer, c->value[5].number, c->value[6].number, c->stream);
+  if (strcmp(name, "hfp_cross_entropy_backward") == 0) return hfp_cross_entropy_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].integer, c->value[6].number, c->value[7].number, c->stream);
+  if (strcmp(name, "hfp_cross_entropy_with_gradient") == 0) return hfp_cross_entropy_with_gradient(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].number, c->value[8].integer, c->value[9].number, c->value[10].number, c->stream);
+  if (strcmp(name, "hfp_adamw_step") == 0) return hfp_adamw_step(&c->value[0].list, &c->value[1].list, &c->value[2].list, &c->value[3].list, &c->value[4].list, &c->value[5].list, &c->value[6].list, c->value[7].tensor, c->value[8].tensor, c->value[9].tensor, c->value[10].tensor, c->value[11].number, c->value[12].number, c->value[13].number, c->value[14].number, c->value[15].number, c->value[16].integer, c->stream);
+  if (strcmp(name, "hfp_grad_norm") == 0) return hfp_grad_norm(c->value[0].tensor, c->value[1].tensor, &c->value[2].list, c->value[3].integer, c->stream);
+  if (strcmp(name, "hfp_clip_grads") == 0) return hfp_clip_grads(&c->value[0].list, c->value[1].tensor, c->value[2].number, c->stream);
+  if (strcmp(name, "hfp_scale_grads") == 0) return hfp_scale_grads(&c->value[0].list, c->value[1].tensor, c->stream);
+  if (strcmp(name, "hfp_softmax") == 0) return hfp_softmax(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].number, c->stream);
+  if (strcmp(name, "hfp_softmax_backward") == 0) return hfp_softmax_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].number, c->stream);
+  if (strcmp(name, "hfp_argmax") == 0) return hfp_argmax(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->stream);
+  if (strcmp(name, "hfp_topk") == 0) return hfp_topk(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].integer, c->stream);
+  if (strcmp(name, "hfp_sample") == 0) return hfp_sample(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].tensor, c->value[8].number, c->value[9].integer, c->value[10].number, c->value[11].number, c->stream);
+  if (strcmp(name, "hfp_add_gelu") == 0) return hfp_add_gelu(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].integer, c->stream);
+  if (strcmp(name, "hfp_add_silu") == 0) return hfp_add_silu(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->stream);
+  if (strcmp(name, "hfp_mul_add") == 0) return hfp_mul_add(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].integer, c->stream);
+  if (strcmp(name, "hfp_add_gelu_backward") == 0) return hfp_add_gelu_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].integer, c->value[7].integer, c->stream);
+  if (strcmp(name, "hfp_add_silu_backward") == 0) return hfp_add_silu_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].integer, c->stream);
+  if (strcmp(name, "hfp_mul_add_backward") == 0) return hfp_mul_add_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].integer, c->value[8].integer, c->stream);
+  fprintf(stderr, "no function %s\n", name);
+  exit(2);
+}

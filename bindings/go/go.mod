@@ -1,0 +1,3 @@
+module hfpatch
+
+go 1.19

@@ -1,0 +1,38 @@
+"""Flags of the compilers, for every kind of library that is built here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CXX_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-gnu-unique",
+)
+
+
+def host_flags(clang: bool) -> list[str]:
+    """Those of the C++ compiler."""
+    return [f for f in CXX_FLAGS if not (clang and f == "-fno-gnu-unique")]
+
+
+def nvcc_flags(cxx: str, host: Sequence[str], archs: Sequence[str]) -> list[str]:
+    """Those of nvcc with the C++ compiler `cxx` under it, for `archs` such as "9.0+PTX"."""
+    through = [f"-Xcompiler={flag}" for flag in host if not flag.startswith(("-O", "-std"))]
+    flags = ["-O3", "-std=c++17", "-cudart", "static", "-DCUDA_KERNEL", "-Xptxas=-v"]
+    flags += ["-ccbin", cxx, *through]
+    for arch in archs:
+        number = arch.replace("+PTX", "").replace(".", "")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if arch.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+def arch_label(archs: Sequence[str]) -> str:
+    """ "sm_80…sm_90" of `archs`."""
+    sms = ["sm_" + a.replace("+PTX", "").replace(".", "") for a in archs]
+    return sms[0] + (f"…{sms[-1]}" if len(sms) > 1 else "")
