@@ -31,6 +31,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         for name in ("KERNELS_CACHE", "LOCAL_KERNELS", "HFPATCH_KERNELS"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HFPATCH_CONFIG", "")
+        monkeypatch.setenv("HFPATCH_STATE", str(tmp_path / "state"))
         monkeypatch.setenv("HF_TOKEN", server.token)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         monkeypatch.chdir(tmp_path)
