@@ -450,8 +450,8 @@ class Sources:
         if self._found and source not in FOUND_MAY_CHOOSE:
             raise KernelUntrustedError(
                 f"{self._found} names `{_name(source)}` for `{op}`, but nobody named that file: "
-                "one that is found in the working directory or above it may choose `local`, `torch` "
-                "and `none` only. Name it in HFPATCH_CONFIG, or the kernel in `kernels=`"
+                "one that is found in the working directory or above it may choose `local`, "
+                "`torch` and `none` only. Name it in HFPATCH_CONFIG, or the kernel in `kernels=`"
             )
         if not isinstance(source, str):
             return Kernel(op, source, _name(source), f"#{id(source)}", differentiable=False)

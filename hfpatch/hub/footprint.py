@@ -62,6 +62,8 @@ class Footprint:
                 title = f"{owner.__module__}." if isinstance(owner, type) else ""
                 changed.append(f"{title}{owner.__name__}.{name}")
                 setattr(owner, name, value)
+            if isinstance(owner, type):
+                changed += _shadows(owner, before)
         return changed
 
     def _modules(self) -> list[str]:
@@ -91,6 +93,17 @@ class Footprint:
         if not torch.equal(torch.get_rng_state(), self.random):
             torch.set_rng_state(self.random)  # numbers drawn are no harm, other numbers later are
         return changed
+
+
+def _shadows(owner: type, before: dict[str, Any]) -> list[str]:
+    """Names that a class has now in the place of those that it inherits; taken out again."""
+    changed = []
+    for name, value in list(vars(owner).items()):
+        inherited = any(name in vars(base) for base in owner.__mro__[1:])
+        if name not in before and inherited and callable(value) and not _of_torch(value):
+            changed.append(f"{owner.__module__}.{owner.__name__}.{name}")
+            delattr(owner, name)
+    return changed
 
 
 def _owners(modules: dict[str, Any]) -> list[Any]:

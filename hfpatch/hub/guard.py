@@ -27,6 +27,8 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
 _SCHEMES = {"https": 443, "http": 80}
 #: Bytes of an answer that is no file, and of a file that no listing gave a size.
 _LARGEST_ANSWER = 16 << 20
+#: Seconds that an answer that is no file may take.
+_LONGEST_ANSWER = 60.0
 #: Requests in one `guarded`: pages that lead to each other for ever end here.
 _MOST_REQUESTS = 20_000
 #: Bytes per second, on the average of a whole file, below which a download is given up.
@@ -154,7 +156,7 @@ def _response(guard: Guard, endpoint: _Origin, response: Any) -> None:
     if origin == endpoint and "/resolve/" in path:
         _check_file(guard, path, response)
     elif origin == endpoint:
-        limit, seconds = _LARGEST_ANSWER, 60
+        limit, seconds = _LARGEST_ANSWER, _LONGEST_ANSWER
         if 300 <= response.status_code < 400:
             where = response.headers.get("location", "")
             raise KernelIntegrityError(

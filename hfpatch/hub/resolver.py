@@ -160,8 +160,8 @@ class PinnedResolver:
             if offline():
                 raise KernelLoadError(
                     f"`{spec}` (commit {commit[:12]}) is not complete in the cache "
-                    f"`{cache_dir()}`, or was never compared with what the Hub has, and HF_HUB_OFFLINE is set. While "
-                    f"online: `hfpatch download {spec}`"
+                    f"`{cache_dir()}`, or was never compared with what the Hub has, and "
+                    f"HF_HUB_OFFLINE is set. While online: `hfpatch download {spec}`"
                 )
             variant = _fitting(api, spec, commit)
             sealed = self.compared(api, spec, commit, variant, signed)

@@ -98,7 +98,7 @@ class Trust:
     def _released(self, api: HfApi, spec: HubSpec, commit: str, known: Evidence) -> bool:
         """Whether a branch or tag that counts leads to the commit."""
         found = known.commit(commit)
-        if found.via and self._counts(found.via) and not self.refresh:
+        if found.via and self._counts(found.via, spec) and not self.refresh:
             if fresh(found.asked):
                 return True
             if offline():
@@ -129,7 +129,7 @@ class Trust:
         names = {
             f"{kind}/{r.name}": r.target_commit
             for kind, r in rows
-            if r.ref == f"refs/{kind}/{r.name}" and self._counts(f"{kind}/{r.name}")
+            if r.ref == f"refs/{kind}/{r.name}" and self._counts(f"{kind}/{r.name}", spec)
         }
         for name, target in names.items():
             if target == commit:
@@ -144,11 +144,12 @@ class Trust:
                 return name
         return ""
 
-    def _counts(self, via: str) -> bool:
-        """Whether that branch or tag is one that is taken."""
+    def _counts(self, via: str, spec: HubSpec) -> bool:
+        """Whether that branch or tag is one that is taken: a branch that is no version only where
+        it was asked for by its name, which `allow_branches` or a lock file allowed."""
         kind, _, name = via.partition("/")
         released = kind == "tags" or HubSpec("", name).version is not None
-        return released or self.options.allow_branches
+        return released or self.options.allow_branches or name == spec.ref
 
     def _old(self, spec: HubSpec, what: str, asked: float) -> None:
         day = time.strftime("%Y-%m-%d", time.gmtime(asked))

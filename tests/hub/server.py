@@ -129,6 +129,11 @@ class _Rule:
 # ------------------------------------------------------------------------------ the server
 
 
+class _Quiet(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no news here."""
+
+
 class HubServer:
     """The server; a context manager. `url` and `token` are what a client needs."""
 
@@ -142,7 +147,7 @@ class HubServer:
         self.lock = threading.RLock()
         self._rules: list[_Rule] = []
         self._closing = threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http = _Quiet(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
 

@@ -76,14 +76,6 @@ def expect_kernel(spec: str = SPEC, **arguments: object) -> str:
     return swap.version
 
 
-@pytest.fixture
-def toy(hub: HubServer) -> HubServer:
-    """A Hub with the trusted kernel `toy/kernel@v1`."""
-    hub.trust("toy")
-    hub.put("toy/kernel", package())
-    return hub
-
-
 # ------------------------------------------------------------------------------ the network
 
 
