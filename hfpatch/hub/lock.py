@@ -51,7 +51,9 @@ class LockFile:
         """
         try:
             kernels = _rows(strict_json(read_regular(path, LARGEST_LOCK)))
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as e:
+        except (
+            OSError, AttributeError, KeyError, TypeError, ValueError, KernelLoadError
+        ) as e:  # fmt: skip
             raise KernelLoadError(
                 f"the lock file `{path}` cannot be read ({type(e).__name__}: {e}); write it with "
                 "`hfpatch lock org/name@v1`"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.hub.spec import HubSpec
+from hfpatch.text import printable
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,14 @@ def _checked(name: str, value: Any) -> Any:
     if name == "trust_remote_code" and not isinstance(value, bool):
         named = _strings(name, value)
         for text in named:
-            spec = HubSpec.parse(text, allow_branches=True)
-            if "@" in text and spec.commit is None:
+            try:
+                spec = HubSpec.parse(text, allow_branches=True)
+            except ValueError:
+                spec = None
+            if spec is None or ("@" in text and spec.commit is None):
                 raise ValueError(
-                    f"`hub['trust_remote_code']` lists `{text}`; expected `org/name` or "
-                    "`org/name@<40-digit commit>`"
+                    f"`hub['trust_remote_code']` lists `{printable(text, 200)}`; expected "
+                    "`org/name` or `org/name@<40-digit commit>`"
                 )
         return named
     if not isinstance(value, bool):
