@@ -43,7 +43,6 @@ class _SourceLoader(SourceFileLoader):
         return code
 
 
-
 class _Package:
     """A sealed package that is imported, or is just being imported."""
 

@@ -379,6 +379,14 @@ def test_libraries_that_others_do_not_have(project: Path) -> None:
     assert found["no search path"].problem == "`/opt/x`"
 
 
+def test_what_a_library_asks_of_its_loader(project: Path) -> None:
+    what = "asks nothing odd of the loader"
+    source = 'extern "C" int relu_squared() { return 1; }\n'
+    assert "functions run as it is loaded" in compile_library(project, source)[what].note
+    found = compile_library(project, source, "-Wl,-z,execstack", "-Wl,-rpath,/opt/x")
+    assert found[what].problem.endswith("asks for a stack that can be executed")
+
+
 def test_symbols_that_are_nobodys_business(project: Path) -> None:
     source = (
         "int global_helper() { return 1; }\n"
