@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attack import EVIL, SPEC, evil, loads, ran, withstood
+from attack import EVIL, SPEC, evil, loads, ran, sampled, withstood
 from packages import SILU, package
 from server import HubServer
 from torch import nn
@@ -48,7 +48,7 @@ def twice(key: str, first: str, second: str) -> str:
 
 @pytest.mark.parametrize(
     "text",
-    [
+    sampled([
         plain()[:-1] + ', "id": "other"}',
         plain()[:-1] + ', "name": "other"}',
         twice("zzz", "1", "2"),
@@ -69,7 +69,7 @@ def twice(key: str, first: str, second: str) -> str:
         plain(digest=False)[:-1] + ', "digest": {"algorithm": "md5", "files": {}}}',
         plain(digest=False)[:-1] + ', "digest": {"algorithm": "sha256", "files": {}}}',
         plain(digest=False)[:-1] + ', "digest": {"algorithm": "sha256", "files": {"x": 1}}}',
-    ],
+    ], 8),
     ids=range(28),
 )
 def test_metadata(text: str, toy: HubServer) -> None:
@@ -77,7 +77,7 @@ def test_metadata(text: str, toy: HubServer) -> None:
     withstood()
 
 
-@pytest.mark.parametrize("key", ["../../../evil.py", "/etc/passwd", "a//b", "./__init__.py", ""])
+@pytest.mark.parametrize("key", sampled(["../../../evil.py", "/etc/passwd", "a//b", "./__init__.py", ""], 2))
 def test_a_digest_of_a_path_that_is_none(key: str, toy: HubServer) -> None:
     files = evil()
     data = json.loads(files[METADATA])
@@ -96,8 +96,9 @@ def test_a_digest_that_is_said_twice(toy: HubServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["torch", "json", "sys", "hfpatch", "antigravity", "t\u043erch", "\uff54orch", "a.b",
-             "__main__", "", "x" * 10 + "\u200b", "hfpatch.verify"]
+    "name",
+    sampled(["torch", "json", "sys", "hfpatch", "antigravity", "t\u043erch", "\uff54orch", "a.b",
+             "__main__", "", "x" * 10 + "\u200b", "hfpatch.verify"], 4),
 )  # fmt: skip
 def test_an_id_that_is_a_modules_or_looks_like_it(name: str, toy: HubServer) -> None:
     toy.put("toy/kernel", evil(id=name))
@@ -133,8 +134,8 @@ def test_our_own_name_is_no_passport(toy: HubServer) -> None:
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize(
     "name",
-    ["helper.pyc", "__pycache__/__init__.cpython-311.pyc", "sub/x.PYC", "a.pyo",
-     "__pycache__/data.txt"],
+    sampled(["helper.pyc", "__pycache__/__init__.cpython-311.pyc", "sub/x.PYC", "a.pyo",
+             "__pycache__/data.txt"], 2),
 )  # fmt: skip
 def test_bytecode(name: str, listed: bool, toy: HubServer) -> None:
     files = evil(more={name: "x"} if listed else None, digest=listed)
@@ -144,13 +145,13 @@ def test_bytecode(name: str, listed: bool, toy: HubServer) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ("Helper.py", "helper.py"), ("__INIT__.py",), ("caf\u00e9.py", "cafe\u0301.py"),
-        ("a\x1b[2Jb.py",), ("a\\b.py",), ("a\u202ey.py",), (" a.py",), ("a\n.py",), ("x" * 260,),
-    ],
+    sampled([
+        ["Helper.py", "helper.py"], ["__INIT__.py"], ["caf\u00e9.py", "cafe\u0301.py"],
+        ["a\x1b[2Jb.py"], ["a\\b.py"], ["a\u202ey.py"], [" a.py"], ["a\n.py"], ["x" * 260],
+    ], 3),
     ids=range(9),
 )  # fmt: skip
-def test_file_names(names: tuple[str, ...], toy: HubServer) -> None:
+def test_file_names(names: list[str], toy: HubServer) -> None:
     if any(unicodedata.normalize("NFC", n) != n for n in names):
         assert len({unicodedata.normalize("NFC", n) for n in names}) == 1
     toy.put("toy/kernel", evil(more=dict.fromkeys(names, "x = 1\n")))
@@ -256,7 +257,7 @@ def test_a_library_that_is_taken_from_a_path(toy: HubServer, tmp_path: Path) -> 
     withstood(SPEC, "loads the file")
 
 
-@pytest.mark.parametrize("size", [0, 3, 4, 63, 64, 400, 3000])
+@pytest.mark.parametrize("size", sampled([0, 3, 4, 63, 64, 400, 3000], 3))
 def test_a_library_that_is_cut_off(size: int, toy: HubServer, tmp_path: Path) -> None:
     toy.put("toy/kernel", with_library(library(tmp_path, CODE)[:size]))
     withstood(SPEC, "cannot be loaded")
@@ -274,7 +275,7 @@ def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [
+    sampled([
         ("torch.nn.functional.silu = lambda x, inplace=False: x", "torch.nn.functional.silu"),
         ("torch.nn.SiLU.forward = lambda self, x: x", "SiLU.forward"),
         ("torch.nn.Module.__call__ = lambda self, x: x", "Module.__call__"),
@@ -287,12 +288,12 @@ def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
         ("import builtins; builtins.len = lambda x: 0", "builtins.len"),
         ("import hashlib; hashlib.sha256 = None", "hashlib.sha256"),
         ("import sys; sys.modules['hfpatch.report'] = torch", "hfpatch.report"),
-        ("import sys, types; sys.modules['hfpatch.later'] = types.ModuleType('x')", "hfpatch.later"),
+        ("import sys; sys.modules['hfpatch.later'] = type(sys)('x')", "hfpatch.later"),
         ("import sys; del sys.modules['hfpatch.verify']", "hfpatch.verify"),
         ("import sys, os; sys.path.insert(0, os.path.dirname(__file__))", "sys.path"),
         ("torch.set_default_dtype(torch.float64)", "default_dtype"),
         ("torch.set_grad_enabled(False)", "grad_enabled"),
-    ],
+    ], 6),
 )
 def test_what_an_import_changes(code: str, said: str, toy: HubServer) -> None:
     """It is taken back, and the package is not used."""

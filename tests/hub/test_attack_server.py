@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attack import EVIL, SPEC, evil, loads, model, withstood
+from attack import EVIL, SPEC, evil, loads, model, sampled, withstood
 from huggingface_hub import constants
 from packages import package
 from server import Body, Edit, Endless, Headers, HubServer, Redirect, Slow
@@ -47,7 +47,7 @@ TAGS = [
 
 
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag"])
-@pytest.mark.parametrize("tag", TAGS, ids=range(len(TAGS)))
+@pytest.mark.parametrize("tag", sampled(TAGS, 4), ids=range(len(TAGS)))
 def test_etags(tag: str, header: str, toy: HubServer, outside: Callable[[], list[str]]) -> None:
     """huggingface_hub names a file of the cache by it."""
     toy.put("toy/kernel", evil())
@@ -57,7 +57,7 @@ def test_etags(tag: str, header: str, toy: HubServer, outside: Callable[[], list
     assert outside() == []
 
 
-@pytest.mark.parametrize("commit", ["../../evil", "", "v1", "a" * 40, "A" * 40, "/evil"])
+@pytest.mark.parametrize("commit", sampled(["../../evil", "", "v1", "a" * 40, "A" * 40, "/evil"], 2))
 def test_commits_in_headers(
     commit: str, toy: HubServer, outside: Callable[[], list[str]]
 ) -> None:
@@ -86,7 +86,7 @@ def listed(**change: object) -> Edit:
 
 @pytest.mark.parametrize(
     "change",
-    [
+    sampled([
         {"path": "build/torch-cpu/../../../../../evil.py"},
         {"path": "build/torch-cpu/../../../" + "a" * 40 + "/build/torch-cpu/evil.py"},
         {"path": "/tmp/hfpatch-evil.py"}, {"path": "build/torch-cuda/evil.py"}, {"path": ""},
@@ -98,7 +98,7 @@ def listed(**change: object) -> Edit:
         {"lfs": {"oid": "../../evil", "size": 1, "pointerSize": 1}}, {"lfs": 7},
         {"lfs": {"oid": "a" * 64, "size": -1, "pointerSize": 1}},
         {"type": "directory"}, {"type": "link"}, {"xetHash": "../../evil"},
-    ],
+    ], 8),
     ids=range(28),
 )  # fmt: skip
 def test_listings(
@@ -115,7 +115,7 @@ def test_listings(
     assert [p for p in outside() if not p.endswith("sanitize")] == []
 
 
-@pytest.mark.parametrize("name", ["../../../evil", "..", "torch-cpu/../../../evil", "/evil", ""])
+@pytest.mark.parametrize("name", sampled(["../../../evil", "..", "torch-cpu/../../../evil", "/evil", ""], 2))
 def test_names_of_variants(name: str, toy: HubServer, outside: Callable[[], list[str]]) -> None:
     rows = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": f"build/{name}"}]
     toy.put("toy/kernel", evil())
@@ -132,7 +132,7 @@ def test_pages_without_end(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
     commit = toy.put("toy/kernel", evil())
     toy.put("toy/kernel", evil(name="later"))
     for path in ("/tree/", "/commits/"):
-        link = f'<{toy.url}/api/kernels/toy/kernel/tree/v1>; rel="next"'
+        link = f'<{toy.url}/api/kernels/toy/kernel{path}v1>; rel="next"'
         toy.fail("GET", path, Body(b"[]", {"Link": link}))
         withstood(SPEC if "tree" in path else f"toy/kernel@{commit}", "more than 200 requests")
         toy.heal()
@@ -178,8 +178,8 @@ def test_a_slow_answer(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    ["http://10.0.0.1/x", "https://169.254.169.254/latest", "file:///etc/passwd", "ftp://x/y",
-     "http://[::1", "//evil.example/x", "http://evil.example/x"],
+    sampled(["http://10.0.0.1/x", "https://169.254.169.254/latest", "file:///etc/passwd",
+             "ftp://x/y", "http://[::1", "//evil.example/x", "http://evil.example/x"], 3),
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/revision/v1", "/overview", FILE])
 def test_redirects_elsewhere(where: str, path: str, toy: HubServer) -> None:
@@ -242,8 +242,10 @@ def test_escape_sequences(
     clean(withstood(SPEC))
     toy.heal()
     toy.put("toy/kernel", package(f"{'x' * 3} = 1\n", license=ESCAPES))
-    for command in (["inspect", SPEC], ["inspect", f"toy/{ESCAPES}@v1"],
-                    ["download", f"toy/kernel@{ESCAPES}"], ["lock", f"{ESCAPES}/kernel@v1"]):  # fmt: skip
+    for command in (
+        ["inspect", SPEC], ["inspect", f"toy/{ESCAPES}@v1"],
+        ["download", f"toy/kernel@{ESCAPES}"], ["lock", f"{ESCAPES}/kernel@v1"],
+    ):  # fmt: skip
         main(command)
         out = capsys.readouterr()
         clean(out.out + out.err)
