@@ -57,7 +57,9 @@ def test_etags(tag: str, header: str, toy: HubServer, outside: Callable[[], list
     assert outside() == []
 
 
-@pytest.mark.parametrize("commit", sampled(["../../evil", "", "v1", "a" * 40, "A" * 40, "/evil"], 2))
+@pytest.mark.parametrize(
+    "commit", sampled(["../../evil", "", "v1", "a" * 40, "A" * 40, "/evil"], 2)
+)
 def test_commits_in_headers(
     commit: str, toy: HubServer, outside: Callable[[], list[str]]
 ) -> None:
@@ -115,7 +117,9 @@ def test_listings(
     assert [p for p in outside() if not p.endswith("sanitize")] == []
 
 
-@pytest.mark.parametrize("name", sampled(["../../../evil", "..", "torch-cpu/../../../evil", "/evil", ""], 2))
+@pytest.mark.parametrize(
+    "name", sampled(["../../../evil", "..", "torch-cpu/../../../evil", "/evil", ""], 2)
+)
 def test_names_of_variants(name: str, toy: HubServer, outside: Callable[[], list[str]]) -> None:
     rows = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": f"build/{name}"}]
     toy.put("toy/kernel", evil())
