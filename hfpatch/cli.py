@@ -16,6 +16,7 @@ from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
 from hfpatch.kernel_build import clib
 from hfpatch.kernel_project.cli import add_kernel_commands, run_kernel_command
+from hfpatch.text import printable
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -51,7 +52,16 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--include", action="append", metavar="GLOB")
         command.add_argument("--exclude", action="append", metavar="GLOB")
         command.add_argument("--subfolder", help="a part of a pipeline, e.g. transformer")
-        command.add_argument("--trust-remote-code", action="store_true")
+        command.add_argument(
+            "--trust-remote-code", action="store_true", help="run code of the model's repository"
+        )
+        command.add_argument(
+            "--trust-kernel",
+            action="append",
+            default=[],
+            metavar="ORG/NAME",
+            help="load kernels of this repository, whoever its publisher is",
+        )
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     check.add_argument(
         "--random-weights",
@@ -96,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (OSError, ValueError, TypeError, RuntimeError) as e:
         command = f"{args.command} {args.action}" if args.command == "kernel" else args.command
-        print(f"hfpatch {command}: {e}", file=sys.stderr)
+        print(printable(f"hfpatch {command}: {e}"), file=sys.stderr)
         return 1 if isinstance(e, KernelLoadError) else 2
 
 
@@ -155,8 +165,8 @@ def _kernels(args: argparse.Namespace) -> Any:
 
 
 def _hub(args: argparse.Namespace) -> dict[str, Any]:
-    """`--trust-remote-code` holds for the model's code and for kernels."""
-    return {"trust_remote_code": True} if args.trust_remote_code else {}
+    """`--trust-remote-code` is about the model's code; each kernel is named by itself."""
+    return {"trust_remote_code": tuple(args.trust_kernel)} if args.trust_kernel else {}
 
 
 def _apply_check(args: argparse.Namespace) -> int:

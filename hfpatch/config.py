@@ -5,11 +5,15 @@ directory or the nearest one above it; `HFPATCH_CONFIG` names another (empty: no
 
     kernels = ["hub", "local", "torch"]       # or a table of op to source, with "*" for the rest
 
-    [hub]
+    [hub]                                     # of a file that HFPATCH_CONFIG names
     repos = ["org/name@v1"]                   # what "hub" stands for
     lockfile = "hfpatch.lock"                 # relative to this file
     require-signed = true
     allow-branches = false
+
+A working directory may be anybody's: a folder of a download, a shared one. So a file that is found
+rather than named chooses only among what needs no trust: `local`, `torch`, `none` (off), and it may
+demand signatures.
 
 Attention has no argument and no key: HFPATCH_ATTENTION holds for the whole process.
 """
@@ -22,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.choices import parse_variable
+from hfpatch.files import read_regular
 from hfpatch.hub import HubOptions
+from hfpatch.text import printable
 
 _ATTENTION = "HFPATCH_ATTENTION"
 # Read by the kernels as they are loaded, where nothing can be said of another value.
@@ -31,6 +37,9 @@ _READ_BY_KERNELS = {
     "HFPATCH_PYTHON_CALLS": ("0", "1"),
 }
 _HUB_KEYS = ("repos", "lockfile", "require-signed", "allow-branches")
+#: What a file that was found may choose, besides to switch an op off.
+FOUND_MAY_CHOOSE = ("local", "torch")
+_LARGEST = 4 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,15 @@ class Defaults:
         kernels: as the argument; None if neither the environment nor the file says.
         hub: as the argument.
         origin: where `kernels` was read, for messages.
+        found: `origin` is a file that was found, rather than named.
+        note: what that file chose, for the report; empty if it chose nothing.
     """
 
     kernels: Any = None
     hub: HubOptions = field(default_factory=HubOptions)
     origin: str = ""
+    found: bool = False
+    note: str = ""
 
 
 def read_defaults() -> Defaults:
@@ -58,7 +71,8 @@ def read_defaults() -> Defaults:
     attention_choice()
     check_kernel_variables()
     path = config_file()
-    found = Defaults() if path is None else _from_file(path)
+    named = bool(os.environ.get("HFPATCH_CONFIG"))
+    found = Defaults() if path is None else _from_file(path, named)
     variable = os.environ.get("HFPATCH_KERNELS", "").strip()
     if not variable:
         return found
@@ -126,12 +140,12 @@ def _toml(path: Path) -> dict[str, Any]:
     from kernels.compat import tomllib
 
     try:
-        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as e:
+        return dict(tomllib.loads(read_regular(path, _LARGEST).decode("utf-8")))
+    except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"the config file `{path}` cannot be read: {e}") from e
 
 
-def _from_file(path: Path) -> Defaults:
+def _from_file(path: Path, named: bool) -> Defaults:
     data = _toml(path)
     if path.name == "pyproject.toml":
         data = _table(_table(data, "tool", path), "hfpatch", path)
@@ -150,9 +164,43 @@ def _from_file(path: Path) -> Defaults:
             f"`{path}`: `hub` has no key {unknown[0]!r}; its keys are {', '.join(_HUB_KEYS)}"
         )
     options = {key.replace("-", "_"): value for key, value in table.items()}
-    if isinstance(options.get("lockfile"), str):
-        options["lockfile"] = path.parent / options["lockfile"]
     try:
-        return Defaults(data.get("kernels"), HubOptions.of(options), f"`{path}`")
+        if isinstance(options.get("lockfile"), str):
+            options["lockfile"] = _within(path.parent, options["lockfile"])
+        hub = HubOptions.of(options)
     except (TypeError, ValueError) as e:
         raise ValueError(f"`{path}`: {e}") from e
+    if not named and hub != HubOptions(require_signed=hub.require_signed):
+        hub = HubOptions(
+            refused=f"`{path}` has a table `[hub]`, but nobody named that file: one that is found "
+            "in the working directory or above it may not say on what terms kernels are loaded, so "
+            "none is. Name it in HFPATCH_CONFIG, or give `hub=HubOptions(...)`"
+        )
+    return Defaults(_switches(data.get("kernels")), hub, f"`{path}`", not named, _note(path, data))
+
+
+def _within(folder: Path, name: str) -> Path:
+    """A file of the project; it will be written to."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"`lockfile` is {name!r}, which is outside of `{folder}`")
+    return path
+
+
+def _switches(kernels: Any) -> Any:
+    """`none` as what it stands for, which TOML has no value for."""
+    if isinstance(kernels, dict):
+        return {op: None if choice == "none" else choice for op, choice in kernels.items()}
+    return {"*": None} if kernels == "none" else kernels
+
+
+def _note(path: Path, data: dict[str, Any]) -> str:
+    """What a file chose, in one line."""
+    kernels = data.get("kernels")
+    if kernels is None:
+        return ""
+    rows = kernels if isinstance(kernels, dict) else {"*": kernels}
+    said = "; ".join(
+        f"{op}: {', '.join(map(str, c)) if isinstance(c, list) else c}" for op, c in rows.items()
+    )
+    return printable(f"the config file `{path}` chose the kernels: {said}", 1000)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from hfpatch.text import printable
+
 
 class HfpatchError(RuntimeError):
     """Base of every error that hfpatch raises for something that went wrong while it worked."""
 
 
 class KernelLoadError(HfpatchError):
-    """A kernel source (local build, Hub repository, registered kernel) could not be loaded."""
+    """A kernel source (local build, Hub repository, registered kernel) could not be loaded.
+
+    Its message may hold names and answers of somebody else's; what a terminal would obey is out.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class KernelIntegrityError(KernelLoadError):
@@ -16,7 +24,7 @@ class KernelIntegrityError(KernelLoadError):
 
 
 class KernelUntrustedError(KernelLoadError):
-    """A kernel's publisher is not trusted, and `trust_remote_code` does not name it."""
+    """A kernel's publisher or commit is not trusted, and `trust_remote_code` does not name it."""
 
 
 class NoCompatibleVariantError(KernelLoadError):

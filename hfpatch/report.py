@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hfpatch.text import printable
+
 if TYPE_CHECKING:
     from hfpatch.plan import Plan, Skip, Swap
 
@@ -117,7 +119,8 @@ def as_text(plan: Plan, applied: bool) -> str:
         for note in plan.notes:
             console.print(Text(f"note: {note}"))
         console.print(Text(version_line()))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return printable(text, len(text))  # reasons may hold what somebody else's code said
 
 
 def as_html(plan: Plan, applied: bool) -> str:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hfpatch.choices import RESERVED, Choices, Source, require_op
-from hfpatch.config import check_kernel_variables, read_defaults
-from hfpatch.errors import KernelLoadError
+from hfpatch.config import FOUND_MAY_CHOOSE, check_kernel_variables, read_defaults
+from hfpatch.errors import KernelLoadError, KernelUntrustedError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
 
@@ -357,6 +357,7 @@ class Sources:
     _after: dict[tuple[str, str], Kernel | None] = field(default_factory=dict)
     _packages: dict[str, HubPackage | KernelLoadError] = field(default_factory=dict)
     _unreached: str = ""
+    _found: str = ""  # a config file that nobody named, which chose these sources
 
     @classmethod
     def parse(cls, kernels: Any, strict: bool, hub: Any = None) -> Sources:
@@ -372,7 +373,9 @@ class Sources:
             if kernels is not None or not defaults.origin:
                 raise
             raise ValueError(f"{defaults.origin}: {e}") from e
-        return cls(choices, strict, options)
+        notes = [defaults.note] if defaults.note and kernels is None else []
+        found = defaults.origin if kernels is None and defaults.found else ""
+        return cls(choices, strict, options, notes, _found=found)
 
     def explicit(self, op: str) -> bool:
         """Whether the user named one source for `op`: it is used even where it gains nothing."""
@@ -457,6 +460,12 @@ class Sources:
             self.notes.append(note)
 
     def _load(self, op: str, source: Source) -> Kernel:
+        if self._found and source not in FOUND_MAY_CHOOSE:
+            raise KernelUntrustedError(
+                f"{self._found} names `{_name(source)}` for `{op}`, but nobody named that file: "
+                "one that is found in the working directory or above it may choose `local`, "
+                "`torch` and `none` only. Name it in HFPATCH_CONFIG, or the kernel in `kernels=`"
+            )
         if not isinstance(source, str):
             return Kernel(op, source, _name(source), f"#{id(source)}", differentiable=False)
         if source == "torch":
@@ -483,15 +492,17 @@ class Sources:
                         f"Hub kernel `{source}` is not in the cache, and the Hub gave no answer "
                         f"about `{self._unreached}`"
                     )
-                self._packages[source] = hub_package(source, self.hub)
+                self._packages[source] = package = hub_package(source, self.hub)
+                for note in package.notes:
+                    self._note(note)
             except KernelLoadError as e:
                 self._packages[source] = e
                 if unreached(e):
                     self._unreached = source
-        package = self._packages[source]
-        if isinstance(package, KernelLoadError):
-            raise package
-        return package
+        found = self._packages[source]
+        if isinstance(found, KernelLoadError):
+            raise found
+        return found
 
 
 def _name(source: Source) -> str:

@@ -1,21 +1,22 @@
-"""What of a Hub kernel lies in the local cache: commits, complete variants, trusted publishers.
+"""What of a Hub kernel lies in the local cache: commits and variants.
 
-Nothing here uses the network. The layout is huggingface_hub's; `KERNELS_CACHE` moves it, as it
-does for `kernels`. One file of our own is added per repository, `hfpatch-trusted`: the publisher
-was found to be trusted when this was downloaded.
+Nothing here uses the network, and nothing here is believed: what the cache may be trusted for is in
+`hfpatch.hub.evidence`. The layout is huggingface_hub's; `KERNELS_CACHE` moves it, as it does for
+`kernels`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants
-from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
+from hfpatch.files import read_regular
 from hfpatch.hub.spec import is_commit
 
 
@@ -42,9 +43,9 @@ class CachedRepo:
         return cache_dir() / repo_folder_name(repo_id=self.repo, repo_type="kernel")
 
     def commit_of(self, ref: str) -> str | None:
-        """The commit that a version or branch was when it was downloaded."""
+        """The commit that a version or branch was when it was downloaded, as the cache says."""
         try:
-            commit = (self.folder / "refs" / ref).read_text().strip()
+            commit = read_regular(self.folder / "refs" / ref, 200).decode().strip()
         except (OSError, ValueError):
             return None
         return commit if is_commit(commit) else None  # it becomes a part of a path
@@ -60,7 +61,7 @@ class CachedRepo:
             new.write_text(commit)
             os.replace(new, path)  # whole, whoever reads it now
         except OSError:
-            return  # a cache that is read-only: it is asked again
+            return  # a cache that is read-only
 
     def refs(self) -> list[str]:
         """The versions and branches that were downloaded."""
@@ -71,50 +72,7 @@ class CachedRepo:
         """The folder of variants of a commit, which may not be there."""
         return self.folder / "snapshots" / commit / "build"
 
-    def complete(self, commit: str, variant: str) -> bool:
-        """Whether every file of a variant is here, as far as its metadata or the listing says.
-
-        A variant that neither of them describes counts as complete only where it cannot be
-        downloaded again anyway.
-        """
+    def complete(self, commit: str, variant: str, files: Iterable[str]) -> bool:
+        """Whether these files of a variant, by their paths in it, are all here."""
         path = self.build(commit) / variant
-        expected = self._listed(commit, variant) | _digested(path)
-        if not expected:
-            return offline() and (path / "metadata.json").is_file()
-        return all((path / name).is_file() for name in (*expected, "metadata.json"))
-
-    def _listed(self, commit: str, variant: str) -> set[str]:
-        from huggingface_hub import get_cached_repo_tree
-
-        start = f"build/{variant}/"
-        try:
-            tree = get_cached_repo_tree(
-                self.repo, repo_type="kernel", revision=commit, cache_dir=cache_dir()
-            )
-        except (CachedRepoTreeNotFoundError, OSError, ValueError):
-            return set()
-        files = {f.path.removeprefix(start) for f in tree if f.path.startswith(start)}
-        return {f for f in files if not f.endswith(".pyc") and "__pycache__/" not in f}
-
-    @property
-    def trusted(self) -> bool:
-        """Whether its publisher was found to be trusted when it was downloaded."""
-        return (self.folder / "hfpatch-trusted").is_file()
-
-    def remember_trust(self) -> None:
-        """Note that the publisher is trusted; in a read-only cache it is asked for again."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "hfpatch-trusted").write_text(self.repo.split("/")[0] + "\n")
-        except OSError:
-            return
-
-
-def _digested(path: Path) -> set[str]:
-    from kernels import Metadata
-
-    try:
-        digest = Metadata.read_from_file(path / "metadata.json").digest
-    except (OSError, ValueError):  # another process is downloading it
-        return set()
-    return set(digest.files) if digest is not None else set()
+        return all((path / name).is_file() for name in files)

@@ -37,7 +37,16 @@ def add_hub_commands(commands: Any) -> None:
         command.add_argument(
             "--lockfile", type=Path, help="default: that of the config file, else hfpatch.lock"
         )
-        command.add_argument("--trust-remote-code", action="store_true")
+        command.add_argument(
+            "--trust-remote-code", action="store_true", help="whoever their publishers are"
+        )
+        command.add_argument(
+            "--trust-kernel",
+            action="append",
+            default=[],
+            metavar="ORG/NAME",
+            help="whoever the publisher of this one is",
+        )
         command.add_argument("--allow-branches", action="store_true")
     download.add_argument("--require-signed", action="store_true")
     download.add_argument(
@@ -53,6 +62,8 @@ def _options(args: argparse.Namespace) -> HubOptions:
     for name in ("trust_remote_code", "allow_branches", "require_signed"):
         if getattr(args, name, False):
             chosen[name] = True
+    if args.trust_kernel and not args.trust_remote_code:
+        chosen["trust_remote_code"] = tuple(args.trust_kernel)
     if args.lockfile is not None:
         chosen["lockfile"] = args.lockfile
     return HubOptions.of(chosen, read_defaults().hub)

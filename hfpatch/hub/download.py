@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.errors import KernelLoadError, NoCompatibleVariantError
-from hfpatch.hub.cache import CachedRepo, cache_dir
+from hfpatch.errors import KernelIntegrityError, KernelLoadError, NoCompatibleVariantError
+from hfpatch.files import read_regular, strict_json
+from hfpatch.hub.cache import CachedRepo
+from hfpatch.hub.evidence import Evidence
 from hfpatch.hub.explain import reason
-from hfpatch.hub.load import check_variant, install
+from hfpatch.hub.fetch import LARGEST_METADATA, METADATA, Listed, fetch, listing
+from hfpatch.hub.guard import guarded
+from hfpatch.hub.load import install
 from hfpatch.hub.lock import Locked, LockFile
 from hfpatch.hub.options import HubOptions
-from hfpatch.hub.patience import impatient
-from hfpatch.hub.resolver import PinnedResolver, hub_api, spec_of, variant_folder
+from hfpatch.hub.resolver import PinnedResolver, hub_api, spec_of
 from hfpatch.hub.spec import HubSpec
 from hfpatch.hub.verify import lock_hash
 
@@ -53,21 +56,20 @@ def download(spec: HubSpec, options: HubOptions, all_variants: bool = False) -> 
     Raises:
         KernelLoadError: see `hfpatch.hub.load.load`.
     """
-    cached = CachedRepo(spec.repo)
-    previous = cached.commit_of(spec.ref)
-    path: Path | None = None
+    previous = Evidence.read(spec.repo).refs.get(spec.ref) or CachedRepo(spec.repo).commit_of(
+        spec.ref
+    )
+    top = None
     commit, names = "", set[str]()
     try:
-        path = variant_folder(install(spec, options, refresh=True).location)
-        snapshot = path.parent.parent
-        if snapshot.parent.name == "snapshots":
-            commit = snapshot.name
+        top = install(spec, options, refresh=True, copy=False).top
+        commit = top.commit
     except NoCompatibleVariantError:
         if not all_variants:
             raise
-    if all_variants and (commit or path is None):
+    if all_variants and (commit or top is None):
         try:
-            with impatient():
+            with guarded():
                 commit, names = _every_variant(spec, options)
         except KernelLoadError:
             raise
@@ -75,21 +77,21 @@ def download(spec: HubSpec, options: HubOptions, all_variants: bool = False) -> 
             raise KernelLoadError(
                 f"the other variants of `{spec}` could not be downloaded: {reason(e)}"
             ) from e
-    here = () if path is None else (path.name,)
+    here = () if top is None else (top.sealed.variant,)
     return Downloaded(
         spec,
         commit,
         previous if previous not in (None, commit) else None,
         (*here, *sorted(names - {*here})),
-        path is not None,
+        top is not None,
     )
 
 
 def _every_variant(spec: HubSpec, options: HubOptions) -> tuple[str, set[str]]:
     """Fetch and verify every variant of a kernel and of its dependencies; its commit and names."""
-    from kernels import Metadata
+    from kernels.variants import get_variants
 
-    api, resolver = hub_api(), PinnedResolver(options, refresh=True)
+    api, resolver = hub_api(), PinnedResolver(options, refresh=True, copy=False)
     commits: dict[HubSpec, str] = {}
     names: set[str] = set()
     todo = [spec]
@@ -98,21 +100,11 @@ def _every_variant(spec: HubSpec, options: HubOptions) -> tuple[str, set[str]]:
         if one in commits:
             continue
         commit = commits[one] = resolver.commit_of(api, one)
-        resolver.require_trust(api, one)
-        resolver.specs[one.repo, commit] = one
-        folder = api.snapshot_download(
-            one.repo,
-            repo_type="kernel",
-            revision=commit,
-            allow_patterns="build/*",
-            ignore_patterns=["*.pyc", "**/__pycache__/**"],
-            cache_dir=cache_dir(),
-        )
-        for variant in sorted(p for p in (Path(str(folder)) / "build").iterdir() if p.is_dir()):
-            check_variant(variant, resolver)
-            metadata = Metadata.read_from_file(variant / "metadata.json")
-            todo += [spec_of(d) for d in metadata.kernel_depends]
-            names |= {variant.name} if one == spec else set()
+        signed = resolver.require_trust(api, one, commit, named=one == spec)
+        for variant in get_variants(api, repo_id=one.repo, revision=commit):
+            sealed = resolver.compared(api, one, commit, variant.variant_str, signed)
+            todo += [spec_of(d) for d in sealed.metadata.kernel_depends]
+            names |= {sealed.variant} if one == spec else set()
     resolver.remember()
     return commits[spec], names
 
@@ -138,7 +130,7 @@ def lock(specs: Iterable[HubSpec], options: HubOptions, path: Path) -> LockFile:
     resolver = PinnedResolver(replace(options, lockfile=None), refresh=True)
     for spec in specs:
         try:
-            with impatient():
+            with guarded():
                 _lock(hub_api(), spec, resolver, found)
         except KernelLoadError:
             raise
@@ -156,7 +148,6 @@ def _lock(
     found: dict[str, Locked],
     above: tuple[HubSpec, ...] = (),
 ) -> None:
-    from kernels import Metadata
     from kernels.variants import get_variants
 
     if spec in above:
@@ -165,21 +156,12 @@ def _lock(
     if str(spec) in found:
         return
     commit = resolver.commit_of(api, spec)
-    resolver.require_trust(api, spec)
+    signed = resolver.require_trust(api, spec, commit, named=not above)
     variants: dict[str, str] = {}
     found[str(spec)] = Locked(commit, variants)
     for variant in get_variants(api, repo_id=spec.repo, revision=commit):
         name = variant.variant_str
-        data = Path(
-            api.hf_hub_download(
-                spec.repo,
-                f"build/{name}/metadata.json",
-                repo_type="kernel",
-                revision=commit,
-                cache_dir=cache_dir(),
-            )
-        ).read_bytes()
-        metadata: Any = Metadata.from_bytes(data)
+        data, metadata = _metadata(api, resolver, spec, commit, name, signed)
         if metadata.digest is None:
             raise KernelLoadError(
                 f"`{spec}`: the metadata of `{name}` hold no digest of its files, so no hash of "
@@ -189,3 +171,26 @@ def _lock(
         variants[name] = lock_hash(data)
         for dependency in metadata.kernel_depends:
             _lock(api, spec_of(dependency), resolver, found, (*above, spec))
+
+
+def _metadata(
+    api: HfApi, resolver: PinnedResolver, spec: HubSpec, commit: str, variant: str, signed: bool
+) -> tuple[bytes, Any]:
+    """A variant's metadata, as the Hub lists them; of what must be signed, all its files."""
+    from kernels import Metadata
+
+    if signed:
+        sealed = resolver.compared(api, spec, commit, variant, signed)
+        return sealed.kept[METADATA], sealed.metadata
+    files = {METADATA: listing(api, spec.repo, commit, variant)[METADATA]}
+    fetch(api, spec.repo, commit, variant, files)
+    path = CachedRepo(spec.repo).build(commit) / variant / METADATA
+    data = read_regular(path, LARGEST_METADATA)
+    row: Listed = files[METADATA]
+    if row.differs(data):
+        raise KernelIntegrityError(
+            f"`{spec}`: `{variant}/{METADATA}` is damaged. Delete `{CachedRepo(spec.repo).folder}` "
+            "and try again"
+        )
+    strict_json(data)
+    return data, Metadata.from_bytes(data)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+from hfpatch.text import printable
+
+_LONGEST = 2000  # characters of somebody else's message
 _MORE = re.compile(r"For more (information|details)[, ].*?(https?://\S+|$)", re.DOTALL)
 
 
@@ -14,7 +17,7 @@ def reason(e: BaseException) -> str:
     place of huggingface_hub's lines of addresses.
     """
     chain = [e]
-    while (cause := chain[-1].__cause__) is not None:
+    while (cause := chain[-1].__cause__) is not None and len(chain) < 50:
         chain.append(cause)
     for error in chain:
         if (answered := _answered(error)) is not None:
@@ -40,7 +43,7 @@ def unreached(e: BaseException) -> bool:
 
 
 def _line(e: BaseException) -> str:
-    return " ".join(_MORE.sub("", str(e)).split())
+    return printable(" ".join(_MORE.sub("", str(e)[:_LONGEST]).split()))
 
 
 def _answered(e: BaseException) -> str | None:
@@ -49,7 +52,7 @@ def _answered(e: BaseException) -> str | None:
     response = getattr(e, "response", None)
     if not isinstance(e, errors.HfHubHTTPError) or response is None:
         return None
-    words = " ".join((e.server_message or "").split())
+    words = printable(" ".join((e.server_message or "")[:_LONGEST].split()))
     what = f"the Hub answered {response.status_code}" + (f" ({words})" if words else "")
     advice = _advice(e, int(response.status_code), str(response.request.url))
     return f"{what}: {advice}" if advice else f"{what} at {response.request.url}"

@@ -13,19 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import KernelLoadError
+from hfpatch.files import read_regular, strict_json
 from hfpatch.hub.adapters import adapter_for, same_signature
 from hfpatch.hub.adapters.base import Need
 from hfpatch.hub.cache import CachedRepo, cache_dir, offline
+from hfpatch.hub.evidence import Evidence
 from hfpatch.hub.explain import reason
+from hfpatch.hub.fetch import LARGEST_METADATA, METADATA, fetch, listing
+from hfpatch.hub.guard import guarded
 from hfpatch.hub.kernel import OWN
-from hfpatch.hub.patience import impatient
 from hfpatch.hub.resolver import hub_api, newest_commit
 from hfpatch.hub.spec import HubSpec
 from hfpatch.ops import OPS
+from hfpatch.text import printable
 
 if TYPE_CHECKING:
     from kernels.variants import Decision
 
+#: Bytes of a Python file that is read, and of all: a syntax tree takes a hundred times that.
+_LARGEST_SOURCE = 512 << 10
+_LARGEST_PACKAGE = 4 << 20
+_LONGEST_LINE = 2000  # characters
 #: Words in a function's name that suggest an op of ours.
 _WORDS = {
     "rms_norm": ("rms_norm", "rmsnorm"),
@@ -90,12 +98,7 @@ class Inspection:
             )
         if not (self.ops or self.route or self.candidates):
             lines.append("  none that is known")
-        return "\n".join(map(_printable, lines))
-
-
-def _printable(line: str) -> str:
-    """A line without the control characters that somebody else's names may hold."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+        return "\n".join(printable(line.replace("\n", " "), _LONGEST_LINE) for line in lines)
 
 
 def inspect_hub(spec: HubSpec | str) -> Inspection:
@@ -105,7 +108,7 @@ def inspect_hub(spec: HubSpec | str) -> Inspection:
         KernelLoadError: it cannot be had, or has no variant that can be read.
     """
     try:
-        with impatient():
+        with guarded():
             return _inspect_hub(spec)
     except KernelLoadError:
         raise
@@ -125,15 +128,24 @@ def _inspect_hub(spec: HubSpec | str) -> Inspection:
     _, trace = resolve_variants(get_variants(api, repo_id=spec.repo, revision=commit))
     if not trace:
         raise KernelLoadError(f"`{spec}` has no build variants")
-    folder = f"build/{trace[0].variant.variant_str}"
-    path = api.snapshot_download(
-        spec.repo,
-        repo_type="kernel",
-        revision=commit,
-        allow_patterns=[f"{folder}/*.py", f"{folder}/metadata.json"],
-        cache_dir=cache_dir(),
-    )
-    return _inspect(Path(str(path)) / folder, str(spec), commit, trace)
+    name = trace[0].variant.variant_str
+    files = {
+        path: row
+        for path, row in listing(api, spec.repo, commit, name).items()
+        if path == METADATA or path.endswith(".py")
+    }
+    large = [path for path, row in files.items() if row.size > _LARGEST_SOURCE]
+    if large:
+        raise KernelLoadError(
+            f"`{spec}`: `{large[0]}` has more than {_LARGEST_SOURCE} bytes, which is not read"
+        )
+    if sum(row.size for row in files.values()) > _LARGEST_PACKAGE:
+        raise KernelLoadError(
+            f"`{spec}`: `{name}` has more than {_LARGEST_PACKAGE} bytes of Python, which is not "
+            "read"
+        )
+    fetch(api, spec.repo, commit, name, files)
+    return _inspect(CachedRepo(spec.repo).build(commit) / name, str(spec), commit, trace)
 
 
 def _inspect_cached(spec: HubSpec | str) -> Inspection:
@@ -142,14 +154,22 @@ def _inspect_cached(spec: HubSpec | str) -> Inspection:
 
     repo = CachedRepo(spec if isinstance(spec, str) else spec.repo)
     if isinstance(spec, str):
-        versions = [s for r in repo.refs() if (s := HubSpec(spec, r)).version is not None]
+        refs = {*repo.refs(), *Evidence.read(spec).refs}
+        versions = [s for r in refs if (s := HubSpec(spec, r)).version is not None]
         spec = max(versions, key=lambda s: s.version or 0, default=HubSpec(spec, "v1"))
-    commit = spec.commit or repo.commit_of(spec.ref)
-    build = repo.build(commit or "")
+    known = Evidence.read(spec.repo)
+    commit = spec.commit or known.refs.get(spec.ref) or repo.commit_of(spec.ref)
+    if commit is None:
+        raise KernelLoadError(
+            f"`{spec}` was never downloaded to the cache `{cache_dir()}` and HF_HUB_OFFLINE is "
+            f"set. While online: `hfpatch download {spec}`"
+        )
+    build = repo.build(commit)
     _, trace = resolve_variants(get_variants_local(build))
     for decision in trace:  # of the others only the metadata may be here
         variant = build / decision.variant.variant_str
-        if commit is not None and repo.complete(commit, variant.name):
+        files = known.commit(commit).variants.get(variant.name, {METADATA: ""})
+        if repo.complete(commit, variant.name, files):
             return _inspect(variant, str(spec), commit, trace)
     raise KernelLoadError(
         f"`{spec}` is not complete in the cache `{cache_dir()}` and HF_HUB_OFFLINE is set. While "
@@ -189,7 +209,9 @@ def inspect_local(root: Path) -> Inspection:
 def _inspect(variant: Path, source: str, commit: str, trace: list[Decision]) -> Inspection:
     from kernels import Metadata, VariantRejected
 
-    metadata = Metadata.read_from_file(variant / "metadata.json")
+    data = read_regular(variant / METADATA, LARGEST_METADATA)
+    strict_json(data)
+    metadata = Metadata.from_bytes(data)
     name = str(metadata.name)
     everything, functions, layers = exports(variant, metadata.name.python_name)
     signatures = {**everything, **{f"layers.{n}": p for n, p in layers.items()}}
@@ -272,6 +294,7 @@ class _Reader:
     """Reads the modules of a package, each once; they may import each other in circles."""
 
     parsed: dict[Path, _Module]
+    size: int = 0  # bytes that were read
 
     def read(self, root: Path, name: str) -> tuple[_Names, _Names, set[str] | None]:
         """Functions, classes and `__all__` of a module, imports followed."""
@@ -310,13 +333,17 @@ class _Reader:
         if not file.is_file():
             return None
         if file not in self.parsed:
-            self.parsed[file] = _parse(file, root)
+            data = read_regular(file, _LARGEST_SOURCE)
+            self.size += len(data)
+            if self.size > _LARGEST_PACKAGE:
+                raise OSError(f"it has more than {_LARGEST_PACKAGE} bytes of Python")
+            self.parsed[file] = _parse(data, root)
         return self.parsed[file]
 
 
-def _parse(file: Path, root: Path) -> _Module:
+def _parse(source: bytes, root: Path) -> _Module:
     module = _Module(root, {}, {}, {}, None)
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in ast.parse(source.decode("utf-8")).body:
         if isinstance(node, ast.FunctionDef):
             module.functions[node.name] = _parameters(node)
         elif isinstance(node, ast.ClassDef):

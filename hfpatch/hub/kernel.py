@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.adapters import Adapter, Row, adapter_for, params_of, repos_for, same_signature
 from hfpatch.hub.explain import reason
+from hfpatch.hub.fetch import METADATA, SIGNATURE
 from hfpatch.hub.load import HubPackage, load
 from hfpatch.hub.options import HubOptions
 from hfpatch.hub.spec import HubSpec
@@ -33,7 +38,15 @@ def hub_kernel(op: str, text: str, options: HubOptions) -> Kernel:
 
 def hub_package(text: str, options: HubOptions) -> HubPackage:
     """A Hub repository, "org/name@v1", imported; see `hub_kernel`."""
-    return load(HubSpec.parse(text, options.allow_branches), options)
+    package = load(HubSpec.parse(text, options.allow_branches), options)
+    if package.name != OWN or _is_ours(package.files):
+        return package
+    note = (
+        f"`{package.spec}` has the name of hfpatch's own kernels, but is not the build that this "
+        "installation has: it is compared with the modules' forwards like any other, and fused "
+        "blocks do not use it"
+    )
+    return replace(package, notes=(*package.notes, note))
 
 
 def kernel_of(package: HubPackage, op: str) -> Kernel:
@@ -60,14 +73,15 @@ def _kernel_of(package: HubPackage, op: str) -> Kernel:
                 f"{_other_signature(op, found)}; take another version of either"
             )
         devices = package.devices | {"cpu"}  # its CUDA build serves the CPU too
-        return KernelPackage(
+        kernel = KernelPackage(
             package.module,
             str(spec),
             package.version,
             devices,
             package.archs,
-            own=_is_ours(package),
+            own=_is_ours(package.files),
         ).kernel(op)
+        return kernel if _is_ours(package.files) else _as_any_other(kernel)
     adapter = adapter_for(package.name)
     rows = [row for row in adapter.rows if row.op == op] if adapter is not None else []
     if adapter is not None and rows:
@@ -77,16 +91,33 @@ def _kernel_of(package: HubPackage, op: str) -> Kernel:
     raise KernelLoadError(f"Hub kernel `{spec}` {_why_not(package, adapter, op)}")
 
 
-def _is_ours(package: HubPackage) -> bool:
-    """Whether a package called as ours is the very one that is installed: a name is no passport."""
-    try:
-        ours = LOCAL_BUILD / "build" / package.path.name / "metadata.json"
-        found, expected = (
-            json.loads(path.read_text())["digest"] for path in (package.path / ours.name, ours)
-        )
-    except (OSError, KeyError, ValueError, TypeError):
-        return False
-    return bool(found == expected and expected.get("files"))
+def _is_ours(files: Mapping[str, str]) -> bool:
+    """Whether these files are a build of this installation. A name in metadata anybody can write;
+    the digest of what was built here nobody else's files have."""
+    code = {p: h for p, h in files.items() if p not in (METADATA, SIGNATURE)}
+    return any(code == known for known in _own_builds(LOCAL_BUILD))
+
+
+@cache
+def _own_builds(root: Path) -> list[dict[str, str]]:
+    """The sha256 of each file, by its path, of every variant that was built here."""
+    found = []
+    for path in sorted(root.glob(f"build/*/{METADATA}")):
+        try:
+            digest = json.loads(path.read_text(encoding="utf-8"))["digest"]
+            if digest["algorithm"] == "sha256":
+                files = digest["files"].items()
+                found.append({p: base64.b64decode(h).hex() for p, h in files})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # the local build says itself that it is damaged
+    return found
+
+
+def _as_any_other(kernel: Kernel) -> Kernel:
+    """A kernel of our name that is not our build: verified always, called as functions are."""
+    return replace(
+        kernel, raw=None, raw_into=None, calls=None, adapted=True, accepts=lambda params: None
+    )
 
 
 def served_by_the_hub(op: str, options: HubOptions) -> tuple[str, ...]:

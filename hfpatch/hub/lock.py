@@ -7,16 +7,24 @@ takes no further fields; `kernels download` and `kernels.load_kernel` read it.
 from __future__ import annotations
 
 import json
+import os
+import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hfpatch.errors import KernelLoadError
+from hfpatch.files import read_regular, strict_json
+from hfpatch.hub.fetch import check_path
 from hfpatch.hub.spec import HubSpec, is_commit
 
 FILE = "hfpatch.lock"
 KERNELS_FILE = "kernels.lock"
+#: Bytes of a lock file.
+LARGEST_LOCK = 16 << 20
 _FORMAT = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,10 @@ class LockFile:
             KernelLoadError: it is missing or not a lock file.
         """
         try:
-            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != _FORMAT:
-                raise ValueError(f"format {data['format']}, expected {_FORMAT}")
-            kernels = dict(_row(row) for row in data["kernels"])
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as e:
+            kernels = _rows(strict_json(read_regular(path, LARGEST_LOCK)))
+        except (
+            OSError, AttributeError, KeyError, TypeError, ValueError, KernelLoadError
+        ) as e:  # fmt: skip
             raise KernelLoadError(
                 f"the lock file `{path}` cannot be read ({type(e).__name__}: {e}); write it with "
                 "`hfpatch lock org/name@v1`"
@@ -54,7 +61,12 @@ class LockFile:
         return cls(path, kernels)
 
     def write(self) -> None:
-        """Write `hfpatch.lock` and, beside it, `kernels.lock`."""
+        """Write `hfpatch.lock` and, beside it, `kernels.lock`.
+
+        Raises:
+            KernelLoadError: they cannot be written, or one of them is a link or no regular file:
+                what it leads to is nobody's to write over.
+        """
         rows = [
             {"kernel": spec, "commit": lock.commit, "variants": dict(sorted(lock.variants.items()))}
             for spec, lock in sorted(self.kernels.items())
@@ -62,9 +74,12 @@ class LockFile:
         text = json.dumps({"format": _FORMAT, "kernels": rows}, indent=2) + "\n"
         theirs = self.path.with_name(KERNELS_FILE)
         try:
+            for path in (self.path, theirs):
+                if path.is_symlink() or (path.exists() and not path.is_file()):
+                    raise OSError(f"`{path}` is a link, or no regular file")
             pins = self._pins(theirs)
-            self.path.write_text(text, encoding="utf-8")
-            theirs.write_text(pins, encoding="utf-8")
+            _replace(self.path, text)
+            _replace(theirs, pins)
         except OSError as e:
             raise KernelLoadError(f"the lock file `{self.path}` cannot be written: {e}") from e
 
@@ -75,7 +90,9 @@ class LockFile:
         locks = {}
         if path.is_file():
             try:
-                locks = dict(KernelLocks.from_json(path.read_text(encoding="utf-8")).items())
+                data = read_regular(path, LARGEST_LOCK)
+                strict_json(data)
+                locks = dict(KernelLocks.from_json(data.decode("utf-8")).items())
             except ValueError as e:
                 raise KernelLoadError(
                     f"`{path}`, which would be written too, is no lock file of `kernels` ({e}); "
@@ -107,10 +124,49 @@ class LockFile:
         return locked
 
 
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole, whoever reads it now; a link in its place is not followed."""
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(new, mode)
+        os.replace(new, path)
+    except OSError:
+        os.unlink(new)
+        raise
+
+
+def _rows(data: Any) -> dict[str, Locked]:
+    """The kernels of a file, each once; what is said twice would be chosen by its order."""
+    if not isinstance(data, dict) or not isinstance(data["kernels"], list):
+        raise ValueError("it holds no list of kernels")
+    if type(data["format"]) is not int or data["format"] != _FORMAT:
+        raise ValueError(f"format {data['format']!r}, expected {_FORMAT}")
+    found: dict[str, Locked] = {}
+    for row in data["kernels"]:
+        name, locked = _row(row)
+        other = next((n for n in found if n.casefold() == name.casefold()), None)
+        if other is not None:
+            raise ValueError(f"`{name}` stands there twice (`{other}`)")
+        found[name] = locked
+    return found
+
+
 def _row(row: dict[str, Any]) -> tuple[str, Locked]:
     """A kernel of the file; its parts become parts of paths, so they must be what they should."""
+    unknown = sorted(set(row) - {"kernel", "commit", "variants"})
+    if unknown:
+        raise ValueError(f"a kernel has no key {unknown[0]!r}")
     spec = HubSpec.parse(row["kernel"], allow_branches=True)
-    if not is_commit(row["commit"]):
-        raise ValueError(f"`{spec}` is locked to {row['commit']!r}, which is no commit")
-    variants = {str(name): str(hash) for name, hash in row["variants"].items()}
-    return str(spec), Locked(row["commit"], variants)
+    commit, variants = row["commit"], row["variants"]
+    if not isinstance(commit, str) or not is_commit(commit):
+        raise ValueError(f"`{spec}` is locked to {commit!r}, which is no commit")
+    if spec.commit is not None and spec.commit != commit:
+        raise ValueError(f"`{spec}` is locked to {commit}, which is another commit")
+    for name, hash in variants.items():
+        check_path(name)
+        if "/" in name or not _SHA256.fullmatch(hash):
+            raise ValueError(f"`{spec}`: {name!r} is locked to {hash!r}, which is no sha256")
+    return str(spec), Locked(commit, dict(variants))

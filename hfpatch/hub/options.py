@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.hub.spec import HubSpec
+from hfpatch.text import printable
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,11 @@ class HubOptions:
     """The `hub=` argument of `hfpatch.apply`; a dict of these names does as well.
 
     Attributes:
-        trust_remote_code: False: only publishers that the Hub marks as trusted; a sequence of
-            "org/name": these repositories too; True: any. Never taken from a config file.
+        trust_remote_code: False: only publishers that the Hub marks as trusted, and of them what
+            is in a version branch or tag; a sequence: besides, "org/name": what that repository's
+            branches and tags hold, and a commit of it that is asked for by its hash;
+            "org/name@<commit>": that commit, whoever asks for it (a lock file, another kernel);
+            True: any. Never taken from a config file.
         require_signed: refuse a kernel without a valid signature of a publisher that `kernels`
             knows (`kernels.verify.DEFAULT_POLICIES`).
         allow_branches: take branches and tags, whose content can change, besides versions and
@@ -32,6 +36,7 @@ class HubOptions:
     allow_branches: bool = False
     lockfile: Path | None = None
     repos: tuple[str, ...] = ()
+    refused: str = ""  # why nothing may be loaded: set by `hfpatch.config`, for a file's options
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -53,7 +58,7 @@ class HubOptions:
             return value
         if not isinstance(value, Mapping):
             raise TypeError(f"`hub` must be None, a dict or HubOptions, got {type(value).__name__}")
-        names = [f.name for f in fields(cls)]
+        names = [f.name for f in fields(cls) if f.name != "refused"]
         unknown = sorted(set(value) - set(names))
         if unknown:
             raise ValueError(
@@ -62,10 +67,16 @@ class HubOptions:
         return replace(defaults, **value)
 
     def trusts(self, spec: HubSpec) -> bool:
-        """Whether the user vouches for this repository."""
+        """Whether the user vouches for this repository, as its owner keeps it."""
         if isinstance(self.trust_remote_code, bool):
             return self.trust_remote_code
         return spec.repo in self.trust_remote_code
+
+    def trusts_commit(self, repo: str, commit: str) -> bool:
+        """Whether the user vouches for this commit, whatever branch it is in or not in."""
+        if isinstance(self.trust_remote_code, bool):
+            return self.trust_remote_code
+        return f"{repo}@{commit}" in self.trust_remote_code
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -75,8 +86,21 @@ def _checked(name: str, value: Any) -> Any:
         raise TypeError(f"`hub['lockfile']` must be a path, got {type(value).__name__}")
     if name == "repos":
         return _strings(name, value)
+    if name == "refused":
+        return str(value)
     if name == "trust_remote_code" and not isinstance(value, bool):
-        return _strings(name, value)
+        named = _strings(name, value)
+        for text in named:
+            try:
+                spec = HubSpec.parse(text, allow_branches=True)
+            except ValueError:
+                spec = None
+            if spec is None or ("@" in text and spec.commit is None):
+                raise ValueError(
+                    f"`hub['trust_remote_code']` lists `{printable(text, 200)}`; expected "
+                    "`org/name` or `org/name@<40-digit commit>`"
+                )
+        return named
     if not isinstance(value, bool):
         raise TypeError(f"`hub[{name!r}]` must be True or False, got {value!r}")
     return value

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hfpatch.text import printable
+
 # ASCII, and no part that begins with a dot or a dash: it becomes a folder and a part of an address
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _SPEC = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<ref>{_PART}(?:/{_PART})*))?", re.ASCII)
 _VERSION = re.compile(r"v(0|[1-9]\d{0,8})", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_LONGEST = 300  # characters: of a name, the Hub takes 96
 
 
 def is_commit(text: str) -> bool:
@@ -38,9 +41,9 @@ class HubSpec:
                 version or a commit.
         """
         match = _SPEC.fullmatch(text)
-        if match is None or ".." in text or "--" in match["repo"]:
+        if match is None or ".." in text or "--" in match["repo"] or len(text) > _LONGEST:
             raise ValueError(
-                f"`{text}` is not a Hub kernel: expected `org/name@v1` or "
+                f"`{printable(text, _LONGEST)}` is not a Hub kernel: expected `org/name@v1` or "
                 "`org/name@<40-digit commit>`"
             )
         ref = match["ref"] or "main"

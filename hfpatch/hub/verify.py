@@ -1,86 +1,22 @@
-"""Is this what was published, locked and signed? Asked of every variant before it is imported.
+"""Is this what was locked and signed? Asked of every variant before it is imported.
 
-A shared library runs code when it is loaded, and a damaged one takes the process down, so nothing
-is imported that fails here.
+Whether it is what was published is asked as it is read: `hfpatch.hub.sealed`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hfpatch.errors import KernelIntegrityError
+from hfpatch.files import read_regular, strict_json
+from hfpatch.hub.fetch import LARGEST_METADATA, METADATA, SIGNATURE, Listed
+from hfpatch.hub.sealed import Sealed
+from hfpatch.hub.spec import HubSpec
 
-_SIGNATURE = "metadata.json.sigstore"
-_AGAIN = "Delete `{folder}` and download it again: `hfpatch download`"
-
-
-def check_content(variant: Path) -> None:
-    """Compare every file with the digest in the metadata and with the name of its blob.
-
-    The cache names each blob by the hash that the Hub announced for it: sha256 for large files,
-    git's own for small ones. The digest of the metadata also finds files that do not belong.
-
-    Raises:
-        KernelIntegrityError: a file is damaged, missing, or too much.
-    """
-    problems = [*_digest_problems(variant), *_blob_problems(variant)]
-    if problems:
-        shown = "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if problems[3:] else "")
-        raise KernelIntegrityError(
-            f"`{variant.name}` is not what was published: {shown}. "
-            + _AGAIN.format(folder=_repo_folder(variant))
-        )
-
-
-def _digest_problems(variant: Path) -> list[str]:
-    from kernels import Metadata
-    from kernels._rust import Digest, DigestValidationError
-
-    digest = Metadata.read_from_file(variant / "metadata.json").digest
-    if digest is None:
-        return []
-    try:
-        digest.validate(Digest.hash_variant(digest.algorithm, variant))
-    except DigestValidationError as e:
-        return [str(v) for v in e.violations]
-    return []
-
-
-def _blob_problems(variant: Path) -> list[str]:
-    problems = []
-    for path in sorted(variant.rglob("*")):
-        if "__pycache__" in path.parts:  # of other programs; it is not read by our import
-            continue
-        if not path.is_symlink():
-            if path.is_file() and _in_cache(variant):
-                problems.append(f"`{path.relative_to(variant)}` was put there by somebody else")
-            continue
-        name = path.resolve().name
-        data = path.read_bytes()
-        if re.fullmatch(r"[0-9a-f]{64}", name):
-            got = hashlib.sha256(data).hexdigest()
-        elif re.fullmatch(r"[0-9a-f]{40}", name):
-            got = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        else:
-            continue
-        if got != name:
-            problems.append(
-                f"`{path.relative_to(variant)}` is damaged: its hash is {got}, the Hub said {name}"
-            )
-    return problems
-
-
-def _in_cache(variant: Path) -> bool:
-    """Whether the files here are links into the cache's store, as they are where links work."""
-    return (variant / "metadata.json").is_symlink()
-
-
-def _repo_folder(variant: Path) -> Path:
-    snapshots = [p for p in variant.parents if p.name == "snapshots"]
-    return snapshots[0].parent if snapshots else variant
+_WHY = "`require_signed` refuses it"
 
 
 def lock_hash(metadata: bytes) -> str:
@@ -91,65 +27,123 @@ def lock_hash(metadata: bytes) -> str:
     return hashlib.sha256(metadata).hexdigest()
 
 
-def check_lock(variant: Path, locked: dict[str, str], lockfile: Path) -> None:
+def check_lock(sealed: Sealed, locked: Mapping[str, str], lockfile: Path) -> None:
     """Compare a variant with the lock file.
 
     Raises:
-        KernelIntegrityError: the variant is not in it, or is another one than was locked.
+        KernelIntegrityError: the variant is not in it, or is another one than was locked, or its
+            metadata hold no digest, so that the lock would not cover its files.
     """
-    got = lock_hash((variant / "metadata.json").read_bytes())
-    expected = locked.get(variant.name)
+    name = sealed.variant
+    got = lock_hash(sealed.kept[METADATA])
+    expected = locked.get(name)
     if expected is None:
         raise KernelIntegrityError(
-            f"`{variant.name}` is not in `{lockfile}`, which lists "
+            f"`{name}` is not in `{lockfile}`, which lists "
             f"{', '.join(sorted(locked)) or 'no variant'}. Lock it again: `hfpatch lock`"
         )
     if got != expected:
         raise KernelIntegrityError(
-            f"`{variant.name}` is not the locked one: sha256 of its metadata is {got}, expected "
+            f"`{name}` is not the locked one: sha256 of its metadata is {got}, expected "
             f"{expected} (`{lockfile}`). If the new one is right, lock it again: `hfpatch lock`"
+        )
+    if sealed.metadata.digest is None:
+        raise KernelIntegrityError(
+            f"the metadata of `{name}` hold no digest of its files, so `{lockfile}` says nothing "
+            "of these"
         )
 
 
-def check_signature(variant: Path, verifier: Any = None) -> None:
+def check_signature(sealed: Sealed, spec: HubSpec, verifier: Any = None) -> None:
     """Check the Sigstore signature of the metadata against the publishers that `kernels` knows.
 
     The roots of trust are those that came with `sigstore`, so this needs no network. The digests
-    that the signed metadata hold are checked by `check_content`.
+    that the signed metadata hold were compared with the files when these were read.
 
     Args:
-        variant: the variant's folder.
+        sealed: the variant.
+        spec: what was asked for; a signature of another kernel or version does not count.
         verifier: a `sigstore.verify.Verifier`; default: the production one, offline.
 
     Raises:
         KernelIntegrityError: there is no signature, it is malformed, it is of something else, by
             somebody else, or of metadata without a digest.
     """
+    metadata, signature = sealed.kept[METADATA], sealed.kept.get(SIGNATURE)
+    if signature is None:
+        raise KernelIntegrityError(f"`{sealed.variant}` is not signed; {_WHY}")
+    _check(sealed.variant, metadata, signature, spec, verifier)
+
+
+def check_signature_of(
+    variant: Path, expected: Mapping[str, Listed], spec: HubSpec, verifier: Any = None
+) -> None:
+    """`check_signature` of a variant of which only the metadata and their signature are here."""
+    if SIGNATURE not in expected:
+        raise KernelIntegrityError(f"`{variant.name}` is not signed")
+    try:
+        metadata, signature = (
+            read_regular(variant / name, min(LARGEST_METADATA, expected[name].size))
+            for name in (METADATA, SIGNATURE)
+        )
+    except OSError as e:
+        raise KernelIntegrityError(f"`{variant.name}` cannot be read: {e}") from e
+    _check(variant.name, metadata, signature, spec, verifier)
+
+
+def _check(variant: str, metadata: bytes, signature: bytes, spec: HubSpec, verifier: Any) -> None:
     from kernels import Metadata
     from kernels.verify import DEFAULT_POLICIES
     from sigstore.errors import VerificationError
     from sigstore.models import Bundle, InvalidBundle
     from sigstore.verify import Verifier, policy
 
-    why = "`require_signed` refuses it"
     try:
-        bundle = Bundle.from_json((variant / _SIGNATURE).read_bytes())
-    except FileNotFoundError as e:
-        raise KernelIntegrityError(f"`{variant.name}` is not signed; {why}") from e
-    except (InvalidBundle, ValueError) as e:
-        first = str(e).splitlines()[0]
+        bundle = Bundle.from_json(signature)
+    except (InvalidBundle, ValueError, TypeError, AttributeError, RecursionError) as e:
+        first = (str(e).splitlines() or [type(e).__name__])[0]
         raise KernelIntegrityError(
-            f"the signature of `{variant.name}` is malformed ({first}); {why}"
+            f"the signature of `{variant}` is malformed ({first}); {_WHY}"
         ) from e
-    metadata = (variant / "metadata.json").read_bytes()
+    # of the repository's own publisher: another's signature says nothing of this one
+    ours = [p for p in DEFAULT_POLICIES if _organization(p) == spec.publisher]
+    if not ours:
+        raise KernelIntegrityError(
+            f"`{variant}`: `kernels` knows nobody who signs for `{spec.publisher}`, so its "
+            f"signature is not valid; {_WHY}"
+        )
     verifier = verifier or Verifier.production(offline=True)
     try:
-        verifier.verify_artifact(metadata, bundle, policy.AnyOf(DEFAULT_POLICIES))
+        verifier.verify_artifact(metadata, bundle, policy.AnyOf(ours))
     except VerificationError as e:
+        raise KernelIntegrityError(f"the signature of `{variant}` is not valid: {e}; {_WHY}") from e
+    try:
+        strict_json(metadata)
+        found = Metadata.from_bytes(metadata)
+    except ValueError as e:
+        raise KernelIntegrityError(f"the signed metadata of `{variant}` are none: {e}") from e
+    if found.digest is None:
         raise KernelIntegrityError(
-            f"the signature of `{variant.name}` is not valid: {e}; {why}"
-        ) from e
-    if Metadata.from_bytes(metadata).digest is None:
-        raise KernelIntegrityError(
-            f"the signed metadata of `{variant.name}` hold no digest of its files; {why}"
+            f"the signed metadata of `{variant}` hold no digest of its files; {_WHY}"
         )
+    _check_subject(variant, str(found.name), found.version, spec)
+
+
+def _check_subject(variant: str, name: str, version: int | None, spec: HubSpec) -> None:
+    """Raises where the signed metadata are another kernel's, or another version's."""
+    repository = spec.repo.split("/")[1].replace("_", "-").lower()
+    if name != repository:
+        raise KernelIntegrityError(
+            f"the signature of `{variant}` is one of the kernel `{name}`, not of `{spec.repo}`; "
+            f"{_WHY}"
+        )
+    if spec.version is not None and version != spec.version:
+        raise KernelIntegrityError(
+            f"the signature of `{variant}` is one of version {version}, not of `{spec}`; {_WHY}"
+        )
+
+
+def _organization(policy: Any) -> str:
+    """The publisher on the Hub whose repositories a policy of `kernels` is for: it signs from a
+    repository on GitHub of that name."""
+    return str(getattr(policy, "repo_id", "")).rpartition("/")[2]

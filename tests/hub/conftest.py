@@ -11,7 +11,7 @@ import kernels.locking
 import kernels.resolver
 import pytest
 from huggingface_hub import constants
-from packages import fresh
+from packages import fresh, package
 from server import HubServer
 
 
@@ -31,9 +31,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         for name in ("KERNELS_CACHE", "LOCAL_KERNELS", "HFPATCH_KERNELS"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HFPATCH_CONFIG", "")
+        monkeypatch.setenv("HFPATCH_EVIL", str(tmp_path / "the attacker's code ran"))
+        monkeypatch.setenv("HFPATCH_STATE", str(tmp_path / "state"))
         monkeypatch.setenv("HF_TOKEN", server.token)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         monkeypatch.chdir(tmp_path)
         fresh()
         yield server
         fresh()
+
+
+@pytest.fixture
+def toy(hub: HubServer) -> HubServer:
+    """A Hub with the trusted kernel `toy/kernel@v1`."""
+    hub.trust("toy")
+    hub.put("toy/kernel", package())
+    return hub

@@ -30,6 +30,7 @@ ROUTES: list[tuple[str, str, str]] = [
     ("GET", rf"^/api/{_TYPE}/{_ID}$", "info"),
     ("GET", rf"^/api/{_TYPE}/{_ID}/revision/(?P<rev>[^/]+)$", "info"),
     ("GET", rf"^/api/{_TYPE}/{_ID}/refs$", "refs"),
+    ("GET", rf"^/api/{_TYPE}/{_ID}/commits/(?P<rev>[^/]+)$", "history"),
     ("GET", rf"^/api/{_TYPE}/{_ID}/tree/(?P<rev>[^/]+)(?:/(?P<path>.*))?$", "tree"),
     ("POST", rf"^/api/{_TYPE}/{_ID}/paths-info/(?P<rev>[^/]+)$", "paths"),
     ("POST", rf"^/api/{_TYPE}/{_ID}/preupload/(?P<rev>[^/]+)$", "preupload"),
@@ -105,6 +106,13 @@ class Endpoints:
 
         branches, tags = rows(repo.branches, "heads"), rows(repo.tags, "tags")
         return Answer.json({"branches": branches, "tags": tags, "converts": []})
+
+    def history(self, match: re.Match[str], query: dict[str, str], body: bytes) -> Answer:
+        repo, sha, _ = self._at(match)
+        return Answer.json(
+            [{"id": c, "authors": [{"user": "loopback"}], "date": "2026-01-01T00:00:00.000Z",
+              "title": "a commit", "message": ""} for c in repo.history(sha)]
+        )  # fmt: skip
 
     def tree(self, match: re.Match[str], query: dict[str, str], body: bytes) -> Answer:
         _, _, files = self._at(match)

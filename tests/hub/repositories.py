@@ -50,17 +50,32 @@ class Repo:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     commits: dict[str, Files] = field(default_factory=dict)
+    parents: dict[str, str] = field(default_factory=dict)
+    pulls: dict[str, str] = field(default_factory=dict)  # "refs/pr/1", which anybody can open
 
     def commit(self, branch: str, files: Files, message: str) -> str:
-        parent = self.branches.get(branch, "")
+        refs = self.pulls if branch.startswith("refs/pr/") else self.branches
+        parent = refs.get(branch, "") or (self.branches.get("v1", "") if refs is self.pulls else "")
         content = "".join(f"{p} {b.oid}\n" for p, b in sorted(files.items()))
         sha = hashlib.sha1(f"{parent}\n{message}\n{content}".encode()).hexdigest()
         self.commits[sha] = files
-        self.branches[branch] = sha
+        self.parents.setdefault(sha, parent)
+        refs[branch] = sha
         return sha
 
+    def history(self, sha: str) -> list[str]:
+        """A commit and those that it was made after, newest first."""
+        found = []
+        while sha in self.commits and sha not in found:
+            found.append(sha)
+            sha = self.parents.get(sha, "")
+        return found
+
     def resolve(self, revision: str) -> str | None:
-        """A branch, a tag, a full ref or a commit, as a commit."""
+        """A branch, a tag, a full ref, a commit or a part of its hash, as a commit."""
+        if revision in self.pulls:
+            return self.pulls[revision]
         revision = revision.removeprefix("refs/heads/").removeprefix("refs/tags/")
         sha = self.branches.get(revision) or self.tags.get(revision) or revision
-        return sha if sha in self.commits else None
+        parts = [c for c in self.commits if len(sha) >= 7 and c.startswith(sha.lower())]
+        return sha if sha in self.commits else parts[0] if len(parts) == 1 else None

@@ -15,13 +15,14 @@ spoken: clients are told `HF_HUB_DISABLE_XET=1`, which makes them upload by LFS.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,44 @@ class Flip:
     offset: int
 
 
-Fault = Status | Hang | Slow | Truncate | Flip
+@dataclass(frozen=True)
+class Headers:
+    """Answer as usual, with other headers; None takes one away."""
+
+    headers: dict[str, str | None]
+
+
+@dataclass(frozen=True)
+class Redirect:
+    """Send the client elsewhere."""
+
+    location: str
+    code: int = 307
+
+
+@dataclass(frozen=True)
+class Body:
+    """Answer with this body, and these headers."""
+
+    data: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Endless:
+    """Send a body that has no end and no announced length: `chunk` again and again."""
+
+    chunk: bytes = b" " * 65536
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Answer with what a function makes of the usual body."""
+
+    change: Callable[[bytes], bytes]
+
+
+Fault = Status | Hang | Slow | Truncate | Flip | Headers | Redirect | Body | Endless | Edit
 
 
 @dataclass
@@ -89,6 +127,11 @@ class _Rule:
 
 
 # ------------------------------------------------------------------------------ the server
+
+
+class _Quiet(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no news here."""
 
 
 class HubServer:
@@ -104,9 +147,14 @@ class HubServer:
         self.lock = threading.RLock()
         self._rules: list[_Rule] = []
         self._closing = threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http = _Quiet(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def closing(self) -> bool:
+        """Whether the server is being stopped."""
+        return self._closing.is_set()
 
     @property
     def url(self) -> str:
@@ -138,6 +186,7 @@ class HubServer:
             "NO_PROXY": "127.0.0.1,localhost",
             "PYTHONPATH": python_path(),
             "HFPATCH_CONFIG": "",
+            "HFPATCH_STATE": str(cache / "hfpatch-state"),
             **more,
         }
 
@@ -222,6 +271,10 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             if isinstance(fault, Status):
                 problem = Problem(fault.code, fault.error, f"fault injected: {fault.code}")
                 return self._send(self._problem(problem), None)
+            if isinstance(fault, Redirect):
+                return self._send(Answer(b"", fault.code, {"Location": fault.location}), None)
+            if isinstance(fault, Endless):
+                return self._without_end(fault.chunk)
             query = {k: v[0] for k, v in parse_qs(url.query).items()}
             try:
                 self._send(self._route(reading, url.path, query, body), fault)
@@ -254,7 +307,23 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self.rfile.readline()
             return b"".join(parts)
 
+        def _without_end(self, chunk: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.close_connection = True
+            with contextlib.suppress(OSError):  # the client has had enough
+                while not hub.closing:
+                    self.wfile.write(chunk)
+
         def _send(self, answer: Answer, fault: Fault | None) -> None:
+            if isinstance(fault, Body):
+                answer = Answer(fault.data, 200, {**answer.headers, **fault.headers})
+            if isinstance(fault, Edit):
+                answer.body = fault.change(answer.body)
+            if isinstance(fault, Headers):
+                merged: dict[str, str | None] = {**answer.headers, **fault.headers}
+                answer.headers = {k: v for k, v in merged.items() if v is not None}
             body, code = answer.body, answer.code
             wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
             if wanted and code == 200:

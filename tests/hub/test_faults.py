@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import shutil
 import socket
@@ -34,6 +35,7 @@ from hfpatch.errors import (
 from hfpatch.hub import HubOptions, HubSpec, verify
 from hfpatch.hub.download import lock
 from hfpatch.hub.patience import impatient
+from hfpatch.hub.sealed import seal
 from hfpatch.sources import Kernel
 
 SPEC = "toy/kernel@v1"
@@ -72,14 +74,6 @@ def expect_kernel(spec: str = SPEC, **arguments: object) -> str:
     torch.testing.assert_close(m(X), torch.nn.functional.silu(X))
     fresh()
     return swap.version
-
-
-@pytest.fixture
-def toy(hub: HubServer) -> HubServer:
-    """A Hub with the trusted kernel `toy/kernel@v1`."""
-    hub.trust("toy")
-    hub.put("toy/kernel", package())
-    return hub
 
 
 # ------------------------------------------------------------------------------ the network
@@ -332,20 +326,31 @@ class Accepts:
 
 def test_what_a_valid_signature_still_has_to_cover(tmp_path: Path) -> None:
     """The cryptography is sigstore's; here its verdict is given, to see what follows from it."""
-    for digest in (True, False):
-        folder = tmp_path / str(digest)
+    spec = HubSpec.parse("kernels-community/toy@v1")
+    for case, (wanted, digest, message) in enumerate(
+        [
+            (spec, True, ""),
+            (spec, False, "hold no digest"),
+            (HubSpec.parse("kernels-community/toy@v2"), True, "is one of version 1, not of"),
+            (HubSpec.parse("kernels-community/other@v1"), True, "is one of the kernel `toy`"),
+            (HubSpec.parse("toy/toy@v1"), True, "knows nobody who signs for `toy`"),
+        ]
+    ):
+        folder = tmp_path / str(case)
         folder.mkdir()
         for path, data in package(digest=digest).items():
             (folder / Path(path).name).write_bytes(data)
         metadata = (folder / "metadata.json").read_bytes()
         (folder / "metadata.json.sigstore").write_bytes(signature(metadata))
+        files = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+        sealed = seal(folder, files, copy=False)
         verifier = Accepts()
-        if digest:
-            verify.check_signature(folder, verifier)
-            assert verifier.data == metadata
+        if message:
+            with pytest.raises(KernelIntegrityError, match=message):
+                verify.check_signature(sealed, wanted, verifier)
         else:
-            with pytest.raises(KernelIntegrityError, match="hold no digest"):
-                verify.check_signature(folder, verifier)
+            verify.check_signature(sealed, wanted, verifier)
+            assert verifier.data == metadata
 
 
 # ------------------------------------------------------------------------------ pins

@@ -4,6 +4,8 @@ trust that it may not be; and what is wrong is said with where it stands and wha
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,14 +38,6 @@ def apply(**arguments: object) -> Report:
     return hfpatch.apply(nn.Sequential(nn.SiLU()).requires_grad_(False), **arguments)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def toy(hub: HubServer) -> HubServer:
-    """A Hub with the trusted kernel `toy/kernel@v1`."""
-    hub.trust("toy")
-    hub.put("toy/kernel", package())
-    return hub
-
-
 # ------------------------------------------------------------------------------ names
 
 
@@ -72,15 +66,20 @@ def test_references_that_are_no_pins(ref: str) -> None:
 
 
 def test_a_cached_reference_that_is_no_commit(toy: HubServer) -> None:
-    """It would be a part of a path."""
+    """It would be a part of a path. What this user downloaded is known elsewhere; to another user
+    the Hub says what the version is."""
     commit = HubSpec.parse(SPEC)
     assert apply().swaps
     (ref,) = Path(constants.HF_HUB_CACHE).glob("kernels--toy--kernel/refs/v1")
     for content in (b"../../../../evil", b""):
         ref.write_bytes(content)
         fresh()
+        with toy.quiet():
+            assert len(load(commit, HubOptions()).version.split(":")[0]) == 12
+        shutil.rmtree(os.environ["HFPATCH_STATE"])
+        fresh()
         assert len(load(commit, HubOptions()).version.split(":")[0]) == 12
-    assert len(ref.read_text()) == 40, "it was asked for again"
+        assert len(ref.read_text()) == 40, "it was asked for again"
 
 
 # ------------------------------------------------------------------------------ trust
@@ -99,7 +98,7 @@ def test_a_lock_file_does_not_vouch_for_a_publisher(hub: HubServer, tmp_path: Pa
         f'kernels = {{silu = "{SPEC}"}}\n[hub]\nlockfile = "hfpatch.lock"\n'
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("HFPATCH_CONFIG")
+        patch.setenv("HFPATCH_CONFIG", str(tmp_path / "hfpatch.toml"))
         (skip,) = apply(kernels=None).skips
         assert "`toy` is not a trusted publisher" in skip.reason
         with pytest.raises(KernelUntrustedError):

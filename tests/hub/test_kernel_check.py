@@ -56,7 +56,7 @@ def test_the_scaffold_passes(project: Path, capsys: pytest.CaptureFixture[str]) 
     assert max(map(len, table.splitlines())) <= 120
     assert cli.main(["kernel", "check", str(project), "--no-load", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert len(rows) == 24 and all(row["passed"] for row in rows)
+    assert len(rows) == 25 and all(row["passed"] for row in rows)
 
 
 def test_our_own_kernels_pass(
@@ -377,6 +377,14 @@ def test_libraries_that_others_do_not_have(project: Path) -> None:
     found = compile_library(project, source, "-fopenmp", "-Wl,-rpath,/opt/x")
     assert "`libgomp.so.1`" in found["needs torch and the system only"].problem
     assert found["no search path"].problem == "`/opt/x`"
+
+
+def test_what_a_library_asks_of_its_loader(project: Path) -> None:
+    what = "asks nothing odd of the loader"
+    source = 'extern "C" int relu_squared() { return 1; }\n'
+    assert what not in compile_library(project, source)
+    found = compile_library(project, source, "-Wl,-z,execstack", "-Wl,-rpath,/opt/x")
+    assert found[what].problem.endswith("asks for a stack that can be executed")
 
 
 def test_symbols_that_are_nobodys_business(project: Path) -> None:

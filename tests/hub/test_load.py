@@ -364,14 +364,20 @@ def test_the_environment_and_the_config_file(
 ) -> None:
     hub.trust("toy")
     hub.put("toy/kernel", package())
-    monkeypatch.delenv("HFPATCH_CONFIG")
-    (tmp_path / "pyproject.toml").write_text(
+    config = tmp_path / "pyproject.toml"
+    config.write_text(
         '[tool.hfpatch.kernels]\nsilu = "toy/kernel@v1"\n"*" = ["local", "torch"]\n'
     )
+    monkeypatch.setenv("HFPATCH_CONFIG", str(config))
     (tmp_path / "deep").mkdir()
     monkeypatch.chdir(tmp_path / "deep")
     m = model()
-    assert [s.source for s in hfpatch.apply(m).swaps] == ["toy/kernel@v1"]
+    report = hfpatch.apply(m)
+    assert [s.source for s in report.swaps] == ["toy/kernel@v1"]
+    assert f"`{config}` chose the kernels: silu: toy/kernel@v1; *: local, torch" in report.notes[0]
+    monkeypatch.delenv("HFPATCH_CONFIG")
+    config.write_text('[tool.hfpatch.kernels]\nsilu = "none"\n')
+    assert [s.kind for s in hfpatch.apply(m).skips] == ["off"], "a file above may do that"
     monkeypatch.setenv("HFPATCH_KERNELS", "silu=none; *=torch")
     assert [s.kind for s in hfpatch.apply(m).skips] == ["off"]
     assert [s.source for s in hfpatch.apply(m, kernels={"silu": "toy/kernel@v1"}).swaps]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hfpatch.hub.elf import examine
 from hfpatch.kernel_project.checks.elf import Library, read_library, symbol_file
 from hfpatch.kernel_project.checks.row import Row, verdict
 from hfpatch.kernel_project.project import Project
@@ -79,6 +80,7 @@ def _library(project: Project, where: str, library: Library) -> Iterator[Row]:
         (f"`{path}`" for path in library.paths),
         "link without `-rpath`",
     )
+    yield _loading(where, library.path)
     declared = _declared(project)
     yield verdict(
         where,
@@ -92,6 +94,20 @@ def _library(project: Project, where: str, library: Library) -> Iterator[Row]:
         "compile with `-fvisibility=hidden -fno-gnu-unique`; declare what is for others in a "
         "header",
         note=f"{sum(n in declared for n, _ in library.exported)} functions",
+    )
+
+
+def _loading(where: str, path: Path) -> Row:
+    """What `hfpatch.apply` looks at before it loads a library; search paths have a row."""
+    with path.open("rb") as file:
+        found = examine(file)
+    problems = (p for p in found.problems if not p.endswith(("(RPATH)", "(RUNPATH)")))
+    return verdict(
+        where,
+        "asks nothing odd of the loader",
+        (f"`{path.name}` {problem}" for problem in problems),
+        "link with `-z noexecstack -z text`, and without paths, filters or audits",
+        note=f"{found.constructors} functions run as it is loaded",
     )
 
 

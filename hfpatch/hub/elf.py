@@ -1,0 +1,200 @@
+"""What a shared library for Linux would do to the process that loads it, read from its headers.
+
+Loading a library runs code and follows its wishes before anything of it is called: where other
+libraries are looked for, which memory may be executed, what is run first. `hfpatch kernel check`
+says the same of a build before it is published.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+MAGIC = b"\x7fELF"
+
+_LOAD, _DYNAMIC, _STACK = 1, 2, 0x6474E551  # types of segments
+_EXECUTE, _WRITE = 1, 2  # a segment's flags
+_NEEDED, _STRTAB, _SYMTAB, _RELA, _RELASZ, _STRSZ = 1, 5, 6, 7, 8, 10
+_RPATH, _TEXTREL, _RUNPATH, _FLAGS = 15, 22, 29, 30
+_INIT, _FINI, _PREINIT_ARRAY = 12, 13, 32
+_ARRAYS = {25: 27, 26: 28}  # constructors and destructors: the tag of the array to its size's
+_LOADERS = {0x6FFFFEFC: "AUDIT", 0x6FFFFEFB: "DEPAUDIT",
+            0x7FFFFFFD: "AUXILIARY", 0x7FFFFFFF: "FILTER"}  # fmt: skip
+_RELATIVE = {62: 8, 183: 1027}  # a machine's number of "an address in this library"
+_LARGEST = 64 << 20  # bytes of a table
+
+
+@dataclass(frozen=True)
+class _Segment:
+    type: int
+    flags: int
+    offset: int
+    address: int
+    size: int  # in the file
+    memory: int
+
+    def holds(self, address: int) -> bool:
+        return self.address <= address < self.address + self.memory
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What loading a library does.
+
+    Attributes:
+        problems: what no kernel needs, and a hostile one may use.
+        constructors: how many functions are run as it is loaded. torch's registration of operators
+            is one, so there are some in any kernel.
+    """
+
+    problems: tuple[str, ...]
+    constructors: int
+
+
+def examine(file: BinaryIO) -> Loading:
+    """Read a library's headers; its code is not looked at.
+
+    Raises:
+        ValueError: it is no shared library of 64 bits, little-endian, or is damaged.
+    """
+    try:
+        return _examine(file)
+    except (struct.error, OverflowError, OSError) as e:
+        raise ValueError(f"its headers are damaged ({e})") from e
+
+
+def _examine(file: BinaryIO) -> Loading:
+    header = _at(file, 0, 64)
+    if header[:4] != MAGIC or header[4:6] != b"\x02\x01":
+        raise ValueError("it is no ELF file of 64 bits, little-endian")
+    kind, machine = struct.unpack_from("<HH", header, 16)
+    start, size, count = (
+        *struct.unpack_from("<Q", header, 32), *struct.unpack_from("<HH", header, 54)
+    )  # fmt: skip
+    if kind != 3 or size != 56:
+        raise ValueError("it is no shared library")
+    table = _at(file, start, size * count)
+    segments = []
+    for i in range(count):
+        type_, flags, offset, address, _, length, memory, _ = struct.unpack_from(
+            "<IIQQQQQQ", table, i * size
+        )
+        segments.append(_Segment(type_, flags, offset, address, length, memory))
+    problems = []
+    stack = [s for s in segments if s.type == _STACK]
+    if not stack or any(s.flags & _EXECUTE for s in stack):
+        problems.append("asks for a stack that can be executed")
+    if any(s.type == _LOAD and s.flags & _EXECUTE and s.flags & _WRITE for s in segments):
+        problems.append("has memory that can be written and executed")
+    dynamic = [s for s in segments if s.type == _DYNAMIC]
+    if len(dynamic) != 1:
+        raise ValueError("it has no dynamic section")
+    found, constructors = _dynamic(file, machine, dynamic[0], segments)
+    return Loading((*problems, *found), constructors)
+
+
+def _dynamic(
+    file: BinaryIO, machine: int, section: _Segment, segments: list[_Segment]
+) -> tuple[list[str], int]:
+    data = _at(file, section.offset, section.size)
+    tags: list[tuple[int, int]] = []
+    for at in range(0, len(data) - 15, 16):
+        tag, value = struct.unpack_from("<QQ", data, at)
+        if tag == 0:
+            break
+        tags.append((tag, value))
+    known = dict(tags)
+    strings = _read(file, segments, known.get(_STRTAB, 0), known.get(_STRSZ, 0))
+
+    def text(offset: int) -> str:
+        end = strings.find(b"\0", offset)
+        return strings[offset : end if end >= 0 else None][:200].decode("utf-8", "replace")
+
+    problems = []
+    for tag, value in tags:
+        if tag in (_RPATH, _RUNPATH):
+            name = "RPATH" if tag == _RPATH else "RUNPATH"
+            problems.append(f"has libraries looked for in `{text(value)}` ({name})")
+        elif tag == _NEEDED and "/" in text(value):
+            problems.append(f"loads the file `{text(value)}`")
+        elif tag in _LOADERS:
+            problems.append(f"has the loader take `{text(value)}` ({_LOADERS[tag]})")
+        elif tag == _TEXTREL or (tag == _FLAGS and value & 4):
+            problems.append("has its code written to as it is loaded (TEXTREL)")
+        elif tag == _PREINIT_ARRAY:
+            problems.append("has functions that are run before the process' own (PREINIT_ARRAY)")
+    code = [s for s in segments if s.type == _LOAD and s.flags & _EXECUTE]
+    inside = [known[tag] for tag in (_INIT, _FINI) if tag in known]
+    problems += [
+        f"has code outside of itself run at {address:#x}"
+        for address in inside
+        if not any(s.holds(address) for s in code)
+    ]
+    count = int(_INIT in known)
+    for array, size in _ARRAYS.items():
+        if array in known:
+            entries = known.get(size, 0) // 8
+            count += entries if array == 25 else 0
+            problems += _outside(file, machine, known, segments, code, known[array], entries)
+    return list(dict.fromkeys(problems)), count
+
+
+def _outside(
+    file: BinaryIO,
+    machine: int,
+    known: dict[int, int],
+    segments: list[_Segment],
+    code: list[_Segment],
+    array: int,
+    entries: int,
+) -> Iterator[str]:
+    """Constructors that are not functions of the library itself."""
+    targets = {}
+    if _RELA in known:
+        table = _read(file, segments, known[_RELA], known.get(_RELASZ, 0))
+        for place, info, addend in struct.iter_unpack("<QQq", table[: len(table) // 24 * 24]):
+            if array <= place < array + 8 * entries:
+                if info & 0xFFFFFFFF == _RELATIVE.get(machine):
+                    targets[place] = addend
+                else:
+                    targets[place] = _own_symbol(file, known, segments, info >> 32)
+    written = _read(file, segments, array, 8 * entries)
+    for i, (value,) in enumerate(struct.iter_unpack("<Q", written)):
+        target = targets.get(array + 8 * i, value)
+        if target in (0, 2**64 - 1):  # no function: the array's own marks
+            continue
+        if target is None or not any(s.holds(target) for s in code):
+            yield "runs a function that is not its own as it is loaded"
+
+
+def _own_symbol(
+    file: BinaryIO, known: dict[int, int], segments: list[_Segment], index: int
+) -> int | None:
+    """The address of a symbol that the library defines; None for another's."""
+    if _SYMTAB not in known or index == 0:
+        return None
+    symbol = _read(file, segments, known[_SYMTAB] + 24 * index, 24)
+    section, address = struct.unpack_from("<HQ", symbol, 6)
+    return int(address) if section else None
+
+
+def _at(file: BinaryIO, offset: int, size: int) -> bytes:
+    if size > _LARGEST:
+        raise ValueError("its headers are damaged (a table is too large)")
+    file.seek(offset)
+    data = file.read(size)
+    if len(data) != size:
+        raise ValueError("its headers are damaged (it ends before they do)")
+    return data
+
+
+def _read(file: BinaryIO, segments: list[_Segment], address: int, size: int) -> bytes:
+    """What stands at an address, as far as the file has it."""
+    if not size:
+        return b""
+    for s in segments:
+        if s.type == _LOAD and s.address <= address and address + size <= s.address + s.size:
+            return _at(file, s.offset + address - s.address, size)
+    raise ValueError("its headers are damaged (a table is in no segment)")

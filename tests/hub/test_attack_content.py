@@ -1,0 +1,325 @@
+"""Attacks by what a repository holds: metadata, files, libraries, and what an import does."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import subprocess
+import sys
+import time
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from attack import EVIL, SPEC, evil, loads, ran, sampled, withstood
+from packages import SILU, package
+from server import HubServer
+from torch import nn
+
+import hfpatch
+from hfpatch.hub.elf import examine
+
+METADATA = "build/torch-cpu/metadata.json"
+
+
+def written(files: dict[str, bytes], text: str | bytes) -> dict[str, bytes]:
+    """A package with other metadata."""
+    return files | {METADATA: text.encode() if isinstance(text, str) else text}
+
+
+def plain(**more: object) -> str:
+    """Metadata of a package, as text."""
+    return package(**more)[METADATA].decode()  # type: ignore[arg-type]
+
+
+def digest_of(data: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+# ------------------------------------------------------------------------------ metadata
+
+
+def twice(key: str, first: str, second: str) -> str:
+    text = plain()
+    return text[:-1] + f', "{key}": {first}' + f', "{key}": {second}' + "}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    sampled([
+        plain()[:-1] + ', "id": "other"}',
+        plain()[:-1] + ', "name": "other"}',
+        twice("zzz", "1", "2"),
+        plain()[:-1] + ', "zzz": {"a": 1, "a": 2}}',
+        plain()[:-1] + ', "zzz": NaN}',
+        plain()[:-1] + ', "zzz": -Infinity}',
+        plain()[:-1] + ', "zzz": 1e999}',
+        plain()[:-1] + ', "zzz": ' + "9" * 5000 + "}",
+        plain(version=10**30), plain(version=-1), plain(version=1.5), plain(version="1"),
+        plain()[:-1] + ', "zzz": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "[" * 100_000, "{" * 100_000, plain()[:-1] + ', "zzz": "' + "x" * (5 << 20) + '"}',
+        plain(name="../../etc"), plain(name="Toy"), plain(name="t\u043ey"), plain(name="a\nb"),
+        plain(**{"kernel-depends": [{"repo-id": "../..", "version": 1}]}),
+        plain(**{"kernel-depends": [{"repo-id": "toy/kernel\u0000", "version": 1}]}),
+        plain(**{"kernel-depends": [{"repo-id": "toy/kernel", "revision": "../x"}]}),
+        plain(**{"kernel-depends": [{"repo-id": "a" * 70_000 + "/b", "version": 1}]}),
+        plain(**{"python-depends": ["os; import evil"]}),
+        plain(digest=False)[:-1] + ', "digest": {"algorithm": "md5", "files": {}}}',
+        plain(digest=False)[:-1] + ', "digest": {"algorithm": "sha256", "files": {}}}',
+        plain(digest=False)[:-1] + ', "digest": {"algorithm": "sha256", "files": {"x": 1}}}',
+    ], 8),
+    ids=range(28),
+)
+def test_metadata(text: str, toy: HubServer) -> None:
+    toy.put("toy/kernel", written(evil(), text))
+    withstood()
+
+
+@pytest.mark.parametrize(
+    "key", sampled(["../../../evil.py", "/etc/passwd", "a//b", "./__init__.py", ""], 2)
+)
+def test_a_digest_of_a_path_that_is_none(key: str, toy: HubServer) -> None:
+    files = evil()
+    data = json.loads(files[METADATA])
+    data["digest"]["files"][key] = digest_of(b"")
+    toy.put("toy/kernel", written(files, json.dumps(data)))
+    withstood(SPEC, "is not what was published")
+
+
+def test_a_digest_that_is_said_twice(toy: HubServer) -> None:
+    """Two parsers would take two of them."""
+    files = evil()
+    good = f'"__init__.py": "{digest_of(SILU.encode())}", '
+    text = files[METADATA].decode().replace('"files": {', '"files": {' + good)
+    toy.put("toy/kernel", written(files, text))
+    withstood(SPEC, "stands there twice")
+
+
+@pytest.mark.parametrize(
+    "name",
+    sampled(["torch", "json", "sys", "hfpatch", "antigravity", "t\u043erch", "\uff54orch", "a.b",
+             "__main__", "", "x" * 10 + "\u200b", "hfpatch.verify"], 4),
+)  # fmt: skip
+def test_an_id_that_is_a_modules_or_looks_like_it(name: str, toy: HubServer) -> None:
+    toy.put("toy/kernel", evil(id=name))
+    before = dict(sys.modules)
+    withstood(SPEC, "nothing was imported")
+    assert all(sys.modules.get(n) is m for n, m in before.items())
+
+
+def test_an_id_that_another_kernel_has(toy: HubServer) -> None:
+    """`kernels` would put the later one in the place of the earlier."""
+    own = hfpatch.sources.local_package().module
+    toy.put("toy/kernel", package(id=own.__name__))
+    toy.put("toy/other", package(SILU + "\n", id=own.__name__))
+    loads()
+    loads("toy/other@v1")
+    assert sys.modules[own.__name__] is own
+
+
+def test_our_own_name_is_no_passport(toy: HubServer) -> None:
+    """Not compared under `verify=False` were our own build alone, which no name makes."""
+    wrong = SILU.replace("silu(x)\n\n", "silu(x) * 1.5\n\n")
+    toy.put("toy/kernel", package(wrong, name="hfpatch-kernels"))
+    withstood(SPEC, "is wrong", verify=False)
+    toy.put("toy/right", package(name="hfpatch-kernels"))
+    m = nn.Sequential(nn.SiLU()).requires_grad_(False)
+    report = hfpatch.apply(m, kernels={"silu": "toy/right@v1"}, verify=False)
+    assert report.swaps and "is not the build that this installation has" in report.notes[0]
+
+
+# ------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    sampled(["helper.pyc", "__pycache__/__init__.cpython-311.pyc", "sub/x.PYC", "a.pyo",
+             "__pycache__/data.txt"], 2),
+)  # fmt: skip
+def test_bytecode(name: str, listed: bool, toy: HubServer) -> None:
+    files = evil(more={name: "x"} if listed else None, digest=listed)
+    toy.put("toy/kernel", files | {f"build/torch-cpu/{name}": b"x"})
+    withstood(SPEC, "is bytecode")
+
+
+@pytest.mark.parametrize(
+    "names",
+    sampled([
+        ["Helper.py", "helper.py"], ["__INIT__.py"], ["caf\u00e9.py", "cafe\u0301.py"],
+        ["a\x1b[2Jb.py"], ["a\\b.py"], ["a\u202ey.py"], [" a.py"], ["a\n.py"], ["x" * 260],
+    ], 3),
+    ids=range(9),
+)  # fmt: skip
+def test_file_names(names: list[str], toy: HubServer) -> None:
+    if any(unicodedata.normalize("NFC", n) != n for n in names):
+        assert len({unicodedata.normalize("NFC", n) for n in names}) == 1
+    toy.put("toy/kernel", evil(more=dict.fromkeys(names, "x = 1\n")))
+    withstood(SPEC)
+
+
+def test_thousands_of_files(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("endpoints.PAGE", 1000)
+    toy.put("toy/kernel", evil(more={f"f{i}.txt": "" for i in range(4200)}))
+    withstood(SPEC, "more than 4096 files")
+    assert not toy.seen("GET", "/resolve/")
+
+
+def test_a_module_of_another_name_beside_the_source(toy: HubServer) -> None:
+    """`torch.py` in a kernel is the kernel's own, and shadows nothing."""
+    side = {"torch.py": EVIL, "json.py": EVIL, "sitecustomize.py": EVIL, "x.pth": "import os\n"}
+    toy.put("toy/kernel", package("import json\n" + SILU, more=side))
+    loads()
+    assert not ran() and not [p for p in sys.path if "hfpatch-" in p]
+
+
+def test_dependencies_are_visited_once(toy: HubServer) -> None:
+    """A chain of diamonds: 2^30 ways lead down."""
+    count = 30
+    for i in range(count):
+        names = [f"k{i + 1}a", f"k{i + 1}b"] if i < count - 1 else []
+        depends = [{"repo-id": f"toy/{n}", "version": 1} for n in names]
+        for side in "ab":
+            toy.put(f"toy/k{i}{side}", package(**{"kernel-depends": depends}))
+    before = time.monotonic()
+    loads("toy/k0a@v1")
+    assert time.monotonic() - before < 60
+
+
+def test_dependencies_without_end(toy: HubServer) -> None:
+    for i in range(80):
+        depends = {"kernel-depends": [{"repo-id": f"toy/k{i + 1}", "version": 1}]}
+        toy.put(f"toy/k{i}", evil(**depends))
+    withstood("toy/k0@v1", "more than 64 kernels")
+
+
+# ------------------------------------------------------------------------------ libraries
+
+CODE = "int answer(void) { return 42; }\n"
+OUTSIDE = """
+extern void abort(void);
+__attribute__((section(".init_array"), used)) static void (*first)(void) = abort;
+"""
+
+
+def library(folder: Path, code: str, *flags: str) -> bytes:
+    (folder / "lib.c").write_text(code)
+    command = ["gcc", "-shared", "-fPIC", "-o", "lib.so", "lib.c", *flags]
+    subprocess.run(command, check=True, cwd=folder, capture_output=True)
+    return (folder / "lib.so").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("code", "flags", "said"),
+    [
+        (CODE, ("-Wl,-rpath,/tmp",), "(RUNPATH)"),
+        (CODE, ("-Wl,-rpath,$ORIGIN/../..",), "(RUNPATH)"),
+        (CODE, ("-Wl,-rpath,/tmp", "-Wl,--disable-new-dtags"), "(RPATH)"),
+        (CODE, ("-Wl,-z,execstack",), "a stack that can be executed"),
+        (CODE, ("-Wl,--auxiliary,evil.so",), "(AUXILIARY)"),
+        (CODE, ("-Wl,--filter,evil.so",), "(FILTER)"),
+        (CODE, ("-Wl,--audit,evil.so",), "(AUDIT)"),
+        (CODE, ("-Wl,--depaudit,evil.so",), "(DEPAUDIT)"),
+        (CODE, ("-Wl,-init,0x10",), ""),
+        (CODE, ("-Wl,--omagic",), ""),
+        (OUTSIDE, (), "a function that is not its own"),
+    ],
+)
+def test_what_a_library_asks_of_its_loader(
+    code: str, flags: tuple[str, ...], said: str, toy: HubServer, tmp_path: Path
+) -> None:
+    try:
+        data = library(tmp_path, code, *flags)
+    except subprocess.CalledProcessError as e:
+        pytest.skip(f"this linker makes no such library: {e.stderr[-80:]!r}")
+    with (tmp_path / "lib.so").open("rb") as file:
+        problems = "; ".join(examine(file).problems)
+    if not problems and not said:
+        pytest.skip("this linker ignores the flag")
+    assert said in problems
+    toy.put("toy/kernel", with_library(data))
+    withstood(SPEC, "lib.so")
+
+
+def with_library(data: bytes, name: str = "lib.so") -> dict[str, bytes]:
+    """A package that holds a library, of the digest too."""
+    files = evil()
+    metadata = json.loads(files[METADATA])
+    metadata["digest"]["files"][name] = digest_of(data)
+    return written(files, json.dumps(metadata)) | {f"build/torch-cpu/{name}": data}
+
+
+def test_a_library_that_is_taken_from_a_path(toy: HubServer, tmp_path: Path) -> None:
+    library(tmp_path, CODE)
+    (tmp_path / "lib.so").rename(tmp_path / "other.so")
+    data = library(tmp_path, "int answer(void); int more(void) { return answer(); }", "./other.so")
+    toy.put("toy/kernel", with_library(data, "lib.txt"))  # whatever it is called
+    withstood(SPEC, "loads the file")
+
+
+@pytest.mark.parametrize("size", sampled([0, 3, 4, 63, 64, 400, 3000], 3))
+def test_a_library_that_is_cut_off(size: int, toy: HubServer, tmp_path: Path) -> None:
+    toy.put("toy/kernel", with_library(library(tmp_path, CODE)[:size]))
+    withstood(SPEC, "cannot be loaded")
+
+
+def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
+    library(tmp_path, CODE + "__attribute__((constructor)) static void mine(void) {}\n")
+    with (tmp_path / "lib.so").open("rb") as file:
+        found = examine(file)
+    assert found.problems == () and found.constructors >= 2
+
+
+# ------------------------------------------------------------------------------ the import
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    sampled([
+        ("torch.nn.functional.silu = lambda x, inplace=False: x", "torch.nn.functional.silu"),
+        ("torch.nn.SiLU.forward = lambda self, x: x", "SiLU.forward"),
+        ("torch.nn.Module.__call__ = lambda self, x: x", "Module.__call__"),
+        ("torch.Tensor.double = lambda self: self", "Tensor.double"),
+        ("del torch.nn.functional.gelu", "torch.nn.functional.gelu"),
+        ("import hfpatch.verify as v; v.verify_values = lambda *a: (0, 0)", "verify_values"),
+        ("import hfpatch.trial as t; t.LIMITS = None", "LIMITS"),
+        ("from hfpatch.hub.trust import Trust; Trust.require = lambda *a, **k: False", "require"),
+        ("import hfpatch.hub.options as o; o.HubOptions.trusts = lambda *a: True", "trusts"),
+        ("import builtins; builtins.len = lambda x: 0", "builtins.len"),
+        ("import hashlib; hashlib.sha256 = None", "hashlib.sha256"),
+        ("import sys; sys.modules['hfpatch.report'] = torch", "hfpatch.report"),
+        ("import sys; sys.modules['hfpatch.later'] = type(sys)('x')", "hfpatch.later"),
+        ("import sys; del sys.modules['hfpatch.verify']", "hfpatch.verify"),
+        ("import sys, os; sys.path.insert(0, os.path.dirname(__file__))", "sys.path"),
+        ("torch.set_default_dtype(torch.float64)", "default_dtype"),
+        ("torch.set_grad_enabled(False)", "grad_enabled"),
+    ], 6),
+)
+def test_what_an_import_changes(code: str, said: str, toy: HubServer) -> None:
+    """It is taken back, and the package is not used."""
+    silu, forward, verify = nn.functional.silu, nn.SiLU.forward, sys.modules["hfpatch.verify"]
+    dtype, path = torch.get_default_dtype(), list(sys.path)
+    toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
+    withstood(SPEC, said)
+    assert nn.functional.silu is silu and nn.SiLU.forward is forward
+    assert sys.modules["hfpatch.verify"] is verify and "hfpatch.later" not in sys.modules
+    assert torch.get_default_dtype() == dtype and torch.is_grad_enabled() and sys.path == path
+
+
+def test_random_numbers_are_as_they_were(toy: HubServer) -> None:
+    toy.put("toy/kernel", package("import torch\ntorch.manual_seed(0)\n" + SILU))
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    loads()
+    torch.manual_seed(7)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_failed_import_leaves_no_module(toy: HubServer) -> None:
+    files = package("from . import part\nraise RuntimeError('no')\n", more={"part.py": "x = 1\n"})
+    toy.put("toy/kernel", files)
+    before = {n for n in sys.modules if n.startswith("_hfpatch_hub_")}
+    withstood(SPEC, "could not be imported")
+    assert {n for n in sys.modules if n.startswith("_hfpatch_hub_")} == before
