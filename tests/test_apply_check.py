@@ -65,7 +65,12 @@ def test_a_model_of_each_modality(
 def test_every_type(
     name: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_passed(Checked(capsys, check_cases.write(name, tmp_path), *options))
+    found = Checked(capsys, check_cases.write(name, tmp_path), *options)
+    if name == "vae-tiny" and "bfloat16" in options:  # which diffusers' class does not run in
+        assert found.status == 3
+        assert "should be the same" in found.rows[0]["reason"]
+    else:
+        assert_passed(found)
 
 
 def test_a_pipeline_and_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

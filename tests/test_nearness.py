@@ -10,13 +10,13 @@ import zoo
 from support import mutations
 from support.nearness import (
     LIKE,
-    WORST,
     Draw,
     allowance,
     assert_as_near,
     draw,
     limit,
     verdict,
+    worst_limit,
 )
 from support.samples import SEEDS, Sample
 
@@ -39,7 +39,7 @@ def test_chance_alone_does_not_pass_the_limit() -> None:
     d = (parts[0] - parts[1]) / (parts[0] + parts[1])
     assert d.var().item() == pytest.approx(1 / LIKE, rel=0.05)
     assert d.mean(-1).max().item() < limit(12)
-    assert d.max().item() < WORST
+    assert d.max().item() < worst_limit()
 
 
 def test_an_error_that_is_larger_is_found() -> None:

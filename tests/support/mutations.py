@@ -34,13 +34,19 @@ def wrong_eps(op: str) -> Kernel:
 
 
 def wrong_offset(op: str) -> Kernel:
-    """The weight 1e-3 too large, before anything is rounded."""
+    """The weight 1e-3 too large, where fp32 holds that; roundings as they were."""
 
     def kernel(x: Tensor, weight: Any = None, bias: Any = None, **params: Any) -> Tensor:
         dtype = OPS[op].reference(x, weight, bias, **params).dtype
-        one = torch.ones(x.shape[-1:]) if weight is None else weight.float()
-        wide = None if bias is None else bias.float()
-        return OPS[op].reference(x, one + 1e-3, wide, **params).to(dtype)  # type: ignore[no-any-return]
+        one = torch.ones(x.shape[-1:], dtype=x.dtype) if weight is None else torch.ones_like(weight)
+        wrong = (one if weight is None else weight).float() + 1e-3
+        shift = None if bias is None else bias.float()
+        if params.get("cast", "none") == "none":
+            y = OPS[op].reference(x, wrong, shift, **params)
+        else:  # the normalized value is rounded before the weight
+            y = OPS[op].reference(x, one, None, **params).float() * wrong
+            y = y if shift is None else y + shift
+        return y.to(dtype)
 
     return kernel
 
