@@ -12,6 +12,7 @@ from torch import nn
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
 from hfpatch.patches.replicas import replicate
 from hfpatch.plan import Refusal
+from hfpatch.reading.leaf import Unexplained
 from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit
 
 
@@ -37,6 +38,8 @@ def fp32_trial(subject: Subject, device: torch.device) -> Trial | Refusal:
         trial = Trial(subject, base, device)
     except torch.OutOfMemoryError:
         raise  # says nothing of the module: another time there is memory
+    except Unexplained as e:
+        return Refusal("unexplained", f"the code of `{name}` is no formula's: {e}")
     except Exception as e:
         return Refusal("mismatch", f"`{name}` could not be probed: {type(e).__name__}: {e}")
     if not isinstance(trial.original, Tensor):
@@ -125,6 +128,8 @@ def fits_of(
         trial = Trial(subject, combo, device)
     except torch.OutOfMemoryError:
         raise
+    except Unexplained as e:
+        return Refusal("unexplained", f"with {combo} its code is no formula's: {e}")
     except Exception as e:
         return Refusal("unsupported", f"the original does not take {combo}: {e}")
     fits: dict[Formula, int] = {}

@@ -12,6 +12,7 @@ SKIP_KINDS = {
     "no gain": "the original is already as fast",
     "unsupported": "a class, dtype, device or state without a kernel",
     "mismatch": "the original computes something else",
+    "unexplained": "its code does something that no formula accounts for, or could not be read",
     "rejected": "the kernel failed verification",
     "foreign": "somebody else replaced the module's forward",
 }

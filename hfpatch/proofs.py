@@ -153,6 +153,10 @@ def _contract(
         settings.verify,
     )
     found = _contracts.get(key)
+    if found is not None and not all(
+        p.holds() for p in found[1].values() if isinstance(p, probe.Proof)
+    ):
+        found = None  # a function or a constant that its code uses was replaced since
     if found is None:
         # Held by the cache, so it must not hold the model: a replica stands in for the module.
         with float32_default():

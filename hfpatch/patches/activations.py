@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,11 +45,17 @@ class ActivationSubject(Subject):
         super().__init__(module)
         self.projection = projection
         self.has_layers = projection is not None
+        self.live = () if projection is None else (projection,)
 
     @property
     def key(self) -> tuple[Any, ...]:
         own = attributes_of(self.module)  # `act` of the transformers classes is among these
         return (self.projection, own)
+
+    def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
+        if list(calls) != [(n, "input") for n in self.live]:
+            return f"calls {[n for n, _ in calls]}, expected its projection with the input, once"
+        return None
 
     def formulas(self) -> list[Formula]:
         return list(_FORMULAS)

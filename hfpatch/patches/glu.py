@@ -6,6 +6,7 @@ The projections are called as modules, never read: a hook, an adapter, a quantiz
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,8 @@ class GatedSubject(Subject):
         super().__init__(module)
         self.roles, self.act = roles, act
         self.bypassed = (act,) if act is not None else ()
+        children = (roles.gate, roles.up, roles.dropout, roles.down)
+        self.live = tuple(n for n in children if n is not None)
 
     def _child(self, name: str) -> nn.Module:
         child = self.module._modules[name]
@@ -90,6 +93,20 @@ class GatedSubject(Subject):
             for n in (self.roles.gate, self.roles.down)
         ]
         return dtypes[1] if dtypes[0] != dtypes[1] and dtypes[1] in KERNEL_DTYPES else None
+
+    def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
+        r = self.roles
+        given = {name: by for name, by in calls}
+        if sorted(n for n, _ in calls) != sorted(self.live):
+            return f"calls {[n for n, _ in calls]}, expected each of {list(self.live)} once"
+        for name in (r.gate, r.up):
+            if name is not None and given[name] != "input":
+                return f"calls `{name}` with something else than its input"
+        if r.dropout is not None and (given[r.dropout] or given.get(r.down or "") != r.dropout):
+            return f"does not call `{r.dropout}` between the product and the last layer"
+        if r.dropout is None and r.down is not None and given[r.down]:
+            return f"calls `{r.down}` with something else than the product"
+        return None
 
     def formulas(self) -> list[Formula]:
         if self.roles.up is not None:

@@ -28,6 +28,7 @@ from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import fingerprint
 from hfpatch.patches.replicas import random_like, replicate
 from hfpatch.patches.unchanged import settings_of
+from hfpatch.reading.leaf import read
 from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
@@ -39,6 +40,7 @@ class NormSubject(Subject):
     def __init__(self, module: nn.Module, weight: str, bias: str, width: int | None) -> None:
         super().__init__(module)
         self.weight, self.bias, self.width = weight, bias, width
+        self.fixed_width = width is not None
 
     def _param(self, name: str) -> Tensor | None:
         return self.module._parameters.get(name)
@@ -322,11 +324,11 @@ def _takes_any_width(module: nn.Module, width: int) -> bool:
     those of its last stage.
     """
     try:
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.device("cpu"):
             x = torch.randn(4, 2 * width + 5, generator=torch.Generator().manual_seed(0))
-            y = type(module).forward(replicate(module), x)
+            y = read(replicate(module), [x]).result
         return y.shape == x.shape and bool(((y.square().mean(-1) - 1).abs() < 0.02).all())
-    except Exception:  # any class's own: it was not built for this width
+    except Exception:  # unexplained, or of an operation: it was not built for this width
         return False
 
 
