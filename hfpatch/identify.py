@@ -13,7 +13,8 @@ from hfpatch.patches.base import Combo, Formula, Subject, Tensor
 from hfpatch.patches.replicas import replicate
 from hfpatch.plan import Refusal
 from hfpatch.reading.leaf import Unexplained
-from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit
+from hfpatch.sources import reference_kernel
+from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit, seeded
 
 
 def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formula]] | Refusal:
@@ -25,6 +26,9 @@ def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formul
     matches, nearest = matching(trial)
     if not matches:
         return Refusal("mismatch", _explain(name, nearest))
+    matches = [f for f in matches if _holds_far_out(trial, f)]
+    if not matches:
+        return Refusal("mismatch", f"`{name}` computes something else for small or large inputs")
     if (why := _in_training(trial)) is not None:
         return Refusal("mismatch", f"`{name}` {why}")
     return trial, matches
@@ -72,6 +76,16 @@ def _explain(name: str, nearest: tuple[Formula, str] | None) -> str:
     if nearest is None:
         return f"no known formula reproduces `{name}`"
     return f"no known formula reproduces `{name}`; nearest: {nearest[0]}, {nearest[1]}"
+
+
+def _holds_far_out(trial: Trial, formula: Formula) -> bool:
+    """Whether the formula explains the original at all scales: its code has been read, and is made
+    of analytic operations, so that a term that is small for the samples is large at another one."""
+    subject, x = trial.subject, trial.subject.far_inputs(trial.x, seeded(2))
+    original = subject.run(trial.module, x)
+    compute = subject.compute(reference_kernel(formula.op), formula)
+    truth = compute(trial.wide, x.double())
+    return error_of(original, truth, torch.float32) <= LIMITS.formula_fp32
 
 
 def _in_training(trial: Trial) -> str | None:

@@ -22,7 +22,7 @@ from hfpatch.patches.base import Combo, Formula, Forward, Subject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.proving import float32_default
 from hfpatch.plan import Refusal
-from hfpatch.reading.leaf import Reading
+from hfpatch.reading.leaf import still_holds
 from hfpatch.sources import Kernel, Sources
 from hfpatch.trial import OperatorCounter, Trial
 from hfpatch.verify import verify_gradients, verify_values
@@ -38,11 +38,12 @@ class Proof:
     kernels: tuple[Kernel, ...]
     errors: dict[Combo, tuple[float, float]] = field(default_factory=dict)  # absolute, relative
     dropped: dict[Combo, Refusal] = field(default_factory=dict)
-    readings: list[Reading] = field(default_factory=list)  # of the code, in each combination
+    #: What the code used of its surroundings, in any combination.
+    found: dict[tuple[int, Any], tuple[Any, Any, Any]] = field(default_factory=dict)
 
     def holds(self) -> bool:
         """Whether what the module's code found by name, in globals and closures, is still there."""
-        return all(reading.holds() for reading in self.readings)
+        return still_holds(list(self.found.values()))
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ def _prove_combo(
             return verdict
         proof.errors[trial.combo] = verdict
     proof.formulas[trial.combo] = formula
-    proof.readings.append(trial.reading)
+    proof.found |= {(id(where), name): (where, name, v) for where, name, v in trial.reading.found}
     proof.computes[trial.combo] = compute
     with trial.context():
         entry = subject.entry(kernel, formula, training, trial.module, trial.x)

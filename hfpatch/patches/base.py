@@ -107,6 +107,13 @@ class Subject(ABC):
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
         """A random input for the replica that tells the candidates apart."""
 
+    def far_inputs(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Like `x`, which `inputs` made, with rows of every scale at which fp32 holds powers of
+        three: a small term shows at one of them."""
+        scales = 10.0 ** torch.arange(-12, 13, 3)
+        rows = torch.randn(*x.shape[:-3], 1, len(scales), x.shape[-1], generator=generator)
+        return (rows * scales[:, None]).to(x.device, x.dtype)
+
     def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the forward is called with, of what `inputs` made."""
         return (x,)

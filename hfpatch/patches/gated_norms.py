@@ -63,6 +63,12 @@ class GatedNormSubject(NormSubject):
         gate[1, 0] *= 200  # is it clamped?
         return torch.stack((x, gate.to(x.dtype))).to(device)
 
+    def far_inputs(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Also with a gate of every scale, beside ordinary rows."""
+        far = super().far_inputs(x, generator)
+        near = torch.randn(far.shape, generator=generator).to(far)
+        return torch.stack((torch.cat((far[0], near[0]), 1), torch.cat((near[1], far[1]), 1)))
+
     def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.unbind(0)
 

@@ -96,7 +96,7 @@ class GatedSubject(Subject):
 
     def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
         r = self.roles
-        given = {name: by for name, by in calls}
+        given = dict(calls)
         if sorted(n for n, _ in calls) != sorted(self.live):
             return f"calls {[n for n, _ in calls]}, expected each of {list(self.live)} once"
         for name in (r.gate, r.up):

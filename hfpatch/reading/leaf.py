@@ -18,7 +18,7 @@ from hfpatch.reading import surroundings
 from hfpatch.reading.interpreter import Interpreter
 from hfpatch.reading.values import Tensor, Traced, Unexplained
 
-__all__ = ["Reading", "Unexplained", "read"]
+__all__ = ["Reading", "Unexplained", "ranks_of", "read", "still_holds"]
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,13 @@ class Reading:
     by_rank: whether the code does one thing or another by the number of dimensions.
     calls: the live children that it calls, in order, and whose result each is called with
         ("input": an argument of the forward; "": something computed).
+    found: the globals, closures and library functions that the code used, for `still_holds`.
     """
 
     result: Tensor
     by_rank: bool
     calls: tuple[tuple[str, str], ...]
-    _found: tuple[tuple[Any, Any, Any], ...]
-
-    def holds(self) -> bool:
-        """Whether the globals, closures and library functions that the code used are the same."""
-        return surroundings.held(self._found)
+    found: tuple[tuple[Any, Any, Any], ...]
 
 
 def read(
@@ -77,6 +74,11 @@ def read(
         raise Unexplained(f"it returns a {type(result).__name__}, not a tensor")
     calls = tuple((name, x.role) for name, x in reader.calls)
     return Reading(result.tensor, reader.by_rank, calls, tuple(reader.found))
+
+
+def still_holds(found: Sequence[tuple[Any, Any, Any]]) -> bool:
+    """Whether what a code used of its surroundings (`Reading.found`) is still what it was."""
+    return surroundings.held(found)
 
 
 def ranks_of(

@@ -166,6 +166,12 @@ def _same(width: int | None, args: Arguments, given: Keywords) -> Any:
     return traced(x.tensor.contiguous(), x, view=True, role=x.role)
 
 
+def _clone(width: int | None, args: Arguments, given: Keywords) -> Any:
+    _only("clone", given)
+    (x,) = args
+    return traced(x.tensor.clone())
+
+
 def _halves(width: int | None, args: Arguments, given: Keywords) -> Any:
     """`chunk(2, dim=-1)`."""
     _only("chunk", given, "chunks", "dim")
@@ -187,7 +193,7 @@ def _split(width: int | None, args: Arguments, given: Keywords) -> Any:
         raise Unexplained("`split` does not halve the last dimension")
     if 2 * size.value != x.tensor.shape[-1]:  # type: ignore[union-attr]
         raise Unexplained("`split` does not halve the last dimension")
-    return tuple(traced(t, x, view=True) for t in x.tensor.split(plain_of(size), dim=-1))
+    return tuple(traced(t, x, view=True) for t in x.tensor.chunk(2, dim=-1))
 
 
 def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
@@ -295,6 +301,7 @@ _NAMED: dict[str, Operation] = {
     "sum": _reduction(torch.sum, "dtype"),
     "var": _reduction(torch.var, "unbiased", "correction"),
     "chunk": _halves,
+    "clone": _clone,
     "split": _split,
     "reshape": _reshape,
 }
@@ -325,9 +332,7 @@ FUNCTIONS: dict[Any, Operation] = {
     F.sigmoid: elementwise(torch.sigmoid),
     F.tanh: elementwise(torch.tanh),
     F.dropout: _dropout,
-    F.layer_norm: _fused_norm(
-        F.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")
-    ),
+    F.layer_norm: _fused_norm(F.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")),
     F.rms_norm: _fused_norm(F.rms_norm, ("input", "normalized_shape", "weight", "eps")),
     torch.layer_norm: _fused_norm(
         torch.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")
@@ -363,7 +368,8 @@ def read_off(tensor: Traced, name: str) -> Any:
         "is_leaf": "grad",
     }
     if name not in kinds:
-        raise Unexplained(f"`.{name}` of a tensor is read")
+        verb = "called, which no formula has" if callable(getattr(t, name, None)) else "read"
+        raise Unexplained(f"`{name}` of a tensor is {verb}")
     return Fact(getattr(t, name), frozenset({kinds[name]}))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import types
+from collections.abc import Iterator
 
 from hfpatch.reading.values import Unexplained
 
@@ -41,7 +43,7 @@ def _tree_of(code: types.CodeType, libraries: tuple[str, ...]) -> FunctionTree:
             and (isinstance(node, ast.Lambda) or node.name == code.co_name)
             and any(
                 _same(found, code)
-                for imported in (libraries, code.co_names)
+                for imported in (*_subsets(libraries), code.co_names)
                 for found in _compiled(node, code, imported)
             )
         ):
@@ -51,6 +53,12 @@ def _tree_of(code: types.CodeType, libraries: tuple[str, ...]) -> FunctionTree:
 
 def _name(code: types.CodeType) -> str:
     return getattr(code, "co_qualname", code.co_name)
+
+
+def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """All of them first: a file may have a library by `import *`, which counts as no import."""
+    for size in range(len(names), -1, -1) if len(names) <= 4 else [len(names)]:
+        yield from itertools.combinations(names, size)
 
 
 def _parsed(lines: list[str]) -> ast.Module:

@@ -39,8 +39,8 @@ _PREDICATE_HOMES = (
 _NEVER = (
     torch.compiler.is_compiling,
     torch.compiler.is_dynamo_compiling,
-    torch.jit.is_tracing,
-    torch.jit.is_scripting,
+    torch.jit.is_tracing,  # type: ignore[attr-defined]
+    torch.jit.is_scripting,  # type: ignore[attr-defined]
 )
 _CLASS_HOOKS = ("__call__", "_call_impl", "__getattr__", "__getattribute__", "__setattr__")
 
@@ -62,11 +62,10 @@ def usable(value: Any, name: str) -> Any:
     if isinstance(value, types.ModuleType):
         if value.__name__.split(".")[0] in _LIBRARIES:
             return value
-    elif isinstance(value, (*_SCALARS, torch.device)) or callable(value):
-        return value
-    elif isinstance(value, tuple) and all(isinstance(v, (*_SCALARS, type)) for v in value):
-        return value
-    elif value is _activations():
+    elif isinstance(value, tuple):
+        if all(isinstance(v, (*_SCALARS, type)) for v in value):
+            return value
+    elif isinstance(value, (*_SCALARS, torch.device)) or callable(value) or value is _activations():
         return value
     raise Unexplained(f"`{name}` is read, a {type(value).__name__}, which may change")
 

@@ -70,6 +70,12 @@ class Super:
     module: nn.Module
 
 
+class Context:
+    """The `ctx` of an `autograd.Function`: what its forward saves for its backward."""
+
+    saved: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Handler:
     """A function that the reader computes by itself."""
