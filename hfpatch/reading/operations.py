@@ -405,6 +405,6 @@ def index(shape: Fact, at: Any) -> Fact:
         kinds = {"lead"}
     elif isinstance(at, slice) and (at.start, at.stop, at.step) == (-1, None, None):
         kinds = {"width"}
-    else:
-        kinds = {"rank"}
+    else:  # which size it is hangs on the number of dimensions, and it may be any
+        kinds = {"rank", "lead", "width"}
     return Fact(shape.value[at], frozenset(kinds))

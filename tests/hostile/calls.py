@@ -33,6 +33,10 @@ def _randn(*shape: int, scale: float = 1.0) -> Callable[[torch.Generator], Tenso
     return lambda g: scale * torch.randn(shape, generator=g)
 
 
+def _half(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda g: torch.randn(shape, generator=g).bfloat16()
+
+
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     os.environ["HFPATCH_HOSTILE"] = "1"
@@ -66,7 +70,7 @@ def battery(width: int) -> list[Call]:
         Call("inference mode", _randn(2, 5, width), torch.inference_mode),
         Call("environment", _randn(2, 5, width), _environment),
         Call("gradient", _randn(2, 5, width), gradient=True),
-        Call("bf16", lambda g: torch.randn(2, 5, width, generator=g).bfloat16(), no_grad),
+        Call("bf16", _half(2, 5, width), no_grad),
     ]
     again = [Call(f"again {i}", _randn(2, 5, width), no_grad) for i in range(4)]
     training = [
