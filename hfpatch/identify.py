@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
-from hfpatch.patches.replicas import replicate
+from hfpatch.patches.replicas import own_copy, replicate
 from hfpatch.plan import Refusal
+from hfpatch.sources import reference_kernel
 from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit
 
 
@@ -24,7 +25,7 @@ def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formul
     matches, nearest = matching(trial)
     if not matches:
         return Refusal("mismatch", _explain(name, nearest))
-    if (why := _in_training(trial)) is not None:
+    if (why := _in_training(trial) or _of_other_ranks(trial, matches[0])) is not None:
         return Refusal("mismatch", f"`{name}` {why}")
     return trial, matches
 
@@ -73,7 +74,7 @@ def _explain(name: str, nearest: tuple[Formula, str] | None) -> str:
 
 def _in_training(trial: Trial) -> str | None:
     """How the original in `train()` is another than in `eval()`, which alone a formula explains."""
-    module = _trained(trial.module)
+    module = trained(trial.module)
     before = {k: b.clone() for k, b in module.named_buffers()}
     counter = OperatorCounter()
     devices = [trial.x.device] if trial.x.is_cuda else []
@@ -100,12 +101,42 @@ def _in_training(trial: Trial) -> str | None:
     return None
 
 
-def _trained(module: nn.Module) -> nn.Module:
-    """The replica in `train()`, with buffers of its own: modules in it may be the model's."""
-    children = {n: _trained(c) for n, c in module._modules.items() if c is not None}
+#: Dimensions before the last one of further samples: no batch, one row, images, videos, none at all.
+_RANKS = ((), (1,), (4,), (1, 1), (2, 1, 3), (1, 2, 1, 3), (0,))
+
+
+def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
+    """How the original treats a row of an input of other dimensions otherwise: a channels-first
+    norm permutes inputs of four. One that does not take them at all is another matter, unless it
+    would take one whose other dimensions are as wide."""
+    subject = trial.subject
+    for lead in _RANKS:
+        x = subject.reshaped(trial.x, lead)
+        try:
+            got = subject.run(trial.module, x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:
+            if len(lead) > 1:
+                return f"does not take an input of shape {tuple(x.shape)} ({type(e).__name__}: {e})"
+            continue
+        compute = subject.compute(reference_kernel(formula.op), formula)
+        truth = compute(trial.wide, x.double())
+        if (
+            not isinstance(got, Tensor)
+            or got.shape != truth.shape
+            or not (got.numel() == 0 or error_of(got, truth, got.dtype) <= LIMITS.formula_fp32)
+        ):
+            return f"computes something else of an input of shape {tuple(x.shape)}"
+    return None
+
+
+def trained(module: nn.Module) -> nn.Module:
+    """The replica in `train()`, with buffers of its own, which it may write to."""
+    children = {n: trained(c) for n, c in module._modules.items() if c is not None}
     copy = replicate(module, children)
     copy._parameters.update(module._parameters)
-    copy._buffers.update({n: b if b is None else b.clone() for n, b in module._buffers.items()})
+    copy._buffers.update({n: own_copy(b) for n, b in module._buffers.items()})
     copy.training = True
     return copy
 

@@ -6,6 +6,7 @@ module's place. It decides nothing: `hfpatch.probe` runs the original against ea
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -72,6 +73,11 @@ class Subject(ABC):
     bypassed: tuple[str, ...] = ()
     #: Whether it calls linear layers, whose products autocast rounds to its dtype.
     has_layers = False
+    #: Whether its adapter computes the formula by other operators where autograd records, also in
+    #: `mode="inference"`.
+    differentiates = False
+    #: Whether `mode="training"` gives it a gradient of ours.
+    trains = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -100,6 +106,11 @@ class Subject(ABC):
     @abstractmethod
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
         """A random input for the replica that tells the candidates apart."""
+
+    def reshaped(self, x: Tensor, lead: tuple[int, ...]) -> Tensor:
+        """What `inputs` made, cut to these dimensions before the last one."""
+        rows = x.flatten(0, -2)
+        return rows[: math.prod(lead)].reshape(*lead, x.shape[-1])
 
     def run(self, module: nn.Module, x: Tensor) -> Any:
         """The class's own forward on what `inputs` made."""

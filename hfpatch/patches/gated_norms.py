@@ -22,6 +22,8 @@ _GATE = "gate"
 class GatedNormSubject(NormSubject):
     """A norm with a weight `[D]` and a gate. The probe's input holds both, stacked."""
 
+    trains = False
+
     def __init__(self, module: nn.Module, weight: str, width: int) -> None:
         super().__init__(module, weight, "bias", width)
 
@@ -59,6 +61,9 @@ class GatedNormSubject(NormSubject):
         gate[0, 0, 0] = float("nan")  # must propagate alike
         gate[1, 0] *= 200  # is it clamped?
         return torch.stack((x, gate.to(x.dtype))).to(device)
+
+    def reshaped(self, x: Tensor, lead: tuple[int, ...]) -> Tensor:
+        return torch.stack([super(GatedNormSubject, self).reshaped(t, lead) for t in x])
 
     def run(self, module: nn.Module, x: Tensor) -> Any:
         hidden, gate = x.unbind(0)
