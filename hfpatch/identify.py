@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
-from hfpatch.patches.replicas import replicate
+from hfpatch.patches.replicas import own_copy, replicate
 from hfpatch.plan import Refusal
 from hfpatch.reading.leaf import Unexplained
 from hfpatch.sources import reference_kernel
@@ -90,7 +90,7 @@ def _holds_far_out(trial: Trial, formula: Formula) -> bool:
 
 def _in_training(trial: Trial) -> str | None:
     """How the original in `train()` is another than in `eval()`, which alone a formula explains."""
-    module = _trained(trial.module)
+    module = trained(trial.module)
     before = {k: b.clone() for k, b in module.named_buffers()}
     counter = OperatorCounter()
     devices = [trial.x.device] if trial.x.is_cuda else []
@@ -117,12 +117,12 @@ def _in_training(trial: Trial) -> str | None:
     return None
 
 
-def _trained(module: nn.Module) -> nn.Module:
-    """The replica in `train()`, with buffers of its own: modules in it may be the model's."""
-    children = {n: _trained(c) for n, c in module._modules.items() if c is not None}
+def trained(module: nn.Module) -> nn.Module:
+    """The replica in `train()`, with buffers of its own, which it may write to."""
+    children = {n: trained(c) for n, c in module._modules.items() if c is not None}
     copy = replicate(module, children)
     copy._parameters.update(module._parameters)
-    copy._buffers.update({n: b if b is None else b.clone() for n, b in module._buffers.items()})
+    copy._buffers.update({n: own_copy(b) for n, b in module._buffers.items()})
     copy.training = True
     return copy
 

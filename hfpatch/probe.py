@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfpatch.gradients import explain_gradients
 from hfpatch.identify import by_consistency, fits_of, fp32_trial, identify, matching
 from hfpatch.ops import OPS
 from hfpatch.patches.base import Combo, Formula, Forward, Subject
@@ -140,6 +141,13 @@ def _prove(task: _Task) -> Proof | Refusal:
     order = by_consistency(matches, [fits for _, fits in trials.values()])
     formulas = {c: next(f for f in order if f in fits) for c, (_, fits) in trials.items()}
     main = subject.main_combo()
+    if subject.differentiates or (task.training and subject.trains):
+        for combo, formula in tuple(formulas.items()):
+            if (why := explain_gradients(trials[combo][0], formula)) is not None:
+                dropped[combo] = why
+                del formulas[combo]
+        if main not in formulas and main in dropped:
+            return dropped[main]
     chosen = _Chosen(task.sources)
     while True:
         proof = Proof({}, {}, {}, (), dropped=dict(dropped))
@@ -183,7 +191,8 @@ def _prove_fit(task: _Task, trial: Trial, formula: Formula, widens: bool) -> For
     while True:
         proof = Proof({}, {}, {}, ())
         outcome = (
-            _prove_combo(task, trial, formula, chosen, proof)
+            (explain_gradients(trial, formula) if task.recorded else None)
+            or _prove_combo(task, trial, formula, chosen, proof)
             or _no_gain(trial, proof, chosen)
             or _prove_gradients(task, trial, formula, chosen, proof)
         )

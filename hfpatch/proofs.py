@@ -16,8 +16,10 @@ from hfpatch.patches.base import Combo, Family, Forward, Subject, class_of
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
-from hfpatch.patches.keys import code_of
+from hfpatch.patches.keys import code_of, held_by
+from hfpatch.patches.library import odd_code
 from hfpatch.patches.proving import float32_default
+from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.plan import Refusal, Swap
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices
@@ -81,7 +83,10 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
         return devices
     if isinstance(subject, BlockSubject):
         return _prepare_block(path, module, subject, devices, settings)
-    contract, proofs = _contract(module, family, subject, devices, settings)
+    try:
+        contract, proofs = _contract(module, family, subject, devices, settings)
+    except CannotReplicateError as e:
+        return Refusal("unsupported", str(e))
     for device in devices:
         if device not in proofs:
             proofs[device] = probe.prove(
@@ -163,14 +168,15 @@ def _contract(
             stand_in = family.examine(
                 subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
             )
-        as_made = _key_of(stand_in)
+        held = held_by((module, *subject.covers()))
+        as_made = (_key_of(stand_in), held())
         asked = {"verify": settings.verify, "training": settings.training}
 
         def still() -> Subject | str:
             """The stand-in, or why it is none."""
             if not isinstance(stand_in, Subject):
                 return "its replica could not be examined"
-            return stand_in if _key_of(stand_in) == as_made else _CHANGED
+            return stand_in if (_key_of(stand_in), held()) == as_made else _CHANGED
 
         def prove_late(device: str, dtype: torch.dtype) -> str | None:
             if isinstance(now := still(), str):
@@ -200,7 +206,7 @@ def _contract(
 
 
 def _key_of(subject: Subject | str | None) -> Any:
-    """What a stand-in computes: it shares a config object with the module that it was made of."""
+    """What a stand-in computes, by its class's code and its own attributes."""
     if not isinstance(subject, Subject):
         return None
     return (code_of(subject.module), subject.key)
@@ -246,7 +252,9 @@ def _prepare_block(
     key = (code_of(module), subject.key, subject.main_combo(), kernels)
     found = _blocks.get(key)
     if found is None:
-        try:  # a lookalike's constructor may take anything
+        if (why := odd_code(module)) is not None:
+            return Refusal("unsupported", why)
+        try:  # its settings may be none that the constructor takes
             with float32_default():
                 tiny = subject.tiny(torch.Generator().manual_seed(0))
         except Exception as e:

@@ -41,6 +41,8 @@ _FORMULAS = [
 class ActivationSubject(Subject):
     """`act(x)`, or `act(proj(x))` when `projection` names a child."""
 
+    differentiates = True
+
     def __init__(self, module: nn.Module, projection: str | None) -> None:
         super().__init__(module)
         self.projection = projection
@@ -113,6 +115,7 @@ class ActivationSubject(Subject):
             if (
                 type(x) is Tensor
                 and not watched()
+                and x.dim()
                 and x.is_contiguous()  # a channels-last input keeps its layout in the original
             ):
                 on_cuda = x.is_cuda

@@ -78,6 +78,11 @@ class Subject(ABC):
     fixed_width = False
     #: Whether its adapter asks for the number of dimensions, so that the code may do so.
     ranked = False
+    #: Whether its adapter computes the formula by other operators where autograd records, also in
+    #: `mode="inference"`.
+    differentiates = False
+    #: Whether `mode="training"` gives it a gradient of ours.
+    trains = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -24,6 +24,7 @@ class GatedNormSubject(NormSubject):
     """A norm with a weight `[D]` and a gate. The probe's input holds both, stacked."""
 
     ranked = True
+    trains = False
 
     def __init__(self, module: nn.Module, weight: str, width: int) -> None:
         super().__init__(module, weight, "bias", width)

@@ -9,7 +9,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,20 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     return (attributes_of(module), children)
 
 
+def held_by(modules: Iterable[nn.Module]) -> Callable[[], Any]:
+    """What the objects that modules hold contain now (a config, a list), but for tensors and
+    modules: equal answers mean that nothing was written to them. It holds those objects alone."""
+    held = [
+        v
+        for m in modules
+        for k, v in m.__dict__.items()
+        if k not in BLANK_NAMES
+        and k not in OWNED_BY_WRAPPERS
+        and not isinstance(v, (*_PLAIN, Tensor, types.MethodType))
+    ]
+    return lambda: tuple(_Reader(objects=True).value(v) for v in held)
+
+
 class _Token:
     """Stands for the code of a class; the same one for equal code."""
 
@@ -95,27 +109,32 @@ _plan = threading.local()
 @contextmanager
 def classes_read_once() -> Iterator[None]:
     """While one model is planned, in which no class changes, each class is read once."""
-    before = getattr(_plan, "tokens", None)
-    _plan.tokens = {}
+    before = getattr(_plan, "kept", None)
+    _plan.kept = {}
     try:
         yield
     finally:
-        _plan.tokens = before
+        _plan.kept = before
+
+
+def kept_while_planning(what: Any) -> dict[type, Any]:
+    """What was found of classes while this model is planned; an empty dict at any other time."""
+    kept = getattr(_plan, "kept", None)
+    found: dict[type, Any] = {} if kept is None else kept.setdefault(what, {})
+    return found
 
 
 def code_of(module: nn.Module) -> tuple[Any, ...]:
     """The code that a module's forward can run: its class, every method's code with what that
     reads (closures, defaults, globals), and the class's plain values."""
     cls = type(module)
-    known = getattr(_plan, "tokens", None)
-    if known is not None and cls in known:
+    known = kept_while_planning(code_of)
+    if cls in known:
         return (cls, known[cls])
     parts = tuple(
         (k, _Reader(objects=False).value(v)) for base in _bases(module) for k, v in _members(base)
     )
-    token = _tokens.setdefault(parts, _Token())
-    if known is not None:
-        known[cls] = token
+    token = known[cls] = _tokens.setdefault(parts, _Token())
     return (cls, token)
 
 
