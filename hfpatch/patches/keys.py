@@ -170,6 +170,20 @@ def names_read(module: nn.Module) -> set[str]:
     return found
 
 
+def helpers_of(module: nn.Module) -> set[str]:
+    """The methods and properties of its class that a module's forward may reach, by name."""
+    members = {k: v for base in reversed(_bases(module)) for k, v in _members(base)}
+    found: set[str] = set()
+    left = ["forward"]
+    while left:
+        code = getattr(_function(members.get(left.pop())), "__code__", None)
+        names = _names(code) if code is not None else frozenset()
+        reached = {n for n in names if n in members and hasattr(members[n], "__get__")} - found
+        found |= reached
+        left += reached
+    return found - {"forward"}
+
+
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
     inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]

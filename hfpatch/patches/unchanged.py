@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import class_of
-from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, class_values, names_read
+from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, class_values, helpers_of, names_read
 
 #: Values that a forward may read off its module as settings.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -24,7 +24,8 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
     """What reads a module's settings off its `__dict__`, and what it reads now.
 
     Settings are the plain attributes and functions that somebody may set while the module is
-    patched, such as `eps`: what was bound to their values is no longer right when they differ. A
+    patched, such as `eps`: what was bound to their values is no longer right when they differ; so
+    are the methods of its class that its forward calls, replaced on the class or the instance. A
     name that begins with `_` is one if the class's code has it: others put marks on modules.
     Reading raises KeyError where one is no attribute any more.
     """
@@ -38,6 +39,7 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
         and _is_setting(v)
     ]
     inherited = {k for k, v in class_values(module).items() if k in named and _is_setting(v)}
+    inherited |= {k for k in helpers_of(module) if k not in module.__dict__}
     read = operator.itemgetter(*names) if names else _no_settings
     found: Any = read(module.__dict__)
     settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
