@@ -14,7 +14,7 @@ from hfpatch.patches.replicas import own_copy, replicate
 from hfpatch.plan import Refusal
 from hfpatch.reading.leaf import Unexplained
 from hfpatch.sources import reference_kernel
-from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit, seeded
+from hfpatch.trial import LIMITS, Trial, error_of, formula_limit, seeded
 
 
 def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formula]] | Refusal:
@@ -25,12 +25,14 @@ def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formul
         return trial
     matches, nearest = matching(trial)
     if not matches:
-        return Refusal("mismatch", _explain(name, nearest))
+        return Refusal("mismatch", _explain(name, nearest), trial.reading.found)
     matches = [f for f in matches if _holds_far_out(trial, f)]
     if not matches:
-        return Refusal("mismatch", f"`{name}` computes something else for small or large inputs")
-    if (why := _in_training(trial)) is not None:
-        return Refusal("mismatch", f"`{name}` {why}")
+        return Refusal(
+            "mismatch",
+            f"`{name}` computes something else for small or large inputs",
+            trial.reading.found,
+        )
     return trial, matches
 
 
@@ -86,35 +88,6 @@ def _holds_far_out(trial: Trial, formula: Formula) -> bool:
     compute = subject.compute(reference_kernel(formula.op), formula)
     truth = compute(trial.wide, x.double())
     return error_of(original, truth, torch.float32) <= LIMITS.formula_fp32
-
-
-def _in_training(trial: Trial) -> str | None:
-    """How the original in `train()` is another than in `eval()`, which alone a formula explains."""
-    module = trained(trial.module)
-    before = {k: b.clone() for k, b in module.named_buffers()}
-    counter = OperatorCounter()
-    devices = [trial.x.device] if trial.x.is_cuda else []
-    try:
-        with torch.random.fork_rng(devices), counter:  # a draw must not show in the user's
-            got = trial.subject.run(module, trial.x)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:
-        return f"could not be probed in `train()`: {type(e).__name__}: {e}"
-    if counter.draws:
-        return (
-            "draws random numbers in `train()` (dropout in its own forward?), which no kernel does"
-        )
-    if (
-        not isinstance(got, Tensor)
-        or (got.shape, got.dtype) != (trial.original.shape, trial.original.dtype)
-        or not error_of(got, trial.original.double(), got.dtype) <= LIMITS.formula_fp32
-    ):
-        return "computes something else in `train()` than in `eval()`"
-    changed = [k for k, b in module.named_buffers() if not torch.equal(b, before[k])]
-    if changed:
-        return f"writes its buffer `{changed[0]}` in `train()`"
-    return None
 
 
 def trained(module: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from hfpatch.patches.library import odd_code
 from hfpatch.patches.proving import float32_default
 from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.plan import Refusal, Swap
+from hfpatch.reading.leaf import still_holds
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices
 
@@ -158,9 +159,7 @@ def _contract(
         settings.verify,
     )
     found = _contracts.get(key)
-    if found is not None and not all(
-        p.holds() for p in found[1].values() if isinstance(p, probe.Proof)
-    ):
+    if found is not None and not all(map(_holds, found[1].values())):
         found = None  # a function or a constant that its code uses was replaced since
     if found is None:
         # Held by the cache, so it must not hold the model: a replica stands in for the module.
@@ -203,6 +202,13 @@ def _contract(
         )
         found = _contracts[key] = (contract, {})
     return found
+
+
+def _holds(proof: probe.Proof | Refusal) -> bool:
+    """Whether the surroundings of the code are as they were when it was read, to whatever end."""
+    if isinstance(proof, Refusal):
+        return proof.kind != "unexplained" and still_holds(proof.found)
+    return proof.holds()
 
 
 def _key_of(subject: Subject | str | None) -> Any:

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import class_of
-from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, class_values, helpers_of, names_read
+from hfpatch.patches.keys import (
+    BLANK_NAMES,
+    OWNED_BY_WRAPPERS,
+    class_values,
+    helpers_of,
+    names_read,
+)
 
 #: Values that a forward may read off its module as settings.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
