@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
-from hfpatch.patches.replicas import replicate
+from hfpatch.patches.replicas import own_copy, replicate
 from hfpatch.plan import Refusal
-from hfpatch.trial import LIMITS, OperatorCounter, Trial, error_of, formula_limit
+from hfpatch.reading.leaf import Unexplained
+from hfpatch.sources import reference_kernel
+from hfpatch.trial import LIMITS, Trial, error_of, formula_limit, seeded
 
 
 def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formula]] | Refusal:
@@ -23,9 +25,14 @@ def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formul
         return trial
     matches, nearest = matching(trial)
     if not matches:
-        return Refusal("mismatch", _explain(name, nearest))
-    if (why := _in_training(trial)) is not None:
-        return Refusal("mismatch", f"`{name}` {why}")
+        return Refusal("mismatch", _explain(name, nearest), trial.reading.found)
+    matches = [f for f in matches if _holds_far_out(trial, f)]
+    if not matches:
+        return Refusal(
+            "mismatch",
+            f"`{name}` computes something else for small or large inputs",
+            trial.reading.found,
+        )
     return trial, matches
 
 
@@ -37,6 +44,8 @@ def fp32_trial(subject: Subject, device: torch.device) -> Trial | Refusal:
         trial = Trial(subject, base, device)
     except torch.OutOfMemoryError:
         raise  # says nothing of the module: another time there is memory
+    except Unexplained as e:
+        return Refusal("unexplained", f"the code of `{name}` is no formula's: {e}")
     except Exception as e:
         return Refusal("mismatch", f"`{name}` could not be probed: {type(e).__name__}: {e}")
     if not isinstance(trial.original, Tensor):
@@ -71,41 +80,22 @@ def _explain(name: str, nearest: tuple[Formula, str] | None) -> str:
     return f"no known formula reproduces `{name}`; nearest: {nearest[0]}, {nearest[1]}"
 
 
-def _in_training(trial: Trial) -> str | None:
-    """How the original in `train()` is another than in `eval()`, which alone a formula explains."""
-    module = _trained(trial.module)
-    before = {k: b.clone() for k, b in module.named_buffers()}
-    counter = OperatorCounter()
-    devices = [trial.x.device] if trial.x.is_cuda else []
-    try:
-        with torch.random.fork_rng(devices), counter:  # a draw must not show in the user's
-            got = trial.subject.run(module, trial.x)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:
-        return f"could not be probed in `train()`: {type(e).__name__}: {e}"
-    if counter.draws:
-        return (
-            "draws random numbers in `train()` (dropout in its own forward?), which no kernel does"
-        )
-    if (
-        not isinstance(got, Tensor)
-        or (got.shape, got.dtype) != (trial.original.shape, trial.original.dtype)
-        or not error_of(got, trial.original.double(), got.dtype) <= LIMITS.formula_fp32
-    ):
-        return "computes something else in `train()` than in `eval()`"
-    changed = [k for k, b in module.named_buffers() if not torch.equal(b, before[k])]
-    if changed:
-        return f"writes its buffer `{changed[0]}` in `train()`"
-    return None
+def _holds_far_out(trial: Trial, formula: Formula) -> bool:
+    """Whether the formula explains the original at all scales: its code has been read, and is made
+    of analytic operations, so that a term that is small for the samples is large at another one."""
+    subject, x = trial.subject, trial.subject.far_inputs(trial.x, seeded(2))
+    original = subject.run(trial.module, x)
+    compute = subject.compute(reference_kernel(formula.op), formula)
+    truth = compute(trial.wide, x.double())
+    return error_of(original, truth, torch.float32) <= LIMITS.formula_fp32
 
 
-def _trained(module: nn.Module) -> nn.Module:
-    """The replica in `train()`, with buffers of its own: modules in it may be the model's."""
-    children = {n: _trained(c) for n, c in module._modules.items() if c is not None}
+def trained(module: nn.Module) -> nn.Module:
+    """The replica in `train()`, with buffers of its own, which it may write to."""
+    children = {n: trained(c) for n, c in module._modules.items() if c is not None}
     copy = replicate(module, children)
     copy._parameters.update(module._parameters)
-    copy._buffers.update({n: b if b is None else b.clone() for n, b in module._buffers.items()})
+    copy._buffers.update({n: own_copy(b) for n, b in module._buffers.items()})
     copy.training = True
     return copy
 
@@ -125,6 +115,8 @@ def fits_of(
         trial = Trial(subject, combo, device)
     except torch.OutOfMemoryError:
         raise
+    except Unexplained as e:
+        return Refusal("unexplained", f"with {combo} its code is no formula's: {e}")
     except Exception as e:
         return Refusal("unsupported", f"the original does not take {combo}: {e}")
     fits: dict[Formula, int] = {}

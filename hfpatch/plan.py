@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 #: `Skip.kind` to its meaning, for the report and the docs.
 SKIP_KINDS = {
@@ -12,6 +13,7 @@ SKIP_KINDS = {
     "no gain": "the original is already as fast",
     "unsupported": "a class, dtype, device or state without a kernel",
     "mismatch": "the original computes something else",
+    "unexplained": "its code does something that no formula accounts for, or could not be read",
     "rejected": "the kernel failed verification",
     "foreign": "somebody else replaced the module's forward",
 }
@@ -39,10 +41,15 @@ class Swap:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a module is not swapped, before it is said of which: what a `Skip` is made of."""
+    """Why a module is not swapped, before it is said of which: what a `Skip` is made of.
+
+    `found` is what its code used of its surroundings (`hfpatch.reading`): it may be swapped once
+    that is something else.
+    """
 
     kind: str
     reason: str
+    found: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from hfpatch.gradients import explain_gradients
 from hfpatch.identify import by_consistency, fits_of, fp32_trial, identify, matching
 from hfpatch.ops import OPS
 from hfpatch.patches.base import Combo, Formula, Forward, Subject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.proving import quietly
 from hfpatch.plan import Refusal
+from hfpatch.reading.leaf import still_holds
 from hfpatch.sources import Kernel, Sources
 from hfpatch.trial import OperatorCounter, Trial
 from hfpatch.verify import verify_foreign, verify_gradients, verify_values
@@ -35,6 +37,12 @@ class Proof:
     errors: dict[Combo, tuple[float, float]] = field(default_factory=dict)  # absolute, relative
     dropped: dict[Combo, Refusal] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)  # for the report
+    #: What the code used of its surroundings, in any combination.
+    found: dict[tuple[int, Any], tuple[Any, Any, Any]] = field(default_factory=dict)
+
+    def holds(self) -> bool:
+        """Whether what the module's code found by name, in globals and closures, is still there."""
+        return still_holds(list(self.found.values()))
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,13 @@ def _prove(task: _Task) -> Proof | Refusal:
     order = by_consistency(matches, [fits for _, fits in trials.values()])
     formulas = {c: next(f for f in order if f in fits) for c, (_, fits) in trials.items()}
     main = subject.main_combo()
+    if subject.differentiates or (task.training and subject.trains):
+        for combo, formula in tuple(formulas.items()):
+            if (why := explain_gradients(trials[combo][0], formula)) is not None:
+                dropped[combo] = why
+                del formulas[combo]
+        if main not in formulas and main in dropped:
+            return dropped[main]
     chosen = _Chosen(task.sources)
     while True:
         proof = Proof({}, {}, {}, (), dropped=dict(dropped))
@@ -149,7 +164,8 @@ def _prove_fit(task: _Task, trial: Trial, formula: Formula, widens: bool) -> For
     while True:
         proof = Proof({}, {}, {}, ())
         outcome = (
-            _prove_combo(task, trial, formula, chosen, proof)
+            (explain_gradients(trial, formula) if task.recorded else None)
+            or _prove_combo(task, trial, formula, chosen, proof)
             or _no_gain(trial, proof, chosen)
             or _prove_gradients(task, trial, formula, chosen, proof)
         )
@@ -246,6 +262,7 @@ def _prove_combo(
         kernel, notes = asked
         proof.notes.update(dict.fromkeys(notes))
     proof.formulas[trial.combo] = formula
+    proof.found |= {(id(where), name): (where, name, v) for where, name, v in trial.reading.found}
     proof.computes[trial.combo] = compute
     with trial.context():
         entry = subject.entry(kernel, formula, training, trial.module, trial.x)

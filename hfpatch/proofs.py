@@ -17,9 +17,12 @@ from hfpatch.patches.base import Combo, Family, Forward, Subject, class_of
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
-from hfpatch.patches.keys import Same, code_of
+from hfpatch.patches.keys import Same, code_of, held_by
+from hfpatch.patches.library import odd_code
 from hfpatch.patches.proving import float32_default
+from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.plan import Refusal, Swap
+from hfpatch.reading.leaf import still_holds
 from hfpatch.settings import Settings
 from hfpatch.sites import Site, probe_devices
 from hfpatch.sources import Kernel
@@ -84,7 +87,10 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
         return devices
     if isinstance(subject, BlockSubject):
         return _prepare_block(path, module, subject, devices, settings)
-    contract, proofs = _contract(module, family, subject, devices, settings)
+    try:
+        contract, proofs = _contract(module, family, subject, devices, settings)
+    except CannotReplicateError as e:
+        return Refusal("unsupported", str(e))
     for device in devices:
         if device not in proofs:
             proofs[device] = probe.prove(
@@ -159,20 +165,23 @@ def _contract(
         settings.verify,
     )
     found = _contracts.get(key)
+    if found is not None and not all(map(_holds, found[1].values())):
+        found = None  # a function or a constant that its code uses was replaced since
     if found is None:
         # Held by the cache, so it must not hold the model: a replica stands in for the module.
         with float32_default():
             stand_in = family.examine(
                 subject.replica(subject.main_combo(), torch.device("cpu"), torch.Generator())
             )
-        as_made = _key_of(stand_in)
+        held = held_by((module, *subject.covers()))
+        as_made = (_key_of(stand_in), held())
         asked = {"verify": settings.verify, "training": settings.training}
 
         def still() -> Subject | str:
             """The stand-in, or why it is none."""
             if not isinstance(stand_in, Subject):
                 return "its replica could not be examined"
-            return stand_in if _key_of(stand_in) == as_made else _CHANGED
+            return stand_in if (_key_of(stand_in), held()) == as_made else _CHANGED
 
         def prove_late(device: str, dtype: torch.dtype) -> str | None:
             if isinstance(now := still(), str):
@@ -206,8 +215,15 @@ def _reads(kernel: Kernel) -> tuple[Any, ...]:
     return () if kernel.own else (Same(kernel.fn), reads.key_of(kernel.fn))
 
 
+def _holds(proof: probe.Proof | Refusal) -> bool:
+    """Whether the surroundings of the code are as they were when it was read, to whatever end."""
+    if isinstance(proof, Refusal):
+        return proof.kind != "unexplained" and still_holds(proof.found)
+    return proof.holds()
+
+
 def _key_of(subject: Subject | str | None) -> Any:
-    """What a stand-in computes: it shares a config object with the module that it was made of."""
+    """What a stand-in computes, by its class's code and its own attributes."""
     if not isinstance(subject, Subject):
         return None
     return (code_of(subject.module), subject.key)
@@ -253,7 +269,9 @@ def _prepare_block(
     key = (code_of(module), subject.key, subject.main_combo(), kernels)
     found = _blocks.get(key)
     if found is None:
-        try:  # a lookalike's constructor may take anything
+        if (why := odd_code(module)) is not None:
+            return Refusal("unsupported", why)
+        try:  # its settings may be none that the constructor takes
             with float32_default():
                 tiny = subject.tiny(torch.Generator().manual_seed(0))
         except Exception as e:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
+from hfpatch.reading.leaf import Unexplained, read
 from hfpatch.sources import reference_kernel
 
 
@@ -64,7 +65,19 @@ class Trial:
                 if b is not None and b.is_floating_point():
                     theirs._buffers[name] = b.double()
         with self.context():
+            #: What the code says; it is not run before that is known.
+            self.reading = read(
+                self.module,
+                subject.arguments(self.x),
+                subject.live,
+                width=self.x.shape[-1] if subject.fixed_width else None,
+                ranked=subject.ranked,
+            )
+            if (why := subject.misread(self.reading.calls)) is not None:
+                raise Unexplained(f"it {why}")
             self.original: Any = subject.run(self.module, self.x)
+        if not _alike(self.original, self.reading.result):
+            raise Unexplained("it gives another result than its source")
 
     def context(self) -> AbstractContextManager[Any]:
         """What a call of the combination runs in; no weight of ours gets into autocast's cache."""
@@ -85,6 +98,15 @@ class Trial:
         with self.context():
             result: Tensor = compute(self.module, self.x)
         return result
+
+
+def _alike(original: Any, read: Tensor) -> bool:
+    """Whether running the code gave what reading it did, but for one rounding of a product."""
+    if type(original) is not Tensor or original.dtype != read.dtype:
+        return False
+    if original.shape != read.shape:
+        return False
+    return original.numel() == 0 or error_of(original, read.double(), read.dtype) <= 1.0
 
 
 def seeded(seed: int) -> torch.Generator:

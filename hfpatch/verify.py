@@ -143,9 +143,9 @@ def verify_gradients(
     subject = trial.subject
     reference = subject.compute(reference_kernel(formula.op), formula)
     try:
-        theirs = _gradients(subject, trial.module, subject.run, x, upstream, trial.context())
-        ours = _gradients(subject, trial.module, compute, x, upstream, trial.context())
-        truth = _gradients(
+        theirs = gradients(subject, trial.module, subject.run, x, upstream, trial.context())
+        ours = gradients(subject, trial.module, compute, x, upstream, trial.context())
+        truth = gradients(
             subject, trial.wide, reference, x.double(), upstream.double(), nullcontext()
         )
     except torch.OutOfMemoryError:
@@ -177,7 +177,7 @@ def verify_gradients(
     return None
 
 
-def _gradients(
+def gradients(
     subject: Subject,
     module: nn.Module,
     run: Forward,

@@ -350,14 +350,14 @@ def test_arguments_of_the_attention_go_to_the_original(
         hfpatch.apply(model)
         block: Any = model.get_submodule(row.blocks[0])
         called: list[bool] = []
-        real = type(block.attn).forward
+        real = type(block.attn).__call__
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self is block.attn:
                 called.append(True)
             return real(self, *args, **kwargs)
 
-        monkeypatch.setattr(type(block.attn), "forward", forward)
+        monkeypatch.setattr(type(block.attn), "__call__", call)
         run(row, model, inputs)
         assert not called
         given = run(row, model, inputs | {row.attention_kwargs: {"unknown": 1}})
@@ -455,4 +455,4 @@ def test_a_class_of_the_same_name_with_another_constructor() -> None:
     lookalike = type("FluxTransformerBlock", (FluxTransformerBlock,), {"__init__": init})
     report = hfpatch.apply(nn.Sequential(lookalike()))
     reason = next(s.reason for s in report.skips if s.path == "0")
-    assert reason.startswith("no small copy of it could be made: TypeError")
+    assert reason.endswith("is a class of its own, not the library's")

@@ -149,14 +149,6 @@ def _set_global(module: nn.Module) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
-    "config": (
-        lambda: ConfigRMSNorm(SimpleNamespace(gain=1.0)),
-        lambda m: setattr(m.config, "gain", 3.0),
-    ),
-    "config that equals others": (
-        lambda: ConfigRMSNorm(Opaque()),
-        lambda m: setattr(m.config, "gain", 3.0),
-    ),
     "class attribute": (ClassRMSNorm, lambda m: setattr(ClassRMSNorm, "scale", 3.0)),
     "global": (GlobalRMSNorm, _set_global),
     "global of a function": (CallingRMSNorm, _set_global),
@@ -168,7 +160,6 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
         PropertyRMSNorm,
         lambda m: setattr(PropertyRMSNorm, "scale", property(lambda self: 3.0)),
     ),
-    "tensor written": (TensorRMSNorm, lambda m: m.scale.fill_(3.0)),
     "closure": (
         WrappedRMSNorm,
         lambda m: setattr(WrappedRMSNorm, "forward", _times(3.0, RMSNorm.forward)),
@@ -194,23 +185,23 @@ def test_what_was_changed_between_two_applies(change: str, monkeypatch: pytest.M
     assert torch.equal(module(x), expected)
 
 
-@pytest.mark.parametrize("make", [BufferRMSNorm, TensorRMSNorm])
-def test_modules_that_differ_in_a_value_are_proven_apart(make: Callable[..., nn.Module]) -> None:
-    model = nn.Sequential(make(1), make(3), make(1))
-    assert {s.path for s in hfpatch.apply(model).swaps} == {"0", "2"}
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BufferRMSNorm(1),
+        lambda: TensorRMSNorm(1),
+        lambda: ConfigRMSNorm(SimpleNamespace(gain=1.0)),
+        lambda: ConfigRMSNorm(Opaque()),
+    ],
+    ids=["buffer", "tensor", "config", "object that equals others"],
+)
+def test_what_others_may_write_to_is_not_read(make: Callable[[], nn.Module]) -> None:
+    """No call could notice that a buffer or an object of the module's has other values."""
+    (skip,) = hfpatch.apply(make()).skips
+    assert skip.kind == "unexplained" and "which may change" in skip.reason
 
 
 def test_models_with_equal_configs_share_their_proofs(proven: list[str]) -> None:
-    def apply_to_one(number: int) -> None:
-        nested = {"a": [number, SimpleNamespace()]}
-        hfpatch.apply(ConfigRMSNorm(SimpleNamespace(gain=1.0, nested=nested)))
-
-    for _ in range(3):
-        apply_to_one(1)
-    assert proven == ["ConfigRMSNorm"]
-    apply_to_one(2)
-    assert proven == ["ConfigRMSNorm"] * 2
-    proven.clear()
     for _ in range(2):
         hfpatch.apply(zoo.ENTRIES["llama"].build())  # its MLPs hold its config
     assert sorted(proven) == ["LlamaMLP", "LlamaRMSNorm"]
@@ -272,24 +263,21 @@ def test_an_activation_that_was_patched_alone_is_probed_as_it_was(proven: list[s
     assert not proven
 
 
-def test_what_was_changed_before_a_late_proof() -> None:
-    """A dtype or device is proven at its first call on a stand-in, which shares the config."""
-    one = ConfigRMSNorm(SimpleNamespace(gain=1.0))
-    two = ConfigRMSNorm(SimpleNamespace(gain=1.0))
-    hfpatch.apply(one)
-    hfpatch.apply(two)
+def test_what_was_changed_before_a_late_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dtype or device is proven at its first call on a stand-in, whose code is the same."""
+    module = GlobalRMSNorm()
+    hfpatch.apply(module)
     (contract, known), *rest = proofs._contracts.values()
     assert not rest
     x = torch.randn(3, SIZE)
-    one.config.gain = 3.0
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
     known.clear()  # as if it had been proven on another device alone
     contract.cpu.clear()
     contract._proven.clear()
     with pytest.warns(RuntimeWarning, match=r"changed since; call `hfpatch\.apply` again"):
-        got = two(x)
-    assert torch.equal(got, ConfigRMSNorm.forward(two, x))
-    assert len(hfpatch.apply(two).swaps) == 1
-    torch.testing.assert_close(two(x), ConfigRMSNorm.forward(two, x))
+        got = module(x)
+    assert torch.equal(got, GlobalRMSNorm.forward(module, x))
+    assert not hfpatch.apply(module).swaps
 
 
 def test_the_cache_of_proofs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,15 +41,23 @@ _FORMULAS = [
 class ActivationSubject(Subject):
     """`act(x)`, or `act(proj(x))` when `projection` names a child."""
 
+    differentiates = True
+
     def __init__(self, module: nn.Module, projection: str | None) -> None:
         super().__init__(module)
         self.projection = projection
         self.has_layers = projection is not None
+        self.live = () if projection is None else (projection,)
 
     @property
     def key(self) -> tuple[Any, ...]:
         own = attributes_of(self.module)  # `act` of the transformers classes is among these
         return (self.projection, own)
+
+    def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
+        if list(calls) != [(n, "input") for n in self.live]:
+            return f"calls {[n for n, _ in calls]}, expected its projection with the input, once"
+        return None
 
     def formulas(self) -> list[Formula]:
         return list(_FORMULAS)
@@ -106,6 +115,7 @@ class ActivationSubject(Subject):
             if (
                 type(x) is Tensor
                 and not watched()
+                and x.dim()
                 and x.is_contiguous()  # a channels-last input keeps its layout in the original
             ):
                 on_cuda = x.is_cuda

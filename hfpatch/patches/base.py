@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,6 +72,17 @@ class Subject(ABC):
     bypassed: tuple[str, ...] = ()
     #: Whether it calls linear layers, whose products autocast rounds to its dtype.
     has_layers = False
+    #: Child modules that the adapter calls as they are: their code is not read.
+    live: tuple[str, ...] = ()
+    #: Whether what it computes may depend on the width of its input (a norm of that one width).
+    fixed_width = False
+    #: Whether its adapter asks for the number of dimensions, so that the code may do so.
+    ranked = False
+    #: Whether its adapter computes the formula by other operators where autograd records, also in
+    #: `mode="inference"`.
+    differentiates = False
+    #: Whether `mode="training"` gives it a gradient of ours.
+    trains = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -101,9 +112,27 @@ class Subject(ABC):
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
         """A random input for the replica that tells the candidates apart."""
 
+    def far_inputs(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Like `x`, which `inputs` made, with rows of every scale at which fp32 holds powers of
+        three: a small term shows at one of them."""
+        scales = 10.0 ** torch.arange(-12, 13, 3)
+        rows = torch.randn(*x.shape[:-3], 1, len(scales), x.shape[-1], generator=generator)
+        return (rows * scales[:, None]).to(x.device, x.dtype)
+
+    def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the forward is called with, of what `inputs` made."""
+        return (x,)
+
     def run(self, module: nn.Module, x: Tensor) -> Any:
         """The class's own forward on what `inputs` made."""
-        return type(module).forward(module, x)
+        return type(module).forward(module, *self.arguments(x))
+
+    def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
+        """How the code calls its live children otherwise than the adapter does, or None.
+
+        `calls`: name, and whose result it is called with, see `hfpatch.reading.leaf.Reading`.
+        """
+        return None
 
     @abstractmethod
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:

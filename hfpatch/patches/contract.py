@@ -183,6 +183,22 @@ class Contract:
             "again: it, or its parts, are patched then"
         )
 
+    def hooks_on_all(self) -> None:
+        """Say once why no call is taken while hooks on all modules are registered."""
+        self._warn_once(
+            "was called while hooks on all modules are registered (FlopCounterMode, "
+            "`register_module_forward_hook`), which would not fire for the modules inside; until "
+            "they are removed such calls use the original forward",
+            about="hooks on all",
+        )
+
+    def odd_projections(self) -> None:
+        """Say once why a gated product is not taken: each call asks both projections twice."""
+        self._warn_once(
+            "was called where its projections gave results of two dtypes or shapes, or no tensors; "
+            "such calls use the original forward"
+        )
+
     def partitioned(self, parameter: str) -> None:
         """Say once why a call with a parameter that is partly elsewhere is not taken."""
         self._warn_once(

@@ -13,6 +13,7 @@ from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tenso
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.norms import NormSubject, memory_order
 from hfpatch.patches.unchanged import settings_of
+from hfpatch.reading.leaf import ranks_of
 from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.
@@ -21,6 +22,9 @@ _GATE = "gate"
 
 class GatedNormSubject(NormSubject):
     """A norm with a weight `[D]` and a gate. The probe's input holds both, stacked."""
+
+    ranked = True
+    trains = False
 
     def __init__(self, module: nn.Module, weight: str, width: int) -> None:
         super().__init__(module, weight, "bias", width)
@@ -60,12 +64,21 @@ class GatedNormSubject(NormSubject):
         gate[1, 0] *= 200  # is it clamped?
         return torch.stack((x, gate.to(x.dtype))).to(device)
 
-    def run(self, module: nn.Module, x: Tensor) -> Any:
-        hidden, gate = x.unbind(0)
-        return type(module).forward(module, hidden, gate)
+    def far_inputs(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Also with a gate of every scale, beside ordinary rows."""
+        far = super().far_inputs(x, generator)
+        near = torch.randn(far.shape, generator=generator).to(far)
+        return torch.stack((torch.cat((far[0], near[0]), 1), torch.cat((near[1], far[1]), 1)))
 
-    def _keeps_order(self, replica: nn.Module, x: Tensor) -> bool:
-        return True
+    def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.unbind(0)
+
+    def entry(
+        self, kernel: Kernel, formula: Formula, training: bool, replica: nn.Module, x: Tensor
+    ) -> Any:
+        """The callable of (x, gate, weight), and the numbers of dimensions that it takes."""
+        run = kernel.bind(dict(formula.params), training)
+        return run, ranks_of(replica, self.arguments(x), width=self.width)
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         weight = self.weight
@@ -133,7 +146,7 @@ class GatedNormSubject(NormSubject):
                     run = table.get(key) if x.is_cuda or x.is_cpu else None
                     if run is None:
                         run = contract.late(x, key)
-                if run is not None:
+                if run is not None and (run[1] is None or x.dim() in run[1]):
                     return run[0](x, gate, w)
             elif (
                 type(x) is Tensor

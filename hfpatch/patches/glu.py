@@ -6,6 +6,7 @@ The projections are called as modules, never read: a hook, an adapter, a quantiz
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from hfpatch.patches.base import (
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of, fingerprint
 from hfpatch.patches.replicas import random_linear, replicate
-from hfpatch.patches.unchanged import Part, settings_of
+from hfpatch.patches.unchanged import Part, hooks_on_all, settings_of
 from hfpatch.sources import Kernel, torch_kernel
 
 _IN, _HIDDEN = 24, 40  # widths of the probe's replica
@@ -63,11 +64,14 @@ _ACT_NAMES = ("act_fn", "activation_fn", "act", "activation", "gelu")
 
 class GatedSubject(Subject):
     has_layers = True
+    differentiates = True
 
     def __init__(self, module: nn.Module, roles: Roles, act: str | None) -> None:
         super().__init__(module)
         self.roles, self.act = roles, act
         self.bypassed = (act,) if act is not None else ()
+        children = (roles.gate, roles.up, roles.dropout, roles.down)
+        self.live = tuple(n for n in children if n is not None)
 
     def _child(self, name: str) -> nn.Module:
         child = self.module._modules[name]
@@ -90,6 +94,20 @@ class GatedSubject(Subject):
             for n in (self.roles.gate, self.roles.down)
         ]
         return dtypes[1] if dtypes[0] != dtypes[1] and dtypes[1] in KERNEL_DTYPES else None
+
+    def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
+        r = self.roles
+        given = dict(calls)
+        if sorted(n for n, _ in calls) != sorted(self.live):
+            return f"calls {[n for n, _ in calls]}, expected each of {list(self.live)} once"
+        for name in (r.gate, r.up):
+            if name is not None and given[name] != "input":
+                return f"calls `{name}` with something else than its input"
+        if r.dropout is not None and (given[r.dropout] or given.get(r.down or "") != r.dropout):
+            return f"does not call `{r.dropout}` between the product and the last layer"
+        if r.dropout is None and r.down is not None and given[r.down]:
+            return f"calls `{r.down}` with something else than the product"
+        return None
 
     def formulas(self) -> list[Formula]:
         if self.roles.up is not None:
@@ -122,7 +140,7 @@ class GatedSubject(Subject):
             dtype = own if own == torch.float64 else self._down_dtype() or own
             children[r.down] = linear(_HIDDEN, _IN, r.down, dtype)
         if r.dropout is not None:
-            children[r.dropout] = nn.Dropout(0.0)
+            children[r.dropout] = _Seen()
         return replicate(self.module, children)
 
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
@@ -172,6 +190,8 @@ class GatedSubject(Subject):
         def compute(module: nn.Module, x: Tensor) -> Any:
             m = module._modules
             h = m[gate](x)  # type: ignore[misc]
+            if not isinstance(h, Tensor):
+                return NotImplemented
             if widened and not _casts(m[down]):  # type: ignore[index]
                 h = h.float()
                 h = aten(h) if up is None else aten(h, m[up](x))  # type: ignore[misc]
@@ -180,7 +200,13 @@ class GatedSubject(Subject):
                 h = run(h)
             else:
                 u = m[up](x)  # type: ignore[misc]
-                if not (plain(h) and plain(u)) or (may_differ and h.dtype != u.dtype):
+                if not isinstance(u, Tensor) or h.shape != u.shape:
+                    return NotImplemented
+                if h.dtype != u.dtype:
+                    if not may_differ:
+                        return NotImplemented
+                    run = aten
+                elif not (plain(h) and plain(u)):
                     run = aten
                 else:
                     run = differentiable if h.requires_grad or u.requires_grad else call
@@ -211,6 +237,9 @@ class GatedSubject(Subject):
             same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore
             if not same:
                 contract.changed()
+            elif part is not None and hooks_on_all():
+                contract.hooks_on_all()
+                return False
             return same
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +259,10 @@ class GatedSubject(Subject):
                     if run is None:
                         run = contract.late(x, key)
                 if run is not None:
-                    return run(self, x)
+                    y = run(self, x)
+                    if y is not NotImplemented:
+                        return y
+                    contract.odd_projections()
             return original(self, *args, **kwargs)
 
         return forward
@@ -264,8 +296,42 @@ class GatedMlps(Family):
                 roles = Roles(roles.gate, roles.up, roles.down)
             if module._parameters:
                 return f"has parameters of its own: {sorted(module._parameters)}"
-            return GatedSubject(module, roles, act)
+            return _odd_children(module, roles, act) or GatedSubject(module, roles, act)
         return None
+
+
+class _Seen(nn.Dropout):
+    """A replica's dropout, which shows whether, and where, the original calls its own: after the
+    last layer the same factors would give other values. They are exact in every dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = torch.tensor([1.0, 0.5, 2.0], dtype=x.dtype, device=x.device)
+        return x * factors.repeat(x.shape[-1] // 3 + 1)[: x.shape[-1]]
+
+
+def _odd_children(module: nn.Module, roles: Roles, act: str | None) -> str | None:
+    """Why the children are not what their names say, or not what the kernel takes."""
+    children: dict[str, Any] = dict(module._modules)
+    if roles.dropout is not None and type(children[roles.dropout]) not in (nn.Dropout, nn.Identity):
+        kind = type(children[roles.dropout]).__name__
+        return f"its child `{roles.dropout}` is a `{kind}`, no `Dropout`"
+    if act is not None and any(
+        t is not None
+        for m in children[act].modules()
+        for held in (m._parameters, m._buffers)
+        for t in held.values()
+    ):
+        kind = type(children[act]).__name__
+        return f"its activation `{kind}` has parameters or buffers, which the kernel does not read"
+    if roles.up is not None:
+        gate, up = children[roles.gate], children[roles.up]
+        dtypes = {weight_dtype(layer, torch.float32) for layer in (gate, up)}
+        if len(dtypes) > 1:
+            return f"its projections are {', '.join(sorted(map(str, dtypes)))}"
+        widths = [getattr(layer, "out_features", None) for layer in (gate, up)]
+        if widths[0] != widths[1]:
+            return f"its projections are {widths[0]} and {widths[1]} wide"
+    return None
 
 
 def _is_packed(module: nn.Module, roles: Roles) -> bool:

@@ -9,7 +9,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ OWNED_BY_WRAPPERS = frozenset(
 )
 
 
-class _Same:
+class Same:
     """An object in a key by its identity, for as long as it lives."""
 
     def __init__(self, value: Any) -> None:
@@ -49,7 +49,7 @@ class _Same:
             self.ref = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.ref() is not None and self.ref() is other.ref()
+        return isinstance(other, Same) and self.ref() is not None and self.ref() is other.ref()
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -84,6 +84,20 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     return (attributes_of(module), children)
 
 
+def held_by(modules: Iterable[nn.Module]) -> Callable[[], Any]:
+    """What the objects that modules hold contain now (a config, a list), but for tensors and
+    modules: equal answers mean that nothing was written to them. It holds those objects alone."""
+    held = [
+        v
+        for m in modules
+        for k, v in m.__dict__.items()
+        if k not in BLANK_NAMES
+        and k not in OWNED_BY_WRAPPERS
+        and not isinstance(v, (*_PLAIN, Tensor, types.MethodType))
+    ]
+    return lambda: tuple(_Reader(objects=True).value(v) for v in held)
+
+
 class _Token:
     """Stands for the code of a class; the same one for equal code."""
 
@@ -95,27 +109,32 @@ _plan = threading.local()
 @contextmanager
 def classes_read_once() -> Iterator[None]:
     """While one model is planned, in which no class changes, each class is read once."""
-    before = getattr(_plan, "tokens", None)
-    _plan.tokens = {}
+    before = getattr(_plan, "kept", None)
+    _plan.kept = {}
     try:
         yield
     finally:
-        _plan.tokens = before
+        _plan.kept = before
+
+
+def kept_while_planning(what: Any) -> dict[type, Any]:
+    """What was found of classes while this model is planned; an empty dict at any other time."""
+    kept = getattr(_plan, "kept", None)
+    found: dict[type, Any] = {} if kept is None else kept.setdefault(what, {})
+    return found
 
 
 def code_of(module: nn.Module) -> tuple[Any, ...]:
     """The code that a module's forward can run: its class, every method's code with what that
     reads (closures, defaults, globals), and the class's plain values."""
     cls = type(module)
-    known = getattr(_plan, "tokens", None)
-    if known is not None and cls in known:
+    known = kept_while_planning(code_of)
+    if cls in known:
         return (cls, known[cls])
     parts = tuple(
         (k, _Reader(objects=False).value(v)) for base in _bases(module) for k, v in _members(base)
     )
-    token = _tokens.setdefault(parts, _Token())
-    if known is not None:
-        known[cls] = token
+    token = known[cls] = _tokens.setdefault(parts, _Token())
     return (cls, token)
 
 
@@ -147,13 +166,27 @@ def names_read(module: nn.Module) -> set[str]:
     for base in _bases(module):
         for _, value in _members(base):
             if (code := getattr(_function(value), "__code__", None)) is not None:
-                found |= _names(code)
+                found |= names_of(code)
     return found
 
 
+def helpers_of(module: nn.Module) -> set[str]:
+    """The methods and properties of its class that a module's forward may reach, by name."""
+    members = {k: v for base in reversed(_bases(module)) for k, v in _members(base)}
+    found: set[str] = set()
+    left = ["forward"]
+    while left:
+        code = getattr(_function(members.get(left.pop())), "__code__", None)
+        names = names_of(code) if code is not None else frozenset()
+        reached = {n for n in names if n in members and hasattr(members[n], "__get__")} - found
+        found |= reached
+        left += reached
+    return found - {"forward"}
+
+
 @functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
-    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+def names_of(code: types.CodeType) -> frozenset[str]:
+    inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     texts = [c for c in code.co_consts if isinstance(c, str) and c.isidentifier()]
     return frozenset(code.co_names).union(texts, *inner)
 
@@ -182,7 +215,7 @@ class _Reader:
         if isinstance(value, Tensor):
             return _tensor(value)
         if depth <= 0 or self._left <= 0 or isinstance(value, (type, types.ModuleType, nn.Module)):
-            return _Same(value)
+            return Same(value)
         if isinstance(value, types.FunctionType):
             return self._function(value, depth, follow)
         if isinstance(value, types.MethodType):
@@ -205,17 +238,17 @@ class _Reader:
             rest = vars(value) if hasattr(value, "__dict__") else {}
             held = value.items() if isinstance(value, dict) else value
             parts = (tuple(held), rest)
-        elif self._objects and _is_transparent(type(value)):
+        elif self._objects and is_transparent(type(value)):
             parts = (vars(value),)
         else:
-            return _Same(value)
+            return Same(value)
         return (type(value), *(self.value(p, depth - 1, follow) for p in parts))
 
     def _function(self, function: types.FunctionType, depth: int, follow: int) -> Any:
         cells = tuple(map(_content, function.__closure__ or ()))
         rest = (cells, function.__defaults__, function.__kwdefaults__)
         code, found = function.__code__, function.__globals__
-        used = [(k, found[k]) for k in _names(code) if k in found]
+        used = [(k, found[k]) for k in names_of(code) if k in found]
         return (
             code,
             *(self.value(r, depth, follow) for r in rest),
@@ -239,7 +272,7 @@ def _content(cell: types.CellType) -> Any:
         return cell
 
 
-def _is_transparent(cls: type) -> bool:
+def is_transparent(cls: type) -> bool:
     """Whether instances hold all they have in their `__dict__`: Python classes without slots."""
     made: Any = cls.__new__
     return made in (object.__new__, types.SimpleNamespace.__new__) and all(
@@ -254,11 +287,7 @@ def _tensor(tensor: Tensor) -> Any:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
     if plain and tensor.numel() <= _SMALL and tensor.layout == torch.strided:
         return (*head, repr(tensor.tolist()))  # a text: NaN is not equal to itself
-    return (*head, _Same(tensor), None if tensor.is_inference() else tensor._version)
-
-
-#: For `hfpatch.foreign.reads`, which walks functions in its own way.
-Same, is_transparent, names_of = _Same, _is_transparent, _names
+    return (*head, Same(tensor), None if tensor.is_inference() else tensor._version)
 
 
 def value_key(value: Any) -> Any:

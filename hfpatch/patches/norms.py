@@ -26,8 +26,9 @@ from hfpatch.patches.base import (
 )
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import fingerprint
-from hfpatch.patches.replicas import random_like, replicate
+from hfpatch.patches.replicas import own_copy, random_like, replicate
 from hfpatch.patches.unchanged import settings_of
+from hfpatch.reading.leaf import read
 from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
@@ -39,6 +40,7 @@ class NormSubject(Subject):
     def __init__(self, module: nn.Module, weight: str, bias: str, width: int | None) -> None:
         super().__init__(module)
         self.weight, self.bias, self.width = weight, bias, width
+        self.fixed_width = width is not None
 
     def _param(self, name: str) -> Tensor | None:
         return self.module._parameters.get(name)
@@ -104,7 +106,7 @@ class NormSubject(Subject):
             )
         for name, b in self.module._buffers.items():
             copy._buffers[name] = (
-                b
+                own_copy(b)
                 if b is None or not b.is_floating_point()
                 else random_like(b, combo.param or b.dtype, device, generator)
             )
@@ -232,9 +234,13 @@ class NormSubject(Subject):
                     )
                 ):
                     contract.needs_grad()
-                elif (w is None or type(w) is nn.Parameter or plain(w)) and (
-                    checked_width is None or x.shape[-1] == checked_width
-                ):
+                elif training and any(t is not None and t.is_inference() for t in (x, w, b)):
+                    pass  # autograd cannot save one, which not every original asks of it
+                elif (
+                    x.shape[-1:] == w.shape and (b is None or b.shape == w.shape) and plain(w)
+                    if w is not None
+                    else x.dim() and (checked_width is None or x.shape[-1] == checked_width)
+                ):  # a norm per head takes rows that are several times as wide as its weight
                     key = (x.dtype, None if w is None else w.dtype)
                     run = None
                     casts = autocast() if x.is_cuda else autocast("cpu")
@@ -301,6 +307,8 @@ class Norms(Family):
         shapes = {tuple(p.shape) for p in params.values()}
         if any(len(s) != 1 for s in shapes) or len(shapes) > 1:
             return f"parameters of shape {sorted(shapes)}, expected one-dimensional ones"
+        if shapes == {(1,)}:
+            return "its weight has one element, which is a scale of the whole row"
         if params and not floating_params(params.values()):
             return "the weight is not a floating-point tensor"
         weight = weights[0] if weights else None
@@ -322,11 +330,11 @@ def _takes_any_width(module: nn.Module, width: int) -> bool:
     those of its last stage.
     """
     try:
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.device("cpu"):
             x = torch.randn(4, 2 * width + 5, generator=torch.Generator().manual_seed(0))
-            y = type(module).forward(replicate(module), x)
+            y = read(replicate(module), [x]).result
         return y.shape == x.shape and bool(((y.square().mean(-1) - 1).abs() < 0.02).all())
-    except Exception:  # any class's own: it was not built for this width
+    except Exception:  # unexplained, or of an operation: it was not built for this width
         return False
 
 

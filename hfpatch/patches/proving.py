@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 import warnings
 from collections.abc import Hashable, Iterator
@@ -42,16 +44,42 @@ def may_prove(what: Hashable) -> Iterator[bool]:
 @contextmanager
 def float32_default() -> Iterator[None]:
     """PyTorch's own default dtype, whatever the user's is: what is drawn and built has no other.
+    Afterwards the process is as it was, whatever a module that was called did to it.
 
     Every proof is made in it, so it is what makes them wait for each other.
     """
-    with _lock:
-        before = torch.get_default_dtype()
+    with _lock, _undisturbed():
         torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Puts back random states, default dtype, whether gradients are recorded, deterministic
+    algorithms, and the precision of matrix products."""
+    numpy = sys.modules.get("numpy")
+    drawn, drawn_by_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    precision = torch.get_float32_matmul_precision()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:
-            torch.set_default_dtype(before)
+            random.setstate(drawn)
+            if numpy is not None:
+                numpy.random.set_state(drawn_by_numpy)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
+            if (
+                torch.are_deterministic_algorithms_enabled() != deterministic
+                or torch.is_deterministic_algorithms_warn_only_enabled() != warns
+            ):
+                torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+            if torch.get_float32_matmul_precision() != precision:
+                torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager

@@ -16,6 +16,10 @@ from hfpatch.patches.blocks.memo import accompany, current_capture, stream_of
 from hfpatch.patches.blocks.opaque import trace_whole
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
+from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS
+from hfpatch.patches.library import odd_code
+from hfpatch.patches.replicas import replicate
+from hfpatch.patches.unchanged import Part, ProcessorPart
 
 
 class RecallSubject(CustomSubject):
@@ -53,14 +57,16 @@ class RopeTables(Family):
     differentiable = True
 
     def examine(self, module: nn.Module) -> Subject | str | None:
-        if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-            return "it holds tensors, so its tables may change"
+        if (why := odd_code(module)) is not None:
+            return why
+        if _settings(module) is None:
+            return "it holds more than numbers, so its tables may change"
         return RecallSubject(module, "RoPE tables kept between steps", _recalling_tables, self)
 
     def compare(self, module: nn.Module) -> tuple[float, float] | str:
         """Tables of small sizes, first made and then recalled, against the module's own."""
         x = torch.empty(2, 1, 1)
-        original = type(module).forward
+        module, original = replicate(module), type(module).forward
         forward = _recalling_tables(original)
         for sizes in ((2, 3, 4), (2, 3, 4), (3, 2, 2)):
             expected = original(module, x, *sizes, (0.5, 32, 32))
@@ -70,26 +76,42 @@ class RopeTables(Family):
         return 0.0, 0.0
 
 
+def _settings(module: nn.Module) -> tuple[Any, ...] | None:
+    """What a module holds, where these are numbers and words alone."""
+    if module._parameters or module._buffers or module._modules:
+        return None
+    held = [
+        (k, v)
+        for k, v in module.__dict__.items()
+        if k not in BLANK_NAMES and k not in OWNED_BY_WRAPPERS
+    ]
+    plain = all(type(v) in (int, float, str, bool, type(None)) for _, v in held)
+    return tuple(held) if plain else None
+
+
 class _Tables:
-    """Cos and sin of one sample, as the module makes them and as fused blocks read them."""
+    """Cos and sin of one sample, each value once, as fused blocks read them."""
 
     def __init__(self, key: Any, wide: tuple[Tensor, ...]) -> None:
         self.key = key
-        self._wide = wide
         with torch.inference_mode(False):
             self._compact = tuple(t[..., ::2].contiguous() for t in wide)
-        self._versions = [t._version for t in (*self._wide, *self._compact)]
-
-    def written(self) -> bool:
-        """Whether somebody wrote to what was returned."""
-        return [t._version for t in (*self._wide, *self._compact)] != self._versions
 
     def of(self, batch: int) -> tuple[Tensor, ...]:
-        """[B, S, D] views, with the compact tables for those who ask."""
-        tables = tuple(t.expand(batch, -1, -1) for t in self._wide)
+        """[B, S, D], each value twice, with the compact tables for those who ask. They are the
+        caller's own, as those of the module are: who writes to them changes no others."""
+        with torch.inference_mode(False):
+            tables = tuple(_doubled(t, batch) for t in self._compact)
         for table, compact in zip(tables, self._compact, strict=True):
             accompany(table, compact)
         return tables
+
+
+def _doubled(compact: Tensor, batch: int) -> Tensor:
+    """[1, S, D / 2] as [batch, S, D]: one copy."""
+    _, length, half = compact.shape
+    pairs = compact.unsqueeze(-1).expand(batch, length, half, 2)
+    return pairs.reshape(batch, length, 2 * half)
 
 
 def _recalling_tables(original: Forward) -> Forward:
@@ -112,9 +134,10 @@ def _recalling_tables(original: Forward) -> Forward:
             return tuple(t.expand(hidden_states.shape[0], -1, -1) for t in one)
         sizes = (num_frames, height, width)
         scale = rope_interpolation_scale
-        stream = None
+        stream, settings = None, _settings(self)
         if (
             not is_compiling()
+            and settings is not None
             and type(hidden_states) is Tensor
             and not watched()
             and video_coords is None
@@ -125,12 +148,11 @@ def _recalling_tables(original: Forward) -> Forward:
         if stream is None:
             rest = (num_frames, height, width, rope_interpolation_scale, video_coords)
             return original(self, hidden_states, *rest)
-        settings = tuple(v for k, v in self.__dict__.items() if type(v) in (int, float))
         key = (stream, hidden_states.device, sizes, scale and tuple(scale), settings)
         recalled, capture = held, current_capture()
         if capture is not None and recalled is not None and recalled.key[1:] == key[1:]:
             capture.kept.append(recalled)  # made by the call before the recording
-        elif recalled is None or recalled.key != key or recalled.written():
+        elif recalled is None or recalled.key != key:
             with torch.inference_mode(False):
                 wide = original(self, torch.empty_like(hidden_states[:1, :0]), *sizes, scale)
             recalled = held = _Tables(key, wide)
@@ -163,10 +185,18 @@ class FullMasks(Family):
         for name, place in masks:
             if code is None or code.co_varnames[place + 1] != name:
                 return f"its forward does not take `{name}` as argument {place + 1}"
+        for path, m in module.named_modules():
+            if path and not (_is_block(path) or "processor" in m.__dict__):
+                continue
+            processor = m.__dict__.get("processor")
+            why = odd_code(m) or (None if processor is None else odd_code(processor))
+            if why is not None:
+                return f"what becomes of the mask is not known: {why}"
+        same = _same_readers(module)
 
         def make(original: Forward) -> Forward:
             for name, place in masks:
-                original = _without_full_mask(original, name, place)
+                original = _without_full_mask(original, name, place, same)
             return original
 
         names = ", ".join(f"`{name}`" for name, _ in masks)
@@ -176,19 +206,37 @@ class FullMasks(Family):
         return 0.0, 0.0  # the argument is optional in these classes, and a bias of zeros adds none
 
 
+def _is_block(path: str) -> bool:
+    return path.rpartition(".")[0] == "transformer_blocks"
+
+
+def _same_readers(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Whether the blocks of a model, and their attentions' processors, are those of now; it holds
+    none of them."""
+    parts: list[Part | ProcessorPart] = []
+    for path, m in model.named_modules():
+        if _is_block(path):
+            parts.append(Part(m, tuple(path.split(".")), called=True))
+        if "processor" in m.__dict__:
+            parts.append(ProcessorPart(m.processor, tuple(path.split("."))))
+    return lambda root: all(part.is_same(root) for part in parts)
+
+
 def _unwrapped(function: Any) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
-def _without_full_mask(original: Forward, name: str, place: int) -> Forward:
+def _without_full_mask(
+    original: Forward, name: str, place: int, same: Callable[[nn.Module], bool]
+) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get(name) if name in kwargs or len(args) <= place else args[place]
         if is_compiling():
             masks = {name: mask} if isinstance(mask, Tensor) and mask.ndim == 2 else {}
             return trace_whole(original, self, args, kwargs, masks)
-        if type(mask) is Tensor and not watched() and masks_nothing(mask):
+        if type(mask) is Tensor and not watched() and same(self) and masks_nothing(mask):
             if name in kwargs:
                 kwargs[name] = None
             else:

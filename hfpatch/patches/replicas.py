@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -12,43 +14,125 @@ from torch import nn
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
 
+#: What copies may share: nothing that is called can write to it.
+_SHARED = (
+    *(int, float, complex, bool, str, bytes, type(None), type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
+)
+#: Elements up to which a tensor among a module's attributes is copied for a proof.
+_MOST = 1 << 22
+#: Values that its attributes may hold in all.
+_VALUES = 4096
+
+
+class CannotReplicateError(Exception):
+    """A module holds what no copy can be made of, so that no proof may call it."""
+
 
 def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None) -> nn.Module:
-    """A copy that shares no tensor, hook or instance forward with `module`.
+    """A copy that shares nothing with `module` that a call may write to: no tensor, list, object,
+    hook or instance forward.
 
     Parameters and buffers are left out for the caller to fill; `children` replaces child modules,
-    others are copied too, with the tensors that they have (most activations have none).
+    others are copied too, with the values of the tensors that they have (most activations have
+    none).
+
+    Raises:
+        CannotReplicateError: it holds a thread's lock, a module that is not its child, a large
+            tensor, or the like.
     """
-    copy = object.__new__(type(module))
+    replica = object.__new__(type(module))
     blank = nn.Module().__dict__
+    copier = _Copier(module, replica)
     state = {
-        k: _bound_to(copy, v, module)
+        k: copier.value(v, f"`{k}`")
         for k, v in module.__dict__.items()
         if k not in blank and k not in OWNED_BY_WRAPPERS
     }
     given = children or {}
     others = {n: _twin(c) for n, c in module._modules.items() if n not in given}
-    copy.__dict__.update(blank)
-    copy.__dict__.update(state)
-    copy.__dict__["training"] = False
-    copy.__dict__["_modules"] = {**dict.fromkeys(module._modules), **others, **given}
-    return copy
+    replica.__dict__.update(blank)
+    replica.__dict__.update(state)
+    replica.__dict__["training"] = False
+    replica.__dict__["_modules"] = {**dict.fromkeys(module._modules), **others, **given}
+    return replica
 
 
-def _bound_to(copy: nn.Module, value: Any, module: nn.Module) -> Any:
-    """A method of `module` that it holds, as the copy's: it would compute with the first one's."""
-    if isinstance(value, types.MethodType) and value.__self__ is module:
-        return types.MethodType(value.__func__, copy)
-    return value
+class _Copier:
+    """Copies the attributes of one module for its replica."""
+
+    def __init__(self, module: nn.Module, replica: nn.Module) -> None:
+        self._module, self._replica = module, replica
+        #: As of `copy.deepcopy`: a reference to the module is one to the replica.
+        self._memo: dict[int, Any] = {id(module): replica}
+
+    def value(self, value: Any, what: str) -> Any:
+        if isinstance(value, _SHARED):
+            return value
+        if isinstance(value, types.MethodType) and value.__self__ is self._module:
+            # it would compute with the first one's parameters
+            return types.MethodType(value.__func__, self._replica)
+        self._look_into(value, what)
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as e:  # any class's own
+            raise CannotReplicateError(
+                f"{what} cannot be copied, and a proof must not write to it "
+                f"({type(e).__name__}: {e})"
+            ) from e
+
+    def _look_into(self, value: Any, what: str) -> None:
+        """Refuse what a deep copy would make a second time: modules, and much memory."""
+        seen, left = {id(self._module)}, [value]
+        while left:
+            value = left.pop()
+            if isinstance(value, _SHARED) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if len(seen) > _VALUES:
+                raise CannotReplicateError(f"{what} holds more than {_VALUES} values")
+            if isinstance(value, nn.Module):
+                raise CannotReplicateError(
+                    f"{what} holds a `{type(value).__name__}`, which is no child of it"
+                )
+            if isinstance(value, Tensor):
+                if value.numel() > _MOST:
+                    raise CannotReplicateError(f"{what} holds a tensor of {value.numel()} elements")
+                continue
+            if isinstance(value, Mapping):
+                left += value.values()
+            elif isinstance(value, (list, tuple, set, frozenset)):
+                left += value
+            elif isinstance(value, types.MethodType):
+                left.append(value.__self__)
+            elif isinstance(value, functools.partial):
+                left += (value.func, *value.args, *value.keywords.values())
+            held = getattr(value, "__dict__", None)
+            if isinstance(held, dict):
+                left += held.values()
 
 
 def _twin(module: nn.Module | None) -> nn.Module | None:
-    if module is None or isinstance(module, torch.jit.ScriptModule):
-        return module
-    copy = replicate(module)
-    # dicts of its own: the probe puts fp64 tensors into them
-    copy.__dict__.update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
-    return copy
+    if module is None:
+        return None
+    if isinstance(module, torch.jit.ScriptModule):
+        return copy.deepcopy(module)
+    twin = replicate(module)
+    for ours, theirs in (
+        (twin._parameters, module._parameters),
+        (twin._buffers, module._buffers),
+    ):
+        ours.update({n: own_copy(t) for n, t in theirs.items()})  # type: ignore[arg-type]
+    return twin
+
+
+def own_copy(t: Tensor | None) -> Tensor | None:
+    """The same values in memory of their own, as a parameter where it is one."""
+    if t is None:
+        return None
+    values = t.detach().clone()
+    return nn.Parameter(values, requires_grad=False) if isinstance(t, nn.Parameter) else values
 
 
 def random_like(

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, class_values, names_read
+from hfpatch.patches.base import class_of
+from hfpatch.patches.keys import (
+    BLANK_NAMES,
+    OWNED_BY_WRAPPERS,
+    class_values,
+    helpers_of,
+    names_read,
+)
 
 #: Values that a forward may read off its module as settings.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -23,7 +30,8 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
     """What reads a module's settings off its `__dict__`, and what it reads now.
 
     Settings are the plain attributes and functions that somebody may set while the module is
-    patched, such as `eps`: what was bound to their values is no longer right when they differ. A
+    patched, such as `eps`: what was bound to their values is no longer right when they differ; so
+    are the methods of its class that its forward calls, replaced on the class or the instance. A
     name that begins with `_` is one if the class's code has it: others put marks on modules.
     Reading raises KeyError where one is no attribute any more.
     """
@@ -37,6 +45,7 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
         and _is_setting(v)
     ]
     inherited = {k for k, v in class_values(module).items() if k in named and _is_setting(v)}
+    inherited |= {k for k in helpers_of(module) if k not in module.__dict__}
     read = operator.itemgetter(*names) if names else _no_settings
     found: Any = read(module.__dict__)
     settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
@@ -96,25 +105,74 @@ def _parts(value: Any) -> Any:
 
 
 class Part:
-    """A module that a fused forward stands in for and never calls: class, forward and settings."""
+    """A module that a fused forward reads: its class, settings and, unless it is `called` as well,
+    forward and hooks."""
 
-    def __init__(self, module: nn.Module, path: tuple[str, ...] = ()) -> None:
-        self._path, self._class = path, type(module)
+    def __init__(
+        self, module: nn.Module, path: tuple[str, ...] = (), *, called: bool = False
+    ) -> None:
+        self._path, self._called = path, called
+        self._class = class_of(module) if called else type(module)
+        self._forward = self._class.forward
         self._read, self._settings = settings_of(module)
 
     def is_same(self, root: nn.Module) -> bool:
-        """Whether the module at this path below `root` is as it was, and nobody's hook is on it."""
+        """Whether the module at this path below `root` is as it was, and nobody's hook is on it
+        that would not fire."""
         module: nn.Module | None = root
         for name in self._path:
             if module is None:
                 return False
             module = module._modules.get(name)
-        if module is None or type(module) is not self._class or is_replaced(module):
+        if module is None:
+            return False
+        if type(module) is not self._class and not (
+            self._called and class_of(module) is self._class  # FSDP2 puts a class before it
+        ):
+            return False
+        if not self._called and (self._class.forward is not self._forward or is_replaced(module)):
             return False
         try:
             return bool(self._read(module.__dict__) == self._settings)
         except KeyError:  # one was deleted, or is a parameter or module now
             return False
+
+
+class ProcessorPart:
+    """An attention's processor, which a fused forward stands in for: class, code and settings."""
+
+    def __init__(self, processor: Any, path: tuple[str, ...]) -> None:
+        self._path, self._class = path, type(processor)
+        self._call = self._class.__call__
+        self._held = {k: v for k, v in vars(processor).items() if k not in READ_LIVE}
+
+    def is_same(self, root: nn.Module) -> bool:
+        """Whether the processor of the attention at this path below `root` is as it was."""
+        module: Any = root
+        for name in self._path:
+            module = module._modules.get(name)
+            if module is None:
+                return False
+        processor = module.__dict__.get("processor")
+        if type(processor) is not self._class or self._class.__call__ is not self._call:
+            return False
+        held = processor.__dict__
+        if not held:
+            return not self._held
+        return {k: v for k, v in held.items() if k not in READ_LIVE} == self._held
+
+
+#: What diffusers looks up in a processor at each call, and so do fused forwards: the backend, and
+#: the processes that share the work, which must be none.
+READ_LIVE = frozenset({"_attention_backend", "_parallel_config"})
+
+
+def hooks_on_all() -> bool:
+    """Whether hooks on all modules are registered: they fire for those alone that are called."""
+    return bool(_has_any_global_hook())
+
+
+_has_any_global_hook: Callable[[], Any] = torch.nn.modules.module._has_any_global_hook
 
 
 def is_replaced(module: nn.Module) -> bool:

@@ -19,16 +19,16 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
-    class_of,
     is_dtensor,
     watched,
 )
 from hfpatch.patches.blocks import opaque
 from hfpatch.patches.blocks.chain import Chain
+from hfpatch.patches.blocks.likeness import odd_build, own_settings, read_through
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.proving import float32_default
-from hfpatch.patches.unchanged import Part, is_hooked
+from hfpatch.patches.unchanged import Part, ProcessorPart, hooks_on_all, is_hooked
 from hfpatch.sources import Kernel, Sources
 
 
@@ -65,6 +65,9 @@ class BlockSubject(Subject):
     #: Path of a parameter that every block of the class has.
     anchor: ClassVar[tuple[str, ...]] = ()
 
+    #: Paths of children, beside layers, that the fused forward calls as modules.
+    called: ClassVar[tuple[str, ...]] = ()
+
     #: Attributes that tell blocks apart but that no forward reads: a layer's number.
     unread: ClassVar[tuple[str, ...]] = ()
 
@@ -99,26 +102,39 @@ class BlockSubject(Subject):
         That its idle modules are, is looked at before: `still_proven`.
         """
 
+    def _read(self) -> tuple[set[str], list[tuple[str, nn.Module]]]:
+        """The paths of the idle modules, and all modules that the fused forward reads by path."""
+        ids = {id(m) for m in self.idle()}
+        idle = {path for path, m in self.module.named_modules() if id(m) in ids}
+        return idle, list(read_through(self.module, idle, self.called))
+
     def still_proven(self) -> Callable[[nn.Module], bool]:
-        """A function that tells whether a block's idle modules are those of now: classes,
-        settings, nobody's hooks or forwards. It holds none of them: copies share it."""
-        paths = {id(m): path for path, m in self.module.named_modules()}
-        parts = [Part(m, tuple(paths[id(m)].split("."))) for m in self.idle()]
+        """A function that tells whether the modules that the fused forward reads are those of now:
+        classes, settings, processors, and of idle ones nobody's hooks or forwards. It holds none of
+        them: copies share it."""
+        idle, read = self._read()
+        parts = [
+            Part(m, tuple(filter(None, path.split("."))), called=path not in idle)
+            for path, m in read
+        ]
+        processors = [
+            ProcessorPart(m.processor, tuple(path.split(".")))
+            for path, m in read
+            if "processor" in m.__dict__
+        ]
 
         def same(block: nn.Module) -> bool:
-            return all(part.is_same(block) for part in parts)
+            for part in parts:
+                if not part.is_same(block):
+                    return False
+            return all(p.is_same(block) for p in processors)
 
         return same
 
     def unlike(self, tiny: nn.Module) -> str | None:
-        """Which idle module is of another class than in `tiny`, which is what is proven."""
-        theirs = dict(tiny.named_modules())
-        ids = {id(m) for m in self.idle()}
-        for path, module in self.module.named_modules():
-            if id(module) in ids and class_of(module) is not type(theirs.get(path)):
-                expected = type(theirs.get(path)).__name__
-                return f"`{path}` is a `{class_of(module).__name__}`, expected `{expected}`"
-        return None
+        """How the block is built otherwise than `tiny`, which is what is proven."""
+        idle, _ = self._read()
+        return odd_build(self.module, tiny, idle, self.called, self.unread)
 
     def packs(self) -> list[list[nn.Module]]:
         """Linear layers that `project` is called with: worth one product each."""
@@ -137,18 +153,18 @@ class BlockSubject(Subject):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        own = attributes_of(self.module, ignore=self.unread)
-        # processors are told apart by their class, which `ready` checks too
-        idle = tuple(
+        ignored = (*self.unread, "processor")
+        return tuple(
             (
-                *code_of(m),
-                *attributes_of(m, ignore=("processor",)),
-                type(getattr(m, "processor", None)),
-                tuple(p is not None and p.dtype for p in m._parameters.values()),
+                path,
+                code_of(m),
+                attributes_of(m, ignore=ignored),
+                _processor_key(m.__dict__.get("processor")),
+                tuple((n, p is not None and p.dtype) for n, p in m._parameters.items()),
+                tuple(m._modules),
             )
-            for m in self.idle()
+            for path, m in self._read()[1]
         )
-        return (own, code_of(self.module), idle)
 
     def prove_block(
         self, sources: Sources, device: str, dtype: torch.dtype | None = None
@@ -270,6 +286,8 @@ class BlockSubject(Subject):
             if type(hidden_states) is Tensor and not watched():
                 if not (same(self) and ready(self)):
                     contract.changed()
+                elif hooks_on_all():
+                    contract.hooks_on_all()
                 elif partitioned(self):
                     pass
                 elif grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
@@ -304,6 +322,12 @@ class BlockSubject(Subject):
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         raise NotImplementedError("a block calls several kernels: see `fuse`")
+
+
+def _processor_key(processor: Any) -> Any:
+    if processor is None:
+        return None
+    return (*code_of(processor), repr(own_settings(processor)))
 
 
 def _to_fp64(value: Any) -> Any:

@@ -26,6 +26,7 @@ class Transformer2DSubject(ModelBlock):
     ops = ("group_norm",)
     title = "frame of transformer blocks: group norm, no copies of channels-last images"
     processor = ""
+    called = ("transformer_blocks",)
 
     @staticmethod
     def attentions(block: Any) -> tuple[Any, ...]:

@@ -46,6 +46,7 @@ class WanSubject(ModelBlock):
     processor = "WanAttnProcessor"
     like = ("hidden_states",)
     anchor = ("scale_shift_table",)
+    unread = ("fp32_parts",)  # of a small block: which parts a model keeps in fp32
 
     @staticmethod
     def attentions(block: Any) -> tuple[Any, ...]:

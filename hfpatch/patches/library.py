@@ -1,0 +1,131 @@
+"""Whether a module's code is the library's own: what a forward written for one class may rely on.
+
+A class name says which block, or which model, somebody meant to build. Its code may be another one:
+a subclass, a class of the same name, a method that was replaced. Here each function of a class is
+compared with the code that its module's file holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from hfpatch.patches.base import class_of
+from hfpatch.patches.keys import kept_while_planning
+
+#: Packages whose classes fused forwards stand in for.
+_LIBRARIES = ("diffusers", "torch")
+#: Whose decorators they use beside their own.
+_DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
+_DEPTH = 6  # of functions around functions: decorators
+
+
+def odd_code(module: Any) -> str | None:
+    """Why the code that calling `module` (a processor too) runs is not the library's; or None."""
+    return odd_class(class_of(module))
+
+
+def odd_class(cls: type) -> str | None:
+    """Why a class is not a library's own, as its file has it; None if it is."""
+    known = kept_while_planning(odd_class)
+    if cls not in known:
+        known[cls] = _odd_class(cls)
+    found: str | None = known[cls]
+    return found
+
+
+def _odd_class(cls: type) -> str | None:
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            continue
+        name = f"`{base.__module__}.{base.__qualname__}`"
+        if base.__module__.partition(".")[0] not in _LIBRARIES:
+            if base.__module__ in sys.stdlib_module_names:
+                continue  # ABC, Generic, OrderedDict
+            return f"{name} is a class of its own, not the library's"
+        if _found(base.__module__, base.__qualname__) is not base:
+            return f"{name} is not the class that its module has under that name"
+        for method, value in vars(base).items():
+            for function in _functions(value):
+                if not _is_own(function, _DEPTH):
+                    return f"`{method}` of {name} is not as the library has it"
+    return None
+
+
+def _found(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The Python functions in a member of a class."""
+    if isinstance(value, property):
+        parts: tuple[Any, ...] = (value.fget, value.fset, value.fdel)
+    elif isinstance(value, functools.cached_property):
+        parts = (value.func,)
+    else:
+        parts = (getattr(value, "__func__", value),)
+    yield from (f for f in parts if isinstance(f, types.FunctionType))
+
+
+def _is_own(function: types.FunctionType, depth: int) -> bool:
+    """Whether a function, and those that it wraps, have the code that their modules' files hold."""
+    if depth <= 0:
+        return False
+    module = function.__globals__.get("__name__", "")
+    if module.partition(".")[0] not in _DECORATORS:
+        return _is_generated(function)
+    if function.__globals__ is not vars(sys.modules[module]):
+        return False
+    if not _is_in_file(function.__code__, module):
+        return _is_generated(function)
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(held, types.FunctionType) and not _is_own(held, depth - 1):
+            return False
+    return True
+
+
+def _is_generated(function: types.FunctionType) -> bool:
+    """Whether `dataclass` or the like wrote it: what has no file computes nothing here."""
+    return function.__code__.co_filename == "<string>" and function.__name__.startswith("__")
+
+
+def _is_in_file(code: types.CodeType, module: str) -> bool:
+    if _in_file.get((id(code), module)) is code:
+        return True
+    if any(code == own for own in _codes(module).get((code.co_name, code.co_firstlineno), ())):
+        _in_file[id(code), module] = code
+        return True
+    return False
+
+
+#: Code that was found in its module's file; held, so that its id stays its own.
+_in_file: dict[tuple[int, str], types.CodeType] = {}
+
+
+@functools.lru_cache(maxsize=256)
+def _codes(module: str) -> dict[tuple[str, int], list[types.CodeType]]:
+    """Every function's code in a module's file, by name and first line; empty if it has none."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    try:
+        whole = spec.loader.get_code(module)  # type: ignore[union-attr]
+    except Exception:  # any loader's own
+        whole = None
+    found: dict[tuple[str, int], list[types.CodeType]] = {}
+    left = [] if whole is None else [whole]
+    while left:
+        code = left.pop()
+        found.setdefault((code.co_name, code.co_firstlineno), []).append(code)
+        left += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return found

@@ -1,0 +1,319 @@
+"""Runs a leaf's forward from its syntax tree, and refuses whatever it does not know.
+
+Only operations of `operations.py` are computed, on tensors of the proof; no code of the module is
+called but its live children (the projections of an MLP). So reading changes nothing, whatever the
+code does, and what was read to the end is a straight line: a function of the inputs, the
+parameters, and settings that the proof is by.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.reading import surroundings
+from hfpatch.reading.operations import (
+    ASKED,
+    FUNCTIONS,
+    METHODS,
+    NUMERIC,
+    ask,
+    numeric,
+    read_off,
+)
+from hfpatch.reading.scope import Returned, Scope
+from hfpatch.reading.source import tree_of
+from hfpatch.reading.values import (
+    Context,
+    Fact,
+    Handler,
+    Method,
+    Super,
+    TensorMethod,
+    Traced,
+    Unexplained,
+    fact,
+)
+
+#: How deep functions may call each other.
+_DEPTH = 8
+_SCALARS = (int, float, bool, str, type(None), torch.dtype)
+_CALLED = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
+_TABLES = frozenset(nn.Module().__dict__)  # of a module: parameters, hooks, children
+
+
+class Interpreter:
+    """One reading of one module.
+
+    Args:
+        module: the module, or a replica of it with the tensors of the proof.
+        live: children that are called, not read.
+        width: size of the last dimension of the input, where the formula may depend on it.
+        ranked: whether the code may branch on the number of dimensions (then `by_rank` is true).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        live: Mapping[str, Callable[..., Any]],
+        width: int | None,
+        ranked: bool = False,
+    ) -> None:
+        self.module, self.live, self.width, self.ranked = module, live, width, ranked
+        self.by_rank = False
+        #: Calls of live children, in order: name and argument.
+        self.calls: list[tuple[str, Traced]] = []
+        #: What was found by a name that is not the module's: where, the name, what.
+        self.found: list[tuple[Any, Any, Any]] = []
+        self._depth = 0
+
+    def forward(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What the class's forward of `module` returns."""
+        surroundings.check_class(type(module))
+        for name in ("forward", "_call_impl", "__call__"):
+            if name in module.__dict__:
+                raise Unexplained(f"`{type(module).__name__}` has a `{name}` of its own")
+        return self.function(_member(type(module), "forward"), [module, *args], kwargs)
+
+    def function(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What a Python function returns, read from its source."""
+        if type(function) is not types.FunctionType:
+            raise Unexplained(f"`{_called(function)}` is called, which no formula has")
+        code = function.__code__
+        if code.co_flags & (
+            inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+        ):
+            raise Unexplained(f"`{_called(function)}` is a generator")
+        if self._depth >= _DEPTH:
+            raise Unexplained(f"`{_called(function)}` is called too deep inside")
+        tree = tree_of(function)
+        scope = Scope(self, function, _bound(function, args, kwargs))
+        self._depth += 1
+        try:
+            if isinstance(tree, ast.Lambda):
+                return scope.value(tree.body)
+            scope.run(tree.body)
+        except Returned as e:
+            return e.value
+        finally:
+            self._depth -= 1
+        return None
+
+    # -- attributes ----------------------------------------------------------------------------
+
+    def attribute(self, of: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise Unexplained(f"`{name}` is read")
+        if isinstance(of, Traced):
+            if name in METHODS or name in ASKED:
+                return TensorMethod(of, name)
+            return read_off(of, name)
+        if isinstance(of, nn.Module):
+            return self._of_module(of, name)
+        if isinstance(of, Super):
+            return self._of_super(of, name)
+        if isinstance(of, types.ModuleType):
+            return self._of_library(of, name)
+        if isinstance(of, Fact) and isinstance(of.value, (torch.device, torch.finfo)):
+            return fact(getattr(of.value, name), of.kinds)
+        if isinstance(of, torch.finfo):
+            return getattr(of, name)
+        if type(of) is dict and name == "get":
+            return Handler(lambda *args: of.get(*args))
+        if isinstance(of, Context):
+            return self._of_context(of, name)
+        if isinstance(of, type):
+            return self._of_class(of, name)
+        raise Unexplained(f"`.{name}` of a {type(of).__name__} is read")
+
+    def _of_module(self, module: nn.Module, name: str) -> Any:
+        held = module.__dict__
+        if any(module is child for child in self.live.values()) and name not in ("weight", "bias"):
+            raise Unexplained(f"`{name}` of a `{type(module).__name__}` that is called is read")
+        for base in type(module).__mro__:
+            if name in base.__dict__:
+                member = base.__dict__[name]
+                if isinstance(member, property):
+                    return self.function(member.fget, [module], {})
+                if name not in held:
+                    return self._bind(member, module, f"{base.__name__}.{name}")
+                break
+        if name == "training":
+            return Fact(held[name], frozenset({"training"}))
+        if name in held:
+            value = held[name]
+            if name in _TABLES:
+                raise Unexplained(f"`self.{name}` is read")
+            if module is not self.module and module not in self.module._modules.values():
+                self.found.append((held, name, value))  # a global one, such as `gelu`
+            return self._setting(value, name, module)
+        if name in held["_parameters"]:
+            parameter = held["_parameters"][name]
+            if parameter is None:
+                return None
+            if module is not self.module and all(module is not c for c in self.live.values()):
+                raise Unexplained(f"the parameter `{name}` of a `{type(module).__name__}` is read")
+            return Traced(parameter)
+        if name in held["_buffers"]:
+            if held["_buffers"][name] is None:
+                return None
+            raise Unexplained(f"the buffer `{name}` is read, which may change")
+        if name in held["_modules"]:
+            return held["_modules"][name]
+        raise Unexplained(f"`{name}` is no attribute of `{type(module).__name__}`")
+
+    def _setting(self, value: Any, name: str, module: nn.Module) -> Any:
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            if value.__self__ is module:
+                return Method(value.__func__, module)
+        elif isinstance(value, (*_SCALARS, *_CALLED)):
+            return value
+        elif isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value):
+            return tuple(value)
+        raise Unexplained(f"`self.{name}` is read, a {type(value).__name__}, which may change")
+
+    def _bind(self, member: Any, module: nn.Module, name: str) -> Any:
+        if isinstance(member, types.FunctionType):
+            return Method(member, module)
+        if isinstance(member, staticmethod):
+            return member.__func__
+        if isinstance(member, _SCALARS):
+            return member
+        if isinstance(member, tuple) and all(isinstance(v, _SCALARS) for v in member):
+            return member
+        raise Unexplained(f"`{name}` is read, a {type(member).__name__}")
+
+    def _of_super(self, of: Super, name: str) -> Any:
+        mro = type(of.module).__mro__
+        for base in mro[mro.index(of.after) + 1 :]:
+            if name in base.__dict__:
+                return self._bind(base.__dict__[name], of.module, f"{base.__name__}.{name}")
+        raise Unexplained(f"`super().{name}` is read")
+
+    def _of_library(self, library: types.ModuleType, name: str) -> Any:
+        known = vars(library)
+        if name not in known:
+            raise Unexplained(f"`{library.__name__}.{name}` is read")
+        self.found.append((known, name, known[name]))
+        return surroundings.usable(known[name], f"{library.__name__}.{name}")
+
+    def _of_class(self, cls: type, name: str) -> Any:
+        """`nn.LayerNorm.forward`, or `apply` of an `autograd.Function`."""
+        if issubclass(cls, nn.Module) and name == "forward":
+            return _member(cls, name)
+        if issubclass(cls, torch.autograd.Function) and name == "apply":
+            return Handler(functools.partial(self._differentiated, cls))
+        raise Unexplained(f"`{cls.__name__}.{name}` is read")
+
+    def _differentiated(self, cls: type[torch.autograd.Function], *args: Any) -> Any:
+        """A function with a gradient of its own, which is read too; proofs compare it."""
+        ctx = Context()
+        forward, backward = (_member(cls, n) for n in ("forward", "backward"))
+        if not all(isinstance(f, staticmethod) for f in (forward, backward)):
+            raise Unexplained(f"`{cls.__name__}` has no static forward and backward")
+        result = self.function(forward.__func__, [ctx, *args], {})
+        if not isinstance(result, Traced):
+            raise Unexplained(f"`{cls.__name__}` returns no tensor")
+        self.function(backward.__func__, [ctx, Traced(torch.ones_like(result.tensor))], {})
+        return Traced(result.tensor)
+
+    def _of_context(self, ctx: Context, name: str) -> Any:
+        if name == "saved_tensors":
+            return ctx.saved
+        if name == "save_for_backward":
+
+            def save(*tensors: Any) -> None:
+                ctx.saved = tensors
+
+            return Handler(save)
+        raise Unexplained(f"`ctx.{name}` is read")
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def call(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if isinstance(function, functools.partial):
+            return self.call(
+                function.func, [*function.args, *args], {**function.keywords, **kwargs}
+            )
+        if isinstance(function, Handler):
+            return function.call(*args, **kwargs)
+        if isinstance(function, TensorMethod):
+            if function.name in ASKED:
+                return ask(function.tensor, function.name, args)
+            return METHODS[function.name](self.width, [function.tensor, *args], kwargs)
+        if isinstance(function, nn.Module):
+            return self._module(function, args, kwargs)
+        if isinstance(function, Method):
+            return self.function(function.function, [function.module, *args], kwargs)
+        operation = FUNCTIONS.get(function) if _hashable(function) else None
+        if operation is not None:
+            return operation(self.width, args, kwargs)
+        if any(function is f for f in NUMERIC):
+            return numeric(function, args, kwargs)
+        if (said := surroundings.asked(function, args, kwargs)) is not NotImplemented:
+            return said
+        if str(getattr(function, "__module__", "")).startswith("torch."):
+            raise Unexplained(f"`{_called(function)}` is called, which no formula has")
+        return self.function(function, args, kwargs)
+
+    def _module(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        for name, child in self.live.items():
+            if child is module:
+                (x,) = args if len(args) == 1 and not kwargs else (None,)
+                if not isinstance(x, Traced):
+                    raise Unexplained(f"`{name}` is called with more than one tensor")
+                self.calls.append((name, x))
+                y = child(x.tensor)
+                if type(y) is not torch.Tensor:
+                    raise Unexplained(f"`{name}` returns a {type(y).__name__}")
+                return Traced(y, owned=y is not x.tensor, role=name)
+        if module._modules:
+            raise Unexplained(f"a `{type(module).__name__}` with modules of its own is called")
+        return self.forward(module, args, kwargs)
+
+
+def _bound(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The function's parameters by name."""
+    code = function.__code__
+    try:
+        signature = inspect.Signature.from_callable(function, follow_wrapped=False)
+        found = signature.bind(*args, **kwargs)
+    except (TypeError, ValueError) as e:
+        raise Unexplained(f"`{_called(function)}` is called with other arguments: {e}") from e
+    for name, parameter in signature.parameters.items():
+        if name not in found.arguments and parameter.default is not parameter.empty:
+            if not isinstance(parameter.default, (*_SCALARS, tuple)):
+                raise Unexplained(
+                    f"`{name}` of `{_called(function)}` has a default that may change"
+                )
+            found.arguments[name] = parameter.default
+    empty: dict[str, Any] = {}
+    if code.co_flags & inspect.CO_VARARGS:
+        empty[code.co_varnames[code.co_argcount + code.co_kwonlyargcount]] = ()
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        last = bool(code.co_flags & inspect.CO_VARARGS)
+        empty[code.co_varnames[code.co_argcount + code.co_kwonlyargcount + last]] = {}
+    return {**empty, **found.arguments}
+
+
+def _member(cls: type, name: str) -> Any:
+    return inspect.getattr_static(cls, name)
+
+
+def _called(function: Any) -> str:
+    return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

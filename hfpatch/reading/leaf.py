@@ -1,0 +1,109 @@
+"""Is a leaf's code a straight line from its inputs and parameters to its result?
+
+The samples of a proof say what a module computes where they lie. That it is the same function
+everywhere else is said here: nothing that a call may vary (the rank, the mode, the time) and
+nothing that somebody else may change takes part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.reading import surroundings
+from hfpatch.reading.interpreter import Interpreter
+from hfpatch.reading.values import Tensor, Traced, Unexplained
+
+__all__ = ["Reading", "Unexplained", "ranks_of", "read", "still_holds"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What reading a leaf's forward gave.
+
+    result: what the code computes for the inputs.
+    by_rank: whether the code does one thing or another by the number of dimensions.
+    calls: the live children that it calls, in order, and whose result each is called with
+        ("input": an argument of the forward; "": something computed).
+    found: the globals, closures and library functions that the code used, for `still_holds`.
+    """
+
+    result: Tensor
+    by_rank: bool
+    calls: tuple[tuple[str, str], ...]
+    found: tuple[tuple[Any, Any, Any], ...]
+
+
+def read(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    live: Sequence[str] = (),
+    *,
+    width: int | None = None,
+    ranked: bool = False,
+) -> Reading:
+    """Read the forward of a module's class, on a replica with the tensors of a proof.
+
+    Args:
+        module: the replica. Nothing of it is written to, and none of its code is run.
+        inputs: tensors, the arguments of the forward by position.
+        live: names of the children that are called, not read: modules of the proof's own.
+        width: size of the last dimension of the inputs, where the result may depend on it.
+        ranked: whether the code may do one thing or another by the number of dimensions.
+
+    Raises:
+        Unexplained: the code has something that is not known to leave the result a function of the
+            inputs, the parameters and the module's settings. The message names the line.
+        Exception: an operation on these tensors failed, as it does in the original.
+    """
+    children: dict[str, Callable[..., Any]] = {n: module._modules[n] for n in live}  # type: ignore
+    reader = Interpreter(module, children, width, ranked)
+    try:
+        with torch.no_grad():
+            result = reader.forward(module, [Traced(x, role="input") for x in inputs], {})
+    except Unexplained as e:
+        where = getattr(e, "line", None)
+        raise Unexplained(f"{e} ({where})" if where else str(e)) from e
+    except RecursionError as e:
+        raise Unexplained("it is nested too deep") from e
+    if not isinstance(result, Traced):
+        raise Unexplained(f"it returns a {type(result).__name__}, not a tensor")
+    calls = tuple((name, x.role) for name, x in reader.calls)
+    return Reading(result.tensor, reader.by_rank, calls, tuple(reader.found))
+
+
+def still_holds(found: Sequence[tuple[Any, Any, Any]]) -> bool:
+    """Whether what a code used of its surroundings (`Reading.found`) is still what it was."""
+    return surroundings.held(found)
+
+
+def ranks_of(
+    module: nn.Module, inputs: Sequence[Tensor], *, width: int | None = None
+) -> frozenset[int] | None:
+    """Numbers of dimensions in which a module computes the same of each row; None: in any.
+
+    `inputs` have three dimensions. Where the code raises it does not take that many.
+    """
+    known = read(module, inputs, width=width, ranked=True)
+    if not known.by_rank:
+        return None
+    found = set()
+    for lead in ((), (14,), (2, 7), (2, 1, 7)):
+        if lead == ():
+            rows = [x[0, 0] for x in inputs]
+            expected = known.result[0, 0]
+        else:
+            rows = [x.reshape(*lead, x.shape[-1]) for x in inputs]
+            expected = known.result.reshape(*lead, -1)
+        try:
+            result = read(module, rows, width=width, ranked=True).result
+        except Exception:  # unexplained there, or of an operation
+            continue
+        same = result.shape == expected.shape
+        if same and torch.equal(result.nan_to_num(7.0), expected.nan_to_num(7.0)):
+            found.add(len(lead) + 1)
+    return frozenset(found)

@@ -1,0 +1,410 @@
+"""The operations that a leaf may be made of, and how each must be called.
+
+All of them work on elements or along the last dimension, know no other state, and (but for ReLU,
+whose bend is in every sample) are analytic: what is made of them is identified by samples, for it
+cannot be one function where they lie and another one elsewhere. Anything else is unexplained.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hfpatch.reading.values import (
+    FIXED,
+    Fact,
+    Tensor,
+    Traced,
+    Unexplained,
+    fact,
+    kinds_of,
+    plain_of,
+)
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LAST = (-1, (-1,), [-1])
+_POWERS = (2, 3, 0.5, -0.5, -1, 1)
+
+Arguments = Sequence[Any]
+Keywords = Mapping[str, Any]
+#: Called with the width of the leaf's input (None: it may not be used), the arguments and keywords.
+Operation = Callable[[int | None, Arguments, Keywords], Any]
+
+
+def traced(tensor: Tensor, *sources: Any, view: bool = False, role: str = "") -> Traced:
+    """A result; one that may share memory with its sources is owned only where they are."""
+    owned = not view or all(s.owned for s in sources if isinstance(s, Traced))
+    return Traced(tensor, owned, role)
+
+
+def _numeric(name: str, values: Sequence[Any], width: int | None) -> list[Any]:
+    """Operands of an elementwise operation: tensors and numbers that no call varies."""
+    allowed = FIXED | {"width"} if width is not None else FIXED
+    found = []
+    for value in values:
+        if kinds := kinds_of(value) - allowed:
+            raise Unexplained(f"`{name}` takes the {', '.join(sorted(kinds))} of its input")
+        bare = plain_of(value)
+        if not isinstance(bare, (Tensor, int, float)):
+            raise Unexplained(f"`{name}` takes a {type(bare).__name__}")
+        found.append(bare)
+    return found
+
+
+def _only(name: str, keywords: Keywords, *names: str) -> None:
+    for key in keywords:
+        if key not in names:
+            raise Unexplained(f"`{name}` is called with `{key}=`")
+
+
+def elementwise(function: Callable[..., Tensor], *keywords: str) -> Operation:
+    """Of one value after the other; `keywords` are plain settings that it may be given."""
+    name = getattr(function, "__name__", str(function))
+
+    def call(width: int | None, args: Arguments, given: Keywords) -> Any:
+        _only(name, given, *keywords, "inplace", "input")
+        operands = list(args) + ([given["input"]] if "input" in given else [])
+        settings = {k: plain_of(v) for k, v in given.items() if k in keywords}
+        if kinds := kinds_of(*(given[k] for k in settings)) - FIXED:
+            raise Unexplained(f"`{name}` is set by the {', '.join(sorted(kinds))} of its input")
+        values = _numeric(name, operands, width)
+        if plain_of(given.get("inplace", False)):
+            written(name, operands[0])
+        return traced(function(*values, **settings))
+
+    return call
+
+
+def written(name: str, target: Any) -> None:
+    """Raise unless `target` is memory that only this call knows."""
+    if not isinstance(target, Traced) or not target.owned:
+        raise Unexplained(f"`{name}` writes to memory that others see")
+
+
+def _in_place(function: Callable[..., Tensor]) -> Operation:
+    name = f"{function.__name__}_"
+    inner = elementwise(function)
+
+    def call(width: int | None, args: Arguments, given: Keywords) -> Any:
+        written(name, args[0])
+        result = inner(width, args, given).tensor
+        target = args[0].tensor
+        if result.shape != target.shape:
+            raise Unexplained(f"`{name}` is called with another shape")
+        target.copy_(result)
+        return args[0]
+
+    return call
+
+
+def _power(width: int | None, args: Arguments, given: Keywords) -> Any:
+    _only("pow", given, "exponent")
+    base, exponent = (*args, given["exponent"]) if "exponent" in given else args
+    if not isinstance(exponent, (int, float)) or exponent not in _POWERS:
+        raise Unexplained(f"`pow` has the exponent {plain_of(exponent)!r}")
+    return traced(torch.pow(*_numeric("pow", (base, exponent), width)))
+
+
+def _reduction(function: Callable[..., Tensor], *keywords: str) -> Operation:
+    """Along the last dimension, which stays, as one element."""
+    name = function.__name__
+
+    def call(width: int | None, args: Arguments, given: Keywords) -> Any:
+        _only(name, given, "dim", "axis", "keepdim", *keywords)
+        positional = dict(zip(("input", "dim", "keepdim"), args, strict=False))
+        settings = {"dim" if k == "axis" else k: v for k, v in given.items()}
+        if len(args) > 3 or (positional.keys() & settings.keys()):
+            raise Unexplained(f"`{name}` is called with {len(args)} arguments")
+        settings = {**positional, **settings}
+        x = settings.pop("input")
+        if kinds_of(*settings.values()) - FIXED:
+            raise Unexplained(f"`{name}` is set by a property of its input")
+        settings = {k: plain_of(v) for k, v in settings.items()}
+        if settings.get("dim") not in _LAST or settings.get("keepdim") is not True:
+            raise Unexplained(f"`{name}` is not along the last dimension with `keepdim=True`")
+        if not isinstance(x, Traced):
+            raise Unexplained(f"`{name}` of a {type(x).__name__}")
+        return traced(function(x.tensor, **settings))
+
+    return call
+
+
+def _cast(width: int | None, args: Arguments, given: Keywords) -> Any:
+    """`x.to(...)`, to a floating dtype or the device of something."""
+    _only("to", given, "dtype", "device", "non_blocking")
+    x, *targets = args
+    targets += [given[k] for k in ("dtype", "device") if k in given]
+    y = x.tensor
+    for target in targets:
+        if kinds_of(target) - FIXED:
+            raise Unexplained("`to` is set by a property of its input that calls vary")
+        to = plain_of(target)
+        to = to.dtype if isinstance(target, Traced) else to
+        if isinstance(to, torch.dtype) and to in _FLOATING:
+            y = y.to(to)
+        elif not (isinstance(to, torch.device) and to == y.device):
+            raise Unexplained(f"`to` is called with {to!r}")
+    return traced(y, x, view=True, role=x.role)
+
+
+def _cast_to(dtype: torch.dtype) -> Operation:
+    def call(width: int | None, args: Arguments, given: Keywords) -> Any:
+        _only("to", given)
+        return _cast(width, (*args, dtype), {})
+
+    return call
+
+
+def _same(width: int | None, args: Arguments, given: Keywords) -> Any:
+    _only("contiguous", given)
+    (x,) = args
+    return traced(x.tensor.contiguous(), x, view=True, role=x.role)
+
+
+def _clone(width: int | None, args: Arguments, given: Keywords) -> Any:
+    _only("clone", given)
+    (x,) = args
+    return traced(x.tensor.clone())
+
+
+def _halves(width: int | None, args: Arguments, given: Keywords) -> Any:
+    """`chunk(2, dim=-1)`."""
+    _only("chunk", given, "chunks", "dim")
+    settings = dict(zip(("input", "chunks", "dim"), args, strict=False)) | dict(given)
+    x, parts, dim = (settings.get(k) for k in ("input", "chunks", "dim"))
+    if parts != 2 or dim != -1 or not isinstance(x, Traced):
+        raise Unexplained("`chunk` does not halve the last dimension")
+    return tuple(traced(t, x, view=True) for t in x.tensor.chunk(2, dim=-1))
+
+
+def _split(width: int | None, args: Arguments, given: Keywords) -> Any:
+    """`split(x.shape[-1] // 2, dim=-1)`."""
+    _only("split", given, "split_size", "split_size_or_sections", "dim")
+    settings = {k.removesuffix("_or_sections"): v for k, v in given.items()}
+    settings |= dict(zip(("input", "split_size", "dim"), args, strict=False))
+    x, size, dim = (settings.get(k) for k in ("input", "split_size", "dim"))
+    half = isinstance(size, Fact) and size.kinds == {"width"}
+    if not half or dim != -1 or not isinstance(x, Traced):
+        raise Unexplained("`split` does not halve the last dimension")
+    if 2 * size.value != x.tensor.shape[-1]:  # type: ignore[union-attr]
+        raise Unexplained("`split` does not halve the last dimension")
+    return tuple(traced(t, x, view=True) for t in x.tensor.chunk(2, dim=-1))
+
+
+def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
+    """To groups of the last dimension and back; dimensions before it stay, or become one."""
+    _only("view", given)
+    x, *sizes = args
+    flat: list[Any] = []
+    for size in sizes:
+        if isinstance(size, Fact) and isinstance(size.value, tuple):
+            last = size.kinds >= {"lead", "width"}
+            flat += [
+                Fact(v, frozenset({"width"} if last and i == len(size.value) - 1 else {"lead"}))
+                for i, v in enumerate(size.value)
+            ]
+        else:
+            flat += list(size) if isinstance(size, (tuple, list)) else [size]
+    if width is None:
+        raise Unexplained("`view` changes the shape")
+    lead = [v for v in flat if isinstance(v, Fact) and "lead" in v.kinds]
+    tail = flat[len(lead) :]
+    if lead:
+        ordered = flat[: len(lead)] == lead and x.tensor.dim() > len(lead)
+        ordered = ordered and tuple(map(plain_of, lead)) == tuple(x.tensor.shape[: len(lead)])
+    elif flat and flat[0] == -1:
+        ordered, tail = True, flat[1:]
+    else:
+        ordered = x.tensor.dim() == 1  # a parameter
+    if kinds_of(*tail) - (FIXED | {"width"}):
+        ordered = False
+    sizes_of_tail = [plain_of(v) for v in tail]
+    if not ordered or not all(isinstance(v, int) for v in sizes_of_tail):
+        raise Unexplained("`view` takes other dimensions apart than the last one")
+    if -1 in sizes_of_tail:
+        others = math.prod(v for v in sizes_of_tail if v != -1)
+        sizes_of_tail[sizes_of_tail.index(-1)] = width // max(others, 1)
+    if math.prod(sizes_of_tail) != width:
+        raise Unexplained("`view` takes other dimensions apart than the last one")
+    shape = [plain_of(v) for v in flat]
+    return traced(x.tensor.reshape(shape), x, view=True)
+
+
+def _squeeze(width: int | None, args: Arguments, given: Keywords) -> Any:
+    """Of a dimension that the code made: those of the samples have more than one element."""
+    _only("squeeze", given)
+    x, dim = args if len(args) == 2 else (args[0], None)
+    if not isinstance(dim, int) or x.tensor.dim() <= dim + 1 or x.tensor.shape[dim] != 1:
+        raise Unexplained("`squeeze` takes away a dimension that may have one element")
+    return traced(x.tensor.squeeze(dim), x, view=True)
+
+
+def _shape_is_last(name: str, shape: Any) -> Any:
+    bare = plain_of(shape)
+    if kinds_of(shape) - (FIXED | {"width"}) or not isinstance(bare, (tuple, list, int)):
+        raise Unexplained(f"`{name}` has a shape that calls vary")
+    bare = (bare,) if isinstance(bare, int) else tuple(bare)
+    if len(bare) != 1:
+        raise Unexplained(f"`{name}` covers {len(bare)} dimensions")
+    return bare
+
+
+def _fused_norm(function: Callable[..., Tensor], names: tuple[str, ...]) -> Operation:
+    name = function.__name__
+
+    def call(width: int | None, args: Arguments, given: Keywords) -> Any:
+        _only(name, given, *names)
+        settings = dict(zip(names, args, strict=False)) | dict(given)
+        settings["normalized_shape"] = _shape_is_last(name, settings.get("normalized_shape"))
+        if kinds_of(*settings.values()) - FIXED:
+            raise Unexplained(f"`{name}` is set by a property of its input")
+        return traced(function(**{k: plain_of(v) for k, v in settings.items()}))
+
+    return call
+
+
+def _dropout(width: int | None, args: Arguments, given: Keywords) -> Any:
+    _only("dropout", given, "input", "p", "training", "inplace")
+    settings = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(given)
+    if settings.get("p", 0.5) != 0.0 or isinstance(settings.get("p"), bool):
+        raise Unexplained("`dropout` draws random numbers in `train()`")
+    return settings["input"]
+
+
+#: Python's operators, of numbers and of tensors.
+OPERATORS: dict[str, tuple[Callable[..., Any], Operation | None]] = {
+    "Add": (operator.add, elementwise(torch.add)),
+    "Sub": (operator.sub, elementwise(torch.sub)),
+    "Mult": (operator.mul, elementwise(torch.mul)),
+    "Div": (operator.truediv, elementwise(torch.true_divide)),
+    "Pow": (operator.pow, _power),
+    "FloorDiv": (operator.floordiv, None),
+    "Mod": (operator.mod, None),
+    "USub": (operator.neg, elementwise(torch.neg)),
+    "UAdd": (operator.pos, None),
+}
+
+_ELEMENTWISE = (
+    *("add", "sub", "mul", "div", "neg", "multiply", "subtract", "divide", "true_divide"),
+    *("negative", "square", "sqrt", "rsqrt", "reciprocal", "exp", "tanh", "sigmoid", "erf", "relu"),
+)
+
+_NAMED: dict[str, Operation] = {
+    **{name: elementwise(getattr(torch, name)) for name in _ELEMENTWISE},
+    "pow": _power,
+    "mean": _reduction(torch.mean, "dtype"),
+    "sum": _reduction(torch.sum, "dtype"),
+    "var": _reduction(torch.var, "unbiased", "correction"),
+    "chunk": _halves,
+    "clone": _clone,
+    "split": _split,
+    "reshape": _reshape,
+}
+
+#: Methods of tensors, by name: a tensor here is always a plain one.
+METHODS: dict[str, Operation] = {
+    **_NAMED,
+    **{f"{n}_": _in_place(getattr(torch, n)) for n in ("add", "sub", "mul", "div")},
+    "view": _reshape,
+    "squeeze": _squeeze,
+    "to": _cast,
+    "type": _cast,
+    "type_as": _cast,
+    "float": _cast_to(torch.float32),
+    "double": _cast_to(torch.float64),
+    "half": _cast_to(torch.float16),
+    "bfloat16": _cast_to(torch.bfloat16),
+    "contiguous": _same,
+}
+
+#: Functions, by identity: one that was exchanged is another one.
+FUNCTIONS: dict[Any, Operation] = {
+    **{getattr(torch, name): call for name, call in _NAMED.items()},
+    torch.special.expit: elementwise(torch.sigmoid),
+    F.silu: elementwise(F.silu),
+    F.gelu: elementwise(F.gelu, "approximate"),
+    F.relu: elementwise(F.relu),
+    F.sigmoid: elementwise(torch.sigmoid),
+    F.tanh: elementwise(torch.tanh),
+    F.dropout: _dropout,
+    F.layer_norm: _fused_norm(F.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")),
+    F.rms_norm: _fused_norm(F.rms_norm, ("input", "normalized_shape", "weight", "eps")),
+    torch.layer_norm: _fused_norm(
+        torch.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")
+    ),
+}
+
+#: Functions of numbers.
+NUMERIC = (
+    *(math.sqrt, math.pow, math.exp, math.log, math.tanh, math.erf, math.floor, math.ceil),
+    *(int, float, min, max, abs, round),
+)
+
+
+def numeric(function: Callable[..., Any], args: Arguments, given: Keywords) -> Any:
+    """A function of numbers that no call varies, or of what it was read off."""
+    values = [plain_of(a) for a in args]
+    if given or not all(isinstance(v, (int, float)) for v in values):
+        raise Unexplained(f"`{function.__name__}` is called with other things than numbers")
+    return fact(function(*values), kinds_of(*args))
+
+
+def read_off(tensor: Traced, name: str) -> Any:
+    """An attribute of a tensor that is no method."""
+    t = tensor.tensor
+    if name == "shape":
+        return Fact(tuple(t.shape), frozenset({"lead", "width"}))
+    kinds = {
+        "dtype": "dtype",
+        "device": "device",
+        "is_cuda": "device",
+        "ndim": "rank",
+        "requires_grad": "grad",
+        "is_leaf": "grad",
+    }
+    if name not in kinds:
+        verb = "called, which no formula has" if callable(getattr(t, name, None)) else "read"
+        raise Unexplained(f"`{name}` of a tensor is {verb}")
+    return Fact(getattr(t, name), frozenset({kinds[name]}))
+
+
+#: Methods of tensors that say something of them.
+ASKED = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "is_contiguous", "stride"),
+        *("storage_offset", "is_floating_point", "is_complex"),
+    }
+)
+
+
+def ask(tensor: Traced, name: str, args: Arguments) -> Any:
+    """What a method of `ASKED` says."""
+    t = tensor.tensor
+    if name == "size":
+        shape = Fact(tuple(t.shape), frozenset({"lead", "width"}))
+        return index(shape, args[0]) if args else shape
+    if name in ("dim", "ndimension"):
+        return Fact(t.dim(), frozenset({"rank"}))
+    if name in ("is_floating_point", "is_complex"):
+        return Fact(getattr(t, name)(), frozenset({"dtype"}))
+    return Fact(None, frozenset({"size" if name in ("numel", "nelement") else "layout"}))
+
+
+def index(shape: Fact, at: Any) -> Fact:
+    """`shape[at]`: only the last size is the same from either side of any number of dimensions."""
+    if shape.kinds < {"lead", "width"}:
+        return Fact(shape.value[at], shape.kinds)
+    if at == -1:
+        kinds = {"width"}
+    elif isinstance(at, slice) and (at.start, at.stop, at.step) == (None, -1, None):
+        kinds = {"lead"}
+    elif isinstance(at, slice) and (at.start, at.stop, at.step) == (-1, None, None):
+        kinds = {"width"}
+    else:  # which size it is hangs on the number of dimensions, and it may be any
+        kinds = {"rank", "lead", "width"}
+    return Fact(shape.value[at], frozenset(kinds))

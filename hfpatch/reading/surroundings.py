@@ -1,0 +1,138 @@
+"""What a leaf's code may use of what lies around it: libraries, predicates of the environment,
+transformers' table of activations. Everything else that may change is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.reading.values import Fact, Unexplained, plain_of
+
+_SCALARS = (int, float, bool, str, type(None), torch.dtype)
+#: Modules whose names may be looked up.
+_LIBRARIES = ("torch", "math", "transformers", "diffusers")
+#: Functions of transformers and diffusers that say what is installed: the same in the whole
+#: process. Their names and modules; they count only where they are what the module holds.
+_PREDICATES = {
+    "is_torch_npu_available",
+    "is_torch_xla_available",
+    "is_torch_mlu_available",
+    "is_torch_version",
+    "is_deepspeed_available",
+    "is_xformers_available",
+    "is_flash_attn_available",
+    "is_accelerate_available",
+}
+_PREDICATE_HOMES = (
+    "transformers.utils",
+    "transformers.integrations",
+    "diffusers.utils",
+)
+#: While these are true an adapter hands over to the original.
+_NEVER = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.jit.is_tracing,  # type: ignore[attr-defined]
+    torch.jit.is_scripting,  # type: ignore[attr-defined]
+)
+_CLASS_HOOKS = ("__call__", "_call_impl", "__getattr__", "__getattribute__", "__setattr__")
+
+
+def check_class(cls: type) -> None:
+    """Raise where reading an attribute or calling an instance runs code of the class's own."""
+    if type(cls) is not type:
+        raise Unexplained(f"`{cls.__name__}` has the metaclass `{type(cls).__name__}`")
+    for name in _CLASS_HOOKS:
+        for base in cls.__mro__:
+            if name in base.__dict__:
+                if base not in (nn.Module, object):
+                    raise Unexplained(f"`{base.__name__}` has a `{name}` of its own")
+                break
+
+
+def usable(value: Any, name: str) -> Any:
+    """`value`, found by a global name, in a closure or a library, if it cannot change by itself."""
+    if isinstance(value, types.ModuleType):
+        if value.__name__.split(".")[0] in _LIBRARIES:
+            return value
+    elif isinstance(value, tuple):
+        if all(isinstance(v, (*_SCALARS, type)) for v in value):
+            return value
+    elif isinstance(value, (*_SCALARS, torch.device)) or callable(value) or value is _activations():
+        return value
+    raise Unexplained(f"`{name}` is read, a {type(value).__name__}, which may change")
+
+
+def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a predicate of the environment says; NotImplemented for any other function."""
+    if function in _NEVER or _is_library(function, {"is_torchdynamo_compiling", "is_tracing"}):
+        return False
+    if function is torch.is_autocast_enabled:
+        said = torch.is_autocast_enabled(*(plain_of(a) for a in args))
+        return Fact(said, frozenset({"autocast"}))
+    if _is_library(function, _PREDICATES) and not kwargs:
+        if not all(isinstance(a, str) for a in args):
+            raise Unexplained(f"`{function.__name__}` is called with other things than texts")
+        return bool(function(*args))
+    return NotImplemented
+
+
+def _is_library(function: Any, names: set[str]) -> bool:
+    """Whether this is the function of that name which transformers or diffusers defines."""
+    name, home = getattr(function, "__name__", ""), getattr(function, "__module__", "") or ""
+    return (
+        isinstance(function, (types.FunctionType, functools._lru_cache_wrapper))
+        and name in names
+        and home.startswith(_PREDICATE_HOMES)
+        and getattr(sys.modules.get(home), name, None) is function
+    )
+
+
+def looked_up(of: Any, at: Any, found: list[tuple[Any, Any, Any]]) -> Any:
+    """`ACT2FN["silu"]`: transformers' activation of that name; NotImplemented for anything else."""
+    table = _activations()
+    if table is None or of is not table or not isinstance(at, str):
+        return NotImplemented
+    kind = dict.get(table, at)
+    found.append((table, at, kind))
+    made = table[at]
+    if made.__dict__["_modules"] or made.__dict__["_parameters"] or made.__dict__["_buffers"]:
+        raise Unexplained(f"the activation `{at}` holds tensors")
+    return made
+
+
+def _activations() -> Any:
+    """transformers' `ACT2FN`, where that is imported and what it was."""
+    module = sys.modules.get("transformers.activations")
+    table = getattr(module, "ACT2FN", None)
+    ours = getattr(module, "ClassInstantier", None)
+    return table if ours is not None and type(table) is ours else None
+
+
+def check_autocast_off(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise unless a `with` statement does nothing but to switch autocast off."""
+    known = {torch.autocast, torch.amp.autocast}
+    of_transformers = getattr(sys.modules.get("transformers.utils.generic"), "maybe_autocast", None)
+    off = plain_of(kwargs.get("enabled", True)) is False
+    if not (off and (function in known or (of_transformers and function is of_transformers))):
+        raise Unexplained("a `with` statement is in it")
+
+
+def held(found: Sequence[tuple[Any, Any, Any]]) -> bool:
+    """Whether all that was found by name is still there."""
+    for where, name, value in found:
+        if isinstance(where, types.CellType):
+            with contextlib.suppress(ValueError):
+                if where.cell_contents is value:
+                    continue
+            return False
+        if not isinstance(where, dict) or dict.get(where, name, where) is not value:
+            return False
+    return True

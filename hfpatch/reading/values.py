@@ -1,0 +1,112 @@
+"""What the reader's variables hold beside plain Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+
+
+class Unexplained(Exception):
+    """Something in a module's code that no formula accounts for; the message says what."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A tensor of the module's call: what it is in this run, and what may be done to it.
+
+    owned: nobody else sees its memory, so that it may be written to.
+    role: the child that returned it ("input" for an argument, "" for anything computed).
+    """
+
+    tensor: Tensor
+    owned: bool = False
+    role: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Fact:
+    """A value that was read off a tensor or a mode, and of what kinds.
+
+    "dtype", "device", "autocast": the same in every call that the proof is for.
+    "width": the size of the last dimension; "lead": all sizes before it.
+    "training", "rank", "grad", "layout", "size": what calls are free to vary.
+    """
+
+    value: Any
+    kinds: frozenset[str]
+
+
+#: What a proof is by, so that a branch on it is always the same.
+FIXED = frozenset({"dtype", "device", "autocast"})
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A Python function with the module that it is called on."""
+
+    function: Any
+    module: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMethod:
+    """A method of a traced tensor, not called yet."""
+
+    tensor: Traced
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Super:
+    """`super()` in a method of class `after`."""
+
+    after: type
+    module: nn.Module
+
+
+class Context:
+    """The `ctx` of an `autograd.Function`: what its forward saves for its backward."""
+
+    saved: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Handler:
+    """A function that the reader computes by itself."""
+
+    call: Callable[..., Any]
+
+
+def kinds_of(*values: Any) -> frozenset[str]:
+    """The kinds of all facts in these values, in tuples and lists too."""
+    found: frozenset[str] = frozenset()
+    for value in values:
+        if isinstance(value, Fact):
+            found |= value.kinds
+        elif isinstance(value, (tuple, list)):
+            found |= kinds_of(*value)
+    return found
+
+
+def plain_of(value: Any) -> Any:
+    """The value without the marks of the reader: tensors, numbers, tuples of them."""
+    if isinstance(value, Traced):
+        return value.tensor
+    if isinstance(value, Fact):
+        return value.value
+    if isinstance(value, tuple):
+        return tuple(plain_of(v) for v in value)
+    if isinstance(value, list):
+        return [plain_of(v) for v in value]
+    return value
+
+
+def fact(value: Any, kinds: frozenset[str]) -> Any:
+    """`value`, marked where it has kinds."""
+    return Fact(value, kinds) if kinds else value
