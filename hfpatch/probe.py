@@ -38,6 +38,7 @@ class Proof:
     kernels: tuple[Kernel, ...]
     errors: dict[Combo, tuple[float, float]] = field(default_factory=dict)  # absolute, relative
     dropped: dict[Combo, Refusal] = field(default_factory=dict)
+    dims: frozenset[int] | None = None  # of the input, where it is not any number
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _prove(task: _Task) -> Proof | Refusal:
             return dropped[main]
     chosen = _Chosen(task.sources)
     while True:
-        proof = Proof({}, {}, {}, (), dropped=dict(dropped))
+        proof = Proof({}, {}, {}, (), dropped=dict(dropped), dims=trial.dims)
         explained = [(trials[c][0], f) for c, f in formulas.items()]
         refusal = _prove_with(task, trial, explained, chosen, proof)
         if refusal is None:
@@ -333,6 +334,8 @@ def _no_gain(trial: Trial, proof: Proof, chosen: _Chosen) -> Refusal | None:
 def fill(contract: Contract, proof: Proof, device: str) -> None:
     """Give a contract what was proven on `device`."""
     table = contract.table(device)
+    if proof.dims is not None:
+        contract.dims = proof.dims
     for combo, entry in proof.entries.items():
         table[(combo.x, combo.param)] = entry
     contract.proven(device)

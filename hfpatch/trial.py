@@ -46,6 +46,8 @@ class Trial:
 
     def __init__(self, subject: Subject, combo: Combo, device: torch.device, seed: int = 0) -> None:
         self.subject, self.combo, self.device = subject, combo, device
+        #: How many dimensions the original's input may have, where it is not any number.
+        self.dims: frozenset[int] | None = None
         #: The dtypes that values are rounded to on their way to the result.
         self.dtypes = [combo.x, combo.param, combo.autocast if subject.has_layers else None]
         self.module = subject.replica(combo, device, seeded(seed))

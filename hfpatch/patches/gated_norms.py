@@ -114,6 +114,7 @@ class GatedNormSubject(NormSubject):
                 and x.dtype == gate.dtype
                 and x.shape == gate.shape
                 and x.dim() > 1
+                and contract.takes(x)
                 and x.shape[-1] == width
                 and x.device == gate.device
                 and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it

@@ -224,7 +224,7 @@ class _Reader:
             rest = vars(value) if hasattr(value, "__dict__") else {}
             held = value.items() if isinstance(value, dict) else value
             parts = (tuple(held), rest)
-        elif self._objects and _is_transparent(type(value)):
+        elif self._objects and hasattr(value, "__dict__") and _is_transparent(type(value)):
             parts = (vars(value),)
         else:
             return _Same(value)
