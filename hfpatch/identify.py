@@ -101,7 +101,7 @@ def _in_training(trial: Trial) -> str | None:
     return None
 
 
-#: Dimensions before the last one of further samples: no batch, one row, images, videos, none at all.
+#: Dimensions before the last one of further samples: no batch, one row, images, videos, none.
 _RANKS = ((), (1,), (4,), (1, 1), (2, 1, 3), (1, 2, 1, 3), (0,))
 
 

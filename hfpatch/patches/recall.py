@@ -218,7 +218,7 @@ def _same_readers(model: nn.Module) -> Callable[[nn.Module], bool]:
             parts.append(Part(m, tuple(path.split(".")), called=True))
         if "processor" in m.__dict__:
             parts.append(ProcessorPart(m.processor, tuple(path.split("."))))
-    return lambda root: all([part.is_same(root) for part in parts])
+    return lambda root: all(part.is_same(root) for part in parts)
 
 
 def _unwrapped(function: Any) -> Any:

@@ -127,7 +127,7 @@ class BlockSubject(Subject):
             for part in parts:
                 if not part.is_same(block):
                     return False
-            return all([p.is_same(block) for p in processors])
+            return all(p.is_same(block) for p in processors)
 
         return same
 
