@@ -32,7 +32,9 @@ def explain_gradients(trial: Trial, formula: Formula) -> Refusal | None:
     x = x.clamp(-8, 8) if half else x
     upstream = torch.randn(trial.original.shape, generator=seeded(2))
     if not half:  # a clip of what comes from above shows far out
-        upstream *= torch.tensor([1.0, 1e-3, 1e3]).repeat(upstream.shape[-2])[: upstream.shape[-2], None]
+        upstream *= torch.tensor([1.0, 1e-3, 1e3]).repeat(upstream.shape[-2])[
+            : upstream.shape[-2], None
+        ]
     upstream = upstream.to(x.device, trial.original.dtype)
     compute = subject.compute(reference_kernel(formula.op), formula)
     truth = gradients(subject, trial.wide, compute, x.double(), upstream.double(), nullcontext())

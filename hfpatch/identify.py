@@ -6,6 +6,8 @@ compared with each candidate formula, evaluated in fp64.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -33,6 +35,8 @@ def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formul
             f"`{name}` computes something else for small or large inputs",
             trial.reading.found,
         )
+    if (why := _of_other_ranks(trial, matches[0])) is not None:
+        return Refusal("mismatch", f"`{name}` {why}", trial.reading.found)
     return trial, matches
 
 
@@ -88,6 +92,45 @@ def _holds_far_out(trial: Trial, formula: Formula) -> bool:
     compute = subject.compute(reference_kernel(formula.op), formula)
     truth = compute(trial.wide, x.double())
     return error_of(original, truth, torch.float32) <= LIMITS.formula_fp32
+
+
+#: Dimensions before the last one of further samples: no batch, one row, images, videos, none.
+_RANKS = ((), (1,), (4,), (1, 1), (2, 1, 3), (1, 2, 1, 3), (0,))
+
+
+def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
+    """How the original treats a row of an input of other dimensions otherwise: a channels-first
+    norm permutes inputs of four. Notes which numbers of dimensions it takes at all."""
+    subject = trial.subject
+    compute = subject.compute(reference_kernel(formula.op), formula)
+    refused: set[int] = set()
+    far = subject.far_inputs(trial.x, seeded(2))
+    samples = (trial.x, far, far.flip(-2)) if trial.reading.by_rank else (trial.x,)
+    for lead, sample in itertools.product(_RANKS, samples):
+        x = subject.reshaped(sample, lead)
+        try:
+            if trial.reading.by_rank:  # the code is another one
+                subject.read(trial.module, x)
+            got = subject.run(trial.module, x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # unexplained there, or any class's own: it does not take such an input
+            refused.add(len(lead) + 1)
+            continue
+        if 0 in lead:
+            if not isinstance(got, Tensor) or got.numel():
+                return "computes something else of an empty input"
+            continue
+        truth = compute(trial.wide, x.double())
+        if (
+            not isinstance(got, Tensor)
+            or got.shape != truth.shape
+            or not error_of(got, truth, got.dtype) <= LIMITS.formula_fp32
+        ):
+            return f"computes something else of an input of shape {tuple(x.shape)}"
+    if refused:
+        trial.dims = frozenset(range(1, 6)) - refused
+    return None
 
 
 def trained(module: nn.Module) -> nn.Module:

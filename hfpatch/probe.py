@@ -37,6 +37,7 @@ class Proof:
     errors: dict[Combo, tuple[float, float]] = field(default_factory=dict)  # absolute, relative
     dropped: dict[Combo, Refusal] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)  # for the report
+    dims: frozenset[int] | None = None  # of the input, where it is not any number
     #: What the code used of its surroundings, in any combination.
     found: dict[tuple[int, Any], tuple[Any, Any, Any]] = field(default_factory=dict)
 
@@ -123,7 +124,7 @@ def _prove(task: _Task) -> Proof | Refusal:
             return dropped[main]
     chosen = _Chosen(task.sources)
     while True:
-        proof = Proof({}, {}, {}, (), dropped=dict(dropped))
+        proof = Proof({}, {}, {}, (), dropped=dict(dropped), dims=trial.dims)
         explained = [(trials[c][0], f) for c, f in formulas.items()]
         refusal = _prove_with(task, trial, explained, chosen, proof)
         if refusal is None:
@@ -320,6 +321,8 @@ def _no_gain(trial: Trial, proof: Proof, chosen: _Chosen) -> Refusal | None:
 def fill(contract: Contract, proof: Proof, device: str) -> None:
     """Give a contract what was proven on `device`."""
     table = contract.table(device)
+    if proof.dims is not None:
+        contract.dims = proof.dims
     for combo, entry in proof.entries.items():
         table[(combo.x, combo.param)] = entry
     contract.proven(device)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
-from hfpatch.reading.leaf import Unexplained, read
+from hfpatch.reading.leaf import Unexplained
 from hfpatch.sources import reference_kernel
 
 
@@ -47,6 +47,8 @@ class Trial:
 
     def __init__(self, subject: Subject, combo: Combo, device: torch.device, seed: int = 0) -> None:
         self.subject, self.combo, self.device = subject, combo, device
+        #: How many dimensions the original's input may have, where it is not any number.
+        self.dims: frozenset[int] | None = None
         #: The dtypes that values are rounded to on their way to the result.
         self.dtypes = [combo.x, combo.param, combo.autocast if subject.has_layers else None]
         self.module = subject.replica(combo, device, seeded(seed))
@@ -66,15 +68,7 @@ class Trial:
                     theirs._buffers[name] = b.double()
         with self.context():
             #: What the code says; it is not run before that is known.
-            self.reading = read(
-                self.module,
-                subject.arguments(self.x),
-                subject.live,
-                width=self.x.shape[-1] if subject.fixed_width else None,
-                ranked=subject.ranked,
-            )
-            if (why := subject.misread(self.reading.calls)) is not None:
-                raise Unexplained(f"it {why}")
+            self.reading = subject.read(self.module, self.x)
             self.original: Any = subject.run(self.module, self.x)
         if not _alike(self.original, self.reading.result):
             raise Unexplained("it gives another result than its source")

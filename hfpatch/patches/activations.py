@@ -115,6 +115,7 @@ class ActivationSubject(Subject):
             if (
                 type(x) is Tensor
                 and not watched()
+                and contract.takes(x)
                 and x.dim()
                 and x.is_contiguous()  # a channels-last input keeps its layout in the original
             ):

@@ -6,6 +6,7 @@ module's place. It decides nothing: `hfpatch.probe` runs the original against ea
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad as _forward_ad
 
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.reading.leaf import Reading, Unexplained, read
 from hfpatch.sources import Kernel
 
 if TYPE_CHECKING:
@@ -76,8 +78,6 @@ class Subject(ABC):
     live: tuple[str, ...] = ()
     #: Whether what it computes may depend on the width of its input (a norm of that one width).
     fixed_width = False
-    #: Whether its adapter asks for the number of dimensions, so that the code may do so.
-    ranked = False
     #: Whether its adapter computes the formula by other operators where autograd records, also in
     #: `mode="inference"`.
     differentiates = False
@@ -119,6 +119,12 @@ class Subject(ABC):
         rows = torch.randn(*x.shape[:-3], 1, len(scales), x.shape[-1], generator=generator)
         return (rows * scales[:, None]).to(x.device, x.dtype)
 
+    def reshaped(self, x: Tensor, lead: tuple[int, ...]) -> Tensor:
+        """Rows of what `inputs` made, the first one and others, in these dimensions."""
+        rows = x.flatten(0, -2)
+        picks = torch.linspace(0, len(rows) - 1, math.prod(lead)).round().long()
+        return rows[picks.to(x.device)].reshape(*lead, x.shape[-1])
+
     def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the forward is called with, of what `inputs` made."""
         return (x,)
@@ -126,6 +132,18 @@ class Subject(ABC):
     def run(self, module: nn.Module, x: Tensor) -> Any:
         """The class's own forward on what `inputs` made."""
         return type(module).forward(module, *self.arguments(x))
+
+    def read(self, module: nn.Module, x: Tensor) -> Reading:
+        """What the class's own forward says of what `inputs` made; none of it is run.
+
+        Raises:
+            Unexplained: it has something that no formula accounts for.
+        """
+        width = x.shape[-1] if self.fixed_width else None
+        reading = read(module, self.arguments(x), self.live, width=width)
+        if (why := self.misread(reading.calls)) is not None:
+            raise Unexplained(f"it {why}")
+        return reading
 
     def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
         """How the code calls its live children otherwise than the adapter does, or None.

@@ -36,6 +36,8 @@ class Contract:
         none."""
         self.name = name
         self.training = training
+        #: How many dimensions an input may have, where the original does not take any number.
+        self.dims: frozenset[int] | None = None
         self.cpu: dict[Any, Forward] = {}
         self.cuda: dict[Any, Forward] = {}
         self._prove = prove
@@ -55,6 +57,10 @@ class Contract:
 
     def proven(self, device: str, dtype: torch.dtype | None = None) -> None:
         self._proven[device, dtype if self._by_dtype else None] = None
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the original takes an input of so many dimensions."""
+        return self.dims is None or x.dim() in self.dims
 
     def late(self, x: Tensor, key: Any) -> Any:
         """Slow path of a call that the tables do not know: prove it, or warn once."""

@@ -13,7 +13,6 @@ from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tenso
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.norms import NormSubject, memory_order
 from hfpatch.patches.unchanged import settings_of
-from hfpatch.reading.leaf import ranks_of
 from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.
@@ -23,7 +22,6 @@ _GATE = "gate"
 class GatedNormSubject(NormSubject):
     """A norm with a weight `[D]` and a gate. The probe's input holds both, stacked."""
 
-    ranked = True
     trains = False
 
     def __init__(self, module: nn.Module, weight: str, width: int) -> None:
@@ -70,15 +68,11 @@ class GatedNormSubject(NormSubject):
         near = torch.randn(far.shape, generator=generator).to(far)
         return torch.stack((torch.cat((far[0], near[0]), 1), torch.cat((near[1], far[1]), 1)))
 
+    def reshaped(self, x: Tensor, lead: tuple[int, ...]) -> Tensor:
+        return torch.stack([super(GatedNormSubject, self).reshaped(t, lead) for t in x])
+
     def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.unbind(0)
-
-    def entry(
-        self, kernel: Kernel, formula: Formula, training: bool, replica: nn.Module, x: Tensor
-    ) -> Any:
-        """The callable of (x, gate, weight), and the numbers of dimensions that it takes."""
-        run = kernel.bind(dict(formula.params), training)
-        return run, ranks_of(replica, self.arguments(x), width=self.width)
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
         weight = self.weight
@@ -122,6 +116,7 @@ class GatedNormSubject(NormSubject):
                 and x.dtype == gate.dtype
                 and x.shape == gate.shape
                 and x.dim() > 1
+                and contract.takes(x)
                 and x.shape[-1] == width
                 and x.device == gate.device
                 and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it
@@ -146,7 +141,7 @@ class GatedNormSubject(NormSubject):
                     run = table.get(key) if x.is_cuda or x.is_cpu else None
                     if run is None:
                         run = contract.late(x, key)
-                if run is not None and (run[1] is None or x.dim() in run[1]):
+                if run is not None:
                     return run[0](x, gate, w)
             elif (
                 type(x) is Tensor

@@ -248,7 +248,7 @@ class GatedSubject(Subject):
             if type(self).forward is not original:  # its class is another one, or was patched
                 return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
-            if type(x) is Tensor and not watched() and untouched(self):
+            if type(x) is Tensor and not watched() and contract.takes(x) and untouched(self):
                 on_cuda = x.is_cuda
                 if autocast("cuda" if on_cuda else "cpu"):
                     key = (x.dtype, weight_dtype(self._modules[gate], x.dtype))

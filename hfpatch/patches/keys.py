@@ -238,7 +238,7 @@ class _Reader:
             rest = vars(value) if hasattr(value, "__dict__") else {}
             held = value.items() if isinstance(value, dict) else value
             parts = (tuple(held), rest)
-        elif self._objects and is_transparent(type(value)):
+        elif self._objects and hasattr(value, "__dict__") and is_transparent(type(value)):
             parts = (vars(value),)
         else:
             return Same(value)

@@ -209,7 +209,7 @@ class NormSubject(Subject):
                 x = first_argument((), kwargs, name)
             elif args or kwargs:
                 return original(self, x, *args, **kwargs)
-            if type(x) is Tensor and not watched():
+            if type(x) is Tensor and not watched() and contract.takes(x):
                 p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
@@ -261,6 +261,7 @@ class NormSubject(Subject):
                         # a module that sees ever other dtypes gains nothing by another guard
                         if (
                             checked_width is None
+                            and contract.dims is None
                             and not training
                             and not casts
                             and p.get(weight) is w

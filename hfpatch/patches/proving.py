@@ -63,7 +63,8 @@ def _undisturbed() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     precision = torch.get_float32_matmul_precision()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if initialized else []
     with torch.random.fork_rng(devices):
         try:
             yield

@@ -119,11 +119,10 @@ def _twin(module: nn.Module | None) -> nn.Module | None:
     if isinstance(module, torch.jit.ScriptModule):
         return copy.deepcopy(module)
     twin = replicate(module)
-    for ours, theirs in (
-        (twin._parameters, module._parameters),
-        (twin._buffers, module._buffers),
-    ):
-        ours.update({n: own_copy(t) for n, t in theirs.items()})  # type: ignore[arg-type]
+    held: Any  # parameters, or buffers
+    for name in ("_parameters", "_buffers"):
+        held = getattr(module, name)
+        getattr(twin, name).update({n: own_copy(t) for n, t in held.items()})
     return twin
 
 

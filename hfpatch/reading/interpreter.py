@@ -56,17 +56,13 @@ class Interpreter:
         module: the module, or a replica of it with the tensors of the proof.
         live: children that are called, not read.
         width: size of the last dimension of the input, where the formula may depend on it.
-        ranked: whether the code may branch on the number of dimensions (then `by_rank` is true).
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        live: Mapping[str, Callable[..., Any]],
-        width: int | None,
-        ranked: bool = False,
+        self, module: nn.Module, live: Mapping[str, Callable[..., Any]], width: int | None
     ) -> None:
-        self.module, self.live, self.width, self.ranked = module, live, width, ranked
+        self.module, self.live, self.width = module, live, width
+        #: Whether the code is one thing or another by the number of dimensions.
         self.by_rank = False
         #: Calls of live children, in order: name and argument.
         self.calls: list[tuple[str, Traced]] = []

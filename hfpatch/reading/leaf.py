@@ -18,7 +18,7 @@ from hfpatch.reading import surroundings
 from hfpatch.reading.interpreter import Interpreter
 from hfpatch.reading.values import Tensor, Traced, Unexplained
 
-__all__ = ["Reading", "Unexplained", "ranks_of", "read", "still_holds"]
+__all__ = ["Reading", "Unexplained", "read", "still_holds"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ def read(
     live: Sequence[str] = (),
     *,
     width: int | None = None,
-    ranked: bool = False,
 ) -> Reading:
     """Read the forward of a module's class, on a replica with the tensors of a proof.
 
@@ -53,7 +52,6 @@ def read(
         inputs: tensors, the arguments of the forward by position.
         live: names of the children that are called, not read: modules of the proof's own.
         width: size of the last dimension of the inputs, where the result may depend on it.
-        ranked: whether the code may do one thing or another by the number of dimensions.
 
     Raises:
         Unexplained: the code has something that is not known to leave the result a function of the
@@ -61,7 +59,7 @@ def read(
         Exception: an operation on these tensors failed, as it does in the original.
     """
     children: dict[str, Callable[..., Any]] = {n: module._modules[n] for n in live}  # type: ignore
-    reader = Interpreter(module, children, width, ranked)
+    reader = Interpreter(module, children, width)
     try:
         with torch.no_grad():
             result = reader.forward(module, [Traced(x, role="input") for x in inputs], {})
@@ -79,31 +77,3 @@ def read(
 def still_holds(found: Sequence[tuple[Any, Any, Any]]) -> bool:
     """Whether what a code used of its surroundings (`Reading.found`) is still what it was."""
     return surroundings.held(found)
-
-
-def ranks_of(
-    module: nn.Module, inputs: Sequence[Tensor], *, width: int | None = None
-) -> frozenset[int] | None:
-    """Numbers of dimensions in which a module computes the same of each row; None: in any.
-
-    `inputs` have three dimensions. Where the code raises it does not take that many.
-    """
-    known = read(module, inputs, width=width, ranked=True)
-    if not known.by_rank:
-        return None
-    found = set()
-    for lead in ((), (14,), (2, 7), (2, 1, 7)):
-        if lead == ():
-            rows = [x[0, 0] for x in inputs]
-            expected = known.result[0, 0]
-        else:
-            rows = [x.reshape(*lead, x.shape[-1]) for x in inputs]
-            expected = known.result.reshape(*lead, -1)
-        try:
-            result = read(module, rows, width=width, ranked=True).result
-        except Exception:  # unexplained there, or of an operation
-            continue
-        same = result.shape == expected.shape
-        if same and torch.equal(result.nan_to_num(7.0), expected.nan_to_num(7.0)):
-            found.add(len(lead) + 1)
-    return frozenset(found)

@@ -105,9 +105,11 @@ class Scope:
         if isinstance(value, Fact) and isinstance(value.value, tuple):
             if starred == [True, False]:
                 return [index(value, slice(None, -1)), index(value, -1)]
-            whole = {"lead", "width"} <= value.kinds and self._may_know_the_rank()
-            if any(starred) or len(targets) != len(value.value) or not whole:
+            if any(starred) or not {"lead", "width"} <= value.kinds:
                 raise Unexplained("it takes a shape apart by its rank")
+            if len(targets) != len(value.value):
+                raise Unexplained("it takes inputs of another number of dimensions")
+            self.reader.by_rank = True
             return _sizes(value)
         if not isinstance(value, (tuple, list)) or any(starred) or len(value) != len(targets):
             raise Unexplained("it takes apart what is no tuple of that length")
@@ -150,17 +152,13 @@ class Scope:
         if isinstance(value, Traced):
             raise Unexplained("it branches on the values of a tensor")
         free = kinds_of(value) - FIXED
-        if "rank" in free and self._may_know_the_rank():
-            free -= {"rank"}
+        if free == {"rank"}:
+            self.reader.by_rank, free = True, frozenset()
         taken = bool(plain_of(value)) if not free or free == {"width"} else False
         # of another width the original says so, and so does the kernel
         if free and not (free == {"width"} and raises[1 if taken else 0]):
             raise Unexplained(f"it branches on {_described(free)}")
         return taken
-
-    def _may_know_the_rank(self) -> bool:
-        self.reader.by_rank |= self.reader.ranked
-        return self.reader.ranked
 
     # -- expressions ---------------------------------------------------------------------------
 

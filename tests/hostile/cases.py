@@ -121,8 +121,8 @@ def outcome(model: nn.Module, args: Any, grads: bool) -> tuple[Any, Any]:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not tensors:
             return y, None
-        upstream = [torch.randn(t.shape, generator=torch.Generator().manual_seed(7)) for t in tensors]
-        upstream = [u.to(t.dtype) for u, t in zip(upstream, tensors, strict=True)]
+        g = torch.Generator().manual_seed(7)
+        upstream = [torch.randn(t.shape, generator=g).to(t.dtype) for t in tensors]
         found = torch.autograd.grad(tensors, [*leaves, *parameters], upstream, allow_unused=True)
         return tuple(t.detach() for t in flat(y)), found
     except Exception as e:  # any case's own
@@ -153,7 +153,8 @@ def same(got: Any, expected: Any, exactly: bool) -> None:
     half = expected.dtype in (torch.float16, torch.bfloat16)
     rtol = 2e-2 if half else 2e-4
     scale = float(expected.detach().abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
-    torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol * max(scale, 1e-6), equal_nan=True)
+    atol = rtol * max(scale, 1e-6)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 # State -------------------------------------------------------------------------------------------

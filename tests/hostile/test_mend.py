@@ -199,18 +199,25 @@ def test_a_weight_of_one_element() -> None:
     check(of(leaves.ScalarRMSNorm, swapped=False, reason="one element"))
 
 
+IMAGES = (randn(2, WIDTH, 3, WIDTH), randn(1, WIDTH, WIDTH, WIDTH), randn(2, WIDTH, 3, 5))
+
+
+def test_a_layer_norm_that_permutes_images() -> None:
+    """It takes no rows of four dimensions, so its kernel is given none."""
+    for mode in ("inference", "training"):
+        check(of(lambda: leaves.LayerNorm2d(WIDTH), calls=(*CALLS, *IMAGES), mode=mode))
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: leaves.LayerNorm2d(WIDTH),
         leaves.ByRankRMSNorm,
         leaves.OneDimensionRMSNorm,
         leaves.ByRankMLP,
     ],
 )
 def test_other_ranks_are_looked_at(make: Callable[[], nn.Module]) -> None:
-    image = (randn(2, WIDTH, 3, WIDTH), randn(1, WIDTH, WIDTH, WIDTH))
-    check(of(make, calls=(*CALLS, *image), swapped=False))
+    check(of(make, calls=(*CALLS, *IMAGES), swapped=False))
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])

@@ -108,8 +108,8 @@ def _odd_attributes(
             if name not in held or name not in other:
                 which = "no" if name not in held else "a further"
                 return f"{where} has {which} parameter or buffer `{name}`"
-            if (held[name] is None) != (other[name] is None):  # type: ignore[index]
-                return f"{where} has {'no' if held[name] is None else 'a'} `{name}`"  # type: ignore[index]
+            if (held[name] is None) != (other[name] is None):
+                return f"{where} has {'no' if held[name] is None else 'a'} `{name}`"
     return None
 
 

@@ -1,0 +1,494 @@
+"""Blocks that are not what their names say, or are not any more: each computes as its twin."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from blocks_single import ROWS
+from cases import process_state, same, state_of
+from diffusers.models.transformers.transformer_ltx import (
+    LTXVideoRotaryPosEmbed,
+    LTXVideoTransformerBlock,
+)
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import hfpatch
+from hfpatch.plan import Plan
+
+pytestmark = pytest.mark.filterwarnings("ignore:hfpatch")
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+class Root(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.block(**kwargs)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def ltx(cls: type[nn.Module] = LTXVideoTransformerBlock) -> Root:
+    made = cls(64, 4, 16, 48, activation_fn="gelu-approximate")
+    return Root(zoo.randomize_(made).eval().requires_grad_(False))
+
+
+def ltx_call(tokens: int = 9) -> dict[str, Any]:
+    angles = draw(2, tokens, 32).repeat_interleave(2, -1)
+    return {
+        "hidden_states": draw(2, tokens, 64),
+        "encoder_hidden_states": draw(2, 6, 48),
+        "temb": draw(2, 1, 6 * 64),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+def check(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    *,
+    fused: bool | None = None,
+    after: Callable[[nn.Module], object] = lambda model: None,
+) -> Plan:
+    """Plan, apply, call, restore; each compared with a twin that is never patched."""
+    twin = copy.deepcopy(model)
+    before, process = state_of(model), process_state()
+    decided = hfpatch.plan(model)
+    assert state_of(model) == before and process_state() == process
+    report = hfpatch.apply(model)
+    assert state_of(model) == before and process_state() == process
+    if fused is not None:
+        assert any(s.op == "block" for s in report.swaps) == fused, report
+    after(model)
+    after(twin)
+    with torch.no_grad():
+        for _ in range(2):
+            same(run(model), run(twin), exactly=False)
+        hfpatch.restore(model)
+        ours, theirs = state_of(model), state_of(twin)
+        for k in ours.keys() | theirs.keys():  # hooks name what they were copied from
+            assert k.endswith("_hooks") or ours[k] == theirs[k], k
+        same(run(model), run(twin), exactly=True)
+    return decided
+
+
+def run_ltx(model: nn.Module) -> Any:
+    return model(**ltx_call())
+
+
+def reason(decided: Plan, path: str = "block") -> str:
+    return next(s.reason for s in decided.skips if s.path == path)
+
+
+# Wrapped feed-forwards ---------------------------------------------------------------------------
+
+FEED_FORWARDS = ("ff", "ffn", "ff_context", "img_mlp", "txt_mlp", "ff_i2v", "audio_ff")
+FAMILIES = (
+    *("ltx", "flux", "flux2", "qwen-image", "hunyuan-video", "sd3", "wan", "cogvideox", "ltx2"),
+)
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for name in FEED_FORWARDS:
+            if name in module._modules and "Block" in type(module).__name__:
+                yield path, module, name
+
+
+class Doubled(nn.Module):
+    """A wrapper that has all that it wraps, and does something of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["inner"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) * 2
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Doubled])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_wrapped_feed_forwards(name: str, when: str, wrap: Callable[[nn.Module], Any]) -> None:
+    entry = zoo.ENTRIES[name]
+    model = entry.build()
+    inputs = entry.inputs(model)
+
+    def wrapped(model: nn.Module) -> None:
+        found = list(blocks_of(model))
+        assert found
+        for _, block, child in found:
+            block._modules[child] = wrap(block._modules[child])  # type: ignore[arg-type]
+
+    paths = {path for path, _, _ in blocks_of(model)}
+    if when == "before":
+        wrapped(model)
+    decided = check(
+        model,
+        lambda m: entry.run(m, inputs),
+        after=wrapped if when == "after" else lambda m: None,
+    )
+    if when == "before":
+        for path in paths:
+            assert type(wrap(nn.Identity())).__name__ in reason(decided, path)
+
+
+@pytest.mark.parametrize("row", [n for n in ROWS if ROWS[n].linear == "attn1.to_q"][:3])
+def test_wrapped_feed_forwards_of_single_blocks(row: str) -> None:
+    model = Root(zoo.randomize_(ROWS[row].make()).eval().requires_grad_(False))
+    name = next(n for n in FEED_FORWARDS if n in model.block._modules)
+    model.block._modules[name] = checkpoint_wrapper(model.block._modules[name])  # type: ignore
+    call = next(iter(ROWS[row].calls.values()))(draw, 2, 7)
+    assert "CheckpointWrapper" in reason(check(model, lambda m: m(**call), fused=False))
+
+
+# Classes that are not the library's --------------------------------------------------------------
+
+
+def lookalike(body: dict[str, Any]) -> type[nn.Module]:
+    return type("LTXVideoTransformerBlock", (LTXVideoTransformerBlock,), body)
+
+
+class Scaled(LTXVideoTransformerBlock):
+    def __init__(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = scale
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) * self.scale
+
+
+class Adapted(LTXVideoTransformerBlock):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter = None
+        self.extra: list[nn.Module] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(*args, **kwargs)
+        y = y if self.adapter is None else y + self.adapter(y)
+        for module in self.extra:
+            y = module(y)
+        return y
+
+
+class Counting(LTXVideoTransformerBlock):
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        y = super().forward(*args, **kwargs)
+        return y * 2 if self.calls > 1 or self.training or y.shape[1] == 9 else y
+
+
+def named(cls: type[nn.Module]) -> type[nn.Module]:
+    """Under the library's name, and said to be of its module."""
+    body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    made = type("LTXVideoTransformerBlock", (cls,), body | {"__init__": cls.__init__})
+    made.__module__ = LTXVideoTransformerBlock.__module__
+    return made
+
+
+@pytest.mark.parametrize("cls", [Scaled, Adapted, Counting, LTXVideoTransformerBlock])
+def test_a_subclass_of_the_same_name(cls: type[nn.Module]) -> None:
+    kind = named(cls) if cls is not LTXVideoTransformerBlock else lookalike({})
+    model = ltx(kind)
+    if cls is Scaled:
+        model.block.scale = 3.0
+    assert "LTXVideoTransformerBlock" in reason(check(model, run_ltx, fused=False))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_adapter_given_later(when: str) -> None:
+    def give(model: nn.Module) -> None:
+        torch.manual_seed(0)
+        model.block.adapter = nn.Linear(64, 64)  # type: ignore[union-attr]
+        model.block.extra.append(nn.Tanh())  # type: ignore[union-attr]
+
+    model = ltx(named(Adapted))
+    if when == "before":
+        give(model)
+    check(model, run_ltx, fused=False, after=give if when == "after" else lambda m: None)
+
+
+def test_a_method_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LTXVideoTransformerBlock.forward
+
+    def longer(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = real(self, hidden_states, *args, **kwargs)
+        return y * 2 if hidden_states.shape[1] == 9 else y
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LTXVideoTransformerBlock, "forward", longer)
+        assert "`forward` of" in reason(check(ltx(), run_ltx, fused=False))
+        longer.__module__, longer.__qualname__ = real.__module__, real.__qualname__
+        assert "`forward` of" in reason(check(ltx(), run_ltx, fused=False))
+    check(ltx(), run_ltx, fused=True)
+
+
+def test_code_that_was_exchanged() -> None:
+    """In the library's own function, whose name and module stay."""
+    norm = type(ltx().block.norm1)
+    real = norm.forward.__code__
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        return hidden_states * 2
+
+    norm.forward.__code__ = forward.__code__
+    try:
+        decided = check(ltx(), run_ltx, fused=False)
+    finally:
+        norm.forward.__code__ = real
+    assert "is not as the library has it" in reason(decided)
+
+
+# Processors --------------------------------------------------------------------------------------
+
+
+def test_a_processor_of_the_same_name() -> None:
+    model = ltx()
+    real = type(model.block.attn1.processor)
+
+    class Tripled(real):  # type: ignore[misc,valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().__call__(*args, **kwargs) * 3
+
+    Tripled.__name__, Tripled.__qualname__ = real.__name__, real.__qualname__
+    Tripled.__module__ = real.__module__
+
+    def give(model: Any) -> None:
+        model.block.attn1.set_processor(Tripled())
+
+    check(ltx(), run_ltx, fused=True, after=give)
+    give(model)
+    assert "processor" in reason(check(model, run_ltx, fused=False))
+
+
+def test_a_processor_whose_call_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = type(ltx().block.attn1.processor)
+    call = real.__call__
+
+    def halved(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = call(self, *args, **kwargs)
+        return y / 2
+
+    def replace(model: nn.Module) -> None:
+        monkeypatch.setattr(real, "__call__", halved)
+
+    check(ltx(), run_ltx, fused=True, after=replace)
+    assert "processor" in reason(check(ltx(), run_ltx, fused=False))
+
+
+def test_a_processor_with_a_setting() -> None:
+    def give(model: Any) -> None:
+        model.block.attn2.processor.scale = 2.0
+
+    model = ltx()
+    check(model, run_ltx, fused=True, after=give)
+    give(model)
+    assert "processor" in reason(check(model, run_ltx, fused=False))
+
+
+# Mutations: one plain attribute of one module ----------------------------------------------------
+
+NAMES = tuple(ROWS)
+
+
+def mutated(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return value * 1.5 + 1e-3
+    if isinstance(value, str):
+        return {"tanh": "none", "none": "tanh"}.get(value, value + "_")
+    return None
+
+
+def outcome(model: nn.Module, call: dict[str, Any]) -> Any:
+    try:
+        with torch.no_grad():
+            return model(**copy.deepcopy(call))
+    except Exception as e:  # whatever the changed setting leads to
+        return type(e)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_that_is_another(name: str, when: str) -> None:
+    """The original's result or error, whatever is set: the fused forward or a refusal."""
+    row = ROWS[name]
+    first = next(iter(row.calls.values()))
+    call = first(draw, 2, 9)
+    settings = []
+    for path, module in Root(row.make()).named_modules():
+        for k, v in module.__dict__.items():
+            if not k.startswith("_") and k != "training" and mutated(v) is not None:
+                settings.append((path, k, mutated(v)))
+    chosen = settings[:: max(1, len(settings) // 4)][:4]
+    for path, k, value in chosen:
+        model = Root(zoo.randomize_(row.make()).eval().requires_grad_(False))
+        twin = copy.deepcopy(model)
+        if when == "after":
+            hfpatch.apply(model)
+        for m in (model, twin):
+            setattr(m.get_submodule(path), k, value)
+        if when == "before":
+            hfpatch.apply(model)
+        got, expected = outcome(model, call), outcome(twin, call)
+        assert isinstance(got, type) == isinstance(expected, type), (path, k)
+        if not isinstance(expected, type):
+            same(got, expected, exactly=False)
+
+
+def test_an_attribute_of_somebodys() -> None:
+    model = ltx()
+    model.block.adapter_scale = 2.0
+    assert "`adapter_scale`" in reason(check(model, run_ltx, fused=False))
+    model = ltx()
+    model.block._mark_of_a_loader = True
+    check(model, run_ltx, fused=True)
+
+
+# Hooks on all modules ----------------------------------------------------------------------------
+
+
+def test_hooks_on_all_modules_fire_inside_of_a_block() -> None:
+    model = ltx()
+    twin = copy.deepcopy(model)
+    hfpatch.apply(model)
+    seen: list[list[str]] = []
+    for m in (twin, model):
+        called: list[str] = []
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, *_, c=called: c.append(type(module).__name__)
+        )
+        try:
+            with torch.no_grad():
+                run_ltx(m)
+        finally:
+            handle.remove()
+        seen.append(called)
+    assert seen[0] == seen[1]
+
+
+# Kept between steps ------------------------------------------------------------------------------
+
+SIZES = (2, 3, 4, (8 / 25, 32, 32))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tables_that_are_written_to_are_the_callers_own(batch: int) -> None:
+    model = Root(LTXVideoRotaryPosEmbed(128))
+    twin = copy.deepcopy(model)
+    assert hfpatch.apply(model).swaps
+    x = torch.randn(batch, 24, 8)
+    for _ in range(2):
+        kept = [m.block(x, *SIZES) for m in (model, twin)]
+        again = [m.block(x, *SIZES) for m in (model, twin)]
+        for tables in kept:
+            tables[0].mul_(2)
+            tables[1].data.zero_()
+            tables[1].numpy()[...] += 1
+        same(kept[0], kept[1], exactly=True)
+        same(again[0], again[1], exactly=True)
+
+
+class ListedRope(LTXVideoRotaryPosEmbed):
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.calls: list[int] = []
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(1)
+        cos, sin = super().forward(hidden_states, *args, **kwargs)
+        return cos * len(self.calls), sin
+
+
+class ValueRope(LTXVideoRotaryPosEmbed):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = super().forward(hidden_states, *args, **kwargs)
+        return cos * (1 + hidden_states.numel()), sin
+
+
+@pytest.mark.parametrize("cls", [ListedRope, ValueRope])
+def test_subclasses_of_the_rope_module(cls: type[nn.Module]) -> None:
+    body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    kind = type("LTXVideoRotaryPosEmbed", (cls,), body)
+    model = Root(kind(128))
+    x = torch.randn(1, 24, 8)
+    decided = check(model, lambda m: m.block(x, *SIZES))
+    assert not decided.swaps
+
+
+def test_a_rope_module_with_more_than_numbers() -> None:
+    model = Root(LTXVideoRotaryPosEmbed(128))
+    model.block.seen = []
+    assert "more than numbers" in reason(hfpatch.plan(model))
+    del model.block.seen
+    x = torch.randn(1, 24, 8)
+
+    def give(model: Any) -> None:
+        model.block.theta = 7000.0
+        model.block.tensor = torch.ones(1)
+
+    check(model, lambda m: m.block(x, *SIZES), after=give)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_masks_that_a_processor_counts(when: str) -> None:
+    """A mask of zeros and none at all are not the same to it."""
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build()
+    inputs = entry.inputs(model)
+    inputs["encoder_attention_mask"] = torch.ones_like(inputs["encoder_attention_mask"])
+    real = type(model.transformer_blocks[0].attn2.processor)
+
+    class Asking(real):  # type: ignore[misc,valid-type]
+        def __call__(self, attn: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            y: Tensor = super().__call__(attn, x, *args, **kwargs)
+            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+            return y * 2 if mask is None else y
+
+    def give(model: Any) -> None:
+        model.transformer_blocks[0].attn2.set_processor(Asking())
+
+    if when == "before":
+        give(model)
+    decided = check(
+        model, lambda m: entry.run(m, inputs), after=give if when == "after" else lambda m: None
+    )
+    if when == "before":
+        assert "mask is not known" in reason(decided, "")
+
+
+def test_warnings_are_not_errors() -> None:
+    """What a block says once does not end a call."""
+    model = ltx()
+    hfpatch.apply(model)
+    model.block.attn1.heads = 2
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        run_ltx(model)
+        run_ltx(model)
+    assert len([w for w in said if "after it was patched" in str(w.message)]) <= 1
