@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfpatch import graphs, swap
+from hfpatch.announce import announce, what_was_lost
 from hfpatch.kernelized import OVERWRITTEN
 from hfpatch.patches.blocks import flash3
 from hfpatch.plan import Plan, Skip, Swap
@@ -97,6 +98,8 @@ def apply(
     graphs.release(_modules(roots))  # those of an apply before
     decided = replace(decided, seconds=time.perf_counter() - started)
     _remember(roots, decided)
+    for text in what_was_lost(decided, roots, settings.sources.failures):
+        announce(text)
     return Report(decided, applied=True)
 
 

@@ -21,6 +21,7 @@ Attention has no argument and no key: HFPATCH_ATTENTION holds for the whole proc
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,24 @@ def config_file() -> Path | None:
         if (folder / "hfpatch.toml").is_file():
             return folder / "hfpatch.toml"
         project = folder / "pyproject.toml"
-        if project.is_file() and "hfpatch" in _table(_toml(project), "tool", project):
+        if project.is_file() and _holds_ours(project):
             return project
     return None
+
+
+def _holds_ours(project: Path) -> bool:
+    """Whether a pyproject.toml has a table of hfpatch's. One that cannot be read, which is then
+    somebody else's to mend, has it if its text names the table."""
+    try:
+        data = _toml(project)
+    except ValueError:
+        try:
+            text = project.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return re.search(r"^\s*\[\s*tool\s*\.\s*hfpatch\b", text, re.MULTILINE) is not None
+    tool = data.get("tool")
+    return isinstance(tool, dict) and "hfpatch" in tool
 
 
 def _table(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ the reason is in `hfpatch.status(model)`.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch import swap
+from hfpatch.announce import announce
 from hfpatch.captures import abandon
 from hfpatch.graph_keys import (
     ADDRESSES,
@@ -327,10 +327,9 @@ class ModelGraphs:
     def _say(self, name: str, why: str) -> None:
         if why not in self.reasons:
             self.reasons[why] = None
-            warnings.warn(
-                f"hfpatch: `{name}` was called where its CUDA graphs cannot be used; such calls "
+            announce(
+                f"`{name}` was called where its CUDA graphs cannot be used; such calls "
                 f"run as they are: {why}",
-                RuntimeWarning,
                 stacklevel=5,
             )
 

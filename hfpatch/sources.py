@@ -352,6 +352,7 @@ class Sources:
     strict: bool = False
     hub: HubOptions = field(default_factory=HubOptions)
     notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # those of the notes that are of kernels
     _kernels: dict[tuple[str, bool], Kernel | None] = field(default_factory=dict)
     _missing: dict[tuple[str, bool], str] = field(default_factory=dict)
     _after: dict[tuple[str, str], Kernel | None] = field(default_factory=dict)
@@ -448,7 +449,10 @@ class Sources:
                     raise
                 failures.append(str(e))
                 following = _name(order[i]) if i < len(order) else None
-                self.note(_sentences(str(e), _follows(following)))
+                text = _sentences(str(e), _follows(following))
+                self.note(text)
+                if text not in self.failures:
+                    self.failures.append(text)
                 continue
             if not (pass_others_over and kernel.accepts is not None):
                 return kernel

@@ -123,6 +123,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "clip": ("CLIPModel", TOWERS),
     "siglip": ("SiglipModel", TOWERS),
+    # images in a text
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {"text_config": TEXT | {"model_type": "llama", "num_key_value_heads": 2},
+         "vision_config": IMAGE | {"model_type": "clip_vision_model", "projection_dim": 48},
+         "image_token_index": 119, "vision_feature_layer": -1},
+    ),
+    "paligemma": (
+        "PaliGemmaForConditionalGeneration",
+        {"text_config": TEXT | {"model_type": "gemma", "num_key_value_heads": 2, "head_dim": 16},
+         "vision_config": IMAGE | {"model_type": "siglip_vision_model", "projection_dim": 64,
+                                   "vision_use_head": False},
+         "image_token_index": 119, "projection_dim": 64, "hidden_size": 64},
+    ),
     # video
     "videomae": ("VideoMAEModel", IMAGE | {"num_frames": 4}),
     "vivit": ("VivitModel", IMAGE | {"num_frames": 4, "tubelet_size": [2, 8, 8]}),

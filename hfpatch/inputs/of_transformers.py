@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hfpatch.inputs.proposal import ANSWER, LENGTH, Inputs, NoInputs, Proposal
@@ -23,6 +24,8 @@ def proposals(p: Proposal) -> Iterator[Inputs]:
         main = "input_ids"  # an image goes in at the places of its tokens
     if main not in _MAIN:
         raise NoInputs(f"`{type(p.model).__name__}`: its input `{main}` is of no known kind")
+    if main == "input_ids" and p.has("pixel_values") and not _pairs(p):
+        yield from _text_around_images(p)
     for value in _MAIN[main](p):
         inputs: Inputs = {main: value}
         if p.has("input_ids") and main != "input_ids" and _pairs(p):
@@ -93,6 +96,32 @@ def _ids(p: Proposal, length: int) -> Tensor:
 
 def _texts(p: Proposal) -> Iterator[Tensor]:
     yield _ids(p, LENGTH)
+
+
+def _text_around_images(p: Proposal) -> Iterator[Inputs]:
+    """A text with as many image tokens as the model makes of an image; none where it does not say
+    how many that are."""
+    token = _number(p.config, *_IMAGE_TOKENS)
+    features = getattr(p.model, "get_image_features", None)
+    if token is None or features is None:
+        return
+    pixels = next(_pixels(p))
+    try:
+        with torch.no_grad():
+            found = features(pixel_values=pixels)
+    except Exception:  # its images come in another form: then as a text alone
+        return
+    found = getattr(found, "pooler_output", found)
+    tensors = list(found) if isinstance(found, (list, tuple)) else [found]
+    if not all(isinstance(t, Tensor) for t in tensors):
+        return
+    count = sum(t.numel() // t.shape[-1] for t in tensors) // p.batch
+    ids = _ids(p, LENGTH)
+    images = torch.full((p.batch, count), token, device=ids.device)
+    inputs: Inputs = {"input_ids": torch.cat((ids[:, :2], images, ids[:, 2:]), 1)}
+    inputs["pixel_values"] = pixels
+    _complete(p, inputs)
+    yield inputs
 
 
 # Images and video -------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hfpatch.announce import announce
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Forward, Tensor, supported
 from hfpatch.patches.proving import may_prove
@@ -218,7 +218,7 @@ class Contract:
         once = about or message
         if once not in self._warned:
             self._warned.add(once)
-            warnings.warn(f"hfpatch: {self.name} {message}", RuntimeWarning, stacklevel=5)
+            announce(f"{self.name} {message}", stacklevel=5)
 
 
 def _describe(key: Any) -> str:

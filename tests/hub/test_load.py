@@ -410,6 +410,22 @@ def test_a_wrong_config_file_is_named(
         hfpatch.apply(model())
 
 
+@pytest.mark.parametrize(
+    "text", [b"[project\nname = 1", b"tool = 3\n", b"\xff\xfe", b"# [tool.hfpatch]\n[x"]
+)
+def test_a_broken_pyproject_of_others_stops_nothing(
+    text: bytes, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HFPATCH_CONFIG")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_bytes(text)
+    with hub.quiet():
+        hfpatch.apply(model())
+    (tmp_path / "pyproject.toml").write_bytes(b"[tool.hfpatch]\nkernels = ")
+    with hub.quiet(), pytest.raises(ValueError, match=r"pyproject\.toml` cannot be read"):
+        hfpatch.apply(model())
+
+
 def test_the_api_of_the_server_is_the_hubs(hub: HubServer, tmp_path: Path) -> None:
     """The rest of what a publisher needs: branches, deletions, conflicts, pages of a tree."""
     api = HfApi(endpoint=hub.url, token=hub.token)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from hfpatch.announce import announce
 from hfpatch.config import attention_choice
 from hfpatch.patches.base import Tensor
 
@@ -208,10 +208,9 @@ def _decide(key: _Key) -> None:
         why = package.problem or _prove(package.operator, device, dtype, dim)
         _proofs[key] = why
     if why is not None:
-        warnings.warn(
-            f"hfpatch: FlashAttention-3 (`{package.name}`) is not used for {_short(dtype)} at head "
+        announce(
+            f"FlashAttention-3 (`{package.name}`) is not used for {_short(dtype)} at head "
             f"dim {dim} on {device}, PyTorch's attention is: {why}",
-            RuntimeWarning,
             stacklevel=6,
         )
 

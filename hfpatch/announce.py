@@ -1,0 +1,70 @@
+"""What a user must hear of, beside the report: a warning, and a record of the logger `hfpatch`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+
+from torch import jit, nn
+
+from hfpatch.plan import Plan
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+#: Kinds of skips that are no loss: the original is as fast, or the user wanted it.
+_WANTED = {"no gain", "off", "excluded"}
+
+logger = logging.getLogger("hfpatch")
+logger.addHandler(logging.NullHandler())  # an application's handlers show it, or the warning does
+
+
+def set_verbosity(level: str | int) -> None:
+    """How much hfpatch says besides its reports.
+
+    Args:
+        level: "debug", "info", "warning" (the default), "error" or "critical", or a number of
+            `logging`. Above "warning" no warning is given either.
+
+    Raises:
+        TypeError, ValueError: it is none of these.
+    """
+    if isinstance(level, bool) or not isinstance(level, (str, int)):
+        raise TypeError(f"`level` must be a str or an int, got {type(level).__name__}")
+    if isinstance(level, str) and level.lower() not in _LEVELS:
+        raise ValueError(f"`level` must be one of {', '.join(_LEVELS)}, got {level!r}")
+    logger.setLevel(level.upper() if isinstance(level, str) else level)
+
+
+def announce(text: str, stacklevel: int = 2) -> None:
+    """One RuntimeWarning and one record; `stacklevel` counts from the caller, as of `warnings`."""
+    if not logger.isEnabledFor(logging.WARNING):
+        return
+    logger.warning(text)
+    warnings.warn(f"hfpatch: {text}", RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def what_was_lost(
+    decided: Plan, roots: Sequence[tuple[str, nn.Module]], failures: Sequence[str]
+) -> list[str]:
+    """Of an `apply`: kernels that could not be had, or why nothing at all was swapped."""
+    if failures:
+        return list(failures)
+    if decided.swaps:
+        return []
+    if not decided.skips:
+        if any(isinstance(root, jit.ScriptModule) for _, root in roots):
+            why = "it is a ScriptModule, whose forwards cannot be replaced; patch the model that "
+            why += "it was made from, before torch.jit"
+        else:
+            why = (
+                "none of its modules is of a class that hfpatch knows; `hfpatch.register` adds one"
+            )
+        return [f"nothing was swapped in `{decided.model}`: {why}"]
+    lost = [s for s in decided.skips if s.kind not in _WANTED]
+    if not lost:
+        return []
+    first = lost[0]
+    return [
+        f"nothing was swapped in `{decided.model}`: {len(lost)} modules stay as they are, "
+        f"`{first.path}` because: {first.reason}; the report has all reasons"
+    ]
