@@ -60,7 +60,7 @@ def test_a_closure_that_changed_is_another_kernel(
     model = nn.Sequential(nn.LayerNorm(64))
     before = reads.key_of(kernel)
     assert reads.key_of(kernel) == before
-    with hfpatch_kernel(kernel):
+    with Registered(kernel):
         assert hfpatch.apply(model, kernels={"layer_norm": "mine"}).swaps
         hfpatch.restore(model)
         scale = 2.0
@@ -73,7 +73,7 @@ def test_a_closure_that_changed_is_another_kernel(
     assert skip.kind == "rejected"
 
 
-class hfpatch_kernel:  # noqa: N801
+class Registered:
     """A layer norm kernel registered as `mine`."""
 
     def __init__(self, kernel: Any) -> None:
@@ -121,9 +121,10 @@ def test_a_kernel_that_refuses_a_size_is_asked_once() -> None:
     x = torch.randn(77, 64)
     expected = model(x)
     assert hfpatch.apply(model, kernels={"layer_norm": picky}).swaps
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="failed .*no 77"):
-        for _ in range(3):
-            torch.testing.assert_close(model(x), expected)
+    with pytest.warns(RuntimeWarning, match="failed .*no 77"), torch.no_grad():
+        results = [model(x) for _ in range(3)]
+    for y in results:
+        torch.testing.assert_close(y, expected)
     assert len(calls) == 1
 
 
