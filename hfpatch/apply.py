@@ -72,8 +72,8 @@ def apply(
             fields, e.g. `{"trust_remote_code": ["me/my-kernel"]}`.
         include, exclude: globs over module paths and class names, e.g. "transformer_blocks.0.*" or
             "LlamaMLP". Of a module with several paths the first counts.
-        verify: run every kernel against the original before it is used. The formula of each module
-            is identified in any case.
+        verify: run every kernel against the original before it is used; without it only this
+            project's own are spared. The formula of each module is identified in any case.
         strict: raise when a requested kernel cannot be loaded or fails its verification, instead of
             leaving the module as it is and saying so in the report.
         cuda_graphs: record the forward of `model` (of a pipeline: of its denoisers) in CUDA graphs,

@@ -498,7 +498,7 @@ class Sources:
                     )
                 self._packages[source] = package = hub_package(source, self.hub)
                 for note in package.notes:
-                    self._note(note)
+                    self.note(note)
             except KernelLoadError as e:
                 self._packages[source] = e
                 if unreached(e):

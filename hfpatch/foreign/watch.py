@@ -16,6 +16,7 @@ from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wron
 from hfpatch.foreign.memory import Held, form, reform
 from hfpatch.foreign.process import Process
 from hfpatch.patches.proving import may_prove, quietly
+from hfpatch.sources import Kernel
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
@@ -36,14 +37,20 @@ class Watched:
         name: what messages call it.
         op: the op's name.
         state: what it reads that changes from call to call: each call is compared then.
-        strict: a list with whether a wrong call raises `WrongKernel`, as it does in a proof.
+        strict: whether a wrong call raises `WrongKernel` now, as it does in the proof of a block.
     """
 
     fn: Callable[..., Any]
     name: str
     op: str
     state: tuple[str, ...] = ()
-    strict: tuple[list[bool], ...] = ()
+    strict: list[bool] | None = None
+
+    @classmethod
+    def of(cls, kernel: Kernel, proving: list[bool]) -> Watched:
+        """Of a kernel that a block calls, which is asked no more than its calls show."""
+        state = tuple(reads.iterators_of(kernel.fn))
+        return cls(kernel.fn, kernel.source, kernel.op, state, proving)
 
     def __call__(
         self, call: Callable[..., Any], params: dict[str, Any], training: bool
@@ -200,7 +207,7 @@ class Watch:
         return ", and ".join(whys) or None
 
     def _wrong(self, why: str, tensors: Tensors) -> Any:
-        if self._of.strict and self._of.strict[0][0]:
+        if self._of.strict and self._of.strict[0]:
             raise WrongKernel(f"kernel `{self._of.name}` for `{self._of.op}` {why}")
         self._lied = True
         self._right.clear()

@@ -17,7 +17,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 #: Template to its folder and the one below it.
 _FOLDERS = {
     "elementwise": (TEMPLATES,),
-    "row": (TEMPLATES.with_name("templates_row"), TEMPLATES),
     "triton": (TEMPLATES.with_name("templates_triton"),),
 }
 #: What can be asked for; the first is the default.
@@ -37,8 +36,7 @@ def new_project(
         name: of the kernel: lower case, digits and dashes, e.g. "my-kernel".
         parent: the folder to write to.
         repo_id: where it will be published, "org/name"; can be given later.
-        template: "elementwise" (an activation, C++ and CUDA), "row" (a norm over rows, with a
-            version in place, C++ and CUDA) or "triton" (for `hfpatch.register`).
+        template: "elementwise" (an activation, C++ and CUDA) or "triton" (for `hfpatch.register`).
 
     Returns:
         The project's folder.

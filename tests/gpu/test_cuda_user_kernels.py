@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ right: Callable[..., Tensor] = OPS["layer_norm"].reference
 
 
 @pytest.fixture(autouse=True)
-def afresh() -> Iterator[None]:
+def afresh() -> None:
     forget_proofs()
-    return
 
 
 def _report(kernel: Any) -> Any:

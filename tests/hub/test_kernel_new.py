@@ -78,6 +78,12 @@ def test_the_scaffolds_cuda_half_compiles(tmp_path: Path) -> None:
     assert not any(k["spill_stores"] for k in kernel_build.resources(root, "9.0", verbose=False))
 
 
+def test_a_template_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ProjectError, match="no template `rows`; there are `elementwise`"):
+        new_project(NAME, tmp_path, template="rows")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_templates_are_in_the_wheel() -> None:
     """Every file matches a pattern of pyproject.toml's package data, which setuptools globs."""
     import glob
@@ -89,7 +95,9 @@ def test_the_templates_are_in_the_wheel() -> None:
         for pattern in patterns
         for path in glob.glob(str(ROOT / "hfpatch" / pattern), recursive=True)
     }
-    needed = {p for p in TEMPLATES.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    folders = TEMPLATES.parent.glob("templates*")
+    files = (p for folder in folders for p in folder.rglob("*"))
+    needed = {p for p in files if p.is_file() and "__pycache__" not in p.parts}
     assert needed <= found and not any(p.name.startswith(".") for p in needed)
 
 

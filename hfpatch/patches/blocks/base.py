@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from hfpatch.foreign.watch import Watched
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
@@ -175,6 +176,7 @@ class BlockSubject(Subject):
         Also without `verify`: for a block this is what identifies its formula.
         """
         kernels: dict[str, Kernel] = {}
+        proving = [True]  # a kernel of others that is wrong in the proof rules the block out
         for op in self.ops:
             kernel = sources.kernel(op, block=True)
             if kernel is None:
@@ -185,6 +187,8 @@ class BlockSubject(Subject):
                 return f"no compiled kernel for `{op}`"
             if (why := kernel.refuses(device)) is not None:
                 return why
+            if not kernel.own:
+                kernel = replace(kernel, watch=Watched.of(kernel, proving))
             kernels[op] = kernel
 
         def bind(op: str, into: int = 0, **params: Any) -> Callable[..., Any]:
@@ -195,7 +199,10 @@ class BlockSubject(Subject):
         if dtype not in KERNEL_DTYPES:
             return f"no kernel computes in {dtype}"
         fused = self.fuse(bind)
-        outcome = self._compare(fused, torch.device(device), dtype)
+        try:
+            outcome = self._compare(fused, torch.device(device), dtype)
+        finally:
+            proving[0] = False
         return outcome if isinstance(outcome, str) else BlockProof(dtype, fused, *outcome)
 
     def _compare(
