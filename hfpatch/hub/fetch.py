@@ -128,7 +128,7 @@ def fetch(api: HfApi, repo: str, commit: str, variant: str, files: Mapping[str, 
     """
     guard = current_guard()
     for path, row in files.items():
-        guard.hashes[f"/kernels/{repo}/resolve/{commit}/build/{variant}/{path}"] = row.hash
+        guard.hashes[f"/{commit}/build/{variant}/{path}"] = row.hash
     guard.largest = max([guard.largest, *(row.size for row in files.values())])
 
     def download(path: str) -> None:

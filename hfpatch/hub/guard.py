@@ -24,6 +24,9 @@ from hfpatch.hub.patience import hooked
 from hfpatch.hub.spec import is_commit
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
+#: Where a file is, and where the Hub sends for a small one.
+_FILE = re.compile(r"/resolve/|/api/resolve-cache/", re.ASCII)
+_AT = re.compile(r"/(?:resolve|resolve-cache/kernels/[^/]+/[^/]+)/([^/]+)/", re.ASCII)
 _SCHEMES = {"https": 443, "http": 80}
 #: Bytes of an answer that is no file, and of a file that no listing gave a size.
 _LARGEST_ANSWER = 16 << 20
@@ -42,7 +45,8 @@ class Guard:
     """What is expected of the answers.
 
     Attributes:
-        hashes: of the files that are to be downloaded, by the path of their address.
+        hashes: of the files that are to be downloaded, by "/<commit>/<path>", with which their
+            addresses end.
         largest: bytes of the largest of them.
     """
 
@@ -153,8 +157,8 @@ def _response(guard: Guard, endpoint: _Origin, response: Any) -> None:
             del response.headers[name]
     path = urlsplit(url).path
     limit, seconds = guard.largest, 60 + guard.largest / _SLOWEST
-    if origin == endpoint and "/resolve/" in path:
-        _check_file(guard, path, response)
+    if origin == endpoint and _FILE.search(unquote(path)):
+        _check_file(guard, unquote(path), response)
     elif origin == endpoint:
         limit, seconds = _LARGEST_ANSWER, _LONGEST_ANSWER
         if 300 <= response.status_code < 400:
@@ -179,20 +183,24 @@ def _may_answer(origin: _Origin, endpoint: _Origin) -> bool:
 
 
 def _check_file(guard: Guard, path: str, response: Any) -> None:
-    if response.status_code >= 400:
-        return
+    """Look at the headers by which huggingface_hub names what it stores."""
+    status, where = response.status_code, response.headers.get("location", "")
+    if status >= 400 or (300 <= status < 400 and where.startswith("/") and where[1:2] != "/"):
+        return  # of the latter the next answer is looked at
     commit = response.headers.get("x-repo-commit", "")
-    asked = unquote(path).partition("/resolve/")[2].partition("/")[0]
+    found = _AT.search(path)
+    asked = found[1] if found else ""
     if not is_commit(commit) or (is_commit(asked) and commit != asked):
         raise KernelIntegrityError(
             f"the Hub answers for the commit `{commit[:80]}`, asked for `{asked[:80]}`"
         )
     tag = response.headers.get("x-linked-etag") or response.headers.get("etag") or ""
     name = tag.removeprefix("W/").strip('"')
-    expected = guard.hashes.get(unquote(path))
+    key = path[path.find(f"/{asked}/") :] if is_commit(asked) else ""
+    expected = guard.hashes.get(key)
     if not _HASH.fullmatch(name) or (expected is not None and name != expected):
         raise KernelIntegrityError(
-            f"the Hub names `{tag[:120]}` as the hash of `{unquote(path)[-120:]}`, expected "
+            f"the Hub names `{tag[:120]}` as the hash of `{path[-120:]}`, expected "
             f"{expected or 'one'}; nothing was written"
         )
 

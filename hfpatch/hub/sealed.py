@@ -180,10 +180,13 @@ class _Found:
             size, data = os.fstat(source.fileno()).st_size, []
             sha256, sha512 = hashlib.sha256(), hashlib.sha512()
             git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+            announced = isinstance(row, Listed) and len(row.hash) == 40
+            # what is announced in another way is not computed: a library may be large
+            hashes = [sha256, *([git] * announced), *([sha512] * self._demands_sha512())]
             left = limit + 1
             while left and (chunk := source.read(min(_CHUNK, left))):
                 left -= len(chunk)
-                for hash in (sha256, sha512, git):
+                for hash in hashes:
                     hash.update(chunk)
                 copy.write(chunk)
                 if keep:
@@ -204,6 +207,10 @@ class _Found:
         got = _Got(limit + 1 - left, sha256.hexdigest(), sha512.digest(), git.hexdigest())
         self.read_[path] = got
         return got
+
+    def _demands_sha512(self) -> bool:
+        """Whether the metadata, which are read first, may hold digests of that kind."""
+        return b"sha512" in self.kept.get(METADATA, b"").lower()
 
     @contextlib.contextmanager
     def _copy(self, path: str) -> Iterator[Any]:

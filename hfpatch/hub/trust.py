@@ -146,8 +146,11 @@ class Trust:
 
     def _counts(self, via: str, spec: HubSpec) -> bool:
         """Whether that branch or tag is one that is taken: a branch that is no version only where
-        it was asked for by its name, which `allow_branches` or a lock file allowed."""
+        it was asked for by its name, which `allow_branches` or a lock file allowed; for a version
+        that no lock file pins only itself, since its commit may be what a shared cache says."""
         kind, _, name = via.partition("/")
+        if spec.version is not None and self.options.lockfile is None:
+            return name == spec.ref
         released = kind == "tags" or HubSpec("", name).version is not None
         return released or self.options.allow_branches or name == spec.ref
 
@@ -161,10 +164,11 @@ class Trust:
 
 def unreleased(spec: HubSpec, commit: str, why: object) -> KernelUntrustedError:
     """The error where nothing leads to a commit and it is not signed, for that reason."""
+    moved = f" If the version moved: `hfpatch download {spec}`." if spec.version is not None else ""
     return KernelUntrustedError(
         f"`{spec}`: no version branch and no tag of `{spec.repo}` leads to the commit "
         f"{commit[:12]}, so it need not be its publisher's: a pull request has commits too; and "
-        f"{why}. {_how(spec, commit)}"
+        f"{why}.{moved} {_how(spec, commit)}"
     )
 
 

@@ -45,6 +45,7 @@ ROUTES: list[tuple[str, str, str]] = [
     ("PUT", r"^/store/(?P<oid>[0-9a-f]{64})$", "store"),
     ("POST", r"^/store/(?P<oid>[0-9a-f]{64})/verify$", "verify"),
     ("GET", r"^/store/(?P<oid>[0-9a-f]{64})$", "fetch"),
+    ("GET", rf"^/api/resolve-cache/{_TYPE}/{_ID}/(?P<rev>[^/]+)/(?P<path>.+)$", "resolve"),
     ("GET", rf"^/(?:{_TYPE}/)?{_ID}/resolve/(?P<rev>[^/]+)/(?P<path>.+)$", "resolve"),
 ]
 
@@ -144,6 +145,10 @@ class Endpoints:
         if blob is None:
             raise Problem(404, "EntryNotFound", f"Entry not found: {path}")
         headers = {"X-Repo-Commit": sha, "ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"}
+        if not blob.lfs and self.hub.sends_on and "resolve-cache" not in match.string:
+            kind = match["type"] or "models"
+            where = f"/api/resolve-cache/{kind}/{match['id']}/{sha}/{match['path']}"
+            return Answer(b"", 307, {"Location": where})
         if not blob.lfs:
             return Answer(blob.data, 200, {**headers, "Content-Type": "text/plain"})
         headers |= {

@@ -143,6 +143,7 @@ class HubServer:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.lfs: dict[str, bytes] = {}
         self.trusted: set[str] = set()
+        self.sends_on = False  # small files are answered at another address, as the Hub does
         self.requests: list[str] = []  # "GET /api/…", in the order of arrival
         self.lock = threading.RLock()
         self._rules: list[_Rule] = []

@@ -189,6 +189,14 @@ def test_a_version_that_points_to_another_commit(
         withstood()
 
 
+def test_a_version_that_points_to_another_one(toy: HubServer) -> None:
+    """A commit of the publisher's, but not of the version that was asked for."""
+    files = evil()
+    other = toy.put("toy/kernel", files, branch="v2")
+    plant(other, files)
+    withstood(SPEC, "no version branch and no tag")
+
+
 def test_a_cache_of_somebody_else(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compared with the Hub's listing once, without downloading it again; then known."""
     loads()

@@ -323,3 +323,19 @@ def test_a_failed_import_leaves_no_module(toy: HubServer) -> None:
     before = {n for n in sys.modules if n.startswith("_hfpatch_hub_")}
     withstood(SPEC, "could not be imported")
     assert {n for n in sys.modules if n.startswith("_hfpatch_hub_")} == before
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_digests_of_another_kind(right: bool, toy: HubServer) -> None:
+    """sha512 is compared as sha256 is."""
+    files = evil()
+    data = json.loads(files[METADATA])
+    code = files["build/torch-cpu/__init__.py"] if right else SILU.encode()
+    digest = base64.b64encode(hashlib.sha512(code).digest()).decode()
+    data["digest"] = {"algorithm": "sha512", "files": {"__init__.py": digest}}
+    toy.put("toy/kernel", written(files, json.dumps(data)))
+    if right:
+        loads()
+        assert ran()
+    else:
+        withstood(SPEC, "its sha512 is")

@@ -57,6 +57,22 @@ def test_etags(tag: str, header: str, toy: HubServer, outside: Callable[[], list
     assert outside() == []
 
 
+def test_small_files_at_another_address(
+    toy: HubServer, outside: Callable[[], list[str]]
+) -> None:
+    """The Hub sends on to `/api/resolve-cache/`, by an address without a host."""
+    toy.sends_on = True
+    loads()
+    assert toy.seen("GET", "/api/resolve-cache/")
+    toy.put("toy/kernel", evil(), branch="v2")
+    for headers in ({"ETag": '"../../../evil"'}, {"ETag": '"' + "a" * 40 + '"'},
+                    {"X-Repo-Commit": "../../evil"}, {"X-Repo-Commit": "a" * 40}):  # fmt: skip
+        toy.fail("HEAD", "/api/resolve-cache/.*py", Headers(dict(headers)))
+        withstood("toy/kernel@v2", "the Hub ")
+        toy.heal()
+    assert outside() == []
+
+
 @pytest.mark.parametrize(
     "commit", sampled(["../../evil", "", "v1", "a" * 40, "A" * 40, "/evil"], 2)
 )

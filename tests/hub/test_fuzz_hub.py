@@ -32,6 +32,8 @@ from hfpatch.hub.lock import LockFile
 from hfpatch.hub.spec import is_commit
 from hfpatch.sources import Sources
 
+pytestmark = pytest.mark.timeout(1800)  # of ten thousand on a busy machine
+
 COUNTS = [200, pytest.param(10_000, marks=pytest.mark.exhaustive)]
 HOSTILE: list[Any] = [
     None, True, False, 0, 1, -1, 2**63, 10**40, 1.5, "", "..", "../../evil", "/etc/passwd", "\x00",
