@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,14 @@ def _passed(kind: str, name: str, value: Any, keep: list[Any]) -> Any:
     if kind == "float":
         return float(value)
     if kind == "int":
-        number = int(value)
+        number = operator.index(value)
         if not -_INT64 <= number < _INT64:
             raise ValueError(f"`{name}` must fit 64 bits, got {number}")
         return number
     if value is None:
         return None
+    if isinstance(value, HfpTensorList):
+        return ctypes.byref(value)
     if kind.startswith("list"):
         found, kept = tensor_list(name, value, written=kind == "list written")
         keep += (found, kept)

@@ -111,6 +111,8 @@ def test_what_c_cannot_be_given(library: capi.Library) -> None:
         library.silu(x, x.astype(">f4"))
     with pytest.raises(ValueError, match="`k` must fit 64 bits, got 18446744073709551616"):
         library.topk(x, x, x, 2**64)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        library.topk(x, x, x, 2.5)
     with pytest.raises(ValueError, match=r"`grads\[0\]` must be writable"):
         library.scale_grads([frozen], x[:1])
 

@@ -223,3 +223,26 @@ def test_an_unknown_kind(tmp_path: Path) -> None:
 
 def test_include_dir() -> None:
     assert (hfpatch.include_dir() / "hfpatch.h").read_bytes() == HEADER.read_bytes()
+
+
+def test_from_an_installed_package(tmp_path: Path) -> None:
+    """What the wheel brings is enough: the sources beside the package, nothing above it."""
+    package = tmp_path / "site" / "hfpatch"
+    shutil.copytree(ROOT / "hfpatch" / "kernel_build", package / "kernel_build")
+    (package / "_clib").mkdir()
+    shutil.copy(ROOT / "build.toml", package / "_clib")
+    for name in ("clib", "kernel_src"):
+        shutil.copytree(ROOT / name, package / "_clib" / name)
+    before = {p for p in package.rglob("*") if "__pycache__" not in p.parts}
+    script = (
+        "from pathlib import Path\nfrom kernel_build import clib\n"
+        f"clib.build_clib({str(tmp_path / 'out')!r}, 'stub', verbose=False)\n"
+        "library = clib._CLibrary(clib.source_root(), 'cpu', None, True, (), print)\n"
+        "print(library.root.name, len(library._units(Path('/nonexistent'))))\n"
+    )
+    said_units = said(sys.executable, "-c", script, cwd=package).split()
+    sources = [*ROOT.glob("kernel_src/*.cpp"), *ROOT.glob("kernel_src/cpu/*.cpp")]
+    assert said_units == ["_clib", str(len(sources))]
+    assert exported(tmp_path / "out" / "lib" / "libhfpatch.so", "-D") == FUNCTIONS
+    after = {p for p in package.rglob("*") if "__pycache__" not in p.parts}
+    assert after == before  # an installed package is not written to

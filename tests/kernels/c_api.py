@@ -1,8 +1,8 @@
-"""ctypes binding of the kernels' C interface, read from `kernel_src/hfpatch.h` itself.
+"""`hfpatch.capi` for torch tensors of every layout and kind, and the op tables of the header.
 
-Function signatures come from `HFP_OP_TABLE`, constants from the header's enums, so this file does
-not change when an op is added. Used by the tests and the benchmarks; torch tensors go in as
-DLTensors that point to their memory.
+Functions are called by their names in `HFP_OP_TABLE`, constants are read from the header's enums,
+so this file does not change when an op is added. Torch tensors go in as DLTensors that point to
+their memory: DLPack would refuse some that the tests need.
 """
 
 from __future__ import annotations
@@ -25,38 +25,14 @@ from typing import Any
 
 import torch
 
+from hfpatch import capi
+from hfpatch.capi import DLDataType, DLDevice, DLTensor, HfpTensorList
 from hfpatch.kernel_build import ToolchainMissing
 from hfpatch.kernel_build.clib import build_clib
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = ROOT / "kernel_src" / "hfpatch.h"
-
-
-class DLDevice(ctypes.Structure):
-    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
-
-
-class DLDataType(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device", DLDevice),
-        ("ndim", ctypes.c_int32),
-        ("dtype", DLDataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class HfpTensorList(ctypes.Structure):
-    _fields_ = [
-        ("tensors", ctypes.POINTER(ctypes.POINTER(DLTensor))),
-        ("count", ctypes.c_int64),
-    ]
+KERNEL_SRC = ROOT / "kernel_src"
+HEADER = KERNEL_SRC / "hfpatch.h"
 
 
 def _dtype_codes() -> dict[torch.dtype, tuple[int, int]]:
@@ -126,15 +102,6 @@ class Op:
     def outputs(self) -> int:
         return 0 if self.result == "none" else self.result.count(",") + 1
 
-    def ctypes_arguments(self) -> list[Any]:
-        kinds = {"float": ctypes.c_double, "int": ctypes.c_int64}
-        tensor = ctypes.POINTER(DLTensor)
-        lists = ctypes.POINTER(HfpTensorList)
-        middle = [
-            lists if kind.endswith("[]") else kinds.get(kind, tensor) for kind, _ in self.arguments
-        ]
-        return [tensor] * self.outputs + [*middle, ctypes.c_void_p]
-
 
 def read_ops(name: str = "HFP_OP_TABLE", header: Path = HEADER) -> dict[str, Op]:
     text = header.read_text().split(f"#define {name}(X)", 1)[1]
@@ -161,45 +128,26 @@ LIST_OPS = read_ops("HFP_LIST_OP_TABLE")
 CONSTANTS = read_constants()
 
 
-class KernelError(RuntimeError):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+KernelError = capi.HfpatchError
 
 
 class Library:
-    """A loaded kernel library: `library.call("silu", out, x)` raises KernelError on failure."""
+    """`capi.Library` for torch tensors of any layout, by the names of the op tables:
+    `library.call("silu", out, x)` raises KernelError on failure."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.dll = ctypes.CDLL(str(path))
-        self.dll.hfp_last_error.restype = ctypes.c_char_p
-        self.dll.hfp_build_info.restype = ctypes.c_char_p
-        self.dll.hfp_abi_version.restype = ctypes.c_int32
-        self.dll.hfp_partial_rows.restype = ctypes.c_int64
-        self.dll.hfp_partial_rows.argtypes = [ctypes.c_int64, ctypes.c_int64]
-        self.dll.hfp_norm_partials.restype = ctypes.c_int64
-        self.dll.hfp_norm_partials.argtypes = [ctypes.POINTER(HfpTensorList)]
-        self.dll.hfp_row_workspace.restype = ctypes.c_int64
-        self.dll.hfp_row_workspace.argtypes = [ctypes.c_int64, ctypes.c_int64]
-        self.dll.hfp_sum_partial_rows.restype = ctypes.c_int64
-        self.dll.hfp_sum_partial_rows.argtypes = [ctypes.c_int64] * 3
-        self.dll.hfp_group_parts.restype = ctypes.c_int64
-        self.dll.hfp_group_parts.argtypes = [ctypes.c_int64] * 4
-        for op in (*OPS.values(), *LIST_OPS.values()):
-            function = getattr(self.dll, op.function)
-            function.argtypes = op.ctypes_arguments()
-            function.restype = ctypes.c_int32
+        self.capi = capi.Library(path)
+        self.dll = self.capi.dll
 
     def last_error(self) -> str:
-        return self.dll.hfp_last_error().decode()
+        return self.capi.last_error()
 
     def status(self, name: str, *arguments: Any, stream: int | None = None) -> int:
         """The status of a call, outputs first; torch tensors, DLTensors, lists, numbers or None."""
         kept = [dltensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
         kept = [tensor_list(a) if isinstance(a, (list, tuple)) else a for a in kept]
-        passed = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in kept]
-        return getattr(self.dll, (OPS | LIST_OPS)[name].function)(*passed, stream)
+        return self.capi.status((OPS | LIST_OPS)[name].function, *kept, stream)
 
     def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
         status = self.status(name, *arguments, stream=stream)
