@@ -91,6 +91,7 @@ class ResnetSubject(ModelBlock):
                 groups=groups,
                 eps=m.norm1.eps,
                 skip_time_act=m.skip_time_act,
+                time_embedding_norm=m.time_embedding_norm,
                 output_scale_factor=m.output_scale_factor,
                 use_in_shortcut=shortcut is not None,
                 conv_shortcut_bias=shortcut is not None and shortcut.bias is not None,
