@@ -371,9 +371,7 @@ def test_what_is_known_of_another_repository(toy: HubServer) -> None:
     assert len(toy.requests) > before
 
 
-def test_a_home_that_cannot_be_written(
-    toy: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_home_that_cannot_be_written(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the Hub is asked each time."""
     monkeypatch.setenv("HFPATCH_STATE", "/proc/hfpatch")
     for _ in range(2):

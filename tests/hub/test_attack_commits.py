@@ -211,9 +211,7 @@ def test_a_commit_that_is_none(sha: object, toy: HubServer) -> None:
     withstood(SPEC)
 
 
-def test_trust_is_asked_anew_after_a_while(
-    toy: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trust_is_asked_anew_after_a_while(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken back by the Hub, it is not believed for ever; nor is a clock that was set back."""
     loads()
     with toy.quiet():

@@ -57,9 +57,7 @@ def test_etags(tag: str, header: str, toy: HubServer, outside: Callable[[], list
     assert outside() == []
 
 
-def test_small_files_at_another_address(
-    toy: HubServer, outside: Callable[[], list[str]]
-) -> None:
+def test_small_files_at_another_address(toy: HubServer, outside: Callable[[], list[str]]) -> None:
     """The Hub sends on to `/api/resolve-cache/`, by an address without a host."""
     toy.sends_on = True
     loads()
@@ -76,9 +74,7 @@ def test_small_files_at_another_address(
 @pytest.mark.parametrize(
     "commit", sampled(["../../evil", "", "v1", "a" * 40, "A" * 40, "/evil"], 2)
 )
-def test_commits_in_headers(
-    commit: str, toy: HubServer, outside: Callable[[], list[str]]
-) -> None:
+def test_commits_in_headers(commit: str, toy: HubServer, outside: Callable[[], list[str]]) -> None:
     """A folder of the cache is named by it."""
     toy.put("toy/kernel", evil())
     toy.fail("HEAD", "/resolve/", Headers({"X-Repo-Commit": commit}))

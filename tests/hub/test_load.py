@@ -365,9 +365,7 @@ def test_the_environment_and_the_config_file(
     hub.trust("toy")
     hub.put("toy/kernel", package())
     config = tmp_path / "pyproject.toml"
-    config.write_text(
-        '[tool.hfpatch.kernels]\nsilu = "toy/kernel@v1"\n"*" = ["local", "torch"]\n'
-    )
+    config.write_text('[tool.hfpatch.kernels]\nsilu = "toy/kernel@v1"\n"*" = ["local", "torch"]\n')
     monkeypatch.setenv("HFPATCH_CONFIG", str(config))
     (tmp_path / "deep").mkdir()
     monkeypatch.chdir(tmp_path / "deep")
