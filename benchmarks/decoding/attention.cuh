@@ -79,23 +79,30 @@ struct AttentionShared {
   alignas(16) T k[kDim];
   alignas(16) float p[kAttentionWarps][kTile][8];
   float rescale[kAttentionWarps][8];
-  float most[kAttentionWarps][8], sum[kAttentionWarps][8];
+  float most[kAttentionWarps][8], sum[kAttentionWarps][8], by[kAttentionWarps][8];
   alignas(16) float o[kAttentionWarps][kHeads][kDim];
   float share[8][kMaxParts];  // of each part in a head's result
   int last;
 };
 
-// What an earlier kernel of the step wrote: from L2, since L1 may hold it as it was before.
-template <class T>
-__device__ __forceinline__ T load_one(const T *from) {
-  const unsigned short bits = __ldcg(reinterpret_cast<const unsigned short *>(from));
-  return *reinterpret_cast<const T *>(&bits);
-}
-
 // A head's norm and RoPE (halves), by one warp.
 template <class T, int kDim>
-__device__ __forceinline__ void norm_rope(const Attention &a, const T *from, const void *norm,
-                                          const float *table, T *to, int lane) {
+struct NormWeights {  // what of a head's norm a lane needs
+  static constexpr int kHalf = kDim / 2, kPairs = (kHalf + 31) / 32;
+  T low[kPairs], high[kPairs];
+  __device__ __forceinline__ void load(const void *norm, int lane) {
+    if (norm == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int d = min(lane + 32 * i, kHalf - 1);
+      low[i] = static_cast<const T *>(norm)[d], high[i] = static_cast<const T *>(norm)[d + kHalf];
+    }
+  }
+};
+
+template <class T, int kDim>
+__device__ __forceinline__ void norm_rope(const Attention &a, const T *from, bool normed,
+                                          const NormWeights<T, kDim> &w, const float *table, T *to, int lane) {
   constexpr int kHalf = kDim / 2, kPairs = (kHalf + 31) / 32;
   float low[kPairs], high[kPairs], cosine[kPairs], sine[kPairs], square = 0.0f;
 #pragma unroll
@@ -109,19 +116,18 @@ __device__ __forceinline__ void norm_rope(const Attention &a, const T *from, con
   for (int i = 0; i < kPairs; ++i) {
     if (lane + 32 * i < kHalf) square = fmaf(low[i], low[i], fmaf(high[i], high[i], square));
   }
-  if (norm != nullptr) {
+  if (normed) {
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
     const float scale = rsqrtf(square / kDim + a.eps);
-    const T *w = static_cast<const T *>(norm);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int d = lane + 32 * i;
       if (d < kHalf) {
         low[i] *= scale, high[i] *= scale;
         if (a.round_normed) low[i] = rounded<T>(low[i]), high[i] = rounded<T>(high[i]);
-        low[i] = rounded<T>(low[i] * (to_float(w[d]) + a.norm_offset));
-        high[i] = rounded<T>(high[i] * (to_float(w[d + kHalf]) + a.norm_offset));
+        low[i] = rounded<T>(low[i] * (to_float(w.low[i]) + a.norm_offset));
+        high[i] = rounded<T>(high[i] * (to_float(w.high[i]) + a.norm_offset));
       }
     }
   }
@@ -162,16 +168,17 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
   const int part = blockIdx.x, key_head = blockIdx.y, row = blockIdx.z;
 
   let_next_start();
+  NormWeights<T, kDim> q_norm, k_norm;
+  q_norm.load(a.q_norm, lane), k_norm.load(a.k_norm, lane);
   wait_for_previous();
 
   const int length = __ldcg(&a.state->length), capacity = __ldcg(&a.state->capacity);
   const int first = a.window > 0 && length > a.window ? length - a.window : 0;
-  // A part's keys: the same for every batch, so that a row's bits are.
-  const int seen = length - first;
-  const int part_keys = (seen + a.parts * kPart - 1) / (a.parts * kPart) * kPart;
-  const int active = (seen + part_keys - 1) / part_keys;
+  // Blocks of kPart keys are dealt out to the parts in turn: the same for every batch, so that a
+  // row's bits are.
+  const int blocks = (length - first + kPart - 1) / kPart, active = min(blocks, a.parts);
   if (part >= active) return;
-  const int begin = first + part * part_keys, end = min(begin + part_keys, length);
+  const bool has_new = (blocks - 1) % a.parts == part;
 
   T *const keys = static_cast<T *>(a.cache[2 * a.layer]) + (static_cast<int64_t>(row) * a.key_heads + key_head) * capacity * kDim;
   T *const values = static_cast<T *>(a.cache[2 * a.layer + 1]) + (static_cast<int64_t>(row) * a.key_heads + key_head) * capacity * kDim;
@@ -183,7 +190,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
   uint4 key[kLoads];
   uint32_t value[kTile][kWords];
   const auto load_tile = [&](int tile) {
-    if (tile + group < end) {
+    if (tile + group < length) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         key[i] = __ldcg(reinterpret_cast<const uint4 *>(keys + static_cast<int64_t>(tile + group) * kDim + i * 32 + quarter * 8));
@@ -194,7 +201,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
     }
 #pragma unroll
     for (int k = 0; k < kTile; ++k) {
-      if (tile + k < end) {
+      if (tile + k < length) {
         const T *from = tile + k == length - 1 ? new_value : values + static_cast<int64_t>(tile + k) * kDim;
         load_words(value[k], from + lane * kOwn);
       } else {
@@ -203,16 +210,17 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
       }
     }
   };
-  int tile = begin + warp * kTile;
+  const int stride = a.parts * kPart;
+  int tile = first + part * kPart + warp * kTile;
   load_tile(tile);
 
   const float *const table = a.table + row * kDim;
   for (int h = warp; h < heads + 1; h += kAttentionWarps) {
-    if (h < heads) norm_rope<T, kDim>(a, qkv + static_cast<int64_t>(key_head * heads + h) * kDim, a.q_norm, table, shared.q[h], lane);
-    else if (end == length) norm_rope<T, kDim>(a, new_key, a.k_norm, table, shared.k, lane);
+    if (h < heads) norm_rope<T, kDim>(a, qkv + static_cast<int64_t>(key_head * heads + h) * kDim, a.q_norm != nullptr, q_norm, table, shared.q[h], lane);
+    else if (has_new) norm_rope<T, kDim>(a, new_key, a.k_norm != nullptr, k_norm, table, shared.k, lane);
   }
   __syncthreads();
-  if (end == length) {
+  if (has_new) {
     for (int d = threadIdx.x; d < kDim; d += kAttentionWarps * 32) {
       keys[static_cast<int64_t>(length - 1) * kDim + d] = shared.k[d];
       values[static_cast<int64_t>(length - 1) * kDim + d] = load_one(new_value + d);
@@ -228,7 +236,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
   constexpr float kLog2E = 1.44269504f;
   float most = -INFINITY, sum = 0.0f;  // of head `group`; sum: this lane's keys alone
   float o[kHeads][kOwn] = {};
-  for (; tile < end; tile += kPart) {
+  for (; tile < length; tile += stride) {
     if (tile + group == length - 1) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) key[i] = *reinterpret_cast<const uint4 *>(&shared.k[i * 32 + quarter * 8]);
@@ -246,7 +254,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
       const int at = tile + quarter * 2 + i;
       float s = d[i] * a.scale;
       if (a.softcap > 0.0f) s = a.softcap * tanhf(s / a.softcap);
-      const bool there = at < end && (a.mask == nullptr || __ldcg(a.mask + static_cast<int64_t>(row) * a.mask_stride + at) != 0);
+      const bool there = at < length && (a.mask == nullptr || __ldcg(a.mask + static_cast<int64_t>(row) * a.mask_stride + at) != 0);
       score[i] = there ? s * kLog2E : -INFINITY;
     }
     float tile_most = fmaxf(score[0], score[1]);
@@ -271,7 +279,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
         v[k][2 * i] = to_float(pair[0]), v[k][2 * i + 1] = to_float(pair[1]);
       }
     }
-    if (tile + kPart < end) load_tile(tile + kPart);
+    if (tile + stride < length) load_tile(tile + stride);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       const float by = shared.rescale[warp][h];
@@ -303,26 +311,31 @@ __global__ void __launch_bounds__(kAttentionWarps * 32)
   T *const out = static_cast<T *>(a.out) + (static_cast<int64_t>(row) * a.key_heads + key_head) * heads * kDim;
   const int64_t head_at = static_cast<int64_t>(row) * a.key_heads + key_head;
   float *const partial = a.partial + head_at * a.parts * heads * (2 + kDim);
+  // Warps' results to the CTA's: first each warp's share, by 64 threads, then the elements.
+  if (threadIdx.x < kAttentionWarps * 8) {
+    const int h = threadIdx.x / 8, w = threadIdx.x % 8;
+    const float top = shared.most[w][h];
+    float all = top;
+#pragma unroll
+    for (int d = 4; d > 0; d /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, d));
+    const float by = exp2f(top - (all == -INFINITY ? 0.0f : all));
+    float total = shared.sum[w][h] * by;
+#pragma unroll
+    for (int d = 4; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
+    shared.by[w][h] = active == 1 ? by / total : by;
+    if (w == 0 && h < heads && active > 1) {
+      float *const mine = partial + (part * heads + h) * (2 + kDim);
+      mine[0] = all, mine[1] = total;
+    }
+  }
+  __syncthreads();
   for (int e = threadIdx.x; e < heads * kDim; e += kAttentionWarps * 32) {
     const int h = e / kDim, d = e % kDim;
-    float top = -INFINITY;
+    float y = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) top = fmaxf(top, shared.most[w][h]);
-    const float base = top == -INFINITY ? 0.0f : top;
-    float total = 0.0f, y = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) {
-      const float by = exp2f(shared.most[w][h] - base);
-      total = fmaf(shared.sum[w][h], by, total);
-      y = fmaf(shared.o[w][h][d], by, y);
-    }
-    if (active == 1) {
-      out[e] = from_float<T>(y / total);
-    } else {
-      float *const mine = partial + (part * heads + h) * (2 + kDim);
-      mine[2 + d] = y;
-      if (d == 0) mine[0] = top, mine[1] = total;
-    }
+    for (int w = 0; w < kAttentionWarps; ++w) y = fmaf(shared.o[w][h][d], shared.by[w][h], y);
+    if (active == 1) out[e] = from_float<T>(y);
+    else partial[(part * heads + h) * (2 + kDim) + 2 + d] = y;
   }
   if (active == 1) return;
 

@@ -19,10 +19,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#ifndef DECODING_PREFETCH
-#define DECODING_PREFETCH "128"
-#endif
-
 namespace decoding {
 
 inline constexpr int kUnit = 8;    // W's rows in a unit: the n of an mma
@@ -30,6 +26,8 @@ inline constexpr int kChunk = 64;  // elements of a row that a warp takes at a t
 inline constexpr int kRound = 4;   // units whose sums a warp holds at once
 inline constexpr int kMaxRows = 16;
 inline constexpr int kStageBytes = 1024;  // of a warp: a chunk of a unit
+inline constexpr int kWarps = 16;
+inline constexpr int kThreads = kWarps * 32;
 
 enum Epilogue { kStore, kResidual, kGated };
 enum Activation { kSilu, kGeluTanh };
@@ -55,9 +53,10 @@ struct Product {
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-__device__ __forceinline__ void copy_later(void *to, const void *from, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::" DECODING_PREFETCH "B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes)
+// 16 bytes, or zeros.
+__device__ __forceinline__ void copy_later(void *to, const void *from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(there ? 16 : 0)
                : "memory");
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -112,6 +111,13 @@ __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
+// What an earlier kernel of the step wrote: from L2, since L1 may hold it as it was before.
+template <class T>
+__device__ __forceinline__ T load_one(const T *from) {
+  const unsigned short bits = __ldcg(reinterpret_cast<const unsigned short *>(from));
+  return *reinterpret_cast<const T *>(&bits);
+}
+
 template <class T>
 union Eight {
   uint4 bits;
@@ -132,9 +138,9 @@ __device__ __forceinline__ float activate(int activation, float x) {
 __host__ __device__ inline int staged_row_bytes(int columns) {
   return (columns + kChunk - 1) / kChunk * kChunk * 2 + 64;
 }
-inline int shared_bytes(int warps, int stages, bool staged, int rows, int columns) {
-  return warps * stages * kStageBytes + (staged ? rows * staged_row_bytes(columns) : 0) +
-         warps * rows * kRound * kUnit * 4 + kMaxRows * warps * 4;
+inline int shared_bytes(int stages, bool staged, int rows, int columns) {
+  return kWarps * stages * kStageBytes + (staged ? rows * staged_row_bytes(columns) : 0) +
+         kWarps * rows * kRound * kUnit * 4 + kMaxRows * kWarps * 4;
 }
 
 // Row `lane_row` of the CTA's i-th unit; null beyond the last row.
@@ -156,10 +162,9 @@ __device__ __forceinline__ const T *unit_row(const Product &p, int i, int lane_r
 
 // kTall: more than eight rows of x. kStaged: x in shared memory, normed if asked for; else each warp
 // reads its part from L2 when it needs it.
-template <class T, Epilogue kEpilogue, bool kTall, bool kStaged, int kStages, int kWarps, int kCtas>
-__global__ void __launch_bounds__(kWarps * 32, kCtas) product(const __grid_constant__ Product p) {
+template <class T, Epilogue kEpilogue, bool kTall, bool kStaged, int kStages>
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Product p) {
   constexpr bool kPairs = kEpilogue == kGated;
-  constexpr int kThreads = kWarps * 32;
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   const int chunks = (p.columns + kChunk - 1) / kChunk;
@@ -174,6 +179,14 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas) product(const __grid_const
   const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
   const int units = (all_units - cta + grid - 1) / grid * (kPairs ? 2 : 1);
 
+  // Before the ring, behind whose megabytes they would wait.
+  [[maybe_unused]] uint4 first_weight;
+  if constexpr (kStaged) {
+    if (p.norm_weight != nullptr && threadIdx.x * 8 < p.columns) {
+      first_weight = __ldg(static_cast<const uint4 *>(p.norm_weight) + threadIdx.x);
+    }
+  }
+
   // What is copied next: by rounds, in a round by chunks, of a chunk unit by unit.
   int next_base = 0, next_unit = 0, next_chunk = warp, next_slot = 0;
   if (warp >= chunks) next_base = units;
@@ -184,8 +197,8 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas) product(const __grid_const
       char *const to = ring + next_slot * kStageBytes + lane * 16;
       const void *safe = p.weight[0];
       const bool first = row != nullptr && k < p.columns, second = row != nullptr && k + 32 < p.columns;
-      copy_later(to, first ? row + k : safe, first ? 16 : 0);
-      copy_later(to + 512, second ? row + k + 32 : safe, second ? 16 : 0);
+      copy_later(to, first ? row + k : safe, first);
+      copy_later(to + 512, second ? row + k + 32 : safe, second);
       if (++next_unit == min(kRound, units - next_base)) {
         next_unit = 0;
         if ((next_chunk += kWarps) >= chunks) next_chunk = warp, next_base += kRound;
@@ -197,12 +210,6 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas) product(const __grid_const
   for (int s = 0; s < kStages; ++s) copy_next();
 
   let_next_start();
-  [[maybe_unused]] uint4 first_weight;
-  if constexpr (kStaged) {
-    if (p.norm_weight != nullptr && threadIdx.x * 8 < p.columns) {
-      first_weight = __ldg(static_cast<const uint4 *>(p.norm_weight) + threadIdx.x);
-    }
-  }
   wait_for_previous();
 
   const T *const x = static_cast<const T *>(p.x);
@@ -378,8 +385,7 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas) product(const __grid_const
           const int64_t at = static_cast<int64_t>(row) * p.out_columns + column;
           float y = 0.0f;
           if constexpr (kEpilogue == kResidual) {
-            const unsigned short bits = __ldcg(static_cast<const unsigned short *>(p.residual) + at);
-            y = to_float(*reinterpret_cast<const T *>(&bits));
+            y = to_float(load_one(static_cast<const T *>(p.residual) + at));
           }
           const int part = column >= p.end[1] ? 2 : column >= p.end[0] ? 1 : 0;
           const float sum = total(row, u * kUnit + c) + bias_at(part, column - (part ? p.end[part - 1] : 0));
@@ -392,15 +398,15 @@ __global__ void __launch_bounds__(kWarps * 32, kCtas) product(const __grid_const
 }
 
 // The norm alone, for rows of which not all fit in shared memory: a CTA a row, the same bits.
-template <class T, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32) norm_row(const __grid_constant__ Product p) {
+template <class T>
+__global__ void __launch_bounds__(kThreads) norm_row(const __grid_constant__ Product p) {
   __shared__ float squares[kWarps];
   let_next_start();
   wait_for_previous();
   const auto *const from = reinterpret_cast<const uint4 *>(static_cast<const T *>(p.x) + static_cast<int64_t>(blockIdx.x) * p.columns);
   auto *const to = reinterpret_cast<uint4 *>(static_cast<T *>(p.out) + static_cast<int64_t>(blockIdx.x) * p.columns);
   float square = 0.0f;
-  for (int i = threadIdx.x; i < p.columns / 8; i += kWarps * 32) {
+  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
     Eight<T> v;
     v.bits = __ldcg(from + i);
 #pragma unroll
@@ -414,7 +420,7 @@ __global__ void __launch_bounds__(kWarps * 32) norm_row(const __grid_constant__ 
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) square += squares[w];
   const float scale = rsqrtf(square / static_cast<float>(p.columns) + p.eps);
-  for (int i = threadIdx.x; i < p.columns / 8; i += kWarps * 32) {
+  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
     Eight<T> v, w;
     v.bits = __ldcg(from + i);
     w.bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + i);

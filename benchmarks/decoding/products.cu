@@ -1,4 +1,4 @@
-// products.cu: product.cuh's kernels in several sizes of ring and CTA, called from products.py.
+// products.cu: product.cuh's kernels in several depths of ring, called from products.py.
 #include "product.cuh"
 
 using decoding::Epilogue;
@@ -26,42 +26,40 @@ cudaError_t launch(Kernel kernel, const Product &p, int grid, int threads, int b
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-template <class T, Epilogue kEpilogue, int kStages, int kWarps, int kCtas>
+template <class T, Epilogue kEpilogue, int kStages>
 cudaError_t choose(const Product &p, bool staged, int grid, bool overlap, cudaStream_t s) {
   using namespace decoding;
   const auto kernel = p.rows > 8
-                          ? (staged ? product<T, kEpilogue, true, true, kStages, kWarps, kCtas>
-                                    : product<T, kEpilogue, true, false, kStages, kWarps, kCtas>)
-                          : (staged ? product<T, kEpilogue, false, true, kStages, kWarps, kCtas>
-                                    : product<T, kEpilogue, false, false, kStages, kWarps, kCtas>);
-  return launch(kernel, p, grid, kWarps * 32, shared_bytes(kWarps, kStages, staged, p.rows, p.columns), overlap, s);
+                          ? (staged ? product<T, kEpilogue, true, true, kStages>
+                                    : product<T, kEpilogue, true, false, kStages>)
+                          : (staged ? product<T, kEpilogue, false, true, kStages>
+                                    : product<T, kEpilogue, false, false, kStages>);
+  return launch(kernel, p, grid, kThreads, shared_bytes(kStages, staged, p.rows, p.columns), overlap, s);
 }
 
-template <class T, int kStages, int kWarps, int kCtas>
+template <class T, int kStages>
 cudaError_t choose(const Product &p, int epilogue, bool staged, int grid, bool overlap, cudaStream_t s) {
   using namespace decoding;
-  if (epilogue == kStore) return choose<T, kStore, kStages, kWarps, kCtas>(p, staged, grid, overlap, s);
-  if (epilogue == kResidual) return choose<T, kResidual, kStages, kWarps, kCtas>(p, staged, grid, overlap, s);
-  if (epilogue == kGated) return choose<T, kGated, kStages, kWarps, kCtas>(p, staged, grid, overlap, s);
-  return launch(norm_row<T, kWarps>, p, p.rows, kWarps * 32, 0, overlap, s);
+  if (epilogue == kStore) return choose<T, kStore, kStages>(p, staged, grid, overlap, s);
+  if (epilogue == kResidual) return choose<T, kResidual, kStages>(p, staged, grid, overlap, s);
+  if (epilogue == kGated) return choose<T, kGated, kStages>(p, staged, grid, overlap, s);
+  return launch(norm_row<T>, p, p.rows, kThreads, 0, overlap, s);
 }
 
 }  // namespace
 
 extern "C" const char *error_text(int e) { return cudaGetErrorString(static_cast<cudaError_t>(e)); }
 
-// epilogue: a decoding::Epilogue, or 3 for the norm alone. variant: which of the sizes below. grid: CTAs. overlap: programmatic dependent launch.
-extern "C" int product(const Product *p, int half, int variant, int epilogue, int staged, int grid,
+// epilogue: a decoding::Epilogue, or 3 for the norm alone. stages: of a warp's ring; fp16 is compiled for 4. grid: CTAs. overlap: programmatic dependent launch.
+extern "C" int product(const Product *p, int half, int stages, int epilogue, int staged, int grid,
                        int overlap, void *stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   using B = __nv_bfloat16;
-  if (half) return choose<__half, 10, 16, 1>(*p, epilogue, staged, grid, overlap, s);
-  switch (variant) {
-    case 0: return choose<B, 10, 16, 1>(*p, epilogue, staged, grid, overlap, s);
-    case 1: return choose<B, 6, 16, 1>(*p, epilogue, staged, grid, overlap, s);
-    case 2: return choose<B, 12, 16, 1>(*p, epilogue, staged, grid, overlap, s);
-    case 3: return choose<B, 6, 16, 2>(*p, epilogue, staged, grid, overlap, s);
-    case 4: return choose<B, 12, 8, 2>(*p, epilogue, staged, grid, overlap, s);
+  if (half) return choose<__half, 4>(*p, epilogue, staged, grid, overlap, s);
+  switch (stages) {
+    case 4: return choose<B, 4>(*p, epilogue, staged, grid, overlap, s);
+    case 8: return choose<B, 8>(*p, epilogue, staged, grid, overlap, s);
+    case 12: return choose<B, 12>(*p, epilogue, staged, grid, overlap, s);
     default: return cudaErrorInvalidValue;
   }
 }

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 HERE = Path(__file__).parent
 STORE, RESIDUAL, GATED, NORM = 0, 1, 2, 3
 SILU, GELU_TANH = 0, 1
-# (stages, warps, CTAs that fit on a multiprocessor), as in products.cu
-VARIANTS = [(10, 16, 1), (6, 16, 1), (12, 16, 1), (6, 16, 2), (12, 8, 2)]
+STAGES = (4, 8, 12)  # of a warp's ring, as in products.cu
 SHARED_BYTES = 227 << 10
 STAGED_BYTES = 12 << 10  # x in shared memory up to this size, where it need not be for a norm
 
@@ -83,8 +82,7 @@ class Kernels:
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
         self.normed: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self.overlap = True
-        self.variant = 0
-        self.per_processor = 1  # CTAs of a kernel on one multiprocessor
+        self.most_stages = 8
 
     def __call__(
         self,
@@ -114,24 +112,29 @@ class Kernels:
         p.eps, p.norm_offset, p.round_normed = eps, offset, int(round_normed)
         p.residual = residual.data_ptr() if residual is not None else None
         p.out_columns, p.activation = out.shape[1], activation
-        stages, warps, _ = VARIANTS[self.variant]
+        # As deep a ring as fits beside x; without x where that leaves less than four stages.
         rows, columns = x.shape
         staged_bytes = rows * (-(-columns // 64) * 128 + 64)
-        most = SHARED_BYTES - warps * (stages * 1024 + rows * 128 + 64)
-        staged = staged_bytes <= (STAGED_BYTES if norm is None else most)
+        staged = norm is not None or staged_bytes <= STAGED_BYTES
+        free = SHARED_BYTES - 16 * (rows * 128 + 64)
+        depths = [n for n in reversed(STAGES) if n <= self.most_stages]
+        fits = [n for n in depths if n << 14 <= free - (staged_bytes if staged else 0)]
+        staged, fits = (staged, fits) if fits else (False, depths)
+        stages = next(n for n in fits if n << 14 <= free)
         if norm is not None and not staged:  # the norm in a kernel of its own
             normed = self.normed.setdefault((rows, columns, x.dtype), torch.empty_like(x))
             p.out = normed.data_ptr()
-            self.launch(NORM, p, rows, False, x.dtype)
+            self.launch(NORM, p, stages, rows, False, x.dtype)
             p.x, p.norm_weight, p.out = normed.data_ptr(), None, out.data_ptr()
         units = -(-(p.end[0] if kind == GATED else p.end[2]) // 8)
-        grid = min(units, self.processors * self.per_processor)
-        self.launch(kind, p, grid, staged, x.dtype)
+        self.launch(kind, p, stages, min(units, self.processors), staged, x.dtype)
 
-    def launch(self, kind: int, p: Product, grid: int, staged: bool, dtype: torch.dtype) -> None:
+    def launch(
+        self, kind: int, p: Product, stages: int, grid: int, staged: bool, dtype: torch.dtype
+    ) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         half, at = int(dtype == torch.float16), ctypes.byref(p)
-        setting = (half, self.variant, kind, int(staged), grid, int(self.overlap))
+        setting = (half, stages, kind, int(staged), grid, int(self.overlap))
         if status := self.library.product(at, *setting, stream):
             raise RuntimeError(f"{self.library.error_text(status).decode()}: {setting}")
 
@@ -396,12 +399,9 @@ def main() -> None:
     print(f"copy {speed / 1e6:.3f} TB/s")
     pool = Pool()
     result["products"], result["steps"] = [], []
-    settings = [(v, m, o) for v in range(len(VARIANTS)) for m in (1, 2) for o in (True,)]
-    settings = [(v, m, o) for v, m, o in settings if m == 1 or VARIANTS[v][1] == 8]
-    settings.append((0, 1, False))
-    for variant, per_processor, overlap in settings:
-        kernels.variant, kernels.per_processor, kernels.overlap = variant, per_processor, overlap
-        tag = {"variant": VARIANTS[variant], "ctas": per_processor, "overlap": overlap}
+    for most_stages, overlap in ((8, True), (12, True), (4, True), (8, False)):
+        kernels.most_stages, kernels.overlap = most_stages, overlap
+        tag = {"stages": most_stages, "overlap": overlap}
         for model in MODELS:
             for rows in (1, 2, 8, 16):
                 us, size = whole_model(kernels, pool, model, rows)
@@ -412,12 +412,12 @@ def main() -> None:
             f"{r['model']}x{r['rows']} {r['us']:.0f} ({r['bytes'] / r['us'] / speed:.3f})"
             for r in result["steps"][-12:]
         )
-        print(f"step {tag['variant']} x{per_processor} {'pdl' if overlap else '   '}: {line}")
-        if not ((overlap and per_processor == 1) or VARIANTS[variant][1] == 8):
+        print(f"step, {most_stages} stages {'pdl' if overlap else '   '}: {line}")
+        if not overlap:
             continue
         for model in MODELS:
             for name, spec in products_of(model).items():
-                for rows in (1, 8, 16) if variant == 0 else (1, 8):
+                for rows in (1, 8, 16):
                     us = one_product(kernels, pool, spec, rows)
                     size = sum(spec[2]) * spec[1] * 2
                     row = tag | {"model": model, "product": name, "rows": rows, "us": us}
@@ -446,7 +446,7 @@ def main() -> None:
                 size = sum(spec[2]) * spec[1] * 2
                 result["products"].append(
                     {
-                        "variant": "cublas",
+                        "cublas": True,
                         "model": model,
                         "product": name,
                         "rows": rows,

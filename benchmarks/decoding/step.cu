@@ -27,13 +27,12 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int by
 
 template <class T, Epilogue kEpilogue, int kStages>
 cudaError_t run_product(const Product &p, bool staged, int grid, cudaStream_t s) {
-  constexpr int kWarps = 16;
-  const auto kernel = p.rows > 8 ? (staged ? product<T, kEpilogue, true, true, kStages, kWarps, 1>
-                                           : product<T, kEpilogue, true, false, kStages, kWarps, 1>)
-                                 : (staged ? product<T, kEpilogue, false, true, kStages, kWarps, 1>
-                                           : product<T, kEpilogue, false, false, kStages, kWarps, 1>);
-  const int bytes = shared_bytes(kWarps, kStages, staged, p.rows, p.columns);
-  return launch(kernel, grid, kWarps * 32, bytes, s, p);
+  const auto kernel = p.rows > 8 ? (staged ? product<T, kEpilogue, true, true, kStages>
+                                           : product<T, kEpilogue, true, false, kStages>)
+                                 : (staged ? product<T, kEpilogue, false, true, kStages>
+                                           : product<T, kEpilogue, false, false, kStages>);
+  const int bytes = shared_bytes(kStages, staged, p.rows, p.columns);
+  return launch(kernel, grid, kThreads, bytes, s, p);
 }
 
 template <class T, int kStages>
@@ -41,7 +40,7 @@ cudaError_t run_product(const Product &p, int epilogue, bool staged, int grid, c
   if (epilogue == kStore) return run_product<T, kStore, kStages>(p, staged, grid, s);
   if (epilogue == kResidual) return run_product<T, kResidual, kStages>(p, staged, grid, s);
   if (epilogue == kGated) return run_product<T, kGated, kStages>(p, staged, grid, s);
-  return launch(norm_row<T, 16>, p.rows, 512, 0, s, p);
+  return launch(norm_row<T>, p.rows, kThreads, 0, s, p);
 }
 
 template <class T, int kDim, int kHeads>
@@ -68,7 +67,6 @@ extern "C" int product(const Product *p, int stages, int epilogue, int staged, i
   switch (stages) {
     case 4: return run_product<B, 4>(*p, epilogue, staged, grid, s);
     case 8: return run_product<B, 8>(*p, epilogue, staged, grid, s);
-    case 10: return run_product<B, 10>(*p, epilogue, staged, grid, s);
     case 12: return run_product<B, 12>(*p, epilogue, staged, grid, s);
     default: return cudaErrorInvalidValue;
   }

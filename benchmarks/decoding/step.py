@@ -14,6 +14,8 @@ import copy
 import ctypes
 import functools
 import json
+import pickle
+import random
 import subprocess
 import tempfile
 import time
@@ -92,6 +94,12 @@ class Arena:
             layer.arena, layer.index = self, index
 
 
+def _plain_layer(state: dict[str, Any]) -> DynamicLayer:
+    layer = DynamicLayer.__new__(DynamicLayer)
+    layer.__dict__.update(state)
+    return layer
+
+
 class ArenaLayer(DynamicLayer):
     """A `DynamicLayer` whose keys and values are views of an arena; plain once written to."""
 
@@ -107,20 +115,23 @@ class ArenaLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.arena.length
 
+    def _state(self, *, own: bool) -> dict[str, Any]:
+        """What a plain layer of the same content holds; `own`: memory of its own, no views."""
+        state = {k: v for k, v in self.__dict__.items() if k not in ("arena", "index")}
+        keys, values = self.keys, self.values
+        return state | {
+            "keys": keys.clone() if own else keys,
+            "values": values.clone() if own else values,
+        }
+
+    def __copy__(self) -> DynamicLayer:
+        return _plain_layer(self._state(own=False))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicLayer:
-        plain = copy.copy(self)
-        plain._become_plain()
-        return copy.deepcopy(plain, memo)
+        return _plain_layer(self._state(own=True))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = copy.copy(self)
-        plain._become_plain()
-        return plain.__reduce_ex__(protocol)
-
-    def __copy__(self) -> ArenaLayer:
-        other = ArenaLayer.__new__(ArenaLayer)
-        other.__dict__.update(self.__dict__)
-        return other
+        return _plain_layer, (self._state(own=True),)
 
 
 def _view(which: int) -> property:
@@ -139,6 +150,19 @@ def _view(which: int) -> property:
 ArenaLayer.keys, ArenaLayer.values = _view(0), _view(1)  # type: ignore[assignment]
 
 
+def arena_of(cache: DynamicCache, room: int = 1024) -> Arena:
+    """The arena behind all of a cache's layers, with room for a token; else a new one."""
+    arenas = {getattr(layer, "arena", None) for layer in cache.layers}
+    arena = arenas.pop() if len(arenas) == 1 else None
+    if arena is None or arena.length >= arena.capacity:
+        for layer in cache.layers:
+            if isinstance(layer, ArenaLayer):
+                layer._become_plain()
+        length = cache.layers[0].keys.shape[-2]
+        arena = Arena(cache, -(-(length + 1) // room) * room + room)
+    return arena
+
+
 class Step:
     """One token for each of `rows` sequences; its graph serves every length up to the capacity."""
 
@@ -148,7 +172,7 @@ class Step:
         library: ctypes.CDLL,
         rows: int,
         *,
-        most_stages: int = 10,
+        most_stages: int = 8,
         parts: int = 16,
         leave_out: str = "",
     ) -> None:
@@ -220,7 +244,7 @@ class Step:
         staged_bytes = rows * (-(-columns // 64) * 128 + 64)
         staged = norm is not None or staged_bytes <= STAGED_BYTES
         free = SHARED_BYTES - 16 * (rows * 128 + 64)
-        depths = [n for n in (12, 10, 8, 4) if n <= self.most_stages]
+        depths = [n for n in (12, 8, 4) if n <= self.most_stages]
         fits = [n for n in depths if n << 14 <= free - (staged_bytes if staged else 0)]
         staged, fits = (staged, fits) if fits else (False, depths)
         stages = next(n for n in fits if n << 14 <= free)
@@ -281,16 +305,9 @@ class Step:
 
     # --- one token ---------------------------------------------------------------------------
 
-    def take(self, cache: DynamicCache, room: int = 1024) -> None:
+    def take(self, cache: DynamicCache) -> None:
         """Make `cache` the one that the next step reads and extends."""
-        arenas = {getattr(layer, "arena", None) for layer in cache.layers}
-        arena = arenas.pop() if len(arenas) == 1 else None
-        if arena is None or arena.length >= arena.capacity:
-            for layer in cache.layers:
-                if isinstance(layer, ArenaLayer):
-                    layer._become_plain()
-            length = cache.layers[0].keys.shape[-2]
-            arena = Arena(cache, -(-(length + 1) // room) * room + room)
+        arena = arena_of(cache)
         if arena is not self.arena or self.expected != arena.length:
             size = arena.data[0, 0].numel() * arena.data.element_size()
             base = arena.data.data_ptr()
@@ -368,6 +385,64 @@ def patch(model: Any, library: ctypes.CDLL) -> None:
         )
 
     model.forward = forward
+
+
+def check_cache(rounds: int = 300) -> None:
+    """Random operations on a cache that fused steps extend, beside the same on a plain one."""
+    rng, layers, heads, dim = random.Random(0), 2, 2, 4
+
+    def extend(cache: DynamicCache, tokens: list[list[torch.Tensor]]) -> None:
+        arena = arena_of(cache, room=3)
+        for index, pair in enumerate(tokens):
+            for which, new in enumerate(pair):
+                arena.data[index, which, :, :, arena.length : arena.length + 1] = new
+        arena.length += 1
+
+    for _ in range(rounds):
+        rows = rng.randint(1, 3)
+        plain = DynamicCache()
+        for index in range(layers):
+            plain.update(torch.randn(rows, heads, 4, dim), torch.randn(rows, heads, 4, dim), index)
+        ours, kept = copy.deepcopy(plain), []
+        for _ in range(rng.randint(1, 12)):
+            length, rows = plain.get_seq_length(), plain.layers[0].keys.shape[0]
+            move = rng.choice(
+                ["step"] * 4 + ["update", "crop", "reorder", "repeat", "copy", "pickle", "shallow"]
+            )
+            tokens = [[torch.randn(rows, heads, 1, dim) for _ in range(2)] for _ in range(layers)]
+            if move in ("step", "update"):
+                for index, (key, value) in enumerate(tokens):
+                    plain.update(key, value, index)
+                    if move == "update":
+                        ours.update(key, value, index)
+                if move == "step":
+                    extend(ours, tokens)
+            elif move == "crop" and length > 1:
+                for cache in (plain, ours):
+                    cache.crop(-1)
+            elif move == "reorder":
+                order = torch.tensor([rng.randrange(rows) for _ in range(rows)])
+                plain.reorder_cache(order), ours.reorder_cache(order)
+            elif move == "repeat" and rows < 8:
+                plain.batch_repeat_interleave(2), ours.batch_repeat_interleave(2)
+            elif move == "shallow":
+                ours.layers = [copy.copy(layer) for layer in ours.layers]
+            elif move == "copy":
+                kept.append((ours, [(x.keys.clone(), x.values.clone()) for x in ours.layers]))
+                ours = copy.deepcopy(ours)
+            elif move == "pickle":
+                ours = pickle.loads(pickle.dumps(ours))
+            view = ours.layers[0].keys
+            kept.append((view, view.clone()))
+            assert plain.get_seq_length() == ours.get_seq_length()
+            for a, b in zip(plain.layers, ours.layers, strict=True):
+                assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values), move
+        for thing, was in kept:  # what the user holds stays as it was
+            if isinstance(thing, torch.Tensor):
+                assert torch.equal(thing, was)
+            else:
+                for layer, (keys, values) in zip(thing.layers, was, strict=True):
+                    assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
 
 
 # --- checks and times ----------------------------------------------------------------------------
@@ -520,17 +595,17 @@ def time_steps(
     library: ctypes.CDLL,
     rows: int,
     lengths: list[int],
-    stages: int,
-    parts: int,
     leave_out: str = "",
+    stages: int = 8,
 ) -> list[dict[str, Any]]:
+    """Median microseconds of the graph, for each length of the cache."""
     found = []
     config = model.config
     weights = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n) * 2
     if config.tie_word_embeddings:
         weights += model.lm_head.weight.numel() * 2
     for length in lengths:
-        step = Step(model, library, rows, most_stages=stages, parts=parts, leave_out=leave_out)
+        step = Step(model, library, rows, most_stages=stages, leave_out=leave_out)
         cache = DynamicCache()
         for layer in range(config.num_hidden_layers):
             shape = (rows, config.num_key_value_heads, length, step.dim)
@@ -568,14 +643,13 @@ def time_steps(
             "rows": rows,
             "length": length,
             "stages": stages,
-            "parts": parts,
             "left_out": leave_out,
             "us": sorted(times)[7],
         }
         row |= {"bytes": read, "tb_per_s": read / sorted(times)[7] / 1e6, "first_call_s": first}
         found.append(row)
         print(
-            f"{name} x{rows} length {length} stages {stages} parts {parts} -{leave_out}: "
+            f"{name} x{rows} length {length} {leave_out and 'without ' + leave_out}: "
             f"{row['us']:.0f} us, "
             f"{row['tb_per_s']:.2f} TB/s, first call {first * 1e3:.0f} ms"
         )
@@ -630,36 +704,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--library", type=Path, help="step.cu compiled; else it is compiled now")
-    parser.add_argument(
-        "--only-times", action="store_true", help="of steps; no checks, no generate"
-    )
     args = parser.parse_args()
+    check_cache()
     library = ctypes.CDLL(str(args.library or build()))
     library.error_text.restype = ctypes.c_char_p
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     result["errors"], result["steps"], result["generate"] = [], [], []
     try:
         for kind in ("llama-9-3", "llama-8-8", "qwen"):
-            for rows, prompt in () if args.only_times else ((1, 5), (2, 63), (3, 700), (9, 130)):
+            for rows, prompt in ((1, 5), (2, 63), (3, 700), (9, 130)):
                 model = make(small(kind))
                 result["errors"].append(
                     check_steps(kind, model, library, rows, prompt, torch.float64)
                 )
         for name, config in (("0.6B", qwen_06b()), ("1B", llama_1b()), ("8B", llama_8b())):
             model = make(config)
-            if not args.only_times:
-                result["errors"].append(check_steps(name, model, library, 2, 300, torch.float32, 2))
+            result["errors"].append(check_steps(name, model, library, 2, 300, torch.float32, 2))
             for rows in (1, 2, 4, 8, 16):
                 lengths = [64, 512, 1000, 8000, 32000] if rows == 1 else [1000]
-                result["steps"] += time_steps(name, model, library, rows, lengths, 10, 16)
-            for stages in (8, 12):
-                result["steps"] += time_steps(name, model, library, 1, [512], stages, 16)
+                result["steps"] += time_steps(name, model, library, rows, lengths)
             for out in ("attention", "products"):
-                result["steps"] += time_steps(name, model, library, 1, [64, 1000], 10, 16, out)
-            if args.only_times:
-                continue
-            for parts in (8,):
-                result["steps"] += time_steps(name, model, library, 1, [512, 1000, 8000], 10, parts)
+                for rows in (1, 8):
+                    result["steps"] += time_steps(name, model, library, rows, [64, 1000], out)
             for rows in (1, 8):
                 result["generate"].append(time_generate(name, model, library, rows, rows == 1))
             del model
