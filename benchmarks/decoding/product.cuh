@@ -1,0 +1,437 @@
+// product.cuh: x W^T for up to 16 rows of x, W as it lies in a linear layer ([out, in], half types),
+// with the row's norm before it and bias, residual sum or gated activation after it.
+//
+// Weights are read once and are all that takes time, so everything serves keeping their copies on
+// their way. A CTA takes units of eight of W's rows; its warps share out the length of a row in
+// chunks of 64 elements. A thread copies with cp.async exactly those 16 bytes that it later feeds to
+// its own mma, so a ring of stages needs no barrier: it runs on through sums, epilogues, and (before
+// griddepcontrol.wait, which orders everything but weights) into the kernel before.
+//
+// mma.m16n8k16 takes x as A (16 rows) and eight rows of W as B. Which k a thread holds is free as
+// long as A and B agree: eight neighbours of one row, so that both are loads of 16 bytes from
+// memory as it lies. One row or sixteen: the same sums in the same order.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace decoding {
+
+inline constexpr int kUnit = 8;    // W's rows in a unit: the n of an mma
+inline constexpr int kChunk = 64;  // elements of a row that a warp takes at a time: a line of 128 bytes
+inline constexpr int kRound = 4;   // units whose sums a warp holds at once
+inline constexpr int kMaxRows = 16;
+inline constexpr int kStageBytes = 1024;  // of a warp: a chunk of a unit
+inline constexpr int kWarps = 16;
+inline constexpr int kThreads = kWarps * 32;
+
+enum Epilogue { kStore, kResidual, kGated };
+enum Activation { kSilu, kGeluTanh };
+
+struct Product {
+  const void *weight[3];  // W's parts, one below the other; gated: gate and up, of equal size
+  const void *bias[3];    // of each part, or null
+  int end[3];             // where a part ends, in rows of all
+  int columns;            // a multiple of 8
+  int rows;               // of x, at most kMaxRows
+  const void *x;
+  const void *norm_weight;  // or null: x is taken as it is. Staged kernels only
+  float eps, norm_offset;
+  int round_normed;  // whether x / rms is rounded before it is multiplied with the weight
+  const void *residual;
+  void *out;
+  int out_columns;
+  int activation;
+};
+
+// ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// 16 bytes, or zeros.
+__device__ __forceinline__ void copy_later(void *to, const void *from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+// Lets the next kernel of the stream start: it may then read weights, nothing else.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernels before have ended and what they wrote is seen. Every thread of every kernel waits
+// before it ends, or the kernel after next could overtake.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+template <class T>
+__device__ __forceinline__ float to_float(T x) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __bfloat162float(x);
+  else return __half2float(x);
+}
+template <class T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
+  else return __float2half_rn(x);
+}
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  return to_float(from_float<T>(x));
+}
+
+// What an earlier kernel of the step wrote: from L2, since L1 may hold it as it was before.
+template <class T>
+__device__ __forceinline__ T load_one(const T *from) {
+  const unsigned short bits = __ldcg(reinterpret_cast<const unsigned short *>(from));
+  return *reinterpret_cast<const T *>(&bits);
+}
+
+template <class T>
+union Eight {
+  uint4 bits;
+  T value[8];
+};
+
+__device__ __forceinline__ float activate(int activation, float x) {
+  if (activation == kSilu) return x / (1.0f + __expf(-x));
+  const float u = 1.59576912f * x * fmaf(0.044715f * x, x, 1.0f);
+  return x / (1.0f + __expf(-u));
+}
+
+// ---------------------------------------------------------------------------------------------
+
+// Bytes of shared memory: the ring; x's rows, staged; the warps' sums; the norm's sums.
+// A staged row is followed by 64 bytes, so that the two rows which an eighth of a load reads lie in
+// different banks.
+__host__ __device__ inline int staged_row_bytes(int columns) {
+  return (columns + kChunk - 1) / kChunk * kChunk * 2 + 64;
+}
+inline int shared_bytes(int stages, bool staged, int rows, int columns) {
+  return kWarps * stages * kStageBytes + (staged ? rows * staged_row_bytes(columns) : 0) +
+         kWarps * rows * kRound * kUnit * 4 + kMaxRows * kWarps * 4;
+}
+
+// Row `lane_row` of the CTA's i-th unit; null beyond the last row.
+template <class T, bool kPairs>
+__device__ __forceinline__ const T *unit_row(const Product &p, int i, int lane_row) {
+  if constexpr (kPairs) {
+    const int row = (static_cast<int>(blockIdx.x) + (i >> 1) * static_cast<int>(gridDim.x)) * kUnit + lane_row;
+    const T *w = static_cast<const T *>(i & 1 ? p.weight[1] : p.weight[0]);
+    return row < p.end[0] ? w + static_cast<int64_t>(row) * p.columns : nullptr;
+  } else {
+    int row = (static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x)) * kUnit + lane_row;
+    const void *w = p.weight[0];
+    if (row >= p.end[2]) return nullptr;
+    if (row >= p.end[1]) w = p.weight[2], row -= p.end[1];
+    else if (row >= p.end[0]) w = p.weight[1], row -= p.end[0];
+    return static_cast<const T *>(w) + static_cast<int64_t>(row) * p.columns;
+  }
+}
+
+// kTall: more than eight rows of x. kStaged: x in shared memory, normed if asked for; else each warp
+// reads its part from L2 when it needs it.
+template <class T, Epilogue kEpilogue, bool kTall, bool kStaged, int kStages>
+__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Product p) {
+  constexpr bool kPairs = kEpilogue == kGated;
+  extern __shared__ __align__(128) char shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+  const int chunks = (p.columns + kChunk - 1) / kChunk;
+  const int row_bytes = staged_row_bytes(p.columns);
+
+  char *const ring = shared + warp * kStages * kStageBytes;
+  char *const staged = shared + kWarps * kStages * kStageBytes;
+  float *const sums = reinterpret_cast<float *>(staged + (kStaged ? p.rows * row_bytes : 0));
+  float *const squares = sums + kWarps * p.rows * kRound * kUnit;
+
+  const int all_units = ((kPairs ? p.end[0] : p.end[2]) + kUnit - 1) / kUnit;
+  const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+  const int units = (all_units - cta + grid - 1) / grid * (kPairs ? 2 : 1);
+
+  // Before the ring, behind whose megabytes they would wait.
+  [[maybe_unused]] uint4 first_weight;
+  if constexpr (kStaged) {
+    if (p.norm_weight != nullptr && threadIdx.x * 8 < p.columns) {
+      first_weight = __ldg(static_cast<const uint4 *>(p.norm_weight) + threadIdx.x);
+    }
+  }
+
+  // What is copied next: by rounds, in a round by chunks, of a chunk unit by unit.
+  int next_base = 0, next_unit = 0, next_chunk = warp, next_slot = 0;
+  if (warp >= chunks) next_base = units;
+  const auto copy_next = [&] {
+    if (next_base < units) {
+      const T *row = unit_row<T, kPairs>(p, next_base + next_unit, group);
+      const int k = next_chunk * kChunk + quarter * 8;
+      char *const to = ring + next_slot * kStageBytes + lane * 16;
+      const void *safe = p.weight[0];
+      const bool first = row != nullptr && k < p.columns, second = row != nullptr && k + 32 < p.columns;
+      copy_later(to, first ? row + k : safe, first);
+      copy_later(to + 512, second ? row + k + 32 : safe, second);
+      if (++next_unit == min(kRound, units - next_base)) {
+        next_unit = 0;
+        if ((next_chunk += kWarps) >= chunks) next_chunk = warp, next_base += kRound;
+      }
+      if (++next_slot == kStages) next_slot = 0;
+    }
+    end_copies();
+  };
+  for (int s = 0; s < kStages; ++s) copy_next();
+
+  let_next_start();
+  wait_for_previous();
+
+  const T *const x = static_cast<const T *>(p.x);
+  if constexpr (kStaged) {
+    // Each warp takes the same part of every row, so that a row's sum does not depend on the others.
+    // Eight rows at a time are on their way.
+    const int pieces = p.columns / 8, padded = chunks * (kChunk / 8);
+    const bool normed = p.norm_weight != nullptr;
+    constexpr int kBatch = 8;
+    for (int r0 = 0; r0 < p.rows; r0 += kBatch) {
+      float square[kBatch] = {};
+      for (int i = threadIdx.x; i < padded; i += kThreads) {
+        Eight<T> v[kBatch];
+#pragma unroll
+        for (int r = 0; r < kBatch; ++r) {
+          v[r].bits = make_uint4(0, 0, 0, 0);
+          if (i < pieces && r0 + r < p.rows) {
+            v[r].bits = __ldcg(reinterpret_cast<const uint4 *>(x + static_cast<int64_t>(r0 + r) * p.columns) + i);
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kBatch; ++r) {
+          if (r0 + r < p.rows) {
+            *reinterpret_cast<uint4 *>(staged + (r0 + r) * row_bytes + i * 16) = v[r].bits;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) square[r] = fmaf(to_float(v[r].value[j]), to_float(v[r].value[j]), square[r]);
+          }
+        }
+      }
+      if (normed) {
+#pragma unroll
+        for (int r = 0; r < kBatch; ++r) {
+          if (r0 + r < p.rows) {
+#pragma unroll
+            for (int d = 16; d > 0; d /= 2) square[r] += __shfl_xor_sync(0xffffffffu, square[r], d);
+            if (lane == 0) squares[(r0 + r) * kWarps + warp] = square[r];
+          }
+        }
+      }
+    }
+    if (normed) {
+      __syncthreads();
+      // Each lane one row's scale; then all rows' pieces, whose loads overlap.
+      float scale = 0.0f;
+      if (lane < p.rows) {
+        float square = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; w += 4) {
+          const float4 four = *reinterpret_cast<const float4 *>(squares + lane * kWarps + w);
+          square += four.x, square += four.y, square += four.z, square += four.w;
+        }
+        scale = rsqrtf(square / static_cast<float>(p.columns) + p.eps);
+      }
+      for (int start = 0; start < pieces; start += kThreads) {
+        const int i = start + static_cast<int>(threadIdx.x);
+        Eight<T> w;
+        w.bits = make_uint4(0, 0, 0, 0);
+        if (start == 0) w.bits = first_weight;
+        else if (i < pieces) w.bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + i);
+#pragma unroll 4
+        for (int r = 0; r < p.rows; ++r) {
+          const float by = __shfl_sync(0xffffffffu, scale, r);
+          if (i < pieces) {
+            uint4 *const at = reinterpret_cast<uint4 *>(staged + r * row_bytes + i * 16);
+            Eight<T> v;
+            v.bits = *at;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+              float y = to_float(v.value[j]) * by;
+              if (p.round_normed) y = rounded<T>(y);
+              v.value[j] = from_float<T>(y * (to_float(w.value[j]) + p.norm_offset));
+            }
+            *at = v.bits;
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // Rows `group` and `group + 8` of x, elements k to k + 7.
+  const auto load_x = [&](int row, int k) -> uint4 {
+    if (row >= p.rows) return make_uint4(0, 0, 0, 0);
+    if constexpr (kStaged) {
+      return *reinterpret_cast<const uint4 *>(staged + row * row_bytes + k * 2);
+    } else {
+      if (k >= p.columns) return make_uint4(0, 0, 0, 0);
+      return __ldcg(reinterpret_cast<const uint4 *>(x + static_cast<int64_t>(row) * p.columns + k));
+    }
+  };
+
+  // From L2 one chunk ahead of its use.
+  uint4 ahead[kTall ? 4 : 2];
+  const auto load_chunk = [&](int chunk) {
+    const int k = chunk * kChunk + quarter * 8;
+    ahead[0] = load_x(group, k), ahead[1] = load_x(group, k + 32);
+    if constexpr (kTall) ahead[2] = load_x(group + 8, k), ahead[3] = load_x(group + 8, k + 32);
+  };
+  if constexpr (!kStaged) load_chunk(warp);
+
+  int slot = 0;
+  for (int base = 0; base < units; base += kRound) {
+    const int n = min(kRound, units - base);
+    float d[kRound][4] = {};
+    for (int chunk = warp; chunk < chunks; chunk += kWarps) {
+      if constexpr (kStaged) load_chunk(chunk);
+      uint4 low[2] = {ahead[0], ahead[1]}, high[2] = {};
+      if constexpr (kTall) high[0] = ahead[2], high[1] = ahead[3];
+      if constexpr (!kStaged) load_chunk(chunk + kWarps < chunks ? chunk + kWarps : warp);
+#pragma unroll
+      for (int u = 0; u < kRound; ++u) {
+        if (u < n) {
+          wait_for_copies<kStages - 1>();
+          const char *const at = ring + slot * kStageBytes + lane * 16;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const uint4 w = *reinterpret_cast<const uint4 *>(at + j * 512);
+            const uint32_t even[4] = {low[j].x, high[j].x, low[j].y, high[j].y};
+            const uint32_t odd[4] = {low[j].z, high[j].z, low[j].w, high[j].w};
+            mma<T>(d[u], even, w.x, w.y);
+            mma<T>(d[u], odd, w.z, w.w);
+          }
+          copy_next();  // over what this thread alone has read, and used
+          if (++slot == kStages) slot = 0;
+        }
+      }
+    }
+
+    if (warp < chunks) {
+      float *const mine = sums + warp * p.rows * (kRound * kUnit) + quarter * 2;
+#pragma unroll
+      for (int u = 0; u < kRound; ++u) {
+        if (group < p.rows) {
+          *reinterpret_cast<float2 *>(mine + group * (kRound * kUnit) + u * kUnit) = make_float2(d[u][0], d[u][1]);
+        }
+        if (kTall && group + 8 < p.rows) {
+          *reinterpret_cast<float2 *>(mine + (group + 8) * (kRound * kUnit) + u * kUnit) =
+              make_float2(d[u][2], d[u][3]);
+        }
+      }
+    }
+    __syncthreads();
+
+    const int summed = min(chunks, kWarps);
+    const auto total = [&](int row, int column) {
+      float s = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        if (w < summed) s += sums[(w * p.rows + row) * (kRound * kUnit) + column];
+      }
+      return s;
+    };
+    const auto bias_at = [&](int part, int row) {
+      return p.bias[part] != nullptr ? to_float(__ldg(static_cast<const T *>(p.bias[part]) + row)) : 0.0f;
+    };
+    T *const out = static_cast<T *>(p.out);
+    if constexpr (kPairs) {
+      for (int e = threadIdx.x; e < p.rows * kRound / 2 * kUnit; e += kThreads) {
+        const int row = e / (kRound / 2 * kUnit), pair = e / kUnit % (kRound / 2), c = e % kUnit;
+        const int column = (cta + (base / 2 + pair) * grid) * kUnit + c;
+        if (pair * 2 < n && column < p.end[0]) {
+          const float gate = rounded<T>(total(row, pair * 2 * kUnit + c) + bias_at(0, column));
+          const float up = rounded<T>(total(row, (pair * 2 + 1) * kUnit + c) + bias_at(1, column));
+          out[static_cast<int64_t>(row) * p.out_columns + column] =
+              from_float<T>(rounded<T>(activate(p.activation, gate)) * up);
+        }
+      }
+    } else {
+      for (int e = threadIdx.x; e < p.rows * kRound * kUnit; e += kThreads) {
+        const int row = e / (kRound * kUnit), u = e / kUnit % kRound, c = e % kUnit;
+        const int column = (cta + (base + u) * grid) * kUnit + c;
+        if (u < n && column < p.end[2]) {
+          const int64_t at = static_cast<int64_t>(row) * p.out_columns + column;
+          float y = 0.0f;
+          if constexpr (kEpilogue == kResidual) {
+            y = to_float(load_one(static_cast<const T *>(p.residual) + at));
+          }
+          const int part = column >= p.end[1] ? 2 : column >= p.end[0] ? 1 : 0;
+          const float sum = total(row, u * kUnit + c) + bias_at(part, column - (part ? p.end[part - 1] : 0));
+          out[at] = from_float<T>(kEpilogue == kResidual ? y + rounded<T>(sum) : sum);
+        }
+      }
+    }
+    if (base + kRound < units) __syncthreads();
+  }
+}
+
+// The norm alone, for rows of which not all fit in shared memory: a CTA a row, the same bits.
+template <class T>
+__global__ void __launch_bounds__(kThreads) norm_row(const __grid_constant__ Product p) {
+  __shared__ float squares[kWarps];
+  let_next_start();
+  wait_for_previous();
+  const auto *const from = reinterpret_cast<const uint4 *>(static_cast<const T *>(p.x) + static_cast<int64_t>(blockIdx.x) * p.columns);
+  auto *const to = reinterpret_cast<uint4 *>(static_cast<T *>(p.out) + static_cast<int64_t>(blockIdx.x) * p.columns);
+  float square = 0.0f;
+  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
+    Eight<T> v;
+    v.bits = __ldcg(from + i);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) square = fmaf(to_float(v.value[j]), to_float(v.value[j]), square);
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
+  __syncthreads();
+  square = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) square += squares[w];
+  const float scale = rsqrtf(square / static_cast<float>(p.columns) + p.eps);
+  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
+    Eight<T> v, w;
+    v.bits = __ldcg(from + i);
+    w.bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + i);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float y = to_float(v.value[j]) * scale;
+      if (p.round_normed) y = rounded<T>(y);
+      v.value[j] = from_float<T>(y * (to_float(w.value[j]) + p.norm_offset));
+    }
+    to[i] = v.bits;
+  }
+}
+
+}  // namespace decoding
