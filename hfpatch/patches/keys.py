@@ -162,7 +162,11 @@ def class_values(module: nn.Module) -> dict[str, Any]:
 
 def names_read(module: nn.Module) -> set[str]:
     """Every name, attribute and short text in the code of a module's class."""
-    found: set[str] = set()
+    known = kept_while_planning(names_read)
+    if type(module) in known:
+        read: set[str] = known[type(module)]
+        return read
+    found: set[str] = known.setdefault(type(module), set())
     for base in _bases(module):
         for _, value in _members(base):
             if (code := getattr(_function(value), "__code__", None)) is not None:

@@ -76,6 +76,8 @@ class BlockSubject(Subject):
     #: epsilon: both round at the same places, except where fusing keeps fp32 longer.
     tolerance = 1.25
 
+    _same: Callable[[nn.Module], bool] | None = None  # what `still_proven` made
+
     @abstractmethod
     def tiny(self, generator: torch.Generator) -> nn.Module:
         """A small block of the same class and settings with random parameters, fp32, on the CPU."""
@@ -113,6 +115,8 @@ class BlockSubject(Subject):
         """A function that tells whether the modules that the fused forward reads are those of now:
         classes, settings, processors, and of idle ones nobody's hooks or forwards. It holds none of
         them: copies share it."""
+        if self._same is not None:
+            return self._same
         idle, read = self._read()
         parts = [
             Part(m, tuple(filter(None, path.split("."))), called=path not in idle)
@@ -130,6 +134,7 @@ class BlockSubject(Subject):
                     return False
             return all(p.is_same(block) for p in processors)
 
+        self._same = same
         return same
 
     def unlike(self, tiny: nn.Module) -> str | None:
