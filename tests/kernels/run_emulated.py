@@ -60,7 +60,8 @@ def main() -> int:
         run = Emulation("--quick" in sys.argv)
         options = [word for word in sys.argv[1:] if word != "--quick"]
         torch.set_num_threads(1)  # of the references; the emulator has its own
-        status = pytest.main(["-q", *map(str, FILES), *options], plugins=[run])
+        command = ["-q", "-p", "no:cacheprovider", *map(str, FILES), *options]
+        status = pytest.main(command, plugins=[run])
         called = emulated.library(program).called
         never = sorted(set(c_api.OPS | c_api.LIST_OPS) - called)
     print(json.dumps({"passed": run.passed, "never_called": never}))
