@@ -153,7 +153,7 @@ MUTATED = """
 ## Wrong kernels
 
 Every norm of a model is given a kernel that is wrong in one way (tests/support/mutations.py), by
-`hfpatch.register` and `verify=False`: behind the proof, which would reject it. A wrong kernel is
+`hfpatch.register` and `verify=False`, as one of our own: behind the proof, which would reject it. A wrong kernel is
 found where the mean of `d` is above its limit. In a leaf (one norm, {leaf_draws} draws, no rounding
 to a half type allowed) each is found in each dtype and formula; a whole model in a half type rounds
 so often itself that small faults drown, before and now. "One more rounding" is one to a half type,

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfpatch import graphs, swap
+from hfpatch import swap
 from hfpatch.announce import announce, what_was_lost
 from hfpatch.kernelized import OVERWRITTEN
-from hfpatch.patches.blocks import flash3
 from hfpatch.plan import Plan, Skip, Swap
-from hfpatch.planner import make_plan
-from hfpatch.proofs import Prepared, autocast_notes
 from hfpatch.report import Report
 from hfpatch.settings import Settings, check_settings
 
+# What makes and proves a plan is imported by the first call: `import hfpatch` stays light.
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hfpatch.hub import HubOptions
+    from hfpatch.proofs import Prepared
 
 #: One source, or several in order of preference, or either by op.
 Kernels = (
@@ -91,6 +90,8 @@ def apply(
         KernelLoadError, VerificationError: under `strict`.
         PatchError: the swap itself failed and was rolled back.
     """
+    from hfpatch import graphs
+
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     roots, decided, prepared = _decide(model, settings, cuda_graphs)
@@ -127,6 +128,8 @@ def restore(model: Any) -> int:
 
     Each module's `__dict__` is as it was before `apply`. A model that was not patched stays as is.
     """
+    from hfpatch import graphs
+
     _, roots = _roots(model)
     _forget(roots)
     graphs.release(_modules(roots))
@@ -140,6 +143,10 @@ def status(model: Any) -> Report:
     that the last apply of each module gave; of a copy none is known. A swap that somebody wrote
     over since, as `kernels.kernelize` does, is among them, of kind "foreign".
     """
+    from hfpatch import graphs
+    from hfpatch.patches.blocks import flash3
+    from hfpatch.proofs import autocast_notes
+
     name, roots = _roots(model)
     swaps: list[Swap] = []
     skips: list[Skip] = []
@@ -176,6 +183,9 @@ def _decide(
     model: Any, settings: Settings, cuda_graphs: bool | int
 ) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared]]:
     """The roots, the plan, and what carries it out."""
+    from hfpatch import graphs
+    from hfpatch.planner import make_plan
+
     limit = graphs.check_limit(cuda_graphs)
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")

@@ -16,7 +16,7 @@ from hfpatch.patches.base import Formula, Tensor
 from hfpatch.plan import Refusal
 from hfpatch.sources import reference_kernel
 from hfpatch.trial import LIMITS, Trial, error_of, formula_limit, seeded
-from hfpatch.verify import gradients
+from hfpatch.verify import gradients, recording
 
 
 def explain_gradients(trial: Trial, formula: Formula) -> Refusal | None:
@@ -26,12 +26,13 @@ def explain_gradients(trial: Trial, formula: Formula) -> Refusal | None:
     Returns why the formula does not explain them. Nothing is asked of a kernel.
     """
     subject, name = trial.subject, type(trial.subject.module).__name__
-    half = torch.float16 in trial.dtypes
-    # in fp16 they overflow before the values do
+    # In fp16 they overflow before the values do; under autocast sums over rows of all scales are
+    # made of products that were rounded to a half type.
+    near = torch.float16 in trial.dtypes or trial.combo.autocast is not None
     x = trial.x.nan_to_num(0.0, 0.0, 0.0)
-    x = x.clamp(-8, 8) if half else x
+    x = x.clamp(-8, 8) if near else x
     upstream = torch.randn(trial.original.shape, generator=seeded(2))
-    if not half:  # a clip of what comes from above shows far out
+    if not near:  # a clip of what comes from above shows far out
         upstream *= torch.tensor([1.0, 1e-3, 1e3]).repeat(upstream.shape[-2])[
             : upstream.shape[-2], None
         ]
@@ -70,7 +71,7 @@ def _is_near(trial: Trial, found: Tensor | None, exact: Tensor | None) -> bool:
 
 def _recorded_values(trial: Trial, formula: Formula, x: Tensor) -> Refusal | None:
     """The values of the original where autograd records: a forward may ask for that."""
-    with torch.enable_grad(), trial.context():
+    with recording(), trial.context():
         found = trial.subject.run(trial.module, x.clone().requires_grad_())
     compute = trial.subject.compute(reference_kernel(formula.op), formula)
     truth = compute(trial.wide, x.double())

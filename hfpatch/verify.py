@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -194,7 +195,7 @@ def gradients(
         for leaf in leaves.values():
             leaf.requires_grad_()
         # a checkpoint counts what is saved: not what is saved here
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        with recording():
             with context:
                 y = run(module, leaves["input"])
             found = torch.autograd.grad(y, list(leaves.values()), upstream, allow_unused=True)
@@ -202,6 +203,13 @@ def gradients(
         for leaf in leaves.values():
             leaf.requires_grad_(False)
     return dict(zip(leaves, found, strict=True))
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd records; a checkpoint that this is inside of does not count what is saved here."""
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        yield
 
 
 def _same(x: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hfpatch.foreign.forwards import Different, ForwardWatch, compare_forwards
-from hfpatch.foreign.process import Process
 from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tensor
 from hfpatch.patches.contract import Contract
 from hfpatch.sources import Kernel
@@ -34,6 +32,8 @@ class CustomSubject(Subject):
 
     def compare(self) -> tuple[float, float] | str:
         """(largest absolute, largest relative error), or why the replacement is wrong."""
+        from hfpatch.foreign.process import Process
+
         before = Process.now()
         try:
             return self._compare(self.module)
@@ -41,6 +41,8 @@ class CustomSubject(Subject):
             before.changed()  # `sample` may draw
 
     def _compare(self, module: nn.Module) -> tuple[float, float] | str:
+        from hfpatch.foreign.forwards import Different, compare_forwards
+
         inputs: Any = self.family.sample(copy.deepcopy(module))
         if not isinstance(inputs, tuple):
             return f"`sample` returned {type(inputs).__name__}, expected a tuple of inputs"
@@ -61,6 +63,8 @@ class CustomSubject(Subject):
         return (id(self.module), id(self.family))
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
+        from hfpatch.foreign.forwards import ForwardWatch
+
         watch = ForwardWatch(contract.name, original, self.family.replacement)
         trains = contract.training
 

@@ -312,7 +312,9 @@ class _Seen(nn.Dropout):
 def _odd_children(module: nn.Module, roles: Roles, act: str | None) -> str | None:
     """Why the children are not what their names say, or not what the kernel takes."""
     children: dict[str, Any] = dict(module._modules)
-    if roles.dropout is not None and type(children[roles.dropout]) not in (nn.Dropout, nn.Identity):
+    # a replica's is looked at as well, where a proof is made at a first call
+    dropouts = (nn.Dropout, nn.Identity, _Seen)
+    if roles.dropout is not None and type(children[roles.dropout]) not in dropouts:
         kind = type(children[roles.dropout]).__name__
         return f"its child `{roles.dropout}` is a `{kind}`, no `Dropout`"
     if act is not None and any(

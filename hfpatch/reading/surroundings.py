@@ -16,8 +16,6 @@ from torch import nn
 from hfpatch.reading.values import Fact, Unexplained, plain_of
 
 _SCALARS = (int, float, bool, str, type(None), torch.dtype)
-#: Modules whose names may be looked up.
-_LIBRARIES = ("torch", "math", "transformers", "diffusers")
 #: Functions of transformers and diffusers that say what is installed: the same in the whole
 #: process. Their names and modules; they count only where they are what the module holds.
 _PREDICATES = {
@@ -60,9 +58,8 @@ def check_class(cls: type) -> None:
 def usable(value: Any, name: str) -> Any:
     """`value`, found by a global name, in a closure or a library, if it cannot change by itself."""
     if isinstance(value, types.ModuleType):
-        if value.__name__.split(".")[0] in _LIBRARIES:
-            return value
-    elif isinstance(value, tuple):
+        return value  # what is found in it is looked at, and remembered
+    if isinstance(value, tuple):
         if all(isinstance(v, (*_SCALARS, type)) for v in value):
             return value
     elif isinstance(value, (*_SCALARS, torch.device)) or callable(value) or value is _activations():

@@ -1,19 +1,22 @@
 """Kernels that are wrong in one way each: what the criterion of `nearness` must find.
 
-Each takes an op's formula (`hfpatch.ops`) and breaks it; `patched_with` puts it into a model by the
-public way of a user's own kernel, unverified as a fault behind the proof would be.
+Each takes an op's formula (`hfpatch.ops`) and breaks it; `registered` makes it a kernel that passes
+for this project's own with `verify=False`: a fault behind the proof, which others' kernels never
+are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import hfpatch
+from hfpatch import sources
 from hfpatch.ops import OPS
 
 #: Norms: every mutation has a meaning there.
@@ -101,11 +104,15 @@ def registered(make: Callable[[str], Kernel]) -> Iterator[dict[str, Any]]:
         hfpatch.register(op=op, kernel=make(op), name="mutated", devices="cpu")
         for op in OPS_MUTATED
     ]
+    kernels = sources._registered
+    before = {f"{op}:mutated": kernels[f"{op}:mutated"] for op in OPS_MUTATED}
+    kernels |= {name: replace(kernel, own=True) for name, kernel in before.items()}
     try:
         yield {
             "kernels": dict.fromkeys(OPS_MUTATED, "mutated") | {"*": None},
             "verify": False,
         }
     finally:
+        kernels |= before
         for one in added:
             one.remove()
