@@ -34,7 +34,7 @@ from support.samples import SEEDS, Sample, draws_and_like  # noqa: E402
 
 import hfpatch  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "nearness"
 PAGE = ROOT / "docs" / "nearness.md"
 SETTINGS = {"as-it-is": None, "avx2": "avx2", "baseline": "baseline"}
 DTYPES = {str(t).removeprefix("torch."): t for t in zoo.DTYPES}
@@ -88,7 +88,7 @@ def write_results(setting: str) -> None:
     rows = list(measured(setting))
     capability = torch.backends.cpu.get_cpu_capability()
     text = ",\n".join(json.dumps(row) for row in rows)
-    path = RESULTS / f"nearness-{setting}.json"
+    path = RESULTS / f"{setting}.json"
     path.write_text(
         f'{{"capability": "{capability}", "torch": "{torch.__version__}", '
         f'"threads": {torch.get_num_threads()}, "rows": [\n{text}\n]}}\n'
@@ -121,7 +121,7 @@ chance.
 
 
 def render() -> str:
-    data = {s: json.loads((RESULTS / f"nearness-{s}.json").read_text()) for s in SETTINGS}
+    data = {s: json.loads((RESULTS / f"{s}.json").read_text()) for s in SETTINGS}
     lines = [HEAD.format(torch=data["as-it-is"]["torch"], models=len(zoo.ENTRIES)).rstrip("\n")]
     noisy: list[tuple[float, str]] = []
     for setting, found in data.items():

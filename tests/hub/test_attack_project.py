@@ -102,8 +102,9 @@ def test_a_config_file_that_is_none(kind: str, name: str, found: Path, toy: HubS
         contents = {"large": b"#" * (5 << 20), "deep": b"x = " + b"[" * 20_000, "bytes": b"\xff"}
         path.write_bytes(contents[kind])
     before = time.monotonic()
-    if kind in ("pipe", "device", "folder"):
-        read_defaults()
+    # a broken pyproject.toml may be anybody's: only a file of ours is an error
+    if kind in ("pipe", "device", "folder") or name == "pyproject.toml":
+        assert not read_defaults().origin
     else:
         with pytest.raises(ValueError, match="cannot be read"):
             read_defaults()
