@@ -278,6 +278,10 @@ def global_hooks(case: Case, model: nn.Module) -> Any:
     return output, calls
 
 
+ON_ALL = (
+    "While a hook on all modules is registered, blocks and MLPs whose parts would not be called "
+    "step aside, so that it fires for these too."
+)
 INSIDE = (
     "A hook on a module that the fused forward would not call makes that block or MLP step aside, "
     "so that the hook fires: where hooks come first its parts are patched, where they come later "
@@ -360,7 +364,13 @@ ROWS = (
             "one are patched."
         },
     ),
-    Row(GROUP, "global module hooks", run=global_hooks, forwards=1),
+    Row(
+        GROUP,
+        "global module hooks",
+        run=global_hooks,
+        forwards=1,
+        why={"partly": ON_ALL, "original": ON_ALL},
+    ),
     Row(
         GROUP,
         "`output_hidden_states=True`",
