@@ -320,7 +320,7 @@ def test_weight_of_the_wrong_size() -> None:
     model = randomized()
     hfpatch.apply(model)
     model.first.weight = nn.Parameter(torch.ones(32), requires_grad=False)
-    with pytest.raises(RuntimeError, match=r"`weight` must have shape \[64\].*\[32\]"):
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(32\)"):  # the original's error
         model.first(torch.randn(2, 64))
     model.first.weight = nn.Parameter(torch.ones(64), requires_grad=False)
     model.first(torch.randn(2, 64))  # still usable
