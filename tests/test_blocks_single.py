@@ -139,7 +139,13 @@ def is_fused(root: Root, call: dict[str, Any], monkeypatch: pytest.MonkeyPatch, 
     return True
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+#: `make test` leaves fp16 to `make test-all`: its proofs and kernels are those of bf16.
+OFTEN = [
+    pytest.param(t, marks=pytest.mark.exhaustive if t == torch.float16 else ()) for t in DTYPES
+]
+
+
+@pytest.mark.parametrize("dtype", OFTEN, ids=str)
 @pytest.mark.parametrize(("name", "call"), CALLS)
 def test_numbers(name: str, call: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[name]
