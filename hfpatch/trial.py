@@ -149,17 +149,15 @@ def _half(dtype: torch.dtype) -> bool:
 
 
 class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators of a call that launch work (views do not), and sees random draws."""
+    """Counts the operators of a call that launch work (views do not)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
-        self.draws = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not func.is_view:
             self.names.append(func.overloadpacket._qualified_op_name)
-            self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
