@@ -564,6 +564,29 @@ int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums) {
   return missing("hfp_sum_partial_rows" HFP_WHY);
 }
 
+int64_t hfp_decode_workspace(const HfpTensorList *model, int64_t rows, int64_t tokens, int64_t threads) {
+  (void)model;
+  (void)rows;
+  (void)tokens;
+  (void)threads;
+  return missing("hfp_decode_workspace" HFP_WHY);
+}
+
+int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace, const HfpTensorList *model, const DLTensor *cache, const DLTensor *ids, const DLTensor *embeds, const DLTensor *positions, const DLTensor *mask, int64_t threads, void *stream) {
+  (void)logits;
+  (void)hidden;
+  (void)workspace;
+  (void)model;
+  (void)cache;
+  (void)ids;
+  (void)embeds;
+  (void)positions;
+  (void)mask;
+  (void)threads;
+  (void)stream;
+  return missing("hfp_decode_step" HFP_WHY);
+}
+
 #ifdef __cplusplus
 }
 #endif

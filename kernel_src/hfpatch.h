@@ -513,6 +513,62 @@ HFP_EXPORT int32_t hfp_mul_add_backward(DLTensor *da, DLTensor *db, DLTensor *dc
 HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums);
 
 /*
+ * Decoding: the next tokens of `rows` sequences through a whole language model, all layers in one
+ * call. Not an operator: nothing differentiates it.
+ *
+ * `model` says what the model is, and holds its weights. Its tensors, in this order, NULL for what
+ * the model has not; weights of products are [out, in], their rows contiguous:
+ *   plan     int64 on the CPU: layers, ropes, the final norm's mode; for each rope: interleaved,
+ *            rounded; for each layer HFP_DECODE_PLAN numbers: the modes of the norms before and
+ *            after attention, before and after the MLP, of q and of k; heads, key heads, head_dim,
+ *            index of the rope or -1, whether q's and k's norm go over all heads at once, whether
+ *            they come behind the rotation, window (keys that a query sees; 0: all), activation
+ *            (HFP_ACT_* or HFP_DECODE_RELU_SQUARED), whether attention and MLP are parallel
+ *   numbers  fp32 on the CPU: embedding scale, logit scale, logit softcap (0: none), the final norm's
+ *            eps and offset; for each rope its scaling; for each layer HFP_DECODE_NUMBERS: eps and
+ *            offset of the six norms, scale of the scores, their softcap (0: none), limit to which
+ *            q, k and v are clamped (0: none), residual multiplier
+ *   embedding [vocab, hidden], head, its bias, the final norm's weight and bias; for each rope the
+ *            inverse frequencies, fp32 [pairs]; for each layer HFP_DECODE_TENSORS, each with its
+ *            bias behind it: the six norms in the order of above (q's and k's last), q, k, v, o,
+ *            gate, up, down; then the sinks [heads]. A gate may be missing
+ * A norm's mode is 0 where there is none, else HFP_DECODE_NORM_RMS or _LAYER, plus
+ * HFP_DECODE_NORM_ROUNDED where the normalized value is rounded before it is multiplied with
+ * weight + offset. All weights have one dtype; in a half type every result that the layers' own code
+ * would store is rounded to it, attention's once. What layers, ropes and norms compute is said in
+ * hfpatch/decoding/spec.py, field by field.
+ *
+ * cache: int64 [1 + 3 layers] on the device: how many keys there are, L; of each layer the addresses of
+ * its keys and of its values, [rows, key heads, capacity, head_dim] in the weights' dtype, and the
+ * capacity. The step writes the new keys at L and sees L + tokens of them, token t the first
+ * L + 1 + t. What the addresses lead to cannot be checked: they must be right.
+ * ids, positions: int64 [rows, tokens]. embeds: [rows, tokens, hidden], instead of ids, or NULL.
+ * mask: bool or uint8 [rows, width], 0 where a key is not to be seen, or NULL; width is at least
+ * L + tokens. logits: [rows, tokens or 1, vocab], the weights' dtype or fp32; 1: of the last token.
+ * hidden: [rows, tokens, hidden], what the head is given, or NULL.
+ * workspace: fp32 [hfp_decode_workspace(...) or more], scratch; on CUDA zero before its first use.
+ * threads: on the CPU, at most; 0: OpenMP's number. A row's results are the same bits whatever the
+ * other rows and the number of threads. On CUDA all but `model`, `threads` and the shapes is read on
+ * the device, so that a captured graph serves all lengths and caches; the caller keeps L, the
+ * addresses, the capacities and the mask's width right, and an id outside of [0, vocab) gives NaN.
+ */
+enum { HFP_DECODE_NORM_RMS = 1, HFP_DECODE_NORM_LAYER = 2, HFP_DECODE_NORM_ROUNDED = 4 };
+enum { HFP_DECODE_RELU_SQUARED = 16 }; /* max(x, 0)^2 */
+#define HFP_DECODE_PLAN 15
+#define HFP_DECODE_NUMBERS 16
+#define HFP_DECODE_TENSORS 27
+
+/* Elements of `workspace`. */
+HFP_EXPORT int64_t hfp_decode_workspace(const HfpTensorList *model, int64_t rows, int64_t tokens,
+                                        int64_t threads);
+
+HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
+                                   const HfpTensorList *model, const DLTensor *cache,
+                                   const DLTensor *ids, const DLTensor *embeds,
+                                   const DLTensor *positions, const DLTensor *mask, int64_t threads,
+                                   void *stream);
+
+/*
  * The ops that also have an in-place operator NAME_, and which arguments its results replace, in
  * their order.
  */

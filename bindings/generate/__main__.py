@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import c
+import card
 import go
 import page
 import python
@@ -23,6 +24,7 @@ from snapshot import broken, snapshot
 from stub import stub
 
 FILES = {
+    "CARD.md": card.card,
     "clib/abi.txt": snapshot,
     "clib/stub.c": stub,
     "docs/c-api.md": page.page,

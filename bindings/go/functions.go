@@ -9,30 +9,37 @@ import "unsafe"
 
 // The choices of integer arguments.
 const (
-	AbiVersion      = 2
-	ActGeluErf      = 0
-	ActGeluSigmoid  = 2
-	ActGeluTanh     = 1
-	ActRelu         = 4
-	ActSilu         = 3
-	CastInput       = 1
-	CastNone        = 0
-	CastWeight      = 2
-	GateSigmoid     = 1
-	GateSilu        = 0
-	GradNormInf     = 1
-	GradNormL2      = 0
-	InvalidArgument = -2
-	LaunchFailed    = -3
-	MaxOuterDims    = 3
-	MaxTopk         = 2048
-	NeedBias        = 2
-	NeedWeight      = 1
-	NormChunk       = 16384
-	NormLayer       = 1
-	NormRms         = 0
-	NotAvailable    = -1
-	OutOfMemory     = -4
+	AbiVersion        = 2
+	ActGeluErf        = 0
+	ActGeluSigmoid    = 2
+	ActGeluTanh       = 1
+	ActRelu           = 4
+	ActSilu           = 3
+	CastInput         = 1
+	CastNone          = 0
+	CastWeight        = 2
+	DecodeNormLayer   = 2
+	DecodeNormRms     = 1
+	DecodeNormRounded = 4
+	DecodeNumbers     = 16
+	DecodePlan        = 15
+	DecodeReluSquared = 16
+	DecodeTensors     = 27
+	GateSigmoid       = 1
+	GateSilu          = 0
+	GradNormInf       = 1
+	GradNormL2        = 0
+	InvalidArgument   = -2
+	LaunchFailed      = -3
+	MaxOuterDims      = 3
+	MaxTopk           = 2048
+	NeedBias          = 2
+	NeedWeight        = 1
+	NormChunk         = 16384
+	NormLayer         = 1
+	NormRms           = 0
+	NotAvailable      = -1
+	OutOfMemory       = -4
 )
 
 // RmsNorm is hfp_rms_norm.
@@ -416,5 +423,17 @@ func RowWorkspace(rows int64, cols int64) (int64, error) {
 func SumPartialRows(rows int64, cols int64, sums int64) (int64, error) {
 	var message message
 	found := C.go_hfp_sum_partial_rows(message.c(), C.int64_t(rows), C.int64_t(cols), C.int64_t(sums))
+	return int64(found), message.checkSize(found)
+}
+
+// DecodeWorkspace is hfp_decode_workspace: how large a buffer must be.
+func DecodeWorkspace(model []*Tensor, rows int64, tokens int64, threads int64) (int64, error) {
+	modelList, err := newList("model", model)
+	if err != nil {
+		return 0, err
+	}
+	defer modelList.free()
+	var message message
+	found := C.go_hfp_decode_workspace(message.c(), modelList.c, C.int64_t(rows), C.int64_t(tokens), C.int64_t(threads))
 	return int64(found), message.checkSize(found)
 }

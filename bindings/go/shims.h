@@ -567,3 +567,7 @@ static int64_t go_hfp_row_workspace(char *message, int64_t rows, int64_t cols) {
 static int64_t go_hfp_sum_partial_rows(char *message, int64_t rows, int64_t cols, int64_t sums) {
   return hfp_go_size(message, hfp_sum_partial_rows(rows, cols, sums));
 }
+
+static int64_t go_hfp_decode_workspace(char *message, const HfpTensorList *model, int64_t rows, int64_t tokens, int64_t threads) {
+  return hfp_go_size(message, hfp_decode_workspace(model, rows, tokens, threads));
+}

@@ -1133,3 +1133,19 @@ class Library(Caller):
             cols,
             sums,
         )
+
+    def decode_workspace(
+        self,
+        model: Iterable[Any] | None,
+        rows: int,
+        tokens: int,
+        threads: int,
+    ) -> int:
+        """`hfp_decode_workspace` of docs/c-api.md."""
+        return self.size(
+            "hfp_decode_workspace",
+            model,
+            rows,
+            tokens,
+            threads,
+        )

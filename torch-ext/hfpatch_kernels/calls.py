@@ -50,6 +50,22 @@ def guard(bound: Callable[..., Any], *tensors: Any) -> Optional[Callable[..., An
     return result
 
 
+def library() -> Path:
+    """The shared library that the operators are in, whose C functions are those of hfpatch.h.
+
+    Raises:
+        RuntimeError: the operators are another module's, whose library is not known.
+    """
+    module = sys.modules.get(f"{__package__}.{_NAMESPACE}")
+    path = Path(__file__).parent / f"{_NAMESPACE}.abi3.so"
+    if module is not None:
+        return Path(str(module.__file__))
+    for loaded in torch.ops.loaded_libraries:  # of another copy of this build, perhaps
+        if Path(loaded).name == path.name:
+            return Path(loaded)
+    raise RuntimeError(f"`{path.name}`: its operators are there, but nothing says from which file")
+
+
 def _allocators() -> tuple[Any, Any]:
     """Functions of (shape, strides, dtype) for new tensors, on the CPU and the current CUDA device.
 

@@ -53,6 +53,13 @@ pub const HFP_CAST_COUNT: i64 = 3;
 pub const HFP_CAST_INPUT: i64 = 1;
 pub const HFP_CAST_NONE: i64 = 0;
 pub const HFP_CAST_WEIGHT: i64 = 2;
+pub const HFP_DECODE_NORM_LAYER: i64 = 2;
+pub const HFP_DECODE_NORM_RMS: i64 = 1;
+pub const HFP_DECODE_NORM_ROUNDED: i64 = 4;
+pub const HFP_DECODE_NUMBERS: i64 = 16;
+pub const HFP_DECODE_PLAN: i64 = 15;
+pub const HFP_DECODE_RELU_SQUARED: i64 = 16;
+pub const HFP_DECODE_TENSORS: i64 = 27;
 pub const HFP_GATE_COUNT: i64 = 2;
 pub const HFP_GATE_SIGMOID: i64 = 1;
 pub const HFP_GATE_SILU: i64 = 0;
@@ -519,4 +526,23 @@ unsafe extern "C" {
         cols: i64,
         sums: i64,
     ) -> i64;
+    pub fn hfp_decode_workspace(
+        model: *const HfpTensorList,
+        rows: i64,
+        tokens: i64,
+        threads: i64,
+    ) -> i64;
+    pub fn hfp_decode_step(
+        logits: *mut DLTensor,
+        hidden: *mut DLTensor,
+        workspace: *mut DLTensor,
+        model: *const HfpTensorList,
+        cache: *const DLTensor,
+        ids: *const DLTensor,
+        embeds: *const DLTensor,
+        positions: *const DLTensor,
+        mask: *const DLTensor,
+        threads: i64,
+        stream: *mut c_void,
+    ) -> i32;
 }

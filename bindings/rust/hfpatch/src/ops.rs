@@ -1312,3 +1312,21 @@ pub fn sum_partial_rows(
         )
     })
 }
+
+/// `hfp_decode_workspace`
+pub fn decode_workspace(
+    model: &[TensorView],
+    rows: i64,
+    tokens: i64,
+    threads: i64,
+) -> Result<i64> {
+    let model = List::of(model);
+    size(unsafe {
+        sys::hfp_decode_workspace(
+            &model.raw(),
+            rows,
+            tokens,
+            threads,
+        )
+    })
+}

@@ -1,25 +1,23 @@
-// product.cuh: x W^T for up to 16 rows of x, W as it lies in a linear layer ([out, in], half types),
-// with the row's norm before it and bias, residual sum or gated activation after it.
+// decode_product.cuh: x W^T for up to 16 rows of x by tensor cores, W as it lies in a linear layer ([out, in],
+// half types), with the row's RMS norm before it and bias, residual sum or activation after it.
 //
 // Weights are read once and are all that takes time, so everything serves keeping their copies on
 // their way. A CTA takes units of eight of W's rows; its warps share out the length of a row in
 // chunks of 64 elements. A thread copies with cp.async exactly those 16 bytes that it later feeds to
 // its own mma, so a ring of stages needs no barrier: it runs on through sums, epilogues, and (before
-// griddepcontrol.wait, which orders everything but weights) into the kernel before.
+// wait_for_previous, which orders everything but weights) into the kernel before.
 //
 // mma.m16n8k16 takes x as A (16 rows) and eight rows of W as B. Which k a thread holds is free as
 // long as A and B agree: eight neighbours of one row, so that both are loads of 16 bytes from
 // memory as it lies. One row or sixteen: the same sums in the same order.
+//
+// Empty below sm_80, which has neither: device_of says so, and decode_plain.cuh's kernels run.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+#include "async_copy.cuh"
+#include "decode_common.cuh"
 
-#include <cstdint>
-#include <type_traits>
-
-namespace decoding {
+namespace hfp::cuda::decode {
 
 inline constexpr int kUnit = 8;    // W's rows in a unit: the n of an mma
 inline constexpr int kChunk = 64;  // elements of a row that a warp takes at a time: a line of 128 bytes
@@ -29,54 +27,12 @@ inline constexpr int kStageBytes = 1024;  // of a warp: a chunk of a unit
 inline constexpr int kWarps = 16;
 inline constexpr int kThreads = kWarps * 32;
 
-enum Epilogue { kStore, kResidual, kGated };
-enum Activation { kSilu, kGeluTanh };
-
-struct Product {
-  const void *weight[3];  // W's parts, one below the other; gated: gate and up, of equal size
-  const void *bias[3];    // of each part, or null
-  int end[3];             // where a part ends, in rows of all
-  int columns;            // a multiple of 8
-  int rows;               // of x, at most kMaxRows
-  const void *x;
-  const void *norm_weight;  // or null: x is taken as it is. Staged kernels only
-  float eps, norm_offset;
-  int round_normed;  // whether x / rms is rounded before it is multiplied with the weight
-  const void *residual;
-  void *out;
-  int out_columns;
-  int activation;
-};
-
-// ---------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t shared_address(const void *p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+#if __CUDA_ARCH__ >= 800
 // 16 bytes, or zeros.
-__device__ __forceinline__ void copy_later(void *to, const void *from, bool there) {
+__device__ __forceinline__ void copy_weight(void *to, const void *from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                "l"(from), "r"(there ? 16 : 0)
                : "memory");
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kGroups>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
-
-// Lets the next kernel of the stream start: it may then read weights, nothing else.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-// Until the kernels before have ended and what they wrote is seen. Every thread of every kernel waits
-// before it ends, or the kernel after next could overtake.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 template <class T>
@@ -96,39 +52,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-template <class T>
-__device__ __forceinline__ float to_float(T x) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __bfloat162float(x);
-  else return __half2float(x);
-}
-template <class T>
-__device__ __forceinline__ T from_float(float x) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(x);
-  else return __float2half_rn(x);
-}
-template <class T>
-__device__ __forceinline__ float rounded(float x) {
-  return to_float(from_float<T>(x));
-}
-
-// What an earlier kernel of the step wrote: from L2, since L1 may hold it as it was before.
-template <class T>
-__device__ __forceinline__ T load_one(const T *from) {
-  const unsigned short bits = __ldcg(reinterpret_cast<const unsigned short *>(from));
-  return *reinterpret_cast<const T *>(&bits);
-}
-
-template <class T>
-union Eight {
-  uint4 bits;
-  T value[8];
-};
-
-__device__ __forceinline__ float activate(int activation, float x) {
-  if (activation == kSilu) return x / (1.0f + __expf(-x));
-  const float u = 1.59576912f * x * fmaf(0.044715f * x, x, 1.0f);
-  return x / (1.0f + __expf(-u));
-}
+#endif
 
 // ---------------------------------------------------------------------------------------------
 
@@ -149,22 +73,23 @@ __device__ __forceinline__ const T *unit_row(const Product &p, int i, int lane_r
   if constexpr (kPairs) {
     const int row = (static_cast<int>(blockIdx.x) + (i >> 1) * static_cast<int>(gridDim.x)) * kUnit + lane_row;
     const T *w = static_cast<const T *>(i & 1 ? p.weight[1] : p.weight[0]);
-    return row < p.end[0] ? w + static_cast<int64_t>(row) * p.columns : nullptr;
+    return row < p.end[0] ? w + row * (i & 1 ? p.stride[1] : p.stride[0]) : nullptr;
   } else {
     int row = (static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x)) * kUnit + lane_row;
     const void *w = p.weight[0];
+    int64_t stride = p.stride[0];
     if (row >= p.end[2]) return nullptr;
-    if (row >= p.end[1]) w = p.weight[2], row -= p.end[1];
-    else if (row >= p.end[0]) w = p.weight[1], row -= p.end[0];
-    return static_cast<const T *>(w) + static_cast<int64_t>(row) * p.columns;
+    if (row >= p.end[1]) w = p.weight[2], stride = p.stride[2], row -= p.end[1];
+    else if (row >= p.end[0]) w = p.weight[1], stride = p.stride[1], row -= p.end[0];
+    return static_cast<const T *>(w) + row * stride;
   }
 }
 
 // kTall: more than eight rows of x. kStaged: x in shared memory, normed if asked for; else each warp
 // reads its part from L2 when it needs it.
-template <class T, Epilogue kEpilogue, bool kTall, bool kStaged, int kStages>
-__global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ Product p) {
-  constexpr bool kPairs = kEpilogue == kGated;
+template <class T, bool kPairs, bool kTall, bool kStaged, int kStages>
+__global__ void __launch_bounds__(kThreads, 1) decode_product_kernel(const __grid_constant__ Product p) {
+#if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   const int chunks = (p.columns + kChunk - 1) / kChunk;
@@ -197,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       char *const to = ring + next_slot * kStageBytes + lane * 16;
       const void *safe = p.weight[0];
       const bool first = row != nullptr && k < p.columns, second = row != nullptr && k + 32 < p.columns;
-      copy_later(to, first ? row + k : safe, first);
-      copy_later(to + 512, second ? row + k + 32 : safe, second);
+      copy_weight(to, first ? row + k : safe, first);
+      copy_weight(to + 512, second ? row + k + 32 : safe, second);
       if (++next_unit == min(kRound, units - next_base)) {
         next_unit = 0;
         if ((next_chunk += kWarps) >= chunks) next_chunk = warp, next_base += kRound;
@@ -210,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
   for (int s = 0; s < kStages; ++s) copy_next();
 
   let_next_start();
-  wait_for_previous();
+  wait_for_previous<false>();
 
   const T *const x = static_cast<const T *>(p.x);
   if constexpr (kStaged) {
@@ -227,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
         for (int r = 0; r < kBatch; ++r) {
           v[r].bits = make_uint4(0, 0, 0, 0);
           if (i < pieces && r0 + r < p.rows) {
-            v[r].bits = __ldcg(reinterpret_cast<const uint4 *>(x + static_cast<int64_t>(r0 + r) * p.columns) + i);
+            v[r].bits = __ldcg(reinterpret_cast<const uint4 *>(x + (r0 + r) * p.x_stride) + i);
           }
         }
 #pragma unroll
@@ -297,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       return *reinterpret_cast<const uint4 *>(staged + row * row_bytes + k * 2);
     } else {
       if (k >= p.columns) return make_uint4(0, 0, 0, 0);
-      return __ldcg(reinterpret_cast<const uint4 *>(x + static_cast<int64_t>(row) * p.columns + k));
+      return __ldcg(reinterpret_cast<const uint4 *>(x + row * p.x_stride + k));
     }
   };
 
@@ -362,19 +287,13 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
       }
       return s;
     };
-    const auto bias_at = [&](int part, int row) {
-      return p.bias[part] != nullptr ? to_float(__ldg(static_cast<const T *>(p.bias[part]) + row)) : 0.0f;
-    };
-    T *const out = static_cast<T *>(p.out);
     if constexpr (kPairs) {
       for (int e = threadIdx.x; e < p.rows * kRound / 2 * kUnit; e += kThreads) {
         const int row = e / (kRound / 2 * kUnit), pair = e / kUnit % (kRound / 2), c = e % kUnit;
         const int column = (cta + (base / 2 + pair) * grid) * kUnit + c;
         if (pair * 2 < n && column < p.end[0]) {
-          const float gate = rounded<T>(total(row, pair * 2 * kUnit + c) + bias_at(0, column));
-          const float up = rounded<T>(total(row, (pair * 2 + 1) * kUnit + c) + bias_at(1, column));
-          out[static_cast<int64_t>(row) * p.out_columns + column] =
-              from_float<T>(rounded<T>(activate(p.activation, gate)) * up);
+          finish_pair<T>(p, row, column, total(row, pair * 2 * kUnit + c) + bias_at<T>(p, 0, column),
+                         total(row, (pair * 2 + 1) * kUnit + c) + bias_at<T>(p, 1, column));
         }
       }
     } else {
@@ -382,56 +301,15 @@ __global__ void __launch_bounds__(kThreads, 1) product(const __grid_constant__ P
         const int row = e / (kRound * kUnit), u = e / kUnit % kRound, c = e % kUnit;
         const int column = (cta + (base + u) * grid) * kUnit + c;
         if (u < n && column < p.end[2]) {
-          const int64_t at = static_cast<int64_t>(row) * p.out_columns + column;
-          float y = 0.0f;
-          if constexpr (kEpilogue == kResidual) {
-            y = to_float(load_one(static_cast<const T *>(p.residual) + at));
-          }
           const int part = column >= p.end[1] ? 2 : column >= p.end[0] ? 1 : 0;
-          const float sum = total(row, u * kUnit + c) + bias_at(part, column - (part ? p.end[part - 1] : 0));
-          out[at] = from_float<T>(kEpilogue == kResidual ? y + rounded<T>(sum) : sum);
+          const int first = part == 2 ? p.end[1] : part == 1 ? p.end[0] : 0;
+          finish_one<T>(p, row, column, total(row, u * kUnit + c) + bias_at<T>(p, part, column - first));
         }
       }
     }
     if (base + kRound < units) __syncthreads();
   }
+#endif
 }
 
-// The norm alone, for rows of which not all fit in shared memory: a CTA a row, the same bits.
-template <class T>
-__global__ void __launch_bounds__(kThreads) norm_row(const __grid_constant__ Product p) {
-  __shared__ float squares[kWarps];
-  let_next_start();
-  wait_for_previous();
-  const auto *const from = reinterpret_cast<const uint4 *>(static_cast<const T *>(p.x) + static_cast<int64_t>(blockIdx.x) * p.columns);
-  auto *const to = reinterpret_cast<uint4 *>(static_cast<T *>(p.out) + static_cast<int64_t>(blockIdx.x) * p.columns);
-  float square = 0.0f;
-  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
-    Eight<T> v;
-    v.bits = __ldcg(from + i);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) square = fmaf(to_float(v.value[j]), to_float(v.value[j]), square);
-  }
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
-  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
-  __syncthreads();
-  square = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) square += squares[w];
-  const float scale = rsqrtf(square / static_cast<float>(p.columns) + p.eps);
-  for (int i = threadIdx.x; i < p.columns / 8; i += kThreads) {
-    Eight<T> v, w;
-    v.bits = __ldcg(from + i);
-    w.bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + i);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float y = to_float(v.value[j]) * scale;
-      if (p.round_normed) y = rounded<T>(y);
-      v.value[j] = from_float<T>(y * (to_float(w.value[j]) + p.norm_offset));
-    }
-    to[i] = v.bits;
-  }
-}
-
-}  // namespace decoding
+}  // namespace hfp::cuda::decode

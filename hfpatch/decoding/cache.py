@@ -1,0 +1,258 @@
+"""The user's `DynamicCache` over memory that decoding steps can extend in place.
+
+An `ArenaLayer` is a cache layer whose keys and values are views of an arena, made when asked for.
+To everybody else it is what it was. Whoever writes to it (`update`, `crop`, `reorder_cache`, ...)
+makes it a plain layer again, and the next step takes it into a new arena: a view that somebody
+holds never changes. Copies, deep copies and pickles are plain layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hfpatch.decoding.spec import Attention, CacheTable, Model
+
+#: New tokens that an arena has room for beside an eighth of those that are there.
+_ROOM = 256
+
+
+class Arena:
+    """The memory of a cache's layers: `table` is what a step reads and extends."""
+
+    def __init__(self) -> None:
+        self.table = CacheTable()
+        self.rows = 0
+        self.capacity = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that were cached, also those that a window has left."""
+        return self.table.length
+
+    def add(self, layer: Any, capacity: int) -> tuple[Tensor, Tensor]:
+        """Copy a layer's keys and values in; the layer itself is left as it is."""
+        length = layer.get_seq_length()
+        memory = []
+        for kept, held in ((layer.keys, self.table.keys), (layer.values, self.table.values)):
+            rows, heads, there, dim = kept.shape
+            with torch.inference_mode(False):  # else it could be written under that mode alone
+                new = torch.empty(
+                    (rows, heads, capacity, dim), dtype=kept.dtype, device=kept.device
+                )
+                new[:, :, length - there : length] = kept
+                # what a window has left behind is never read, but must not be NaN either
+                new[:, :, : length - there] = 0
+            held.append(new)
+            memory.append(new)
+        self.rows, self.capacity, self.table.length = rows, capacity, length
+        return memory[0], memory[1]
+
+
+def capacity_for(length: int) -> int:
+    """How many tokens a new arena for `length` of them has room for."""
+    return length + length // 8 + _ROOM
+
+
+class _Viewed:
+    """What `ArenaLayer` and `ArenaWindowLayer` share; before the plain class among their bases."""
+
+    __slots__ = ()  # a layer that changes its class keeps its layout
+    _plain: type
+    arena: Arena
+    index: int
+
+    def become_plain(self: Any) -> None:
+        """A layer of transformers' own class, whose tensors are views of the arena as it is."""
+        keys, values = self.keys, self.values
+        length = self.arena.length
+        self.__class__ = self._plain  # a window layer has another length than its keys
+        del self.arena, self.index
+        self.keys, self.values = keys, values
+        if self.is_sliding:
+            self.cumulative_length = length
+
+    def get_seq_length(self) -> int:
+        return self.arena.length
+
+    def plain_state(self, memo: dict[int, Any] | None) -> dict[str, Any]:
+        """The attributes of a plain layer of the same content; with `memo`, copies of them."""
+        own = {k: v for k, v in vars(self).items() if k not in ("arena", "index")}
+        own = copy.deepcopy(own, memo) if memo is not None else own
+        keys, values = self.keys, self.values
+        if memo is not None:
+            keys, values = keys.clone(), values.clone()
+        own |= {"keys": keys, "values": values}
+        if issubclass(self._plain, DynamicSlidingWindowLayer):
+            own["cumulative_length"] = self.arena.length
+        return own
+
+    def __copy__(self) -> Any:
+        return _plain_layer(self._plain, self.plain_state(None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_layer(self._plain, self.plain_state(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # loads where hfpatch is not installed
+        make: Any = copyreg._reconstructor  # type: ignore[attr-defined]
+        return make, (self._plain, object, None), self.plain_state({})
+
+
+def _viewed(cls: type) -> type:
+    """The class with what `_Viewed` has. As a base it would make another layout of instances, and
+    a layer could not change its class."""
+    for name in (
+        *("become_plain", "get_seq_length", "plain_state"),
+        *("__copy__", "__deepcopy__", "__reduce_ex__"),
+    ):
+        setattr(cls, name, vars(_Viewed)[name])
+    return cls
+
+
+def _plain_layer(cls: Any, state: dict[str, Any]) -> Any:
+    layer = cls.__new__(cls)
+    layer.__dict__.update(state)
+    return layer
+
+
+def _view(name: str) -> property:
+    def get(self: Any) -> Tensor:
+        table = self.arena.table
+        first = max(0, table.length - self.sliding_window + 1) if self.is_sliding else 0
+        memory: Tensor = getattr(table, name)[self.index]
+        return memory[:, :, first : table.length]
+
+    def put(self: Any, value: Any) -> None:
+        self.become_plain()
+        setattr(self, name, value)
+
+    return property(get, put)
+
+
+def _cumulative_length() -> property:
+    def get(self: Any) -> int:
+        return int(self.arena.length)
+
+    def put(self: Any, value: int) -> None:
+        self.become_plain()
+        self.cumulative_length = value
+
+    return property(get, put)
+
+
+@_viewed
+class ArenaLayer(DynamicLayer):  # type: ignore[misc]
+    """A `DynamicLayer` in an arena."""
+
+    _plain = DynamicLayer
+    keys = _view("keys")
+    values = _view("values")
+
+
+@_viewed
+class ArenaWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A `DynamicSlidingWindowLayer` in an arena, which also holds what the window has left."""
+
+    _plain = DynamicSlidingWindowLayer
+    keys = _view("keys")
+    values = _view("values")
+    cumulative_length = _cumulative_length()
+
+
+_CLASSES: dict[type, type] = {
+    DynamicLayer: ArenaLayer,
+    DynamicSlidingWindowLayer: ArenaWindowLayer,
+    ArenaLayer: ArenaLayer,
+    ArenaWindowLayer: ArenaWindowLayer,
+}
+
+
+def unfit(cache: Any, model: Model, rows: int) -> str | None:
+    """Why a cache is none that a step of `rows` sequences can extend; None if it is one."""
+    if type(cache) is not DynamicCache:
+        return f"its cache is a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "its cache is offloaded"
+    if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
+        return "its cache is empty"
+    if len(cache.layers) != len(model.layers):
+        return f"its cache has {len(cache.layers)} layers, expected {len(model.layers)}"
+    lengths = set()
+    for layer, described in zip(cache.layers, model.layers, strict=True):
+        if (why := _unfit_layer(layer, described.attention, model.embedding, rows)) is not None:
+            return why
+        lengths.add(layer.get_seq_length())
+    return None if len(lengths) == 1 else "its cache's layers are of several lengths"
+
+
+def _unfit_layer(layer: Any, attention: Attention, like: Tensor, rows: int) -> str | None:
+    if type(layer) not in _CLASSES:
+        return f"its cache has a {type(layer).__name__}"
+    if getattr(layer, "record_past", False):
+        return "its cache keeps what its window has left (assisted decoding)"
+    length = layer.get_seq_length()
+    there = length
+    if layer.is_sliding:
+        if layer.sliding_window != attention.window:
+            return f"its cache's window is {layer.sliding_window}, expected {attention.window}"
+        there = min(length, layer.sliding_window - 1)
+    wanted = (rows, attention.key_heads, there, attention.head_dim)
+    for t in (layer.keys, layer.values):
+        if type(t) is not Tensor or tuple(t.shape) != wanted or not length:
+            return "its cache's keys and values have other shapes"
+        if t.dtype != like.dtype or t.device != like.device:
+            return f"its cache is {t.dtype} on {t.device}, expected {like.dtype} on {like.device}"
+    return None
+
+
+def held_arena(cache: Any) -> Arena | None:
+    """The arena that all of a cache's layers are in, if there is one."""
+    if type(cache) is not DynamicCache or not cache.layers:
+        return None
+    layers = cache.layers
+    arena: Arena | None = layers[0].__dict__.get("arena")
+    if arena is None or len(arena.table.keys) != len(layers):
+        return None
+    for index, layer in enumerate(layers):
+        held = layer.__dict__
+        if held.get("arena") is not arena or held["index"] != index or held.get("record_past"):
+            return None
+    return arena
+
+
+def take(cache: Any, tokens: int) -> Arena:
+    """An arena that all of a (fit) cache's layers are in, with room for `tokens` more.
+
+    Raises:
+        torch.OutOfMemoryError: the cache is as it was, or in part in an arena; either is whole.
+    """
+    arena = held_arena(cache)
+    if arena is not None and arena.length + tokens <= arena.capacity:
+        return arena
+    new = Arena()
+    length = cache.layers[0].get_seq_length()
+    capacity = capacity_for(length + tokens)
+    for index, layer in enumerate(cache.layers):
+        new.add(layer, capacity)
+        if isinstance(layer, (ArenaLayer, ArenaWindowLayer)):
+            layer.become_plain()
+        for name in ("keys", "values", "cumulative_length"):
+            layer.__dict__.pop(name, None)
+        layer.__class__ = _CLASSES[type(layer)]
+        layer.arena, layer.index = new, index
+    return new
+
+
+def copied(cache: Any, tokens: int) -> Arena:
+    """An arena of its own with a cache's content; the cache is left as it is."""
+    arena = Arena()
+    for layer in cache.layers:
+        arena.add(layer, layer.get_seq_length() + tokens)
+    return arena

@@ -1,0 +1,147 @@
+"""A decoding step as a CUDA graph, which serves every length and every cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hfpatch.errors import DecodingError
+
+Tensor = torch.Tensor
+
+#: Keys that the mask's buffer grows by.
+_MASK_STEP = 1024
+
+
+class StepGraphs:
+    """The step's kernels in CUDA graphs: one for each set of arguments that are there.
+
+    The kernels read ids, positions, mask, and where the cache lies and how long it is, from buffers
+    of this object and write to others: a step is some small copies and one launch.
+
+    Args:
+        call: the C function with the model's arguments.
+        table: the cache's table on the CPU.
+    """
+
+    def __init__(self, call: Any, table: Any) -> None:
+        self._call, self._table = call, table
+        model, rows, tokens = call.model, call.rows, call.tokens
+        device, width = model.device, model.embedding.shape[1]
+        self._device = device
+        self.ids = torch.zeros(rows, tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.ids)
+        self._entries = torch.zeros_like(table.entries, device=device)
+        self._length = self._entries[:1]
+        self._held = -1  # what `_length` holds
+        self._version = -1  # of the table, in `_entries`
+        self._state = (rows, tokens, width)
+        vocab = model.head.weight.shape[0]
+        self._logits: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._vocab = vocab
+        self._embeds: Tensor | None = None
+        self._hidden: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Of the buffers."""
+        held = [self.ids, self.positions, self._entries, self._embeds, self._hidden, self._mask]
+        held += self._logits.values()
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
+
+    def run(
+        self,
+        ids: Tensor | None,
+        positions: Tensor,
+        logits: Tensor,
+        mask: Tensor | None,
+        embeds: Tensor | None,
+        hidden: Tensor | None,
+    ) -> None:
+        """One step on the current stream; the table was `take`n."""
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                raise DecodingError(
+                    "a step is a CUDA graph of its own: call it outside of captures"
+                )
+            self._fill(ids, positions, mask, embeds)
+            result = self._result(logits)
+            if hidden is not None and self._hidden is None:
+                self._hidden = hidden.new_empty(self._state)
+            own_hidden = self._hidden if hidden is not None else None
+            key = (logits.shape[1], logits.dtype, mask is None, embeds is None, hidden is None)
+            graph = self._graphs.get(key)
+            if graph is None:
+                # Not from the graph: what a kernel needs at its first launch cannot be captured.
+                self._launch(result, mask is not None, embeds is not None, own_hidden)
+                self._graphs[key] = self._captured(result, mask, embeds, own_hidden)
+            else:
+                graph.replay()
+            logits.copy_(result)
+            if hidden is not None and own_hidden is not None:
+                hidden.copy_(own_hidden)
+
+    def _fill(
+        self, ids: Tensor | None, positions: Tensor, mask: Tensor | None, embeds: Tensor | None
+    ) -> None:
+        if ids is not None and embeds is None:
+            self.ids.copy_(ids)
+        self.positions.copy_(positions)
+        if embeds is not None:
+            if self._embeds is None:
+                self._embeds = embeds.new_empty(self._state)
+            self._embeds.copy_(embeds)
+        length = int(self._table.entries[0])
+        if self._version != self._table.version:
+            self._entries.copy_(self._table.entries)
+            self._version = self._table.version
+        elif length != self._held:
+            self._length.fill_(length)
+        self._held = length
+        if mask is not None:
+            self._fill_mask(mask)
+
+    def _fill_mask(self, mask: Tensor) -> None:
+        keys = mask.shape[1]
+        if self._mask is None or self._mask.shape[1] < keys:
+            width = (keys // _MASK_STEP + 2) * _MASK_STEP
+            self._mask = torch.zeros(mask.shape[0], width, dtype=torch.bool, device=self._device)
+            # graphs that read the old one
+            self._graphs = {k: g for k, g in self._graphs.items() if k[2]}
+        self._mask[:, :keys].copy_(mask)
+
+    def _result(self, logits: Tensor) -> Tensor:
+        key = (logits.shape[1], logits.dtype)
+        found = self._logits.get(key)
+        if found is None:
+            found = self._logits[key] = torch.empty_like(logits)
+        return found
+
+    def _launch(self, logits: Tensor, masked: bool, embedded: bool, hidden: Tensor | None) -> None:
+        self._call(
+            logits,
+            hidden,
+            self._entries,
+            None if embedded else self.ids,
+            self._embeds if embedded else None,
+            self.positions,
+            self._mask if masked else None,
+        )
+
+    def _captured(
+        self, result: Tensor, mask: Tensor | None, embeds: Tensor | None, hidden: Tensor | None
+    ) -> torch.cuda.CUDAGraph:
+        """The same launches as a graph. They are not run: neither cache nor counters change."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            # not `torch.cuda.graph`, which collects garbage and empties the allocator's cache first
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._launch(result, mask is not None, embeds is not None, hidden)
+            finally:
+                graph.capture_end()
+        return graph

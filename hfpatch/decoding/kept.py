@@ -1,0 +1,29 @@
+"""The decoders of patched models: what `restore` frees and `status` tells of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+#: By model; the values are `hfpatch.decoding.step.Decoder`.
+decoders: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Free the engines of those modules that have any."""
+    for module in modules if decoders else ():
+        decoders.pop(module, None)
+
+
+def notes(model: nn.Module) -> tuple[str, ...]:
+    """What `status` says: how many steps there were, and why calls did without."""
+    held = decoders.get(model)
+    if held is None:
+        return ()
+    if held.refused is not None:
+        return (f"decoding: left as it was: {held.refused}",)
+    made = f"decoding: {held.steps} steps, {len(held.trusted)} engines"
+    return (made, *(f"decoding steps not used: {why}" for why in held.reasons))

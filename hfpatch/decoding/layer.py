@@ -1,0 +1,133 @@
+"""From a causal language model to its description, or why there is none.
+
+No list of class names decides: a small replica of the model's own class and configuration is run,
+every stage of it explained (analysis.py), the explanation proven over decoding steps with a cache
+(proof.py), and then read off the model, which must be built as the replica is (likeness.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.decoding.analysis import Analysis
+from hfpatch.decoding.likeness import check_likeness
+from hfpatch.decoding.proof import prove, with_rounding
+from hfpatch.decoding.replica import NoReplica, make_replica
+from hfpatch.decoding.rules import Number, Recipe, Unexplained
+from hfpatch.decoding.spec import Model
+from hfpatch.patches.keys import code_of
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model's description and the class of what its forward returns."""
+
+    model: Model
+    output: type
+
+
+@dataclass(frozen=True)
+class _Proven:
+    recipe: Recipe
+    replica: nn.Module
+    output: type
+    live: frozenset[tuple[str, str]]  # attributes that the recipe reads off a model
+
+
+# One proof serves every model of one class, code and configuration. The last ones are kept.
+_proofs: dict[Any, _Proven | str] = {}
+_MOST = 16
+_lock = threading.RLock()
+
+
+def is_candidate(model: nn.Module) -> bool:
+    """Whether a model generates text from a cache: what decoding steps are of."""
+    config = getattr(model, "config", None)
+    return (
+        callable(getattr(model, "generate", None))
+        and callable(getattr(model, "get_output_embeddings", None))
+        and isinstance(getattr(config, "vocab_size", None), int)
+        and not getattr(config, "is_encoder_decoder", False)
+        and _has_head(model)
+    )
+
+
+def _has_head(model: Any) -> bool:
+    try:
+        return isinstance(model.get_output_embeddings(), nn.Module)
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def describe(model: nn.Module) -> Described:
+    """What `model` computes in a decoding step, with its live tensors.
+
+    Raises:
+        Unexplained: the grammar does not explain it; the text names the stage.
+    """
+    with _lock, torch.random.fork_rng(devices=[]):
+        proven = _proof_of(model)
+    if isinstance(proven, str):
+        raise Unexplained(proven)
+    check_likeness(model, proven.replica, proven.live)
+    return Described(proven.recipe.read(model), proven.output)
+
+
+def forget() -> None:
+    """Drop all proofs."""
+    _proofs.clear()
+
+
+def _proof_of(model: Any) -> _Proven | str:
+    implementation = _implementation(model)
+    classes = {type(m): m for m in model.modules()}
+    codes = frozenset(code_of(m) for m in classes.values())
+    key = (type(model), implementation, model.config.to_json_string(use_diff=False), codes)
+    if key not in _proofs:
+        _proofs[key] = _prove(model, implementation)
+        while len(_proofs) > _MOST:
+            del _proofs[next(iter(_proofs))]
+    return _proofs[key]
+
+
+def _implementation(model: Any) -> str:
+    """By what the replica computes attention: in fp64 on a CPU, where flash attention is none."""
+    chosen = getattr(model.config, "_attn_implementation", None) or "eager"
+    return chosen if chosen in ("eager", "sdpa") else "eager"
+
+
+def _prove(model: nn.Module, implementation: str) -> _Proven | str:
+    try:
+        replica = make_replica(model, implementation)
+        try:
+            analysis = Analysis(replica)
+        except Exception as e:  # any class's own
+            return f"a small model of its class does not run ({type(e).__name__}: {e})"
+        recipe = with_rounding(analysis.recipe(), analysis)
+        output = prove(recipe, replica)
+    except (NoReplica, Unexplained) as e:
+        return str(e)
+    except Exception as e:  # a model of another kind may lack anything
+        return f"it could not be examined ({type(e).__name__}: {e})"
+    return _Proven(recipe, replica, output, frozenset(_live(recipe)))
+
+
+def _live(rule: Any) -> set[tuple[str, str]]:
+    """(path, attribute) of all numbers that a recipe reads off a model."""
+    if isinstance(rule, Number):
+        return {(p[2], p[3]) for p in rule.places if p[1] == "attribute"}
+    if isinstance(rule, tuple):
+        return set().union(*map(_live, rule))
+    if not is_dataclass(rule) or isinstance(rule, type):
+        return set()
+    found = set().union(*(_live(getattr(rule, f.name)) for f in fields(rule)))
+    path = getattr(rule, "path", None)
+    for name in (getattr(rule, "eps", None), getattr(rule, "scaling", None)):
+        if isinstance(name, str) and isinstance(path, str):
+            found.add((path, name))
+    return found

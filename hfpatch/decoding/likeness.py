@@ -1,0 +1,141 @@
+"""Whether a model is built as its replica, but for sizes: nothing stands in it that a proof of the
+replica would not have seen."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch import swap
+from hfpatch.decoding.rules import Unexplained
+from hfpatch.patches.base import class_of
+from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, names_read, value_key
+from hfpatch.patches.library import odd_code
+from hfpatch.patches.unchanged import is_hooked
+
+#: What no forward computes with.
+_IDLE = frozenset(
+    {
+        *("config", "generation_config", "name_or_path", "padding_idx", "warnings_issued"),
+        *("layer_idx", "hf_device_map", "is_loaded_in_8bit"),
+    }
+)
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[str, str]]) -> None:
+    """Args:
+        read: (path, attribute) of the numbers that are read off the model itself.
+
+    Raises:
+        Unexplained: the model differs; the text says where and how.
+    """
+    ours, theirs = dict(model.named_modules()), dict(replica.named_modules())
+    for path in dict.fromkeys((*theirs, *ours)):
+        where = f"`{path}`" if path else "the model"
+        if path not in theirs or path not in ours:
+            which = "a further" if path in ours else "no"
+            raise Unexplained(f"it has {which} module `{path}`")
+        mine, small = ours[path], theirs[path]
+        if class_of(mine) is not type(small):
+            raise Unexplained(
+                f"{where} is a `{class_of(mine).__name__}`, expected the "
+                f"`{type(small).__name__}` that its class builds"
+            )
+        if (why := odd_code(mine)) is not None:
+            raise Unexplained(f"{where}: {why}")
+        if (why := what_wraps(mine, root=not path)) is not None:
+            raise Unexplained(f"{where} {why}")
+        _check_tensors(where, mine, small)
+        _check_attributes(path, where, mine, small, read)
+    _check_parameters(model)
+
+
+def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
+    """Whose hooks or forward stand on a module that a decoding step would not call; or None.
+
+    Hooks on the model itself (`root`) fire as ever.
+    """
+    foreign = swap.foreign_forward(module)
+    if foreign is not None:
+        return f"is not its class's: {foreign}"
+    if not root and is_hooked(module) and not only_captures(module):
+        return "has hooks"
+    return None
+
+
+def only_captures(module: nn.Module) -> bool:
+    """Whether its hooks are those by which transformers collects `output_hidden_states` and the
+    like, where a call asks for them: they stay on a model and do nothing else."""
+    d = module.__dict__
+    others = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_hf_hook")
+    return not any(d.get(name) for name in others) and all(
+        getattr(hook, "__module__", "") == _CAPTURING for hook in d["_forward_hooks"].values()
+    )
+
+
+def _check_tensors(where: str, mine: nn.Module, small: nn.Module) -> None:
+    held = (mine._parameters, small._parameters), (mine._buffers, small._buffers)
+    for ours, theirs in held:
+        for name in dict.fromkeys((*theirs, *ours)):
+            a, b = ours.get(name), theirs.get(name)
+            if (a is None) != (b is None):
+                raise Unexplained(f"{where} has {'no' if a is None else 'a further'} `{name}`")
+            if a is not None and b is not None and a.dim() != b.dim():
+                raise Unexplained(f"{where}: `{name}` has {a.dim()} dimensions, not {b.dim()}")
+
+
+def _check_parameters(model: nn.Module) -> None:
+    first: Any = None
+    for name, p in model.named_parameters():
+        first = p if first is None else first
+        if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
+            raise Unexplained(f"`{name}` is no plain tensor, but a `{type(p.data).__name__}`")
+        if p.is_meta:
+            raise Unexplained(f"`{name}` is on `meta`: its weights are loaded at each call")
+        if p.dtype != first.dtype or p.device != first.device:
+            raise Unexplained(
+                f"its parameters are of several dtypes or devices: `{name}` is {p.dtype} on "
+                f"{p.device}, others {first.dtype} on {first.device}"
+            )
+
+
+def _check_attributes(
+    path: str, where: str, ours: nn.Module, theirs: nn.Module, read: frozenset[tuple[str, str]]
+) -> None:
+    mine, small, named = _attributes(ours), _attributes(theirs), names_read(theirs)
+    for name in dict.fromkeys((*small, *mine)):
+        if name in _IDLE or (path, name) in read:
+            continue
+        if name not in named and (name[0] == "_" or name not in small):
+            continue  # somebody's mark
+        if name[0] == "_" and name not in small and hasattr(ours, "config_class"):
+            continue  # `from_pretrained` leaves some on its models, which no forward reads
+        if name not in small or name not in mine:
+            which = "an" if name in mine else "no"
+            raise Unexplained(f"{where} has {which} attribute `{name}`")
+        if not _alike(mine[name], small[name]):
+            raise Unexplained(
+                f"{where}: `{name}` is {mine[name]!r:.80}, expected {small[name]!r:.80}"
+            )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    skipped = BLANK_NAMES | OWNED_BY_WRAPPERS
+    return {k: v for k, v in module.__dict__.items() if k not in skipped}
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    """Equal but for sizes."""
+    if ours is theirs or (type(ours) is int and type(theirs) is int):
+        return True
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, (tuple, list, torch.Size)):
+        return len(ours) == len(theirs) and all(map(_alike, ours, theirs))
+    if isinstance(ours, types.MethodType):
+        return ours.__func__ is theirs.__func__
+    return bool(value_key(ours) == value_key(theirs))

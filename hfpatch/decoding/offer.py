@@ -1,0 +1,111 @@
+"""What `apply` plans for decoding: a swap of the model's forward, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hfpatch import swap
+from hfpatch.decoding.layer import describe, is_candidate
+from hfpatch.decoding.rules import Unexplained
+from hfpatch.ops import OPS
+from hfpatch.patches.base import class_of
+from hfpatch.plan import Skip, Swap
+from hfpatch.proofs import Prepared
+from hfpatch.settings import Settings, matches
+
+OP = "decoding"
+
+
+def check_choice(value: Any) -> frozenset[str]:
+    """The device types that `decoding=` asks it for.
+
+    Raises:
+        TypeError, ValueError: it is neither "auto" nor a bool.
+    """
+    if isinstance(value, bool):
+        return frozenset({"cpu", "cuda"} if value else ())
+    if not isinstance(value, str):
+        raise TypeError(f"`decoding` must be 'auto', True or False, got {value!r}")
+    if value != "auto":
+        raise ValueError(f"`decoding` must be 'auto', True or False, got {value!r}")
+    return frozenset({"cpu"})
+
+
+def offer(
+    roots: Sequence[tuple[str, nn.Module]], settings: Settings, devices: frozenset[str]
+) -> tuple[list[Prepared], list[Skip]]:
+    """The models that generate text, each with the swap of its forward or why it has none.
+
+    Args:
+        roots: (name of the component or "", module) pairs.
+        devices: the types that were asked for.
+    """
+    prepared: list[Prepared] = []
+    skips: list[Skip] = []
+    if settings.training:
+        return prepared, skips
+    for name, root in {id(m): (n, m) for n, m in reversed(roots)}.values():
+        if not is_candidate(root):
+            continue
+        class_name = class_of(root).__name__
+        if settings.include is not None and not matches(settings.include, name, class_name):
+            continue
+        outcome = _decide(name, class_name, root, settings, devices)
+        if isinstance(outcome, Skip):
+            skips.append(outcome)
+        else:
+            prepared.append(outcome)
+    return prepared, skips
+
+
+def _decide(
+    name: str, class_name: str, root: nn.Module, settings: Settings, devices: frozenset[str]
+) -> Prepared | Skip:
+    def skip(kind: str, reason: str) -> Skip:
+        return Skip(name, class_name, kind, f"decoding: {reason}")
+
+    if matches(settings.exclude, name, class_name):
+        return skip("excluded", "matched by `exclude`")
+    if not any("local" in (settings.sources.choices.of(op) or ()) for op in OPS):
+        return skip("off", "its kernels are those of the local build, which `kernels=` leaves out")
+    if settings.sources.assumed is not None:
+        return skip("unsupported", "planned for a device that is not here; asked where it is")
+    if "cuda" not in devices and any(p.is_cuda for p in root.parameters()):
+        return skip("off", "on a GPU it is asked for by `decoding=True`")
+    foreign = swap.foreign_forward(root)
+    if foreign is not None:
+        return skip("foreign", foreign)
+    try:
+        described = describe(root)
+    except Unexplained as e:
+        return skip("unexplained", str(e))
+    from hfpatch.decoding import step  # it imports transformers
+
+    device = described.model.device
+    if (why := step.unsupported(described.model)) is not None:
+        kind = "unavailable" if "no decoding kernels" in why else "unsupported"
+        return skip(kind, why)
+    entry = Swap(
+        name,
+        class_name,
+        OP,
+        f"decoding steps of up to {step.MOST_ROWS} rows in one call",
+        "local",
+        "",
+        (device.type,),
+        0.0,
+        0.0,
+    )
+
+    def make() -> Any:
+        step.keep(root, described, devices)
+        return step.adapter(type(root).forward, devices)
+
+    def over(forward: Any) -> Any:
+        step.keep(root, described, devices)
+        return step.adapter(forward, devices)
+
+    return Prepared(root, make, entry, over=over)

@@ -1,0 +1,353 @@
+"""A model's forward where a call is a decoding step: one engine call; everything else goes to the
+forward that was there.
+
+Before an engine's result is used, the original runs beside it once; where they differ by more than
+the dtype allows the model is left alone, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hfpatch.announce import announce
+from hfpatch.decoding import cache as caches
+from hfpatch.decoding.kept import decoders
+from hfpatch.decoding.layer import Described, describe
+from hfpatch.decoding.rules import Unexplained
+from hfpatch.decoding.watch import Watch
+from hfpatch.errors import DecodingError
+from hfpatch.patches.base import Forward, watched
+
+#: Sequences, and new tokens of each, that an engine is made for.
+MOST_ROWS, MOST_TOKENS = 16, 8
+#: How far the first step may be from the original's, in epsilons of the dtype times the root of
+#: the number of layers; relative to the root of the sum of squares.
+_LIMITS = {torch.float32: 256.0, torch.float16: 8.0, torch.bfloat16: 8.0}
+#: Arguments of a call that a step serves where they are as `generate` gives them.
+_TAKEN = frozenset(
+    {
+        *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+        *("logits_to_keep", "return_dict"),
+    }
+)
+
+
+@dataclass
+class _Step:
+    """A call that an engine can serve."""
+
+    ids: Tensor
+    positions: Tensor | None
+    mask: Tensor | None
+    cache: Any
+    all_logits: bool
+
+
+class Decoder:
+    """One model's engines, and whether they may be used."""
+
+    def __init__(
+        self, described: Described | str, model: nn.Module, devices: frozenset[str]
+    ) -> None:
+        #: The types of devices on which steps were asked for.
+        self.devices = devices
+        #: Why it is left alone for good.
+        self.refused = described if isinstance(described, str) else None
+        self.described: Any = described
+        self.watch = Watch(model)
+        self.engines: dict[tuple[int, int], Any] = {}
+        self.trusted: set[tuple[int, int]] = set()
+        self.reasons: dict[str, None] = {}  # why calls went to the original
+        self.unlike: str | None = None  # why the model as it is now has no description
+        self.steps = 0
+        self.stream: Any = None  # of the last step
+        self._due = True  # settings are to be looked at: a new sequence
+        self._lock = threading.RLock()
+
+    # --- which calls -------------------------------------------------------------------------
+
+    def run(self, model: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
+        """The result of a call: an engine's where one may serve, else the original's."""
+        step = self._as_step(model, args, kwargs)
+        if step is None:
+            self._due = True
+            return original(model, *args, **kwargs)
+        with self._lock:  # engines have one workspace
+            outcome = self._serve(model, original, step, args, kwargs)
+        return original(model, *args, **kwargs) if outcome is None else outcome
+
+    def _as_step(self, model: nn.Module, args: Any, kwargs: Any) -> _Step | None:
+        """The call, if it is of the form of a decoding step; all of it is looked at."""
+        if self.refused is not None or model.training or torch.is_grad_enabled():
+            return None
+        ids = args[0] if len(args) == 1 else kwargs.get("input_ids")
+        cache = kwargs.get("past_key_values")
+        if type(ids) is not Tensor or cache is None or len(args) > 1:
+            return None
+        if ids.dim() != 2 or ids.dtype != torch.int64 or ids.shape[1] > MOST_TOKENS:
+            return None
+        if not 0 < ids.shape[0] <= MOST_ROWS or not ids.shape[1]:
+            return None
+        for name, value in kwargs.items():
+            if name not in _TAKEN and value is not None and value is not False:
+                return None
+        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
+            return None
+        keep = kwargs.get("logits_to_keep", 0)
+        if type(keep) is not int or not (keep == 0 or keep == 1 or keep >= ids.shape[1]):
+            return None
+        like = self.described.model.embedding
+        if ids.device.type not in self.devices:
+            return None
+        if ids.device != like.device or watched() or torch.is_autocast_enabled(like.device.type):
+            return None
+        if _modes():
+            return None  # somebody looks at every operator
+        vocab = like.shape[0]
+        if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            return None  # the original says what is wrong
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        for t in (mask, positions):
+            if t is not None and (type(t) is not Tensor or t.dim() != 2 or t.device != ids.device):
+                return None
+        if positions is not None and (
+            positions.dtype != torch.int64
+            or positions.shape[1] != ids.shape[1]
+            or positions.shape[0] not in (1, ids.shape[0])
+        ):
+            return None
+        if mask is not None and (mask.is_floating_point() or mask.shape[0] != ids.shape[0]):
+            return None
+        config: Any = model.config
+        if config.output_hidden_states or config.output_attentions or not config.return_dict:
+            return None
+        return _Step(ids, positions, mask, cache, keep != 1)
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def _serve(
+        self, model: nn.Module, original: Forward, step: _Step, args: Any, kwargs: Any
+    ) -> Any:
+        """An engine's result, or the original's beside which it was proven; None: neither ran."""
+        # A GPU is given its work first, where what it reads is in place: a step writes behind the
+        # cache's end and to a tensor that nobody has, so that one of no use is forgotten.
+        rows, tokens = step.ids.shape
+        late = step.ids.is_cuda and not self._due and (rows, tokens) in self.trusted
+        late = late and self.unlike is None and self.watch.in_place()
+        if not late and not self._is_current(model):
+            return None
+        arena = caches.held_arena(step.cache)
+        held = arena is not None and arena.rows == rows
+        why = None if held else caches.unfit(step.cache, self.described.model, rows)
+        if why is not None:
+            if why not in _EXPECTED:
+                self._say(model, why)
+            return None
+        length = step.cache.layers[0].get_seq_length()
+        if step.mask is not None and step.mask.shape[1] != length + tokens:
+            return None
+        engine = self._engine(model, rows, tokens)
+        if engine is None:
+            return None
+        proven = (rows, tokens) in self.trusted
+        try:
+            with _after_the_last(self, step.ids):
+                if proven:
+                    arena = caches.take(step.cache, tokens)
+                else:
+                    arena = caches.copied(step.cache, tokens)
+                logits = self._run(engine, step, arena)
+        except torch.OutOfMemoryError:
+            self._say(model, "there was no memory for a larger cache")
+            return None
+        except DecodingError as e:
+            self._say(model, f"the engine refused: {e}")
+            return None
+        if not proven:
+            output = original(model, *args, **kwargs)
+            self._judge(model, arena, logits, tokens, output)
+            return output
+        if late and not self._is_still_current(model):
+            self._due = True
+            return self._serve(model, original, step, args, kwargs)
+        arena.table.length += tokens
+        self.steps += 1
+        return self.described.output(logits=logits, past_key_values=step.cache)
+
+    def _is_current(self, model: nn.Module) -> bool:
+        """Whether the engines are those of the model as it is; makes them so where they can be."""
+        if (why := self.watch.wrapped(model)) is not None:
+            self._say(model, why)
+            return False
+        if not (self.watch.in_place() and self.watch.same_parts()) or (
+            self._due and self.watch.changed(model)
+        ):
+            self.engines.clear()
+            self.trusted.clear()
+            self.unlike = None
+            try:
+                self.described = describe(model)
+            except Unexplained as e:
+                self.unlike = f"it is not what it was: {e}"
+                self._say(model, self.unlike)
+            self.watch = Watch(model)
+        if self._due and self.watch.trains():
+            self._say(model, "a module of it is in training mode")
+            return False
+        self._due = False
+        return self.unlike is None
+
+    def _is_still_current(self, model: nn.Module) -> bool:
+        """The part of `_is_current` that is looked at while a GPU works."""
+        return self.watch.same_parts() and self.watch.wrapped(model) is None
+
+    def _engine(self, model: nn.Module, rows: int, tokens: int) -> Any:
+        key = (rows, tokens)
+        if key not in self.engines:
+            try:
+                self.engines[key] = make_engine(self.described.model, rows, tokens)
+            except DecodingError as e:
+                self.engines[key] = None
+                if tokens == 1:
+                    self._say(model, f"no engine for {rows} rows: {e}")
+        return self.engines[key]
+
+    def _run(self, engine: Any, step: _Step, arena: caches.Arena) -> Tensor:
+        rows, tokens = step.ids.shape
+        head = self.described.model.head.weight
+        logits = torch.empty(
+            (rows, tokens if step.all_logits else 1, head.shape[0]),
+            dtype=head.dtype,
+            device=head.device,
+        )
+        positions = step.positions
+        if positions is None:
+            start = arena.length
+            positions = torch.arange(start, start + tokens, device=head.device).unsqueeze(0)
+        if positions.shape[0] != rows:
+            positions = positions.expand(rows, -1)
+        mask = step.mask
+        if mask is not None and not mask.is_cuda and bool(mask.all()):
+            mask = None
+        engine.step(step.ids, positions, arena.table, logits, mask=mask)
+        return logits
+
+    def _judge(
+        self, model: nn.Module, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
+    ) -> None:
+        """Whether an engine's first step gave what the original gave: from now on it is used, or
+        none is."""
+        key = (arena.rows, tokens)
+        why = self._difference(arena, logits, tokens, output)
+        if why is None:
+            self.trusted.add(key)
+            return
+        self.refused = f"its first step with {key[0]} rows of {tokens} tokens: {why}"
+        self.engines.clear()
+        announce(f"`{type(model).__name__}` decodes as it did: {self.refused}", stacklevel=6)
+
+    def _difference(
+        self, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
+    ) -> str | None:
+        layers = self.described.model.layers
+        limit = _LIMITS[logits.dtype] * torch.finfo(logits.dtype).eps * math.sqrt(len(layers))
+        theirs = output.logits[:, -logits.shape[1] :]
+        pairs = [("logits", logits, theirs)]
+        for index, held in enumerate(output.past_key_values.layers):
+            for name in ("keys", "values"):
+                mine = getattr(arena.table, name)[index][:, :, -tokens:]
+                pairs.append(
+                    (f"{name} of layer {index}", mine, getattr(held, name)[:, :, -tokens:])
+                )
+        for name, ours, original in pairs:
+            error = (ours.double() - original.double()).norm()
+            if not bool(error <= limit * original.double().norm()):
+                relative = float(error / original.double().norm())
+                return (
+                    f"{name} differ by {relative:.1e} from the original's, {limit:.1e} is allowed"
+                )
+        return None
+
+    def _say(self, model: nn.Module, why: str) -> None:
+        if why not in self.reasons:
+            self.reasons[why] = None
+            announce(
+                f"`{type(model).__name__}` was called where decoding steps cannot be used; such "
+                f"calls run as they are: {why}",
+                stacklevel=6,
+            )
+
+
+#: Why a cache is left as it is, where nobody needs to be told.
+_EXPECTED = frozenset({"its cache is empty", "its cache is a StaticCache"})
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+@contextmanager
+def _after_the_last(decoder: Decoder, ids: Tensor) -> Iterator[None]:
+    """On a stream that waits for the step before, where that ran on another: engines of a model
+    share their workspace with their own last step."""
+    if not ids.is_cuda:
+        yield
+        return
+    with torch.cuda.device(ids.device):
+        stream = torch.cuda.current_stream()
+        if decoder.stream is not None and decoder.stream != stream:
+            stream.wait_stream(decoder.stream)
+        decoder.stream = stream
+        yield
+
+
+def make_engine(model: Any, rows: int, tokens: int) -> Any:
+    """An engine for a description.
+
+    Raises:
+        DecodingError: there is none for it.
+    """
+    from hfpatch.decoding.engine import Engine
+
+    return Engine(model, rows, tokens)
+
+
+def unsupported(model: Any) -> str | None:
+    """Why there is no engine for one row of a description; None if there is one."""
+    from hfpatch.decoding import engine
+
+    return engine.unsupported(model, 1)
+
+
+def adapter(original: Forward, devices: frozenset[str]) -> Forward:
+    """The forward that replaces a model's own: steps by an engine on devices of these types, all
+    else by `original`."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(self, *args, **kwargs)
+        held = decoders.get(self)
+        if held is None:  # a copy of a patched model
+            held = decoders[self] = Decoder(_describe(self), self, devices)
+        return held.run(self, original, args, kwargs)
+
+    return forward
+
+
+def _describe(model: nn.Module) -> Described | str:
+    try:
+        return describe(model)
+    except Unexplained as e:
+        return str(e)
+
+
+def keep(model: nn.Module, described: Described, devices: frozenset[str]) -> None:
+    """What the calls of `model` will use, which was found while it was planned; on these types of
+    devices."""
+    decoders[model] = Decoder(described, model, devices)

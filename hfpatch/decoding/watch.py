@@ -1,0 +1,97 @@
+"""Whether a model is still the one that an engine was made for: looked at in every step.
+
+What is looked at per step are flat lists, made once; what a look costs is in docs/decoding.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.decoding.likeness import what_wraps
+from hfpatch.patches.unchanged import settings_of
+
+_DATA_PTR = torch.Tensor.data_ptr
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Watch:
+    """A model's modules, tensors, hooks and forwards as they were when it was made.
+
+    It holds the modules inside of the model and its tensors, but not the model itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        inside = [m for m in model.modules() if m is not model]
+        self._inside = inside
+        self._dicts = [m.__dict__ for m in inside]
+        self._parents = [d["_modules"] for d in (model.__dict__, *self._dicts) if d["_modules"]]
+        self._children = list(map(id, _values(self._parents)))
+        kinds = ("_parameters", "_buffers")
+        self._holders = [m.__dict__[k] for m in inside for k in kinds if m.__dict__[k]]
+        self._ids = list(map(id, _values(self._holders)))
+        self._tensors = [t for t in _values(self._holders) if t is not None]
+        self._addresses = list(map(_DATA_PTR, self._tensors))
+        self._hooks = [d[name] for d in self._dicts for name in _HOOKS]
+        self._note_wrappers()
+        self._classes = [(type(m), type(m).forward) for m in (*inside, model)]
+        self._settings = [settings_of(m) for m in (*inside, model)]
+
+    def in_place(self) -> bool:
+        """Whether the tensors lie where they lay: what an engine reads is there."""
+        return list(map(_DATA_PTR, self._tensors)) == self._addresses
+
+    def same_parts(self) -> bool:
+        """Whether modules and tensors are those that they were."""
+        return (
+            list(map(id, _values(self._parents))) == self._children
+            and list(map(id, _values(self._holders))) == self._ids
+        )
+
+    def wrapped(self, model: nn.Module) -> str | None:
+        """Why a module inside must be called: somebody's hook or forward. Or None."""
+        if self._wrappers() == self._known_wrappers:
+            return None
+        for path, module in model.named_modules():
+            if path and (why := what_wraps(module)) is not None:
+                return f"`{path}` {why}"
+        self._note_wrappers()  # such as do nothing, or are gone
+        return None
+
+    def changed(self, model: nn.Module) -> bool:
+        """Whether a setting or a class's code is another than it was. Slower: once a sequence."""
+        modules = (*self._inside, model)
+        if [(type(m), type(m).forward) for m in modules] != self._classes:
+            return True
+        try:
+            return any(
+                read(m.__dict__) != settings
+                for m, (read, settings) in zip(modules, self._settings, strict=True)
+            )
+        except KeyError:  # one was deleted
+            return True
+
+    def trains(self) -> bool:
+        """Whether a module inside is in training mode."""
+        return any(d["training"] for d in self._dicts)
+
+    def _wrappers(self) -> tuple[int, int, list[int]]:
+        """How many hooks and attributes there are, and the forwards of instances: a new one is a
+        new attribute."""
+        return (
+            sum(map(len, self._hooks)),
+            sum(map(len, self._dicts)),
+            [id(d.get("forward")) for d in self._with_forward],
+        )
+
+    def _note_wrappers(self) -> None:
+        self._with_forward = [d for d in self._dicts if "forward" in d]
+        self._known_wrappers = self._wrappers()
+
+
+def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(dict.values, dicts))

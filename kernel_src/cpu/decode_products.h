@@ -1,0 +1,125 @@
+// decode_products.h: products with weights as they lie in a linear layer, which are read once for all
+// rows of x. No include guard: included once per instruction set, inside decode_step.cpp's inner part.
+//
+// A result is the sum of one register of partial sums, in the order of the columns, whatever is computed
+// beside it: a row has the same bits alone and among others.
+
+namespace hfp {
+namespace cpu {
+namespace HFP_SIMD {
+
+// out[m * pitch + n] = x[m] . w[n] for N rows of w and M of x.
+template <DType T, int N, int M>
+HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t x_step,
+                          int64_t columns, float *out, int64_t pitch) {
+  // Short rows end before the processor has seen that they are read in order: the next ones are asked for.
+  const int64_t ahead = w_step <= 4096 ? N * w_step : 1024;
+  vf sum[N][M] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= columns; k += kLanes) {
+    vf given[M];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      given[m] = load<DType::F32>(reinterpret_cast<const char *>(x + m * x_step + k));
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const char *p = w + n * w_step + k * size_of(T);
+      __builtin_prefetch(p + ahead);
+      const vf weight = load<T>(p);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sum[n][m] = fma(weight, given[m], sum[n][m]);
+    }
+  }
+  if (k < columns) {
+    const int64_t left = columns - k;
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      const vf weight = load_n<T>(w + n * w_step + k * size_of(T), left);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const char *p = reinterpret_cast<const char *>(x + m * x_step + k);
+        sum[n][m] = fma(weight, load_n<DType::F32>(p, left), sum[n][m]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) out[m * pitch + n] = sum_lanes(sum[n][m]);
+  }
+}
+
+// All rows of x; as many of each at a time as there are registers for.
+template <DType T, int N>
+static void dot_rows(const char *w, int64_t w_step, const float *x, int64_t x_step, int64_t rows,
+                     int64_t columns, float *out, int64_t pitch) {
+#if defined(__x86_64__) && HFP_SIMD_LEVEL < 2
+  constexpr int kMost = 2;  // of 16 registers
+#else
+  constexpr int kMost = 4;  // of 32
+#endif
+  int64_t m = 0;
+  if constexpr (N > 4) {  // for one row; the others in two halves
+    if (rows == 1) return dot_block<T, N, 1>(w, w_step, x, x_step, columns, out, pitch);
+    dot_rows<T, N / 2>(w, w_step, x, x_step, rows, columns, out, pitch);
+    dot_rows<T, N / 2>(w + N / 2 * w_step, w_step, x, x_step, rows, columns, out + N / 2, pitch);
+  } else {
+    for (; m + kMost <= rows; m += kMost) {
+      dot_block<T, N, kMost>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
+    }
+    for (; m < rows; ++m) {
+      dot_block<T, N, 1>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
+    }
+  }
+}
+
+constexpr int64_t kDotRows = 8;  // rows of a weight at a time
+
+// Rows [begin, end) of the product, bias added, rounded; clip 0: none. out[m * pitch + n].
+template <DType T>
+static void product_rows(const DecodeProduct &p, const float *x, int64_t x_step, int64_t rows,
+                         float clip, float *out, int64_t pitch, int64_t begin, int64_t end) {
+  const int64_t step = p.stride * size_of(T);
+  const char *w = static_cast<const char *>(p.weight);
+  int64_t n = begin;
+  for (; n + kDotRows <= end; n += kDotRows) {
+    dot_rows<T, kDotRows>(w + n * step, step, x, x_step, rows, p.in, out + n, pitch);
+  }
+  for (; n < end; ++n) dot_rows<T, 1>(w + n * step, step, x, x_step, rows, p.in, out + n, pitch);
+  const char *bias = static_cast<const char *>(p.bias);
+  if (T == DType::F32 && !bias && clip == 0.0f) return;
+  for (int64_t m = 0; m < rows; ++m) {
+    for (n = begin; n < end; n += kLanes) {
+      const int64_t count = end - n < kLanes ? end - n : kLanes;
+      char *at = reinterpret_cast<char *>(out + m * pitch + n);
+      vf y = load_up_to<DType::F32>(at, count);
+      if (bias) y += load_up_to<T>(bias + n * size_of(T), count);
+      y = round_to<T>(y);
+      if (clip > 0.0f) {
+        y = y < -clip ? splat(-clip) : y;
+        y = y > clip ? splat(clip) : y;
+      }
+      store_up_to<DType::F32>(at, y, count);
+    }
+  }
+}
+
+// Several products of one x, their results side by side: rows [begin, end) of all.
+template <DType T>
+static void products_share(const DecodeProduct *const *products, int count, const float *x,
+                           int64_t x_step, int64_t rows, float clip, float *out, int64_t pitch,
+                           int64_t begin, int64_t end) {
+  int64_t first = 0;
+  for (int i = 0; i < count; ++i) {
+    const DecodeProduct &p = *products[i];
+    const int64_t a = begin > first ? begin - first : 0;
+    const int64_t b = end - first < p.out ? end - first : p.out;
+    if (a < b) product_rows<T>(p, x, x_step, rows, clip, out + first, pitch, a, b);
+    first += p.out;
+  }
+}
+
+}  // namespace HFP_SIMD
+}  // namespace cpu
+}  // namespace hfp

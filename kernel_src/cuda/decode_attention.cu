@@ -1,0 +1,59 @@
+// decode_attention.cu: chooses among the kernels of decode_attention.cuh.
+#include "decode_attention.cuh"
+
+namespace hfp::cuda::decode {
+
+namespace {
+
+constexpr int64_t kCtasOfProcessor = 2;
+
+template <class T, int kDim, int kQueries>
+int32_t launch_for(Attention &a, int rows, void *stream) {
+  // A CTA for each part, or for several where there are more than a few for each multiprocessor.
+  int ctas = a.parts;
+  while (ctas > 1 && int64_t{ctas} * a.key_heads * a.blocks * rows > kCtasOfProcessor * int64_t{a.processors}) ctas /= 2;
+  const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(a.key_heads * a.blocks),
+                  static_cast<unsigned>(rows));
+  return launch_step(&decode_attention_kernel<T, kDim, kQueries>, grid, kAttentionThreads,
+                     static_cast<int>(sizeof(AttentionShared<T, kDim, kQueries>)), a, stream);
+}
+
+// Kernels for fewer queries than a block's most have it in fewer registers.
+template <class T, int kDim>
+int32_t launch_queries(Attention &a, int rows, void *stream) {
+  const int queries = a.group() * a.tokens;
+  a.blocks = 1;
+  if (queries == 1) return launch_for<T, kDim, 1>(a, rows, stream);
+  if (queries == 2) return launch_for<T, kDim, 2>(a, rows, stream);
+  if constexpr (kDim > 128) {
+    a.blocks = (queries + 3) / 4;
+    return launch_for<T, kDim, 4>(a, rows, stream);
+  } else {
+    if (queries <= 4) return launch_for<T, kDim, 4>(a, rows, stream);
+    a.blocks = (queries + 7) / 8;
+    return launch_for<T, kDim, 8>(a, rows, stream);
+  }
+}
+
+template <class T>
+int32_t launch_dim(Attention &a, int rows, void *stream) {
+  if (a.dim <= 64) return launch_queries<T, 64>(a, rows, stream);
+  if (a.dim <= 96) return launch_queries<T, 96>(a, rows, stream);
+  if (a.dim <= 128) return launch_queries<T, 128>(a, rows, stream);
+  return launch_queries<T, 256>(a, rows, stream);
+}
+
+}  // namespace
+
+bool takes_attention(DType type, const DecodeLayer &layer, const DecodeArgs &args, const Device &device) {
+  constexpr int64_t kMostRows = 65535, kLeastShared = 96 << 10;  // gridDim.z; what the largest kernel needs
+  return type != DType::F32 && device.tensor_cores && device.shared_limit >= kLeastShared &&
+         layer.dim % 8 == 0 && layer.dim <= 256 && args.tokens <= kNewKeys && args.rows <= kMostRows &&
+         layer.key_heads * layer.group() * args.tokens <= kMostRows;
+}
+
+int32_t run_attention(DType type, Attention a, int rows, void *stream) {
+  return type == DType::BF16 ? launch_dim<__nv_bfloat16>(a, rows, stream) : launch_dim<__half>(a, rows, stream);
+}
+
+}  // namespace hfp::cuda::decode

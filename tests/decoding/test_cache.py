@@ -1,0 +1,245 @@
+"""A cache in an arena is to everybody what a plain one is, whatever is done to it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from decoding.families import make, prompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+import hfpatch
+from hfpatch.decoding import cache as caches
+from hfpatch.decoding import kept
+
+LAYERS, HEADS, DIM, WINDOW = 3, 2, 4, 6
+
+_OPERATIONS = (
+    *("step", "step", "step", "update", "crop", "reorder", "repeat", "select", "deepcopy"),
+    *("copy", "pickle", "save", "reset", "assign", "one layer"),
+)
+
+
+def _plain(window: bool) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers = [
+        DynamicSlidingWindowLayer(WINDOW) if window and i % 2 else DynamicLayer()
+        for i in range(LAYERS)
+    ]
+    return cache
+
+
+def _new(rows: int, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        tuple(torch.randn(rows, HEADS, tokens, DIM, generator=generator) for _ in range(2))
+        for _ in range(LAYERS)
+    ]  # type: ignore[misc]
+
+
+def _extend(cache: DynamicCache, new: Any) -> None:
+    """What a decoding step does to a cache."""
+    tokens = new[0][0].shape[2]
+    arena = caches.take(cache, tokens)
+    now = slice(arena.length, arena.length + tokens)
+    for index, (keys, values) in enumerate(new):
+        arena.table.keys[index][:, :, now] = keys
+        arena.table.values[index][:, :, now] = values
+    arena.table.length += tokens
+
+
+def _update(cache: DynamicCache, new: Any) -> None:
+    for index, (keys, values) in enumerate(new):
+        cache.update(keys, values, index)
+
+
+def _check_same(plain: DynamicCache, ours: DynamicCache) -> None:
+    assert plain.get_seq_length() == ours.get_seq_length()
+    for a, b in zip(plain.layers, ours.layers, strict=True):
+        assert a.get_seq_length() == b.get_seq_length()
+        assert a.get_mask_sizes(2) == b.get_mask_sizes(2)
+        assert a.is_initialized == b.is_initialized and a.is_sliding == b.is_sliding
+        if a.is_initialized:
+            assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+            assert getattr(a, "cumulative_length", 0) == getattr(b, "cumulative_length", 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    window=st.booleans(),
+    prompt=st.integers(1, 9),
+    rows=st.integers(1, 3),
+    moves=st.lists(st.tuples(st.sampled_from(_OPERATIONS), st.integers(0, 1000)), max_size=12),
+)
+def test_any_sequence_of_operations_gives_what_it_gives_a_plain_cache(
+    window: bool, prompt: int, rows: int, moves: list[tuple[str, int]]
+) -> None:
+    plain, ours = _plain(window), _plain(window)
+    first = _new(rows, prompt, 0)
+    _update(plain, first)
+    _update(ours, first)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # views that somebody holds, and copies
+    others: list[tuple[DynamicCache, DynamicCache]] = []
+    for move, seed in moves:
+        length = plain.get_seq_length()
+        rows = plain.layers[0].keys.shape[0] if length else rows
+        if move in ("step", "update") or not length:
+            new = _new(rows, 1 + seed % 2, seed)
+            _update(plain, new)
+            if move == "step" and length:
+                _extend(ours, new)
+            else:
+                _update(ours, new)
+        elif move == "crop":
+            outcomes = []
+            for cache in (plain, ours):
+                try:
+                    cache.crop(-min(seed % 3, length - 1))
+                    outcomes.append("")
+                except RuntimeError as e:  # a window that has left keys behind
+                    outcomes.append(str(e))
+            assert outcomes[0] == outcomes[1]
+            if outcomes[0]:
+                break  # layers of several lengths: of no use to anybody
+        elif move == "reorder":
+            order = torch.randint(0, rows, (rows,), generator=torch.Generator().manual_seed(seed))
+            plain.reorder_cache(order)
+            ours.reorder_cache(order)
+        elif move == "repeat" and rows < 5:
+            plain.batch_repeat_interleave(2)
+            ours.batch_repeat_interleave(2)
+        elif move == "select":
+            indices = torch.tensor([seed % rows])
+            plain.batch_select_indices(indices)
+            ours.batch_select_indices(indices)
+        elif move == "deepcopy":
+            others.append((copy.deepcopy(plain), ours))
+            ours = copy.deepcopy(ours)
+        elif move == "copy":
+            ours.layers = [copy.copy(layer) for layer in ours.layers]
+        elif move == "pickle":
+            text = pickle.dumps(ours)
+            assert b"hfpatch" not in text  # loads where it is not installed
+            ours = pickle.loads(text)
+        elif move == "save":
+            buffer = io.BytesIO()
+            torch.save(ours, buffer)
+            buffer.seek(0)
+            ours = torch.load(buffer, weights_only=False)
+        elif move == "reset":
+            plain.reset()
+            ours.reset()
+        elif move == "assign":
+            for cache in (plain, ours):
+                cache.layers[0].keys = cache.layers[0].keys * 2
+        elif move == "one layer":  # an update that ended in an error after the first layer
+            others.append((copy.deepcopy(plain), copy.deepcopy(ours)))
+        _check_same(plain, ours)
+        for a, b in others:
+            _check_same(a, b)
+        if ours.get_seq_length():
+            kept += [(t, t.clone()) for layer in ours.layers for t in (layer.keys, layer.values)]
+        assert all(torch.equal(view, was) for view, was in kept)
+
+
+def test_a_cache_goes_from_the_patched_model_to_the_unpatched_one_and_back() -> None:
+    model = make("gemma3")
+    ids = prompts(1, 8)["input_ids"]
+    other = copy.deepcopy(model)
+    hfpatch.apply(model, include=type(model).__name__)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        mixed, plain = (DynamicCache(config=model.config) for _ in range(2))
+        model(ids, past_key_values=mixed)
+        other(ids, past_key_values=plain)
+        for i in range(24):
+            token = torch.randint(3, 300, (1, 1), generator=generator)
+            which = model if i // 4 % 2 == 0 else other
+            ours = which(token, past_key_values=mixed).logits
+            theirs = other(token, past_key_values=plain).logits
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+            assert mixed.get_seq_length() == plain.get_seq_length()
+        for a, b in zip(mixed.layers, plain.layers, strict=True):
+            torch.testing.assert_close(a.keys, b.keys, rtol=1e-3, atol=1e-4)
+    assert kept.decoders[model].steps > 8
+
+
+def test_a_prompts_cache_serves_several_continuations() -> None:
+    model = make("llama")
+    ids = prompts(1, 8)["input_ids"]
+    more = {"max_new_tokens": 6, "do_sample": False}
+    before = [model.generate(torch.cat((ids, torch.tensor([[t]])), 1), **more) for t in (7, 8, 9)]
+    hfpatch.apply(model)
+    with torch.no_grad():
+        cache = model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
+        cache = model(torch.tensor([[7]]), past_key_values=cache).past_key_values
+    cache.crop(-1)
+    for token, text in zip((7, 8, 9), before, strict=True):
+        whole = torch.cat((ids, torch.tensor([[token]])), 1)
+        own = copy.deepcopy(cache)
+        assert torch.equal(model.generate(whole, past_key_values=own, **more), text)
+    assert cache.get_seq_length() == 8
+
+
+def test_an_arena_grows_and_dies_with_its_cache() -> None:
+    model = make("llama")
+    hfpatch.apply(model)
+    ids = prompts(1, 8)["input_ids"]
+    with torch.no_grad():
+        cache = model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
+        for _ in range(caches.capacity_for(9) + 5):
+            model(torch.tensor([[7]]), past_key_values=cache)
+    arena = caches.held_arena(cache)
+    assert arena is not None and arena.capacity > caches.capacity_for(9)
+    held = weakref.ref(arena.table.keys[0])
+    del arena, cache
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize("kind", ["static", "dtype", "layers", "rows", "window", "below"])
+def test_a_cache_that_is_none_of_its_own_goes_to_the_original(kind: str) -> None:
+    model = make("mistral" if kind == "window" else "llama")
+    other = copy.deepcopy(model)
+    hfpatch.apply(model, include=type(model).__name__)
+
+    def attempt(which: Any) -> Any:
+        ids, token = prompts(1, 8)["input_ids"], torch.tensor([[7]])
+        cache: Any = DynamicCache(config=model.config)
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=32)
+        if kind == "window":
+            cache = DynamicCache()
+            cache.layers = [DynamicSlidingWindowLayer(5) for _ in range(4)]
+        with torch.no_grad():
+            which(ids, past_key_values=cache)
+            if kind == "dtype":
+                for layer in cache.layers:
+                    layer.keys, layer.values = layer.keys.double(), layer.values.double()
+            elif kind == "layers":
+                cache.layers = cache.layers[:2]
+            elif kind == "rows":
+                cache.batch_repeat_interleave(3)
+            elif kind == "below":
+                cache.crop(-9)
+            try:
+                logits = which(token, past_key_values=cache).logits
+            except Exception as e:  # the original's own
+                return type(e)
+            return logits, cache.get_seq_length()
+
+    wanted, got = attempt(other), attempt(model)
+    if isinstance(wanted, type):
+        assert got is wanted
+    else:
+        assert torch.allclose(got[0], wanted[0], rtol=1e-3, atol=1e-4) and got[1] == wanted[1]
+    assert kept.decoders[model].steps == 0

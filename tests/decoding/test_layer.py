@@ -1,0 +1,89 @@
+"""Each family: explained, and its texts those of the unpatched model; others refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoding.families import FAMILIES, REFUSED, make, prompts
+from transformers import AutoModelForCausalLM
+
+import hfpatch
+from hfpatch.decoding import kept
+from hfpatch.decoding.layer import describe
+from hfpatch.decoding.rules import Unexplained
+
+_GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+
+
+def steps_of(model: torch.nn.Module) -> int:
+    return kept.decoders[model].steps
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_of_a_family_are_the_unpatched_models(name: str) -> None:
+    model, inputs = make(name), prompts()
+    more = {"return_dict_in_generate": True, "output_logits": True}
+    before = model.generate(**inputs, **_GREEDY, **more)
+    report = hfpatch.apply(model, include=type(model).__name__)
+    assert [s.op for s in report.swaps] == ["decoding"], report
+    after = model.generate(**inputs, **_GREEDY, **more)
+    assert steps_of(model) >= 14, kept.notes(model)
+    assert torch.equal(before.sequences, after.sequences)
+    for a, b in zip(before.logits, after.logits, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4 * float(a.abs().max()))
+    for held, other in zip(
+        before.past_key_values.layers, after.past_key_values.layers, strict=True
+    ):
+        torch.testing.assert_close(other.keys, held.keys, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(other.values, held.values, rtol=1e-3, atol=1e-4)
+        assert held.get_seq_length() == other.get_seq_length()
+    hfpatch.restore(model)
+    assert torch.equal(model.generate(**inputs, **_GREEDY), before.sequences)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_explained_is_left_alone_with_the_stage_named(name: str) -> None:
+    model, inputs = make(name), prompts()
+    stage = REFUSED[name][2]
+    with pytest.raises(Unexplained, match=stage):
+        describe(model)
+    before = model.generate(**inputs, **_GREEDY)
+    report = hfpatch.apply(model)
+    assert not any(s.op == "decoding" for s in report.swaps)
+    skip = next(s for s in report.skips if s.path == "")
+    assert skip.kind == "unexplained" and re.search(stage, skip.reason)
+    assert torch.equal(model.generate(**inputs, **_GREEDY), before)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "granite", "glm", "ernie", "olmo2"])
+def test_a_family_in_bf16_is_no_farther_from_fp32(name: str) -> None:
+    """Teacher forced: factors and rotations are rounded where the original rounds them."""
+    model = make(name, torch.bfloat16)
+    exact = make(name)
+    exact.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
+    ids = prompts(2, 20, 0)["input_ids"]
+
+    def logits(of: Any) -> torch.Tensor:
+        with torch.no_grad():
+            cache = of(ids[:, :8]).past_key_values
+            steps = [
+                of(ids[:, i : i + 1], past_key_values=cache).logits for i in range(8, ids.shape[1])
+            ]
+        return torch.cat(steps, 1).double()
+
+    truth, before = logits(exact), logits(model)
+    hfpatch.apply(model, include=type(model).__name__)
+    after = logits(model)
+    assert steps_of(model) == 11
+    assert (after - truth).norm() <= 1.1 * (before - truth).norm()
+
+
+def test_a_model_from_a_file_is_explained(tmp_path: Path) -> None:
+    make("qwen2").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert describe(model).model.dtype == torch.bfloat16
+    assert hfpatch.apply(model).swaps[0].op == "decoding"

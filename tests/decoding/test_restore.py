@@ -1,0 +1,257 @@
+"""What happens to a patched model is noticed within the call; what is taken back is gone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from decoding.families import make, prompts
+from torch import nn
+
+import hfpatch
+from hfpatch.decoding import kept, step
+from hfpatch.errors import DecodingError
+
+_GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+
+
+def patched(name: str = "llama", **more: Any) -> Any:
+    model = make(name, **more)
+    hfpatch.apply(model)
+    return model
+
+
+def write(model: Any, rows: int = 1) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out: torch.Tensor = model.generate(**prompts(rows), **_GREEDY)
+    return out
+
+
+def steps_of(model: Any) -> int:
+    held = kept.decoders.get(model)
+    return 0 if held is None else held.steps
+
+
+def check(model: Any, *, served: bool) -> None:
+    """Its text is that of the model unpatched, and steps served it or did not."""
+    other = copy.deepcopy(model)
+    hfpatch.restore(other)
+    before = steps_of(model)
+    wanted = write(other)
+    assert torch.equal(write(model), wanted)
+    assert (steps_of(model) > before) == served
+
+
+class _Doubled(nn.Module):
+    """What an adapter does to a linear layer."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(x)
+
+
+def _layer(model: Any) -> Any:
+    return model.model.layers[1]
+
+
+def _hook(model: Any) -> None:
+    _layer(model).mlp.register_forward_hook(lambda m, a, y: y * 1.5)
+
+
+def _pre_hook(model: Any) -> None:
+    _layer(model).register_forward_pre_hook(lambda m, a: (a[0] * 1.5, *a[1:]))
+
+
+def _adapter(model: Any) -> None:
+    attention = _layer(model).self_attn
+    attention.q_proj = _Doubled(attention.q_proj)
+
+
+def _own_forward(model: Any) -> None:
+    mlp = _layer(model).mlp
+    mlp.forward = lambda x: 0.5 * type(mlp).forward(mlp, x)
+
+
+def _another_scale(model: Any) -> None:
+    _layer(model).self_attn.scaling *= 0.5
+
+
+def _another_epsilon(model: Any) -> None:
+    _layer(model).input_layernorm.variance_epsilon = 0.3
+
+
+def _new_weight(model: Any) -> None:
+    mlp = _layer(model).mlp
+    mlp.up_proj.weight = nn.Parameter(torch.randn_like(mlp.up_proj.weight))
+
+
+def _moved_weight(model: Any) -> None:
+    weight = _layer(model).mlp.up_proj.weight
+    weight.data = weight.data * 1.1
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        _layer(model).mlp.up_proj.weight.mul_(1.1)
+
+
+def _fewer_layers(model: Any) -> None:
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+
+
+def _other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+CHANGES = {
+    **{f.__name__: (f, False) for f in (_hook, _pre_hook, _adapter, _own_forward)},
+    **{f.__name__: (f, True) for f in (_new_weight, _moved_weight, _in_place, _another_scale)},
+    **{f.__name__: (f, True) for f in (_another_epsilon, _other_frequencies)},
+    "_fewer_layers": (_fewer_layers, False),  # its cache is made for those that it had
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed_within_the_call(name: str) -> None:
+    change, served = CHANGES[name]
+    model = patched()
+    write(model)
+    change(model)
+    check(model, served=served)
+
+
+def test_a_hook_that_goes_lets_steps_serve_again() -> None:
+    model = patched()
+    handle = _layer(model).mlp.register_forward_hook(lambda m, a, y: y * 1.5)
+    check(model, served=False)
+    handle.remove()
+    check(model, served=True)
+
+
+def test_training_and_autograd_go_to_the_original() -> None:
+    model = patched()
+    write(model)
+    cache = None
+    with torch.no_grad():
+        cache = model(prompts(1)["input_ids"]).past_key_values
+    before = steps_of(model)
+    logits = model(torch.tensor([[5]]), past_key_values=cache).logits
+    logits.sum().backward()
+    assert model.lm_head.weight.grad is not None and steps_of(model) == before
+
+
+def test_autocast_goes_to_the_original() -> None:
+    model = patched()
+    write(model)
+    before = steps_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        write(model)
+    assert steps_of(model) == before
+
+
+def test_a_copy_a_pickle_and_another_dtype() -> None:
+    model = patched()
+    wanted = write(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(write(twin), wanted) and steps_of(twin) > 0
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(write(loaded), wanted) and "forward" not in loaded.__dict__
+    model.to(torch.bfloat16)
+    check(model, served=True)
+
+
+def test_restore_frees_and_leaves_nothing() -> None:
+    model = make("llama")
+    before = {path: dict(m.__dict__) for path, m in model.named_modules()}
+    wanted = write(model)
+    for _ in range(3):
+        hfpatch.apply(model)
+        assert torch.equal(write(model), wanted)
+        assert hfpatch.restore(model) > 0 and model not in kept.decoders
+    assert {path: dict(m.__dict__) for path, m in model.named_modules()} == before
+    assert torch.equal(write(model), wanted)
+    hfpatch.apply(model)
+    write(model)
+    gone = weakref.ref(model)
+    del model, before
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_report_says_it_and_it_can_be_left_out() -> None:
+    model = make("llama")
+    swap = hfpatch.plan(model).swaps[0]
+    assert (swap.path, swap.op, swap.class_name) == ("", "decoding", "LlamaForCausalLM")
+    for arguments in ({"decoding": False}, {"mode": "training"}):
+        report = hfpatch.apply(model, **arguments)
+        assert not any("decoding" in (s.op, s.path) for s in report.swaps)
+        assert model not in kept.decoders
+    report = hfpatch.apply(model, exclude="LlamaForCausalLM")
+    assert [s.kind for s in report.skips if s.path == ""] == ["excluded"]
+    report = hfpatch.apply(model, kernels="torch")
+    assert [s.kind for s in report.skips if s.path == ""] == ["off"]
+    for wrong, error in (("always", ValueError), (1, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="`decoding`"):
+            hfpatch.apply(model, decoding=wrong)
+
+
+class _Wrong:
+    """An engine that is off by a little too much."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def step(self, ids: Any, positions: Any, cache: Any, logits: Any, **kwargs: Any) -> None:
+        self.inner.step(ids, positions, cache, logits, **kwargs)
+        logits.mul_(1.001)
+
+
+def test_an_engine_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    wanted = write(model)
+    make_engine = step.make_engine
+    monkeypatch.setattr(step, "make_engine", lambda *a: _Wrong(make_engine(*a)))
+    hfpatch.apply(model)
+    with pytest.warns(RuntimeWarning, match="decodes as it did: .* logits differ by 1.0e-03"):
+        out = model.generate(**prompts(1), **_GREEDY)
+    assert torch.equal(out, wanted) and steps_of(model) == 0
+    assert "left as it was" in hfpatch.status(model).notes[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert torch.equal(model.generate(**prompts(1), **_GREEDY), wanted)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, DecodingError])
+def test_a_step_that_fails_is_the_originals(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patched()
+    wanted = write(model)
+    take = step.caches.take
+    calls = []
+
+    def failing(cache: Any, tokens: int) -> Any:
+        calls.append(tokens)
+        if len(calls) == 3:
+            raise error("no room")
+        return take(cache, tokens)
+
+    monkeypatch.setattr(step.caches, "take", failing)
+    with pytest.warns(RuntimeWarning, match="no room|no memory"):
+        out = model.generate(**prompts(1), **_GREEDY)
+    assert torch.equal(out, wanted) and len(calls) > 4

@@ -1,0 +1,177 @@
+"""`decoding/engine.py` on a GPU: every path of its kernels against a step in fp64."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from support.decoders import Oracle, Shape, copied, decoder, distance, random_shape, table
+from support.engines import SMALL, WIDE, arguments, check, padded, visit
+
+from hfpatch.decoding.engine import Engine
+from hfpatch.decoding.spec import CacheTable
+from hfpatch.errors import DecodingError
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF = DTYPES[1:]
+LENGTHS = (0, 1, 5, 63, 64, 65, 130, 1100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(24))
+def test_random_decoders(kernels_module: ModuleType, dtype: torch.dtype, seed: int) -> None:
+    """Any choices of the grammar together; most sizes are no multiples of 16 bytes."""
+    model = decoder(random_shape(seed), dtype, "cuda", seed)
+    rows, tokens, length = (1, 2, 3, 5, 16)[seed % 5], 1 + seed % 4, LENGTHS[seed % 8]
+    ids, positions = arguments(model, rows, tokens, length, seed)
+    mask = padded(rows, length + tokens, length).cuda() if seed % 3 == 0 else None
+    cache = table(model, rows, length, length + tokens + 2)
+    check(Engine(model, rows, tokens, package=kernels_module), ids, positions, cache, mask, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*SMALL, *WIDE])
+def test_each_path(kernels_module: ModuleType, dtype: torch.dtype, name: str) -> None:
+    visit((SMALL | WIDE)[name], dtype, kernels_module)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_row_does_not_depend_on_the_others(
+    kernels_module: ModuleType, dtype: torch.dtype
+) -> None:
+    shape = Shape(width=256, inner=512, heads=8, key_heads=2, dim=64, vocab=512, qk_norm="head")
+    model = decoder(shape, dtype, "cuda")
+    for rows in (2, 8, 9, 16, 24):
+        for length in (4, 200, 3000):
+            ids, positions = arguments(model, rows, 1, length)
+            cache = table(model, rows, length, length + 1)
+            whole = torch.empty(rows, 1, 512, dtype=dtype, device="cuda")
+            Engine(model, rows, package=kernels_module).step(ids, positions, cache, whole)
+            one = Engine(model, 1, package=kernels_module)
+            for row in (0, rows // 2, rows - 1):
+                cut = CacheTable(
+                    [k[row : row + 1].clone() for k in cache.keys],
+                    [v[row : row + 1].clone() for v in cache.values],
+                    length,
+                )
+                alone = torch.empty(1, 1, 512, dtype=dtype, device="cuda")
+                one.step(ids[row : row + 1], positions[row : row + 1], cut, alone)
+                assert torch.equal(alone[0], whole[row]), (rows, length, row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_graph_serves_every_length_and_cache(
+    kernels_module: ModuleType, dtype: torch.dtype
+) -> None:
+    model = decoder(Shape(width=128, inner=256, dim=64, vocab=256), dtype, "cuda")
+    engine = Engine(model, 2, package=kernels_module)
+    for length in (3, 4, 5, 500, 64, 2000, 1, 0):
+        cache = table(model, 2, length, length + 9, seed=length)
+        for step in range(3):
+            ids, positions = arguments(model, 2, 1, cache.length, step)
+            before = copied(cache)
+            logits = torch.empty(2, 1, 256, dtype=dtype, device="cuda")
+            engine.step(ids, positions, cache, logits)
+            true = Oracle(model).step(ids, positions, before)[0]
+            rounded = Oracle(model, dtype).step(ids, positions, before)[0]
+            bound = 3e-5 if dtype == torch.float32 else 1.6 * distance(rounded, true) + 1e-4
+            assert distance(logits, true) <= bound
+            cache.length += 1
+
+
+def test_masks_come_and_go(kernels_module: ModuleType) -> None:
+    """With and without a mask, and one that outgrows its buffer."""
+    model = decoder(Shape(width=128, inner=256, dim=64, vocab=256), torch.bfloat16, "cuda")
+    engine = Engine(model, 3, package=kernels_module)
+    for length in (30, 30, 2500, 30):
+        ids, positions = arguments(model, 3, 1, length)
+        mask = padded(3, length + 1, length).cuda()
+        for given in (mask, None, mask.bool()):
+            cache = table(model, 3, length, length + 4)
+            before = copied(cache)
+            logits = torch.empty(3, 1, 256, dtype=torch.bfloat16, device="cuda")
+            engine.step(ids, positions, cache, logits, given)
+            true = Oracle(model).step(ids, positions, before, given)[0]
+            rounded = Oracle(model, torch.bfloat16).step(ids, positions, before, given)[0]
+            assert distance(logits, true) <= 1.6 * distance(rounded, true) + 1e-4
+
+
+def test_logits_in_both_forms_and_embeds(kernels_module: ModuleType) -> None:
+    shape = Shape(width=128, inner=256, dim=64, vocab=256, embedding_scale=2.0)
+    model = decoder(shape, torch.bfloat16, "cuda")
+    engine = Engine(model, 2, 3, package=kernels_module)
+    ids, positions = arguments(model, 2, 3, 5)
+    embeds = model.embedding[ids] * 2.0
+    found = []
+    for tokens, dtype in ((3, torch.bfloat16), (1, torch.bfloat16), (3, torch.float32)):
+        for given in (None, embeds):
+            logits = torch.empty(2, tokens, 256, dtype=dtype, device="cuda")
+            one = None if given is not None else ids
+            engine.step(one, positions, table(model, 2, 5, 8), logits, embeds=given)
+            found.append(logits.float())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[4])
+    assert torch.equal(found[0][:, -1:], found[2]) and torch.equal(found[2], found[3])
+    assert torch.equal(found[4], found[5])
+
+
+def test_an_unknown_id_gives_nan(kernels_module: ModuleType) -> None:
+    """It is not seen before the launch; the other row is what it would be."""
+    model = decoder(Shape(width=128, inner=256, dim=64, vocab=256), torch.bfloat16, "cuda")
+    engine = Engine(model, 2, package=kernels_module)
+    ids, positions = arguments(model, 2, 1, 5)
+    good = torch.empty(2, 1, 256, dtype=torch.bfloat16, device="cuda")
+    engine.step(ids, positions, table(model, 2, 5, 8), good)
+    for wrong in (256, -1, 2**40):
+        ids[0] = wrong
+        bad = torch.empty_like(good)
+        engine.step(ids, positions, table(model, 2, 5, 8), bad)
+        assert bad[0].isnan().all() and torch.equal(bad[1], good[1])
+
+
+def test_bad_arguments(kernels_module: ModuleType) -> None:
+    model = decoder(Shape(width=128, inner=256, dim=64, vocab=256), torch.bfloat16, "cuda")
+    engine = Engine(model, 2, package=kernels_module)
+    ids, positions = arguments(model, 2, 1, 5)
+    cache = table(model, 2, 5, 8)
+    logits = torch.full((2, 1, 256), 7.0, dtype=torch.bfloat16, device="cuda")
+    shifted = copied(cache)
+    memory = torch.zeros(shifted.keys[1].numel() + 1, dtype=torch.bfloat16, device="cuda")
+    shifted.keys[1] = memory[1:].view(shifted.keys[1].shape)
+    calls = {
+        "`ids`": (ids.cpu(), positions, cache, logits),
+        "`positions`": (ids, positions.cpu(), cache, logits),
+        "`cache`": (ids, positions, table(model, 2, 8, 8), logits),
+        r"`cache.keys\[1\]`.*16 bytes": (ids, positions, shifted, logits),
+        "`logits`": (ids, positions, cache, logits.cpu()),
+    }
+    for message, call in calls.items():
+        with pytest.raises(DecodingError, match=message):
+            engine.step(*call)
+        assert (logits == 7).all()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(DecodingError, match="captures"):
+        engine.step(ids, positions, cache, logits)
+    engine.step(ids, positions, cache, logits)
+    assert logits.isfinite().all()
+
+
+def test_changed_weights_are_seen_at_once(kernels_module: ModuleType) -> None:
+    """The kernels begin to read weights before the kernel before them has ended: not in front of
+    what the caller's stream did last."""
+    shape = Shape(layers=1, width=512, inner=1024, dim=64, heads=8, key_heads=8, vocab=4096)
+    model = decoder(shape, torch.bfloat16, "cuda")
+    engine = Engine(model, 1, package=kernels_module)
+    ids, positions = arguments(model, 1, 1, 5)
+    weight = model.layers[0].attention.q.weight
+    first, second = (torch.randn_like(weight) * 0.04 for _ in range(2))
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    logits = torch.empty(1, 1, 4096, dtype=torch.bfloat16, device="cuda")
+    cache = table(model, 1, 5, 8)
+    for step in range(40):
+        weight.copy_(second if step % 2 else first)
+        engine.step(ids, positions, cache, logits)
+        found[step % 2].append(logits.clone())
+    for same in found.values():
+        assert all(torch.equal(same[0], other) for other in same[1:])
+    assert not torch.equal(found[0][0], found[1][0])

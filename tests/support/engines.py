@@ -1,0 +1,132 @@
+"""What is asked of an engine's step, on every device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hfpatch.decoding.engine import Engine
+from hfpatch.decoding.spec import CacheTable, Model
+
+from .decoders import Oracle, Shape, copied, decoder, distance, table
+
+Tensor = torch.Tensor
+
+
+def arguments(
+    model: Model, rows: int, tokens: int, length: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """ids and positions of new tokens."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.embedding.shape[0], (rows, tokens), generator=g)
+    positions = length + torch.arange(tokens).expand(rows, tokens)
+    return ids.to(model.device), positions.to(model.device)
+
+
+def padded(rows: int, keys: int, length: int) -> Tensor:
+    """Left padding, another one for each row, and a hole."""
+    mask = torch.ones(rows, keys, dtype=torch.int64)
+    for row in range(rows):
+        mask[row, : min(2 * row, length)] = 0
+        if length > 20:
+            mask[row, 11 + row % 5] = 0
+    return mask
+
+
+def check(
+    engine: Engine,
+    ids: Tensor,
+    positions: Tensor,
+    cache: CacheTable,
+    mask: Tensor | None,
+    seed: int,
+) -> None:
+    """Logits, the hidden state and the cache against fp64, and what must not be written."""
+    model, dtype = engine.model, engine.model.dtype
+    rows, tokens = ids.shape
+    before, end = copied(cache), cache.length + tokens
+    vocab, width = model.head.weight.shape[0], model.embedding.shape[1]
+    # canaries in front of the results and behind them
+    logits, hidden = (
+        torch.full((rows * tokens * n + 64,), 7.0, dtype=dtype, device=model.device)
+        for n in (vocab, width)
+    )
+    inside = logits[32:-32].view(rows, tokens, vocab)
+    engine.step(
+        ids, positions, cache, inside, mask, hidden=hidden[32:-32].view(rows, tokens, width)
+    )
+    assert cache.length == before.length
+    for whole in (logits, hidden):
+        assert (whole[:32] == 7).all() and (whole[-32:] == 7).all()
+    for ours, theirs in zip(
+        (*cache.keys, *cache.values), (*before.keys, *before.values), strict=True
+    ):
+        assert torch.equal(ours[:, :, : before.length], theirs[:, :, : before.length])
+        assert ours[:, :, end:].isnan().all()
+    true = Oracle(model).step(ids, positions, before, mask)
+    rounded = Oracle(model, dtype).step(ids, positions, before, mask)
+    pairs = [(inside, 0), (hidden[32:-32].view(rows, tokens, width), 1)]
+    found = [(distance(got, true[at]), distance(rounded[at], true[at])) for got, at in pairs]
+    for which, ours in ((2, cache.keys), (3, cache.values)):
+        for got, want, like in zip(ours, true[which], rounded[which], strict=True):
+            cut = (slice(None), slice(None), slice(end - tokens, end))
+            found.append((distance(got[cut], want[cut]), distance(like[cut], want[cut])))
+    for error, expected in found:
+        assert math.isfinite(error)
+        # fp32: sums of a few hundred products; half types: as far as the same roundings alone lead
+        bound = 3e-5 if dtype == torch.float32 else 1.6 * expected + 1e-4
+        assert error <= bound, (seed, error, expected)
+
+
+#: (shape, rows, tokens, length, masked): small models that visit every kernel.
+_EVEN = Shape(layers=1, width=128, inner=256, heads=4, key_heads=2, dim=64, vocab=264)
+SMALL: dict[str, tuple[Shape, int, int, int, bool]] = {
+    "one row": (_EVEN, 1, 1, 70, False),
+    "twelve rows": (_EVEN, 12, 1, 70, True),
+    "more rows than a round": (replace(_EVEN, gated=False, activation="relu2"), 19, 1, 7, False),
+    "several tokens": (_EVEN, 2, 4, 1500, True),
+    "many tokens": (replace(_EVEN, windows=(50,)), 1, 9, 60, False),
+    "one query a key": (replace(_EVEN, heads=2), 2, 1, 130, False),
+    "two queries, 96": (replace(_EVEN, dim=96, sinks=True), 2, 1, 130, False),
+    "80": (replace(_EVEN, dim=80, rope_dims=20, heads=8), 2, 1, 200, False),
+    "128, eight queries": (replace(_EVEN, dim=128, heads=16, qk_norm="head"), 3, 1, 300, True),
+    "128, many queries": (replace(_EVEN, dim=128, heads=12, key_heads=1), 1, 2, 90, False),
+    "256": (replace(_EVEN, dim=256, heads=8, key_heads=1, softcap=3.0), 2, 1, 1100, True),
+    "256, one query": (replace(_EVEN, dim=256, heads=2), 1, 1, 65, False),
+    "layer norm": (replace(_EVEN, norm="layer", norm_bias=True, bias=True), 2, 1, 9, False),
+    "norms after": (replace(_EVEN, placement="both", offset=1.0, rounded=False), 2, 1, 9, False),
+    "parallel": (replace(_EVEN, placement="parallel", interleaved=True), 2, 1, 9, False),
+    "across": (replace(_EVEN, qk_norm="across", clip=1.0), 2, 1, 9, False),
+    "after the rotation": (replace(_EVEN, qk_norm="after_rope"), 2, 1, 9, False),
+    "numbers": (
+        replace(_EVEN, multiplier=0.5, logit_scale=0.5, logit_softcap=2.0, embedding_scale=4.0),
+        2, 1, 9, True,
+    ),
+    "packed": (replace(_EVEN, packed=True), 2, 1, 9, False),
+    "odd sizes": (
+        replace(_EVEN, width=100, inner=33, heads=6, key_heads=3, dim=20, vocab=17, sinks=True),
+        3, 2, 140, True,
+    ),
+}  # fmt: skip
+#: Rows too wide to lie beside a deep ring, or at all, in a multiprocessor's memory.
+WIDE: dict[str, tuple[Shape, int, int, int, bool]] = {
+    "wide": (replace(_EVEN, width=4096, inner=8200, vocab=72), 1, 1, 20, False),
+    "wide, sixteen rows": (replace(_EVEN, width=3000, inner=3000, vocab=72), 16, 1, 20, False),
+    "wide, eight rows": (replace(_EVEN, width=7000, inner=4096, vocab=72), 8, 1, 20, False),
+    "wider than fits": (replace(_EVEN, width=9000, inner=4096, vocab=72), 16, 1, 20, False),
+}
+
+
+def visit(case: tuple[Shape, int, int, int, bool], dtype: torch.dtype, package: Any) -> None:
+    """A case's step against fp64, twice: launched, and from the graph."""
+    shape, rows, tokens, length, masked = case
+    model = decoder(shape, dtype, "cuda")
+    engine = Engine(model, rows, tokens, package=package)
+    for seed in range(2):
+        ids, positions = arguments(model, rows, tokens, length, seed)
+        mask = padded(rows, length + tokens, length).cuda() if masked else None
+        cache = table(model, rows, length, length + tokens + 2, seed)
+        check(engine, ids, positions, cache, mask, seed)
