@@ -84,6 +84,10 @@ class Subject(ABC):
     #: Whether `mode="training"` gives it a gradient of ours.
     trains = True
 
+    #: How many operations its formulas have that could make something else between the samples:
+    #: "special" (a step or a bend: exp, tanh, sigmoid), "root", "over" (divides by a tensor).
+    most: ClassVar[Mapping[str, int]] = {"special": 1, "root": 0, "over": 0}
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
@@ -141,6 +145,14 @@ class Subject(ABC):
         """
         width = x.shape[-1] if self.fixed_width else None
         reading = read(module, self.arguments(x), self.live, width=width)
+        for kind, most in self.most.items():
+            count = reading.counts.get(kind, 0)
+            if kind == "over":  # 1 / (1 + exp(-x))
+                count -= reading.counts.get("exp", 0)
+            if count > most:
+                raise Unexplained(
+                    f"it has {count} operations of the kind of {_KINDS[kind]}, its formula {most}"
+                )
         if (why := self.misread(reading.calls)) is not None:
             raise Unexplained(f"it {why}")
         return reading
@@ -190,6 +202,8 @@ class Family(ABC):
     def examine(self, module: nn.Module) -> Subject | str | None:
         """The subject; or why this module cannot be one; or None if it is not this family's."""
 
+
+_KINDS = {"special": "`exp` and `tanh`", "root": "`sqrt`", "over": "a division by a tensor"}
 
 _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state

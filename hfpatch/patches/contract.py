@@ -38,8 +38,11 @@ class Contract:
         self.training = training
         #: How many dimensions an input may have, where the original does not take any number.
         self.dims: frozenset[int] | None = None
+        #: Whether it may have no elements, where `dims` is given.
+        self.takes_empty = True
         self.cpu: dict[Any, Forward] = {}
         self.cuda: dict[Any, Forward] = {}
+        self.xpu: dict[Any, Forward] = {}
         self._prove = prove
         self._by_dtype = by_dtype
         self._prove_autocast = prove_autocast
@@ -53,20 +56,26 @@ class Contract:
         self._warned: set[str] = set()
 
     def table(self, device: str) -> dict[Any, Forward]:
-        return self.cpu if device == "cpu" else self.cuda
+        return {"cpu": self.cpu, "xpu": self.xpu}.get(device, self.cuda)
 
     def proven(self, device: str, dtype: torch.dtype | None = None) -> None:
         self._proven[device, dtype if self._by_dtype else None] = None
 
     def takes(self, x: Tensor) -> bool:
         """Whether the original takes an input of so many dimensions."""
-        return self.dims is None or x.dim() in self.dims
+        return self.dims is None or (x.dim() in self.dims and (self.takes_empty or x.numel() > 0))
 
     def late(self, x: Tensor, key: Any) -> Any:
         """Slow path of a call that the tables do not know: prove it, or warn once."""
-        device = x.device.type
+        device = _device_type(x)
+        if device == "xpu" and torch.is_autocast_enabled(device):
+            self._warn_once("was called under autocast on xpu; such calls use the original forward")
+            return None
         unit = (device, x.dtype if self._by_dtype else None)
-        if device in ("cpu", "cuda") and unit not in self._proven:
+        # the forwards look in the tables of the CPU and of CUDA themselves
+        if device == "xpu" and (found := self.table(device).get(key)) is not None:
+            return found
+        if device in ("cpu", "cuda", "xpu") and unit not in self._proven:
             if device == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
             with may_prove((self, unit)) as may:
@@ -90,6 +99,10 @@ class Contract:
             f"{why}"
         )
         return None
+
+    def elsewhere(self, x: Tensor, key: Any) -> Any:
+        """The entry for a call on neither the CPU nor CUDA."""
+        return self.late(x, key) if _device_type(x) == "xpu" else None
 
     def needs_grad(self) -> None:
         """Say once why a call that autograd records is not taken."""
@@ -201,8 +214,8 @@ class Contract:
     def odd_projections(self) -> None:
         """Say once why a gated product is not taken: each call asks both projections twice."""
         self._warn_once(
-            "was called where its projections gave results of two dtypes or shapes, or no tensors; "
-            "such calls use the original forward"
+            "was called where its projections gave results of two dtypes or shapes, in one memory, "
+            "or no tensors; such calls use the original forward"
         )
 
     def partitioned(self, parameter: str) -> None:
@@ -219,6 +232,10 @@ class Contract:
         if once not in self._warned:
             self._warned.add(once)
             announce(f"{self.name} {message}", stacklevel=5)
+
+
+def _device_type(x: Tensor) -> str:
+    return x.device.type
 
 
 def _describe(key: Any) -> str:

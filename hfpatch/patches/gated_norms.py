@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ class GatedNormSubject(NormSubject):
     """A norm with a weight `[D]` and a gate. The probe's input holds both, stacked."""
 
     trains = False
+    most: ClassVar[Mapping[str, int]] = {"special": 1, "root": 1, "over": 1}
 
     def __init__(self, module: nn.Module, weight: str, width: int) -> None:
         super().__init__(module, weight, "bias", width)

@@ -72,6 +72,8 @@ class GatedSubject(Subject):
         self.bypassed = (act,) if act is not None else ()
         children = (roles.gate, roles.up, roles.dropout, roles.down)
         self.live = tuple(n for n in children if n is not None)
+        #: Whether the code calls `up` before `gate`: both may draw random numbers (LoRA's do).
+        self.up_first = False
 
     def _child(self, name: str) -> nn.Module:
         child = self.module._modules[name]
@@ -105,6 +107,8 @@ class GatedSubject(Subject):
                 return f"calls `{name}` with something else than its input"
         if r.dropout is not None and (given[r.dropout] or given.get(r.down or "") != r.dropout):
             return f"does not call `{r.dropout}` between the product and the last layer"
+        names = [n for n, _ in calls]
+        self.up_first = r.up is not None and names.index(r.up) < names.index(r.gate)
         if r.dropout is None and r.down is not None and given[r.down]:
             return f"calls `{r.down}` with something else than the product"
         return None
@@ -185,21 +189,26 @@ class GatedSubject(Subject):
             self.roles.dropout,
         )
         cast_down = self._down_dtype() is not None
+        up_first = self.up_first  # of the code that was read last: this module's
         may_differ = kernel.widens is not None  # autocast casts in linear layers, not in others
 
         def compute(module: nn.Module, x: Tensor) -> Any:
             m = module._modules
+            u: Any = m[up](x) if up_first else None  # type: ignore[index,misc]
             h = m[gate](x)  # type: ignore[misc]
             if not isinstance(h, Tensor):
                 return NotImplemented
             if widened and not _casts(m[down]):  # type: ignore[index]
                 h = h.float()
-                h = aten(h) if up is None else aten(h, m[up](x))  # type: ignore[misc]
+                if up is not None and not up_first:
+                    u = m[up](x)  # type: ignore[misc]
+                h = aten(h) if up is None else aten(h, u)
             elif up is None:
                 run = aten if not plain(h) else differentiable if h.requires_grad else call
                 h = run(h)
             else:
-                u = m[up](x)  # type: ignore[misc]
+                if not up_first:
+                    u = m[up](x)  # type: ignore[misc]
                 if not isinstance(u, Tensor) or h.shape != u.shape:
                     return NotImplemented
                 if h.dtype != u.dtype:
@@ -208,6 +217,8 @@ class GatedSubject(Subject):
                     run = aten
                 elif not (plain(h) and plain(u)):
                     run = aten
+                elif h.data_ptr() == u.data_ptr() and h is not x and h.numel():
+                    return NotImplemented  # layers with one workspace: the second wrote over it
                 else:
                     run = differentiable if h.requires_grad or u.requires_grad else call
                 h = run(h, u)

@@ -175,17 +175,31 @@ def names_read(module: nn.Module) -> set[str]:
 
 
 def helpers_of(module: nn.Module) -> set[str]:
-    """The methods and properties of its class that a module's forward may reach, by name."""
-    members = {k: v for base in reversed(_bases(module)) for k, v in _members(base)}
+    """The methods and properties of its class that a module's forward may reach, by name; what a
+    base class has under a name counts too, since `super()` may reach it."""
+    members: dict[str, list[Any]] = {}
+    for base in _bases(module):
+        for name, value in _members(base):
+            members.setdefault(name, []).append(value)
     found: set[str] = set()
     left = ["forward"]
     while left:
-        code = getattr(_function(members.get(left.pop())), "__code__", None)
-        names = names_of(code) if code is not None else frozenset()
-        reached = {n for n in names if n in members and hasattr(members[n], "__get__")} - found
-        found |= reached
-        left += reached
+        for value in members.get(left.pop(), ()):
+            code = getattr(_function(value), "__code__", None)
+            names = names_of(code) if code is not None else frozenset()
+            reached = {n for n in names if n in members and hasattr(members[n][0], "__get__")}
+            left += reached - found
+            found |= reached
     return found - {"forward"}
+
+
+def overridden(module: nn.Module) -> list[tuple[type, str]]:
+    """The methods that a module's forward may reach by `super()`: the classes that have them."""
+    if "super" not in names_read(module):
+        return []
+    names = sorted({"forward"} | helpers_of(module))
+    holders = {n: [b for b in _bases(module) if n in vars(b)] for n in names}
+    return [(b, n) for n, found in holders.items() for b in found[1:]]
 
 
 @functools.lru_cache(maxsize=4096)

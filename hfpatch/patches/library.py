@@ -19,7 +19,7 @@ from hfpatch.patches.base import class_of
 from hfpatch.patches.keys import kept_while_planning
 
 #: Packages whose classes fused forwards stand in for.
-_LIBRARIES = ("diffusers", "torch")
+_LIBRARIES = ("diffusers", "torch", "transformers")
 #: Whose decorators they use beside their own.
 _DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
 _DEPTH = 6  # of functions around functions: decorators
@@ -75,8 +75,12 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
     yield from (f for f in parts if isinstance(f, types.FunctionType))
 
 
-def _is_own(function: types.FunctionType, depth: int) -> bool:
+def _is_own(
+    function: types.FunctionType, depth: int, above: tuple[types.FunctionType, ...] = ()
+) -> bool:
     """Whether a function, and those that it wraps, have the code that their modules' files hold."""
+    if function in above:  # a wrapper that knows itself
+        return True
     if depth <= 0:
         return False
     module = function.__globals__.get("__name__", "")
@@ -91,7 +95,8 @@ def _is_own(function: types.FunctionType, depth: int) -> bool:
             held = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-        if isinstance(held, types.FunctionType) and not _is_own(held, depth - 1):
+        inner = isinstance(held, types.FunctionType)
+        if inner and not _is_own(held, depth - 1, (*above, function)):
             return False
     return True
 

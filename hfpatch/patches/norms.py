@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,7 +26,8 @@ from hfpatch.patches.base import (
     watched,
 )
 from hfpatch.patches.contract import Contract
-from hfpatch.patches.keys import fingerprint
+from hfpatch.patches.keys import attributes_of, fingerprint, kept_while_planning
+from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import own_copy, random_like, replicate
 from hfpatch.patches.unchanged import settings_of
 from hfpatch.reading.leaf import read
@@ -37,6 +39,8 @@ _DEFAULT_WIDTH = 96  # of the probe's input when a norm has no weight that says 
 
 
 class NormSubject(Subject):
+    most: ClassVar[Mapping[str, int]] = {"special": 0, "root": 1, "over": 1}
+
     def __init__(self, module: nn.Module, weight: str, bias: str, width: int | None) -> None:
         super().__init__(module)
         self.weight, self.bias, self.width = weight, bias, width
@@ -245,7 +249,7 @@ class NormSubject(Subject):
                     run = None
                     casts = autocast() if x.is_cuda else autocast("cpu")
                     if not (x.is_cuda or x.is_cpu):
-                        pass
+                        run = contract.elsewhere(x, key)
                     elif casts:
                         run = contract.under_autocast(x, key, training)
                     else:
@@ -330,13 +334,19 @@ def _takes_any_width(module: nn.Module, width: int) -> bool:
     diffusers' `RMSNorm` does not: LTX-Video's decoder builds one for 3 channels and calls it with
     those of its last stage.
     """
-    try:
-        with torch.device("cpu"):
-            x = torch.randn(4, 2 * width + 5, generator=torch.Generator().manual_seed(0))
-            y = read(replicate(module), [x]).result
-        return y.shape == x.shape and bool(((y.square().mean(-1) - 1).abs() < 0.02).all())
-    except Exception:  # unexplained, or of an operation: it was not built for this width
-        return False
+    known = kept_while_planning(_takes_any_width).setdefault(type(module), {})
+    key = (width, attributes_of(module))
+    if key not in known:
+        try:
+            with cpu_default():
+                x = torch.randn(4, 2 * width + 5, generator=torch.Generator().manual_seed(0))
+                y = read(replicate(module), [x]).result
+            same = y.shape == x.shape
+            known[key] = same and bool(((y.square().mean(-1) - 1).abs() < 0.02).all())
+        except Exception:  # unexplained, or of an operation: it was not built for this width
+            known[key] = False
+    found: bool = known[key]
+    return found
 
 
 def _declared_width(module: nn.Module) -> int | None:

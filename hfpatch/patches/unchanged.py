@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from hfpatch.patches.keys import (
     class_values,
     helpers_of,
     names_read,
+    overridden,
 )
 
 #: Values that a forward may read off its module as settings.
@@ -49,17 +50,34 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
     read = operator.itemgetter(*names) if names else _no_settings
     found: Any = read(module.__dict__)
     settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
+    if above := overridden(module):
+        own_read, own_settings = read, settings
+
+        def read(attributes: dict[str, Any]) -> Any:
+            """Also what its class reaches by `super()`."""
+            return own_read(attributes), [getattr(base, name, None) for base, name in above]
+
+        settings = (own_settings, read(module.__dict__)[1])
     if not inherited:
         return read, settings
     cls, others = type(module), tuple(sorted(inherited))
+    of_class = operator.attrgetter(*others)
 
     def read_both(attributes: dict[str, Any]) -> Any:
         """Also what an instance has of its class, until it is given one of its own."""
-        return read(attributes), *(
-            attributes[n] if n in attributes else getattr(cls, n, None) for n in others
-        )
+        for name in others:
+            if name in attributes:
+                return read(attributes), tuple(
+                    attributes[n] if n in attributes else getattr(cls, n, None) for n in others
+                )
+        try:
+            return read(attributes), of_class(cls)
+        except AttributeError as e:  # deleted from its class
+            raise KeyError(*e.args) from e
 
-    return read_both, (settings, *map(_held, read_both(module.__dict__)[1:]))
+    found = of_class(cls)
+    inherited_now = tuple(map(_held, found)) if len(others) > 1 else _held(found)
+    return read_both, (settings, inherited_now)
 
 
 def _is_setting(value: Any) -> bool:
@@ -138,6 +156,70 @@ class Part:
             return False
 
 
+def same_parts(
+    parts: Sequence[Part], processors: Sequence[ProcessorPart]
+) -> Callable[[nn.Module], bool]:
+    """A function that tells whether all parts and processors below a module are as they were.
+
+    It asks what `is_same` of each asks, in one walk: a fused block asks at each call, of dozens of
+    modules, and each is found by way of the one above it.
+    """
+    of_path = {part._path: part for part in parts}
+    processor_of = {p._path: p for p in processors}
+    every = {p[:n] for p in (*of_path, *processor_of) for n in range(len(p) + 1)}
+    paths = sorted(every, key=len)
+    places = {path: i for i, path in enumerate(paths)}
+    rows = []
+    for path in paths:
+        part, processor = of_path.get(path), processor_of.get(path)
+        rows.append(
+            (
+                places[path[:-1]],
+                path[-1] if path else None,
+                *(
+                    (None, False, None, _no_settings, None)
+                    if part is None
+                    else (part._class, part._called, part._forward, part._read, part._settings)
+                ),
+                None if processor is None else processor.is_proven,
+            )
+        )
+
+    def same(root: nn.Module) -> bool:
+        modules: list[nn.Module] = []
+        try:
+            for above, name, cls, called, forward, read, settings, is_proven in rows:
+                module = root if name is None else modules[above].__dict__["_modules"][name]
+                if module is None:
+                    return False
+                modules.append(module)
+                d = module.__dict__
+                if cls is not None:
+                    if called:
+                        if type(module) is not cls and class_of(module) is not cls:
+                            return False  # FSDP2 puts a class before it
+                    elif (
+                        type(module) is not cls
+                        or cls.forward is not forward
+                        or d["_forward_hooks"]
+                        or d["_forward_pre_hooks"]
+                        or d["_backward_hooks"]
+                        or d["_backward_pre_hooks"]
+                        or (("forward" in d or "_hf_hook" in d) and is_replaced(module))
+                        or ("_diffusers_hook" in d and has_diffusers_hook(d))
+                    ):
+                        return False
+                    if read(d) != settings:
+                        return False
+                if is_proven is not None and not is_proven(d.get("processor")):
+                    return False
+        except KeyError:  # a module is gone, or a setting is a parameter or module now
+            return False
+        return True
+
+    return same
+
+
 class ProcessorPart:
     """An attention's processor, which a fused forward stands in for: class, code and settings."""
 
@@ -153,7 +235,10 @@ class ProcessorPart:
             module = module._modules.get(name)
             if module is None:
                 return False
-        processor = module.__dict__.get("processor")
+        return self.is_proven(module.__dict__.get("processor"))
+
+    def is_proven(self, processor: Any) -> bool:
+        """Whether this is such a processor."""
         if type(processor) is not self._class or self._class.__call__ is not self._call:
             return False
         held = processor.__dict__

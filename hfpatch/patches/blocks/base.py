@@ -28,8 +28,9 @@ from hfpatch.patches.blocks.chain import Chain
 from hfpatch.patches.blocks.likeness import odd_build, own_settings, read_through
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of
-from hfpatch.patches.proving import float32_default
-from hfpatch.patches.unchanged import Part, ProcessorPart, hooks_on_all, is_hooked
+from hfpatch.patches.proving import cpu_default, float32_default
+from hfpatch.patches.unchanged import Part, ProcessorPart, hooks_on_all, is_hooked, same_parts
+from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, Sources
 
 
@@ -128,14 +129,8 @@ class BlockSubject(Subject):
             if "processor" in m.__dict__
         ]
 
-        def same(block: nn.Module) -> bool:
-            for part in parts:
-                if not part.is_same(block):
-                    return False
-            return all(p.is_same(block) for p in processors)
-
-        self._same = same
-        return same
+        self._same = same_parts(parts, processors)
+        return self._same
 
     def unlike(self, tiny: nn.Module) -> str | None:
         """How the block is built otherwise than `tiny`, which is what is proven."""
@@ -174,24 +169,27 @@ class BlockSubject(Subject):
 
     def prove_block(
         self, sources: Sources, device: str, dtype: torch.dtype | None = None
-    ) -> BlockProof | str:
+    ) -> BlockProof | Refusal:
         """Compare the fused with the original forward in one dtype, by default the model's own; or
         why it cannot be used.
 
         Also without `verify`: for a block this is what identifies its formula.
         """
+        if device == "xpu":
+            return Refusal("unsupported", "whole blocks are fused on CUDA and on the CPU alone")
         kernels: dict[str, Kernel] = {}
         proving = [True]  # a kernel of others that is wrong in the proof rules the block out
         for op in self.ops:
             kernel = sources.kernel(op, block=True)
             if kernel is None:
-                return f"op `{op}` is switched off by `kernels=`"
+                return Refusal("off", f"op `{op}` is switched off by `kernels=`")
             if kernel.accepts is not None:
-                return f"kernel `{kernel.source}` for `{op}` is another project's"
+                why = f"kernel `{kernel.source}` for `{op}` is another project's"
+                return Refusal("rejected", why)
             if kernel.source == "torch" and not sources.explicit(op):
-                return f"no compiled kernel for `{op}`"
-            if (why := kernel.refuses(device)) is not None:
-                return why
+                return Refusal("unsupported", f"no compiled kernel for `{op}`")
+            if (refused := kernel.refuses(device)) is not None:
+                return Refusal("unavailable", refused)
             if not kernel.own:
                 kernel = replace(kernel, watch=Watched.of(kernel, proving))
             kernels[op] = kernel
@@ -202,13 +200,16 @@ class BlockSubject(Subject):
         if dtype is None:
             dtype = self.main_combo().x
         if dtype not in KERNEL_DTYPES:
-            return f"no kernel computes in {dtype}"
+            return Refusal("rejected", f"no kernel computes in {dtype}")
         fused = self.fuse(bind)
         try:
-            outcome = self._compare(fused, torch.device(device), dtype)
+            where = device if sources.assumed is None else "cpu"
+            outcome = self._compare(fused, torch.device(where), dtype)
         finally:
             proving[0] = False
-        return outcome if isinstance(outcome, str) else BlockProof(dtype, fused, *outcome)
+        if isinstance(outcome, str):
+            return Refusal("rejected", outcome)
+        return BlockProof(dtype, fused, *outcome)
 
     def _compare(
         self, fused: Forward, device: torch.device, dtype: torch.dtype
@@ -221,7 +222,7 @@ class BlockSubject(Subject):
                 return tuple(v.to(device) for v in value)
             return value
 
-        with torch.no_grad(), torch.device("cpu"), float32_default():
+        with torch.no_grad(), cpu_default(), float32_default():
             generator = torch.Generator().manual_seed(0)
             block = self.tiny(generator).eval().requires_grad_(False)
             inputs = self.sample(block, generator)

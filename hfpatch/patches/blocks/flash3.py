@@ -188,7 +188,9 @@ def _proven(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if device.type != "cuda" or torch.version.hip is not None:  # whose capabilities are others
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def _capturing(device: torch.device) -> bool:

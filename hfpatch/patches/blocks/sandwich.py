@@ -320,7 +320,8 @@ class Lumina2Subject(SandwichSubject):
             temb: Tensor | None = None,
         ) -> Any:
             h, mask, turns = hidden_states, attention_mask, image_rotary_emb
-            if mask is not None and mask.ndim != 2:
+            other = turns is not None and 2 * turns.shape[-1] != block.attn.norm_q.weight.numel()
+            if other or (mask is not None and mask.ndim != 2):  # tables of another width: broadcast
                 return original(block, h, mask, turns, temb)
             if not block.modulation:
                 return run(block, h, mask, turns, None, (None, None))

@@ -1,0 +1,382 @@
+"""Logits that are made when somebody reads them; a cross entropy of them never does.
+
+In training the head of a language model returns `DeferredLogits`: a tensor subclass that holds what
+the head was given and its weight. What a model does to its logits before the loss is written down
+(casts, shapes, slices of rows, a scale, a softcap). `torch.nn.functional.cross_entropy` of them
+runs `head_loss.linear_cross_entropy`; so every loss function that ends there is served,
+transformers' own and the user's. Every other operation makes the logits by the head's own product,
+with autograd, and goes on with them: numbers and gradients are then the original's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hfpatch.errors import HfpatchError
+from hfpatch.head_loss import linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What the logits are made of: hidden [..., H], weight [V, H], bias [V] or None."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Head:
+        return _Head(hidden, weight, bias, _versions(hidden, weight, bias))
+
+    @property
+    def differentiable(self) -> bool:
+        return any(t.requires_grad for t in (self.hidden, self.weight, self.bias) if t is not None)
+
+    def check_unchanged(self) -> None:
+        """Raises HfpatchError where a tensor was written to since the forward."""
+        # Sharded weights are given back after the backward.
+        gone = not self.weight.untyped_storage().size() and self.weight.numel()
+        if gone or _versions(self.hidden, self.weight, self.bias) != self.versions:
+            raise HfpatchError(
+                "`logits`: expected the head's weight and input as they were in the forward, got "
+                "others (an optimizer's step?); with `hfpatch.apply(mode='training')` logits are "
+                "made when they are read: read them before the weights change, or leave the head "
+                "alone with `exclude='lm_head'`, by the path that the report names"
+            )
+
+    def product(self) -> Tensor:
+        self.check_unchanged()
+        x, weight, bias = self.hidden, self.weight, self.bias
+        if weight.dtype != x.dtype:  # autocast was on
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight, bias)
+
+
+def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(t._version for t in tensors if t is not None)
+
+
+_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "to": lambda y, dtype: y.to(dtype),
+    "mul": lambda y, number: y * number,
+    "div": lambda y, number: y / number,
+    "tanh": lambda y, _: torch.tanh(y),
+    "shape": lambda y, shape: y.reshape(shape),
+    "rows": lambda y, index: y[index],
+}
+
+
+class DeferredLogits(Tensor):
+    """See the module. Of the head's result `_before` is None; of what a step made of other logits
+    it is those, and `_step` the step."""
+
+    _head: _Head
+    _before: DeferredLogits | None
+    _step: tuple[str, Any] | None
+    _made: Tensor | None
+
+    @staticmethod
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+        """`F.linear(hidden, weight, bias)`, later. hidden [..., H], weight [V, H], bias [V]."""
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        return _deferred(_Head.of(hidden, weight, bias), shape, hidden.dtype)
+
+    def materialized(self) -> Tensor:
+        """The logits as the original has them, part of autograd's graph; made at the first call."""
+        if self._made is None:
+            if self._before is None or self._step is None:
+                self._made = self._head.product()
+            else:
+                name, value = self._step
+                self._made = _STEPS[name](self._before.materialized(), value)
+        return self._made
+
+    def steps(self) -> list[tuple[str, Any]] | None:
+        """What was done to the head's result; None if somebody has read it meanwhile."""
+        found: list[tuple[str, Any]] = []
+        logits: DeferredLogits | None = self
+        while logits is not None:
+            if logits._made is not None:
+                return None
+            if logits._step is not None:
+                found.append(logits._step)
+            logits = logits._before
+        return found[::-1]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _REQUIRES_GRAD:
+            return args[0]._head.differentiable and torch.is_grad_enabled()
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        step = _RECORDED.get(func)
+        if step is not None and args and type(args[0]) is DeferredLogits:
+            found = step(*args, **kwargs)
+            if found is not None:
+                return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_plain(args), **_plain(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Past Python: autograd has been left out there, so only what needs none may go on.
+        logits = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, cls)]
+        if any(a._head.differentiable for a in logits):
+            raise HfpatchError(
+                f"`logits`: expected an operation of PyTorch's Python interface, got `{func}` from "
+                "C++ code, which would get no gradient; leave the head alone with "
+                "`exclude='lm_head'`, by the path that the report names"
+            )
+        return func(*_plain(args), **_plain(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.materialized())
+
+
+def _deferred(
+    head: _Head,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    before: DeferredLogits | None = None,
+    step: tuple[str, Any] | None = None,
+) -> DeferredLogits:
+    made: DeferredLogits = Tensor._make_wrapper_subclass(
+        DeferredLogits, shape, dtype=dtype, device=head.hidden.device
+    )
+    made._head, made._before, made._step, made._made = head, before, step, None
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """Arguments with the logits made."""
+    if type(value) is DeferredLogits:
+        return value.materialized()
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_plain(v) for v in value)
+    return value
+
+
+# What a model does to its logits before the loss. Each returns None for what it does not know.
+
+
+def _shape(logits: Tensor) -> tuple[int, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(logits.shape)
+
+
+def _dtype(logits: Tensor) -> torch.dtype:
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.dtype
+
+
+def _then(
+    logits: DeferredLogits,
+    step: str,
+    value: Any,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DeferredLogits:
+    return _deferred(
+        logits._head, shape or _shape(logits), dtype or _dtype(logits), logits, (step, value)
+    )
+
+
+def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
+    dtype = kwargs.pop("dtype", None) or (args[0] if len(args) == 1 else None)
+    if kwargs or len(args) > 1 or not isinstance(dtype, torch.dtype):
+        return None
+    return _cast(logits, dtype)
+
+
+def _cast(logits: DeferredLogits, dtype: torch.dtype) -> DeferredLogits | None:
+    if dtype == _dtype(logits):
+        return logits
+    # to another half type is one more rounding, which the kernel does not make
+    return _then(logits, "to", dtype, dtype=dtype) if dtype == torch.float32 else None
+
+
+def _view(logits: DeferredLogits, *shape: Any, **kwargs: Any) -> DeferredLogits | None:
+    if kwargs:
+        return None
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if not sizes or not all(isinstance(s, int) for s in sizes):
+        return None
+    old = _shape(logits)
+    if list(sizes).count(-1) == 1:
+        known = -math.prod(sizes)
+        if not known or math.prod(old) % known:
+            return None
+        sizes = tuple(math.prod(old) // known if s == -1 else s for s in sizes)
+    if math.prod(sizes) != math.prod(old) or sizes[-1] != old[-1]:
+        return None
+    return logits if sizes == old else _then(logits, "shape", sizes, shape=sizes)
+
+
+def _contiguous(logits: DeferredLogits) -> DeferredLogits | None:
+    return logits
+
+
+def _rows(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
+    """Slices of other dimensions than the classes', as `logits[..., :-1, :]`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    whole = slice(None)
+    if not all(p is Ellipsis or isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
+        return None
+    shape = _shape(logits)
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        missing = len(shape) - len(parts) + 1
+        parts = (*parts[:at], *[whole] * missing, *parts[at + 1 :])
+    parts = (*parts, *[whole] * (len(shape) - len(parts)))
+    if len(parts) != len(shape) or parts[-1] != whole:
+        return None
+    sizes = tuple(len(range(*p.indices(n))) for p, n in zip(parts, shape, strict=True))
+    return _then(logits, "rows", parts, shape=sizes)
+
+
+def _times(logits: DeferredLogits, number: Any, **kwargs: Any) -> DeferredLogits | None:
+    return _scaled(logits, "mul", number, kwargs)
+
+
+def _over(logits: DeferredLogits, number: Any, **kwargs: Any) -> DeferredLogits | None:
+    return _scaled(logits, "div", number, kwargs)
+
+
+def _scaled(logits: DeferredLogits, step: str, number: Any, kwargs: Any) -> DeferredLogits | None:
+    if kwargs or type(number) not in (int, float) or not math.isfinite(number) or not number:
+        return None
+    return _then(logits, step, number)
+
+
+def _tanh(logits: DeferredLogits) -> DeferredLogits | None:
+    return _then(logits, "tanh", None)
+
+
+def _form(steps: list[tuple[str, Any]], half: bool) -> tuple[float, float] | None:
+    """(scale, softcap) of the steps, or None where they are not of that form, or where a scale
+    comes behind the cast of a half type, and is not rounded to it."""
+    names = [name for name, _ in steps]
+    numbers = [(n, v) for n, v in steps if n in ("mul", "div", "tanh")]
+    cap = 0.0
+    if "tanh" in names:
+        if names.count("tanh") > 1 or len(numbers) < 2 or numbers[-2][0] != "tanh":
+            return None
+        name, value = numbers[-1]
+        cap = float(value if name == "mul" else 1 / value)
+        numbers = numbers[:-2]
+        if cap <= 0:
+            return None
+    scale = 1.0
+    for name, value in numbers:
+        scale *= value if name == "mul" else 1 / value
+    if cap:  # c * tanh(s * y) is the softcap c of s * c * y
+        scale *= cap
+    if abs(scale - 1) < 1e-12:
+        return 1.0, cap
+    first = next(i for i, n in enumerate(names) if n in ("mul", "div"))
+    return None if half and "to" in names[:first] else (scale, cap)
+
+
+def _cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    steps, head, shape = logits.steps(), logits._head, _shape(logits)
+    form = None if steps is None else _form(steps, head.hidden.dtype != torch.float32)
+    if (
+        form is None
+        or weight is not None
+        or size_average is not None
+        or reduce is not None
+        or type(target) is not Tensor
+        or target.dtype != torch.int64
+        or _dtype(logits) != torch.float32  # the loss of half types is rounded to them
+        or len(shape) != 2
+        or tuple(target.shape) != shape[:-1]
+        or target.device != head.hidden.device
+    ):
+        return None
+    head.check_unchanged()
+    hidden = head.hidden
+    for name, value in steps or ():
+        if name == "shape":
+            hidden = hidden.reshape(*value[:-1], hidden.shape[-1])
+        elif name == "rows":
+            hidden = hidden[value]
+    scale, softcap = form
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear_cross_entropy(
+            hidden,
+            head.weight,
+            target,
+            head.bias,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            scale=scale,
+            softcap=softcap,
+        )
+
+
+_RECORDED: dict[Any, Callable[..., Any]] = {
+    Tensor.float: lambda logits: _cast(logits, torch.float32),
+    Tensor.to: _to,
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    Tensor.contiguous: _contiguous,
+    Tensor.__getitem__: _rows,
+    Tensor.__mul__: _times,
+    Tensor.__rmul__: _times,
+    Tensor.mul: _times,
+    Tensor.__truediv__: _over,
+    Tensor.div: _over,
+    torch.mul: _times,
+    torch.div: _over,
+    torch.tanh: _tanh,
+    Tensor.tanh: _tanh,
+    F.cross_entropy: _cross_entropy,
+}
+
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+#: Reading these needs no values.
+_METADATA = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
+    Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    Tensor.get_device,
+}

@@ -1,0 +1,264 @@
+"""Cross entropy of a linear head's results, which never exist all at once.
+
+A language model's logits are its largest tensor: 2 GiB in bf16 for 8,192 tokens and 128,256
+classes, and eager PyTorch makes six of their size. `linear_cross_entropy` takes what the head is
+given and the head's weight instead:
+
+- forward: the logits of some rows at a time, and of each row its loss and `lse`, the logarithm of
+  its sum of exponentials, which is kept;
+- backward: the logits of some *classes* at a time, once more. Their gradient is complete for these
+  classes, so their rows of the weight's gradient are one product over all tokens, rounded once, as
+  the original's are. The gradient of the hidden states is summed up in fp32.
+
+The logits are computed twice: eight products of a token and a weight in place of six (two each for
+the forward, the hidden states' and the weight's gradients). Liger's kernel (arXiv:2410.10989)
+computes them once, and adds up the weight's gradient over chunks of rows in the weight's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from hfpatch.handover import tensor_refusal
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.sources import local_package
+
+#: Bytes of logits that exist at a time.
+CHUNK_BYTES = 64 << 20
+#: Rows of a product below which a GPU's products are slow.
+LEAST = 512
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`cross_entropy(softcapped(linear(hidden, weight, bias) * scale).float(), target)` in pieces.
+
+    The logits are rounded to the dtype of `hidden` and the rest is fp32, as where a model makes
+    them and its loss is taken of their fp32 copy.
+
+    Args:
+        hidden: ``[..., H]``; fp32, fp16 or bf16.
+        weight: ``[V, H]``, of the dtype of `hidden`, or fp32 parameters under autocast: it is then
+            rounded to the dtype of `hidden`, and its gradient is fp32.
+        target: ``[...]``, integers; `ignore_index`, or 0 to ``V - 1``.
+        bias: ``[V]`` or None.
+        reduction: ``"mean"`` over the rows that are not ignored, ``"sum"``, or ``"none"``.
+        ignore_index: rows with this target have loss and gradient 0.
+        label_smoothing: from 0 to 1, as `torch.nn.functional.cross_entropy` has it.
+        scale: what the logits are multiplied with, before the softcap.
+        softcap: 0, or the c of ``c * tanh(logits / c)``.
+
+    Returns:
+        fp32: 0 dimensions, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.
+
+    Raises:
+        ValueError: shapes or dtypes that do not belong together; another `reduction`.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"`reduction`: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    _check(hidden, weight, target, bias)
+    rows = target.to(hidden.device, torch.int64).reshape(-1)
+    options = (int(ignore_index), float(label_smoothing), float(scale), float(softcap))
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    apply: Any = _LinearCrossEntropy.apply
+    loss: Tensor = apply(flat, weight, bias, rows, options)
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    total = loss.sum(dtype=torch.float64)
+    if reduction == "mean":
+        total = total / (rows != ignore_index).sum()
+    return total.to(torch.float32)
+
+
+def refusal(hidden: Tensor, weight: Tensor) -> str | None:
+    """Why a head's loss cannot be taken in pieces, or None."""
+    if hidden.dtype not in KERNEL_DTYPES:
+        return f"dtype {hidden.dtype}"
+    return tensor_refusal("cross_entropy", hidden) or tensor_refusal("cross_entropy", weight)
+
+
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"`weight`: expected [V, {hidden.shape[-1] if hidden.dim() else 'H'}], the last "
+            f"dimension of `hidden`, got {list(weight.shape)}"
+        )
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"`target`: expected shape {list(hidden.shape[:-1])}, that of `hidden` without its "
+            f"last dimension, got {list(target.shape)}"
+        )
+    if target.is_floating_point() or target.is_complex():
+        raise ValueError(f"`target`: expected integers, got {target.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"`bias`: expected [{weight.shape[0]}], got {list(bias.shape)}")
+
+
+def _ops() -> Any:
+    return local_package().module._ops.ops
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    logits = F.linear(x, weight, bias)
+    return logits if scale == 1.0 else logits.mul_(scale)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """hidden [N, H], weight [V, H], bias [V] or None, target [N] -> loss [N], fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        options: tuple[int, float, float, float],
+    ) -> Tensor:
+        ignore_index, smoothing, scale, softcap = options
+        own = weight.to(hidden.dtype)  # the same tensor, but under autocast
+        own_bias = None if bias is None else bias.to(hidden.dtype)
+        count = max(LEAST, CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+        losses, lses = [], []
+        for x, t in zip(torch.split(hidden, count), torch.split(target, count), strict=True):
+            loss, lse = _ops().cross_entropy.default(
+                _logits(x, own, own_bias, scale), t, ignore_index, smoothing, softcap
+            )
+            losses.append(loss)
+            lses.append(lse)
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, bias, target, torch.cat(lses))
+        return torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, target, lse = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grads = _Gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias)
+        size = len(hidden) * hidden.element_size()
+        count = max(LEAST, CHUNK_BYTES // max(size, 1))
+        for start in range(0, len(weight), count):
+            part = slice(start, min(start + count, len(weight)))
+            grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
+        return *grads.results(), None, None
+
+
+class _Gradients:
+    """The gradients of a head, made from those of the logits of some classes at a time."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wants_hidden: bool,
+        wants_weight: bool,
+        wants_bias: bool,
+    ) -> None:
+        self.x, self.weight, self.bias = hidden, weight, bias
+        self.dx = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        self.dw = torch.empty_like(weight) if wants_weight else None
+        self.db = torch.empty_like(bias) if wants_bias and bias is not None else None
+
+    def of_logits(
+        self,
+        part: slice,
+        target: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        options: tuple[int, float, float, float],
+    ) -> Tensor:
+        """d(loss) / d(linear's result) of the classes `part`, [N, part], in the dtype of hidden.
+
+        The kernel knows a row's class by its number among those that it sees. A row whose class is
+        elsewhere is told the first one, where the gradient is then written anew; label smoothing
+        spreads over all classes, not over those seen, so it is taken out there and put in here.
+        """
+        ignore_index, smoothing, scale, softcap = options
+        dtype = self.x.dtype
+        own_bias = None if self.bias is None else self.bias[part].to(dtype)
+        z = _logits(self.x, self.weight[part].to(dtype), own_bias, scale)
+        inside = (target >= part.start) & (target < part.stop)
+        counted = target != ignore_index
+        first = z[:, 0].float()
+        here = torch.where(inside, target - part.start, 0).masked_fill_(~counted, ignore_index)
+        if smoothing:
+            z = self._smoothed(z, here, inside & counted, lse, grad, options)
+        else:
+            z = _ops().cross_entropy_backward.default(
+                grad.contiguous(), z, here, lse, ignore_index, 0.0, softcap
+            )
+            outside = counted & ~inside
+            capped = softcap * torch.tanh(first / softcap) if softcap else first
+            anew = torch.exp(capped - lse) * grad
+            if softcap:
+                anew = anew * (1 - (capped / softcap).square())
+            z[:, 0] = torch.where(outside, anew.to(dtype), z[:, 0])
+        return z if scale == 1.0 else z.mul_(scale)
+
+    def _smoothed(
+        self,
+        z: Tensor,
+        here: Tensor,
+        inside: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        options: tuple[int, float, float, float],
+    ) -> Tensor:
+        """By PyTorch's operators: softmax - (1 - s) at the class - s / V everywhere."""
+        ignore_index, smoothing, _, softcap = options
+        wide = z.float()
+        if softcap:
+            wide = wide.div_(softcap).tanh_().mul_(softcap)
+        bend = 1 - (wide / softcap).square() if softcap else None
+        d = (wide - lse[:, None]).exp_().sub_(smoothing / len(self.weight))
+        at = here.clamp(min=0)[:, None]
+        d.scatter_add_(1, at, (smoothing - 1) * inside[:, None].to(d.dtype))
+        d.mul_(grad[:, None])
+        if bend is not None:
+            d.mul_(bend)
+        # of a row that is ignored nothing counts, also no infinity
+        return d.masked_fill_((here == ignore_index)[:, None], 0.0).to(z.dtype)
+
+    def add(self, part: slice, d: Tensor) -> None:
+        """`d`: as `of_logits` gives it."""
+        if self.dx is not None:
+            _add_product(self.dx, d, self.weight[part].to(d.dtype))
+        if self.dw is not None:
+            if self.dw.dtype == d.dtype:
+                torch.mm(d.t(), self.x, out=self.dw[part])
+            else:  # fp32 parameters under autocast
+                self.dw[part] = torch.mm(d.t(), self.x)
+        if self.db is not None:
+            self.db[part] = d.sum(0, dtype=torch.float32)
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """Of hidden, weight and bias; None where none is wanted."""
+        dx = None if self.dx is None else self.dx.to(self.x.dtype)
+        return dx, self.dw, self.db
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`, in fp32 where PyTorch's products of half types can."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += torch.mm(a, b)

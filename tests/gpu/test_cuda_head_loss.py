@@ -1,0 +1,81 @@
+"""The loss without the logits on a GPU: numbers, what it takes of memory, a model's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.nearness import Draw, assert_as_near, draw
+from test_head_loss import CLASSES, drawn, ids_of, loss_and_gradients, plain, step, targets
+from test_head_loss import training_model as model_of
+from torch import Tensor
+
+import hfpatch
+from hfpatch import head_loss
+from hfpatch.head_loss import linear_cross_entropy
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"softcap": 3.0, "scale": 2.0}, {"reduction": "none"}],
+    ids=str,
+)
+def test_no_farther_from_fp64_than_pytorch(
+    dtype: torch.dtype, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(head_loss, "LEAST", 16)
+    draws: list[list[Draw]] = []
+    for seed in range(12):
+        leaves: list[Tensor | None] = [
+            drawn(seed, 3, 70, 64).to(dtype),
+            drawn(seed + 100, CLASSES, 64, scale=0.3).to(dtype),
+            drawn(seed + 200, CLASSES).to(dtype),
+        ]
+        target = targets(seed, 3, 70)
+        wide = [None if t is None else t.double() for t in leaves]
+        there = [None if t is None else t.cuda() for t in leaves]
+        ours = loss_and_gradients(linear_cross_entropy, there, target.cuda(), **options)
+        theirs = loss_and_gradients(plain, there, target.cuda(), **options)
+        truth = loss_and_gradients(plain, wide, target, **options)
+        rows = zip(ours, theirs, truth, strict=True)
+        draws.append([draw(a.cpu(), b.cpu(), c) for a, b, c in rows])
+    for name, found in zip(
+        ("loss", "hidden", "weight", "bias"), zip(*draws, strict=True), strict=True
+    ):
+        assert_as_near(found, dtype, name, like=16 if name == "loss" else 64)
+
+
+def test_memory() -> None:
+    """The weight's gradient, and less than a tenth of the logits beside it."""
+    x = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(65536, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    t = torch.randint(65536, (8192,), device="cuda")
+    logits = 8192 * 65536 * 2
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(linear_cross_entropy(x, w, t), [x, w])
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak - w.nbytes < logits / 4, (peak, logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_models_step(name: str) -> None:
+    model = model_of(name, torch.float32).cuda()
+    ids = ids_of(model).cuda()
+    before = step(model, ids)
+    report = hfpatch.apply(model, mode="training", include="lm_head")
+    assert [s.op for s in report.swaps] == ["linear_cross_entropy"]
+    for ours, theirs in zip(step(model, ids), before, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

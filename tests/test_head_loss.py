@@ -1,0 +1,494 @@
+"""The loss without the logits: `linear_cross_entropy`, and heads whose logits are deferred."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trainer
+import zoo
+from expect import assert_same_dicts, snapshot
+from support.nearness import Draw, assert_as_near, draw
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import hfpatch
+from hfpatch import head_loss
+from hfpatch.deferred_logits import DeferredLogits
+from hfpatch.errors import HfpatchError
+from hfpatch.head_loss import linear_cross_entropy
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLASSES = 199
+HEAD = "logits made only where they are read"
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+@pytest.fixture
+def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Small pieces, so that every size has several, and how many logits existed at a time."""
+    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(head_loss, "LEAST", 5)
+    sizes: list[int] = []
+    made = head_loss._logits
+
+    def counted(*args: Any) -> Tensor:
+        logits = made(*args)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(head_loss, "_logits", counted)
+    return sizes
+
+
+def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def targets(seed: int, *shape: int) -> Tensor:
+    found = torch.randint(CLASSES, shape, generator=torch.Generator().manual_seed(seed))
+    found.view(-1)[1::5] = -100
+    return found
+
+
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """What a model and its loss do, in eager PyTorch; fp64 stays fp64."""
+    logits = F.linear(
+        hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
+    )
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    flat = target.reshape(-1)
+    loss = F.cross_entropy(
+        wide.reshape(-1, wide.shape[-1]),
+        flat,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+def loss_and_gradients(
+    function: Any, leaves: list[Tensor | None], target: Tensor, **kw: Any
+) -> Any:
+    own = [None if t is None else t.detach().clone().requires_grad_() for t in leaves]
+    loss = function(own[0], own[1], target, own[2], **kw)
+    upstream = torch.linspace(0.5, 2.0, loss.numel()).to(loss).reshape(loss.shape)
+    return [loss.detach(), *torch.autograd.grad(loss, [t for t in own if t is not None], upstream)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"softcap": 3.0},
+        {"scale": 0.25},
+        {"softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_no_farther_from_fp64_than_pytorch(
+    dtype: torch.dtype, options: Any, with_bias: bool, largest: list[int]
+) -> None:
+    draws: list[list[Draw]] = []
+    for seed in range(12):
+        leaves: list[Tensor | None] = [
+            drawn(seed, 3, 17, 32).to(dtype),
+            drawn(seed + 100, CLASSES, 32, scale=0.3).to(dtype),
+            drawn(seed + 200, CLASSES).to(dtype) if with_bias else None,
+        ]
+        target = targets(seed, 3, 17)
+        wide = [None if t is None else t.double() for t in leaves]
+        ours = loss_and_gradients(linear_cross_entropy, leaves, target, **options)
+        rows = zip(
+            ours,
+            loss_and_gradients(plain, leaves, target, **options),
+            loss_and_gradients(plain, wide, target, **options),
+            strict=True,
+        )
+        draws.append([draw(*row) for row in rows])
+    assert max(largest) <= 17 * CLASSES, "all logits at once"
+    for name, found in zip(
+        ("loss", "hidden", "weight", "bias"), zip(*draws, strict=True), strict=False
+    ):
+        assert_as_near(found, dtype, name, like=16 if name == "loss" else 64)
+
+
+def test_the_size_of_the_pieces_changes_roundings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [drawn(1, 40, 32), drawn(2, CLASSES, 32), None]
+    whole = loss_and_gradients(linear_cross_entropy, leaves, targets(3, 40))
+    monkeypatch.setattr(head_loss, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(head_loss, "LEAST", 7)
+    pieces = loss_and_gradients(linear_cross_entropy, leaves, targets(3, 40))
+    for a, b in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_fp32_parameters_under_autocast(largest: list[int]) -> None:
+    x, w, target = drawn(1, 30, 16).bfloat16(), drawn(2, CLASSES, 16), targets(3, 30)
+    ours = loss_and_gradients(linear_cross_entropy, [x, w, None], target)
+    theirs = loss_and_gradients(plain, [x, w, None], target)
+    assert ours[2].dtype == torch.float32
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_rows_that_do_not_count() -> None:
+    x, w = drawn(1, 6, 16).requires_grad_(), drawn(2, CLASSES, 16).requires_grad_()
+    none = torch.full((6,), -100)
+    loss = linear_cross_entropy(x, w, none)
+    assert loss.isnan()  # as PyTorch's mean over nothing
+    assert linear_cross_entropy(x, w, none, reduction="sum") == 0
+    linear_cross_entropy(x, w, none, reduction="sum", label_smoothing=0.1).backward()
+    assert not x.grad.any() and not w.grad.any()  # type: ignore[union-attr]
+    with torch.no_grad():
+        x[2] = float("inf")
+    one = none.clone()
+    one[0] = 5
+    x.grad = None
+    linear_cross_entropy(x, w, one).backward()
+    assert x.grad[0].any() and not x.grad[1:].any()  # type: ignore[index]
+
+
+def test_empty() -> None:
+    x, w = torch.empty(0, 16, requires_grad=True), drawn(1, 20, 16).requires_grad_()
+    loss = linear_cross_entropy(x, w, torch.empty(0, dtype=torch.int64), reduction="sum")
+    loss.backward()
+    assert loss == 0 and x.grad.shape == (0, 16) and not w.grad.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen(frozen: str) -> None:
+    x, w, target = drawn(1, 30, 16), drawn(2, CLASSES, 16), targets(3, 30)
+    leaf = w if frozen == "hidden" else x
+    leaf.requires_grad_()
+    (ours,) = torch.autograd.grad(linear_cross_entropy(x, w, target), leaf)
+    (theirs,) = torch.autograd.grad(plain(x, w, target, None), leaf)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight": torch.zeros(20, 15)}, r"`weight`: expected \[V, 16\].*got \[20, 15\]"),
+        (
+            {"target": torch.zeros(4, dtype=torch.int64)},
+            r"`target`: expected shape \[3\].*got \[4\]",
+        ),
+        ({"target": torch.zeros(3)}, "`target`: expected integers, got torch.float32"),
+        ({"bias": torch.zeros(3)}, r"`bias`: expected \[20\], got \[3\]"),
+        ({"reduction": "most"}, "`reduction`: expected 'mean', 'sum' or 'none', got 'most'"),
+    ],
+)
+def test_bad_input(changed: dict[str, Any], message: str) -> None:
+    good = {
+        "hidden": torch.zeros(3, 16),
+        "weight": torch.zeros(20, 16),
+        "target": torch.zeros(3, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{**good, **changed})
+
+
+# Models ------------------------------------------------------------------------------------------
+
+#: Tied and own heads, a softcap (gemma2), a mixture of experts, a recurrence.
+MODELS = ["llama", "gemma2", "qwen3-next", "bert"]
+
+
+def training_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    if name == "bert":
+        from transformers import BertConfig, BertForMaskedLM
+
+        torch.manual_seed(seed)
+        config = BertConfig(vocab_size=CLASSES, hidden_size=32, num_hidden_layers=1)
+        config.num_attention_heads, config.intermediate_size = 2, 64
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+        return BertForMaskedLM(config).to(dtype).train()
+    return zoo.ENTRIES[name].build(dtype, seed).train().requires_grad_(True)
+
+
+def ids_of(model: Any, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, min(model.config.vocab_size, 100), (2, 13), generator=generator)
+
+
+def step(model: Any, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, **kwargs).loss
+    loss.backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return loss.detach(), torch.cat(grads)
+
+
+def head_of(report: Any) -> list[str]:
+    return [s.path for s in report.swaps if s.op == "linear_cross_entropy"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_loss_and_gradients(name: str, dtype: torch.dtype, largest: list[int]) -> None:
+    losses, gradients = [], []
+    for seed in range(4):
+        model = training_model(name, dtype, seed)
+        wide = copy.deepcopy(model).double()
+        before = snapshot(model)
+        found = [[step(m, ids_of(model, s)) for s in range(3)] for m in (model, wide)]
+        report = hfpatch.apply(model, mode="training", include=["Linear"])
+        assert len(head_of(report)) == 1, report
+        ours = [step(model, ids_of(model, s)) for s in range(3)]
+        for mine, theirs, truth in zip(ours, *found, strict=True):
+            losses.append(draw(mine[0], theirs[0], truth[0]))
+            gradients.append(draw(mine[1], theirs[1], truth[1]))
+        model.zero_grad()
+        hfpatch.restore(model)
+        assert_same_dicts(before, model)
+    assert largest, "the loss was taken of whole logits"
+    assert_as_near(gradients, dtype, name)
+    assert_as_near(losses, dtype, name, like=8)
+
+
+def test_only_training_has_it() -> None:
+    model = training_model()
+    assert not head_of(hfpatch.plan(model))
+    assert head_of(hfpatch.plan(model, mode="training")) == ["lm_head"]
+    hfpatch.apply(model, mode="training")
+    ids = ids_of(model)
+    assert type(model(input_ids=ids).logits) is DeferredLogits
+    with torch.no_grad():
+        assert type(model(input_ids=ids).logits) is Tensor
+    model.eval()
+    assert type(model(input_ids=ids).logits) is Tensor
+
+
+def test_logits_are_there_for_who_reads_them(largest: list[int]) -> None:
+    model = training_model()
+    ids = ids_of(model)
+    expected = model(input_ids=ids).logits
+    hfpatch.apply(model, mode="training", include="lm_head")
+    logits = model(input_ids=ids, labels=ids).logits
+    assert logits.shape == expected.shape and logits.dtype == expected.dtype
+    assert logits.requires_grad and isinstance(logits, Tensor)
+    assert logits._made is None  # none of these needed values
+    assert torch.equal(logits, expected)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    assert torch.equal(logits[:, -1], expected[:, -1])
+    assert torch.equal(logits[..., 3], expected[..., 3])
+    assert torch.equal(torch.tensor(logits.detach().numpy()), expected.detach())
+    assert torch.equal(torch.softmax(logits / 0.7, -1), torch.softmax(expected / 0.7, -1))
+    assert torch.equal(pickle.loads(pickle.dumps(logits.detach())), expected.detach())
+    assert torch.equal(copy.deepcopy(logits.detach()), expected.detach())
+    assert str(logits) == str(logits.materialized())
+    # gradients through logits that were read
+    (ours,) = torch.autograd.grad(logits.log_softmax(-1)[0, 1, 2], model.lm_head.weight)
+    (theirs,) = torch.autograd.grad(expected.log_softmax(-1)[0, 1, 2], model.lm_head.weight)
+    assert torch.equal(ours, theirs)
+
+
+def test_logits_of_weights_that_have_moved_on_are_refused() -> None:
+    model = training_model()
+    hfpatch.apply(model, mode="training")
+    ids = ids_of(model)
+    output = model(input_ids=ids, labels=ids)
+    read = model(input_ids=ids, labels=ids).logits
+    read.sum()
+    output.loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(HfpatchError, match="read them before the weights change"):
+        output.logits.argmax(-1)
+    read.argmax(-1)  # made before
+
+
+LOSSES: dict[str, Any] = {
+    "shifted by hand": lambda logits, ids: F.cross_entropy(
+        logits[..., :-1, :].contiguous().float().view(-1, logits.size(-1)), ids[..., 1:].reshape(-1)
+    ),
+    "label smoothing": lambda logits, ids: F.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), ids.reshape(-1), label_smoothing=0.1
+    ),
+    "class weights": lambda logits, ids: F.cross_entropy(
+        logits.float().flatten(0, 1), ids.flatten(), weight=torch.linspace(0, 1, logits.shape[-1])
+    ),
+    "a module": lambda logits, ids: nn.CrossEntropyLoss(reduction="sum")(
+        logits.float().view(-1, logits.shape[-1]), ids.view(-1)
+    ),
+    "per token": lambda logits, ids: F.cross_entropy(
+        logits.float().view(-1, logits.shape[-1]), ids.view(-1), reduction="none"
+    ).max(),
+    "channels second": lambda logits, ids: F.cross_entropy(logits.float().transpose(1, 2), ids),
+    "of its own dtype": lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten()),
+    "by hand": lambda logits, ids: -logits.log_softmax(-1).gather(-1, ids[..., None]).mean(),
+    "scaled and capped": lambda logits, ids: F.cross_entropy(
+        (torch.tanh(logits * 0.5 / 4.0) * 4.0).float().view(-1, logits.shape[-1]), ids.view(-1)
+    ),
+    "scaled behind the cast": lambda logits, ids: F.cross_entropy(
+        (logits.float() / 1.7).view(-1, logits.shape[-1]), ids.view(-1)
+    ),
+    "twice": lambda logits, ids: (
+        F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
+        + 1e-3 * logits.float().logsumexp(-1).square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_any_loss_of_the_users(name: str, dtype: torch.dtype) -> None:
+    model = training_model(dtype=dtype)
+    ids, weight = ids_of(model), model.lm_head.weight
+    found = []
+    for _ in range(2):
+        loss = LOSSES[name](model(input_ids=ids).logits, ids)
+        found.append((loss.detach(), *torch.autograd.grad(loss, [weight, model.model.norm.weight])))
+        hfpatch.apply(model, mode="training", include="lm_head")
+    eps = torch.finfo(dtype).eps
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).abs().max() <= 8 * eps * theirs.abs().max()
+
+
+def test_transformers_loss_and_ours_with_items() -> None:
+    import hfpatch.loss
+
+    for function in (ForCausalLMLoss, hfpatch.loss.causal_lm):
+        model = training_model()
+        ids = ids_of(model)
+        expected = step(model, ids, num_items_in_batch=torch.tensor(40))
+        hfpatch.apply(model, mode="training", include="lm_head")
+        model.loss_function = function
+        for ours, theirs in zip(
+            step(model, ids, num_items_in_batch=torch.tensor(40)), expected, strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype, largest: list[int]) -> None:
+    model = training_model()
+    ids = ids_of(model)
+    found = []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype):
+            loss = model(input_ids=ids, labels=ids).loss
+        found.append((loss.detach(), *torch.autograd.grad(loss, [model.lm_head.weight])))
+        hfpatch.apply(model, mode="training", include="lm_head")
+    assert largest
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-3)
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda m, args, out: out * 2)
+
+
+def replaced(model: Any) -> None:
+    model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) * 3
+
+
+@pytest.mark.parametrize("change", [hooked, replaced], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("first", ["patched", "changed"])
+def test_what_stands_at_the_head_is_honoured(change: Any, first: str) -> None:
+    model, plain_model = training_model(), training_model()
+    change(plain_model)
+    if first == "changed":
+        change(model)
+    hfpatch.apply(model, mode="training")
+    if first == "patched":
+        change(model)
+    ids = ids_of(model)
+    for ours, theirs in zip(step(model, ids), step(plain_model, ids), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_is_no_plain_linear_layer_is_left_alone() -> None:
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    model = training_model()
+    model.lm_head = Head(model.config.hidden_size, model.config.vocab_size, bias=False)
+    report = hfpatch.apply(model, mode="training")
+    assert not head_of(report)
+    assert any(s.path == "lm_head" and "`Head`" in s.reason for s in report.skips), report
+
+
+def test_lora_on_the_head_and_on_the_rest() -> None:
+    peft = pytest.importorskip("peft")
+    for where in (["lm_head"], ["q_proj", "down_proj"]):
+        pair = []
+        for patched in (False, True):
+            torch.manual_seed(0)
+            model = peft.get_peft_model(
+                training_model(), peft.LoraConfig(target_modules=where, init_lora_weights=False)
+            )
+            if patched:
+                report = hfpatch.apply(model, mode="training")
+                assert bool(head_of(report)) == (where != ["lm_head"])
+            pair.append(step(model, ids_of(model)))
+        for ours, theirs in zip(*pair, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointing_and_accumulation() -> None:
+    pair = []
+    for patched in (False, True):
+        model = training_model()
+        model.gradient_checkpointing_enable()
+        if patched:
+            hfpatch.apply(model, mode="training")
+        for seed in (1, 2):
+            ids = ids_of(model, seed)
+            (model(input_ids=ids, labels=ids).loss / 2).backward()
+        pair.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6)
+
+
+def test_compiled() -> None:
+    model = training_model()
+    ids = ids_of(model)
+    expected = step(model, ids)
+    hfpatch.apply(model, mode="training")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for ours, theirs in zip(step(compiled, ids), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_trainer(tmp_path: Path) -> None:
+    found = []
+    for patched in (False, True):
+        model = training_model()
+        if patched:
+            hfpatch.apply(model, mode="training")
+        rows = [{"input_ids": r, "labels": r} for r in ids_of(model).tolist() * 2]
+        logged = trainer.logged(model, rows, tmp_path / str(patched), 3)
+        found.append(torch.tensor([[e["loss"], e["grad_norm"]] for e in logged]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
