@@ -9,6 +9,7 @@ parameters, and settings that the proof is by.
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import types
@@ -24,9 +25,11 @@ from hfpatch.reading.operations import (
     FUNCTIONS,
     METHODS,
     NUMERIC,
+    TENSOR_METHODS,
     ask,
     numeric,
     read_off,
+    tally,
 )
 from hfpatch.reading.scope import Returned, Scope
 from hfpatch.reading.source import tree_of
@@ -40,11 +43,11 @@ from hfpatch.reading.values import (
     Traced,
     Unexplained,
     fact,
+    is_plain,
 )
 
 #: How deep functions may call each other.
 _DEPTH = 8
-_SCALARS = (int, float, bool, str, type(None), torch.dtype)
 _CALLED = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 _TABLES = frozenset(nn.Module().__dict__)  # of a module: parameters, hooks, children
 
@@ -64,11 +67,22 @@ class Interpreter:
         self.module, self.live, self.width = module, live, width
         #: Whether the code is one thing or another by the number of dimensions.
         self.by_rank = False
+        #: Whether it has an `autograd.Function`.
+        self.own_gradient = False
         #: Calls of live children, in order: name and argument.
         self.calls: list[tuple[str, Traced]] = []
         #: What was found by a name that is not the module's: where, the name, what.
         self.found: list[tuple[Any, Any, Any]] = []
+        #: Of what type the device of the inputs is.
+        self.device = "cpu"
         self._depth = 0
+
+    def uses(self, name: str) -> None:
+        """A method or operator of tensors is used, which must be PyTorch's own."""
+        now = getattr(torch.Tensor, name, None)
+        if now is not TENSOR_METHODS.get(name):
+            raise Unexplained(f"`torch.Tensor.{name}` was replaced")
+        self.found.append((torch.Tensor, name, now))
 
     def forward(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What the class's forward of `module` returns."""
@@ -83,6 +97,8 @@ class Interpreter:
         if type(function) is not types.FunctionType:
             raise Unexplained(f"`{_called(function)}` is called, which no formula has")
         code = function.__code__
+        if getattr(function, "__builtins__", None) is not vars(builtins):
+            raise Unexplained(f"`{_called(function)}` has builtins of its own")
         if code.co_flags & (
             inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
         ):
@@ -108,6 +124,8 @@ class Interpreter:
         if name.startswith("__"):
             raise Unexplained(f"`{name}` is read")
         if isinstance(of, Traced):
+            if name in METHODS:
+                self.uses(name)
             if name in METHODS or name in ASKED:
                 return TensorMethod(of, name)
             return read_off(of, name)
@@ -130,6 +148,7 @@ class Interpreter:
         raise Unexplained(f"`.{name}` of a {type(of).__name__} is read")
 
     def _of_module(self, module: nn.Module, name: str) -> Any:
+        surroundings.check_class(type(module))
         held = module.__dict__
         if any(module is child for child in self.live.values()) and name not in ("weight", "bias"):
             raise Unexplained(f"`{name}` of a `{type(module).__name__}` that is called is read")
@@ -169,10 +188,10 @@ class Interpreter:
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
             if value.__self__ is module:
                 return Method(value.__func__, module)
-        elif isinstance(value, (*_SCALARS, *_CALLED)):
+        elif is_plain(value):
+            return tuple(value) if isinstance(value, tuple) else value
+        elif isinstance(value, _CALLED):
             return value
-        elif isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value):
-            return tuple(value)
         raise Unexplained(f"`self.{name}` is read, a {type(value).__name__}, which may change")
 
     def _bind(self, member: Any, module: nn.Module, name: str) -> Any:
@@ -180,9 +199,7 @@ class Interpreter:
             return Method(member, module)
         if isinstance(member, staticmethod):
             return member.__func__
-        if isinstance(member, _SCALARS):
-            return member
-        if isinstance(member, tuple) and all(isinstance(v, _SCALARS) for v in member):
+        if is_plain(member):
             return member
         raise Unexplained(f"`{name}` is read, a {type(member).__name__}")
 
@@ -194,6 +211,7 @@ class Interpreter:
         raise Unexplained(f"`super().{name}` is read")
 
     def _of_library(self, library: types.ModuleType, name: str) -> Any:
+        surroundings.check_library(library, name)
         known = vars(library)
         if name not in known:
             raise Unexplained(f"`{library.__name__}.{name}` is read")
@@ -203,21 +221,27 @@ class Interpreter:
     def _of_class(self, cls: type, name: str) -> Any:
         """`nn.LayerNorm.forward`, or `apply` of an `autograd.Function`."""
         if issubclass(cls, nn.Module) and name == "forward":
-            return _member(cls, name)
-        if issubclass(cls, torch.autograd.Function) and name == "apply":
+            member = _member(cls, name)
+            self.found.append((cls, name, member))
+            return member
+        function = torch.autograd.Function
+        if issubclass(cls, function) and name == "apply" and _is_inherited(cls, name, function):
             return Handler(functools.partial(self._differentiated, cls))
         raise Unexplained(f"`{cls.__name__}.{name}` is read")
 
     def _differentiated(self, cls: type[torch.autograd.Function], *args: Any) -> Any:
         """A function with a gradient of its own, which is read too; proofs compare it."""
+        self.own_gradient = True
         ctx = Context()
         forward, backward = (_member(cls, n) for n in ("forward", "backward"))
         if not all(isinstance(f, staticmethod) for f in (forward, backward)):
             raise Unexplained(f"`{cls.__name__}` has no static forward and backward")
+        self.found += [(cls, n, getattr(cls, n)) for n in ("forward", "backward")]
         result = self.function(forward.__func__, [ctx, *args], {})
         if not isinstance(result, Traced):
             raise Unexplained(f"`{cls.__name__}` returns no tensor")
-        self.function(backward.__func__, [ctx, Traced(torch.ones_like(result.tensor))], {})
+        with tally():  # of its own: a gradient is compared, wherever it has steps
+            self.function(backward.__func__, [ctx, Traced(torch.ones_like(result.tensor))], {})
         return Traced(result.tensor)
 
     def _of_context(self, ctx: Context, name: str) -> Any:
@@ -235,6 +259,9 @@ class Interpreter:
 
     def call(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if isinstance(function, functools.partial):
+            held = (*function.args, *function.keywords.values())
+            if type(function) is not functools.partial or not all(map(is_plain, held)):
+                raise Unexplained("a `partial` holds what may change")
             return self.call(
                 function.func, [*function.args, *args], {**function.keywords, **kwargs}
             )
@@ -253,7 +280,7 @@ class Interpreter:
             return operation(self.width, args, kwargs)
         if any(function is f for f in NUMERIC):
             return numeric(function, args, kwargs)
-        if (said := surroundings.asked(function, args, kwargs)) is not NotImplemented:
+        if (said := surroundings.asked(function, args, kwargs, self.device)) is not NotImplemented:
             return said
         if str(getattr(function, "__module__", "")).startswith("torch."):
             raise Unexplained(f"`{_called(function)}` is called, which no formula has")
@@ -285,7 +312,7 @@ def _bound(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
         raise Unexplained(f"`{_called(function)}` is called with other arguments: {e}") from e
     for name, parameter in signature.parameters.items():
         if name not in found.arguments and parameter.default is not parameter.empty:
-            if not isinstance(parameter.default, (*_SCALARS, tuple)):
+            if not is_plain(parameter.default):
                 raise Unexplained(
                     f"`{name}` of `{_called(function)}` has a default that may change"
                 )
@@ -301,6 +328,10 @@ def _bound(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
 
 def _member(cls: type, name: str) -> Any:
     return inspect.getattr_static(cls, name)
+
+
+def _is_inherited(cls: type, name: str, base: type) -> bool:
+    return _member(cls, name) is _member(base, name)
 
 
 def _called(function: Any) -> str:

@@ -7,7 +7,7 @@ nothing that somebody else may change takes part in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from hfpatch.reading import surroundings
 from hfpatch.reading.interpreter import Interpreter
+from hfpatch.reading.operations import tally
 from hfpatch.reading.values import Tensor, Traced, Unexplained
 
 __all__ = ["Reading", "Unexplained", "read", "still_holds"]
@@ -27,15 +28,19 @@ class Reading:
 
     result: what the code computes for the inputs.
     by_rank: whether the code does one thing or another by the number of dimensions.
+    own_gradient: whether it has an `autograd.Function`, whose gradient may be any.
     calls: the live children that it calls, in order, and whose result each is called with
         ("input": an argument of the forward; "": something computed).
+    counts: how many operations it has that could make a step, a bend or a bump, see `tally`.
     found: the globals, closures and library functions that the code used, for `still_holds`.
     """
 
     result: Tensor
     by_rank: bool
+    own_gradient: bool
     calls: tuple[tuple[str, str], ...]
     found: tuple[tuple[Any, Any, Any], ...]
+    counts: Mapping[str, int]
 
 
 def read(
@@ -60,8 +65,9 @@ def read(
     """
     children: dict[str, Callable[..., Any]] = {n: module._modules[n] for n in live}  # type: ignore
     reader = Interpreter(module, children, width)
+    reader.device = inputs[0].device.type
     try:
-        with torch.no_grad():
+        with torch.no_grad(), tally() as counts:
             result = reader.forward(module, [Traced(x, role="input") for x in inputs], {})
     except Unexplained as e:
         where = getattr(e, "line", None)
@@ -71,7 +77,9 @@ def read(
     if not isinstance(result, Traced):
         raise Unexplained(f"it returns a {type(result).__name__}, not a tensor")
     calls = tuple((name, x.role) for name, x in reader.calls)
-    return Reading(result.tensor, reader.by_rank, calls, tuple(reader.found))
+    return Reading(
+        result.tensor, reader.by_rank, reader.own_gradient, calls, tuple(reader.found), counts
+    )
 
 
 def still_holds(found: Sequence[tuple[Any, Any, Any]]) -> bool:

@@ -1,15 +1,19 @@
 """The operations that a leaf may be made of, and how each must be called.
 
-All of them work on elements or along the last dimension, know no other state, and (but for ReLU,
-whose bend is in every sample) are analytic: what is made of them is identified by samples, for it
-cannot be one function where they lie and another one elsewhere. Anything else is unexplained.
+All of them work on elements or along the last dimension, and know no other state. What is made of
+them is identified by samples, for it cannot be one function where they lie and another one
+elsewhere: those that could make a step, a bend or a bump between samples are counted, and a leaf
+has as many as its formula needs. What is left are polynomials. Anything else is unexplained.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ import torch.nn.functional as F
 from hfpatch.reading.values import (
     FIXED,
     Fact,
+    Halves,
     Tensor,
     Traced,
     Unexplained,
@@ -36,6 +41,37 @@ Keywords = Mapping[str, Any]
 Operation = Callable[[int | None, Arguments, Keywords], Any]
 
 
+#: By name, what could make a bump: "special" a step or a bend, "over" divides by a tensor, "root".
+_COUNTED = {
+    **dict.fromkeys(("exp", "tanh", "sigmoid", "erf", "relu", "silu", "gelu"), ("special",)),
+    "exp": ("special", "exp"),
+    "rsqrt": ("root", "over"),
+    "sqrt": ("root",),
+    "reciprocal": ("over",),
+}
+_DIVISIONS = ("div", "divide", "true_divide")
+_OF_POWERS = {0.5: ("root",), -0.5: ("root", "over"), -1: ("over",)}
+_tallies = threading.local()
+
+
+@contextmanager
+def tally() -> Iterator[Counter[str]]:
+    """Counts, in this thread, what could make a bump."""
+    before = getattr(_tallies, "now", None)
+    counts: Counter[str] = Counter()
+    _tallies.now = counts
+    try:
+        yield counts
+    finally:
+        _tallies.now = before
+
+
+def _count(*kinds: str) -> None:
+    counts: Counter[str] | None = getattr(_tallies, "now", None)
+    if counts is not None:
+        counts.update(kinds)
+
+
 def traced(tensor: Tensor, *sources: Any, view: bool = False, role: str = "") -> Traced:
     """A result; one that may share memory with its sources is owned only where they are."""
     owned = not view or all(s.owned for s in sources if isinstance(s, Traced))
@@ -50,7 +86,7 @@ def _numeric(name: str, values: Sequence[Any], width: int | None) -> list[Any]:
         if kinds := kinds_of(value) - allowed:
             raise Unexplained(f"`{name}` takes the {', '.join(sorted(kinds))} of its input")
         bare = plain_of(value)
-        if not isinstance(bare, (Tensor, int, float)):
+        if type(bare) not in (int, float, bool) and not isinstance(value, Traced):
             raise Unexplained(f"`{name}` takes a {type(bare).__name__}")
         found.append(bare)
     return found
@@ -75,6 +111,9 @@ def elementwise(function: Callable[..., Tensor], *keywords: str) -> Operation:
         values = _numeric(name, operands, width)
         if plain_of(given.get("inplace", False)):
             written(name, operands[0])
+        _count(*_COUNTED.get(name, ()))
+        if name in _DIVISIONS and isinstance(values[1], Tensor):
+            _count("over")
         return traced(function(*values, **settings))
 
     return call
@@ -105,8 +144,9 @@ def _in_place(function: Callable[..., Tensor]) -> Operation:
 def _power(width: int | None, args: Arguments, given: Keywords) -> Any:
     _only("pow", given, "exponent")
     base, exponent = (*args, given["exponent"]) if "exponent" in given else args
-    if not isinstance(exponent, (int, float)) or exponent not in _POWERS:
+    if type(exponent) not in (int, float) or exponent not in _POWERS:
         raise Unexplained(f"`pow` has the exponent {plain_of(exponent)!r}")
+    _count(*_OF_POWERS.get(exponent, ()))
     return traced(torch.pow(*_numeric("pow", (base, exponent), width)))
 
 
@@ -211,7 +251,7 @@ def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
         else:
             flat += list(size) if isinstance(size, (tuple, list)) else [size]
     if width is None:
-        raise Unexplained("`view` changes the shape")
+        return _as_halves(x, flat)
     lead = [v for v in flat if isinstance(v, Fact) and "lead" in v.kinds]
     tail = flat[len(lead) :]
     if lead:
@@ -233,6 +273,22 @@ def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
         raise Unexplained("`view` takes other dimensions apart than the last one")
     shape = [plain_of(v) for v in flat]
     return traced(x.tensor.reshape(shape), x, view=True)
+
+
+def _as_halves(x: Any, sizes: list[Any]) -> Halves:
+    """`x.view(batch, length, 2, -1)` of a packed projection, each of whose halves is taken."""
+    lead, tail = sizes[:-2], sizes[-2:]
+    if (
+        not isinstance(x, Traced)
+        or [type(v) for v in tail] != [int, int]
+        or tail != [2, -1]
+        or not all(isinstance(v, Fact) and v.kinds == {"lead"} for v in lead)
+        or tuple(map(plain_of, lead)) != tuple(x.tensor.shape[:-1])
+        or not x.tensor.is_contiguous()
+    ):
+        raise Unexplained("`view` changes the shape")
+    first, second = (traced(t, x, view=True) for t in x.tensor.chunk(2, dim=-1))
+    return Halves((first, second))
 
 
 def _squeeze(width: int | None, args: Arguments, given: Keywords) -> Any:
@@ -263,6 +319,9 @@ def _fused_norm(function: Callable[..., Tensor], names: tuple[str, ...]) -> Oper
         settings["normalized_shape"] = _shape_is_last(name, settings.get("normalized_shape"))
         if kinds_of(*settings.values()) - FIXED:
             raise Unexplained(f"`{name}` is set by a property of its input")
+        if any(isinstance(v, Tensor) for v in settings.values()):
+            raise Unexplained(f"`{name}` takes a tensor that is held elsewhere")
+        _count("root", "over")
         return traced(function(**{k: plain_of(v) for k, v in settings.items()}))
 
     return call
@@ -320,6 +379,16 @@ METHODS: dict[str, Operation] = {
     "half": _cast_to(torch.float16),
     "bfloat16": _cast_to(torch.bfloat16),
     "contiguous": _same,
+}
+
+#: What these were when hfpatch was imported, operators too: somebody may replace one.
+TENSOR_METHODS = {
+    name: getattr(Tensor, name)
+    for name in (
+        *METHODS,
+        *(f"__{n}__" for n in ("add", "sub", "mul", "truediv", "pow", "neg")),
+        *(f"__{n}__" for n in ("radd", "rsub", "rmul", "rtruediv", "rpow")),
+    )
 }
 
 #: Functions, by identity: one that was exchanged is another one.

@@ -14,7 +14,18 @@ from torch import nn
 
 from hfpatch.reading import surroundings
 from hfpatch.reading.operations import OPERATORS, index, written
-from hfpatch.reading.values import FIXED, Fact, Super, Traced, Unexplained, fact, kinds_of, plain_of
+from hfpatch.reading.values import (
+    FIXED,
+    Fact,
+    Halves,
+    Super,
+    Traced,
+    Unexplained,
+    fact,
+    is_plain,
+    kinds_of,
+    plain_of,
+)
 
 if TYPE_CHECKING:
     from hfpatch.reading.interpreter import Interpreter
@@ -30,6 +41,15 @@ _COMPARES: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.IsNot: operator.is_not,
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
+}
+#: What Python calls for an operator between tensors and numbers.
+_METHODS_OF = {
+    "Add": ("__add__", "__radd__"),
+    "Sub": ("__sub__", "__rsub__"),
+    "Mult": ("__mul__", "__rmul__"),
+    "Div": ("__truediv__", "__rtruediv__"),
+    "Pow": ("__pow__", "__rpow__"),
+    "USub": ("__neg__",),
 }
 
 
@@ -239,9 +259,11 @@ class Scope:
         if any(isinstance(v, Traced) for v in values):
             if on_tensors is None:
                 raise Unexplained(f"the operator `{name}` is applied to a tensor")
+            for method in _METHODS_OF.get(name, ()):
+                self.reader.uses(method)
             return on_tensors(self.reader.width, values, {})
         bare = [plain_of(v) for v in values]
-        if not all(isinstance(v, (int, float, tuple)) for v in bare):
+        if not all(map(is_plain, bare)) or any(isinstance(v, str) for v in bare):
             raise Unexplained(f"the operator `{name}` is applied to other things than numbers")
         return fact(on_numbers(*bare), kinds_of(*values))
 
@@ -257,7 +279,10 @@ class Scope:
                 if any(isinstance(v, Traced) for v in (left, right)):
                     raise Unexplained("it compares the values of a tensor")
                 kinds |= kinds_of(left, right)
-                outcome = bool(_COMPARES[type(op)](plain_of(left), plain_of(right)))
+                try:
+                    outcome = bool(_COMPARES[type(op)](plain_of(left), plain_of(right)))
+                except TypeError as e:  # of what only a call can say there is no value here
+                    raise Unexplained(f"it compares {_described(kinds) or 'other things'}") from e
             if not outcome:
                 return fact(False, kinds)
             left = right
@@ -284,7 +309,10 @@ class Scope:
         return self.value(node.body if taken else node.orelse)
 
     def _subscript_value(self, node: ast.Subscript) -> Any:
-        of, at = self.value(node.value), self._index(node.slice)
+        of = self.value(node.value)
+        if isinstance(of, Halves):
+            return self._half(of, node.slice)
+        at = self._index(node.slice)
         if isinstance(of, Fact) and isinstance(of.value, tuple):
             return index(of, at)
         if isinstance(of, (tuple, list)) and isinstance(at, (int, slice)):
@@ -292,6 +320,22 @@ class Scope:
         if (made := surroundings.looked_up(of, at, self.reader.found)) is not NotImplemented:
             return made
         raise Unexplained(f"`{ast.unparse(node)}` is in it")
+
+    def _half(self, of: Halves, at: ast.expr) -> Any:
+        """`of[..., 0, :]` or `of[..., 1, :]`."""
+        if isinstance(at, ast.Tuple) and len(at.elts) == 3:
+            rest, which, whole = at.elts
+            if (
+                isinstance(rest, ast.Constant)
+                and rest.value is ...
+                and isinstance(which, ast.Constant)
+                and type(which.value) is int
+                and which.value in (0, 1)
+                and isinstance(whole, ast.Slice)
+                and (whole.lower, whole.upper, whole.step) == (None, None, None)
+            ):
+                return of.halves[which.value]
+        raise Unexplained(f"`[{ast.unparse(at)}]` is in it")
 
     def _index(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Slice):
@@ -379,5 +423,6 @@ def _described(kinds: frozenset[str]) -> str:
         "grad": "whether autograd records",
         "layout": "how its input lies in memory",
         "size": "the size of its input",
+        "other autocast": "autocast on another device than its input's",
     }
     return " and ".join(sorted(words.get(k, k) for k in kinds))

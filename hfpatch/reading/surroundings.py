@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.reading.values import Fact, Unexplained, plain_of
+from hfpatch.reading.values import Fact, Unexplained, is_plain, plain_of
 
-_SCALARS = (int, float, bool, str, type(None), torch.dtype)
 #: Functions of transformers and diffusers that say what is installed: the same in the whole
 #: process. Their names and modules; they count only where they are what the module holds.
 _PREDICATES = {
@@ -43,6 +42,15 @@ _NEVER = (
 _CLASS_HOOKS = ("__call__", "_call_impl", "__getattr__", "__getattribute__", "__setattr__")
 
 
+def check_library(library: types.ModuleType, name: str) -> None:
+    """Raise where reading an attribute of a module object is answered by its class."""
+    for base in type(library).__mro__:
+        if base in (types.ModuleType, object):
+            continue
+        if name in vars(base) or "__getattribute__" in vars(base):
+            raise Unexplained(f"`{library.__name__}.{name}` is read, which may change")
+
+
 def check_class(cls: type) -> None:
     """Raise where reading an attribute or calling an instance runs code of the class's own."""
     if type(cls) is not type:
@@ -59,21 +67,30 @@ def usable(value: Any, name: str) -> Any:
     """`value`, found by a global name, in a closure or a library, if it cannot change by itself."""
     if isinstance(value, types.ModuleType):
         return value  # what is found in it is looked at, and remembered
-    if isinstance(value, tuple):
-        if all(isinstance(v, (*_SCALARS, type)) for v in value):
+    if type(value) is tuple:
+        if all(is_plain(v) or isinstance(v, type) for v in value):
             return value
-    elif isinstance(value, (*_SCALARS, torch.device)) or callable(value) or value is _activations():
+    elif (
+        is_plain(value)
+        or type(value) is torch.device
+        or value is _activations()
+        or (callable(value) and not isinstance(value, (int, float, str, tuple)))
+    ):
         return value
     raise Unexplained(f"`{name}` is read, a {type(value).__name__}, which may change")
 
 
-def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a predicate of the environment says; NotImplemented for any other function."""
+def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Any:
+    """What a predicate of the environment says; NotImplemented for any other function.
+
+    `device`: the type of that of the inputs.
+    """
     if function in _NEVER or _is_library(function, {"is_torchdynamo_compiling", "is_tracing"}):
         return False
     if function is torch.is_autocast_enabled:
         said = torch.is_autocast_enabled(*(plain_of(a) for a in args))
-        return Fact(said, frozenset({"autocast"}))
+        of = plain_of(args[0]) if args else "cuda"  # without one it is asked of that
+        return Fact(said, frozenset({"autocast" if of == device else "other autocast"}))
     if _is_library(function, _PREDICATES) and not kwargs:
         if not all(isinstance(a, str) for a in args):
             raise Unexplained(f"`{function.__name__}` is called with other things than texts")
@@ -129,6 +146,10 @@ def held(found: Sequence[tuple[Any, Any, Any]]) -> bool:
             with contextlib.suppress(ValueError):
                 if where.cell_contents is value:
                     continue
+            return False
+        if isinstance(where, type):
+            if getattr(where, name, where) is value:
+                continue
             return False
         if not isinstance(where, dict) or dict.get(where, name, where) is not value:
             return False

@@ -12,6 +12,17 @@ from torch import nn
 Tensor = torch.Tensor
 
 
+#: What may be computed with as it is. Exactly these: a class derived of one may answer as it likes.
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or the like, or a tuple of such."""
+    if type(value) in (tuple, torch.Size):
+        return all(map(is_plain, value))
+    return type(value) in PLAIN
+
+
 class Unexplained(Exception):
     """Something in a module's code that no formula accounts for; the message says what."""
 
@@ -27,6 +38,13 @@ class Traced:
     tensor: Tensor
     owned: bool = False
     role: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A packed projection seen as `[..., 2, width / 2]`, of which one half is taken."""
+
+    halves: tuple[Traced, Traced]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ planned; they work in any thread and leave the dispatcher, autograd and the comp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -32,6 +33,7 @@ class Count:
 
 
 COUNT = Count()
+_COUNTING = threading.Lock()
 
 
 def _counted(function: Callable[..., Any], name: str, training: bool = True) -> Callable[..., Any]:
@@ -39,7 +41,8 @@ def _counted(function: Callable[..., Any], name: str, training: bool = True) -> 
         if not torch.compiler.is_compiling():
             recorded = not training and torch.is_grad_enabled() and _requires_grad(args)
             counter = "formulas" if recorded else name
-            setattr(COUNT, counter, getattr(COUNT, counter) + 1)
+            with _COUNTING:  # threads call too, and a sum is no single step
+                setattr(COUNT, counter, getattr(COUNT, counter) + 1)
         return function(*args, **kwargs)
 
     return call

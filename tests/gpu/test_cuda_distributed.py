@@ -15,6 +15,8 @@ import torch
 import zoo
 from accelerate import dispatch_model
 from expect import expected_swaps, relative_error
+from support.nearness import assert_as_near
+from support.samples import SEEDS, Sample, draws_and_like, moved
 from torch import nn
 
 import hfpatch
@@ -53,27 +55,23 @@ def test_sharded(name: str, ranks: sharded.Ranks) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_model_on_the_second_device(name: str, dtype: torch.dtype) -> None:
     """A kernel launches on its tensor's device and stream, whatever the current device is."""
-    entry = zoo.ENTRIES[name]
-    model = entry.build(dtype)
-    inputs = entry.inputs(model, dtype)
-    truth = entry.reference(model, inputs)
-    there = torch.device("cuda", 1)
-    model.to(there)
-    moved = {k: v.to(there) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with torch.cuda.device(0):
-        original = entry.run(model, moved)
-        report = hfpatch.apply(model)
-        assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
-        patched = entry.run(model, moved)
-        torch.cuda.synchronize(there)
-        assert torch.cuda.current_device() == 0
-        assert patched.device == there
-        error = relative_error(patched.cpu(), truth)
-        limit = relative_error(original.cpu(), truth)
-        assert error <= limit + torch.finfo(dtype).eps, (error, limit)
-        hfpatch.restore(model)
-        # cuBLAS may pick another algorithm on a second call
-        torch.testing.assert_close(entry.run(model, moved), original)
+    there, draws = torch.device("cuda", 1), []
+    count, like = draws_and_like(name, dtype)
+    for seed in range(SEEDS):
+        with torch.cuda.device(0):
+            sample = Sample(zoo.ENTRIES[name], dtype, seed, count // SEEDS, device=there)
+            model = sample.model
+            report = hfpatch.apply(model)
+            assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
+            draws += sample.draws()
+            patched = sample.entry.run(model, sample.inputs[0])
+            assert torch.cuda.current_device() == 0
+            assert patched.device == there
+            hfpatch.restore(model)
+            # cuBLAS may pick another algorithm on a second call
+            again = sample.entry.run(model, sample.inputs[0])
+            torch.testing.assert_close(again, sample.originals[0])
+    assert_as_near(draws, dtype, name, like)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,10 +80,7 @@ def test_a_side_stream_of_the_second_device(name: str) -> None:
     entry = zoo.ENTRIES[name]
     there = torch.device("cuda", 1)
     model = entry.build(torch.bfloat16).to(there)
-    inputs = {
-        k: v.to(there) if isinstance(v, torch.Tensor) else v
-        for k, v in entry.inputs(model, torch.bfloat16).items()
-    }
+    inputs = moved(entry.inputs(model, torch.bfloat16), there)
     hfpatch.apply(model)
     expected = entry.run(model, inputs)
     stream = torch.cuda.Stream(there)

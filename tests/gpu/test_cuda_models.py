@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 import zoo
 from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
+from support.nearness import assert_as_near
+from support.samples import SEEDS, Sample, draws_and_like, moved
 
 import hfpatch
 
@@ -19,36 +21,26 @@ def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-def to_cuda(inputs: dict[str, object]) -> dict[str, object]:
-    def moved(value: object) -> object:
-        if isinstance(value, (list, tuple)):
-            return type(value)(moved(v) for v in value)
-        return value.cuda() if isinstance(value, torch.Tensor) else value
-
-    return {k: moved(v) for k, v in inputs.items()}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", list(zoo.ENTRIES))
 def test_numbers_and_restore(name: str, dtype: torch.dtype) -> None:
-    entry = zoo.ENTRIES[name]
-    model = entry.build(dtype)
-    inputs = entry.inputs(model, dtype)
-    truth = entry.reference(model, inputs)
-    model, inputs = model.cuda(), to_cuda(inputs)
-    before, original = snapshot(model), entry.run(model, inputs)
-    report = hfpatch.apply(model)
-    assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
-    kernels = [s for s in report.swaps if s.op != "recall"]
-    assert all(s.source == "local" and s.devices == ("cuda",) for s in kernels)
-    patched = entry.run(model, inputs)
-    error = relative_error(patched.cpu(), truth)
-    limit = relative_error(original.cpu(), truth)
-    assert error <= limit + torch.finfo(dtype).eps, (error, limit)
-    hfpatch.restore(model)
-    assert_same_dicts(before, model)
-    # cuBLAS may pick another algorithm on a second call; the module code is the very same
-    torch.testing.assert_close(entry.run(model, inputs), original)
+    count, like = draws_and_like(name, dtype)
+    draws = []
+    for seed in range(SEEDS):
+        sample = Sample(zoo.ENTRIES[name], dtype, seed, count // SEEDS, device="cuda")
+        model = sample.model
+        before = snapshot(model)
+        report = hfpatch.apply(model)
+        assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
+        kernels = [s for s in report.swaps if s.op != "recall"]
+        assert all(s.source == "local" and s.devices == ("cuda",) for s in kernels)
+        draws += sample.draws()
+        hfpatch.restore(model)
+        assert_same_dicts(before, model)
+        # cuBLAS may pick another algorithm on a second call; the module code is the very same
+        again = sample.entry.run(model, sample.inputs[0])
+        torch.testing.assert_close(again, sample.originals[0])
+    assert_as_near(draws, dtype, name, like)
 
 
 def test_patched_on_the_cpu_then_moved() -> None:
@@ -57,7 +49,7 @@ def test_patched_on_the_cpu_then_moved() -> None:
     inputs = entry.inputs(model, torch.bfloat16)
     report = hfpatch.apply(model)
     assert {s.devices for s in report.swaps} == {("cpu",)}
-    model, inputs = model.cuda(), to_cuda(inputs)
+    model, inputs = model.cuda(), moved(inputs, "cuda")
     names = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         patched = entry.run(model, inputs)
@@ -73,8 +65,8 @@ def test_offloaded_pipeline(method: str, order: str) -> None:
     entry = zoo.PIPELINES["ltx-pipeline"]
     plain = entry.build(torch.float32)
     inputs = entry.inputs(plain, torch.float32)
-    moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    expected = entry.run(plain.to("cuda"), moved)
+    given = moved(inputs, "cuda")
+    expected = entry.run(plain.to("cuda"), given)
     pipe = entry.build(torch.float32)
     if order == "offload first":
         getattr(pipe, method)()
@@ -83,7 +75,7 @@ def test_offloaded_pipeline(method: str, order: str) -> None:
     assert len(hfpatch.apply(pipe).swaps) == swapped
     if order == "patch first":
         getattr(pipe, method)()
-    result = entry.run(pipe, moved)
+    result = entry.run(pipe, given)
     assert relative_error(result.cpu(), expected.cpu()) < 1e-3
     hooked = [m for m in pipe.transformer.modules() if hasattr(m, "_hf_hook")]
     assert hooked
@@ -91,7 +83,7 @@ def test_offloaded_pipeline(method: str, order: str) -> None:
     assert weights <= {"cpu", "meta", "cuda"}
     assert hfpatch.restore(pipe) == swapped
     assert not hfpatch.status(pipe).swaps
-    again = entry.run(pipe, moved)
+    again = entry.run(pipe, given)
     assert relative_error(again.cpu(), expected.cpu()) < 1e-3
     pipe.remove_all_hooks()
 
@@ -126,7 +118,7 @@ def test_device_map_dispatch() -> None:
 def test_compiled_patched_model_is_inductors() -> None:
     entry = zoo.ENTRIES["llama"]
     model = entry.build(torch.float32).cuda()
-    inputs = to_cuda(entry.inputs(model, torch.float32))
+    inputs = moved(entry.inputs(model, torch.float32), "cuda")
     expected = entry.run(model, inputs)
     hfpatch.apply(model)
     torch._dynamo.reset()

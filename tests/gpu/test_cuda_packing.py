@@ -14,9 +14,9 @@ import zoo
 from blocks_single import ROWS
 from expect import relative_error
 from packs import groups_of, one_product, share_storage
+from support.samples import moved
 from test_blocks_single import build as build_block
 from test_blocks_single import call_of, flat
-from test_cuda_single_blocks import on_gpu
 
 import hfpatch
 
@@ -155,12 +155,12 @@ def check_family(root: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [n for n in ROWS if not n.startswith("resnet")])
 def test_every_single_stream_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = build_block(ROWS[name], torch.bfloat16).cuda()
-    given = on_gpu(call_of(ROWS[name], dtype=torch.bfloat16, shape=(2, 64)))
+    given = moved(call_of(ROWS[name], dtype=torch.bfloat16, shape=(2, 64)), "cuda")
     check_family(root, lambda: flat(root.block(**given)), monkeypatch)
 
 
 @pytest.mark.parametrize("row", test_joint_blocks.ROWS, ids=lambda row: row.zoo)
 def test_every_joint_family(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = test_joint_blocks.build(row, torch.bfloat16)
-    model, inputs = model.cuda(), on_gpu(inputs)
+    model, inputs = model.cuda(), moved(inputs, "cuda")
     check_family(model, lambda: zoo.ENTRIES[row.zoo].run(model, inputs), monkeypatch)

@@ -18,6 +18,8 @@ from large_samples import LARGE
 from list_samples import LISTS_BY_ID, LISTS_OF_DTYPES
 from op_samples import BY_ID, DTYPES, Sample
 from proofs import FILL, LAYOUTS, MARGIN, Guarded, assert_same_bits
+from support.engines import SMALL as SMALL_DECODERS
+from support.engines import visit as visit_decoder
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
@@ -186,3 +188,10 @@ def test_a_pair_of_rows_in_registers(
     wide = grad[:3].double() * y[:3].double()
     expected = 0.5 * (wide - y[:3].double() * wide.sum(-1, keepdim=True))
     torch.testing.assert_close(ours[:3].cpu().double(), expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SMALL_DECODERS)
+def test_decoding(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """A decoding step's kernels, launched and from their graph."""
+    visit_decoder(SMALL_DECODERS[name], dtype, kernels_module)

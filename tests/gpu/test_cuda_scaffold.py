@@ -24,8 +24,9 @@ OF_THE_MACHINE = {f"loads on {MANYLINUX}", "the library keeps to the ABIs"}
 
 
 @pytest.mark.skipif(not (shutil.which("nvcc") or os.environ.get("CUDA_HOME")), reason="no nvcc")
-def test_the_scaffold_runs_on_the_gpu(tmp_path: Path) -> None:
-    root = new_project("my-kernel", tmp_path)
+@pytest.mark.parametrize(("template", "op"), [("elementwise", "relu_squared"), ("row", "rms_norm")])
+def test_the_scaffold_runs_on_the_gpu(template: str, op: str, tmp_path: Path) -> None:
+    root = new_project("my-kernel", tmp_path, template=template)
     (built,) = kernel_build.build(root, root, ("cuda",), archs="native", verbose=False)
 
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -43,6 +44,7 @@ def test_the_scaffold_runs_on_the_gpu(tmp_path: Path) -> None:
     rows = check_project(Project.open(root))
     assert [row for row in rows if not row.passed and row.what not in OF_THE_MACHINE] == []
     (loaded,) = (row for row in rows if row.what == "`kernels` loads it")
-    assert loaded.where == built.name and loaded.note == "2 names, 1 layers"
-    found = re.search(r"relu_squared +([\d.]+) us", run("benchmarks/benchmark.py"))
+    names = {"elementwise": 2, "row": 3}[template]
+    assert loaded.where == built.name and loaded.note == f"{names} names, 1 layers"
+    found = re.search(rf"{op} +([\d.]+) us", run("benchmarks/benchmark.py"))
     assert found is not None and float(found[1]) < 10_000

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from blocks_single import ROWS
-from expect import relative_error
-from test_blocks_single import build, call_of, flat, original, wide
+from support.samples import moved
+from test_blocks_single import assert_equal_numbers, build, call_of, flat
 
 import hfpatch
 
@@ -22,29 +23,16 @@ def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-def on_gpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: on_gpu(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(on_gpu(v) for v in value)
-    return value.cuda() if isinstance(value, torch.Tensor) else value
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("name", "call"), CALLS)
 def test_numbers(name: str, call: str, dtype: torch.dtype) -> None:
-    row = ROWS[name]
-    for shape in ((2, 10), (1, 67), (4, 128)):
-        root, given = build(row, dtype), call_of(row, call, dtype, shape)
-        truth = flat(original(root.block.double(), wide(given)))
-        root, given = build(row, dtype).cuda(), on_gpu(given)
-        theirs = flat(original(root.block, given))
-        report = hfpatch.apply(root)
-        assert [s.op for s in report.swaps if s.path == "block"] == ["block"], report
-        ours = flat(root.block(**given))
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        limit = relative_error(theirs.cpu(), truth) + torch.finfo(dtype).eps
-        assert relative_error(ours.cpu(), truth) <= limit, shape
+    row, shapes = ROWS[name], ((2, 10), (1, 67), (4, 128))
+    root = build(row, dtype).cuda()
+    report = hfpatch.apply(root)
+    assert [s.op for s in report.swaps if s.path == "block"] == ["block"], report
+    for shape in shapes:
+        make = functools.partial(call_of, row, call, dtype, shape)
+        assert_equal_numbers(root, make, dtype)
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -58,7 +46,7 @@ def test_launches_less(name: str) -> None:
 
     row = ROWS[name]
     root = build(row, torch.bfloat16).cuda()
-    given = on_gpu(call_of(row, dtype=torch.bfloat16, shape=(2, 64)))
+    given = moved(call_of(row, dtype=torch.bfloat16, shape=(2, 64)), "cuda")
     before = launches(lambda: root.block(**given))
     hfpatch.apply(root)
     assert launches(lambda: root.block(**given)) < before
@@ -72,7 +60,9 @@ def test_in_a_graph(name: str) -> None:
         pytest.skip("it looks at its mask, as the original does, which a capture forbids")
     root = build(row, torch.bfloat16).cuda()
     hfpatch.apply(root)
-    given, other = (on_gpu(call_of(row, dtype=torch.bfloat16, shape=(2, n))) for n in (64, 96))
+    given, other = (
+        moved(call_of(row, dtype=torch.bfloat16, shape=(2, n)), "cuda") for n in (64, 96)
+    )
     with torch.no_grad():
         expected = flat(root.block(**given))
         graph = torch.cuda.CUDAGraph()

@@ -94,3 +94,13 @@ def test_tritons_template_passes_its_own_tests(tmp_path: Path) -> None:
         cwd=root, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
+
+
+def test_the_triton_example_on_the_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    script = Path(__file__).resolve().parents[2] / "examples" / "triton_kernels.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 swapped" in done.stdout and "restored, bit for bit: True" in done.stdout

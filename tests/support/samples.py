@@ -1,4 +1,8 @@
-"""A model of the zoo and several inputs: what it computes before a patch, in fp64, and after."""
+"""A model of the zoo and several inputs: what it computes before a patch, in fp64, and after.
+
+Models and inputs are made on the CPU from a seed, so that they are the same on every device; fp64
+runs there too.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,18 @@ def draws_and_like(name: str, dtype: torch.dtype) -> tuple[int, int]:
     return (48, 16) if name in RECURRENT else (24, LIKE)
 
 
+def moved(value: Any, device: torch.device | str) -> Any:
+    """`value` with every tensor in it, however deep, on `device`."""
+    if isinstance(value, dict):
+        return {k: moved(v, device) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(v, device) for v in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 class Sample:
-    """One model with random weights, and `count` inputs of it, which `change` may alter."""
+    """One model with random weights, and `count` inputs of it, which `change` may alter; it runs on
+    `device`."""
 
     def __init__(
         self,
@@ -38,6 +52,7 @@ class Sample:
         seed: int,
         count: int,
         change: Callable[[Inputs], Inputs] = lambda inputs: inputs,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.entry = entry
         self.model: Any = entry.build(dtype, seed)
@@ -45,6 +60,8 @@ class Sample:
         self.inputs = [change(entry.inputs(self.model, dtype, g)) for g in generators]
         wide = zoo.in_fp64(self.model)
         self.truths = [entry.run(wide, zoo.cast_inputs(i, torch.float64)) for i in self.inputs]
+        self.model.to(device)
+        self.inputs = [moved(i, device) for i in self.inputs]
         self.originals = self.run()
 
     def run(self) -> list[torch.Tensor]:
@@ -53,4 +70,5 @@ class Sample:
 
     def draws(self) -> list[Draw]:
         """The errors of the model as it is now, and of the original."""
-        return [draw(*row) for row in zip(self.run(), self.originals, self.truths, strict=True)]
+        rows = zip(self.run(), self.originals, self.truths, strict=True)
+        return [draw(ours.cpu(), theirs.cpu(), truth) for ours, theirs, truth in rows]
