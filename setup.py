@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
@@ -16,7 +18,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-#: `make build` compiles the kernels, in sight.
+#: `make build` compiles the kernels, in sight; the wheel that goes to an index has none.
 LEFT_OUT = os.environ.get("HFPATCH_BUILD") == "0"
 
 
@@ -33,6 +35,37 @@ def load_kernel_build() -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def long_description() -> str:
+    """README.md with links that lead somewhere wherever it is shown: those of this release."""
+    config = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = dict(re.findall(r'^(version|Source) = "(.+)"$', config, re.MULTILINE))
+    at = f"{found['Source']}/blob/v{found['version']}"
+
+    def absolute(match: re.Match[str]) -> str:
+        image, text, target = match.groups()
+        query = "?raw=true" if image else ""
+        return f"{image}[{text}]({at}/{target}{query})"
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)", absolute, readme)
+
+
+def terminal(kernel_build: ModuleType) -> Callable[[str], None] | None:
+    """Says how far a build is in spite of pip, which hides that; None without a terminal."""
+    if "PIP_BUILD_TRACKER" not in os.environ or not os.path.exists("/dev/tty"):
+        return None
+
+    def say(line: str) -> None:
+        if kernel_build.worth_showing(line):
+            try:
+                with open("/dev/tty", "w", encoding="utf-8") as tty:
+                    tty.write(f"\r\x1b[K{line}\n")
+            except OSError:  # it has none
+                pass
+
+    return say
 
 
 class build_kernels(Command):
@@ -52,7 +85,7 @@ class build_kernels(Command):
         kernel_build = load_kernel_build()
         shutil.rmtree(self.stage, ignore_errors=True)
         self.stage.mkdir(parents=True)
-        result = kernel_build.build_available(ROOT, self.stage)
+        result = kernel_build.build_available(ROOT, self.stage, also=terminal(kernel_build))
         self.compiled = bool(result.variants)
         strict = os.environ.get("HFPATCH_BUILD_STRICT") == "1"
         if strict and (result.failed or not result.variants):
@@ -70,6 +103,8 @@ class build_py_with_kernels(build_py):
 
     def run(self) -> None:
         super().run()
+        if not self.editable_mode:
+            self.copy_sources()
         if LEFT_OUT:
             return
         self.run_command("build_kernels")
@@ -77,19 +112,18 @@ class build_py_with_kernels(build_py):
         target = base / "hfpatch" / "_kernels"
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(build_kernels.stage, target)
-        if not self.editable_mode:
-            self.copy_c_library()
 
-    def copy_c_library(self) -> None:
-        """The header, and the sources that `hfpatch clib` compiles."""
+    def copy_sources(self) -> None:
+        """The header, and the sources that `hfpatch clib` and `hfpatch setup` compile."""
         package = Path(self.build_lib) / "hfpatch"
         for folder in (package / "include", package / "_clib"):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         shutil.copy(ROOT / "kernel_src" / "hfpatch.h", package / "include")
         shutil.copy(ROOT / "build.toml", package / "_clib")
-        for name in ("clib", "kernel_src"):
-            shutil.copytree(ROOT / name, package / "_clib" / name)
+        clean = shutil.ignore_patterns("__pycache__", "*.py[co]")
+        for name in ("clib", "kernel_src", "torch-ext"):
+            shutil.copytree(ROOT / name, package / "_clib" / name, ignore=clean)
 
 
 class bdist_wheel_with_kernels(bdist_wheel):
@@ -101,14 +135,18 @@ class bdist_wheel_with_kernels(bdist_wheel):
         self.run_command("build_kernels")
         if not self.get_finalized_command("build_kernels").compiled:
             return ("py3", "none", "any")
-        platform = (self.plat_name or "").replace("-", "_").replace(".", "_")
-        return ("py3", "none", platform)
+        self.root_is_pure = False  # its libraries go where those of platforms do
+        default = (self.plat_name or "").replace("-", "_").replace(".", "_")
+        libraries = list(build_kernels.stage.rglob("*.so"))
+        return ("py3", "none", load_kernel_build().platform_tag(libraries, default))
 
 
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     cmdclass={
         "bdist_wheel": bdist_wheel_with_kernels,
         "build_kernels": build_kernels,
         "build_py": build_py_with_kernels,
-    }
+    },
 )

@@ -10,7 +10,10 @@ from typing import Any
 from _ltx_variants import Measurement
 from _pictures import pixel_difference
 
+from hfpatch.bench.spread import Gain
+
 NO_CHART = "no bar chart: matplotlib is not installed; run `pip install 'hfpatch[examples]'`"
+LEAST_BAR = 0.004  # of the longest: what is shorter cannot be seen
 PARTS = {  # of a generation, in its order
     "prepare_seconds": ("before", "#b8b8b8"),
     "denoise_seconds": ("denoising", "#4477aa"),
@@ -27,6 +30,7 @@ def as_run(measured: Measurement, base: Measurement | None) -> dict[str, Any]:
     generation = measured.generation
     run: dict[str, Any] = {
         "seconds": generation.seconds,
+        "all_seconds": [run.seconds for run in measured.runs],
         "prepare_seconds": generation.prepare_seconds,
         "denoise_seconds": generation.denoise_seconds,
         "decode_seconds": generation.decode_seconds,
@@ -44,6 +48,7 @@ def as_run(measured: Measurement, base: Measurement | None) -> dict[str, Any]:
         distance = (generation.latents - reference.latents).norm() / reference.latents.norm()
         run |= {
             "speed_up": reference.seconds / generation.seconds,
+            "within_noise": gain_of(base, measured).within_noise,
             "step_speed_up": base.step_ms / measured.step_ms,
             "latents_relative_difference": distance.item(),
             **asdict(pixel_difference(reference.frames, generation.frames)),
@@ -51,6 +56,12 @@ def as_run(measured: Measurement, base: Measurement | None) -> dict[str, Any]:
     if measured.report is not None:
         run["report"] = measured.report
     return run
+
+
+def gain_of(base: Measurement, measured: Measurement) -> Gain:
+    """How many times faster whole generations are."""
+    times = [[run.seconds for run in m.runs] for m in (base, measured)]
+    return Gain.of(*times)
 
 
 def _cells(run: dict[str, Any]) -> dict[str, str | None]:
@@ -62,7 +73,7 @@ def _cells(run: dict[str, Any]) -> dict[str, str | None]:
     launches = text("launches_per_step", "d")
     return {
         "total s": text("seconds", ".2f"),
-        "×": text("speed_up", ".2f"),
+        "×": (text("speed_up", ".2f") or "") + ("~" if run.get("within_noise") else "") or None,
         "step ms": text("step_ms", ".1f"),
         "× step": text("step_speed_up", ".2f"),
         "decode s": text("decode_seconds", ".2f"),
@@ -103,8 +114,11 @@ def save_chart(runs: dict[str, dict[str, Any]], title: str, output: Path) -> Pat
     figure = Figure(figsize=(10, 1.5 + 0.45 * len(names)), dpi=120, layout="constrained")
     whole, step = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     left = [0.0] * len(names)
+    longest = max(run["seconds"] for run in runs.values())
     for key, (label, color) in PARTS.items():
         values = [runs[name][key] for name in names]
+        if max(values) < LEAST_BAR * longest:
+            label = None  # no legend without a bar
         bars = whole.barh(names, values, left=left, label=label, color=color, height=0.62)
         left = [a + b for a, b in zip(left, values, strict=True)]
     whole.bar_label(bars, labels=_labels(runs, "seconds", ".2f", "speed_up"), padding=4)

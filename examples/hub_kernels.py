@@ -29,6 +29,7 @@ from _common import (
 from torch import nn
 
 import hfpatch
+from hfpatch.bench.spread import Gain, Spread
 from hfpatch.errors import HfpatchError
 from hfpatch.hub import HubOptions
 from hfpatch.hub.inspection import inspect_hub
@@ -154,14 +155,26 @@ def bench(args: argparse.Namespace, out: Output) -> int:
     for _ in range(7):  # interleaved, so that a busy machine slows all of them alike
         for name, call in calls.items():
             times[name].append(_microseconds(lambda call=call: call(*tensors), args.device))
-    result = {name: min(t) for name, t in times.items()}
+    spreads = {name: Spread.of(t) for name, t in times.items()}
+    result = {name: spread.median for name, spread in spreads.items()}
     out.say(
         f"{args.op}, {args.rows} x {WIDTH} {dtype_name(args.dtype)}, {device_name(args.device)}: "
-        "best of 7 means"
+        "median of 7 means"
     )
-    for name, microseconds in sorted(result.items(), key=lambda r: r[1]):
-        out.say(f"  {name:50} {microseconds:9.1f} us")
-    out.finish({"op": args.op, "rows": args.rows, "microseconds": result})
+    ranked = sorted(result, key=lambda name: result[name])
+    for name in ranked:
+        out.say(f"  {name:50} {spreads[name].text('us', '.1f')}")
+    gain = Gain.of(times[ranked[1]], times[ranked[0]])
+    out.say(f"the first against the second: {gain}")
+    out.finish(
+        {
+            "op": args.op,
+            "rows": args.rows,
+            "microseconds": result,
+            "quartiles": {name: [s.low, s.high] for name, s in spreads.items()},
+            "within_noise": gain.within_noise,
+        }
+    )
     return 0
 
 

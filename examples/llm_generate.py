@@ -9,6 +9,7 @@ Decoding is greedy: the same tokens are expected with and without the kernels.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,17 +29,29 @@ from _quiet import leave_out_unused
 from _smollm2 import load
 
 import hfpatch
+from hfpatch.bench.spread import Gain, Spread
 
-TURNS = 5  # timed answers of each way; the fastest counts: other work only ever adds time
+TURNS = 5  # timed generations of each way; their median counts, beside its spread
+MEASURED_TOKENS = 64  # at least so many are timed, however short the answer is
 
 
 @dataclass
 class Run:
-    """One answer: its tokens, the text, least seconds with the prompt's processing included."""
+    """One way to answer.
+
+    Attributes:
+        tokens, answer: up to where the model ends it.
+        measured_tokens: how many each timed generation made, past that end if need be.
+        seconds: of the median generation, the prompt's processing included.
+        all_seconds: of every generation.
+        tokens_per_second: measured_tokens / seconds.
+    """
 
     tokens: list[int]
     answer: str
+    measured_tokens: int
     seconds: float
+    all_seconds: list[float]
     tokens_per_second: float
 
 
@@ -56,7 +69,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Chat:
-    """Greedy answers to one prompt, each timed."""
+    """Greedy answers to one prompt."""
 
     def __init__(self, model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
         self.model, self.tokenizer, self.device = model, tokenizer, args.device
@@ -74,18 +87,32 @@ class Chat:
             # A static cache keeps the shapes of all steps equal, so that one graph serves them.
             self.settings |= {"cache_implementation": "static", "disable_compile": True}
 
-    def answer(self) -> tuple[float, list[int]]:
-        """Seconds and the new tokens."""
-        started = now(self.device)
-        output = self.model.generate(**self.inputs, **self.settings)
-        seconds = now(self.device) - started
-        return seconds, output[0, self.inputs["input_ids"].shape[1] :].tolist()
+    def answer(self) -> list[int]:
+        """The new tokens."""
+        return self._generate(**self.settings)
 
-    def run(self, answers: list[tuple[float, list[int]]]) -> Run:
-        """What several answers of one way come to; the tokens are the last one's."""
-        tokens, seconds = answers[-1][1], min(seconds for seconds, _ in answers)
+    def seconds(self) -> float:
+        """Of `measured_tokens` new tokens, whatever they are."""
+        started = now(self.device)
+        count = self.measured_tokens
+        made = self._generate(**self.settings | {"max_new_tokens": count, "min_new_tokens": count})
+        seconds = now(self.device) - started
+        assert len(made) == count
+        return seconds
+
+    @property
+    def measured_tokens(self) -> int:
+        return max(MEASURED_TOKENS, self.settings["max_new_tokens"])
+
+    def _generate(self, **settings: Any) -> list[int]:
+        output = self.model.generate(**self.inputs, **settings)
+        return output[0, self.inputs["input_ids"].shape[1] :].tolist()
+
+    def run(self, tokens: list[int], times: list[float]) -> Run:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Run(tokens, text, seconds, len(tokens) / seconds)
+        seconds = statistics.median(times)
+        count = self.measured_tokens
+        return Run(tokens, text, count, seconds, times, count / seconds)
 
 
 def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], hfpatch.Report]:
@@ -95,11 +122,12 @@ def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], 
     a change of sides would compile again, so all turns of one come before those of the other.
     """
     model = chat.model
-    answers: dict[str, list[tuple[float, list[int]]]] = {"original": [], "patched": []}
+    times: dict[str, list[float]] = {"original": [], "patched": []}
     if not compare:
-        del answers["original"]
+        del times["original"]
+    answers: dict[str, list[int]] = {}
     for turn in range(1 if compiled else TURNS):
-        for label, timed in answers.items():
+        for label, timed in times.items():
             if label == "original":
                 hfpatch.restore(model)
             else:
@@ -108,12 +136,15 @@ def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], 
                 torch.compiler.reset()
                 model.compile(dynamic=False)
             if turn == 0:
-                chat.answer()  # to warm up
-            timed += [chat.answer() for _ in range(TURNS if compiled else 1)]
-    return {label: chat.run(timed) for label, timed in answers.items()}, report
+                answers[label] = chat.answer()  # also warms up
+                if compiled:
+                    chat.seconds()  # compiles for the lengths that are timed
+            timed += [chat.seconds() for _ in range(TURNS if compiled else 1)]
+    return {label: chat.run(answers[label], timed) for label, timed in times.items()}, report
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Returns what --json prints."""
     args = parse_arguments(argv)
     out = Output(args.json)
     result: dict[str, Any] = {
@@ -134,20 +165,21 @@ def main(argv: list[str] | None = None) -> None:
     out.say(f"{runs['patched'].answer}\n\n{report}\n")
     for label, run in runs.items():
         out.say(
-            f"{label:>8}: {len(run.tokens)} tokens in {run.seconds:.2f} s, "
-            f"{run.tokens_per_second:.1f} tokens/s"
+            f"{label:>8}: {run.measured_tokens} tokens in "
+            f"{Spread.of(run.all_seconds).text('s')}, {run.tokens_per_second:.1f} tokens/s"
         )
     if args.compare:
         original, patched = runs["original"], runs["patched"]
         result["identical"] = original.tokens == patched.tokens
-        result["speed_up"] = original.seconds / patched.seconds
+        gain = Gain.of(original.all_seconds, patched.all_seconds)
+        result["speed_up"], result["within_noise"] = gain.ratio, gain.within_noise
         out.say(
-            f"speed-up: {result['speed_up']:.2f}x; token sequences "
-            f"{'identical' if result['identical'] else 'differ'}"
+            f"speed-up: {gain}; token sequences {'identical' if result['identical'] else 'differ'}"
         )
     result["runs"] = {label: asdict(run) for label, run in runs.items()}
     result["report"] = report.to_dict()
     out.finish(result)
+    return result
 
 
 if __name__ == "__main__":

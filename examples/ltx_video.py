@@ -45,6 +45,8 @@ from _ltx_variants import (
 from _pictures import save_differences, save_videos
 from _quiet import leave_out_unused
 
+from hfpatch.bench.output import require_writable
+from hfpatch.bench.spread import Spread
 from hfpatch.env import versions
 
 PROMPT = "A clear mountain stream runs over mossy stones, sunlight flickering on the water"
@@ -185,7 +187,7 @@ def load_pipeline(args: argparse.Namespace) -> Any:
         pipe = build_pipeline(args.random_weights == "full", args.device, args.dtype)
     else:
         try:
-            pipe = LTXPipeline.from_pretrained(args.model, torch_dtype=args.dtype)
+            pipe = LTXPipeline.from_pretrained(args.model, dtype=args.dtype)
         except (OSError, ValueError) as e:  # not there, or not a name that could be there
             sys.exit(
                 f"error: `--model {args.model}` could not be loaded: {e}\n"
@@ -204,13 +206,14 @@ def load_pipeline(args: argparse.Namespace) -> Any:
 
 
 def make_folders(args: argparse.Namespace) -> None:
-    """Now, since a folder that cannot be written to would be found out after minutes."""
-    for flag, folder in (("--output", args.output.parent), ("--profile", args.profile)):
+    """Now, since what cannot be written would be found out after minutes."""
+    profile = args.profile / "trace.json" if args.profile is not None else None
+    for flag, file in (("--output", args.output), ("--profile", profile)):
         try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
+            if file is not None:
+                require_writable(file)
         except OSError as e:
-            sys.exit(f"error: `{flag}`: the folder {str(folder)!r} cannot be made: {e.strerror}")
+            sys.exit(f"error: `{flag}`: {e}")
 
 
 def heading(args: argparse.Namespace, result: dict[str, Any]) -> str:
@@ -312,7 +315,8 @@ def verdict(result: dict[str, Any], backend: str) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Returns what --json prints."""
     args = parse_arguments(argv)
     out = Output(args.json)
     result = describe(args)
@@ -326,8 +330,9 @@ def main(argv: list[str] | None = None) -> None:
     traces: list[Path] = []
     measured = measure_all(pipe, args, chosen_variants(args), out, traces)
     for run in measured:
+        took = Spread.of([generation.seconds for generation in run.runs]).text("s")
         out.say(
-            f"{run.variant.name}: {run.generation.seconds:.2f} s, of it "
+            f"{run.variant.name}: {took}, of it "
             f"{run.generation.denoise_seconds:.2f} s denoising: "
             f"{run.iterations_per_second:.2f} it/s"
         )
@@ -345,10 +350,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.compare:
         document.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     out.say(f"\n{_ltx_show.as_table(result['runs'])}\n")
+    if any(run.get("within_noise") for run in result["runs"].values()):
+        out.say("~: within noise: the spreads of the generations overlap")
     if args.difference:
         out.say(verdict(result, args.difference))
     out.say("wrote " + ", ".join(result["files"]))
     out.finish(result)
+    return result
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import jit, nn
 
-from hfpatch.plan import Plan
+from hfpatch.plan import Plan, Skip
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 #: Kinds of skips that are no loss: the original is as fast, or the user wanted it.
@@ -49,8 +49,9 @@ def what_was_lost(
     """Of an `apply`: kernels that could not be had, or why nothing at all was swapped."""
     if failures:
         return list(failures)
+    without = [s for s in decided.skips if s.kind == "unavailable"]
     if decided.swaps:
-        return []
+        return [_stay(decided, without)] if without else []
     if not decided.skips:
         if any(isinstance(root, jit.ScriptModule) for _, root in roots):
             why = "it is a ScriptModule, whose forwards cannot be replaced; patch the model that "
@@ -63,8 +64,13 @@ def what_was_lost(
     lost = [s for s in decided.skips if s.kind not in _WANTED]
     if not lost:
         return []
-    first = lost[0]
-    return [
-        f"nothing was swapped in `{decided.model}`: {len(lost)} modules stay as they are, "
-        f"`{first.path}` because: {first.reason}; the report has all reasons"
-    ]
+    return [f"nothing was swapped in `{decided.model}`: {_stay(decided, without or lost)}"]
+
+
+def _stay(decided: Plan, skips: Sequence[Skip]) -> str:
+    """What to say of modules that could not be swapped."""
+    first = skips[0]
+    return (
+        f"{len(skips)} modules of `{decided.model}` stay as they are, `{first.path}` because: "
+        f"{first.reason}; the report has all reasons"
+    )

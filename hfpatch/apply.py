@@ -36,6 +36,8 @@ Kernels = (
 # the whole model. The swaps themselves are read off the modules.
 _said: weakref.WeakKeyDictionary[nn.Module, Swap | Skip] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+# And with which arguments, so that `hfpatch.applied` can go back to them.
+_asked: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def apply(
@@ -49,6 +51,7 @@ def apply(
     verify: bool = True,
     strict: bool = False,
     cuda_graphs: bool | int = False,
+    decoding: str | bool = "auto",
 ) -> Report:
     """Swap the forwards of `model`'s modules for fused kernels, where that is proven equal.
 
@@ -69,8 +72,9 @@ def apply(
             a config file says, else the local build, else torch's own operators.
         hub: on what terms Hub kernels are loaded: `hfpatch.hub.HubOptions`, or a dict of its
             fields, e.g. `{"trust_remote_code": ["me/my-kernel"]}`.
-        include, exclude: globs over module paths and class names, e.g. "transformer_blocks.0.*" or
-            "LlamaMLP". Of a module with several paths the first counts.
+        include: globs over module paths and class names, e.g. "transformer_blocks.0.*" or
+            "LlamaMLP": nothing else is looked at. Of a module with several paths the first counts.
+        exclude: globs of what stays as it is; they win over `include`.
         verify: run every kernel against the original before it is used; without it only this
             project's own are spared. The formula of each module is identified in any case.
         strict: raise when a requested kernel cannot be loaded or fails its verification, instead of
@@ -81,6 +85,10 @@ def apply(
             dtype). A number is the most graphs to keep (True: 8). Calls that cannot be replayed
             (hooks inside, gradients, tensors on the CPU) run as they are; the reason is warned of
             once and in `status`.
+        decoding: "auto": the decoding steps of a model that generates text (one new token of up
+            to 16 sequences, as `generate` asks for) are computed by one call of an engine each,
+            where what the model computes is proven; on the CPU. True: on a GPU too, as a CUDA
+            graph. False: nowhere.
 
     Returns:
         the report; `print(report)` is a table.
@@ -91,15 +99,22 @@ def apply(
         PatchError: the swap itself failed and was rolled back.
     """
     from hfpatch import graphs
+    from hfpatch.decoding import kept
 
     started = time.perf_counter()
+    asked = {
+        "mode": mode, "kernels": kernels, "hub": hub, "include": include, "exclude": exclude,
+        "verify": verify, "strict": strict, "cuda_graphs": cuda_graphs, "decoding": decoding,
+    }  # fmt: skip
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
-    roots, decided, prepared = _decide(model, settings, cuda_graphs)
-    _commit(roots, prepared)
+    roots, decided, prepared, no_graphs = _decide(model, settings, cuda_graphs, decoding)
     graphs.release(_modules(roots))  # those of an apply before
+    kept.release(_modules(roots))
+    _commit(roots, prepared)
     decided = replace(decided, seconds=time.perf_counter() - started)
     _remember(roots, decided)
-    for text in what_was_lost(decided, roots, settings.sources.failures):
+    _asked.update((root, asked) for _, root in roots)
+    for text in (*what_was_lost(decided, roots, settings.sources.failures), *no_graphs):
         announce(text)
     return Report(decided, applied=True)
 
@@ -115,11 +130,23 @@ def plan(
     verify: bool = True,
     strict: bool = False,
     cuda_graphs: bool | int = False,
+    decoding: str | bool = "auto",
+    device: str | None = None,
 ) -> Plan:
-    """What `apply` with the same arguments would decide; the model is not changed."""
+    """What `apply` with the same arguments would decide; the model is not changed.
+
+    Args:
+        device: plan as if the weights were there, wherever they are now (also on the meta device):
+            "cpu", "cuda", or a GPU by its compute capability, "cuda:9.0". One that this machine has
+            not is planned for by proofs on the CPU; `Plan.planned_for` and a note say so. The dtype
+            is the weights'.
+
+    Raises:
+        TypeError, ValueError, KernelLoadError, VerificationError: as `apply`.
+    """
     started = time.perf_counter()
-    settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
-    _, decided, _ = _decide(model, settings, cuda_graphs)
+    settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
+    _, decided, _, _ = _decide(model, settings, cuda_graphs, decoding)
     return replace(decided, seconds=time.perf_counter() - started)
 
 
@@ -129,11 +156,31 @@ def restore(model: Any) -> int:
     Each module's `__dict__` is as it was before `apply`. A model that was not patched stays as is.
     """
     from hfpatch import graphs
+    from hfpatch.decoding import kept
 
     _, roots = _roots(model)
     _forget(roots)
     graphs.release(_modules(roots))
+    kept.release(_modules(roots))
     return swap.restore(_modules(roots))
+
+
+def arguments_of(model: Any) -> dict[str, Any] | None:
+    """The arguments of the `apply` that patched `model`; None if nothing in it is patched.
+
+    Raises:
+        ValueError: it is patched, but not by one `apply` of the whole of it.
+    """
+    name, roots = _roots(model)
+    if not any(swap.swapped(module) for module in _modules(roots)):
+        return None
+    asked = [_asked.get(root) for _, root in roots]
+    if asked[0] is None or any(one is not asked[0] for one in asked):
+        raise ValueError(
+            f"`{name}` is patched already, not by one `apply` of the whole of it, so that state "
+            "could not be brought back; call `hfpatch.restore` on it first"
+        )
+    return asked[0]
 
 
 def status(model: Any) -> Report:
@@ -144,6 +191,7 @@ def status(model: Any) -> Report:
     over since, as `kernels.kernelize` does, is among them, of kind "foreign".
     """
     from hfpatch import graphs
+    from hfpatch.decoding import kept
     from hfpatch.patches.blocks import flash3
     from hfpatch.proofs import autocast_notes
 
@@ -166,6 +214,7 @@ def status(model: Any) -> Report:
     notes = [
         *(note for p in known for note in p.notes),
         *(note for _, root in roots for note in graphs.notes(root)),
+        *(note for _, root in roots for note in kept.notes(root)),
         *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]
@@ -180,27 +229,37 @@ def status(model: Any) -> Report:
 
 
 def _decide(
-    model: Any, settings: Settings, cuda_graphs: bool | int
-) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared]]:
-    """The roots, the plan, and what carries it out."""
+    model: Any, settings: Settings, cuda_graphs: bool | int, decoding: str | bool
+) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared], list[str]]:
+    """The roots, the plan, what carries it out, and why graphs that were asked for are not made."""
     from hfpatch import graphs
+    from hfpatch.decoding import offer
     from hfpatch.planner import make_plan
 
     limit = graphs.check_limit(cuda_graphs)
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
+    wanted = offer.check_choice(decoding)
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
+    no_graphs: list[str] = []
+    if wanted:
+        steps, skips = offer.offer(roots, settings, wanted)
+        taken = {id(p.module) for p in prepared}
+        prepared = [*(p for p in steps if id(p.module) not in taken), *prepared]
+        swaps = tuple(p.swap for p in prepared)
+        decided = replace(decided, swaps=swaps, skips=(*skips, *decided.skips))
     if limit:
         once: dict[int, tuple[str, nn.Module]] = {}  # two components may be one module
         for prefix, root in roots:
             once.setdefault(id(root), (prefix, root))
-        recorded, notes = graphs.prepare(list(once.values()), prepared, limit)
+        elsewhere = settings.sources.assumed is not None
+        recorded, no_graphs = graphs.prepare(list(once.values()), prepared, limit, elsewhere)
         with_graphs = {id(p.module) for p in recorded}
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
-        decided = replace(decided, swaps=swaps, notes=(*decided.notes, *notes))
-    return roots, decided, prepared
+        decided = replace(decided, swaps=swaps, notes=(*decided.notes, *no_graphs))
+    return roots, decided, prepared, no_graphs
 
 
 def _remember(roots: list[tuple[str, nn.Module]], decided: Plan) -> None:
@@ -219,6 +278,7 @@ def _forget(roots: list[tuple[str, nn.Module]]) -> None:
     for module in _modules(roots):
         _said.pop(module, None)
         _last.pop(module, None)
+        _asked.pop(module, None)
 
 
 def _join(prefix: str, path: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfpatch
+from hfpatch.bench.spread import Gain, Spread
 from hfpatch.inputs import Inputs, NoInputs, cast, sample_inputs
 from hfpatch.inputs.of_pipelines import pipeline_inputs
 
@@ -329,19 +329,30 @@ def _distance(some: list[Tensor], exact: list[Tensor]) -> float:
 # Time -------------------------------------------------------------------------------------------
 
 
-def _timed(model: nn.Module, inputs: Inputs, how: How) -> dict[str, float]:
-    """Medians of a forward in milliseconds; the original's turns lie around the patched one's."""
+def _timed(model: nn.Module, inputs: Inputs, how: How) -> dict[str, Any]:
+    """Medians of a forward in milliseconds; the original's turns lie around the patched one's.
+
+    Beside them the quartiles, and whether the two are within noise: where the spreads overlap.
+    """
     first = _milliseconds(model, inputs)
     hfpatch.apply(model, strict=True, **how.arguments)
     try:
         patched = _milliseconds(model, inputs)
     finally:
         hfpatch.restore(model)
-    original = min(first, _milliseconds(model, inputs))
-    return {"original ms": original, "patched ms": patched, "speed-up": original / patched}
+    original = first + _milliseconds(model, inputs)
+    before, after, gain = Spread.of(original), Spread.of(patched), Gain.of(original, patched)
+    return {
+        "original ms": before.median,
+        "original quartiles ms": [before.low, before.high],
+        "patched ms": after.median,
+        "patched quartiles ms": [after.low, after.high],
+        "speed-up": gain.ratio,
+        "within noise": gain.within_noise,
+    }
 
 
-def _milliseconds(model: nn.Module, inputs: Inputs) -> float:
+def _milliseconds(model: nn.Module, inputs: Inputs) -> list[float]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else int
     _forward(model, inputs)
@@ -352,4 +363,4 @@ def _milliseconds(model: nn.Module, inputs: Inputs) -> float:
         _forward(model, inputs)
         wait()
         times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+    return [1e3 * seconds for seconds in times]

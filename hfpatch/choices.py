@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hfpatch.ops import OPS
+from hfpatch.text import meant
 
 #: One source: "hub", "local", "torch", "org/name@v1", a registered name, or a function.
 Source = str | Callable[..., Tensor]
@@ -73,7 +74,9 @@ class Choices:
 def require_op(op: str) -> None:
     """Raises ValueError if there is no such op."""
     if op not in OPS:
-        raise ValueError(f"unknown op `{op}`; the ops are: {', '.join(sorted(OPS))}")
+        raise ValueError(
+            f"unknown op `{op}`.{meant(op, OPS)} The ops are: {', '.join(sorted(OPS))}"
+        )
 
 
 def _is_list(choice: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hfpatch import loading
+from hfpatch import loading, setup_kernels
 from hfpatch.bench import command as bench
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
@@ -21,10 +21,21 @@ from hfpatch.text import printable
 DTYPES = ("float32", "float16", "bfloat16")
 
 
+class _Version(argparse.Action):
+    """Versions are looked up when they are asked for: some are read off packages."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        from hfpatch import __version__
+
+        print(f"hfpatch {__version__}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hfpatch", description="Fast fused kernels in HuggingFace models."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions and exit")
     commands = parser.add_subparsers(dest="command", required=True)
 
     plan = commands.add_parser(
@@ -42,7 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
             "model", help="a Hub id, a local folder, or a config.json / model_index.json"
         )
         command.add_argument("--dtype", choices=DTYPES, default="float32")
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
         command.add_argument("--mode", choices=("inference", "training"), default="inference")
         command.add_argument(
             "--kernels",
@@ -63,6 +73,13 @@ def build_parser() -> argparse.ArgumentParser:
             help="load kernels of this repository, whoever its publisher is",
         )
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.add_argument(
+        "--device",
+        default="cpu",
+        help="cpu, cuda, or a GPU by its compute capability such as cuda:9.0; it need not be here: "
+        "what is planned for another machine is marked as not proven there",
+    )
+    check.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     check.add_argument(
         "--random-weights",
         action="store_true",
@@ -76,6 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_parser(commands)
     add_hub_commands(commands)
     add_kernel_commands(commands)
+    setup_kernels.add_arguments(
+        commands.add_parser(
+            "setup",
+            help="get compiled kernels for this machine: found, downloaded or compiled",
+            description=setup_kernels.__doc__,
+        )
+    )
     clib.add_arguments(
         commands.add_parser(
             "clib",
@@ -99,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return HUB_COMMANDS[args.command](args)
         if args.command == "kernel":
             return run_kernel_command(args)
+        if args.command == "setup":
+            return setup_kernels.run_command(args)
         if args.command == "clib":
             return clib.run_command(args)
         return (
@@ -137,22 +163,15 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, title: str) -> int:
-    from dataclasses import replace
-
-    import torch
-
     from hfpatch.planner import make_plan
     from hfpatch.report import Report, as_text
     from hfpatch.settings import check_settings
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this torch sees no CUDA device; plan for cpu instead")
     args.model = loading.located(args, weights=False)
     parts = loading.from_config(args, device="meta")
     settings = check_settings(
-        args.mode, _kernels(args), args.include, args.exclude, True, False, _hub(args)
+        args.mode, _kernels(args), args.include, args.exclude, True, False, _hub(args), args.device
     )
-    settings = replace(settings, assume_device=args.device)
     decided, _ = make_plan(parts, title, settings)
     print(Report(decided, applied=False).to_json() if args.json else as_text(decided, False))
     return 0
@@ -208,4 +227,6 @@ def _apply_check(args: argparse.Namespace) -> int:
 def _said(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {_said(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return " to ".join(map(_said, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)

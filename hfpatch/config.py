@@ -20,6 +20,7 @@ Attention has no argument and no key: HFPATCH_ATTENTION holds for the whole proc
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ _HUB_KEYS = ("repos", "lockfile", "require-signed", "allow-branches")
 #: What a file that was found may choose, besides to switch an op off.
 FOUND_MAY_CHOOSE = ("local", "torch")
 _LARGEST = 4 << 20  # bytes
+_OUR_TABLE = re.compile(r"""^\s*\[\s*tool\s*\.\s*["']?hfpatch["']?\s*[].]""", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Defaults:
         hub: as the argument.
         origin: where `kernels` was read, for messages.
         found: `origin` is a file that was found, rather than named.
-        note: what that file chose, for the report; empty if it chose nothing.
+        note: what the file or the variable chose of the kernels, for the report; empty: nothing.
+        hub_note: what the file says about the Hub; empty: nothing.
     """
 
     kernels: Any = None
@@ -60,6 +63,7 @@ class Defaults:
     origin: str = ""
     found: bool = False
     note: str = ""
+    hub_note: str = ""
 
 
 def read_defaults() -> Defaults:
@@ -78,9 +82,11 @@ def read_defaults() -> Defaults:
     if not variable:
         return found
     try:
-        return Defaults(parse_variable(variable), found.hub, "HFPATCH_KERNELS")
+        chosen = parse_variable(variable)
     except ValueError as e:
         raise ValueError(f"HFPATCH_KERNELS: {e}") from e
+    note = printable(f"the variable HFPATCH_KERNELS chose the kernels: {variable}", 1000)
+    return Defaults(chosen, found.hub, "HFPATCH_KERNELS", note=note, hub_note=found.hub_note)
 
 
 def attention_choice() -> str | None:
@@ -120,29 +126,38 @@ def config_file() -> Path | None:
         if not Path(named).is_file():
             raise ValueError(f"HFPATCH_CONFIG is {named!r}, which is no file")
         return Path(named)
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:  # it was removed: there is no file in it
+        return None
     for folder in (here, *here.parents):
-        if (folder / "hfpatch.toml").is_file():
+        if _is_file(folder / "hfpatch.toml"):
             return folder / "hfpatch.toml"
         project = folder / "pyproject.toml"
-        if project.is_file() and _holds_ours(project):
+        if _is_file(project) and _holds_ours(project):
             return project
     return None
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a folder that may not be looked into has none of ours."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _holds_ours(project: Path) -> bool:
     """Whether a pyproject.toml has a table of hfpatch's. One that cannot be read, which is then
     somebody else's to mend, has it if its text names the table."""
     try:
-        data = _toml(project)
-    except ValueError:
+        return _has_table(read_regular(project, _LARGEST))
+    except (OSError, ValueError, RecursionError):
         try:
             text = project.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return False
-        return re.search(r"^\s*\[\s*tool\s*\.\s*hfpatch\b", text, re.MULTILINE) is not None
-    tool = data.get("tool")
-    return isinstance(tool, dict) and "hfpatch" in tool
+        return _OUR_TABLE.search(text) is not None
 
 
 def _table(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
@@ -153,12 +168,23 @@ def _table(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    from kernels.compat import tomllib
-
     try:
-        return dict(tomllib.loads(read_regular(path, _LARGEST).decode("utf-8")))
+        return _parsed(read_regular(path, _LARGEST))
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"the config file `{path}` cannot be read: {e}") from e
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    from kernels.compat import tomllib
+
+    return dict(tomllib.loads(content.decode("utf-8")))
+
+
+@functools.lru_cache(maxsize=8)
+def _has_table(content: bytes) -> bool:
+    """Kept by the content: a project's file is looked at in each `apply`, and rarely changes."""
+    tool = _parsed(content).get("tool")
+    return isinstance(tool, dict) and "hfpatch" in tool
 
 
 def _from_file(path: Path, named: bool) -> Defaults:
@@ -192,7 +218,14 @@ def _from_file(path: Path, named: bool) -> Defaults:
             "in the working directory or above it may not say on what terms kernels are loaded, so "
             "none is. Name it in HFPATCH_CONFIG, or give `hub=HubOptions(...)`"
         )
-    return Defaults(_switches(data.get("kernels")), hub, f"`{path}`", not named, _note(path, data))
+    return Defaults(
+        _switches(data.get("kernels")),
+        hub,
+        f"`{path}`",
+        not named,
+        _note(path, data),
+        _hub_note(path, table) if not hub.refused else "",
+    )
 
 
 def _within(folder: Path, name: str) -> Path:
@@ -220,3 +253,12 @@ def _note(path: Path, data: dict[str, Any]) -> str:
         f"{op}: {', '.join(map(str, c)) if isinstance(c, list) else c}" for op, c in rows.items()
     )
     return printable(f"the config file `{path}` chose the kernels: {said}", 1000)
+
+
+def _hub_note(path: Path, table: dict[str, Any]) -> str:
+    """What a file says about the Hub, in one line."""
+    said = "; ".join(
+        f"{key} = {', '.join(map(str, v)) if isinstance(v, list) else v}"
+        for key, v in table.items()
+    )
+    return printable(f"the config file `{path}` chose for the Hub: {said}", 1000) if said else ""

@@ -31,6 +31,14 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _capability(index: int) -> str:
+    """ "9.0" of a GPU of CUDA, "gfx942 (ROCm 7.0)" of one of ROCm."""
+    if torch.version.hip is not None:
+        arch = getattr(torch.cuda.get_device_properties(index), "gcnArchName", "")
+        return f"{arch} (ROCm {torch.version.hip})".strip()
+    return ".".join(map(str, torch.cuda.get_device_capability(index)))
+
+
 def version_line() -> str:
     """The versions on one line."""
     return " · ".join(f"{k} {v}" for k, v in versions().items())
@@ -56,9 +64,13 @@ def describe() -> dict[str, Any]:
                 {
                     "device": f"cuda:{i}",
                     "name": torch.cuda.get_device_name(i),
-                    "capability": ".".join(map(str, torch.cuda.get_device_capability(i))),
+                    "capability": _capability(i),
                 }
             )
+    if torch.xpu.is_available():
+        for i in range(torch.xpu.device_count()):
+            name = torch.xpu.get_device_name(i)
+            devices.append({"device": f"xpu:{i}", "name": name, "capability": "XPU"})
     build: dict[str, Any]
     try:
         package = local_package()
@@ -68,7 +80,7 @@ def describe() -> dict[str, Any]:
             "archs": list(package.archs),
             "ops": [op for op in OPS if hasattr(package.module, op)],
         }
-        if torch.cuda.is_available() and package.archs:
+        if torch.cuda.is_available() and package.archs and torch.version.hip is None:
             why = unsupported_capability(package.archs, torch.cuda.get_device_capability())
             if why is not None:
                 build["problem"] = why

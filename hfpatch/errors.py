@@ -37,3 +37,10 @@ class VerificationError(HfpatchError):
 
 class PatchError(HfpatchError):
     """A model could not be patched; it was rolled back and is as it was before the call."""
+
+
+class DecodingError(HfpatchError, ValueError):
+    """The decoding engine cannot run a model, or was given what does not fit it.
+
+    Nothing was written.
+    """

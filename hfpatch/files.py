@@ -16,7 +16,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     Raises:
         OSError: it cannot be read, is something else, or is larger than `limit` bytes.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # not every system has each
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"`{path}` is no regular file")

@@ -381,7 +381,10 @@ def notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def prepare(
-    roots: Sequence[tuple[str, nn.Module]], prepared: Sequence[Prepared], limit: int
+    roots: Sequence[tuple[str, nn.Module]],
+    prepared: Sequence[Prepared],
+    limit: int,
+    elsewhere: bool = False,
 ) -> tuple[list[Prepared], list[str]]:
     """The adapters for the models that run once per step, and notes on those that get none.
 
@@ -390,7 +393,10 @@ def prepare(
         prepared: the other swaps. A forward that a kernel takes over gets no graph; one that only
             looks at its arguments first (`Prepared.over`) gets it below.
         limit: the most graphs of each model.
+        elsewhere: they are planned for another machine, which has CUDA.
     """
+    if not elsewhere and (why := unavailable()) is not None:
+        return [], [f"CUDA graphs: not made: {why}"]
     found: list[Prepared] = []
     notes: list[str] = []
     taken = {id(p.module): p for p in prepared}
@@ -428,6 +434,15 @@ def prepare(
 
 def _over(over: Callable[[Forward], Forward], make: Callable[[], Forward]) -> Forward:
     return over(make())
+
+
+def unavailable() -> str | None:
+    """Why nothing can be recorded on this machine, or None."""
+    if torch.version.hip is not None:
+        return "this torch is for ROCm, where recordings were never tried"
+    if not torch.cuda.is_available():
+        return "this torch sees no CUDA device; without `cuda_graphs` everything else is the same"
+    return None
 
 
 def check_limit(value: bool | int) -> int:

@@ -106,7 +106,8 @@ def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
     refused: set[int] = set()
     far = subject.far_inputs(trial.x, seeded(2))
     samples = (trial.x, far, far.flip(-2)) if trial.reading.by_rank else (trial.x,)
-    for lead, sample in itertools.product(_RANKS, samples):
+    ranks = (*_RANKS, (0, 2), (2, 0)) if trial.reading.by_rank else _RANKS
+    for lead, sample in itertools.product(ranks, samples):
         x = subject.reshaped(sample, lead)
         try:
             if trial.reading.by_rank:  # the code is another one
@@ -115,7 +116,10 @@ def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
         except torch.OutOfMemoryError:
             raise
         except Exception:  # unexplained there, or any class's own: it does not take such an input
-            refused.add(len(lead) + 1)
+            if 0 in lead:
+                trial.takes_empty = False
+            else:
+                refused.add(len(lead) + 1)
             continue
         if 0 in lead:
             if not isinstance(got, Tensor) or got.numel():
@@ -128,7 +132,9 @@ def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
             or not error_of(got, truth, got.dtype) <= LIMITS.formula_fp32
         ):
             return f"computes something else of an input of shape {tuple(x.shape)}"
-    if refused:
+    if (
+        refused or trial.reading.by_rank or not trial.takes_empty
+    ):  # of more dimensions the code was not read
         trial.dims = frozenset(range(1, 6)) - refused
     return None
 

@@ -31,6 +31,8 @@ def located(args: argparse.Namespace, weights: bool) -> str:
         ValueError: a path that leads nowhere, or a file that cannot have what is asked for.
     """
     model, path = str(args.model), Path(args.model)
+    if not model.strip():
+        raise ValueError("the model's name is empty: expected a Hub id, a folder or a config.json")
     if path.is_file():
         if args.subfolder and path.name != "model_index.json":
             raise ValueError(
@@ -266,7 +268,7 @@ def from_weights(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], Any]:
 
         with explained(args.model):
             pipe = DiffusionPipeline.from_pretrained(
-                args.model, torch_dtype=dtype, trust_remote_code=args.trust_remote_code
+                args.model, dtype=dtype, trust_remote_code=args.trust_remote_code
             ).to(args.device)
         modules = pipe.components.items()
         return [(k, m) for k, m in modules if isinstance(m, torch.nn.Module)], pipe
@@ -280,7 +282,7 @@ def from_weights(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], Any]:
 
         with explained(args.model):
             cls = getattr(diffusers, str(config["_class_name"]))
-            model = cls.from_pretrained(args.model, torch_dtype=dtype, **kwargs)
+            model = cls.from_pretrained(args.model, dtype=dtype, **kwargs)
         return [("", model.to(args.device))], None
     import transformers
 

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hfpatch.deferred_logits import DeferredLogits
 from hfpatch.errors import KernelLoadError
 from hfpatch.handover import local_kernel, tensor_refusal, warn_of_handover
+from hfpatch.head_loss import linear_cross_entropy
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import Kernel, local_package
 
-__all__ = ["causal_lm", "masked_lm"]
+__all__ = ["causal_lm", "linear_cross_entropy", "masked_lm"]
 
 _warned: set[str] = set()
 
@@ -48,6 +50,9 @@ def causal_lm(
     **kwargs: Any,
 ) -> Tensor:
     """The mean cross entropy of each token and the label of the next one.
+
+    Where `hfpatch.apply(mode="training")` defers the logits, the loss is taken without them, as
+    transformers' own function would.
 
     `transformers.loss.loss_utils.ForCausalLMLoss`, in fp32 as there, without an fp32 copy of the
     logits and of their gradient. The gradient is made with the loss, and divided by
@@ -115,7 +120,7 @@ def _mean(
         raise ValueError(f"`labels`: expected integers, got {target.dtype}")
     if isinstance(items, int) and items <= 0:
         items = torch.tensor(float(items))  # PyTorch divides by it
-    if not _has_kernel(who, logits):
+    if type(logits) is DeferredLogits or not _has_kernel(who, logits):
         return _original(logits, target, items, ignore_index)
     target = target.to(logits.device, torch.int64).reshape(logits.shape[:-1])
     if logits.dim() == 1:

@@ -9,7 +9,7 @@ from typing import Any
 SKIP_KINDS = {
     "excluded": "left out by `exclude=`",
     "off": "its op is switched off by `kernels=`",
-    "unavailable": "no source named by `kernels=` gave a kernel for its op",
+    "unavailable": "no source of `kernels=` gave a kernel for its op that runs here",
     "no gain": "the original is already as fast",
     "unsupported": "a class, dtype, device or state without a kernel",
     "mismatch": "the original computes something else",
@@ -66,7 +66,8 @@ class Skip:
 class Plan:
     """The decisions for one model. Printed, or bare in a REPL, it is a table.
 
-    `mode` is the argument; in `status`, "mixed" where the swaps have several.
+    `mode` is the argument; in `status`, "mixed" where the swaps have several. `planned_for` is the
+    device of a machine that this one is not, such as "cuda:9.0": nothing was proven there.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Plan:
     skips: tuple[Skip, ...]
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    planned_for: str = ""
 
     def __str__(self) -> str:
         from hfpatch.report import as_text

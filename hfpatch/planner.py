@@ -7,18 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from hfpatch import kernelized, packing, registry
 from hfpatch.errors import HfpatchError, PatchError, VerificationError
 from hfpatch.patches.base import Family, class_of
 from hfpatch.patches.blocks.chain import Chain
+from hfpatch.patches.head import HEADS, head_sites
 from hfpatch.patches.keys import classes_read_once
+from hfpatch.patches.proving import cpu_default
 from hfpatch.plan import Plan, Refusal, Skip
+from hfpatch.progress import track
 from hfpatch.proofs import Prepared, prepare
 from hfpatch.settings import Settings, matches
 from hfpatch.sites import Site, sites_of, unfit
+from hfpatch.sources import compiled_here
 
 
 @dataclass
@@ -48,8 +51,7 @@ def make_plan(
         ValueError: an `include` or `exclude` pattern matches no module.
         VerificationError: under `strict`, a kernel failed its verification.
     """
-    # whatever the user's default device is: probes draw on the CPU
-    with torch.device("cpu"), classes_read_once():
+    with cpu_default(), classes_read_once():
         return _make_plan(roots, name, settings)
 
 
@@ -66,7 +68,10 @@ def _make_plan(
         families = registry.nominating(site.module)
         if families:
             ranked.append((families[0].rank, site, families))
-    for _, site, families in sorted(ranked, key=lambda r: r[0]):
+    if settings.training:
+        ranked += [(HEADS.rank, site, [HEADS]) for site in head_sites(sites)]
+    ranked.sort(key=lambda r: r[0])
+    for _, site, families in track(ranked, f"hfpatch: {name}", "module"):
         if id(site.module) not in draft.covered:
             _decide(draft, site, families)
     settings.sources.notes += _pattern_notes(draft, sites, [site for _, site, _ in ranked])
@@ -76,12 +81,16 @@ def _make_plan(
     draft.prepared.sort(key=lambda p: order_of[p.swap.path])
     draft.skips.sort(key=lambda s: order_of[s.path])
     _link(draft.prepared)
+    assumed = settings.sources.assumed
+    if assumed is not None:
+        settings.sources.notes.append(assumed.note(compiled_here()))
     plan = Plan(
         name,
         settings.mode,
         tuple(p.swap for p in draft.prepared),
         tuple(draft.skips),
         tuple(settings.sources.notes),
+        planned_for="" if assumed is None else str(assumed),
     )
     return plan, draft.prepared
 
@@ -96,7 +105,7 @@ def _sites(
     first: dict[int, Site] = {}
     other_names: dict[str, str] = {}
     for prefix, root in roots:
-        for site in sites_of(prefix, root, settings.assume_device):
+        for site in sites_of(prefix, root, settings.device):
             known = first.setdefault(id(site.module), site)
             if known is not site:
                 other_names[site.path] = known.path

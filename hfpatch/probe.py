@@ -38,6 +38,7 @@ class Proof:
     dropped: dict[Combo, Refusal] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)  # for the report
     dims: frozenset[int] | None = None  # of the input, where it is not any number
+    takes_empty: bool = True
     #: What the code used of its surroundings, in any combination.
     found: dict[tuple[int, Any], tuple[Any, Any, Any]] = field(default_factory=dict)
 
@@ -56,6 +57,7 @@ class _Task:
     verify: bool
     training: bool
     recorded: bool = False  # under autocast: gradients are compared too
+    runs_on: str = ""  # the device type that it is proven for; "": that of `device`
 
 
 def prove(
@@ -65,8 +67,11 @@ def prove(
 
     Nothing of the model is touched; no gradient is recorded; torch's random state stays as it was.
     """
-    with quietly(device):
-        return _prove(_Task(subject, sources, torch.device(device), verify, training))
+    where = device if sources.assumed is None else "cpu"
+    with quietly(where):
+        return _prove(
+            _Task(subject, sources, torch.device(where), verify, training, runs_on=device)
+        )
 
 
 def matching_ops(subject: Subject, device: str) -> set[str]:
@@ -117,7 +122,8 @@ def _prove(task: _Task) -> Proof | Refusal:
     main = subject.main_combo()
     if subject.differentiates or (task.training and subject.trains):
         for combo, formula in tuple(formulas.items()):
-            if (why := explain_gradients(trials[combo][0], formula)) is not None:
+            briefly = combo not in (main, trial.combo)
+            if (why := explain_gradients(trials[combo][0], formula, briefly=briefly)) is not None:
                 dropped[combo] = why
                 del formulas[combo]
         if main not in formulas and main in dropped:
@@ -125,6 +131,7 @@ def _prove(task: _Task) -> Proof | Refusal:
     chosen = _Chosen(task.sources)
     while True:
         proof = Proof({}, {}, {}, (), dropped=dict(dropped), dims=trial.dims)
+        proof.takes_empty = trial.takes_empty
         explained = [(trials[c][0], f) for c, f in formulas.items()]
         refusal = _prove_with(task, trial, explained, chosen, proof)
         if refusal is None:
@@ -197,7 +204,7 @@ class _Chosen:
             return False
         if refusal.kind == "rejected" and self.sources.strict:
             return False
-        if refusal.kind not in ("rejected", "unsupported", "no gain"):
+        if refusal.kind not in ("rejected", "unsupported", "unavailable", "no gain"):
             return False
         following = self.sources.after(op, kernel)
         if following is None:
@@ -242,8 +249,12 @@ def _prove_combo(
         return Refusal("off", f"op `{formula.op}` is switched off by `kernels=`")
     if kernel.accepts is not None and (why := kernel.accepts(formula.params)) is not None:
         return Refusal("unsupported", f"kernel `{kernel.source}` for `{formula.op}` {why}")
-    if (why := kernel.refuses(task.device.type)) is not None:
-        return Refusal("unsupported", why)
+    runs_on = task.runs_on or task.device.type
+    if (why := kernel.refuses(runs_on)) is not None:
+        return Refusal("unavailable", why)
+    if task.sources.assumed is not None and not kernel.own and "cpu" not in (kernel.devices or ()):
+        why = f"kernel `{kernel.source}` can be proven on {runs_on} only, which is not here"
+        return Refusal("unavailable", why)
     if training and not kernel.differentiable:
         return Refusal(
             "unsupported",
@@ -303,7 +314,9 @@ def _no_gain(trial: Trial, proof: Proof, chosen: _Chosen) -> Refusal | None:
     kernel = chosen.kernel(formula.op)
     assert kernel is not None
     faster = kernel.source != "torch" and not kernel.adapted
-    faster = faster and trial.device.type in OPS[formula.op].beats_single_kernel
+    assumed = chosen.sources.assumed
+    device = trial.device.type if assumed is None else assumed.type
+    faster = faster and device in OPS[formula.op].beats_single_kernel
     if len(ours) < len(theirs) or (faster and len(ours) == len(theirs)):
         return None
     name = type(subject.module).__name__
@@ -322,7 +335,7 @@ def fill(contract: Contract, proof: Proof, device: str) -> None:
     """Give a contract what was proven on `device`."""
     table = contract.table(device)
     if proof.dims is not None:
-        contract.dims = proof.dims
+        contract.dims, contract.takes_empty = proof.dims, proof.takes_empty
     for combo, entry in proof.entries.items():
         table[(combo.x, combo.param)] = entry
     contract.proven(device)

@@ -20,6 +20,7 @@ from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.keys import Same, code_of, held_by
 from hfpatch.patches.library import odd_code
 from hfpatch.patches.proving import float32_default
+from hfpatch.patches.recall import RecallSubject
 from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.plan import Refusal, Swap
 from hfpatch.reading.leaf import still_holds
@@ -59,7 +60,7 @@ class _Recent(dict[Any, _V]):
 # One proof serves every module of equal code and settings, in every model of the process.
 _contracts: _Recent[tuple[Contract, dict[str, probe.Proof | Refusal]]] = _Recent()
 # Like `_contracts`, for blocks, which are proven as a whole.
-_blocks: _Recent[tuple[Contract, dict[str, BlockProof | str]]] = _Recent()
+_blocks: _Recent[tuple[Contract, dict[str, BlockProof | Refusal]]] = _Recent()
 # Which ops a module may be, where that was asked before its kernels.
 _identified: _Recent[set[str]] = _Recent()
 # The contract of each adapter, whose own attributes hooks copy to themselves.
@@ -163,6 +164,7 @@ def _contract(
         kernels,
         settings.training,
         settings.verify,
+        settings.sources.assumed,
     )
     found = _contracts.get(key)
     if found is not None and not all(map(_holds, found[1].values())):
@@ -243,7 +245,8 @@ def _ops(
     key = (code_of(module), family.name, subject.key, subject.main_combo(), devices)
     found = _identified.get(key)
     if found is None:
-        found = set().union(*(probe.matching_ops(subject, d) for d in devices))
+        here = devices if settings.sources.assumed is None else ("cpu",)
+        found = set().union(*(probe.matching_ops(subject, d) for d in here))
         _identified[key] = found
     return found
 
@@ -266,7 +269,7 @@ def _prepare_block(
         for op in subject.ops
         if (k := sources.kernel(op, block=True)) is not None
     )
-    key = (code_of(module), subject.key, subject.main_combo(), kernels)
+    key = (code_of(module), subject.key, subject.main_combo(), kernels, sources.assumed)
     found = _blocks.get(key)
     if found is None:
         if (why := odd_code(module)) is not None:
@@ -287,8 +290,8 @@ def _prepare_block(
             if _key_of(stand_in) != as_made:
                 return _CHANGED
             proof = stand_in.prove_block(sources, device, dtype)
-            if isinstance(proof, str):
-                return proof
+            if isinstance(proof, Refusal):
+                return proof.reason
             _fill_block(contract, proof, device)
             return None
 
@@ -303,9 +306,7 @@ def _prepare_block(
                 _fill_block(contract, proof, device)
     good = {d: p for d in devices if isinstance(p := proofs[d], BlockProof)}
     if not good:
-        reason = str(proofs[devices[0]])
-        kind = "off" if "switched off" in reason else "rejected"
-        return Refusal("unsupported" if "no compiled" in reason else kind, reason)
+        return next(p for d in devices if isinstance(p := proofs[d], Refusal))
     entry = Swap(
         path,
         class_of(module).__name__,
@@ -348,5 +349,6 @@ def _prepare_custom(
     )
     contract = Contract(class_of(module).__name__, lambda device, dtype: None, settings.training)
     original = type(module).forward
-    over = (lambda inner: subject.forward(inner, contract)) if subject.op == "recall" else None
+    recalls = isinstance(subject, RecallSubject)
+    over = (lambda inner: subject.forward(inner, contract)) if recalls else None
     return Prepared(module, lambda: _adapter(subject, original, contract), entry, over=over)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hfpatch import sources
 from hfpatch.patches.base import Family, class_of
 from hfpatch.patches.custom import CustomFamily
+from hfpatch.patches.keys import kept_while_planning
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,10 @@ def _device_types(devices: Any) -> frozenset[str] | None:
     for one in types:
         if not isinstance(one, str):
             raise TypeError(f"`devices` must be device types such as 'cuda', got {one!r}")
-        if one not in ("cpu", "cuda"):
-            raise ValueError(f"`devices` must be of 'cpu' and 'cuda', got {one!r}")
+        if one not in ("cpu", "cuda", "xpu"):
+            raise ValueError(
+                f"`devices` must be of 'cpu', 'cuda' (which ROCm is too) and 'xpu', got {one!r}"
+            )
     if not types:
         raise ValueError("`devices` is empty; None stands for any device")
     return frozenset(types)
@@ -147,7 +150,11 @@ def own_families() -> tuple[Family, ...]:
 
 def nominating(module: nn.Module) -> list[Family]:
     """Families that want to look at `module`: the user's rows first, then ours by rank."""
-    class_name = class_of(module).__name__
-    found = [r.family for r in _rows if r.pattern.search(class_name)]
-    found += [f for f in own_families() if f.nominates(module)]
-    return list(dict.fromkeys(found))
+    cls = class_of(module)
+    known = kept_while_planning(nominating)
+    if cls not in known:
+        found = [r.family for r in _rows if r.pattern.search(cls.__name__)]
+        found += [f for f in own_families() if f.nominates(module)]
+        known[cls] = list(dict.fromkeys(found))
+    nominated: list[Family] = known[cls]
+    return nominated

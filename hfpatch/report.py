@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,27 @@ class Report:
         """What else the user should know, e.g. that no compiled kernel could be loaded."""
         return self.plan.notes
 
+    @property
+    def headline(self) -> str:
+        """The report in one line: the model, how many were swapped and left alone, the time."""
+        return headline_of(self.plan, self.applied)
+
+    def plot(self, axes: Any = None) -> Any:
+        """A bar chart: of each class how many modules were swapped, and left alone by kind.
+
+        Args:
+            axes: matplotlib's, to draw on; None: those of a new figure.
+
+        Returns:
+            the axes; `report.plot().figure.savefig("report.png")` writes a file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from hfpatch.report_chart import draw
+
+        return draw(self.plan, self.applied, axes)
+
     def __str__(self) -> str:
         return as_text(self.plan, self.applied)
 
@@ -51,6 +73,8 @@ class Report:
             "mode": self.plan.mode,
             "applied": self.applied,
             "seconds": self.plan.seconds,
+            "planned_for": self.plan.planned_for,
+            "proven": not self.plan.planned_for,
             "swaps": [asdict(s) for s in self.swaps],
             "skips": [asdict(s) for s in self.skips],
             "notes": list(self.notes),
@@ -85,12 +109,13 @@ _SWAP_COLUMNS = ("class", "kernel", "source", "count", "probe error")
 _SKIP_COLUMNS = ("class", "left alone", "reason", "count")
 
 
-def _headline(plan: Plan, applied: bool) -> str:
+def headline_of(plan: Plan, applied: bool) -> str:
     verb = "swapped" if applied else "to swap"
     seconds = f" in {plan.seconds:.2f} s" if plan.seconds else ""
+    elsewhere = f", planned for {plan.planned_for}, not proven there" if plan.planned_for else ""
     return (
         f"{plan.model}: {len(plan.swaps)} {verb}, {len(plan.skips)} left alone "
-        f"(mode={plan.mode}){seconds}"
+        f"(mode={plan.mode}){seconds}{elsewhere}"
     )
 
 
@@ -105,7 +130,7 @@ def as_text(plan: Plan, applied: bool) -> str:
 
     console = Console(width=110, no_color=True, highlight=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(Text(_headline(plan, applied)))
+        console.print(Text(headline_of(plan, applied)))
         for columns, rows in ((_SWAP_COLUMNS, _swap_rows(plan)), (_SKIP_COLUMNS, _skip_rows(plan))):
             if not rows:
                 continue
@@ -123,22 +148,51 @@ def as_text(plan: Plan, applied: bool) -> str:
     return printable(text, len(text))  # reasons may hold what somebody else's code said
 
 
+# Written into each cell, since a notebook's own styles win over a sheet's; the colours suit light
+# and dark pages.
+_TABLE = "border-collapse:collapse;margin:0.4em 0 1em"
+_HEAD = "padding:0.3em 0.9em 0.3em 0;border-bottom:2px solid rgba(128,128,128,0.55)"
+_CELL = "padding:0.25em 0.9em 0.25em 0;border-bottom:1px solid rgba(128,128,128,0.25)"
+_NUMBERS = ("count", "probe error")
+_GREEN, _SAND = "#2a7f62", "#b59b63"
+
+
 def as_html(plan: Plan, applied: bool) -> str:
     """The report for a notebook."""
     from hfpatch.env import version_line
 
-    def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    def table(title: str, color: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
         if not rows:
             return ""
-        head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows
+        sides = ["right" if c in _NUMBERS else "left" for c in columns]
+        head = "".join(
+            f'<th style="text-align:{side};{_HEAD}">{html.escape(c)}</th>'
+            for side, c in zip(sides, columns, strict=True)
         )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        body = "".join(
+            "<tr>"
+            + "".join(
+                f'<td style="text-align:{side};vertical-align:top;{_CELL}">{_coded(c)}</td>'
+                for side, c in zip(sides, row, strict=True)
+            )
+            + "</tr>"
+            for row in rows
+        )
+        mark = f"border-left:4px solid {color};padding-left:0.5em"
+        return (
+            f'<p style="margin:0.9em 0 0.2em;{mark}"><b>{title}</b></p>'
+            f'<table style="{_TABLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        )
 
-    notes = "".join(f"<p><b>note:</b> {html.escape(n)}</p>" for n in plan.notes)
+    notes = "".join(f"<p><b>note:</b> {_coded(n)}</p>" for n in plan.notes)
     return (
-        f"<div><p><b>{html.escape(_headline(plan, applied))}</b></p>"
-        f"{table(_SWAP_COLUMNS, _swap_rows(plan))}{table(_SKIP_COLUMNS, _skip_rows(plan))}{notes}"
-        f"<p><small>{html.escape(version_line())}</small></p></div>"
+        f"<div><p><b>{html.escape(headline_of(plan, applied))}</b></p>"
+        f"{table('swapped' if applied else 'to swap', _GREEN, _SWAP_COLUMNS, _swap_rows(plan))}"
+        f"{table('left alone', _SAND, _SKIP_COLUMNS, _skip_rows(plan))}{notes}"
+        f'<p style="opacity:0.7"><small>{html.escape(version_line())}</small></p></div>'
     )
+
+
+def _coded(text: str) -> str:
+    """Escaped, with what stands in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))

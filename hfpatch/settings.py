@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hfpatch.elsewhere import is_here, parse_device
 from hfpatch.sources import Sources
+from hfpatch.text import meant
 
 MODES = ("inference", "training")
 
@@ -22,7 +24,7 @@ class Settings:
     exclude: tuple[str, ...] = ()
     verify: bool = True
     strict: bool = False
-    assume_device: str | None = None  # plan weights on the meta device as if they were there
+    device: str | None = None  # where weights are planned to be, wherever they are now
 
     @property
     def training(self) -> bool:
@@ -37,6 +39,7 @@ def check_settings(
     verify: Any,
     strict: Any,
     hub: Any = None,
+    device: Any = None,
 ) -> Settings:
     """Settings from the raw arguments.
 
@@ -44,17 +47,25 @@ def check_settings(
         ValueError, TypeError: an argument is not what it must be; the message says what it may be.
     """
     if mode not in MODES:
-        raise ValueError(f"`mode` must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+        raise ValueError(
+            f"`mode` must be one of {', '.join(map(repr, MODES))}, got {mode!r}."
+            f"{meant(mode, MODES)}"
+        )
     for name, value in (("verify", verify), ("strict", strict)):
         if not isinstance(value, bool):
             raise TypeError(f"`{name}` must be a bool, got {value!r}")
+    planned = parse_device(device)
+    sources = Sources.parse(kernels, strict, hub)
+    if planned is not None and not is_here(planned):
+        sources.assumed = planned
     return Settings(
-        Sources.parse(kernels, strict, hub),
+        sources,
         mode,
         None if include is None else _patterns("include", include),
         () if exclude is None else _patterns("exclude", exclude),
         verify,
         strict,
+        None if planned is None else planned.type,
     )
 
 

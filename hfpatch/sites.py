@@ -23,6 +23,7 @@ class Site:
 
     `execution` is the device type that an offload hook, on it or above, moves its inputs to, if one
     does; `home` the device type of the nearest weights, its own or those of a module above it.
+    `planned` is the device type that a plan is for, whatever the weights are on now.
     `gathered` says that FSDP2, on it or above, makes its DTensors plain parameters for its forward.
     """
 
@@ -31,21 +32,22 @@ class Site:
     execution: str | None
     home: str
     gathered: bool = False
+    planned: str | None = None
 
 
-def sites_of(prefix: str, root: nn.Module, assumed: str | None) -> Iterator[Site]:
-    """The modules of `root`, above before below; `assumed` is the device where no hook says one."""
+def sites_of(prefix: str, root: nn.Module, planned: str | None) -> Iterator[Site]:
+    """The modules of `root`, above before below; `planned` is the device type of a plan for one."""
     execution: dict[str, str | None] = {}
     home: dict[str, str] = {}
     gathered: dict[str, bool] = {}
     for path, module in root.named_modules():
         above = path.rpartition(".")[0]
         gathered[path] = _is_fully_sharded(module) or (gathered[above] if path else False)
-        execution[path] = execution_device(module) or (execution[above] if path else assumed)
+        execution[path] = execution_device(module) or (execution[above] if path else None)
         own = next((p.device.type for p in module.parameters()), None)
         home[path] = own or (home[above] if path else "cpu")
         full = f"{prefix}.{path}" if prefix and path else prefix or path
-        yield Site(full, module, execution[path], home[path], gathered[path])
+        yield Site(full, module, execution[path], home[path], gathered[path], planned)
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:
@@ -67,6 +69,8 @@ def execution_device(module: nn.Module) -> str | None:
 
 def probe_devices(site: Site) -> tuple[str, ...] | Refusal:
     """Device types to prove on: where the weights are, and where a hook will move the input."""
+    if site.planned is not None:
+        return (site.planned,)
     found = {site.execution} if site.execution is not None else set()
     for child in site.module.modules():
         hook = execution_device(child) or site.execution
@@ -78,7 +82,7 @@ def probe_devices(site: Site) -> tuple[str, ...] | Refusal:
         return Refusal(
             "unsupported", "its weights are on the meta device; load them, then call apply again"
         )
-    other = found - {"cpu", "cuda"}
+    other = found - {"cpu", "cuda", "xpu"}
     if other:
         return Refusal("unsupported", f"no kernel for device {', '.join(sorted(other))}")
     return tuple(sorted(found))

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hfpatch import builds
 from hfpatch.choices import RESERVED, Choices, Source, require_op
 from hfpatch.config import FOUND_MAY_CHOOSE, check_kernel_variables, read_defaults
+from hfpatch.elsewhere import Elsewhere, as_one_operator
 from hfpatch.errors import KernelLoadError, KernelUntrustedError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
+from hfpatch.text import meant
 
 if TYPE_CHECKING:
     from hfpatch.hub.load import HubPackage
 
 LOCAL_BUILD = Path(__file__).parent / "_kernels"
+REBUILD = "pip install --force-reinstall --no-deps ."
 _ARCH = re.compile(r"(\d+)\.(\d+)([af]?)(\+PTX)?", re.ASCII)
 
 
@@ -69,6 +73,7 @@ class Kernel:
     calls: Any = None
     widens: bool | None = None
     own: bool = False
+    remedy: str = ""  # what to do where it has no code for a device, after the reason
     #: Makes of a binding, its parameters and whether it trains what is called in its place.
     watch: Callable[[Callable[..., Any], dict[str, Any], bool], Callable[..., Any]] | None = None
 
@@ -129,17 +134,33 @@ class Kernel:
     def refuses(self, device: str) -> str | None:
         """Why this kernel cannot run on `device` ("cpu", "cuda"), or None."""
         if self.devices is not None and device not in self.devices:
-            return f"kernel `{self.source}` has no code for {device}"
-        if device != "cuda" or not (self.archs or self.min_capability):
-            return None
+            others = self.own and (device == "xpu" or torch.version.hip is not None)
+            remedy = OTHER_DEVICES if others else self.remedy
+            return f"kernel `{self.source}` has no code for {device_name(device)}{remedy}"
+        if device != "cuda" or not (self.archs or self.min_capability) or torch.version.hip:
+            return None  # ROCm's capabilities are other numbers
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_capability(index)
             why = unsupported_capability(self.archs, found)
             if why is None and self.min_capability is not None and found < self.min_capability:
                 why = f"it needs compute capability {'.'.join(map(str, self.min_capability))}"
             if why is not None:
-                return f"kernel `{self.source}` cannot run on cuda:{index}: {why}"
+                return f"kernel `{self.source}` cannot run on cuda:{index}: {why}{self.remedy}"
         return None
+
+
+#: What can be done on devices that hfpatch has no kernels of its own for.
+OTHER_DEVICES = (
+    "; hfpatch's own kernels are for CUDA and the CPU. On this device it uses those of others that "
+    "you name: of the Hub (`kernels='org/name@v1'`), or registered (`hfpatch.register`)"
+)
+
+
+def device_name(device: str) -> str:
+    """A device type as people call it: to torch, ROCm is cuda."""
+    if device == "cuda" and torch.version.hip is not None:
+        return f"ROCm (hip {torch.version.hip})"
+    return device
 
 
 def torch_kernel(op: str) -> Kernel:
@@ -197,6 +218,7 @@ class KernelPackage:
     devices: frozenset[str]
     archs: tuple[str, ...] = ()
     own: bool = False
+    remedy: str = ""
 
     def kernel(self, op: str) -> Kernel:
         fn = getattr(self.module, op, None)
@@ -216,6 +238,7 @@ class KernelPackage:
             raw_into=self._raw(f"{op}_out"),
             calls=getattr(self.module, "calls", None),
             own=self.own,
+            remedy=self.remedy,
         )
 
     def _raw(self, name: str) -> Callable[..., Any] | None:
@@ -226,51 +249,46 @@ class KernelPackage:
 
 
 def local_package(root: Path | None = None) -> KernelPackage:
-    """The kernels that `pip install` built on this machine; loaded once.
+    """The kernels that are on this machine, see `hfpatch.builds`; loaded once.
+
+    Args:
+        root: look there alone.
 
     Raises:
         KernelLoadError: nothing was built, nothing fits this system, or the files are damaged.
         ValueError: an environment variable that they read means nothing.
     """
-    return _load_local(root or LOCAL_BUILD)
+    return _load_local(LOCAL_BUILD if root is None else root, root is None)
 
 
 @cache
-def _load_local(root: Path) -> KernelPackage:
+def _load_local(root: Path, beside: bool) -> KernelPackage:
     check_kernel_variables()
-    reason_file = root / "REASON.json"
-    if not (root / "build").is_dir():
-        reason = "it was not built"
-        if reason_file.is_file():
-            reason = str(json.loads(reason_file.read_text())["reason"])
+    roots = [root] if (root / "build").is_dir() else []
+    if beside:
+        roots += builds.beside()
+    if not roots:
         raise KernelLoadError(
-            f"no compiled kernels in this installation: {reason}. "
-            "Install a C++ compiler (and nvcc for CUDA) and run "
-            "`pip install --force-reinstall --no-deps .`"
+            f"no compiled kernels in this installation: {_reason(root) or 'it was not built'}. "
+            f"`hfpatch setup` downloads or compiles them; or install a C++ compiler (and nvcc for "
+            f"CUDA) and run `{REBUILD}`"
         )
-    from kernels.variants import get_variants_local, resolve_variant, variants_trace_str
-
-    variants = get_variants_local(root / "build")
-    variant, trace = resolve_variant(variants)
-    backend = None
-    if variant is None:  # e.g. a CUDA torch with kernels that were built for the CPU only
-        variant, cpu_trace = resolve_variant(variants, "cpu")
-        backend = "cpu"
-    if variant is None:
+    found, why = builds.fitting(roots)
+    if found is None:
         raise KernelLoadError(
-            f"no local kernel build fits this system:\n{variants_trace_str(trace or cpu_trace)}\n"
-            "Rebuild for this torch with `pip install --force-reinstall --no-deps .`"
+            f"no local kernel build fits this system:\n{why}\nRebuild for this torch with "
+            f"`{REBUILD}`, or `hfpatch setup`"
         )
-    path = root / "build" / variant.variant_str
-    metadata = _verified_metadata(path)
+    path = found.root / "build" / found.variant
+    metadata = verified_metadata(path)
     try:
         from kernels import get_local_kernel
 
-        module = get_local_kernel(root, backend=backend)
+        module = get_local_kernel(found.root, backend=found.backend)
     except Exception as e:
         raise KernelLoadError(
             f"the local kernel build `{path.name}` could not be loaded: {e}. "
-            "It may be for another torch; rebuild with `pip install --force-reinstall --no-deps .`"
+            f"It may be for another torch; rebuild with `{REBUILD}`"
         ) from e
     info = metadata.get("backend", {})
     devices = {"cpu", "cuda"} if info.get("type") == "cuda" else {"cpu"}
@@ -281,16 +299,32 @@ def _load_local(root: Path) -> KernelPackage:
         frozenset(devices),
         tuple(info.get("archs") or ()),
         own=True,
+        remedy=_remedy(found.root, path.name),
     )
 
 
-def _verified_metadata(path: Path) -> dict[str, Any]:
+def _remedy(root: Path, variant: str) -> str:
+    """What is said of a local build that has no code for a device: which it is, and what to do."""
+    found = _reason(root)
+    said = f" ({found})" if found else ""
+    return f"; the local build is `{variant}`{said}. Rebuild it here with `{REBUILD}`"
+
+
+def _reason(root: Path) -> str:
+    """What the build recorded of what it left out."""
+    try:
+        return str(json.loads((root / "REASON.json").read_text(encoding="utf-8"))["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def verified_metadata(path: Path) -> dict[str, Any]:
     """metadata.json of a variant, after its files were checked against the digests in it.
 
     A damaged shared library can take the process down when it is loaded, so it is not loaded.
     """
     try:
-        metadata: dict[str, Any] = json.loads((path / "metadata.json").read_text())
+        metadata: dict[str, Any] = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
         digest = metadata["digest"]
         hasher = getattr(hashlib, digest["algorithm"])
         for name, expected in digest["files"].items():
@@ -298,12 +332,12 @@ def _verified_metadata(path: Path) -> dict[str, Any]:
             if got != expected:
                 raise KernelLoadError(
                     f"`{path.name}/{name}` is damaged: {digest['algorithm']} is {got}, expected "
-                    f"{expected}. Rebuild with `pip install --force-reinstall --no-deps .`"
+                    f"{expected}. Rebuild with `{REBUILD}`"
                 )
     except (OSError, KeyError, ValueError, AttributeError) as e:
         raise KernelLoadError(
             f"the local kernel build `{path.name}` is damaged ({type(e).__name__}: {e}). "
-            "Rebuild with `pip install --force-reinstall --no-deps .`"
+            f"Rebuild with `{REBUILD}`"
         ) from e
     return metadata
 
@@ -359,6 +393,7 @@ class Sources:
     _packages: dict[str, HubPackage | KernelLoadError] = field(default_factory=dict)
     _unreached: str = ""
     _found: str = ""  # a config file that nobody named, which chose these sources
+    assumed: Elsewhere | None = None  # the machine of a plan that is made without it
 
     @classmethod
     def parse(cls, kernels: Any, strict: bool, hub: Any = None) -> Sources:
@@ -375,6 +410,10 @@ class Sources:
                 raise
             raise ValueError(f"{defaults.origin}: {e}") from e
         notes = [defaults.note] if defaults.note and kernels is None else []
+        if defaults.hub_note and options != HubOptions.of(
+            hub
+        ):  # the arguments may have said it all
+            notes.append(defaults.hub_note)
         found = defaults.origin if kernels is None and defaults.found else ""
         return cls(choices, strict, options, notes, _found=found)
 
@@ -475,9 +514,16 @@ class Sources:
         if source == "torch":
             return torch_kernel(op)
         if source == "local":
+            if self.assumed is not None:
+                return _assumed_kernel(op, self.assumed)
             return local_package().kernel(op)
         if f"{op}:{source}" in _registered:
             return _registered[f"{op}:{source}"]
+        if self.assumed is not None:
+            raise KernelLoadError(
+                f"Hub kernel `{source}`: which of its builds is loaded is decided on the machine "
+                f"that loads it, so a plan for `{self.assumed}` leaves it out"
+            )
         from hfpatch.hub.kernel import kernel_of
 
         return kernel_of(self._package(source), op)
@@ -507,6 +553,28 @@ class Sources:
         if isinstance(found, KernelLoadError):
             raise found
         return found
+
+
+def _assumed_kernel(op: str, assumed: Elsewhere) -> Kernel:
+    """The kernel that an installation on that machine has: proven by the CPU's code of it, or,
+    where there is none here, by its formula."""
+    if (why := assumed.lacks()) is not None:
+        raise KernelLoadError(why)
+    version = f"for {assumed}"
+    try:
+        here = local_package().kernel(op)
+        return replace(here, version=version, devices=None, archs=(), remedy="")
+    except KernelLoadError:
+        return Kernel(op, as_one_operator(OPS[op].reference), "local", version, own=True)
+
+
+def compiled_here() -> bool:
+    """Whether a compiled build can be loaded."""
+    try:
+        local_package()
+    except KernelLoadError:
+        return False
+    return True
 
 
 def _name(source: Source) -> str:
@@ -544,9 +612,9 @@ def _check_source(op: str, source: Source, options: HubOptions) -> None:
         return
     names = sorted(k.split(":")[1] for k in _registered if k.startswith(f"{op}:"))
     raise ValueError(
-        f"unknown kernel source {source!r} for op `{op}`: expected 'hub', 'local', 'torch', a "
-        "pinned Hub kernel like 'org/name@v1', or a registered name "
-        f"({', '.join(names) or 'none yet'})"
+        f"unknown kernel source {source!r} for op `{op}`.{meant(source, (*RESERVED, *names))} "
+        "Expected 'hub', 'local', 'torch', a pinned Hub kernel like 'org/name@v1', or a registered "
+        f"name ({', '.join(names) or 'none yet'})"
     )
 
 

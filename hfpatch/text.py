@@ -1,6 +1,9 @@
-"""Text that somebody else may have written, as it may be shown."""
+"""Text that somebody else may have written, as it may be shown, and what they may have meant."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 _LONGEST = 8000  # characters
 
@@ -11,3 +14,9 @@ def printable(text: str, longest: int = _LONGEST) -> str:
     if len(text) > longest:
         text = text[:longest] + "…"
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def meant(name: object, names: Iterable[str]) -> str:
+    """Return " Did you mean `rms_norm`?", or "" where no name is near, to end a sentence with."""
+    near = difflib.get_close_matches(str(name).lower(), list(names), 1, 0.6)
+    return f" Did you mean `{near[0]}`?" if near else ""

@@ -144,9 +144,9 @@ def verify_gradients(
     subject = trial.subject
     reference = subject.compute(reference_kernel(formula.op), formula)
     try:
-        theirs = gradients(subject, trial.module, subject.run, x, upstream, trial.context())
-        ours = gradients(subject, trial.module, compute, x, upstream, trial.context())
-        truth = gradients(
+        theirs, _ = gradients(subject, trial.module, subject.run, x, upstream, trial.context())
+        ours, _ = gradients(subject, trial.module, compute, x, upstream, trial.context())
+        truth, _ = gradients(
             subject, trial.wide, reference, x.double(), upstream.double(), nullcontext()
         )
     except torch.OutOfMemoryError:
@@ -185,8 +185,8 @@ def gradients(
     x: Tensor,
     upstream: Tensor,
     context: AbstractContextManager[Any],
-) -> dict[str, Tensor | None]:
-    """By the input and by the replica's own parameters."""
+) -> tuple[dict[str, Tensor | None], Any]:
+    """By the input and by the replica's own parameters; and what `run` returned."""
     models = {id(p) for p in subject.module.parameters()}
     leaves = {"input": x.clone().requires_grad_()}
     own = [(n, p) for n, p in module.named_parameters() if id(p) not in models]
@@ -202,13 +202,14 @@ def gradients(
     finally:
         for leaf in leaves.values():
             leaf.requires_grad_(False)
-    return dict(zip(leaves, found, strict=True))
+    return dict(zip(leaves, found, strict=True)), y
 
 
 @contextmanager
 def recording() -> Iterator[None]:
     """Autograd records; a checkpoint that this is inside of does not count what is saved here."""
-    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+    inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same) if inside else nullcontext():
         yield
 
 

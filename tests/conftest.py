@@ -9,12 +9,14 @@ import os
 import sys
 import tempfile
 import zlib
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support.thinning import thin_out
 
 from hfpatch import kernel_build
 
@@ -133,8 +135,12 @@ def arrange(items: list[pytest.Item], config: pytest.Config) -> None:
     items[:] = kept
 
 
-@pytest.hookimpl(trylast=True)  # what `-m` and `-k` leave
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    thin_out(items)
+    yield  # `-m` and `-k`
     if PUBLISHED:  # those that call the package; models are patched with the in-tree build
         ours = {"kernels_module", "kernels_dir", "library"}
         items[:] = [i for i in items if ours & set(i._fixtureinfo.argnames)]

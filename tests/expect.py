@@ -74,9 +74,19 @@ def is_norm_of(model: nn.Module, path: str, blocks: list[str]) -> bool:
     return "norm" in last and not called and any(path.startswith(f"{b}.") for b in blocks)
 
 
+#: Of the zoo, whose decoding steps an engine takes over.
+DECODING = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM"),
+}
+
+
 def expected_swaps(model: nn.Module) -> dict[str, str]:
     """{path: op} of every module that a kernel must take over."""
     found: dict[str, str] = {}
+    on_cpu = not any(p.is_cuda for p in model.parameters())  # on a GPU only where asked for
+    if type(model).__name__ in DECODING and on_cpu:
+        found[""] = "decoding"
     blocks = [p for p, m in model.named_modules() if is_fused_block(m)]
     for path, module in model.named_modules():
         name = type(module).__name__

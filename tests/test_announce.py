@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ import zoo
 from torch import nn
 
 import hfpatch
-from hfpatch import sources
+from hfpatch import config, sources
 from hfpatch.announce import logger
 from hfpatch.errors import KernelLoadError
+from hfpatch.hub import HubOptions
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +82,8 @@ def test_unknown_classes() -> None:
 def test_modules_that_all_stay() -> None:
     model = nn.Sequential(nn.LayerNorm(8)).double()
     (text,) = said(lambda: hfpatch.apply(model))
-    assert text.startswith("nothing was swapped in `Sequential`: 1 modules stay as they are, `0` ")
+    assert text.startswith("nothing was swapped in `Sequential`: 1 modules of ")
+    assert "stay as they are, `0` because: " in text
     assert "torch.float64" in text
 
 
@@ -109,3 +113,110 @@ def test_nothing_is_printed_twice(capfd: pytest.CaptureFixture[str]) -> None:
         warnings.simplefilter("ignore")
         hfpatch.apply(nn.Sequential(Odd()))
     assert capfd.readouterr().err == ""
+
+
+def test_a_kernel_without_code_for_the_device_is_warned_of(kernels_module: object) -> None:
+    """Though other modules are swapped: a kernel that was asked for could not be had."""
+    from hfpatch.ops.rms_norm import rms_norm
+
+    model = zoo.ENTRIES["llama"].build()
+    handle = hfpatch.register(op="rms_norm", kernel=rms_norm, name="gpu-only", devices="cuda")
+    try:
+        (text,) = said(lambda: hfpatch.apply(model, kernels={"rms_norm": "gpu-only"}))
+    finally:
+        handle.remove()
+    assert text.endswith(
+        "because: kernel `gpu-only` has no code for cpu; the report has all reasons"
+    )
+    report = hfpatch.status(model)
+    assert report.swaps and {s.kind for s in report.skips} >= {"unavailable"}
+
+
+def test_a_build_without_code_for_the_device_says_what_to_do(
+    kernels_dir: Path, tmp_path: Path
+) -> None:
+    name = next(p.name for p in (kernels_dir / "build").iterdir() if "-cpu-" in p.name)
+    shutil.copytree(kernels_dir / "build" / name, tmp_path / "build" / name)
+    (tmp_path / "REASON.json").write_text('{"reason": "cuda kernels were not built: no nvcc"}')
+    kernel = sources.local_package(tmp_path).kernel("rms_norm")
+    assert kernel.refuses("cpu") is None
+    assert kernel.refuses("cuda") == (
+        f"kernel `local` has no code for cuda; the local build is `{name}` (cuda kernels were not "
+        "built: no nvcc). Rebuild it here with `pip install --force-reinstall --no-deps .`"
+    )
+
+
+# ------------------------------------------------------------------------------ who chose
+
+
+@pytest.fixture
+def in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("HFPATCH_CONFIG", raising=False)
+    monkeypatch.delenv("HFPATCH_KERNELS", raising=False)
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    return tmp_path
+
+
+def notes() -> tuple[str, ...]:
+    return hfpatch.plan(nn.Sequential(nn.LayerNorm(8))).notes
+
+
+def test_the_report_names_what_chose(
+    in_a_project: Path, monkeypatch: pytest.MonkeyPatch, kernels_module: object
+) -> None:
+    assert notes() == ()
+    file = in_a_project / "hfpatch.toml"
+    file.write_text('kernels = ["torch"]\n')
+    assert notes() == (f"the config file `{file}` chose the kernels: *: torch",)
+    model = nn.Sequential(nn.LayerNorm(8))
+    assert hfpatch.apply(model).notes == hfpatch.status(model).notes == notes()
+    file.write_text("[hub]\nrequire-signed = true\n")
+    said_of_the_hub = f"the config file `{file}` chose for the Hub: require-signed = True"
+    assert notes() == (said_of_the_hub,)
+    assert hfpatch.plan(model, hub=HubOptions()).notes == (), "an argument counts"
+    monkeypatch.setenv("HFPATCH_KERNELS", "local,torch")
+    assert notes() == (
+        "the variable HFPATCH_KERNELS chose the kernels: local,torch",
+        said_of_the_hub,
+    )
+    assert hfpatch.plan(model, kernels="torch").notes == (said_of_the_hub,)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tool.other\n",
+        "x = [[[",
+        "[tool]\nhfpatch_helper = 1\n[tool.hfpatch-extras\nx = ",
+        "\x00",
+        "[project]\nname = 'a'\nname = 'b'\n",
+        "tool = 3\n",
+        "",
+    ],
+)
+def test_a_pyproject_of_others_stops_nothing(in_a_project: Path, text: str) -> None:
+    (in_a_project / "pyproject.toml").write_text(text)
+    assert notes() == ()
+
+
+def test_a_broken_pyproject_of_ours_is_an_error(in_a_project: Path) -> None:
+    (in_a_project / "pyproject.toml").write_text("[tool.hfpatch]\nkernels = [\n")
+    with pytest.raises(ValueError, match=r"the config file `.*pyproject.toml` cannot be read"):
+        notes()
+
+
+def test_a_working_directory_that_is_gone(in_a_project: Path) -> None:
+    (in_a_project / "inside").rmdir()
+    assert notes() == ()
+
+
+def test_folders_that_may_not_be_looked_into(
+    in_a_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as m:
+        m.setattr(Path, "is_file", refused)
+        assert config.config_file() is None

@@ -89,7 +89,17 @@ def test_gradients_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (row,) = found.rows
     assert 0 < row["error of gradients"]["patched"] < 1e-5
     assert row["error of gradients"]["patched"] != row["error of gradients"]["original"]
-    assert row["time"]["original ms"] > 0 and row["time"]["patched ms"] > 0
+    timed = row["time"]
+    for which in ("original", "patched"):
+        low, high = timed[f"{which} quartiles ms"]
+        assert 0 < low <= timed[f"{which} ms"] <= high
+    ratio = timed["original ms"] / timed["patched ms"]
+    assert timed["speed-up"] == pytest.approx(ratio)
+    overlap = (
+        timed["original quartiles ms"][0] <= timed["patched quartiles ms"][1]
+        and timed["patched quartiles ms"][0] <= timed["original quartiles ms"][1]
+    )
+    assert timed["within noise"] is overlap
 
 
 def test_half_types_are_held_to_their_own_rounding(

@@ -18,6 +18,7 @@ import zoo
 from blocks_single import ROWS, Row
 from expect import assert_same_dicts, relative_error, snapshot
 from support.nearness import LIKE, Draw, assert_as_near, draw
+from support.samples import moved
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,18 +108,19 @@ def assert_equal_numbers(
     count: int = DRAWS,
     like: int = LIKE,
 ) -> None:
-    """As near to fp64 as the original, over calls with several inputs: `call(seed)`; a block with
-    convolutions as the original in the worse of its layouts."""
-    in_fp64 = zoo.norms_in_fp64_(copy.deepcopy(root.block).double())
+    """As near to fp64 as the original, over calls with several inputs: `call(seed)`, on the block's
+    device; a block with convolutions as the original in the worse of its layouts."""
+    device = next(root.block.parameters()).device
+    in_fp64 = zoo.norms_in_fp64_(copy.deepcopy(root.block).cpu().double())
     others, draws = other_layouts(root), []
     for seed in range(count):
-        given = call(seed)
+        truth = flat(original(in_fp64, wide(call(seed))))
+        given = moved(call(seed), device)
         theirs, ours = original(root.block, given), root.block(**given)
         assert type(theirs) is type(ours)
-        truth = flat(original(in_fp64, wide(given)))
-        found = draw(flat(ours), flat(theirs), truth)
+        found = draw(flat(ours).cpu(), flat(theirs).cpu(), truth)
         for other in others:
-            off = relative_error(flat(original(other, given)), truth)
+            off = relative_error(flat(original(other, given)).cpu(), truth)
             found = Draw(found.ours, max(found.theirs, off))
         draws.append(found)
     assert_as_near(draws, dtype, like=like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import zoo
 from expect import expected_swaps
 
-from hfpatch import cli
+from hfpatch import cli, loading
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,23 @@ def test_apply_check_of_a_file(llama: Path, capsys: pytest.CaptureFixture[str]) 
     )
 
 
+def test_loading_warns_of_nothing(tmp_path: Path, pipeline: Path, llama: Path) -> None:
+    """`torch_dtype` is the old name of an argument, of which diffusers warns."""
+    from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
+
+    unet = UNet2DModel(8, 1, 1, down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
+                       block_out_channels=(32,), layers_per_block=1)  # fmt: skip
+    DDIMPipeline(unet, DDIMScheduler()).save_pretrained(tmp_path / "ddim")
+    cases = ((tmp_path / "ddim", None), (pipeline, "transformer"), (llama, None))
+    for model, subfolder in cases:
+        args = cli.build_parser().parse_args(["apply-check", str(model), "--dtype", "bfloat16"])
+        args.subfolder = subfolder
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            parts, _ = loading.from_weights(args)
+        assert parts and all(p.dtype == torch.bfloat16 for _, m in parts for p in m.parameters())
+
+
 def test_a_part_of_a_model_index(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for model in (pipeline, pipeline / "model_index.json"):
@@ -208,11 +226,8 @@ def test_bad_input_is_said_in_a_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-@pytest.mark.parametrize("command", ["plan", "apply-check"])
-def test_a_gpu_that_is_not_there(
-    command: str, llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([command, str(llama), "--device", "cuda"]) == 2
+def test_a_gpu_that_is_not_there(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["apply-check", str(llama), "--device", "cuda"]) == 2
     assert "--device cuda: this torch sees no CUDA device" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 from collections.abc import Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -491,7 +492,14 @@ def test_a_graph_keeps_the_constants_that_it_reads() -> None:
     assert ones(like) is held and len(capture.kept) == 1
 
 
-def test_apply_on_the_cpu_runs_the_model_and_says_why(kernels_module: object) -> None:
+@pytest.fixture
+def _as_with_a_gpu(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with CUDA, whose model is on the CPU."""
+    monkeypatch.setattr(graphs, "unavailable", lambda: None)
+
+
+@pytest.mark.usefixtures("_as_with_a_gpu")
+def test_apply_on_the_cpu_runs_the_model_and_says_why() -> None:
     entry = zoo.ENTRIES["wan"]
     model = entry.build()
     inputs, before = entry.inputs(model), snapshot(model)
@@ -511,7 +519,27 @@ def test_apply_on_the_cpu_runs_the_model_and_says_why(kernels_module: object) ->
     assert_same_dicts(before, model)
 
 
-def test_pipeline_gets_graphs_for_its_denoiser(kernels_module: object) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_machine_without_a_gpu_is_warned_of_at_apply(kernels_module: object) -> None:
+    entry = zoo.ENTRIES["wan"]
+    model = entry.build()
+    with pytest.warns(RuntimeWarning, match="CUDA graphs: not made: this torch sees no CUDA"):
+        report = hfpatch.apply(model, cuda_graphs=True)
+    assert {s.path: s.op for s in report.swaps} == expected_swaps(model)
+    assert [n for n in report.notes if n.startswith("CUDA graphs: not made: ")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entry.run(model, entry.inputs(model))
+        assert hfpatch.plan(model, cuda_graphs=True).notes == report.notes
+
+
+def test_rocm_gets_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "this torch is for ROCm" in (graphs.unavailable() or "")
+
+
+@pytest.mark.usefixtures("_as_with_a_gpu")
+def test_pipeline_gets_graphs_for_its_denoiser() -> None:
     pipe = zoo.PIPELINES["ltx-pipeline"].build()
     report = hfpatch.apply(pipe, cuda_graphs=True)
     assert [s.path for s in report.swaps if s.op == "cuda_graphs"] == ["transformer"]

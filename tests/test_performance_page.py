@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from hfpatch.bench.cases import CASES
 from hfpatch.bench.inputs import takes_a_dtype
@@ -54,33 +57,42 @@ def test_results_say_where_they_come_from() -> None:
         assert result["rows"]
 
 
-def test_the_readmes_figures_are_measured_ones() -> None:
-    """Of the table of all ways of running a model, on the newest GPU."""
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_the_tables_of_models_hold_measured_figures(page: str) -> None:
+    """All ways of running a model, on the newest GPU."""
     names = ("eager_ms", "compiled_blocks_ms", "patched_ms", "graphs_ms")
-    files = sorted(RESULTS.glob("models-h200-*.json"))
-    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
-    found = {row["case"]: row for row in rows}
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.startswith("| `") and "ms" not in line]
+    found = models_measured()
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     seen = 0
     for line in lines:
-        case, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        case, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))
         measured = found.get(case.strip("`"))
         if measured is not None:
             seen += 1
-            assert 0.5 <= measured["apply_s"] <= 2, "the sentence above the table"
+            assert 0.5 <= measured["apply_s"] <= 2, "the sentence below the table"
             assert [float(c) for c in cells] == [round(measured[n], 1) for n in names], case
     assert seen == len(found)
-    words = " ".join(text.split())
-    ltx = found["ltx-video 49 frames"]
+
+
+def test_the_sentences_about_speed_hold_measured_figures() -> None:
+    words = " ".join((ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split())
+    ltx = models_measured()["ltx-video 49 frames"]
     names = ("eager", "compiled", "patched", "graphs", "apply_and_compiled")
     eager, compiled, patched, graphs, both = (f"{ltx[f'{n}_queued_ms']:.1f}" for n in names)
     assert (
         f"{eager} ms, {compiled} compiled, {patched} patched, {both} with both and {graphs} with "
         "graphs" in words
     )
-    assert f"first call takes {ltx['apply_and_compile_s']:.0f} s instead of" in words
-    assert f"instead of {ltx['compile_s']:.0f} (docs/performance.md)" in words
     pipeline = json.loads((RESULTS / "pipeline-h200.json").read_text())["rows"]
     total = {row["variant"]: f"{row['seconds']:.2f}" for row in pipeline}
     assert f"takes {total['kernels']} s of {total['eager']}, {total['compile']} compiled." in words
+    usage = " ".join((ROOT / "docs" / "usage.md").read_text(encoding="utf-8").split())
+    assert f"first call takes {ltx['apply_and_compile_s']:.0f} s instead of" in usage
+    assert f"instead of {ltx['compile_s']:.0f} ([performance.md](performance.md))" in usage
+
+
+def models_measured() -> dict[str, Any]:
+    """The rows of benchmarks/models.py on an H200, by case."""
+    files = sorted(RESULTS.glob("models-h200-*.json"))
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    return {row["case"]: row for row in rows}

@@ -57,7 +57,8 @@ def test_greedy_answers_are_identical(smollm2: tuple[Any, Any]) -> None:
         hfpatch.restore(model)
         expected = answer(model, tokenizer, prompt)
         report = hfpatch.apply(model)
-        assert len(report.swaps) == 30 * 3 + 1 == 3 * model.config.num_hidden_layers + 1
+        assert len(report.swaps) == 30 * 3 + 2 == 3 * model.config.num_hidden_layers + 2
+        assert report.swaps[0].op == "decoding"
         got = answer(model, tokenizer, prompt)
         assert got == expected, prompt
         assert len(expected) > 3

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch import sources
+from hfpatch import builds, sources
 from hfpatch.errors import KernelLoadError
 from hfpatch.proofs import forget_proofs
 
@@ -28,6 +28,7 @@ def build(kernels_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     name = next(p.name for p in (kernels_dir / "build").iterdir() if "-cpu-" in p.name)
     shutil.copytree(kernels_dir / "build" / name, tmp_path / "build" / name)
     monkeypatch.setattr(sources, "LOCAL_BUILD", tmp_path)
+    monkeypatch.setattr(builds, "beside", list)
     forget_proofs()
     return tmp_path
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
+from hfpatch import graphs
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,8 @@ def test_a_module_that_is_reached_twice_counts_once() -> None:
         hfpatch.apply(pipe, exclude="transformer_2.*.norm")
 
 
-def test_a_shared_denoiser_gets_one_set_of_graphs() -> None:
+def test_a_shared_denoiser_gets_one_set_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "unavailable", lambda: None)  # as with a GPU
     shared = layers()
     pipe = pipeline(transformer=shared, transformer_2=shared)
     report = hfpatch.apply(pipe, cuda_graphs=True)

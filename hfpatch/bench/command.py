@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"suite `{unknown[0]}`: expected one of {', '.join(SUITES)}")
     if args.threads < 1:
         raise ValueError(f"--threads {args.threads}: expected at least 1")
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs}: expected at least 1")
     filters = [name for name in ("op", "shape", "dtype", "peer") if getattr(args, name)]
     if filters and "host" in args.suites:
         raise ValueError(
@@ -89,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hfpatch.bench import results
+    from hfpatch.bench.output import require_writable
     from hfpatch.sources import local_package
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -107,6 +110,11 @@ def run(args: argparse.Namespace) -> int:
         if path and (len(suites) > 1 or path.is_dir()):
             short = "cpu" if device.type == "cpu" else result["device"].split()[1].lower()
             path = path / f"{suite}-{short}.json"
+        if path and not args.list:
+            try:
+                require_writable(path)
+            except OSError as e:
+                raise ValueError(f"--output {args.output}: {e}") from e
         start = time.perf_counter()
 
         def save(
@@ -221,5 +229,13 @@ def _progress(console: Any) -> Any:
         TimeRemainingColumn,
     )
 
+    from hfpatch.progress import shown
+
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
+    return Progress(
+        *columns,
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not shown(),
+    )

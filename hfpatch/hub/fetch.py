@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hfpatch.errors import KernelIntegrityError
 from hfpatch.hub.cache import cache_dir
 from hfpatch.hub.guard import current_guard
+from hfpatch.progress import bar, part_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -131,18 +132,22 @@ def fetch(api: HfApi, repo: str, commit: str, variant: str, files: Mapping[str, 
         guard.hashes[f"/{commit}/build/{variant}/{path}"] = row.hash
     guard.largest = max([guard.largest, *(row.size for row in files.values())])
 
-    def download(path: str) -> None:
-        api.hf_hub_download(
-            repo,
-            f"build/{variant}/{path}",
-            repo_type="kernel",
-            revision=commit,
-            cache_dir=cache_dir(),
-        )
+    size = sum(row.size for row in files.values())
+    with bar(f"hfpatch: {repo}", "B", size, scaled=True) as progress:
 
-    download(METADATA)
-    rest = [path for path in files if path != METADATA]
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        running = [pool.submit(contextvars.copy_context().run, download, p) for p in rest]
-        for future in running:
-            future.result()
+        def download(path: str) -> None:
+            api.hf_hub_download(
+                repo,
+                f"build/{variant}/{path}",
+                repo_type="kernel",
+                revision=commit,
+                cache_dir=cache_dir(),
+                tqdm_class=part_of(progress),
+            )
+
+        download(METADATA)
+        rest = [path for path in files if path != METADATA]
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            running = [pool.submit(contextvars.copy_context().run, download, p) for p in rest]
+            for future in running:
+                future.result()

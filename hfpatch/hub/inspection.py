@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import ast
 import inspect
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import KernelLoadError
 from hfpatch.files import read_regular, strict_json
+from hfpatch.hub import standing
 from hfpatch.hub.adapters import adapter_for, same_signature
 from hfpatch.hub.adapters.base import Need
 from hfpatch.hub.cache import CachedRepo, cache_dir, offline
 from hfpatch.hub.evidence import Evidence
 from hfpatch.hub.explain import reason
-from hfpatch.hub.fetch import LARGEST_METADATA, METADATA, fetch, listing
+from hfpatch.hub.fetch import LARGEST_METADATA, METADATA, SIGNATURE, fetch, listing
 from hfpatch.hub.guard import guarded
 from hfpatch.hub.kernel import OWN
 from hfpatch.hub.resolver import hub_api, newest_commit
 from hfpatch.hub.spec import HubSpec
+from hfpatch.hub.standing import Finding
 from hfpatch.ops import OPS
 from hfpatch.text import printable
 
@@ -70,6 +72,8 @@ class Inspection:
     ops: tuple[Served, ...]
     candidates: dict[str, tuple[str, ...]] = field(default_factory=dict)
     route: str = ""
+    publisher: Finding = standing.NOT_PUBLISHED
+    signature: Finding = standing.NOT_PUBLISHED
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -80,6 +84,7 @@ class Inspection:
             f"{self.source} ({self.commit[:12] or 'local'}): {self.name} {self.version or ''}, "
             f"{self.license or 'no license given'}"
         ]
+        lines += [f"publisher: {self.publisher.words}", f"signature: {self.signature.words}"]
         lines += ["", "variants"]
         lines += [f"  {v}: {why or 'fits this system'}" for v, why in self.variants]
         for title, found in (("functions", self.functions), ("layers", self.layers)):
@@ -132,7 +137,7 @@ def _inspect_hub(spec: HubSpec | str) -> Inspection:
     files = {
         path: row
         for path, row in listing(api, spec.repo, commit, name).items()
-        if path == METADATA or path.endswith(".py")
+        if path in (METADATA, SIGNATURE) or path.endswith(".py")
     }
     large = [path for path, row in files.items() if row.size > _LARGEST_SOURCE]
     if large:
@@ -145,7 +150,12 @@ def _inspect_hub(spec: HubSpec | str) -> Inspection:
             "read"
         )
     fetch(api, spec.repo, commit, name, files)
-    return _inspect(CachedRepo(spec.repo).build(commit) / name, str(spec), commit, trace)
+    variant = CachedRepo(spec.repo).build(commit) / name
+    return replace(
+        _inspect(variant, str(spec), commit, trace),
+        publisher=standing.publisher(api, spec),
+        signature=standing.signature(variant, files, spec),
+    )
 
 
 def _inspect_cached(spec: HubSpec | str) -> Inspection:
@@ -170,7 +180,11 @@ def _inspect_cached(spec: HubSpec | str) -> Inspection:
         variant = build / decision.variant.variant_str
         files = known.commit(commit).variants.get(variant.name, {METADATA: ""})
         if repo.complete(commit, variant.name, files):
-            return _inspect(variant, str(spec), commit, trace)
+            return replace(
+                _inspect(variant, str(spec), commit, trace),
+                publisher=standing.publisher_as_told(spec),
+                signature=standing.signature(variant, files, spec),
+            )
     raise KernelLoadError(
         f"`{spec}` is not complete in the cache `{cache_dir()}` and HF_HUB_OFFLINE is set. While "
         f"online: `hfpatch download {spec}`"

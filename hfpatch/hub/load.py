@@ -214,13 +214,12 @@ def _load(spec: HubSpec, options: HubOptions) -> HubPackage:
             ) from e
     top, metadata = tree.top, tree.top.sealed.metadata
     backend = str(metadata.backend.backend_type)
-    devices = {"cuda": {"cuda"}, "cpu": {"cpu"}}.get(backend, set())
     return HubPackage(
         imported[spec],
         spec,
         str(metadata.name),
         f"{top.commit[:12] or 'LOCAL_KERNELS'}:{top.sealed.variant}",
-        frozenset(devices),
+        devices_of(backend),
         tuple(metadata.backend.archs or ()),
         Path(top.folder),
         dict(top.sealed.files),
@@ -240,3 +239,9 @@ def _is_a_module(name: str) -> bool:
         return True
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
     return any(find(name, None) is not None for find in finders if find is not None)
+
+
+def devices_of(backend: str) -> frozenset[str]:
+    """torch's device types that a variant for `backend` has code for; ROCm's are called cuda."""
+    types = {"cuda": "cuda", "rocm": "cuda", "xpu": "xpu", "cpu": "cpu"}
+    return frozenset({types[backend]} if backend in types else ())

@@ -282,7 +282,8 @@ def _walk(folder: Path, start: str = "") -> Iterator[str]:
 @contextlib.contextmanager
 def _regular(path: Path) -> Iterator[BinaryIO]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        descriptor = os.open(path, os.O_RDONLY | flags)
     except OSError as e:
         raise KernelIntegrityError(f"`{path.name}` cannot be read: {e}") from e
     with os.fdopen(descriptor, "rb", buffering=0) as file:

@@ -19,7 +19,8 @@ _SPECIAL = 3
 def proposals(p: Proposal) -> Iterator[Inputs]:
     """The likeliest first."""
     name = getattr(p.model, "main_input_name", "input_ids")
-    main = name if p.has(name) else next(iter(p.parameters))
+    name = name[0] if isinstance(name, (list, tuple)) and name else name  # OneFormer has several
+    main = name if isinstance(name, str) and p.has(name) else next(iter(p.parameters), "none")
     if main == "pixel_values" and _number(p.config, *_IMAGE_TOKENS) is not None:
         main = "input_ids"  # an image goes in at the places of its tokens
     if main not in _MAIN:

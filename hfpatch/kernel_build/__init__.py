@@ -13,7 +13,8 @@ It needs the standard library only (and ``tomli`` on Python 3.10), never torch o
 
 - ``CXX``: the C++ compiler (default: ``g++``, then ``clang++``).
 - ``CUDA_HOME``: the CUDA toolkit (default: the one of ``nvcc`` on ``PATH``).
-- ``HFPATCH_CUDA_ARCHS``: ``all`` (default), ``native``, ``none`` or a list: ``8.0;9.0+PTX``.
+- ``HFPATCH_CUDA_ARCHS``: ``native`` (default where there is a GPU), ``all`` (else), ``none`` or a
+  list: ``8.0;9.0+PTX``.
 - ``HFPATCH_TORCH_DIR``: the ``torch`` package directory to compile against.
 - ``MAX_JOBS``: how many compilers run at once (default: the number of CPUs).
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from typing import Any
 from .builder import Builder
 from .commands import write
 from .errors import KernelBuildError, ToolchainMissing
+from .estimate import worth_showing
 from .project import read_project
 from .ptxas import demangle
+from .tag import platform_tag
 from .toolchain import cuda_archs, find_cxx, find_torch
 from .variant import digest, up_to_date, write_variant
 
@@ -47,8 +50,10 @@ __all__ = [
     "digest",
     "find_cxx",
     "find_torch",
+    "platform_tag",
     "read_project",
     "resources",
+    "worth_showing",
 ]
 
 
@@ -79,6 +84,7 @@ def build(
     backends: Sequence[str] = ("cpu", "cuda"),
     archs: str | None = None,
     verbose: bool = True,
+    also: Callable[[str], None] | None = None,
 ) -> list[BuiltVariant]:
     """Build every backend of ``backends`` into ``<out_dir>/build/<variant>/``.
 
@@ -89,8 +95,9 @@ def build(
         project_dir: where ``build.toml`` is.
         out_dir: where ``build/`` is written.
         backends: of ``cpu`` and ``cuda``.
-        archs: CUDA architectures; default: ``HFPATCH_CUDA_ARCHS``, then ``all``.
+        archs: CUDA architectures; default: ``HFPATCH_CUDA_ARCHS``, then as it says above.
         verbose: print a line for each file compiled.
+        also: what gets these lines besides.
 
     Raises:
         ToolchainMissing: the machine lacks what a backend needs.
@@ -99,7 +106,7 @@ def build(
     built = []
     for backend in backends:
         start = time.perf_counter()
-        builder = Builder(Path(project_dir).resolve(), backend, archs, verbose)
+        builder = Builder(Path(project_dir).resolve(), backend, archs, verbose, also)
         path = Path(out_dir).resolve() / "build" / builder.variant
         if up_to_date(builder, path):
             builder.say(f"{path.name} is up to date")
@@ -144,6 +151,7 @@ def build_available(
     out_dir: str | os.PathLike[str],
     archs: str | None = None,
     verbose: bool = True,
+    also: Callable[[str], None] | None = None,
 ) -> BuildResult:
     """Build what this machine can, and say why not the rest. Used by ``pip install``.
 
@@ -153,7 +161,7 @@ def build_available(
     result = BuildResult()
     for backend in ("cpu", "cuda"):
         try:
-            result.variants += build(project_dir, out_dir, (backend,), archs, verbose)
+            result.variants += build(project_dir, out_dir, (backend,), archs, verbose, also)
         except ToolchainMissing as error:
             result.missing[backend] = str(error)
         except KernelBuildError as error:

@@ -8,12 +8,13 @@ import platform
 import re
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .commands import run, write
 from .errors import KernelBuildError, ToolchainMissing
+from .estimate import cost
 from .flags import CXX_FLAGS, arch_label, host_flags, nvcc_flags
 from .objects import Objects, Unit
 from .portable import EXPORTS, PORTABLE_CPP, PORTABLE_H, old_glibc
@@ -44,7 +45,20 @@ class Builder:
         KernelBuildError: the project cannot be built for it.
     """
 
-    def __init__(self, root: Path, backend: str, archs: str | None, verbose: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        backend: str,
+        archs: str | None,
+        verbose: bool,
+        also: Callable[[str], None] | None = None,
+    ) -> None:
+        if platform.system() != "Linux":
+            raise ToolchainMissing(
+                f"compiled kernels are for Linux alone, and this is {platform.system()}; hfpatch "
+                "uses PyTorch's own operators here"
+            )
+        self.also = also
         self.project = Project(root, backend)
         self.verbose = verbose
         self.cxx = find_cxx()
@@ -67,7 +81,7 @@ class Builder:
     def _cache_dir(self) -> Path:
         project = self.project.root
         root = project / ".cache"
-        if not os.access(project, os.W_OK):
+        if not os.access(project, os.W_OK) or project.name == "_clib":  # that of an installation
             key = hashlib.sha256(str(project).encode()).hexdigest()[:12]
             root = _own_directory(Path(tempfile.gettempdir()) / f"hfpatch-{os.getuid()}-{key}")
         path = root / "kernel_build" / self.project.backend
@@ -127,11 +141,12 @@ class Builder:
             if src.endswith(".cu") and threads > 1:
                 command.append(f"-t{threads}")
             command += [*includes, "-c", src, "-o", str(target)]
-            result.append(Unit(self._label(src), tuple(command), target))
+            seconds = cost(src, len(self.archs))
+            result.append(Unit(self._label(src), tuple(command), target, seconds))
         source, target = self.generated / "portable.cpp", self.cache / "portable.cpp.o"
         command = [*self._cxx_command({}), "-c", str(source), "-o", str(target)]
         result.append(Unit(self._label(source.name), tuple(command), target))
-        return result
+        return sorted(result, key=lambda unit: -unit.cost)
 
     def _label(self, src: str) -> str:
         name = Path(src).name
@@ -207,8 +222,11 @@ class Builder:
         return directory
 
     def say(self, line: str) -> None:
+        text = f"{self.project.general['name']} {self.project.backend}: {line}"
         if self.verbose:
-            print(f"{self.project.general['name']} {self.project.backend}: {line}", flush=True)
+            print(text, flush=True)
+        if self.also is not None:
+            self.also(text)
 
 
 def _own_directory(path: Path) -> Path:

@@ -21,6 +21,7 @@ from typing import Any
 
 from .commands import run, search, write
 from .errors import KernelBuildError, ToolchainMissing
+from .estimate import cost
 from .flags import arch_label, host_flags, nvcc_flags
 from .objects import Objects, Unit
 from .portable import PORTABLE_H, old_glibc
@@ -71,7 +72,8 @@ def build_clib(
         kind: "cuda" (which holds the CPU kernels too), "cpu", or "stub": every function is there
             and answers that it has no kernel. Default: "cuda" where there is an nvcc, else "cpu".
         static: ``libhfpatch.a`` instead of the shared library.
-        archs: CUDA architectures; default: ``HFPATCH_CUDA_ARCHS``, then ``all``.
+        archs: CUDA architectures; default: ``HFPATCH_CUDA_ARCHS``, then the GPUs that
+            are here, then ``all``.
         verbose: print a line for each file compiled.
         openmp: several threads for one call on the CPU.
         flags: further ones of the C++ compiler and the linker, such as ``-fsanitize=address``.
@@ -128,7 +130,10 @@ def run_command(args: argparse.Namespace) -> int:
     """Runs `hfpatch clib`; returns the exit status."""
     if args.archs and args.kind in ("cpu", "stub"):
         raise KernelBuildError(f"`--archs`: expected with `--cuda`, got it with `--{args.kind}`")
-    build_clib(args.out, args.kind, args.static, args.archs, not args.quiet, args.openmp)
+    try:
+        build_clib(args.out, args.kind, args.static, args.archs, not args.quiet, args.openmp)
+    except OSError as e:
+        raise KernelBuildError(f"`{args.out}` cannot be written: {e}; name another folder") from e
     return 0
 
 
@@ -228,8 +233,9 @@ class _CLibrary:
                     continue
                 includes = [f"-I{d}" for d in section.get("include", [])]
                 command += [*includes, "-c", src, "-o", str(target)]
-                units.append(Unit(label, tuple(command), target))
-        return sorted(units, key=lambda unit: not unit.label.startswith("nvcc"))
+                seconds = cost(src, len(self.archs))
+                units.append(Unit(label, tuple(command), target, seconds))
+        return sorted(units, key=lambda unit: -unit.cost)
 
     def _threads(self, section: dict[str, Any]) -> list[str]:
         flags = section.get("cxx-flags", [])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .commands import run, write
+from .estimate import Estimate
 from .ptxas import parse_ptxas
 from .toolchain import jobs
 
@@ -26,6 +27,7 @@ class Unit:
     label: str
     command: tuple[str, ...]
     object: Path
+    cost: float = 0.0  # see `estimate.cost`
 
 
 class Objects:
@@ -50,15 +52,25 @@ class Objects:
         """
         done = 0
         lock = threading.Lock()
+        stale = {unit.object: unit.cost for unit in self.units if not self._fresh(unit)}
+        estimate = Estimate(list(stale.values()), jobs())
+        if stale:
+            self.say(
+                f"{len(stale)} of {len(self.units)} files to compile, {jobs()} at once: about "
+                f"{estimate}"
+            )
 
         def one(unit: Unit) -> None:
             nonlocal done
             start = time.perf_counter()
-            fresh = self._compile_unit(unit)
+            compiled = self._compile_unit(unit)
+            seconds = time.perf_counter() - start
             with lock:
                 done += 1
-                took = f"{time.perf_counter() - start:.1f} s" if fresh else "up to date"
-                self.say(f"[{done}/{len(self.units)}] {unit.label} {took}")
+                estimate.done(stale.get(unit.object, 0.0), seconds, compiled)
+                took = f"{seconds:.1f} s" if compiled else "up to date"
+                left = f", about {estimate} left" if compiled and done < len(self.units) else ""
+                self.say(f"[{done}/{len(self.units)}] {unit.label} {took}{left}")
 
         with ThreadPoolExecutor(jobs()) as pool:
             futures = [pool.submit(one, unit) for unit in self.units]
@@ -71,15 +83,20 @@ class Objects:
                 raise
         return [unit.object for unit in self.units]
 
+    def _fresh(self, unit: Unit) -> bool:
+        """Whether its object is there, of the same command and files."""
+        try:
+            record = json.loads(unit.object.with_suffix(".json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        key: object = record.get("key")
+        return unit.object.is_file() and key == self._key(unit, record.get("deps", []))
+
     def _compile_unit(self, unit: Unit) -> bool:
         """Returns whether a compiler ran: an object is reused while its command and files last."""
-        state = unit.object.with_suffix(".json")
-        try:
-            record = json.loads(state.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            record = {}
-        if unit.object.is_file() and record.get("key") == self._key(unit, record.get("deps", [])):
+        if self._fresh(unit):
             return False
+        state = unit.object.with_suffix(".json")
         state.unlink(missing_ok=True)
         # Another build may be at the same file.
         partial = unit.object.with_suffix(f".{os.getpid()}.o")

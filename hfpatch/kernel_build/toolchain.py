@@ -137,7 +137,9 @@ def find_nvcc() -> Nvcc:
 
 
 def cuda_archs(request: str | None, nvcc: Nvcc) -> list[str]:
-    """Resolve ``request`` (default: ``HFPATCH_CUDA_ARCHS``, then ``all``) to capabilities.
+    """Resolve ``request`` (default: ``HFPATCH_CUDA_ARCHS``, then the GPUs that are here, then,
+    where there is none, ``all``) to capabilities. ``native`` has PTX of the newest beside, so that
+    a GPU which comes later runs it too.
 
     Returns:
         Capabilities in ascending order such as ``["8.0", "9.0+PTX"]``; empty for none.
@@ -145,7 +147,8 @@ def cuda_archs(request: str | None, nvcc: Nvcc) -> list[str]:
     Raises:
         KernelBuildError: not a list of capabilities, or one that nvcc does not know.
     """
-    text = (request or os.environ.get("HFPATCH_CUDA_ARCHS") or "all").strip().lower()
+    text = (request or os.environ.get("HFPATCH_CUDA_ARCHS") or "").strip().lower()
+    text = text or ("native" if gpus() else "all")
     if text == "none":
         return []
     found = re.findall(r"^compute_(\d+)$", run([nvcc.path, "--list-gpu-arch"]), re.MULTILINE)
@@ -154,7 +157,7 @@ def cuda_archs(request: str | None, nvcc: Nvcc) -> list[str]:
     if text == "all":
         return [_dotted(a) for a in known[:-1]] + [_dotted(known[-1]) + "+PTX"]
     if text == "native":
-        text = ";".join(gpus())
+        return _native(known)
     archs: dict[tuple[int, int], bool] = {}
     for item in re.split(r"[;,\s]+", text):
         if not item:
@@ -170,6 +173,14 @@ def cuda_archs(request: str | None, nvcc: Nvcc) -> list[str]:
         assert arch is not None
         archs[arch] = archs.get(arch, False) or bool(match[3])
     return [_dotted(arch) + ("+PTX" if archs[arch] else "") for arch in sorted(archs)]
+
+
+def _native(known: list[tuple[int, int]]) -> list[str]:
+    """Those of the GPUs that are here, for which this nvcc can compile; a GPU that it does not know
+    gets PTX of the newest below it."""
+    found = {(int(a), int(b)) for a, b in (text.split(".") for text in gpus())}
+    archs = sorted({max(k for k in known if k <= gpu) for gpu in found if gpu >= known[0]})
+    return [_dotted(a) for a in archs[:-1]] + [_dotted(a) + "+PTX" for a in archs[-1:]]
 
 
 def gpus() -> list[str]:

@@ -26,7 +26,7 @@ def add_kernel_commands(commands: Any) -> None:
     new.add_argument(
         "--template",
         default="elementwise",
-        help="elementwise (default; C++ and CUDA) or triton (for `hfpatch.register`)",
+        help="elementwise (default) or row, in C++ and CUDA; or triton (for `hfpatch.register`)",
     )
 
     build = actions.add_parser("build", help="compile what this machine can: cpu, and cuda by nvcc")

@@ -1,7 +1,7 @@
 """`hfpatch kernel new`: a copy of a template under another name.
 
 Each template is a project of its own, called `example-kernel`, that builds and passes as it is;
-only its name is replaced. One that names another takes from that what it has no file for.
+only its name is replaced. One of two folders takes from the second what it has no file for.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from hfpatch.kernel_project.project import ProjectError
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: Template to its folder and the one below it.
+#: Template to its folder, and the one that it takes the other files from.
 _FOLDERS = {
     "elementwise": (TEMPLATES,),
+    "row": (TEMPLATES.with_name("templates_row"), TEMPLATES),
     "triton": (TEMPLATES.with_name("templates_triton"),),
 }
 #: What can be asked for; the first is the default.
@@ -36,7 +37,9 @@ def new_project(
         name: of the kernel: lower case, digits and dashes, e.g. "my-kernel".
         parent: the folder to write to.
         repo_id: where it will be published, "org/name"; can be given later.
-        template: "elementwise" (an activation, C++ and CUDA) or "triton" (for `hfpatch.register`).
+        template: "elementwise" (an activation, C++ and CUDA), "row" (a norm: a reduction, an
+            operator in place, a weight that may be None or of another dtype) or "triton" (for
+            `hfpatch.register`).
 
     Returns:
         The project's folder.

@@ -365,7 +365,7 @@ ALL = "\n".join(f"compute_{n}" for n in (70, 75, 80, 86, 90, 100, 103, 120, 121)
         ("9.0;8.0", ["8.0", "9.0"]),
         ("8.0, 9.0+PTX", ["8.0", "9.0+PTX"]),
         ("12.1 12.1+ptx", ["12.1+PTX"]),
-        ("native", ["8.6", "9.0"]),
+        ("native", ["8.6", "9.0+PTX"]),
     ],
 )
 def test_archs(request_: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,6 +375,27 @@ def test_archs(request_: str, expected: list[str], monkeypatch: pytest.MonkeyPat
     assert kernel_build.cuda_archs(request_, nvcc) == expected
     monkeypatch.setenv("HFPATCH_CUDA_ARCHS", request_)
     assert kernel_build.cuda_archs(None, nvcc) == expected
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (["9.0"], ["9.0+PTX"]),
+        (["8.0", "9.0", "9.0"], ["8.0", "9.0+PTX"]),
+        (["9.2"], ["9.0+PTX"]),  # unknown to this nvcc: what comes next below
+        (["13.0", "8.6"], ["8.6", "12.1+PTX"]),
+        (["6.1"], []),  # too old for any kernel here
+        ([], ["7.5", "8.0", "8.6", "9.0", "10.0", "10.3", "12.0", "12.1+PTX"]),
+    ],
+    ids=str,
+)
+def test_archs_that_nobody_asked_for_are_those_of_the_gpus(
+    there: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "run", lambda *a, **k: ALL)
+    monkeypatch.setattr(toolchain, "gpus", lambda: there)
+    monkeypatch.delenv("HFPATCH_CUDA_ARCHS", raising=False)
+    assert kernel_build.cuda_archs(None, Nvcc("nvcc", Path("/cuda"), (13, 0))) == expected
 
 
 @pytest.mark.parametrize("text", ["9", "sm_90", "9.0a", "3.5", "hopper"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -47,6 +48,31 @@ def test_check_names_what_is_not(copy: Path) -> None:
     assert "clib/stub.c" in done.stderr
     assert "run `python bindings/generate`" in done.stderr
     assert not (copy / "clib" / "stub.c").exists()
+
+
+def test_the_card_has_every_op_and_says_what_it_computes() -> None:
+    """A forward op of the header is a row, with words of its function's docstring."""
+    header = HEADER.read_text(encoding="utf-8")
+    ops = re.findall(r'X\((\w+), hfp_\w+, "', header)
+    forward = [op for op in ops if not op.endswith(("_backward", "_with_gradient"))]
+    text = (ROOT / "CARD.md").read_text(encoding="utf-8")
+    row = r"^\| `(\w+)` \| (.+?) \| (?:`(\w+)`)? ?\| (fused)? ?\|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert sorted(row[0] for row in rows) == sorted(forward) and len(forward) > 25
+    assert all(words for _, words, _, _ in rows)
+    in_place = {name for _, _, name, _ in rows if name}
+    assert {"rms_norm_", "rope_qk_", "gate_residual_"} <= in_place
+    assert {op for op, _, _, fused in rows if fused} >= {"rms_norm", "softmax", "rope", "mul_add"}
+
+
+def test_the_card_needs_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bindings" / "generate"))
+    card, header = importlib.import_module("card"), importlib.import_module("header")
+    bare = tmp_path / "CARD.md"
+    bare.write_text("# hfpatch-kernels\n", encoding="utf-8")
+    monkeypatch.setattr(card, "CARD", bare)
+    with pytest.raises(header.HeaderError, match="has no lines"):
+        card.card(header.read_header(HEADER))
 
 
 def test_a_changed_prototype_needs_a_new_version(copy: Path) -> None:

@@ -22,7 +22,7 @@ def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[
         env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
 
 

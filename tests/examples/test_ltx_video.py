@@ -237,7 +237,7 @@ def test_video_says_where_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("ltx_video.py", *SMALL, "--output", "file/v.mp4", cwd=tmp_path)
     assert done.returncode == 1
-    assert "`--output`: the folder 'file' cannot be made" in done.stderr
+    assert "`--output`: the folder `file` cannot be made" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -65,6 +65,13 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class Dripping:
+    """Send headers without an end, one after the other, with pauses of so many seconds."""
+
+    pause: float
+
+
+@dataclass(frozen=True)
 class Truncate:
     """Announce the whole body, send so many bytes, close the connection."""
 
@@ -115,7 +122,9 @@ class Edit:
     change: Callable[[bytes], bytes]
 
 
-Fault = Status | Hang | Slow | Truncate | Flip | Headers | Redirect | Body | Endless | Edit
+Fault = (
+    Status | Hang | Slow | Dripping | Truncate | Flip | Headers | Redirect | Body | Endless | Edit
+)
 
 
 @dataclass
@@ -317,7 +326,19 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 while not hub.closing:
                     self.wfile.write(chunk)
 
+        def _drip(self, pause: float) -> None:
+            self.close_connection = True
+            with contextlib.suppress(OSError):  # the client has had enough
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+                while not hub.closing:
+                    self.wfile.write(b"X-Drop: 1\r\n")
+                    self.wfile.flush()
+                    time.sleep(pause)
+
         def _send(self, answer: Answer, fault: Fault | None) -> None:
+            if isinstance(fault, Dripping):
+                self._drip(fault.pause)
+                return
             if isinstance(fault, Body):
                 answer = Answer(fault.data, 200, {**answer.headers, **fault.headers})
             if isinstance(fault, Edit):

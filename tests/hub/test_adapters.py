@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from packages import package
-from server import HubServer
+from server import HubServer, Status
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
@@ -20,8 +22,11 @@ from hfpatch.errors import KernelLoadError
 from hfpatch.hub import HubOptions
 from hfpatch.hub.adapters import ADAPTERS, adapter_for, repos_for
 from hfpatch.hub.adapters.base import Need, borrow, only, params_of
+from hfpatch.hub.download import download
 from hfpatch.hub.inspection import inspect_hub, inspect_local
 from hfpatch.hub.kernel import hub_kernel
+from hfpatch.hub.spec import HubSpec
+from hfpatch.hub.standing import Finding
 from hfpatch.ops import OPS
 
 ACTIVATION = """
@@ -286,9 +291,35 @@ def test_inspect_runs_nothing(hub: HubServer, capsys: pytest.CaptureFixture[str]
     assert variant == "torch-xpu" and "does not match system backend" in why
     assert cli.main(["inspect", "nobody/k@v3"]) == 0
     text = capsys.readouterr().out
+    assert "publisher: `nobody` is not trusted by the Hub; to load it: `--trust-kernel" in text
+    assert "signature: not signed" in text
     assert "silu: served by `silu`" in text and "rms_norm: perhaps rms_norm_fast; wrap it" in text
     assert cli.main(["inspect", "nobody/k", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "toy"
+    told = json.loads(capsys.readouterr().out)
+    assert told["name"] == "toy"
+    assert told["publisher"]["answer"] is told["signature"]["answer"] is False
+
+
+def test_inspect_says_who_vouches_for_a_kernel(
+    toy: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = inspect_hub("toy/kernel")
+    assert found.publisher == Finding(True, "`toy` is trusted by the Hub")
+    assert found.signature == Finding(False, "not signed")
+    toy.put("toy/kernel", package() | {"build/torch-cpu/metadata.json.sigstore": b"{}"}, "v2")
+    assert inspect_hub("toy/kernel").signature.words.startswith("not valid: the signature of")
+    toy.fail("GET", "/overview", Status(403))
+    unsaid = inspect_hub(HubSpec.parse("toy/kernel@v1")).publisher
+    assert unsaid.answer is None and "the Hub does not say whether `toy` is trusted" in unsaid.words
+    toy.heal()
+    download(HubSpec.parse("toy/kernel@v1"), HubOptions())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    told = inspect_hub("toy/kernel").publisher
+    assert told.answer is True and "`toy` was trusted by the Hub on 20" in told.words
+    assert inspect_hub("toy/kernel").signature == Finding(False, "not signed")
+    shutil.rmtree(tmp_path / "state")
+    unknown = inspect_hub("toy/kernel").publisher
+    assert unknown.answer is None and "was never asked here" in unknown.words
 
 
 def test_inspect_of_a_known_package_and_of_our_own(
@@ -301,6 +332,7 @@ def test_inspect_of_a_known_package_and_of_our_own(
     assert "set_attn_implementation" in str(inspect_hub("fork/flash"))
     assert "this one has no `flash_attn_varlen_func`" in str(inspect_hub("fork/flash"))
     ours = inspect_local(kernels_dir)
+    assert ours.publisher.answer is ours.signature.answer is None
     assert {s.op for s in ours.ops} == set(OPS)
     assert cli.main(["inspect", str(kernels_dir)]) == 0
     assert "rms_norm: served by `rms_norm`" in capsys.readouterr().out

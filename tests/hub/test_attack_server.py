@@ -13,12 +13,12 @@ import pytest
 from attack import EVIL, SPEC, evil, loads, model, sampled, withstood
 from huggingface_hub import constants
 from packages import package
-from server import Body, Edit, Endless, Headers, HubServer, Redirect, Slow
+from server import Body, Dripping, Edit, Endless, Headers, HubServer, Redirect, Slow
 
 import hfpatch
 from hfpatch.cli import main
 from hfpatch.errors import KernelLoadError
-from hfpatch.hub import HubOptions, HubSpec, guard
+from hfpatch.hub import HubOptions, HubSpec, guard, patience
 from hfpatch.hub.download import lock
 from hfpatch.hub.inspection import inspect_hub
 
@@ -187,6 +187,25 @@ def test_a_slow_answer(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     before = time.monotonic()
     withstood(SPEC, "timed out")
     assert time.monotonic() - before < 20
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "pause"),
+    [("GET", "/revision/v1", 0.05), ("GET", "/revision/v1", 0.0), ("HEAD", FILE, 0.05)],
+)
+def test_headers_drop_by_drop(
+    method: str, path: str, pause: float, toy: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in time, without an end: a client waits anew after each byte. In a hurry they end at the
+    client's own limit of their size."""
+    toy.put("toy/kernel", evil())
+    monkeypatch.setattr(patience, "LONGEST_HEADERS", 0.5 if pause else 60.0)
+    toy.fail(method, path, Dripping(pause))
+    before = time.monotonic()
+    withstood(SPEC, "timed out" if pause and path != FILE else "")
+    assert time.monotonic() - before < 120  # a request for a file is made again a few times
+    toy.heal()
+    assert patience._headers_by.get() is None
 
 
 # ------------------------------------------------------------------------------ addresses

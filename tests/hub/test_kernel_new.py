@@ -65,13 +65,59 @@ def test_the_scaffolds_tests_can_fail(project: Path, tmp_path: Path) -> None:
         assert f"FAILED tests/test_ops.py::{name}" in done.stdout
 
 
+def test_the_row_scaffold_passes_its_own_tests_and_they_can_fail(tmp_path: Path) -> None:
+    """A reduction, an operator in place, no weight and one of another dtype."""
+    root = new_project(NAME, tmp_path, "me/my-kernel", "row")
+    assert len(Build.open(root).general.backends) == 2
+    text = "\n".join(p.read_text() for p in sorted(root.rglob("*")) if p.is_file())
+    assert "example" not in text.lower().replace("usage example", "")
+    assert "relu" not in text.lower() and "your-name" not in text
+    (built,) = kernel_build.build(root, root, ("cpu",), verbose=False)
+    done = own_tests(root)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+    reference = built.path / "reference.py"
+    reference.write_text(reference.read_text().replace("+ eps", "+ 2 * eps + 1e-3"))
+    shutil.rmtree(built.path / "__pycache__", ignore_errors=True)
+    done = own_tests(root)
+    assert done.returncode == 1
+    for name in ("test_matches_the_reference", "test_gradients", "test_views_and_special"):
+        assert f"FAILED tests/test_ops.py::{name}" in done.stdout
+
+
+def test_the_row_scaffold_serves_a_model(tmp_path: Path) -> None:
+    """By `register`, as hfpatch's own kernels are: proven, used, restored."""
+    import torch
+    from kernels import get_local_kernel
+
+    import hfpatch
+
+    root = new_project("my-row", tmp_path, template="row")
+    kernel_build.build(root, root, ("cpu",), verbose=False)
+    ops = get_local_kernel(root, backend=None if torch.cuda.is_available() else "cpu")
+
+    def rms_norm(x, weight=None, bias=None, eps=1e-6, weight_offset=0.0, cast="none"):  # type: ignore[no-untyped-def]
+        if bias is not None or weight_offset or cast != "none":
+            raise NotImplementedError("no bias, no offset, one rounding")
+        return ops.rms_norm(x, weight, eps)
+
+    model = torch.nn.Sequential(torch.nn.RMSNorm(48, eps=1e-6)).requires_grad_(False)
+    x = torch.randn(3, 48)
+    expected = model(x)
+    report = hfpatch.apply(model, kernels={"rms_norm": rms_norm})
+    assert [s.op for s in report.swaps] == ["rms_norm"], report
+    torch.testing.assert_close(model(x), expected)
+    hfpatch.restore(model)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_nvcc, reason="no nvcc")
-def test_the_scaffolds_cuda_half_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", ["elementwise", "row"])
+def test_the_scaffolds_cuda_half_compiles(template: str, tmp_path: Path) -> None:
     """And keeps to the Hub's demands, checked from the outside."""
     from machine import failures
 
-    root = new_project(NAME, tmp_path)
+    root = new_project(NAME, tmp_path, template=template)
     (built,) = kernel_build.build(root, root, ("cuda",), archs="9.0", verbose=False)
     assert built.archs == ("9.0",) and "-cu" in built.name
     assert failures(root) == []
@@ -79,7 +125,7 @@ def test_the_scaffolds_cuda_half_compiles(tmp_path: Path) -> None:
 
 
 def test_a_template_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(ProjectError, match="no template `rows`; there are `elementwise`"):
+    with pytest.raises(ProjectError, match="no template `rows`; there are `elementwise`, `row`"):
         new_project(NAME, tmp_path, template="rows")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,214 @@
+"""What people expect beside `apply`: a `with` block, lazy names, charts, suggestions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import hfpatch
+from hfpatch.plan import SKIP_KINDS, Plan, Skip
+from hfpatch.report import Report
+from hfpatch.text import meant
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def llama() -> Any:
+    return zoo.ENTRIES["llama"].build()
+
+
+def paths(model: Any) -> set[str]:
+    return {s.path for s in hfpatch.status(model).swaps}
+
+
+def dicts(model: nn.Module) -> list[dict[str, Any]]:
+    return [dict(m.__dict__) for m in model.modules()]
+
+
+# ------------------------------------------------------------------------------ with applied(...)
+
+
+def test_applied_and_gone() -> None:
+    model = llama()
+    before = dicts(model)
+    with hfpatch.applied(model, exclude="LlamaMLP") as report:
+        assert paths(model) == {s.path for s in report.swaps} != set()
+        assert "LlamaMLP" not in {s.class_name for s in report.swaps}
+    assert dicts(model) == before
+
+
+def test_applied_is_undone_where_the_block_raises() -> None:
+    model = llama()
+    with pytest.raises(KeyError), hfpatch.applied(model):
+        raise KeyError("the user's")
+    assert not paths(model)
+
+
+def test_applied_goes_back_to_the_apply_before() -> None:
+    model = llama()
+    hfpatch.apply(model, mode="training", include="LlamaRMSNorm")
+    before = paths(model)
+    with hfpatch.applied(model):
+        assert paths(model) > before
+        with hfpatch.applied(model, include="LlamaMLP"):
+            assert not paths(model) & before
+        assert paths(model) > before
+    assert paths(model) == before
+    assert hfpatch.status(model).plan.mode == "training"
+
+
+@pytest.mark.parametrize("way", ["a part", "a copy"])
+def test_applied_refuses_what_it_could_not_bring_back(way: str) -> None:
+    model = llama()
+    if way == "a part":
+        hfpatch.apply(model.model.layers[0])
+    else:
+        hfpatch.apply(model)
+        model = deepcopy(model)
+    before = paths(model)
+    block = hfpatch.applied(model)
+    with pytest.raises(ValueError, match=r"call `hfpatch\.restore` on it first"):
+        block.__enter__()
+    assert paths(model) == before
+
+
+def test_applied_of_a_model_that_fails_leaves_it() -> None:
+    model = llama()
+    block = hfpatch.applied(model, mode="fast")
+    with pytest.raises(ValueError, match="`mode` must be one of"):
+        block.__enter__()
+    assert not paths(model)
+
+
+# ------------------------------------------------------------------------------ names
+
+
+def test_names_without_a_second_import() -> None:
+    assert hfpatch.optim.AdamW is __import__("hfpatch.optim", fromlist=["AdamW"]).AdamW
+    assert callable(hfpatch.loss.causal_lm)
+    assert hfpatch.HubOptions(require_signed=True).require_signed
+    assert isinstance(hfpatch.apply(nn.Sequential(nn.SiLU())), hfpatch.Report)
+    assert set(hfpatch.__all__) <= set(dir(hfpatch))
+    assert all(getattr(hfpatch, name) is not None for name in hfpatch.__all__)
+    with pytest.raises(AttributeError, match="module 'hfpatch' has no attribute 'optimizer'"):
+        hfpatch.optimizer  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        hfpatch.callbacks.Trainer  # noqa: B018
+
+
+def test_importing_stays_light() -> None:
+    """Behind torch, `import hfpatch` brings none of the libraries, and takes little time."""
+    code = (
+        "import sys, time, torch; before = set(sys.modules); start = time.process_time()\n"
+        "import hfpatch\n"
+        "spent = time.process_time() - start\n"
+        "print(spent); print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    spent, brought = done.stdout.splitlines()
+    tops = {name.partition(".")[0] for name in brought.split()}
+    heavy = {"transformers", "diffusers", "kernels", "huggingface_hub", "accelerate", "rich",
+             "tqdm", "matplotlib", "sigstore", "IPython"}  # fmt: skip
+    assert not tops & heavy
+    lazy = {"hfpatch.optim", "hfpatch.loss", "hfpatch.callbacks", "hfpatch.planner",
+            "hfpatch.probe", "hfpatch.report_chart"}  # fmt: skip
+    assert not set(brought.split()) & lazy
+    assert float(spent) < 1.0, "seconds of this process; a tenth on an idle machine"
+
+
+# ------------------------------------------------------------------------------ the chart
+
+
+def test_plot_has_a_bar_for_each_class_and_no_legend_without_one() -> None:
+    pytest.importorskip("matplotlib")
+    report = hfpatch.apply(llama())
+    axes = report.plot()
+    names = {s.class_name for s in (*report.swaps, *report.skips)}
+    assert {t.get_text() for t in axes.get_yticklabels()} == names
+    width = sum(bar.get_width() for bars in axes.containers for bar in bars)
+    assert width == len(report.swaps) + len(report.skips)
+    legend = {t.get_text() for t in axes.get_legend().get_texts()}
+    assert legend == {"swapped", *(s.kind for s in report.skips)}
+    assert report.headline in axes.get_title(loc="left")
+
+
+def test_plot_of_every_kind_of_nothing_and_on_axes_of_ones_own(tmp_path: Path) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    empty = hfpatch.status(nn.Linear(2, 2)).plot()
+    assert empty.get_legend() is None and "no module is of a class" in empty.texts[0].get_text()
+    skips = tuple(
+        Skip(f"{kind}.{i}", f"Class{i}", kind, "because") for kind in SKIP_KINDS for i in range(30)
+    )
+    figure, axes = plt.subplots()
+    drawn = Report(Plan("Everything", "inference", (), skips)).plot(axes)
+    assert drawn is axes
+    assert "6 more classes are not shown" in axes.get_xlabel()
+    legend = [t.get_text() for t in axes.get_legend().get_texts()]
+    assert legend == list(SKIP_KINDS)
+    colors = [bars[0].get_facecolor() for bars in axes.containers]
+    assert len(set(colors)) == len(colors)
+    figure.savefig(tmp_path / "report.png")
+    plt.close("all")
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"`report.plot\(\)` needs matplotlib: `pip install"):
+        hfpatch.status(nn.Linear(2, 2)).plot()
+
+
+# ------------------------------------------------------------------------------ suggestions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"kernels": {"rmsnorm": "local"}}, "unknown op `rmsnorm`. Did you mean `rms_norm`? The"),
+        ({"kernels": {"RMS_norm": "local"}}, "Did you mean `rms_norm`?"),
+        ({"kernels": {"flash": "local"}}, "unknown op `flash`. The ops are: add_bias"),
+        ({"kernels": "locl"}, "unknown kernel source 'locl' for op `rms_norm`. Did you mean "
+                              "`local`? Expected"),
+        ({"kernels": ["pytorch"]}, "Did you mean `torch`?"),
+        ({"mode": "train"}, "got 'train'. Did you mean `training`?"),
+        ({"mode": 3}, "got 3."),
+    ],
+)  # fmt: skip
+def test_mistyped_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        hfpatch.plan(nn.Sequential(nn.SiLU()), **arguments)
+    assert said in str(caught.value)
+
+
+def test_a_mistyped_registered_kernel_is_suggested() -> None:
+    try:
+        kernel = hfpatch.register(
+            op="silu", kernel=torch.nn.functional.silu, name="my_silu", devices=["cpu"]
+        )
+        with pytest.raises(ValueError, match="Did you mean `my_silu`"):
+            hfpatch.plan(nn.Sequential(nn.SiLU()), kernels={"silu": "mysilu"})
+    finally:
+        kernel.remove()
+
+
+def test_meant() -> None:
+    assert meant("rms-norm", ["rms_norm", "gelu"]) == " Did you mean `rms_norm`?"
+    assert meant("attention", ["rms_norm", "gelu"]) == ""
+    assert meant(None, ["rms_norm"]) == ""
+
+
+def test_nothing_here_warns() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hfpatch.applied(llama()):
+            pass
