@@ -6,7 +6,7 @@ import copy
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ PASSED, FAILED, NOT_COMPARED = "passed", "failed", "not compared"
 _FACTOR = 2.0
 #: Without a result in fp64: how far the two may be apart, relative to the largest value.
 _APART = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+#: Decoding steps that are compared.
+_STEPS = 3
 _TIMED_SECONDS, _TIMED_RUNS = 1.0, 5
 
 
@@ -62,11 +64,13 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
         _settle(result, NOT_COMPARED, str(e))
     state = {k: v.clone() for k, v in model.state_dict().items()}
     before = None if inputs is None else _Run(model, inputs, how)
-    truth = None if before is None else _truth(model, inputs or {}, how, result)
+    truth = None if before is None else _truth(model, inputs or {}, how, result, before)
     ran = set() if inputs is None else _modules_run(model, inputs)
     report = hfpatch.apply(model, strict=True, **how.arguments)
     try:
-        patched = None if inputs is None else _Run(model, inputs, how)
+        patched = None if before is None else _Run(model, inputs or {}, how, before)
+        if patched is not None:
+            ran = _with_decoders(ran, report, model)
     finally:
         same = all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
         restored = hfpatch.restore(model)
@@ -82,12 +86,12 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
     if inputs is None or before is None or patched is None:
         return result, report
     _compare(result, before, patched, truth, model)
-    after = _Run(model, inputs, how)
+    after = _Run(model, inputs, how, before)
     result["bit-equal after restore"] = before.same_bits(after)
     if not result["bit-equal after restore"]:
-        if before.same_bits(_Run(model, inputs, how)):  # what is not repeatable says nothing
+        if before.same_bits(_Run(model, inputs, how, before)):  # what is not repeatable says nothing
             _settle(result, FAILED, "the restored model computes other bits than before")
-        elif not after.same_bits(_Run(model, inputs, how)):
+        elif not after.same_bits(_Run(model, inputs, how, before)):
             result["bit-equal after restore"] = None
             _settle(result, NOT_COMPARED, "the original gives other bits each time")
         else:
@@ -147,15 +151,31 @@ def _settle(result: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
 
 
 class _Run:
-    """Outputs and, in training, gradients of one forward of a model."""
+    """Outputs and, in training, gradients of one forward of a model; else logits of decoding steps.
 
-    def __init__(self, model: nn.Module, inputs: Inputs, how: How) -> None:
+    The first run finds out whether the model decodes; those that are compared with it are `like` it.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, how: How, like: _Run | None = None
+    ) -> None:
         self.outputs = _outputs(_forward(model, inputs))
         self.gradients = _gradients(model, inputs) if how.training else []
+        self.steps: list[Tensor] = []
+        if like is None and not how.training:
+            with suppress(Exception):  # no causal language model, or one with another cache
+                self.steps = _decoded(model, inputs)
+        elif like is not None and like.steps:
+            self.steps = _decoded(model, inputs)
 
     def same_bits(self, other: _Run) -> bool:
-        return _same_bits(self.outputs, other.outputs) and _same_bits(
-            self.gradients, other.gradients
+        return all(
+            _same_bits(some, others)
+            for some, others in (
+                (self.outputs, other.outputs),
+                (self.gradients, other.gradients),
+                (self.steps, other.steps),
+            )
         )
 
 
@@ -179,6 +199,29 @@ def _outputs(result: Any) -> list[Tensor]:
         for leaf in pytree.tree_leaves(result)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
+
+
+def _decoded(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """The logits of the last tokens, one call each, behind a call that keeps keys of the others."""
+    ids = inputs.get("input_ids")
+    if not hasattr(model, "generate") or not isinstance(ids, Tensor) or ids.shape[-1] <= _STEPS:
+        return []
+    found: list[Tensor] = []
+    with torch.no_grad(), _same_draws():
+        cache = model(input_ids=ids[:, :-_STEPS], use_cache=True).past_key_values
+        for at in range(ids.shape[1] - _STEPS, ids.shape[1]):
+            one = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            found += _outputs(one.logits)
+    return found
+
+
+def _with_decoders(ran: set[str], report: Any, model: nn.Module) -> set[str]:
+    """A forward does not reach a model's decoding steps; what counts is whether one was served."""
+    from hfpatch.decoding.kept import decoders  # with what decodes, which not every model needs
+
+    paths = {s.path for s in report.swaps if s.op == "decoding"}
+    held = {path: decoders.get(model.get_submodule(path)) for path in paths}
+    return ran - paths | {path for path, d in held.items() if d is not None and d.steps}
 
 
 def _gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -223,7 +266,9 @@ def _place(path: str) -> str:
     return re.sub(r"\d+", "#", path)
 
 
-def _truth(model: nn.Module, inputs: Inputs, how: How, result: dict[str, Any]) -> _Run | None:
+def _truth(
+    model: nn.Module, inputs: Inputs, how: How, result: dict[str, Any], like: _Run
+) -> _Run | None:
     """What a copy of the model computes in fp64; None, with the reason, where it cannot."""
     try:
         twin: Any = copy.deepcopy(model).double()
@@ -232,7 +277,7 @@ def _truth(model: nn.Module, inputs: Inputs, how: How, result: dict[str, Any]) -
         wide = inputs
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             wide = cast(wide, dtype, torch.float64)
-        run = _Run(twin, wide, how)
+        run = _Run(twin, wide, how, like)
     except Exception as e:  # memory, or a module that insists on a dtype
         result["against"] = f"the original; not fp64: {type(e).__name__}: {e}".splitlines()[0]
         return None
@@ -271,12 +316,14 @@ def _compare(
     pairs = [("outputs", before.outputs, patched.outputs, truth and truth.outputs)]
     if before.gradients or patched.gradients:
         pairs.append(("gradients", before.gradients, patched.gradients, truth and truth.gradients))
+    if before.steps:
+        pairs.append(("decoding steps", before.steps, patched.steps, truth and truth.steps))
     for what, original, ours, exact in pairs:
         if not exact or len(original) != len(ours):
             if len(original) != len(ours):
                 _settle(result, FAILED, f"{len(ours)} {what} in place of {len(original)}")
-            elif what == "gradients" and _distance(ours, original) > _APART[dtype]:
-                _settle(result, FAILED, "gradients are not those of the original")
+            elif what != "outputs" and _distance(ours, original) > _APART[dtype]:
+                _settle(result, FAILED, f"{what} are not those of the original")
             continue
         theirs, mine = _distance(original, exact), _distance(ours, exact)
         result[f"error of {what}"] = {"original": theirs, "patched": mine}

@@ -5,7 +5,9 @@ the head was given and its weight. What a model does to its logits before the lo
 (casts, shapes, slices of rows, a scale, a softcap). `torch.nn.functional.cross_entropy` of them
 runs `head_loss.linear_cross_entropy`; so every loss function that ends there is served,
 transformers' own and the user's. Every other operation makes the logits by the head's own product,
-with autograd, and goes on with them: numbers and gradients are then the original's.
+with autograd, and goes on with them: numbers and gradients are then the original's. Code that
+PyTorch's Python interface does not see, as an autograd function of the user's (Liger's loss), finds
+the logits in autograd's graph, as the result of the same product.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hfpatch.errors import HfpatchError
@@ -35,10 +38,6 @@ class _Head:
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Head:
         return _Head(hidden, weight, bias, _versions(hidden, weight, bias))
-
-    @property
-    def differentiable(self) -> bool:
-        return any(t.requires_grad for t in (self.hidden, self.weight, self.bias) if t is not None)
 
     def check_unchanged(self) -> None:
         """Raises HfpatchError where a tensor was written to since the forward."""
@@ -84,6 +83,8 @@ class DeferredLogits(Tensor):
     _before: DeferredLogits | None
     _step: tuple[str, Any] | None
     _made: Tensor | None
+    _steps: list[tuple[str, Any]]  # all of them, from the head's result on
+    _bare: Tensor | None  # without autograd, for code below it
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
@@ -94,30 +95,27 @@ class DeferredLogits(Tensor):
     def materialized(self) -> Tensor:
         """The logits as the original has them, part of autograd's graph; made at the first call."""
         if self._made is None:
-            if self._before is None or self._step is None:
-                self._made = self._head.product()
-            else:
-                name, value = self._step
-                self._made = _STEPS[name](self._before.materialized(), value)
+            # They may be read for a metric first, and by the loss then.
+            with torch.inference_mode(False), torch.set_grad_enabled(_requires_grad(self)):
+                if self._before is None or self._step is None:
+                    self._made = self._head.product()
+                else:
+                    name, value = self._step
+                    self._made = _STEPS[name](self._before.materialized(), value)
         return self._made
 
     def steps(self) -> list[tuple[str, Any]] | None:
         """What was done to the head's result; None if somebody has read it meanwhile."""
-        found: list[tuple[str, Any]] = []
         logits: DeferredLogits | None = self
         while logits is not None:
             if logits._made is not None:
                 return None
-            if logits._step is not None:
-                found.append(logits._step)
             logits = logits._before
-        return found[::-1]
+        return self._steps
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == _REQUIRES_GRAD:
-            return args[0]._head.differentiable and torch.is_grad_enabled()
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -131,18 +129,56 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # Past Python: autograd has been left out there, so only what needs none may go on.
-        logits = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, cls)]
-        if any(a._head.differentiable for a in logits):
+        # Below autograd, whose graph has these logits as the result of `_Product`.
+        if func._schema.is_mutable and any(
+            isinstance(a, cls) for a in _written(func._schema, args, kwargs or {})
+        ):
             raise HfpatchError(
-                f"`logits`: expected an operation of PyTorch's Python interface, got `{func}` from "
-                "C++ code, which would get no gradient; leave the head alone with "
+                f"`logits`: expected an operation that reads them, got `{func}` from C++ code, "
+                "which writes to logits that are not made yet; leave the head alone with "
                 "`exclude='lm_head'`, by the path that the report names"
             )
-        return func(*_plain(args), **_plain(kwargs or {}))
+        return func(*_plain(args, _value), **_plain(kwargs or {}, _value))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.materialized())
+
+
+class _Product(torch.autograd.Function):
+    """The logits' place in autograd's graph, for functions that are applied to them as they are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        steps: list[tuple[str, Any]],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> DeferredLogits:
+        ctx.steps = steps
+        ctx.save_for_backward(hidden, weight, bias)
+        made: DeferredLogits = Tensor._make_wrapper_subclass(
+            DeferredLogits, shape, dtype=dtype, device=hidden.device
+        )
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3:]
+        inputs: list[Any] = [
+            None if t is None else t.detach().requires_grad_(need)
+            for t, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad():
+            y = _Head.of(*inputs).product()
+            for name, value in ctx.steps:
+                y = _STEPS[name](y, value)
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, gradient))
+        return None, None, None, *(next(found) if need else None for need in needed)
 
 
 def _deferred(
@@ -152,22 +188,50 @@ def _deferred(
     before: DeferredLogits | None = None,
     step: tuple[str, Any] | None = None,
 ) -> DeferredLogits:
-    made: DeferredLogits = Tensor._make_wrapper_subclass(
-        DeferredLogits, shape, dtype=dtype, device=head.hidden.device
+    steps = [] if before is None else [*before._steps, *([step] if step else [])]
+    made: DeferredLogits = _Product.apply(  # type: ignore[no-untyped-call]
+        shape, dtype, steps, head.hidden, head.weight, head.bias
     )
     made._head, made._before, made._step, made._made = head, before, step, None
+    made._steps, made._bare = steps, None
     return made
 
 
-def _plain(value: Any) -> Any:
+def _requires_grad(logits: DeferredLogits) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.requires_grad
+
+
+def _value(logits: DeferredLogits) -> Tensor:
+    """The logits where autograd is left out."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if logits._made is not None:
+            return logits._made.detach()
+        if logits._bare is None:
+            logits._bare = logits._head.product()
+            for name, value in logits._steps:
+                logits._bare = _STEPS[name](logits._bare, value)
+        return logits._bare
+
+
+def _plain(
+    value: Any, make: Callable[[DeferredLogits], Tensor] = DeferredLogits.materialized
+) -> Any:
     """Arguments with the logits made."""
     if type(value) is DeferredLogits:
-        return value.materialized()
+        return make(value)
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: _plain(v, make) for k, v in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_plain(v) for v in value)
+        return type(value)(_plain(v, make) for v in value)
     return value
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return torch.utils._pytree.tree_leaves([given.get(name) for name in names])
 
 
 # What a model does to its logits before the loss. Each returns None for what it does not know.
@@ -357,9 +421,9 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
 }
 
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 #: Reading these needs no values.
 _METADATA = {
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.device.__get__,

@@ -93,11 +93,17 @@ def _swap_rows(plan: Plan) -> list[tuple[str, ...]]:
     """class → formula → source → count → largest error of the probe."""
     groups: Counter[tuple[str, str, str]] = Counter()
     errors: dict[tuple[str, str, str], float] = {}
+    later = set()
     for s in plan.swaps:
         key = (s.class_name, s.formula, s.source)
         groups[key] += 1
         errors[key] = max(errors.get(key, 0.0), s.max_rel_error)
-    return [(*key, str(n), f"{errors[key]:.1e}") for key, n in groups.items()]
+        if s.op == "decoding":
+            later.add(key)
+    return [
+        (*key, str(n), "at first use" if key in later else f"{errors[key]:.1e}")
+        for key, n in groups.items()
+    ]
 
 
 def _skip_rows(plan: Plan) -> list[tuple[str, ...]]:

@@ -14,6 +14,8 @@ import zoo
 
 import hfpatch
 from hfpatch import check, cli
+from hfpatch.decoding.engine import Engine
+from hfpatch.decoding.step import Decoder
 from hfpatch.inputs import NoInputs, cast, sample_inputs
 
 MOST = [name for name in check_cases.NAMES if name not in check_cases.FEW]
@@ -188,9 +190,32 @@ def test_unknown_inputs_are_a_status_of_their_own(
 def test_swapped_modules_that_nothing_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.ENTRIES["llama"].build()
     monkeypatch.setattr(check, "_modules_run", lambda model, inputs: {"model.norm"})
-    result, _ = check.check_model("", model, check.How())
+    result, _ = check.check_model("", model, check.How())  # decoding steps are called apart
     assert result["status"] == "not compared"
-    assert result["reason"].startswith("6 of 7 swapped modules were not called by the inputs")
+    assert result["reason"].startswith("6 of 8 swapped modules were not called by the inputs")
+
+
+def test_decoding_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.ENTRIES["llama"].build()
+    result, report = check.check_model("", model, check.How())
+    assert result["status"] == "passed" and "decoding" in {s.op for s in report.swaps}
+    assert 0 < result["error of decoding steps"]["patched"] < 1e-5
+    step = Engine.step
+
+    def wrong(self: Any, ids: Any, positions: Any, cache: Any, logits: Any, **more: Any) -> None:
+        step(self, ids, positions, cache, logits, **more)
+        logits *= 1.01
+
+    with monkeypatch.context() as patch:  # its own first comparison finds it too
+        patch.setattr(Engine, "step", wrong)
+        patch.setattr(Decoder, "_difference", lambda *_: None)
+        result, _ = check.check_model("", model, check.How())
+        assert result["status"] == "failed" and "decoding steps are" in result["reason"]
+    with monkeypatch.context() as patch:  # no step is served: nothing was compared
+        patch.setattr(Engine, "step", wrong)
+        with pytest.warns(RuntimeWarning, match="decodes as it did"):
+            result, _ = check.check_model("", model, check.How())
+        assert result["status"] == "not compared" and "1 of 8" in result["reason"]
 
 
 def test_inputs_are_of_the_model_and_repeat() -> None:

@@ -203,7 +203,7 @@ def test_another_function_is_the_originals() -> None:
 
 def test_another_gradient_is_the_originals() -> None:
     pair = Pair.of(OtherGradientRMSNorm(WIDTH), mode="training")
-    _is_the_original(pair, True, r"the gradient of `\w+` for `input` in `eval\(\)` is not that of")
+    _is_the_original(pair, True, r"the gradient of `\w+` for `input` in `train\(\)` is not that of")
     check(Pair.of(OtherGradientRMSNorm(WIDTH)), draw(FP32), BF16, False)
 
 

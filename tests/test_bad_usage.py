@@ -201,7 +201,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("kernel new ../up", 2, "`../up` is not a kernel's name", "e.g. `my-kernel`"),
     ("kernel new full", 2, "`full` exists already", "take another name, or remove it"),
     ("kernel new fine --repo-id no", 2, "`no` is not a repository", "expected `org/name`"),
-    ("kernel new fine --template rust", 2, "no template `rust`", "`elementwise`, `triton`"),
+    ("kernel new fine --template rust", 2, "no template `rust`", "`elementwise`, `row`, `triton`"),
     ("kernel build nothing", 2, "`nothing` is not a folder", "a kernel's `build.toml`"),
     ("kernel build empty", 2, "is not a kernel project", "`hfpatch kernel new NAME` makes one"),
     ("kernel build broken", 2, "broken/build.toml` cannot be read", "Invalid value"),

@@ -106,7 +106,8 @@ def test_proving_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = Original("llama")
     monkeypatch.setattr(where, name, broken)
-    report = hfpatch.apply(original.model)
+    # decoding is read and compared by itself
+    report = hfpatch.apply(original.model, decoding=False)
     assert not report.swaps
     assert any(type(error).__name__ in s.reason for s in report.skips)
     original.check()

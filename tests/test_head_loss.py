@@ -326,7 +326,38 @@ def test_logits_of_weights_that_have_moved_on_are_refused() -> None:
     read.argmax(-1)  # made before
 
 
+@torch.inference_mode()
+def _argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+class _Square(torch.autograd.Function):
+    """A loss of somebody else's, applied to the logits as they are; Liger's is such a function."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return (logits.float() ** 2).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return 2 * gradient * logits / logits.numel()
+
+
 LOSSES: dict[str, Any] = {
+    "an autograd function": lambda logits, ids: _Square.apply(logits),
+    "an autograd function of logits that moved": lambda logits, ids: _Square.apply(
+        torch.tanh(logits[..., 1:, :].float().reshape(-1, logits.shape[-1]) / 3) * 3
+    ),
+    "an autograd function beside a cross entropy": lambda logits, ids: (
+        _Square.apply(logits)
+        + F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
+    ),
+    "a metric first": lambda logits, ids: (
+        (_argmax(logits) == ids).float().mean() * 0
+        + F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
+    ),
     "shifted by hand": lambda logits, ids: F.cross_entropy(
         logits[..., :-1, :].contiguous().float().view(-1, logits.size(-1)), ids[..., 1:].reshape(-1)
     ),

@@ -122,9 +122,14 @@ def test_removing_the_hooks_leaves_the_patch(order: str) -> None:
     else:
         hook_every_module(model, Path())
         hfpatch.apply(model)
+    swapped = len(hfpatch.status(model).swaps)
     patched = entry.run(model, inputs)
     remove_hook_from_module(model, recurse=True)
-    assert len(hfpatch.status(model).swaps) == len(expected_swaps(model))
+    # with hooks inside, decoding steps are left alone
+    expected = len(expected_swaps(model)) - (order == "hooks first")
+    assert len(hfpatch.status(model).swaps) == expected and (
+        order == "patch first" or swapped == expected
+    )
     assert torch.equal(entry.run(model, inputs), patched)
     hfpatch.restore(model)
     assert torch.equal(entry.run(model, inputs), original)

@@ -51,7 +51,7 @@ def test_results_say_where_they_come_from() -> None:
     assert files
     for file in files:
         result = json.loads(file.read_text())
-        assert result["device"]
+        assert result["device"], file.name
         assert len(result["commit"]) == 40
         assert result["versions"]["torch"]
         assert result["rows"]

@@ -99,7 +99,8 @@ def test_kernelized_after(local: dict[str, dict[str, object]], empty: bool) -> N
     assert all("call `hfpatch.apply` again" in s.reason for s in status.skips if s.path in lost)
     torch.testing.assert_close(logits(model), expected)
     report = hfpatch.apply(model)
-    assert {s.path for s in report.swaps} == (swapped if empty else swapped - lost)
+    # decoding steps read the norms' own formula
+    assert {s.path for s in report.swaps} == (swapped if empty else swapped - lost - {""})
     assert not [s for s in hfpatch.status(model).skips if "written over" in s.reason]
     torch.testing.assert_close(logits(model), expected)
     hfpatch.restore(model)
