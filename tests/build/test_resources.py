@@ -60,14 +60,23 @@ def test_spills_are_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.endswith("2 kernels, 1 with spills\n")
 
 
+#: Kernels that spill a little, outside their loops' products, and the most bytes: docs/gpus.md.
+SPILL = {"decode_attention_kernel": 56, "decode_plain_product_kernel": 8}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_nvcc, reason="no nvcc")
 @pytest.mark.timeout(1200)
-def test_no_kernel_spills() -> None:
+def test_kernels_spill_no_more_than_is_known() -> None:
     """The build's own objects are used where they are up to date, as in `make test`."""
     found = kernel_build.resources(ROOT, ARCHS, verbose=False)
     assert {k["arch"] for k in found} == {"sm_80", "sm_90"}
     assert len(found) > 1000
-    spilling = [k for k in found if k["spill_stores"] or k["spill_loads"] or k["stack"]]
+    spilling = {}
+    for k in found:
+        bytes_ = max(k["spill_stores"], k["spill_loads"], k["stack"])
+        known = [name for name in SPILL if f"{len(name)}{name}" in k["kernel"]]
+        if bytes_ > sum(SPILL[name] for name in known):
+            spilling[k["kernel"], k["arch"]] = bytes_
     assert not spilling
     assert all(0 < k["registers"] <= 255 and k["shared"] <= 48 * 1024 for k in found)
