@@ -89,7 +89,8 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
     after = _Run(model, inputs, how, before)
     result["bit-equal after restore"] = before.same_bits(after)
     if not result["bit-equal after restore"]:
-        if before.same_bits(_Run(model, inputs, how, before)):  # what is not repeatable says nothing
+        # What is not repeatable says nothing.
+        if before.same_bits(_Run(model, inputs, how, before)):
             _settle(result, FAILED, "the restored model computes other bits than before")
         elif not after.same_bits(_Run(model, inputs, how, before)):
             result["bit-equal after restore"] = None
@@ -151,9 +152,9 @@ def _settle(result: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
 
 
 class _Run:
-    """Outputs and, in training, gradients of one forward of a model; else logits of decoding steps.
+    """Outputs and, in training, gradients of one forward of a model; else decoding steps' logits.
 
-    The first run finds out whether the model decodes; those that are compared with it are `like` it.
+    The first run finds out whether the model decodes; those compared with it are `like` it.
     """
 
     def __init__(
