@@ -20,6 +20,7 @@ from hfpatch.decoding.proof import prove, with_rounding
 from hfpatch.decoding.replica import NoReplica, make_replica
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
+from hfpatch.decoding.surroundings import check_attention
 from hfpatch.patches.keys import code_of
 
 
@@ -74,6 +75,7 @@ def describe(model: nn.Module) -> Described:
         proven = _proof_of(model)
     if isinstance(proven, str):
         raise Unexplained(proven)
+    check_attention(model)
     check_likeness(model, proven.replica, proven.live)
     return Described(proven.recipe.read(model), proven.output)
 

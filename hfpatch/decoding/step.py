@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.modules import module as module_calls
 
 from hfpatch.announce import announce
 from hfpatch.decoding import cache as caches
@@ -110,8 +111,8 @@ class Decoder:
             return None
         if ids.device != like.device or watched() or torch.is_autocast_enabled(like.device.type):
             return None
-        if _modes():
-            return None  # somebody looks at every operator
+        if _modes() or _every_module_hooked():
+            return None  # somebody looks at every operator, or at every module's call
         vocab = like.shape[0]
         if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             return None  # the original says what is wrong
@@ -290,6 +291,10 @@ class Decoder:
 #: Why a cache is left as it is, where nobody needs to be told.
 _EXPECTED = frozenset({"its cache is empty", "its cache is a StaticCache"})
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def _every_module_hooked() -> bool:
+    return bool(module_calls._global_forward_hooks or module_calls._global_forward_pre_hooks)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch.decoding.likeness import what_wraps
+from hfpatch.decoding.surroundings import Surroundings
 from hfpatch.patches.unchanged import settings_of
 
 _DATA_PTR = torch.Tensor.data_ptr
@@ -40,6 +41,7 @@ class Watch:
         self._note_wrappers()
         self._classes = [(type(m), type(m).forward) for m in (*inside, model)]
         self._settings = [settings_of(m) for m in (*inside, model)]
+        self._surroundings = Surroundings(model)
 
     def in_place(self) -> bool:
         """Whether the tensors lie where they lay: what an engine reads is there."""
@@ -63,12 +65,13 @@ class Watch:
         return None
 
     def changed(self, model: nn.Module) -> bool:
-        """Whether a setting or a class's code is another than it was. Slower: once a sequence."""
+        """Whether a setting, a class's code or what that finds by name is another than it was.
+        Slower: once a sequence."""
         modules = (*self._inside, model)
         if [(type(m), type(m).forward) for m in modules] != self._classes:
             return True
         try:
-            return any(
+            return self._surroundings.changed(model) or any(
                 read(m.__dict__) != settings
                 for m, (read, settings) in zip(modules, self._settings, strict=True)
             )

@@ -39,6 +39,11 @@ def odd_class(cls: type) -> str | None:
     return found
 
 
+def is_own(function: types.FunctionType) -> bool:
+    """Whether a library's function has the code that its module's file holds."""
+    return _is_own(function, _DEPTH)
+
+
 def _odd_class(cls: type) -> str | None:
     for base in cls.__mro__:
         if base in (nn.Module, object):

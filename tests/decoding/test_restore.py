@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from decoding.families import make, prompts
 from torch import nn
 
@@ -255,3 +258,69 @@ def test_a_step_that_fails_is_the_originals(
     with pytest.warns(RuntimeWarning, match="no room|no memory"):
         out = model.generate(**prompts(1), **_GREEDY)
     assert torch.equal(out, wanted) and len(calls) > 4
+
+
+def _registered(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def louder(*args: Any, **kwargs: Any) -> Any:
+        out, weights = sdpa_attention_forward(*args, **kwargs)
+        return 1.3 * out, weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, louder)
+    model.set_attn_implementation(name)
+
+
+def _global_function(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module = sys.modules[transformers.LlamaForCausalLM.__module__]
+    real = getattr(module, name)
+    if name == "rotate_half":  # named by a function that the forward names
+        monkeypatch.setattr(module, name, lambda x: 1.1 * real(x))
+    else:
+        monkeypatch.setattr(module, name, lambda q, k, *a, **kw: real(1.2 * q, k, *a, **kw))
+
+
+def _global_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = nn.modules.module._global_forward_hooks
+    monkeypatch.setitem(hooks, -1, lambda m, a, y: y * 1.2 if isinstance(m, nn.Linear) else None)
+
+
+AROUND: dict[str, Callable[[pytest.MonkeyPatch, Any], object]] = {
+    "attention of the user's": lambda patch, m: _registered(patch, m, "mine"),
+    "the table of attentions": lambda patch, m: _registered(patch, m, "sdpa"),
+    "a function": lambda patch, m: _global_function(patch, "apply_rotary_pos_emb"),
+    "a function's function": lambda patch, m: _global_function(patch, "rotate_half"),
+    "a hook on all modules": lambda patch, m: _global_hook(patch),
+}
+
+
+@pytest.mark.parametrize("when", ["before apply", "after a text"])
+@pytest.mark.parametrize("what", AROUND)
+def test_what_lies_around_a_model_is_looked_at(
+    what: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("llama")
+    if when == "after a text":
+        hfpatch.apply(model)
+        write(model)
+        assert steps_of(model) > 0
+    AROUND[what](monkeypatch, model)
+    if when == "before apply":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hfpatch.apply(model)
+    check(model, served=False)
+    monkeypatch.undo()
+    if "hook" in what or "function" in what:
+        check(model, served=when == "after a text" or "hook" in what)
+
+
+def test_a_configuration_that_changes_is_another_proof() -> None:
+    """Gemma 3 reads its softcap in each call."""
+    model = patched("gemma3")
+    write(model)
+    model.config.final_logit_softcapping = 2.0
+    logits = write(model), model(prompts(1)["input_ids"]).logits
+    assert float(logits[1].abs().max()) <= 2.0
+    check(model, served=True)
