@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.bench import results
 from hfpatch.check import FAILED, NOT_COMPARED, PASSED, How, check_model
 from hfpatch.inputs import NoInputs, sample_inputs
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
@@ -350,12 +351,12 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 def as_lines(known: dict[str, Any]) -> str:
     """JSON with a line per model."""
-    models = known["models"]
+    models = known["rows"]
     rows = ",\n".join(
         f" {json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in models.items()
     )
-    head = json.dumps({k: v for k, v in known.items() if k != "models"}, indent=1, sort_keys=True)
-    return f'{head[:-2]},\n "models": {{\n{rows}\n }}\n}}\n'
+    head = json.dumps({k: v for k, v in known.items() if k != "rows"}, indent=1, sort_keys=True)
+    return f'{head[:-2]},\n "rows": {{\n{rows}\n }}\n}}\n'
 
 
 def main() -> None:
@@ -368,9 +369,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for library in ("transformers", "diffusers"):
         importlib.import_module(library).logging.set_verbosity_error()
+    head = results.head("all models", torch.device("cpu"), None)
     rows: dict[str, Any] = {}
     if args.resume and args.out.exists():
-        rows = json.loads(args.out.read_text())["models"]
+        rows = json.loads(args.out.read_text())["rows"]
     for name, make in (*of_transformers(), *of_diffusers()):
         if not re.search(args.only, name) or name in rows:
             continue
@@ -390,7 +392,7 @@ def main() -> None:
         mark = "FAILED" if failed else "-" if not rows[name]["built"] or uncompared else "ok"
         print(f"{mark:6} {name} {rows[name].get('swaps', rows[name].get('why', ''))}", flush=True)
         if args.out is not None:
-            known = {"torch": torch.__version__, "counts": summary(rows), "models": rows}
+            known = {**head, "counts": summary(rows), "rows": rows}
             args.out.write_text(as_lines(known))
     json.dump(summary(rows), sys.stdout, indent=1)
     print()
