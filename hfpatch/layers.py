@@ -109,7 +109,8 @@ class GatedMLP(nn.Module):
     """`down_proj(activation(gate_proj(x)) * up_proj(x))`, as `LlamaMLP`.
 
     Args:
-        hidden_size, intermediate_size: widths outside and inside.
+        hidden_size: width outside.
+        intermediate_size: width inside.
         activation: "silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu", or transformers' name.
         bias: whether the projections have one.
     """

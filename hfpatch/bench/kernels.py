@@ -112,7 +112,7 @@ def benchmark_kernel(
 
     Args:
         fn: called with `inputs`.
-        inputs: tensors on one device, and whatever else it takes.
+        *inputs: tensors on one device, and whatever else it takes.
         warmup: calls before the timed ones.
         iters: timed calls.
         reference: what it should compute; None checks the rest alone.
@@ -140,7 +140,8 @@ def compare(
         functions: by the name that they are shown under; gains are over the first.
         inputs: what each is called with: tensors on one device, and whatever else they take.
         reference: what they should compute; None: what the first does.
-        warmup, iters: as of `benchmark_kernel`.
+        warmup: calls before the timed ones.
+        iters: timed calls.
 
     Raises:
         VerificationError: one computes something else, or writes over an input; says which.
