@@ -198,6 +198,12 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("bench model makes.py:number", 2, "returned a int", "expected a `torch.nn.Module`"),
     ("bench model makes.py:raises", 2, "`makes.py:raises` could not be built", "no luck"),
     ("bench model makes.py:bare", 2, "has no `config`", "returns `(model, inputs)`"),
+    ("profile", 2, "required: model, --out", "usage: hfpatch profile"),
+    ("profile llama --out p", 2, "`llama` could not be built", "random ones: --random-weights"),
+    ("profile llama --out file.txt", 2, "--out file.txt", "cannot be made"),
+    ("profile llama --out p --max-syncs -1", 2, "--max-syncs -1", "expected at least 0"),
+    ("profile llama --out p --seq-len 0", 2, "--seq-len 0", "expected at least 1"),
+    ("profile llama --out p --device cuda", 2, "sees no CUDA device", "measure on cpu instead"),
     ("bench --output file.txt", 2, "--output file.txt", "expected a folder for two suites"),
     # the Hub
     ("inspect", 2, "required: kernel", "usage: hfpatch inspect"),

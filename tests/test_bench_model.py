@@ -129,7 +129,7 @@ COMMANDS = [
     for block in blocks(ROOT / "docs" / "measuring.md")
     if block.info == "sh"
     for line in block.code.splitlines()
-    if line.startswith("hfpatch bench model")
+    if line.startswith("hfpatch ")
 ]
 
 
@@ -144,7 +144,7 @@ def test_commands_of_the_page(
     monkeypatch.chdir(tmp_path)
     assert cli.main(shlex.split(line)[1:]) == 0
     said = capsys.readouterr().out
-    if "--json" not in line:
+    if "bench model" in line and "--json" not in line:
         shown = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
         head, rest = said.split("\n", 1)
         assert f"{head}\n" in shown

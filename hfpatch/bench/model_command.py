@@ -16,14 +16,8 @@ _DTYPES = ("float32", "float16", "bfloat16")
 _WAYS = ("eager", "patched", "graphs", "compile", "blocks")
 
 
-def model_parser() -> argparse.ArgumentParser:
-    """The arguments behind `bench model`; imports nothing heavy."""
-    parser = argparse.ArgumentParser(
-        prog="hfpatch bench model",
-        description="Time a model or a pipeline as it is, patched, as CUDA graphs, and under "
-        "torch.compile, in turns, after outputs were compared.",
-    )
-    parser.set_defaults(suites=["model"])
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and inputs of which sizes; shared with `hfpatch profile`."""
     parser.add_argument(
         "model", help="a Hub id, a folder, a config.json, or FILE.py:function that returns one"
     )
@@ -32,11 +26,6 @@ def model_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--subfolder", help="a part of a pipeline, e.g. transformer")
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument(
-        "--ways", default="eager,patched", metavar="LIST", help=f"of {', '.join(_WAYS)}"
-    )
-    parser.add_argument("--iterations", type=int, default=3, help="rounds of turns; default 3")
-    parser.add_argument("--warmup", type=int, default=2, help="calls before a turn; default 2")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--seq-len", type=int, help="tokens of a text")
     parser.add_argument("--new-tokens", type=int, help="time `generate`, with so many new tokens")
@@ -45,9 +34,25 @@ def model_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-frames", type=int)
     parser.add_argument("--steps", type=int, help="of a pipeline; default 2")
     parser.add_argument("--threads", type=int, help="on the CPU; default: as torch has it")
+    parser.add_argument("--json", action="store_true")
+
+
+def model_parser() -> argparse.ArgumentParser:
+    """The arguments behind `bench model`; imports nothing heavy."""
+    parser = argparse.ArgumentParser(
+        prog="hfpatch bench model",
+        description="Time a model or a pipeline as it is, patched, as CUDA graphs, and under "
+        "torch.compile, in turns, after outputs were compared.",
+    )
+    parser.set_defaults(suites=["model"])
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--ways", default="eager,patched", metavar="LIST", help=f"of {', '.join(_WAYS)}"
+    )
+    parser.add_argument("--iterations", type=int, default=3, help="rounds of turns; default 3")
+    parser.add_argument("--warmup", type=int, default=2, help="calls before a turn; default 2")
     parser.add_argument("--min-speedup", type=float, metavar="X", help="exit status 1 below it")
     parser.add_argument("--max-launches", type=int, metavar="N", help="exit status 1 above it")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture: .png, .svg or .pdf")
     return parser
 
@@ -59,14 +64,7 @@ def run_model(args: argparse.Namespace) -> int:
         ValueError: an argument that cannot be; says what can.
     """
     ways = _checked(args)
-    import torch
-
-    if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this torch sees no CUDA device; measure on cpu instead")
-    if args.device == "cpu" and args.threads is not None:
-        torch.set_num_threads(args.threads)
+    settle_device(args)
     if args.plot:
         from hfpatch.bench.model_plot import require_plot
 
@@ -93,17 +91,38 @@ def run_model(args: argparse.Namespace) -> int:
     return int(bool(missed or failed))
 
 
+def settle_device(args: argparse.Namespace) -> None:
+    """`args.device`, and torch's threads on a CPU.
+
+    Raises:
+        ValueError: it is not here.
+    """
+    import torch
+
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA device; measure on cpu instead")
+    if args.device == "cpu" and args.threads is not None:
+        torch.set_num_threads(args.threads)
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raises ValueError: a size below 1."""
+    at_least_one = ("iterations", "batch_size", "seq_len", "new_tokens", "height", "width",
+                    "num_frames", "steps", "threads")  # fmt: skip
+    for name in at_least_one:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+
+
 def _checked(args: argparse.Namespace) -> list[str]:
     ways = [word.strip() for word in args.ways.split(",")]
     for way in ways:
         if way not in _WAYS:
             raise ValueError(f"--ways {args.ways}: `{way}` is none; expected {', '.join(_WAYS)}")
-    at_least_one = ("iterations", "batch_size", "seq_len", "new_tokens", "height", "width",
-                    "num_frames", "steps", "threads")  # fmt: skip
-    for name in at_least_one:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    check_sizes(args)
     if args.warmup < 0:
         raise ValueError(f"--warmup {args.warmup}: expected at least 0")
     if args.min_speedup is not None and not args.min_speedup > 0:
