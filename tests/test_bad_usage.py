@@ -188,6 +188,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("bench model llama --min-speedup -2", 2, "--min-speedup -2", "a ratio above 0"),
     ("bench model llama --min-speedup nan", 2, "--min-speedup nan", "a ratio above 0"),
     ("bench model llama --max-launches 3 --ways eager", 2, "--max-launches is a gate", "add it"),
+    ("bench model llama --max-launches 3 --new-tokens 2", 2, "--max-launches 3", "leave out --new"),
     ("bench model llama --device cuda", 2, "sees no CUDA device", "measure on cpu instead"),
     ("bench model llama --plot a.txt", 2, "--plot a.txt", "ends in .png, .svg or .pdf"),
     ("bench model llama --op silu", 2, "unrecognized arguments: --op", "usage: hfpatch"),

@@ -58,6 +58,7 @@ def test_new_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["unit"], found["exact"]) == ("new tokens", "fp32")
     row = found["by name"]["eager"]
     assert row["per second"] == pytest.approx(4e3 / row["wall_ms"]["median"])
+    assert row["launches"] > 0 and "launches" not in found["by name"]["patched"]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,15 @@ def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--seq-len 16" in said
 
 
+def test_decoding_steps_are_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a hook on a module would turn off."""
+    folder = str(check_cases.write("zoo-llama", tmp_path))
+    found = profiled(tmp_path / "out", folder, "--random-weights", "--new-tokens", "4")
+    eager, patched = found["profiles"]["eager"], found["profiles"]["patched"]
+    assert patched["launches"] < 0.7 * eager["launches"]
+    assert not patched["modules"] and "modules are not timed apart" in capsys.readouterr().out
+
+
 def test_a_pipeline(tmp_path: Path) -> None:
     folder = str(check_cases.write("zoo-ltx-pipeline", tmp_path))
     found = profiled(tmp_path / "out", folder, "--random-weights", "--steps", "1")

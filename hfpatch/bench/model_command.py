@@ -65,6 +65,11 @@ def run_model(args: argparse.Namespace) -> int:
     """
     ways = _checked(args)
     settle_device(args)
+    if args.max_launches is not None and args.new_tokens is not None and args.device == "cpu":
+        raise ValueError(
+            f"--max-launches {args.max_launches}: decoding steps on a CPU are no operators to "
+            "count; leave out --new-tokens to count those of a forward"
+        )
     if args.plot:
         from hfpatch.bench.model_plot import require_plot
 

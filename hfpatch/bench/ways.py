@@ -139,7 +139,7 @@ def measure(
         # Last: once the profiler was attached, every launch in this process takes longer.
         for name in timed:
             with states[name]():
-                if subject.device.type == "cuda" or name not in ("compile", "blocks"):
+                if subject.device.type == "cuda" or name not in _uncounted(subject):
                     found[name].launches = _launches(subject)
     return found, label
 
@@ -337,6 +337,12 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def _uncounted(subject: Subject) -> tuple[str, ...]:
+    """Ways of which operators say nothing on a CPU: generated code, and decoding steps in one call,
+    which are not used while operators are watched."""
+    return ("compile", "blocks", *(("patched",) if subject.unit == "new tokens" else ()))
 
 
 def _launches(subject: Subject) -> int | None:

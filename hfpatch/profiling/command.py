@@ -85,6 +85,13 @@ def _profiled(args: argparse.Namespace, words: str) -> dict[str, Any]:
         for path, module in model.named_modules()
     }
     modules = [(path, every[path]) for path in paths if path in every]
+    note = ""
+    if args.new_tokens is not None and any(s.op == "decoding" for s in plan.swaps):
+        modules = []  # a hook on a module would turn its decoding steps off
+        note = (
+            "Decoding steps in one call: modules are not timed apart, as a hook would turn them "
+            "off; host synchronizations are those without them."
+        )
     before = record(subject.call, modules, cuda, args.out / "profile_trace_eager.json")
     report = hfpatch.apply(subject.model)
     try:
@@ -95,6 +102,7 @@ def _profiled(args: argparse.Namespace, words: str) -> dict[str, Any]:
         "title": f"{subject.title} on {subject.device}: as it is and patched",
         "inputs": subject.shapes,
         "swapped": len(report.swaps),
+        "note": note,
         "launched": "CUDA kernels" if cuda else "ATen operators",
         "profiles": {"eager": asdict(before), "patched": asdict(after)},
         "go on with": [

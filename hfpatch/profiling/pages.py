@@ -51,7 +51,8 @@ def tables(data: dict[str, Any]) -> list[Table]:
             row += ["-", "-"] if m is None else [f"{m['us'] / 1e3:.3f}", str(int(m["launches"]))]
         rows.append(row)
     where = "of their kernels" if "CUDA" in data["launched"] else "in their forwards"
-    found.append((f"Swapped modules, time {where}", rows[: 2 * _MOST]))
+    if len(rows) > 1:
+        found.append((f"Swapped modules, time {where}", rows[: 2 * _MOST]))
     for name, side in sides.items():
         rows = [["at", "operator", "count"]]
         for r in side["syncs"]:
@@ -63,7 +64,7 @@ def tables(data: dict[str, Any]) -> list[Table]:
 
 
 def as_text(data: dict[str, Any]) -> str:
-    lines = [data["title"], _NOTE, ""]
+    lines = [data["title"], _NOTE, *([data["note"]] if data["note"] else []), ""]
     for title, rows in tables(data):
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines += [title, "-" * len(title)]
@@ -79,7 +80,7 @@ def as_html(data: dict[str, Any]) -> str:
     parts = [
         "<!doctype html><meta charset='utf-8'>",
         f"<title>{html.escape(data['title'])}</title><style>{_STYLE}</style>",
-        f"<h1>{html.escape(data['title'])}</h1><p>{_NOTE}</p>",
+        f"<h1>{html.escape(data['title'])}</h1><p>{_NOTE} {html.escape(data['note'])}</p>",
     ]
     for title, rows in tables(data):
         parts.append(f"<h2>{html.escape(title)}</h2><table>")
