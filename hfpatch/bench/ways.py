@@ -5,7 +5,6 @@ Outputs are compared before anything is timed: a way whose outputs are wrong get
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import statistics
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfpatch
 from hfpatch.bench.spread import Gain
@@ -46,7 +44,7 @@ class Measured:
         wall_ms: a call that is waited for; the median of a turn.
         queued_ms, host_ms: CUDA only: a call among queued ones; until it returns, the device idle.
         first_call_s: with whatever is recorded or compiled then.
-        launches: CUDA kernels of a call; on a CPU ATen operators that were dispatched, None where
+        launches: CUDA kernels of a call; on a CPU operators that Python called, None where
             generated code runs, which is no operator.
         from_eager, from_exact: root mean square distances, relative.
         problem: why it has no times.
@@ -327,18 +325,6 @@ def _peak(subject: Subject) -> int | None:
     return int(lines[0].split()[1]) * 1024 if lines else None
 
 
-class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that pass the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _uncounted(subject: Subject) -> tuple[str, ...]:
     """Ways of which operators say nothing on a CPU: generated code, and decoding steps in one call,
     which are not used while operators are watched."""
@@ -347,12 +333,17 @@ def _uncounted(subject: Subject) -> tuple[str, ...]:
 
 def _launches(subject: Subject) -> int | None:
     """CUDA kernels of one call; on a CPU the operators."""
-    if subject.device.type != "cuda":
-        with contextlib.suppress(Exception), _Counted() as counted:  # a model that forbids modes
+    if subject.device.type != "cuda":  # no dispatch mode: it would turn decoding steps off
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             subject.call()
-            return int(counted.count)
-        return None
+        return sum("::" in e.name and not _inside(e) for e in profile.events())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         subject.call()
         torch.cuda.synchronize()
     return sum(int(e.count) for e in profile.key_averages() if e.device_type.name == "CUDA")
+
+
+def _inside(event: Any) -> bool:
+    """Whether an operator called this one."""
+    parent = event.cpu_parent
+    return parent is not None and ("::" in parent.name or _inside(parent))
