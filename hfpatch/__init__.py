@@ -16,7 +16,7 @@ from hfpatch.registry import register
 from hfpatch.report import Report
 
 if TYPE_CHECKING:
-    from hfpatch import callbacks, loss, optim
+    from hfpatch import bench, callbacks, functional, layers, loss, optim
     from hfpatch.hub.options import HubOptions
 
 __version__ = "0.1.0"
@@ -27,10 +27,13 @@ __all__ = [
     "applied",
     "apply",
     "are_progress_bars_disabled",
+    "bench",
     "callbacks",
     "disable_progress_bars",
     "enable_progress_bars",
+    "functional",
     "include_dir",
+    "layers",
     "loss",
     "optim",
     "plan",
@@ -41,7 +44,7 @@ __all__ = [
 ]
 
 #: Imported when they are first asked for, so that `import hfpatch` stays light.
-_MODULES = ("callbacks", "loss", "optim")
+_MODULES = ("bench", "callbacks", "functional", "layers", "loss", "optim")
 
 
 def __getattr__(name: str) -> Any:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 PASSED, FAILED, NOT_COMPARED = "passed", "failed", "not compared"
 #: How many times farther than the original the patched model may be from the result in fp64. Two
 #: right results of many roundings differ by tenths; a wrong formula by orders of magnitude.
-_FACTOR = 2.0
+FACTOR = 2.0
 #: Without a result in fp64: how far the two may be apart, relative to the largest value.
-_APART = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+APART = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 #: Decoding steps that are compared.
 _STEPS = 3
 _TIMED_SECONDS, _TIMED_RUNS = 1.0, 5
@@ -120,24 +120,24 @@ def check_pipeline(pipeline: Any, how: How) -> tuple[dict[str, Any], Any]:
     except NoInputs as e:
         return _settle(result, NOT_COMPARED, str(e)), None
     try:
-        before = _outputs(pipeline(**inputs, **_seeded(pipeline)))
+        before = outputs_of(pipeline(**inputs, **seeded(pipeline)))
     except Exception as e:  # the pipeline's own demands, whatever they are
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         return _settle(result, NOT_COMPARED, f"a call with made-up inputs ended: {reason}"), None
     report = hfpatch.apply(pipeline, strict=True, **how.arguments)
     try:
-        patched = _outputs(pipeline(**inputs, **_seeded(pipeline)))
+        patched = outputs_of(pipeline(**inputs, **seeded(pipeline)))
     finally:
         restored = hfpatch.restore(pipeline)
     result |= {"swapped": len(report.swaps), "restored": restored == len(report.swaps)}
     if not result["restored"]:
         _settle(result, FAILED, "`restore` took back another number of swaps")
-    again = _outputs(pipeline(**inputs, **_seeded(pipeline)))
+    again = outputs_of(pipeline(**inputs, **seeded(pipeline)))
     result["bit-equal after restore"] = _same_bits(before, again)
     if not result["bit-equal after restore"]:
         _settle(result, FAILED, "the restored pipeline computes other bits than before")
     denoiser = getattr(pipeline, "transformer", None) or pipeline.unet
-    _apart(result, before, patched, _dtype_of(denoiser))
+    _apart(result, before, patched, dtype_of(denoiser))
     return result, report
 
 
@@ -160,14 +160,14 @@ class _Run:
     def __init__(
         self, model: nn.Module, inputs: Inputs, how: How, like: _Run | None = None
     ) -> None:
-        self.outputs = _outputs(_forward(model, inputs))
+        self.outputs = outputs_of(_forward(model, inputs))
         self.gradients = _gradients(model, inputs) if how.training else []
         self.steps: list[Tensor] = []
         if like is None and not how.training:
             with suppress(Exception):  # no causal language model, or one with another cache
-                self.steps = _decoded(model, inputs)
+                self.steps = decoded(model, inputs)
         elif like is not None and like.steps:
-            self.steps = _decoded(model, inputs)
+            self.steps = decoded(model, inputs)
 
     def same_bits(self, other: _Run) -> bool:
         return all(
@@ -181,7 +181,7 @@ class _Run:
 
 
 @contextmanager
-def _same_draws() -> Iterator[None]:
+def same_draws() -> Iterator[None]:
     """For models that draw numbers in eval mode too."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -189,11 +189,11 @@ def _same_draws() -> Iterator[None]:
 
 
 def _forward(model: nn.Module, inputs: Inputs) -> Any:
-    with torch.no_grad(), _same_draws():
+    with torch.no_grad(), same_draws():
         return model(**copy.copy(inputs))
 
 
-def _outputs(result: Any) -> list[Tensor]:
+def outputs_of(result: Any) -> list[Tensor]:
     """Its floating tensors, in fp64 on the CPU."""
     return [
         leaf.detach().double().cpu()
@@ -202,17 +202,17 @@ def _outputs(result: Any) -> list[Tensor]:
     ]
 
 
-def _decoded(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+def decoded(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """The logits of the last tokens, one call each, behind a call that keeps keys of the others."""
     ids = inputs.get("input_ids")
     if not hasattr(model, "generate") or not isinstance(ids, Tensor) or ids.shape[-1] <= _STEPS:
         return []
     found: list[Tensor] = []
-    with torch.no_grad(), _same_draws():
+    with torch.no_grad(), same_draws():
         cache = model(input_ids=ids[:, :-_STEPS], use_cache=True).past_key_values
         for at in range(ids.shape[1] - _STEPS, ids.shape[1]):
             one = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-            found += _outputs(one.logits)
+            found += outputs_of(one.logits)
     return found
 
 
@@ -228,7 +228,7 @@ def _with_decoders(ran: set[str], report: Any, model: nn.Module) -> set[str]:
 def _gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Of the parameters, for outputs weighed with the same random numbers each time."""
     kept = {name: p.grad for name, p in model.named_parameters()}
-    with torch.enable_grad(), _same_draws():
+    with torch.enable_grad(), same_draws():
         leaves = pytree.tree_leaves(model(**copy.copy(inputs)))
         loss: Any = 0.0
         generator = torch.Generator().manual_seed(5)
@@ -286,12 +286,12 @@ def _truth(
     return run
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def dtype_of(model: nn.Module) -> torch.dtype:
     found = getattr(model, "dtype", None)
     return found if isinstance(found, torch.dtype) else next(model.parameters()).dtype
 
 
-def _seeded(pipeline: Any) -> dict[str, Any]:
+def seeded(pipeline: Any) -> dict[str, Any]:
     pipeline.set_progress_bar_config(disable=True)
     return {"generator": torch.Generator().manual_seed(0)}
 
@@ -309,7 +309,7 @@ def _same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
 def _compare(
     result: dict[str, Any], before: _Run, patched: _Run, truth: _Run | None, model: nn.Module
 ) -> None:
-    dtype = _dtype_of(model)
+    dtype = dtype_of(model)
     if not before.outputs:
         _settle(result, NOT_COMPARED, "the model returns no floating tensor")
         return
@@ -323,12 +323,12 @@ def _compare(
         if not exact or len(original) != len(ours):
             if len(original) != len(ours):
                 _settle(result, FAILED, f"{len(ours)} {what} in place of {len(original)}")
-            elif what != "outputs" and _distance(ours, original) > _APART[dtype]:
+            elif what != "outputs" and distance(ours, original) > APART[dtype]:
                 _settle(result, FAILED, f"{what} are not those of the original")
             continue
-        theirs, mine = _distance(original, exact), _distance(ours, exact)
+        theirs, mine = distance(original, exact), distance(ours, exact)
         result[f"error of {what}"] = {"original": theirs, "patched": mine}
-        if not mine <= _FACTOR * max(theirs, torch.finfo(dtype).eps):
+        if not mine <= FACTOR * max(theirs, torch.finfo(dtype).eps):
             _settle(
                 result,
                 FAILED,
@@ -354,11 +354,11 @@ def _apart(
     result["relative difference"] = worst
     if not finite:
         _settle(result, FAILED, "NaN or infinity where the original has none, or none where it has")
-    elif dtype is not None and not worst < _APART[dtype]:
+    elif dtype is not None and not worst < APART[dtype]:
         _settle(result, FAILED, f"outputs differ by {worst:.2e} of the largest value")
 
 
-def _distance(some: list[Tensor], exact: list[Tensor]) -> float:
+def distance(some: list[Tensor], exact: list[Tensor]) -> float:
     """The root mean square difference relative to that of the values, each tensor in units of its
     largest value, so that none hides another; but of a thousandth of all tensors' largest at least:
     a gradient that is 0 (that of a bias of keys) is made of roundings alone."""

@@ -16,6 +16,7 @@ from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
 from hfpatch.kernel_build import clib
 from hfpatch.kernel_project.cli import add_kernel_commands, run_kernel_command
+from hfpatch.profiling import command as profiling
 from hfpatch.text import printable
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -91,6 +92,12 @@ def build_parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="versions, devices, and the kernel build in use")
     env.add_argument("--json", action="store_true")
     bench.add_parser(commands)
+    profiling.add_arguments(
+        commands.add_parser(
+            "profile",
+            help="where a model's time goes, as it is and patched, and where it waits for values",
+        )
+    )
     add_hub_commands(commands)
     add_kernel_commands(commands)
     setup_kernels.add_arguments(
@@ -119,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _env(args)
         if args.command == "bench":
             return bench.run(args)
+        if args.command == "profile":
+            return profiling.run_command(args)
         if args.command in HUB_COMMANDS:
             return HUB_COMMANDS[args.command](args)
         if args.command == "kernel":

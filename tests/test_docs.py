@@ -210,6 +210,8 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
         if isinstance(action, argparse._SubParsersAction):
             for sub in action.choices.values():
                 found |= flags_of(sub)
+    for other in parser.get_default("handed_over") or ():
+        found |= flags_of(other)
     return found
 
 

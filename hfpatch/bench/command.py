@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hfpatch.bench.model_command import model_parser, run_model
+
 SUITES = ("ops", "host")
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -24,7 +26,8 @@ def add_parser(commands: Any) -> None:
         "suites",
         nargs="*",
         metavar="suite",
-        help=f"{', '.join(SUITES)}; default: both, with a filter `ops`",
+        help=f"{', '.join(SUITES)}; default: both, with a filter `ops`; or `model MODEL`, which "
+        "has arguments of its own: `hfpatch bench model --help`",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--op", action="append", metavar="GLOB", help="repeatable")
@@ -56,15 +59,31 @@ def add_parser(commands: Any) -> None:
         help="write docs/performance.md from benchmarks/results/*.json and measure nothing",
     )
     parser.add_argument("--check", action="store_true", help="with --page: fail if out of date")
+    _hand_over_models(parser)
+
+
+def _hand_over_models(parser: argparse.ArgumentParser) -> None:
+    """`bench model ...` has a parser of its own: a suite's words and a model's would mix."""
+    models, own = model_parser(), parser.parse_known_args
+
+    def parse(args: Any = None, namespace: Any = None) -> Any:
+        if args and args[0] == "model":
+            return models.parse_known_args(args[1:], namespace)
+        return own(args, namespace)
+
+    parser.parse_known_args = parse  # type: ignore[method-assign]
+    parser.set_defaults(handed_over=(models,))
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; returns the exit status: 1 if a row could not be measured.
+    """The command; returns the exit status: 1 if something could not be measured or missed a gate.
 
     Raises:
         ValueError: an argument that cannot be; says what can.
         KernelLoadError: no compiled kernels.
     """
+    if args.suites == ["model"]:
+        return run_model(args)
     if args.check and not args.page:
         raise ValueError("--check belongs to --page: write `hfpatch bench --page --check`")
     if args.page:

@@ -13,21 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal
+from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal, Sizes
 
-__all__ = ["Inputs", "NoInputs", "cast", "sample_inputs"]
+__all__ = ["Inputs", "NoInputs", "Sizes", "cast", "sample_inputs"]
 
 #: Layouts that are tried before it is said that there is none.
 _TRIES = 24
 
 
-def sample_inputs(model: nn.Module, batch: int = 2, seed: int = 0) -> Inputs:
+def sample_inputs(
+    model: nn.Module, batch: int = 2, seed: int = 0, sizes: Sizes | None = None
+) -> Inputs:
     """Keyword arguments of one forward of a transformers or diffusers model.
 
     Args:
         model: on the device and in the dtype that it is to run in; it runs, without gradients.
         batch: the first dimension.
         seed: other numbers of the same shapes; equal seeds give equal values in every dtype.
+        sizes: what differs from the small sizes that are chosen here; notes which were used.
 
     Returns:
         Tensors on the model's device, floating ones in its dtype where they are activations.
@@ -37,7 +40,7 @@ def sample_inputs(model: nn.Module, batch: int = 2, seed: int = 0) -> Inputs:
     """
     first: Exception | None = None
     tried = 0
-    for inputs in _proposals(model, batch, seed):
+    for inputs in _proposals(model, batch, seed, sizes):
         tried += 1
         try:
             with torch.no_grad():
@@ -59,11 +62,11 @@ def sample_inputs(model: nn.Module, batch: int = 2, seed: int = 0) -> Inputs:
     ) from first
 
 
-def _proposals(model: nn.Module, batch: int, seed: int) -> Iterator[Inputs]:
+def _proposals(model: nn.Module, batch: int, seed: int, sizes: Sizes | None) -> Iterator[Inputs]:
     config = getattr(model, "config", None)
     if config is None:
         raise NoInputs(f"`{type(model).__name__}` has no `config` to make inputs from")
-    proposal = Proposal(model, batch, seed)
+    proposal = Proposal(model, batch, seed, sizes)
     if hasattr(config, "to_diff_dict"):  # a PretrainedConfig
         from hfpatch.inputs.of_transformers import proposals
     else:

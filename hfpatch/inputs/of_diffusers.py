@@ -99,44 +99,51 @@ def _shapes(p: Proposal) -> Iterator[tuple[tuple[int, ...], tuple[int, int, int]
     channels = _get(p, "in_channels", "num_channels_in", "encoder_in_channels", "audio_channels")
     channels = channels or 3
     patch = _patch(p)
-    rows, columns = _ROWS * patch, _COLUMNS * patch
+    rows = p.sizes.get("height", _ROWS * patch)
+    columns = p.sizes.get("width", _COLUMNS * patch)
+    chosen = bool(p.sizes.used & {"height", "width"})
     size = _get(p, "sample_size")
-    side = size if isinstance(size, int) else None
+    side = size if isinstance(size, int) and not chosen else None
+    high, wide, frame_count = rows // patch, columns // patch, _FRAMES
     tokens = p.has("img_ids") or p.has("img_shapes") or (p.has("num_frames") and p.has("width"))
-    flat = (1, _ROWS, _COLUMNS)
-    video = (_FRAMES, _ROWS, _COLUMNS)
+    flat = (1, high, wide)
+    if p.has("num_frames") or "Video" in own or "3D" in own:
+        frame_count = p.sizes.get("frames", _FRAMES)
+    video = (frame_count, high, wide)
     if tokens and p.has("num_frames"):
-        yield (_FRAMES * _ROWS * _COLUMNS, channels), video
+        yield (frame_count * high * wide, channels), video
         return
     if tokens:
-        yield (_ROWS * _COLUMNS, channels), flat
+        yield (high * wide, channels), flat
     if p.has("x") and not p.has("sample"):
         yield (channels, 1, rows, columns), flat
     depth = len(_list(p, "block_out_channels", "encoder_block_out_channels", "down_block_types"))
     if own.startswith(("Autoencoder", "VQ", "Asymmetric", "ConsistencyDecoder")):
         side = 16 * max(1, 2 ** (max(depth, 4) - 4)) * 2
+        side = p.sizes.get("height", side)
+        across = p.sizes.get("width", side)
         if "Oobleck" in own:
             yield (channels, 4096), flat
-        yield (channels, side, side), flat
-        yield (channels, 1, side, side), flat
-        yield (channels, 9, side, side), (9, side, side)
-        yield (channels, 8, side, side), (8, side, side)
+        yield (channels, side, across), flat
+        yield (channels, 1, side, across), flat
+        for count in (9, 8) if "frames" not in p.sizes.unused() else (p.sizes.get("frames"),):
+            yield (channels, count, side, across), (count, side, across)
         return
-    cube = (channels, _FRAMES, rows, columns)
+    cube = (channels, frame_count, rows, columns)
     if "Video" in own or "3D" in own or p.has("num_frames"):
         yield cube, video
-        yield (_FRAMES, channels, rows, columns), video
+        yield (frame_count, channels, rows, columns), video
         frames = _get(p, "sample_frames", "num_frames")
         if side and isinstance(frames, int):
             yield (channels, frames, side, side), (frames, side // patch, side // patch)
-    if side is None and depth:
+    if side is None and depth and not chosen:
         side = 8 * 2 ** max(depth - 3, 0)
     if side:
         yield (channels, side, side), (1, side // patch, side // patch)
         yield (channels, side), flat
     yield (channels, rows, columns), flat
     yield cube, video
-    yield (_FRAMES, channels, rows, columns), video
+    yield (frame_count, channels, rows, columns), video
     yield (channels, 64), flat
     yield (24, channels), flat
 

@@ -8,14 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.inputs.proposal import Inputs, NoInputs
+from hfpatch.inputs.proposal import Inputs, NoInputs, Sizes
 
 #: What pipelines call the model that takes a step.
 _DENOISERS = ("transformer", "unet", "prior")
 
 
-def pipeline_inputs(pipeline: Any, seed: int = 0) -> Inputs:
-    """Keyword arguments of a short call: two steps, the smallest picture or video.
+def denoiser_of(pipeline: Any) -> Any:
+    """The model that takes a step, or None."""
+    return next((getattr(pipeline, n, None) for n in _DENOISERS if hasattr(pipeline, n)), None)
+
+
+def pipeline_inputs(
+    pipeline: Any, seed: int = 0, batch: int = 1, sizes: Sizes | None = None
+) -> Inputs:
+    """Keyword arguments of a short call: two steps, the smallest picture or video, or of `sizes`.
 
     Raises:
         NoInputs: the pipeline's call or its denoiser is of no known kind.
@@ -23,7 +30,7 @@ def pipeline_inputs(pipeline: Any, seed: int = 0) -> Inputs:
     from hfpatch.inputs import sample_inputs
 
     name = type(pipeline).__name__
-    denoiser = next((getattr(pipeline, n, None) for n in _DENOISERS if hasattr(pipeline, n)), None)
+    denoiser = denoiser_of(pipeline)
     if not isinstance(denoiser, nn.Module):
         raise NoInputs(f"`{name}` has none of {', '.join(f'`{n}`' for n in _DENOISERS)}")
     parameters = inspect.signature(type(pipeline).__call__).parameters
@@ -38,12 +45,16 @@ def pipeline_inputs(pipeline: Any, seed: int = 0) -> Inputs:
         "return_dict": False,
     }
     if "prompt_embeds" in parameters:
-        given = sample_inputs(denoiser, batch=1, seed=seed)
+        given = sample_inputs(denoiser, batch=batch, seed=seed)
         made |= _prompts(given, parameters)
     elif "class_labels" in parameters:
         made["class_labels"] = [1]
     elif "prompt" in parameters and getattr(pipeline, "tokenizer", None) is not None:
         made["prompt"] = "a lighthouse at dusk"
+    sizes = sizes or Sizes()
+    for size_name, size in (("height", "height"), ("width", "width"), ("num_frames", "frames")):
+        if size_name in parameters:
+            made[size_name] = sizes.get(size, made[size_name])
     images = [n for n in ("image", "video", "mask_image") if n in parameters]
     if any(parameters[n].default is inspect.Parameter.empty for n in images):
         raise NoInputs(f"`{name}` starts from `{images[0]}`, which is not made up")

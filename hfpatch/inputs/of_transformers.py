@@ -30,7 +30,7 @@ def proposals(p: Proposal) -> Iterator[Inputs]:
     for value in _MAIN[main](p):
         inputs: Inputs = {main: value}
         if p.has("input_ids") and main != "input_ids" and _pairs(p):
-            inputs["input_ids"] = _ids(p, LENGTH)
+            inputs["input_ids"] = _ids(p)
         if p.has("pixel_values") and main == "input_ids" and _pairs(p):
             inputs["pixel_values"] = next(_pixels(p))
         _complete(p, inputs)
@@ -51,9 +51,9 @@ def _complete(p: Proposal, inputs: Inputs) -> None:
     if "input_ids" in inputs and p.has("attention_mask") and not _causal(p):
         inputs["attention_mask"] = p.mask(inputs["input_ids"].shape[1])
     if decoder:
-        inputs["decoder_input_ids"] = _ids(p, ANSWER)
+        inputs["decoder_input_ids"] = _ids(p, answer=True)
     if p.has("bbox"):
-        corners = p.integers(100, p.batch, LENGTH, 4)
+        corners = p.integers(100, p.batch, p.sizes.get("length", LENGTH), 4)
         corners[..., 2:] += 100  # right of and below the others
         inputs["bbox"] = corners
     if p.has("spatial_shapes") and "pixel_values" in inputs:
@@ -77,10 +77,11 @@ def _causal(p: Proposal) -> bool:
 # Text -------------------------------------------------------------------------------------------
 
 
-def _ids(p: Proposal, length: int) -> Tensor:
+def _ids(p: Proposal, answer: bool = False) -> Tensor:
+    length = ANSWER if answer else p.sizes.get("length", LENGTH)
     text = getattr(p.config, "text_config", None)
     if text is None:
-        text = p.config.get_text_config(decoder=length == ANSWER)
+        text = p.config.get_text_config(decoder=answer)
     vocabulary = _number(text, "vocab_size") or _number(p.config, "vocab_size", "num_tokens")
     if vocabulary is None:
         raise NoInputs(f"`{type(p.model).__name__}`: its config has no `vocab_size`")
@@ -96,7 +97,7 @@ def _ids(p: Proposal, length: int) -> Tensor:
 
 
 def _texts(p: Proposal) -> Iterator[Tensor]:
-    yield _ids(p, LENGTH)
+    yield _ids(p)
 
 
 def _text_around_images(p: Proposal) -> Iterator[Inputs]:
@@ -117,7 +118,7 @@ def _text_around_images(p: Proposal) -> Iterator[Inputs]:
     if not all(isinstance(t, Tensor) for t in tensors):
         return
     count = sum(t.numel() // t.shape[-1] for t in tensors) // p.batch
-    ids = _ids(p, LENGTH)
+    ids = _ids(p)
     images = torch.full((p.batch, count), token, device=ids.device)
     inputs: Inputs = {"input_ids": torch.cat((ids[:, :2], images, ids[:, 2:]), 1)}
     inputs["pixel_values"] = pixels
@@ -134,8 +135,10 @@ def _pixels(p: Proposal) -> Iterator[Tensor]:
     vision = getattr(p.config, "vision_config", None) or p.config
     backbone = getattr(p.config, "backbone_config", None)
     channels = _number(vision, "num_channels", "in_channels", "in_chans") or 3
-    sides = _side(vision) or _side(backbone) or (64, 64)
+    own = _side(vision) or _side(backbone) or (64, 64)
+    sides = p.sizes.get("height", own[0]), p.sizes.get("width", own[1])
     frames = _number(vision, "num_frames", "frames_per_clip", "video_length")
+    frames = frames and p.sizes.get("frames", frames)
     patch = _number(vision, "patch_size")
     if p.has("spatial_shapes") and patch:
         yield p.floats(p.batch, 16, channels * patch * patch)
@@ -143,7 +146,7 @@ def _pixels(p: Proposal) -> Iterator[Tensor]:
         yield p.floats(p.batch, frames, channels, *sides)
         yield p.floats(p.batch, channels, frames, *sides)
     yield p.floats(p.batch, channels, *sides)
-    if sides != (64, 64):
+    if sides == own and own != (64, 64):
         yield p.floats(p.batch, channels, 64, 64)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +18,33 @@ class NoInputs(ValueError):
     """No inputs could be made for a model."""
 
 
+class Sizes:
+    """Sizes that somebody asked for, and which of them inputs were made with.
+
+    Names: "length" (tokens of a text), "height" and "width" (of a denoiser alone in latents, else
+    in pixels), "frames".
+    """
+
+    def __init__(self, given: Mapping[str, int] | None = None) -> None:
+        self._given = dict(given or {})
+        self.used: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self._given:
+            return default
+        self.used.add(name)
+        return self._given[name]
+
+    def unused(self) -> list[str]:
+        return [name for name in self._given if name not in self.used]
+
+
 class Proposal:
     """One model's, from the same random numbers each time."""
 
-    def __init__(self, model: nn.Module, batch: int, seed: int) -> None:
+    def __init__(self, model: nn.Module, batch: int, seed: int, sizes: Sizes | None = None) -> None:
         self.model, self.batch = model, batch
+        self.sizes = sizes or Sizes()
         self.config: Any = model.config
         found = inspect.signature(model.forward).parameters
         self.parameters = {

@@ -1,0 +1,1 @@
+"""`hfpatch profile`: where a model's time goes, as it is and patched."""

@@ -1,0 +1,132 @@
+"""`hfpatch.functional` and `hfpatch.layers`: the kernels by name, and what stands in for them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+import hfpatch
+from hfpatch import functional, layers, sources
+from hfpatch.errors import KernelLoadError
+from hfpatch.ops import OPS
+
+X, W = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)), torch.full((64,), 1.5)
+
+
+@pytest.fixture
+def no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nothing was compiled."""
+
+    def refuse(*_: Any) -> None:
+        raise KernelLoadError("no compiled kernels in this installation")
+
+    monkeypatch.setattr(sources, "local_package", refuse)
+    monkeypatch.setattr(functional, "_warned", set())
+    monkeypatch.delenv("HFPATCH_FALLBACK", raising=False)
+
+
+def test_every_op_has_its_signature(kernels_module: object) -> None:
+    assert dir(hfpatch.functional) == sorted(OPS)
+    for name, op in OPS.items():
+        own = sources.local_package().kernel(name).fn
+        assert list(inspect.signature(own).parameters) == list(
+            inspect.signature(getattr(functional, name)).parameters
+        ), name
+        assert getattr(functional, name).__doc__ == op.reference.__doc__
+    with pytest.raises(AttributeError, match=r"no op 'rms_nrm': expected one of .*rms_norm"):
+        _ = functional.rms_nrm
+
+
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("rms_norm", (X, W), {"cast": "input"}),
+    ("layer_norm", (X, W), {"eps": 1e-6}),
+    ("gelu", (X,), {"approximate": "tanh"}),
+    ("gated", (X, X), {"activation": "gelu"}),
+    ("gated_packed", (X,), {}),
+    ("add_rms_norm", (X, X, W), {}),
+    ("add_gelu", (X, W), {}),
+    ("mul_add", (X, X, X), {}),
+    ("softmax", (X,), {}),
+    ("argmax", (X,), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS, ids=[c[0] for c in CALLS])
+def test_the_kernel_and_the_fallback_agree(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kernels_module: object,
+    request: pytest.FixtureRequest,
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_kernel = getattr(functional, name)(*args, **kwargs)
+    request.getfixturevalue("no_build")
+    with pytest.warns(RuntimeWarning, match=f"`{name}` is computed by PyTorch's operators"):
+        by_torch = getattr(functional, name)(*args, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said once
+        getattr(functional, name)(*args, **kwargs)
+    torch.testing.assert_close(by_kernel, by_torch, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("no_build")
+def test_a_fallback_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFPATCH_FALLBACK", "error")
+    with pytest.raises(KernelLoadError, match=r"`silu`: no compiled kernels.*HFPATCH_FALLBACK"):
+        functional.silu(X)
+    monkeypatch.setenv("HFPATCH_FALLBACK", "maybe")
+    with pytest.raises(ValueError, match="must be `warn` or `error`, got 'maybe'"):
+        functional.silu(X)
+
+
+def test_another_dtype_is_computed_by_torch(
+    kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "_warned", set())
+    with pytest.warns(RuntimeWarning, match=r"computes float32, .*got torch.float64"):
+        y = functional.silu(X.double())
+    torch.testing.assert_close(y, torch.nn.functional.silu(X.double()))
+
+
+def test_layers_take_the_weights_of_transformers(kernels_module: object) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
+    theirs_and_ours: list[tuple[Any, Any]] = [
+        (LlamaMLP(LlamaConfig(**sizes)), layers.GatedMLP(64, 96)),
+        (Phi3MLP(Phi3Config(**sizes)), layers.PackedGatedMLP(64, 96, "silu")),
+        (LlamaRMSNorm(64, 1e-5), layers.RMSNorm(64, 1e-5)),
+        (torch.nn.LayerNorm(64), layers.LayerNorm(64)),
+    ]
+    for theirs, ours in theirs_and_ours:
+        ours.load_state_dict(theirs.state_dict(), strict=True)
+        x, z = (X.clone().requires_grad_() for _ in range(2))
+        expected, got = theirs(x), ours(z)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        expected.square().sum().backward()
+        got.square().sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(z.grad, x.grad, rtol=1e-4, atol=1e-5)
+
+
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (lambda: layers.GatedMLP(0, 4), ValueError, "`hidden_size` must be at least 1, got 0"),
+    (lambda: layers.GatedMLP(4, "8"), TypeError, "`intermediate_size` must be an int, got str"),
+    (lambda: layers.GatedMLP(4, 4, "silou"), ValueError, "Did you mean `silu`"),
+    (lambda: layers.RMSNorm(4, cast="all"), ValueError, "`cast` must be one of none, input"),
+    (lambda: layers.RMSNorm(4, weight_offset=1.0), ValueError, "needs `cast='none'`"),
+    (lambda: layers.LayerNorm(2.5), TypeError, "`hidden_size` must be an int, got float"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "said"), BAD, ids=[b[2] for b in BAD])
+def test_what_cannot_be(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()

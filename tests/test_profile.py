@@ -1,0 +1,107 @@
+"""`hfpatch profile`: the files it writes, what it finds, and its gate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import check_cases
+import pytest
+
+from hfpatch import cli
+
+FILES = {
+    "profile.html",
+    "profile.json",
+    "profile_report.txt",
+    "profile_trace.json",
+    "profile_trace_eager.json",
+}
+WAITS = """import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum().item() > 1e9:
+            return x
+        return y
+
+
+def make():
+    return Model(), {"x": torch.ones(2, 4)}
+
+
+def linear():
+    return nn.Linear(4, 4), {"input": torch.ones(2, 4)}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: a profile is about them."""
+
+
+def profiled(out: Path, *words: str, status: int = 0) -> dict[str, Any]:
+    assert cli.main(["profile", *words, "--out", str(out)]) == status
+    assert {path.name for path in out.iterdir()} == FILES
+    found: dict[str, Any] = json.loads((out / "profile.json").read_text())
+    return found
+
+
+def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(check_cases.write("zoo-llama", tmp_path))
+    found = profiled(tmp_path / "out", folder, "--random-weights", "--seq-len", "16")
+    eager, patched = found["profiles"]["eager"], found["profiles"]["patched"]
+    assert 0 < patched["launches"] < eager["launches"]
+    norm = "model.layers.0.input_layernorm"
+    assert patched["modules"][norm]["launches"] == 1 < eager["modules"][norm]["launches"]
+    assert patched["modules"][norm]["us"] > 0
+    names = {row["name"] for row in patched["operators"]}
+    assert "aten::mm" in names and any(name.endswith("::rms_norm") for name in names)
+    assert sum(row["share"] for row in eager["operators"]) == pytest.approx(1)
+    assert eager["gaps"]["longest_us"] <= eager["gaps"]["us"]
+    trace = json.loads((tmp_path / "out" / "profile_trace.json").read_text())
+    assert any(e.get("name") == f"module {norm}" for e in trace["traceEvents"])
+    page = (tmp_path / "out" / "profile.html").read_text()
+    assert norm in page and "<script" not in page
+    said = capsys.readouterr().out
+    assert norm in said and "nsys profile" in said and "ncu --set full" in said
+    assert "--seq-len 16" in said
+
+
+def test_decoding_steps_are_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a hook on a module would turn off."""
+    folder = str(check_cases.write("zoo-llama", tmp_path))
+    found = profiled(tmp_path / "out", folder, "--random-weights", "--new-tokens", "4")
+    eager, patched = found["profiles"]["eager"], found["profiles"]["patched"]
+    assert patched["launches"] < 0.7 * eager["launches"]
+    assert not patched["modules"] and "modules are not timed apart" in capsys.readouterr().out
+
+
+def test_a_pipeline(tmp_path: Path) -> None:
+    folder = str(check_cases.write("zoo-ltx-pipeline", tmp_path))
+    found = profiled(tmp_path / "out", folder, "--random-weights", "--steps", "1")
+    paths = found["profiles"]["patched"]["modules"]
+    assert any(path.startswith("transformer.") for path in paths)
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch. nothing was swapped")
+def test_a_planted_item_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "waits.py"
+    file.write_text(WAITS)
+    line = 1 + WAITS.splitlines().index("        if y.sum().item() > 1e9:")
+    gate = ("--max-syncs", "0")
+    found = profiled(tmp_path / "out", f"{file}:make", *gate, status=1)
+    (sync,) = found["profiles"]["patched"]["syncs"]
+    assert sync["count"] == 1 and sync["at"] == f"{file}:{line} in forward"
+    said = capsys.readouterr().out
+    assert "gate missed: --max-syncs 0: got 1" in said and f"waits.py:{line}" in said
+    profiled(tmp_path / "more", f"{file}:make", "--max-syncs", "1")
+    assert profiled(tmp_path / "none", f"{file}:linear", *gate)["swapped"] == 0
