@@ -8,6 +8,7 @@ token that its hidden state predicts, and `ignore_index` stands at prompts and p
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -171,7 +172,7 @@ def _dpo_losses(
         clean: Tensor = s * F.logsigmoid(-z) - (1 - s) * F.logsigmoid(z)
         return clean.div(1 - 2 * s)
     if loss_type == "exo_pair":
-        right, wrong = torch.tensor([1 - s, s], dtype=torch.float64).log().tolist()
+        right, wrong = math.log1p(-s), math.log(s)
         return z.sigmoid() * (F.logsigmoid(z) - right) + (-z).sigmoid() * (F.logsigmoid(-z) - wrong)
     if loss_type == "nca_pair":
         both = F.logsigmoid(-beta * c) + F.logsigmoid(-beta * r)
