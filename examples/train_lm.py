@@ -44,7 +44,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=at_least(3), default=8)
     parser.add_argument("--batch-size", type=at_least(1), default=1)
     parser.add_argument("--sequence-length", type=at_least(2), default=64, help="in tokens")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument(
+        "--batches", type=at_least(1), default=2, help="after so many the text begins anew"
+    )
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--output", type=Path, default=Path("outputs/train_lm.png"))
     add_device_arguments(parser)
     args = parser.parse_args(argv)
@@ -57,17 +60,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def batches(tokenizer: Any, args: argparse.Namespace) -> torch.Tensor:
-    """Token ids [steps, batch size, sequence length], one text behind the other."""
+    """Token ids [steps, batch size, sequence length], one text behind the other.
+
+    They come again soon, so that a few steps are enough for a loss that falls.
+    """
     files = [args.text] if args.text else sorted(DOCS.glob("*.md"))
     text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
-    shape = (args.steps, args.batch_size, args.sequence_length)
+    distinct = min(args.batches, args.steps)
+    shape = (distinct, args.batch_size, args.sequence_length)
     wanted = torch.Size(shape).numel()
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     if not len(ids):
         raise ValueError("`--text`: expected a text, got an empty file")
-    return ids.repeat(-(-wanted // len(ids)))[:wanted].view(
-        shape
-    )  # from the front again at its end
+    ids = ids.repeat(-(-wanted // len(ids)))[:wanted].view(shape)
+    return ids[torch.arange(args.steps) % distinct]
 
 
 def train(way: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ def test_the_curves_agree(tmp_path: Path) -> None:
         assert len(one["losses"]) == 4 and len(one["all_seconds"]) == 3
         assert one["peak_bytes"] > 1 << 30, "weights, gradients and two moments"
     pairs = list(zip(runs["original"]["losses"], runs["patched"]["losses"], strict=True))
+    assert runs["original"]["losses"][2] < runs["original"]["losses"][0], "of the same tokens"
     assert max(abs(a - b) for a, b in pairs) == result["largest_difference"] < 1e-4
     assert "linear_cross_entropy" in {s["op"] for s in runs["patched"]["report"]["swaps"]}
     assert (tmp_path / "outputs" / "train_lm.png").read_bytes().startswith(b"\x89PNG")
