@@ -17,6 +17,7 @@ computes them once, and adds up the weight's gradient over chunks of rows in the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     scale: float = 1.0,
     softcap: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,
+    num_items: Tensor | float | None = None,
 ) -> Tensor:
     """`cross_entropy(softcapped(linear(hidden, weight, bias) * scale).float(), target)` in pieces.
 
@@ -62,17 +66,35 @@ def linear_cross_entropy(
         label_smoothing: from 0 to 1, as `torch.nn.functional.cross_entropy` has it.
         scale: what the logits are multiplied with, before the softcap.
         softcap: 0, or the c of ``c * tanh(logits / c)``.
+        z_loss: adds ``z_loss * lse ** 2`` of each row (PaLM, arXiv:2204.02311).
+        class_weight: ``[V]`` or None: `torch.nn.functional.cross_entropy`'s `weight`. With it, and
+            with `z_loss`, PyTorch's operators stand in for the kernel: no more memory, more time.
+        num_items: what the sum is divided by in place of the rows that count, where gradients are
+            accumulated over batches; for ``reduction="mean"``.
 
     Returns:
         fp32: 0 dimensions, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.
 
     Raises:
-        ValueError: shapes or dtypes that do not belong together; another `reduction`.
+        ValueError: shapes or dtypes that do not belong together; another `reduction`; on a CPU a
+            target out of range, whose loss is NaN on a GPU.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"`reduction`: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    _check(hidden, weight, target, bias)
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"`num_items`: expected it with `reduction='mean'`, got {reduction!r}")
+    check_head(hidden, weight, target, bias, ignore_index)
     rows = target.to(hidden.device, torch.int64).reshape(-1)
+    if z_loss or class_weight is not None:
+        from hfpatch import head_rows  # it stands on this module
+
+        losses, z, found = head_rows.weighted_rows(
+            hidden, weight, target, bias, ignore_index, label_smoothing,
+            head_rows.Form(scale, softcap), z_loss, class_weight,
+        )  # fmt: skip
+        if reduction == "none":
+            return (losses + z).reshape(target.shape)
+        return head_rows.reduced(losses, z, reduction, found, rows, class_weight, num_items)[0]
     options = (int(ignore_index), float(label_smoothing), float(scale), float(softcap))
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _LinearCrossEntropy.apply
@@ -81,8 +103,9 @@ def linear_cross_entropy(
         return loss.reshape(target.shape)
     total = loss.sum(dtype=torch.float64)
     if reduction == "mean":
-        total = total / (rows != ignore_index).sum()
-    return total.to(torch.float32)
+        items = (rows != ignore_index).sum() if num_items is None else num_items
+        total = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+    return total.to(torch.float32).reshape(())
 
 
 def refusal(hidden: Tensor, weight: Tensor) -> str | None:
@@ -92,7 +115,10 @@ def refusal(hidden: Tensor, weight: Tensor) -> str | None:
     return tensor_refusal("cross_entropy", hidden) or tensor_refusal("cross_entropy", weight)
 
 
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+def check_head(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int = -100
+) -> None:
+    """Raises ValueError where a head, what it is given and its targets do not belong together."""
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"`weight`: expected [V, {hidden.shape[-1] if hidden.dim() else 'H'}], the last "
@@ -103,10 +129,23 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
             f"`target`: expected shape {list(hidden.shape[:-1])}, that of `hidden` without its "
             f"last dimension, got {list(target.shape)}"
         )
-    if target.is_floating_point() or target.is_complex():
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"`target`: expected integers, got {target.dtype}")
+    check_targets(target, len(weight), ignore_index)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"`bias`: expected [{weight.shape[0]}], got {list(bias.shape)}")
+
+
+def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Raises ValueError for one out of range. A GPU is not waited for: there its loss is NaN."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+    if len(wrong):
+        raise ValueError(
+            f"`target`: expected 0 to {classes - 1}, or `ignore_index` {ignore_index}, got "
+            f"{int(wrong[0])}; is the tokenizer larger than the head?"
+        )
 
 
 def _ops() -> Any:
@@ -150,16 +189,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grads = _Gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias)
-        size = len(hidden) * hidden.element_size()
-        count = max(LEAST, CHUNK_BYTES // max(size, 1))
-        for start in range(0, len(weight), count):
-            part = slice(start, min(start + count, len(weight)))
+        grads = Gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias)
+        for part in grads.parts(hidden.element_size()):
             grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
         return *grads.results(), None, None
 
 
-class _Gradients:
+class Gradients:
     """The gradients of a head, made from those of the logits of some classes at a time."""
 
     def __init__(
@@ -172,9 +208,22 @@ class _Gradients:
         wants_bias: bool,
     ) -> None:
         self.x, self.weight, self.bias = hidden, weight, bias
-        self.dx = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.dx = torch.zeros_like(hidden, dtype=wide) if wants_hidden else None
         self.dw = torch.empty_like(weight) if wants_weight else None
         self.db = torch.empty_like(bias) if wants_bias and bias is not None else None
+
+    def parts(self, size: int) -> Iterator[slice]:
+        """Slices of the classes; `size`: bytes of an element of what is made of them."""
+        count = max(LEAST, CHUNK_BYTES // max(len(self.x) * size, 1))
+        for start in range(0, len(self.weight), count):
+            yield slice(start, min(start + count, len(self.weight)))
+
+    def logits(self, part: slice, scale: float) -> Tensor:
+        """The head's result for some classes, [N, part], times `scale`."""
+        dtype = self.x.dtype
+        bias = None if self.bias is None else self.bias[part].to(dtype)
+        return _logits(self.x, self.weight[part].to(dtype), bias, scale)
 
     def of_logits(
         self,
@@ -192,8 +241,7 @@ class _Gradients:
         """
         ignore_index, smoothing, scale, softcap = options
         dtype = self.x.dtype
-        own_bias = None if self.bias is None else self.bias[part].to(dtype)
-        z = _logits(self.x, self.weight[part].to(dtype), own_bias, scale)
+        z = self.logits(part, scale)
         inside = (target >= part.start) & (target < part.stop)
         counted = target != ignore_index
         first = z[:, 0].float()
@@ -246,7 +294,7 @@ class _Gradients:
             else:  # fp32 parameters under autocast
                 self.dw[part] = torch.mm(d.t(), self.x)
         if self.db is not None:
-            self.db[part] = d.sum(0, dtype=torch.float32)
+            self.db[part] = d.sum(0, dtype=torch.promote_types(d.dtype, torch.float32))
 
     def results(self) -> tuple[Tensor | None, ...]:
         """Of hidden, weight and bias; None where none is wanted."""
@@ -256,7 +304,7 @@ class _Gradients:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """`total += a @ b`, in fp32 where PyTorch's products of half types can."""
-    if a.dtype == torch.float32:
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
         torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)

@@ -5,6 +5,9 @@ one by transformers' own setting, before or after `apply`:
 
     model.loss_function = hfpatch.loss.causal_lm
     del model._loss_function  # the model's own again
+
+What begins with `linear_` takes a head's input and weight in place of logits, which then never
+exist all at once: cross entropy, and losses of preferences, rewards and distillation.
 """
 
 from __future__ import annotations
@@ -17,13 +20,54 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hfpatch.deferred_logits import DeferredLogits
+from hfpatch.divergence import Teacher, linear_jsd, linear_kl, linear_tvd
 from hfpatch.errors import KernelLoadError
 from hfpatch.handover import local_kernel, tensor_refusal, warn_of_handover
 from hfpatch.head_loss import linear_cross_entropy
+from hfpatch.head_rows import (
+    CrossEntropy,
+    LogProbs,
+    linear_cross_entropy_and_metrics,
+    linear_log_probs,
+    linear_log_probs_and_entropy,
+)
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.preference import (
+    Grpo,
+    Kto,
+    Preference,
+    linear_cpo,
+    linear_dpo,
+    linear_grpo,
+    linear_kto,
+    linear_orpo,
+    linear_simpo,
+)
 from hfpatch.sources import Kernel, local_package
 
-__all__ = ["causal_lm", "linear_cross_entropy", "masked_lm"]
+__all__ = [
+    "CrossEntropy",
+    "Grpo",
+    "Kto",
+    "LogProbs",
+    "Preference",
+    "Teacher",
+    "causal_lm",
+    "linear_cpo",
+    "linear_cross_entropy",
+    "linear_cross_entropy_and_metrics",
+    "linear_dpo",
+    "linear_grpo",
+    "linear_jsd",
+    "linear_kl",
+    "linear_kto",
+    "linear_log_probs",
+    "linear_log_probs_and_entropy",
+    "linear_orpo",
+    "linear_simpo",
+    "linear_tvd",
+    "masked_lm",
+]
 
 _warned: set[str] = set()
 
