@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib
-import inspect
 import json
 import re
 import signal
@@ -34,41 +33,11 @@ from torch import Tensor, nn
 import hfpatch
 from hfpatch.bench import results
 from hfpatch.check import FAILED, NOT_COMPARED, PASSED, How, check_model
-from hfpatch.inputs import NoInputs, sample_inputs
+from hfpatch.coverage.models import MOST, of_diffusers, of_transformers
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
 
-#: Parameters up to which a model counts as small.
-_MOST = 60_000_000
 #: Seconds that one model may take, its fp64 twin and gradients included.
 _SECONDS = 60
-
-#: What makes a configuration of transformers small, where it has such a number.
-_SMALL = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim"), 96),
-    **dict.fromkeys(("decoder_ffn_dim", "feed_forward_size", "dim_feedforward"), 96),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "attention_head_dim"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
-    "vocab_size": 199,
-    "max_position_embeddings": 128,
-    "image_size": 32,
-    "patch_size": 8,
-    "projection_dim": 64,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-#: Of numbers that mean a size of the input, tokens that must be in the vocabulary.
-_TOKENS = re.compile(r"_token_id$|_token_index$")
 
 
 class TooLong(BaseException):
@@ -87,125 +56,6 @@ def at_most(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def of_transformers() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    for kind in sorted(CONFIG_MAPPING_NAMES):
-        named = MODEL_MAPPING_NAMES.get(kind)
-        for name in (named,) if isinstance(named, str) else named or ():
-            yield f"transformers {name} ({kind})", lambda k=kind, n=name: transformers_model(k, n)
-
-
-def transformers_model(kind: str, name: str) -> nn.Module:
-    import transformers
-
-    config = shrunk(transformers.CONFIG_MAPPING[kind]())
-    cls = getattr(transformers, name)
-    model: nn.Module = cls(config)
-    return model
-
-
-def shrunk(config: Any) -> Any:
-    """The same configuration with small numbers, its parts too."""
-    cls = type(config)
-    given = config.to_dict()
-    small: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in _SMALL and isinstance(value, int) and not isinstance(value, bool):
-            small[key] = min(value, _SMALL[key])
-        elif _TOKENS.search(key) and isinstance(value, int) and value >= 199:
-            small[key] = 7
-    parts = {
-        key: shrunk(part)
-        for key in getattr(cls, "sub_configs", {})
-        if (part := getattr(config, key, None)) is not None and hasattr(part, "to_dict")
-    }
-    small |= {k: p.to_dict() for k, p in parts.items()}
-    for attempt in (small, {k: v for k, v in small.items() if k in parts or "num" in k}):
-        try:
-            return cls(**attempt)
-        except Exception:  # this one's own rules: sizes that must fit
-            continue
-    for key, value in small.items():
-        if key not in parts:
-            setattr(config, key, value)
-    return config
-
-
-def of_diffusers() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    import diffusers
-    from diffusers import ModelMixin
-
-    for name in sorted(diffusers._import_structure.get("models", ())):
-        try:
-            cls = getattr(diffusers, name)
-        except Exception:  # needs a package that is not here
-            continue
-        if inspect.isclass(cls) and issubclass(cls, ModelMixin) and cls is not ModelMixin:
-            yield f"diffusers {name}", lambda c=cls: diffusers_model(c)
-
-
-#: Of diffusers' constructors.
-_DIFFUSERS = {
-    **dict.fromkeys(("num_layers", "n_layers", "num_single_layers", "depth", "num_blocks"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_heads", "n_kv_heads"), 4),
-    **dict.fromkeys(("num_refiner_layers", "n_refiner_layers", "num_double_layers"), 1),
-    **dict.fromkeys(("joint_attention_dim", "cross_attention_dim", "caption_channels"), 48),
-    **dict.fromkeys(("cap_feat_dim", "text_embed_dim", "text_dim", "encoder_hid_dim"), 48),
-    **dict.fromkeys(("pooled_projection_dim", "caption_projection_dim"), 64),
-    **dict.fromkeys(("base_dim", "decoder_base_dim", "inner_dim", "dim", "in_visual_dim"), 32),
-    "attention_head_dim": 16,
-    "vace_layers": [0, 1],
-    "inject_layers": [0],
-    "sample_size": 16,
-    "hidden_size": 64,
-    "num_embeds_ada_norm": 100,
-}
-
-
-def diffusers_model(cls: Any) -> nn.Module:
-    """As the class's defaults say, but for small numbers; channels of VAEs and UNets too."""
-    parameters = inspect.signature(cls.__init__).parameters
-    small: dict[str, Any] = {k: v for k, v in _DIFFUSERS.items() if k in parameters}
-    for key, parameter in parameters.items():
-        default = parameter.default
-        if "block_out_channels" in key and isinstance(default, (tuple, list)):
-            small[key] = type(default)([32] * len(default))
-        elif key.startswith("layers_per_block") and isinstance(default, int):
-            small[key] = 1
-        elif key.startswith("axes_dim") and isinstance(default, (tuple, list)):
-            small[key] = type(default)([4, 6, 6][: len(default)])
-    wide = {k: 64 for k in small if _DIFFUSERS.get(k) == 48}
-    attempts = [
-        small,
-        small | wide,
-        *({k: v for k, v in small.items() if k != left_out} for left_out in small),
-    ]
-    attempts += [{k: v for k, v in small.items() if "num" in k or k.startswith("n_")}, {}]
-    first: Exception | None = None
-    built: nn.Module | None = None
-    for attempt in attempts:
-        try:
-            with torch.device("meta"):
-                size = sum(p.numel() for p in cls(**attempt).parameters())
-            if size > _MOST:
-                raise ValueError(f"has {size / 1e6:.0f} million parameters at its smallest")
-            model: nn.Module = cls(**attempt)
-        except Exception as e:  # the constructor's own demands
-            first = first or e
-            continue
-        built = built if built is not None else model
-        try:
-            sample_inputs(model.eval())
-            return model
-        except NoInputs:  # its sizes may not fit each other
-            continue
-    if built is None:
-        raise first or ValueError("no configuration is known for it")
-    return built
 
 
 @torch.no_grad()
@@ -260,7 +110,7 @@ def measure(make: Callable[[], nn.Module], only_plan: bool = False) -> dict[str,
     try:
         with torch.device("meta"):  # some are never small
             size = sum(p.numel() for p in make().parameters())
-        if size > _MOST:
+        if size > MOST:
             raise ValueError(f"has {size / 1e6:.0f} million parameters at its smallest")
     except ValueError as e:
         if "million parameters" in str(e):

@@ -1,5 +1,5 @@
-"""The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench`, `hfpatch.hub`,
-`hfpatch.kernel_project` and `hfpatch.kernel_build.clib`."""
+"""The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench`, `hfpatch.coverage`,
+`hfpatch.hub`, `hfpatch.kernel_project` and `hfpatch.kernel_build.clib`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from hfpatch import loading, setup_kernels
 from hfpatch.bench import command as bench
+from hfpatch.coverage import command as coverage
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
 from hfpatch.kernel_build import clib
@@ -100,6 +101,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_hub_commands(commands)
     add_kernel_commands(commands)
+    coverage.add_arguments(
+        commands.add_parser(
+            "coverage",
+            help="what is served of every model type of transformers and diffusers",
+            description="Models are built small, without weights. The table: docs/coverage.md.",
+        )
+    )
     setup_kernels.add_arguments(
         commands.add_parser(
             "setup",
@@ -132,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return HUB_COMMANDS[args.command](args)
         if args.command == "kernel":
             return run_kernel_command(args)
+        if args.command == "coverage":
+            return coverage.run_command(args)
         if args.command == "setup":
             return setup_kernels.run_command(args)
         if args.command == "clib":

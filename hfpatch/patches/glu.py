@@ -23,6 +23,7 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    class_of,
     first_argument,
     input_name,
     plain,
@@ -30,9 +31,12 @@ from hfpatch.patches.base import (
     weight_dtype,
 )
 from hfpatch.patches.contract import Contract
-from hfpatch.patches.keys import attributes_of, code_of, fingerprint
+from hfpatch.patches.gating import dropouts_of, looks_gated, orders, others_of
+from hfpatch.patches.keys import attributes_of, code_of, fingerprint, kept_while_planning
+from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import random_linear, replicate
 from hfpatch.patches.unchanged import Part, hooks_on_all, settings_of
+from hfpatch.reading.leaf import Unexplained
 from hfpatch.sources import Kernel, torch_kernel
 
 _IN, _HIDDEN = 24, 40  # widths of the probe's replica
@@ -289,6 +293,9 @@ class GatedMlps(Family):
     pattern = re.compile(r"MLP|Mlp|GEGLU|SwiGLU|ReGLU|GLU$|Gated|FeedForward|DenseGatedAct|FFN|FFW")
     rank = 20
 
+    def nominates(self, module: nn.Module) -> bool:
+        return super().nominates(module) or looks_gated(module)
+
     def examine(self, module: nn.Module) -> Subject | str | None:
         children = {n for n, c in module._modules.items() if c is not None}
         for roles in LAYOUTS:
@@ -308,7 +315,65 @@ class GatedMlps(Family):
             if module._parameters:
                 return f"has parameters of its own: {sorted(module._parameters)}"
             return _odd_children(module, roles, act) or GatedSubject(module, roles, act)
-        return None
+        return _by_code(module) if looks_gated(module) else None
+
+
+def _by_code(module: nn.Module) -> Subject | str:
+    """A subject whose children's roles are told by the code, or why they cannot be."""
+    dropouts, others = dropouts_of(module), others_of(module)
+    act = others[0] if others else None
+    if len(dropouts) > 1:
+        return f"has {len(dropouts)} dropouts, {sorted(dropouts)}; the kernel's forward takes one"
+    if act is not None and (why := _odd_activation(module, act)) is not None:
+        return why
+    dropout = dropouts[0] if dropouts else None
+    known = kept_while_planning(_by_code).setdefault(class_of(module), {})
+    # a class's code may take one way or another by its settings, and by which children there are
+    kind = None if act is None else code_of(module._modules[act])  # type: ignore[arg-type]
+    key = (tuple(module._modules), kind, attributes_of(module))
+    if key not in known:
+        known[key] = _roles_by_code(module, dropout, act)
+    roles = known[key]
+    if isinstance(roles, str):
+        return roles
+    return _odd_children(module, roles, act) or GatedSubject(module, roles, act)
+
+
+def _roles_by_code(module: nn.Module, dropout: str | None, act: str | None) -> Roles | str:
+    """The roles with which the code can be read: the projections get the input, the last layer the
+    product, and doubling what `up` gives doubles the product."""
+    why = ""
+    for gate, up, down in orders(module):
+        subject = GatedSubject(module, Roles(gate, up, down, dropout), act)
+        try:
+            with cpu_default():
+                if _reads_as(subject):
+                    return subject.roles
+        except Unexplained as e:
+            why = max(why, str(e), key=len)
+        except Exception:  # an operation's: the sizes of other roles do not fit
+            continue
+    return "multiplies an activation's result, but is no gated MLP that is known" + (
+        f": {why}" if why else ""
+    )
+
+
+def _reads_as(subject: GatedSubject) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32
+    copy = subject.replica(Combo(dtype, dtype), torch.device("cpu"), generator)
+    x = torch.randn(2, 5, _IN, generator=generator)
+    roles = subject.roles
+    if roles.down is not None:
+        last: Any = copy._modules[roles.down]
+        last.bias = None
+    once = subject.read(copy, x).result
+    if roles.up is None:
+        return True
+    double: Any = copy._modules[roles.up]
+    for p in double.parameters():
+        p.data.mul_(2.0)
+    return torch.allclose(subject.read(copy, x).result, 2.0 * once, rtol=1e-4, atol=1e-5)
 
 
 class _Seen(nn.Dropout):
@@ -328,14 +393,8 @@ def _odd_children(module: nn.Module, roles: Roles, act: str | None) -> str | Non
     if roles.dropout is not None and type(children[roles.dropout]) not in dropouts:
         kind = type(children[roles.dropout]).__name__
         return f"its child `{roles.dropout}` is a `{kind}`, no `Dropout`"
-    if act is not None and any(
-        t is not None
-        for m in children[act].modules()
-        for held in (m._parameters, m._buffers)
-        for t in held.values()
-    ):
-        kind = type(children[act]).__name__
-        return f"its activation `{kind}` has parameters or buffers, which the kernel does not read"
+    if act is not None and (why := _odd_activation(module, act)) is not None:
+        return why
     if roles.up is not None:
         gate, up = children[roles.gate], children[roles.up]
         dtypes = {weight_dtype(layer, torch.float32) for layer in (gate, up)}
@@ -345,6 +404,19 @@ def _odd_children(module: nn.Module, roles: Roles, act: str | None) -> str | Non
         if widths[0] != widths[1]:
             return f"its projections are {widths[0]} and {widths[1]} wide"
     return None
+
+
+def _odd_activation(module: nn.Module, act: str) -> str | None:
+    child: Any = module._modules[act]
+    if all(
+        t is None
+        for m in child.modules()
+        for held in (m._parameters, m._buffers)
+        for t in held.values()
+    ):
+        return None
+    kind = type(child).__name__
+    return f"its activation `{kind}` has parameters or buffers, which the kernel does not read"
 
 
 def _is_packed(module: nn.Module, roles: Roles) -> bool:

@@ -298,7 +298,10 @@ def memory_order(x: Tensor) -> list[int] | None:
 
 class Norms(Family):
     name = "norm"
-    pattern = re.compile(r"RMS_?Norm|RmsNorm|LayerNorm")
+    # in any case, but for those of batches, groups and weights: the report has each that is none
+    pattern = re.compile(
+        r"^(?!.*(batch|group|instance|weight|spectral|minmax|nonorm)).*norm(?!al)", re.IGNORECASE
+    )
     rank = 30
 
     def examine(self, module: nn.Module) -> Subject | str | None:

@@ -1,0 +1,1 @@
+"""What hfpatch serves of every model type of transformers and diffusers: `hfpatch coverage`."""
