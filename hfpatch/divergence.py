@@ -67,7 +67,8 @@ def linear_jsd(
         beta: 0 to 1.
         temperature: what both logits are divided by, more than 0. The result is not multiplied by
             its square.
-        scale, softcap: of the student's logits: see `linear_cross_entropy`.
+        scale: of the student's logits: see `linear_cross_entropy`.
+        softcap: of the student's logits: see `linear_cross_entropy`.
         reduction: ``"mean"`` over the rows that count (0 where none does), ``"sum"`` or ``"none"``.
         num_items: what the sum is divided by in place of their number; for ``reduction="mean"``.
 

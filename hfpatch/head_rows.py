@@ -169,8 +169,14 @@ def linear_cross_entropy_and_metrics(
     """`linear_cross_entropy` with what is watched beside it, made of the same pieces of logits.
 
     Args:
-        hidden, weight, target, bias, ignore_index, label_smoothing, scale, softcap: as
-            `linear_cross_entropy` has them.
+        hidden: ``[..., H]``; this and what follows is as `linear_cross_entropy` has it.
+        weight: ``[V, H]``.
+        target: ``[...]``, int64.
+        bias: ``[V]`` or None.
+        ignore_index: rows with this target do not count.
+        label_smoothing: from 0 to 1.
+        scale: of the logits.
+        softcap: of the logits; 0 for none.
         reduction: ``"mean"`` or ``"sum"``.
         z_loss: adds ``z_loss * lse ** 2`` of each row, which keeps logits small (PaLM,
             arXiv:2204.02311).

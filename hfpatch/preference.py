@@ -120,7 +120,9 @@ def linear_dpo(
         loss_type: one of the table.
         label_smoothing: the share of pairs that may be labelled wrongly, 0 to below 0.5; of
             sigmoid, robust, exo_pair (more than 0 there) and aot.
-        ignore_index, scale, softcap: as `linear_log_probs` has them.
+        ignore_index: tokens with this target do not count.
+        scale: of the logits, as `linear_log_probs` has it.
+        softcap: of the logits, as `linear_log_probs` has it.
 
     Returns:
         `Preference`; the loss is the mean over the pairs.
@@ -363,7 +365,8 @@ def linear_kto(
         desirable: ``[B]``, bool or integers: is the answer wanted?
         kl: the divergence from the reference, estimated on answers to other prompts: the mean of
             their log-ratios. It has no gradient and is taken as 0 where it is less.
-        desirable_weight, undesirable_weight: factors of the two kinds.
+        desirable_weight: factor of the desirable ones.
+        undesirable_weight: factor of the others.
 
     Other arguments, raises:
         As `linear_dpo`.
@@ -436,7 +439,8 @@ def linear_grpo(
         advantages: ``[B]``, or ``[B, T]``.
         old_log_probs: ``[B, T]``, of the policy that sampled; None: the present one.
         ref_log_probs: ``[B, T]``, of the reference model; needed where `beta` is not 0.
-        epsilon_low, epsilon_high: how far the ratio goes; of cispo `epsilon_high` is its bound.
+        epsilon_low: how far the ratio goes below 1.
+        epsilon_high: how far the ratio goes above 1; of cispo it is the bound.
         delta: an upper bound of the unclipped ratio too (INTELLECT-2), or None.
         importance_sampling_level: ``"token"``, or ``"sequence"`` (GSPO, arXiv:2507.18071): one
             ratio a sequence, of the mean of its tokens' log-ratios.
