@@ -189,9 +189,12 @@ def _deferred(
     step: tuple[str, Any] | None = None,
 ) -> DeferredLogits:
     steps = [] if before is None else [*before._steps, *([step] if step else [])]
-    made: DeferredLogits = _Product.apply(  # type: ignore[no-untyped-call]
-        shape, dtype, steps, head.hidden, head.weight, head.bias
-    )
+    # What was made under `no_grad` has no gradient, nor has what is made of it later.
+    records = torch.is_grad_enabled() and (before is None or _requires_grad(before))
+    with torch.set_grad_enabled(records):
+        made: DeferredLogits = _Product.apply(  # type: ignore[no-untyped-call]
+            shape, dtype, steps, head.hidden, head.weight, head.bias
+        )
     made._head, made._before, made._step, made._made = head, before, step, None
     made._steps, made._bare = steps, None
     return made
@@ -388,7 +391,8 @@ def _cross_entropy(
         elif name == "rows":
             hidden = hidden[value]
     scale, softcap = form
-    with torch.autocast(hidden.device.type, enabled=False):
+    records = torch.is_grad_enabled() and _requires_grad(logits)
+    with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(records):
         return linear_cross_entropy(
             hidden,
             head.weight,

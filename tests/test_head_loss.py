@@ -326,6 +326,11 @@ def test_logits_of_weights_that_have_moved_on_are_refused() -> None:
     read.argmax(-1)  # made before
 
 
+@torch.no_grad()
+def _without_gradients(logits: Tensor) -> Tensor:
+    return logits.float()
+
+
 @torch.inference_mode()
 def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
@@ -353,6 +358,10 @@ LOSSES: dict[str, Any] = {
     "an autograd function beside a cross entropy": lambda logits, ids: (
         _Square.apply(logits)
         + F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
+    ),
+    "a part without gradients": lambda logits, ids: (
+        F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
+        + F.cross_entropy(_without_gradients(logits).view(-1, logits.shape[-1]), ids.view(-1))
     ),
     "a metric first": lambda logits, ids: (
         (_argmax(logits) == ids).float().mean() * 0
