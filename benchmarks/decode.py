@@ -1,4 +1,5 @@
-"""Milliseconds a token of plain `generate`, eager and patched, at the shapes of real models.
+"""Milliseconds a token of plain `generate`, eager and patched, at the shapes of real models; and of
+the patched step's CUDA graph alone.
 
 python benchmarks/decode.py --models 8B 1B 0.6B --rows 1 8 --output benchmarks/results/decode.json
 
@@ -19,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
+from hfpatch.decoding import kept
 
 PROMPT = 128
 SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -95,8 +97,8 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def run(model: Any, rows: int, tokens: int, device: str) -> tuple[float, Any]:
-    """Seconds and result of one `generate`."""
+def run(model: Any, rows: int, tokens: int, device: str, logits: bool = False) -> tuple[float, Any]:
+    """Seconds and result of one `generate`; with `logits`, a dictionary that has them."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 1000, (rows, PROMPT), generator=generator).to(device)
     start = _now(device)
@@ -107,8 +109,8 @@ def run(model: Any, rows: int, tokens: int, device: str) -> tuple[float, Any]:
         min_new_tokens=tokens,
         do_sample=False,
         pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
+        return_dict_in_generate=logits,
+        output_logits=logits,
     )
     return _now(device) - start, out
 
@@ -117,6 +119,25 @@ def per_token(model: Any, rows: int, lengths: tuple[int, int], device: str) -> f
     """Milliseconds a token: the least of three runs of each length, then the difference."""
     least = [min(run(model, rows, n, device)[0] for _ in range(3)) for n in lengths]
     return (least[1] - least[0]) / (lengths[1] - lengths[0]) * 1e3
+
+
+def gpu_ms(model: Any, rows: int) -> float | None:
+    """Milliseconds of a step's graph alone, one replay after the other; None on a CPU. Call it
+    while the cache of the last text is alive, whose end the step writes to."""
+    engine = kept.decoders[model].engines[rows, 1]
+    if engine.graphs is None:
+        return None
+    graph = engine.graphs.recorded[-1]
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(50):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 50)
+    return min(times)
 
 
 def parted(eager: Any, patched: Any) -> dict[str, Any]:
@@ -148,17 +169,22 @@ def main() -> None:
         eager: dict[int, tuple[float, Any]] = {}
         for rows in args.rows:
             run(model, rows, 3, device)
-            eager[rows] = per_token(model, rows, (4, 20), device), run(model, rows, 32, device)[1]
+            eager[rows] = (
+                per_token(model, rows, (4, 20), device),
+                run(model, rows, 32, device, True)[1],
+            )
         start = time.perf_counter()
-        report = hfpatch.apply(model, decoding=True)
+        report = hfpatch.apply(model)
         seconds = time.perf_counter() - start
         assert report.swaps and report.swaps[0].op == "decoding", report
         for rows in args.rows:
             first = run(model, rows, 2, device)[0]
             ms = per_token(model, rows, (16, 80), device)
-            texts = parted(eager[rows][1], run(model, rows, 32, device)[1])
+            last = run(model, rows, 32, device, True)[1]
+            texts = parted(eager[rows][1], last)
             row = {"model": shape, "rows": rows, "dtype": args.dtype, "eager_ms": eager[rows][0]}
-            row |= {"patched_ms": ms, "apply_s": seconds, "first_generate_s": first, **texts}
+            row |= {"patched_ms": ms, "gpu_ms": gpu_ms(model, rows)}
+            row |= {"apply_s": seconds, "first_generate_s": first, **texts}
             row["notes"] = list(hfpatch.status(model).notes)
             print(json.dumps(row), flush=True)
             results.append(row)

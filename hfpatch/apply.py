@@ -87,8 +87,8 @@ def apply(
             once and in `status`.
         decoding: "auto": the decoding steps of a model that generates text (one new token of up
             to 16 sequences, as `generate` asks for) are computed by one call of an engine each,
-            where what the model computes is proven; on the CPU. True: on a GPU too, as a CUDA
-            graph. False: nowhere.
+            where what the model computes is proven; on a GPU as a CUDA graph. True: the same, and
+            a warning where they stay as they are. False: they stay as they are.
 
     Returns:
         the report; `print(report)` is a table.
@@ -99,7 +99,7 @@ def apply(
         PatchError: the swap itself failed and was rolled back.
     """
     from hfpatch import graphs
-    from hfpatch.decoding import kept
+    from hfpatch.decoding import kept, offer
 
     started = time.perf_counter()
     asked = {
@@ -114,7 +114,8 @@ def apply(
     decided = replace(decided, seconds=time.perf_counter() - started)
     _remember(roots, decided)
     _asked.update((root, asked) for _, root in roots)
-    for text in (*what_was_lost(decided, roots, settings.sources.failures), *no_graphs):
+    lost = what_was_lost(decided, roots, settings.sources.failures)
+    for text in (*lost, *no_graphs, *offer.missed(decoding, decided.skips)):
         announce(text)
     return Report(decided, applied=True)
 
@@ -288,7 +289,7 @@ def _join(prefix: str, path: str) -> str:
 def _commit(roots: list[tuple[str, nn.Module]], prepared: list[Prepared]) -> None:
     keep = {id(p.module) for p in prepared}
     stale = [m for m in _modules(roots) if id(m) not in keep and swap.swapped(m) is not None]
-    swap.commit(stale, [swap.Fresh(p.module, p.make, p.swap, p.packs) for p in prepared])
+    swap.commit(stale, [swap.Fresh(p.module, p.make, p.swap, p.packs, p.brings) for p in prepared])
 
 
 def _modules(roots: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:

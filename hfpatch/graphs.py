@@ -428,7 +428,8 @@ def prepare(
             0.0,
             0.0,
         )
-        found.append(Prepared(root, make, entry))
+        brings = {} if other is None else other.brings
+        found.append(Prepared(root, make, entry, brings=brings))
     return found, notes
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,8 @@ class Prepared:
     block: BlockSubject | None = None
     #: Makes the adapter over another forward than the class's, where that is possible.
     over: Callable[[Forward], Forward] | None = None
+    #: Methods of the instance that come with it, by name.
+    brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 _V = TypeVar("_V")

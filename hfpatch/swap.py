@@ -13,8 +13,8 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from hfpatch import packing
 from hfpatch.errors import PatchError
 from hfpatch.kernelized import kernel_of
 from hfpatch.patches.base import Forward
+from hfpatch.patches.keys import BROUGHT, is_brought
 
 _MARK = "__hfpatch__"
 
@@ -182,7 +183,7 @@ def _replica(self: nn.Module) -> nn.Module:
     compute with its parameters, on its GPU.
     """
     replica: nn.Module = type(self)._replicate_for_data_parallel(self)  # type: ignore[no-untyped-call]
-    for attribute in ("forward", *_COMPANIONS):
+    for attribute in ("forward", *_BESIDE):
         if _is_ours(replica.__dict__.get(attribute)):
             del replica.__dict__[attribute]
     return replica
@@ -203,7 +204,7 @@ class _State(dict[str, Any]):
     def __init__(self, whole: dict[str, Any], module: nn.Module) -> None:
         super().__init__(whole)
         self._whole = whole
-        for attribute in ("forward", *_COMPANIONS):
+        for attribute in ("forward", *_BESIDE):
             if _is_ours(self.get(attribute)):
                 del self[attribute]
         if _is_ours(self.get("_old_forward")):  # a hook calls it
@@ -222,10 +223,13 @@ _COMPANIONS = {"_replicate_for_data_parallel": _replica, "__getstate__": _state}
 for _name, _function in _COMPANIONS.items():
     _function.__name__ = _name  # a pickle holds a method by this name: the class's own, then
 
+#: Attributes of an instance that may be ours, beside its forward: a swap may bring methods.
+_BESIDE = (*_COMPANIONS, "generate")
+
 
 def _is_ours(method: Any) -> bool:
     function = getattr(method, "__func__", None)
-    return adapter_of(method) is not None or function in _COMPANIONS.values()
+    return adapter_of(method) is not None or function in _COMPANIONS.values() or is_brought(method)
 
 
 @dataclass(frozen=True)
@@ -236,6 +240,8 @@ class Fresh:
     make: Callable[[], Forward]  # its adapter
     details: Any  # the report's `Swap`
     packs: Sequence[Sequence[nn.Module]] = ()  # linear layers whose weights shall be one
+    #: Methods of the instance that come with it, by name; where somebody set one it stays.
+    brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 def _pack(groups: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[nn.Parameter, ...]]:
@@ -283,7 +289,21 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
         companion = Slot(module, attribute)
         done.append(_remember(companion))
         companion.set(types.MethodType(function, module))
+    _bring(fresh, done)
     slot.set(types.MethodType(forward, module))
+
+
+def _bring(fresh: Fresh, done: list[Callable[[], None]]) -> None:
+    """Put the swap's methods on the instance; those of a swap before it go."""
+    for attribute in _BESIDE:
+        method = Slot(fresh.module, attribute)
+        if attribute in _COMPANIONS or (method.exists() and not _is_ours(method.get())):
+            continue
+        done.append(_remember(method))
+        method.clear()
+        if (function := fresh.brings.get(attribute)) is not None:
+            setattr(function, BROUGHT, function)
+            method.set(types.MethodType(function, fresh.module))
 
 
 def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
@@ -304,7 +324,7 @@ def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
 
 
 def _erase_companions(module: nn.Module, done: list[Callable[[], None]]) -> None:
-    for companion in (Slot(module, attribute) for attribute in _COMPANIONS):
+    for companion in (Slot(module, attribute) for attribute in _BESIDE):
         if _is_ours(companion.get()):
             done.append(_remember(companion))
             companion.clear()

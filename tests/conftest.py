@@ -29,6 +29,9 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_own))
 
 
+# Tests start pytest of other projects, to which what was meant for this run is unknown.
+os.environ.pop("PYTEST_ADDOPTS", None)
+
 #: "org/name@1": tests use this published kernel in place of the in-tree build.
 PUBLISHED = os.environ.get("HFPATCH_TEST_KERNELS")
 #: Another number, other random values: in GPU tests, and in those of the C interface.

@@ -84,9 +84,8 @@ DECODING = {
 def expected_swaps(model: nn.Module) -> dict[str, str]:
     """{path: op} of every module that a kernel must take over."""
     found: dict[str, str] = {}
-    on_cpu = not any(p.is_cuda for p in model.parameters())  # on a GPU only where asked for
     hooked = any("_hf_hook" in m.__dict__ for path, m in model.named_modules() if path)
-    if type(model).__name__ in DECODING and on_cpu and not hooked:
+    if type(model).__name__ in DECODING and not hooked:
         found[""] = "decoding"
     blocks = [p for p, m in model.named_modules() if is_fused_block(m)]
     for path, module in model.named_modules():

@@ -32,7 +32,7 @@ def swaps(plan: Any) -> dict[str, tuple[str, str, str]]:
 def test_a_gpu_gets_what_the_cpu_gets(name: str) -> None:
     model = zoo.ENTRIES[name].build(torch.bfloat16)
     here, there = hfpatch.plan(model), hfpatch.plan(model, device="cuda:9.0")
-    # decoding on a GPU is asked for
+    # decoding is not planned for a device that is not here
     expected = {path: swap for path, swap in swaps(here).items() if swap[0] != "decoding"}
     assert swaps(there) == expected and expected
     assert here.planned_for == "" and there.planned_for == "cuda:9.0"

@@ -71,7 +71,8 @@ class Engine:
         self._device = model.device
         self._call = _Call(model, rows, tokens, package)
         self._table = _Table(model, rows, tokens)
-        self._graphs: Any = None
+        #: The step's CUDA graphs, `graph.StepGraphs`; None on a CPU.
+        self.graphs: Any = None
         self._shape = (rows, tokens)
         self._state = (rows, tokens, model.embedding.shape[1])
         vocab = model.head.weight.shape[0]
@@ -80,7 +81,7 @@ class Engine:
         if model.device.type == "cuda":
             from hfpatch.decoding.graph import StepGraphs
 
-            self._graphs = StepGraphs(self._call, self._table)
+            self.graphs = StepGraphs(self._call, self._table)
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +97,7 @@ class Engine:
     def workspace_bytes(self) -> int:
         """Bytes of scratch memory that the engine holds."""
         held: Tensor = self._call.workspace
-        more = self._graphs.bytes if self._graphs is not None else 0
+        more = self.graphs.bytes if self.graphs is not None else 0
         return int(held.numel()) * held.element_size() + int(more)
 
     def step(
@@ -143,8 +144,8 @@ class Engine:
         positions = positions.contiguous()
         ids = None if embeds is not None or ids is None else ids.contiguous()
         embeds = None if embeds is None else embeds.contiguous()
-        if self._graphs is not None:
-            self._graphs.run(ids, positions, logits, mask, embeds, hidden)
+        if self.graphs is not None:
+            self.graphs.run(ids, positions, logits, mask, embeds, hidden)
         else:
             self._call(logits, hidden, self._table.entries, ids, embeds, positions, mask)
 

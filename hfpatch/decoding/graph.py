@@ -46,6 +46,11 @@ class StepGraphs:
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
 
     @property
+    def recorded(self) -> list[torch.cuda.CUDAGraph]:
+        """The graphs, in the order in which they were made."""
+        return list(self._graphs.values())
+
+    @property
     def bytes(self) -> int:
         """Of the buffers."""
         held = [self.ids, self.positions, self._entries, self._embeds, self._hidden, self._mask]

@@ -26,4 +26,6 @@ def notes(model: nn.Module) -> tuple[str, ...]:
     if held.refused is not None:
         return (f"decoding: left as it was: {held.refused}",)
     made = f"decoding: {held.steps} steps, {len(held.trusted)} engines"
+    if held.loops:
+        made += f", {held.loops} calls of `generate` without a wait after each token"
     return (made, *(f"decoding steps not used: {why}" for why in held.reasons))

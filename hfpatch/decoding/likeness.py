@@ -12,7 +12,13 @@ from torch import nn
 from hfpatch import swap
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.patches.base import class_of
-from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, names_read, value_key
+from hfpatch.patches.keys import (
+    BLANK_NAMES,
+    OWNED_BY_WRAPPERS,
+    is_brought,
+    names_read,
+    value_key,
+)
 from hfpatch.patches.library import odd_code
 from hfpatch.patches.unchanged import is_hooked
 
@@ -125,7 +131,7 @@ def _check_attributes(
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     skipped = BLANK_NAMES | OWNED_BY_WRAPPERS
-    return {k: v for k, v in module.__dict__.items() if k not in skipped}
+    return {k: v for k, v in module.__dict__.items() if k not in skipped and not is_brought(v)}
 
 
 def _alike(ours: Any, theirs: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,21 +17,32 @@ from hfpatch.proofs import Prepared
 from hfpatch.settings import Settings, matches
 
 OP = "decoding"
+DEVICES = frozenset({"cpu", "cuda"})
+#: What the reason of a skip of it begins with.
+_SKIPPED = "decoding: "
 
 
 def check_choice(value: Any) -> frozenset[str]:
-    """The device types that `decoding=` asks it for.
+    """The types of devices on which steps are to be served.
 
     Raises:
         TypeError, ValueError: it is neither "auto" nor a bool.
     """
     if isinstance(value, bool):
-        return frozenset({"cpu", "cuda"} if value else ())
+        return DEVICES if value else frozenset()
     if not isinstance(value, str):
         raise TypeError(f"`decoding` must be 'auto', True or False, got {value!r}")
     if value != "auto":
         raise ValueError(f"`decoding` must be 'auto', True or False, got {value!r}")
-    return frozenset({"cpu"})
+    return DEVICES
+
+
+def missed(value: Any, skips: Iterable[Skip]) -> Iterator[str]:
+    """What to warn of where `decoding=True` asked for more than there is."""
+    for skip in skips if value is True else ():
+        if skip.reason.startswith(_SKIPPED) and skip.kind != "excluded":
+            reason = skip.reason.removeprefix(_SKIPPED)
+            yield f"`decoding=True`: the steps of `{skip.class_name}` stay as they are: {reason}"
 
 
 def offer(
@@ -65,7 +76,7 @@ def _decide(
     name: str, class_name: str, root: nn.Module, settings: Settings, devices: frozenset[str]
 ) -> Prepared | Skip:
     def skip(kind: str, reason: str) -> Skip:
-        return Skip(name, class_name, kind, f"decoding: {reason}")
+        return Skip(name, class_name, kind, _SKIPPED + reason)
 
     if matches(settings.exclude, name, class_name):
         return skip("excluded", "matched by `exclude`")
@@ -73,8 +84,6 @@ def _decide(
         return skip("off", "its kernels are those of the local build, which `kernels=` leaves out")
     if settings.sources.assumed is not None:
         return skip("unsupported", "planned for a device that is not here; asked where it is")
-    if "cuda" not in devices and any(p.is_cuda for p in root.parameters()):
-        return skip("off", "on a GPU it is asked for by `decoding=True`")
     foreign = swap.foreign_forward(root)
     if foreign is not None:
         return skip("foreign", foreign)
@@ -82,7 +91,7 @@ def _decide(
         described = describe(root)
     except Unexplained as e:
         return skip("unexplained", str(e))
-    from hfpatch.decoding import step  # it imports transformers
+    from hfpatch.decoding import loop, step  # they import transformers
 
     device = described.model.device
     if (why := step.unsupported(described.model)) is not None:
@@ -108,4 +117,6 @@ def _decide(
         step.keep(root, described, devices)
         return step.adapter(forward, devices)
 
-    return Prepared(root, make, entry, over=over)
+    own = loop.method_for(root)
+    brings = {} if own is None else {"generate": own}
+    return Prepared(root, make, entry, over=over, brings=brings)

@@ -70,6 +70,7 @@ class Decoder:
         self.reasons: dict[str, None] = {}  # why calls went to the original
         self.unlike: str | None = None  # why the model as it is now has no description
         self.steps = 0
+        self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
         self.stream: Any = None  # of the last step
         self._due = True  # settings are to be looked at: a new sequence
         self._lock = threading.RLock()

@@ -37,6 +37,15 @@ OWNED_BY_WRAPPERS = frozenset(
     }
 )
 
+#: Marks a function that a swap brought to an instance as a method, such as `generate`.
+BROUGHT = "__hfpatch_method__"
+
+
+def is_brought(value: Any) -> bool:
+    """Whether it is a method that a swap brought."""
+    function = getattr(value, "__func__", None)
+    return function is not None and getattr(function, BROUGHT, None) is function
+
 
 class Same:
     """An object in a key by its identity, for as long as it lives."""

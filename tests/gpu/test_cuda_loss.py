@@ -49,7 +49,7 @@ def test_of_a_model(autocast: bool, dtype: torch.dtype, kernels_module: object) 
 
 
 def test_memory(kernels_module: object) -> None:
-    """The logits' own size for the gradient; transformers' loss takes more than five times that."""
+    """The logits' own size for the gradient; transformers' loss takes some five times that."""
     logits = torch.randn(1, 2048, 128256, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(128256, (1, 2048), device="cuda")
     size = logits.numel() * logits.element_size()
@@ -62,4 +62,4 @@ def test_memory(kernels_module: object) -> None:
         return (torch.cuda.max_memory_allocated() - before) / size
 
     assert peak(loss.causal_lm) < 1.01
-    assert peak(ForCausalLMLoss) > 5
+    assert peak(ForCausalLMLoss) > 4.9

@@ -105,10 +105,10 @@ def test_device_map_dispatch() -> None:
             "lm_head": 0,
         }
         if first:
-            hfpatch.apply(model)
+            hfpatch.apply(model, decoding=False)
         model = dispatch_model(model, device_map, main_device="cuda:0", force_hooks=True)
         if not first:
-            hfpatch.apply(model)
+            hfpatch.apply(model, decoding=False)
         assert len(hfpatch.status(model).swaps) == len(expected_swaps(model))
         assert relative_error(entry.run(model, inputs).cpu(), expected) < 1e-4
         assert hfpatch.restore(model) == len(expected_swaps(model))

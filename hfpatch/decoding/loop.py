@@ -1,0 +1,358 @@
+"""`generate` of one sequence after another without waiting for the GPU between two tokens.
+
+transformers asks the GPU after every token whether all texts have ended, so that the host's time
+and the GPU's add up. Here the answer for a token is read while the next step runs; if it was yes,
+that one step is taken back: from the texts, the cache and the random numbers. Preparation of
+inputs, the prompt's call, selection of tokens and their order are transformers' own. Whatever is
+not of the plain kind (`_fits`) goes to transformers' own loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+
+from hfpatch.decoding import cache as caches
+from hfpatch.decoding.kept import decoders
+
+#: Where a step runs beside the host; elsewhere there is nothing to gain.
+DEVICES = frozenset({"cuda"})
+#: Methods that the loop stands for or relies on: a class that has its own keeps its own loop.
+_RELIED_ON = (
+    *("generate", "_sample", "_prefill", "prepare_inputs_for_generation"),
+    *("_update_model_kwargs_for_generation", "_has_unfinished_sequences"),
+)
+#: Settings that ask for another loop, and the values under which they do not.
+_PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "cache_implementation": (None, "dynamic"),
+} | dict.fromkeys(
+    (
+        *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "token_healing"),
+        *("prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type", "stop_strings"),
+        *("custom_generate", "assistant_model", "tokenizer", "assistant_tokenizer", "synced_gpus"),
+    ),
+    (None, False),
+)
+#: Processors whose result depends on their arguments alone: one more call changes nothing.
+_STATELESS = frozenset(
+    getattr(logits_process, name)
+    for name in (
+        *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"),
+        *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "TopHLogitsWarper"),
+        *("RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"),
+        *("NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor", "LogitNormalization"),
+        *("SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
+        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
+        *("InfNanRemoveLogitsProcessor", "ExponentialDecayLengthPenalty"),
+    )
+    if hasattr(logits_process, name)
+)
+_ARGUMENTS = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+)
+
+
+def method_for(model: Any) -> Callable[..., Any] | None:
+    """What stands as `generate` on a patched model; None where its class has a loop of its own."""
+    cls = type(model)
+    if any(getattr(cls, name, None) is not getattr(GenerationMixin, name) for name in _RELIED_ON):
+        return None
+
+    @functools.wraps(cls.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) <= 1 and _is_plain(self, kwargs):
+            streamer = kwargs.get("streamer")
+            kwargs["custom_generate"] = functools.partial(_sample, into=streamer)
+        return type(self).generate(self, *args, **kwargs)
+
+    return generate
+
+
+def _is_plain(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `generate` may end in `_sample`, as far as its arguments say."""
+    decoder = decoders.get(model)
+    if decoder is None or decoder.refused is not None or model.device.type not in DEVICES:
+        return False
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
+    given = (kwargs.get("generation_config"), model.generation_config)
+    for name, plain in _PLAIN_SETTINGS.items():
+        if kwargs.get(name) not in plain:
+            return False
+        if name not in kwargs and any(getattr(c, name, None) not in plain for c in given):
+            return False
+    return True
+
+
+def _sample(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    into: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The loop: transformers' own where this one does not fit, with the streamer `into`."""
+    mode = generation_config.get_generation_mode()
+    plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    loop = _Loop(model, input_ids, logits_processor, stopping_criteria, generation_config, into)
+    if plain and loop.fits(model_kwargs):
+        return loop.run(model_kwargs)
+    return type(model)._sample(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=into,
+        **model_kwargs,
+    )
+
+
+class _Answer:
+    """Whether all texts had ended after a token, and the token, on their way to the host."""
+
+    def __init__(self, unfinished: Tensor, tokens: Tensor | None) -> None:
+        ended = unfinished.max() == 0
+        self._event: Any = None
+        if ended.is_cuda:
+            self._ended = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._ended.copy_(ended, non_blocking=True)
+            self._tokens = None
+            if tokens is not None:
+                self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+                self._tokens.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._ended, self._tokens = ended, tokens
+
+    def read(self, streamer: Any) -> bool:
+        """Whether they had ended; the token is given to the streamer."""
+        if self._event is not None:
+            self._event.synchronize()
+        if streamer is not None and self._tokens is not None:
+            streamer.put(self._tokens.clone())
+        return bool(self._ended)
+
+
+@dataclass
+class _Loop:
+    """One call of `generate`."""
+
+    model: Any
+    input_ids: Tensor
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    streamer: Any
+
+    def fits(self, model_kwargs: dict[str, Any]) -> bool:
+        """Whether this loop gives what transformers' gives."""
+        model, config, ids = self.model, self.config, self.input_ids
+        positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+        if ids.device != model.device or ids.dim() != 2 or model.config.is_encoder_decoder:
+            return False
+        if not set(model_kwargs) <= _ARGUMENTS or not model_kwargs.get("use_cache"):
+            return False
+        if type(model_kwargs.get("past_key_values")) is not DynamicCache:
+            return False
+        if positions is None or positions.dim() != 2 or (mask is not None and mask.dim() != 2):
+            return False
+        if config.output_attentions or config.output_hidden_states or config.is_assistant:
+            return False
+        if config._pad_token_tensor is None and any(
+            hasattr(c, "eos_token_id") for c in self.criteria
+        ):
+            return False
+        if any(model.__dict__.get(name) is not None for name in _RELIED_ON if name != "generate"):
+            return False
+        kinds = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
+        if not all(type(c) in kinds for c in self.criteria):
+            return False
+        return all(type(p) in _STATELESS for p in self.processors)
+
+    def run(self, model_kwargs: dict[str, Any]) -> Any:
+        """The texts, in the form that was asked for."""
+        with self.model._optimize_model_for_decode():
+            return self._run(model_kwargs)
+
+    def _run(self, model_kwargs: dict[str, Any]) -> Any:
+        model, config, ids = self.model, self.config, self.input_ids
+        decoder = decoders[model]
+        decoder.loops += 1
+        rows = ids.shape[0]
+        text = _Text(self, ids)
+        limits = [c for c in self.criteria if not hasattr(c, "eos_token_id")]
+        random = _Random(ids.device) if config.do_sample else None
+        output = model._prefill(ids, config, model_kwargs)
+        cache = output.past_key_values
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs["position_ids"][:, -1:]
+        rest: dict[str, Any] = {
+            k: model_kwargs[k] for k in ("use_cache", "logits_to_keep") if k in model_kwargs
+        }
+        served = True
+        before: _Answer | None = None  # to the token before the last
+        while True:
+            if random is not None:
+                random.keep()
+            answer, score = text.add(output.logits)
+            del output
+            if before is not None:
+                ended = True  # an error of the streamer takes the step back as well
+                try:
+                    ended = before.read(self.streamer)
+                finally:
+                    if ended:
+                        text.drop()
+                        _take_back(cache, random)
+                if ended:
+                    break
+            reached = _reached(limits, text.ids, score)
+            proven = (rows, 1) in decoder.trusted
+            ahead = served and proven and not reached
+            if not ahead and answer is not None and answer.read(self.streamer):
+                break
+            if reached:
+                break
+            before = answer if ahead else None
+            positions = positions + 1
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones((rows, 1))], dim=-1)
+                rest["attention_mask"] = mask
+            steps = decoder.steps
+            output = model(
+                input_ids=text.ids[:, -1:].contiguous(),
+                position_ids=positions,
+                past_key_values=cache,
+                return_dict=True,
+                **rest,
+            )
+            cache = output.past_key_values
+            served = decoder.steps > steps or not proven
+        if self.streamer is not None:
+            self.streamer.end()
+        return text.result(cache)
+
+
+class _Text:
+    """The tokens so far of all rows, and what was asked for beside them.
+
+    Attributes:
+        ids: int64 `[rows, length]`.
+    """
+
+    def __init__(self, loop: _Loop, ids: Tensor) -> None:
+        config: Any = loop.config
+        self.ids = ids
+        self._loop, self._sampled = loop, config.do_sample
+        self._returned = config.return_dict_in_generate
+        self._scores: list[Tensor] | None = [] if self._returned and config.output_scores else None
+        self._logits: list[Tensor] | None = [] if self._returned and config.output_logits else None
+        found = (getattr(c, "eos_token_id", None) for c in loop.criteria)
+        self._ends = [end.to(ids.device) for end in found if end is not None]
+        pad = config._pad_token_tensor
+        self._pad = None if pad is None else pad.to(ids.device)
+        self._unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
+
+    def add(self, logits: Tensor) -> tuple[_Answer | None, Tensor]:
+        """Choose each row's next token, as transformers does.
+
+        Returns:
+            what will say whether all texts have ended; None where nobody asks. The scores.
+        """
+        chosen = logits[:, -1].to(copy=True, dtype=torch.float32, device=self.ids.device)
+        score = self._loop.processors(self.ids, chosen)
+        if self._scores is not None:
+            self._scores.append(score)
+        if self._logits is not None:
+            self._logits.append(chosen)
+        if self._sampled:
+            tokens = torch.multinomial(nn.functional.softmax(score, dim=-1), 1).squeeze(1)
+        else:
+            tokens = torch.argmax(score, dim=-1)
+        if self._ends and self._pad is not None:
+            tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
+        for end in self._ends:
+            self._unfinished = self._unfinished & ~torch.isin(tokens, end)
+        streamed = self._loop.streamer is not None
+        if not self._ends and not streamed:
+            return None, score
+        return _Answer(self._unfinished, tokens if streamed else None), score
+
+    def drop(self) -> None:
+        """Take the last token back."""
+        self.ids = self.ids[:, :-1].contiguous()
+        for kept in (self._scores, self._logits):
+            if kept is not None:
+                kept.pop()
+
+    def result(self, cache: Any) -> Any:
+        """In the form that was asked for."""
+        if not self._returned:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=None if self._scores is None else tuple(self._scores),
+            logits=None if self._logits is None else tuple(self._logits),
+            past_key_values=cache,
+        )
+
+
+def _reached(limits: list[Any], ids: Tensor, score: Tensor) -> bool:
+    """Whether a text is as long as it may be. The lengths are known without asking the GPU."""
+    length = ids.shape[1]
+    for limit in limits:
+        most = limit.max_position_embeddings
+        if most is not None and length >= most:
+            limit(ids, score)  # it warns of that once
+    return any(length >= limit.max_length for limit in limits)
+
+
+class _Random:
+    """The random numbers of a device's default generator, to be drawn once more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._state: Any = None
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generator = torch.cuda.default_generators[index]
+        else:
+            self._generator = torch.default_generator
+
+    def keep(self) -> None:
+        """Remember where it stands."""
+        cuda = self._generator.device.type == "cuda"
+        self._state = self._generator.get_offset() if cuda else self._generator.get_state()
+
+    def take_back(self) -> None:
+        """Go back there."""
+        if isinstance(self._state, int):
+            self._generator.set_offset(self._state)
+        else:
+            self._generator.set_state(self._state)
+
+
+def _take_back(cache: Any, random: _Random | None) -> None:
+    """Undo a step: nothing is read behind a cache's end."""
+    arena = caches.held_arena(cache)
+    if arena is not None:
+        arena.table.length -= 1
+    else:
+        cache.crop(-1)
+    if random is not None:
+        random.take_back()

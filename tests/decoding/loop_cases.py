@@ -1,0 +1,286 @@
+"""What `generate`'s loop without waits must give, on whichever device; a test module that imports
+these has a fixture `device`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from decoding.families import make, prompts
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hfpatch
+from hfpatch.decoding import kept
+
+NEW = 14
+
+
+def pair_of(name: str, device: str, **more: Any) -> tuple[Any, Any]:
+    """A model, and its patched copy that has proven its steps."""
+    plain = make(name, **more).to(device)
+    patched = copy.deepcopy(plain)
+    report = hfpatch.apply(patched)
+    assert any(s.op == "decoding" for s in report.swaps), report
+    for rows in (1, 2, 3):
+        inputs = on(device, prompts(rows))
+        patched.generate(**inputs, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    return plain, patched
+
+
+def on(device: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.to(device) for k, v in inputs.items()}
+
+
+def loops_of(model: Any) -> int:
+    return int(kept.decoders[model].loops)
+
+
+def random_state(device: str) -> torch.Tensor:
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+
+class Streamer:
+    """Holds what it is given, and raises at a length."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.tokens: list[list[int]] = []
+        self.fail_at, self.ended = fail_at, False
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.tokens.append(value.flatten().tolist())
+        if self.fail_at is not None and len(self.tokens) >= self.fail_at:
+            raise ValueError("the streamer's own")
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def an_end(plain: Any, device: str, rows: int, **more: Any) -> int:
+    """A token that the first row's text has in its middle, so that it ends there."""
+    torch.manual_seed(3)
+    inputs = on(device, prompts(rows))
+    text = plain.generate(**inputs, max_new_tokens=NEW, eos_token_id=None, **more)
+    return int(text[0, -NEW + 5])
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    "several texts": {"do_sample": True, "num_return_sequences": 3},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "at least": {"min_new_tokens": 9},
+    "three rows": {"rows": 3},
+    "one row": {"rows": 1},
+    "by length": {"max_length": 17, "max_new_tokens": None},
+    "no padding": {"padding": 0},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ends", [False, True], ids=["to the length", "to an end"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode(device: str, family: str, mode: str, ends: bool) -> None:
+    """Texts, scores, logits, the cache and the random numbers after it are transformers' own."""
+    plain, patched = pair_of(family, device)
+    own = dict(MODES[mode])
+    rows = own.pop("rows", 1 if own.get("num_return_sequences") else 2)
+    inputs = on(device, prompts(rows, padding=own.pop("padding", 3)))
+    own = {"max_new_tokens": NEW, "do_sample": False, **own}
+    chosen = {k: own[k] for k in ("do_sample", "temperature", "top_k", "top_p") if k in own}
+    own["eos_token_id"] = an_end(plain, device, rows, **chosen) if ends else None
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+    def run(model: Any, **more: Any) -> tuple[Any, torch.Tensor]:
+        torch.manual_seed(3)
+        return model.generate(**inputs, **own, **more), random_state(device)
+
+    (wanted, after), before = run(plain, **asked), loops_of(patched)
+    got, ours_after = run(patched, **asked)
+    assert loops_of(patched) == before + 1
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert got.sequences.shape[1] < 40
+    for name in ("scores", "logits"):
+        for a, b in zip(getattr(wanted, name), getattr(got, name), strict=True):
+            torch.testing.assert_close(b, a, rtol=2e-3, atol=2e-3)
+    assert got.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
+    layers = zip(wanted.past_key_values.layers, got.past_key_values.layers, strict=True)
+    for theirs, ours in layers:
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=2e-3, atol=2e-3)
+    assert torch.equal(ours_after, after)
+    assert torch.equal(run(patched)[0], wanted.sequences)  # as a tensor
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["to the length", "to an end"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_streamer_gets_each_token_once(device: str, rows: int, ends: bool) -> None:
+    plain, patched = pair_of("llama", device)
+    inputs = on(device, prompts(rows))
+    end = an_end(plain, device, rows, do_sample=False) if ends else None
+    streamers = Streamer(), Streamer()
+    before = loops_of(patched)
+    for model, streamer in zip((plain, patched), streamers, strict=True):
+        model.generate(
+            **inputs, max_new_tokens=NEW, do_sample=False, streamer=streamer, eos_token_id=end
+        )
+    assert loops_of(patched) == before + 1
+    assert streamers[0].tokens == streamers[1].tokens
+    assert streamers[0].ended and streamers[1].ended
+
+
+def test_a_streamer_that_raises_leaves_the_cache_usable(device: str) -> None:
+    plain, patched = pair_of("llama", device)
+    inputs = on(device, prompts(1, padding=0))
+    more: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 299}
+    wanted = plain.generate(**inputs, **more)
+    lengths = []
+    for model in (plain, patched):
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(ValueError, match="own"):
+            model.generate(**inputs, **more, past_key_values=cache, streamer=Streamer(5))
+        lengths.append(cache.get_seq_length())
+    assert lengths[0] == lengths[1]
+    begun = wanted[:, : lengths[1] + 1]
+    rest = {**more, "max_new_tokens": wanted.shape[1] - begun.shape[1]}
+    assert torch.equal(patched.generate(begun, past_key_values=cache, **rest), wanted)
+
+
+def test_a_cache_goes_on_between_both(device: str) -> None:
+    """Each continues what the other began, also where the text ended one step late."""
+    plain, patched = pair_of("mistral", device)
+    inputs = on(device, prompts(1, padding=0))
+    end = an_end(plain, device, 1, do_sample=False)
+    more: dict[str, Any] = {"do_sample": False, "eos_token_id": end}
+    for first, then in ((plain, patched), (patched, plain), (patched, patched)):
+        cache = DynamicCache(config=plain.config)
+        begun = first.generate(**inputs, max_new_tokens=NEW, past_key_values=cache, **more)
+        assert cache.get_seq_length() == begun.shape[1] - 1
+        asked = torch.cat([begun, begun[:, :3]], dim=1)
+        got = then.generate(asked, max_new_tokens=6, past_key_values=cache, do_sample=False)
+        assert torch.equal(got, plain.generate(asked, max_new_tokens=6, do_sample=False))
+
+
+class Odd(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, ::2] = -torch.inf
+        return scores
+
+
+class At(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 15, device=input_ids.device)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logits_processor": LogitsProcessorList([Odd()])},
+        {"stopping_criteria": StoppingCriteriaList([At()])},
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"use_cache": False},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"max_time": 1000.0},
+        {"guidance_scale": 1.5},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_goes_to_transformers_loop(device: str, more: dict[str, Any]) -> None:
+    plain, patched = pair_of("qwen3", device)
+    inputs = on(device, prompts(1))
+    more = {"max_new_tokens": 6, "do_sample": False, **more}
+    before = loops_of(patched)
+    wanted, got = plain.generate(**inputs, **more), patched.generate(**inputs, **more)
+    if more.get("return_dict_in_generate"):
+        wanted, got = wanted.sequences, got.sequences
+    assert torch.equal(got, wanted)
+    assert loops_of(patched) == before
+
+
+def test_hooks_of_the_model_itself_are_called(device: str) -> None:
+    plain, patched = pair_of("qwen3", device)
+    inputs = on(device, prompts(1))
+    calls = {id(plain): 0, id(patched): 0}
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        calls[id(module)] += 1
+
+    for model in (plain, patched):
+        model.register_forward_hook(count)
+        model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert calls[id(plain)] == calls[id(patched)] == 6
+
+
+def test_a_model_that_changes_under_a_streamer(device: str) -> None:
+    """Weights that a callback replaces count from the step at which transformers' loop has them,
+    or from the next."""
+    plain, patched = pair_of("qwen3", device)
+    inputs = on(device, prompts(1))
+
+    class Changing(Streamer):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 5:
+                weight = patched.lm_head.weight
+                patched.lm_head.weight = torch.nn.Parameter(weight.detach().flip(0).clone())
+
+    text = patched.generate(
+        **inputs, max_new_tokens=9, do_sample=False, streamer=Changing(), eos_token_id=None
+    )[0, -9:].tolist()
+    old = plain.generate(**inputs, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    same = [a == b for a, b in zip(old[0, -9:].tolist(), text, strict=True)]
+    assert all(same[:4]) and not all(same)
+
+
+def test_copies_restore_and_pickles(device: str) -> None:
+    import pickle
+
+    plain, patched = pair_of("llama", device)
+    inputs = on(device, prompts(2))
+    more = {"max_new_tokens": 6, "do_sample": False}
+    wanted = plain.generate(**inputs, **more)
+    other = copy.deepcopy(patched)
+    assert torch.equal(other.generate(**inputs, **more), wanted)
+    assert other.generate.__self__ is other
+    assert "generate" not in vars(pickle.loads(pickle.dumps(patched)))
+    hfpatch.apply(patched, decoding=False)
+    assert "generate" not in vars(patched)
+    hfpatch.apply(patched)
+    assert "generate" in vars(patched)
+    hfpatch.restore(patched)
+    assert "generate" not in vars(patched)
+    assert torch.equal(patched.generate(**inputs, **more), wanted)
+
+
+def test_a_generate_of_the_users_stays(device: str) -> None:
+    model = make("llama").to(device)
+    own = lambda *args, **kwargs: "mine"  # noqa: E731
+    model.generate = own
+    hfpatch.apply(model)
+    assert model.generate is own
+    hfpatch.restore(model)
+    assert model.generate is own
+
+
+def test_nothing_is_kept(device: str) -> None:
+    _, patched = pair_of("llama", device)
+    inputs = on(device, prompts(1))
+    counts = []
+    for _ in range(3):
+        patched.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=7)
+        gc.collect()
+        counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    assert counts[1] == counts[2]

@@ -1,0 +1,152 @@
+"""`generate` on a GPU: each mode of it on a patched model and on the model unpatched, and the loop
+that does not wait for the GPU after every token."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+# ruff: noqa: F401
+from decoding.families import FAMILIES, make, prompts
+from decoding.loop_cases import (
+    loops_of,
+    on,
+    pair_of,
+    test_a_cache_goes_on_between_both,
+    test_a_generate_of_the_users_stays,
+    test_a_mode,
+    test_a_model_that_changes_under_a_streamer,
+    test_a_streamer_gets_each_token_once,
+    test_a_streamer_that_raises_leaves_the_cache_usable,
+    test_copies_restore_and_pickles,
+    test_hooks_of_the_model_itself_are_called,
+    test_nothing_is_kept,
+    test_what_goes_to_transformers_loop,
+)
+
+import hfpatch
+from hfpatch.decoding import kept
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device(kernels_module: object) -> str:
+    return "cuda"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family(device: str, family: str) -> None:
+    """Greedy and sampled texts of left-padded rows, to an end in their middle."""
+    plain, patched = pair_of(family, device)
+    inputs = on(device, prompts(3))
+    for more in ({"do_sample": False}, {"do_sample": True, "top_k": 30}):
+        for end in (None, 7, 123):
+            texts = []
+            for model in (plain, patched):
+                torch.manual_seed(5)
+                texts.append(model.generate(**inputs, max_new_tokens=20, eos_token_id=end, **more))
+            assert torch.equal(texts[1], texts[0])
+    # Phi-3 prepares its inputs by code of its own, so that transformers' loop stays
+    assert loops_of(patched) >= 6 or family == "phi3"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "llama"])
+def test_half_types_follow_the_original(device: str, family: str, dtype: torch.dtype) -> None:
+    """Teacher forced: steps are no farther from fp32 than the original's, but for a margin."""
+    from transformers import DynamicCache
+
+    patched = make(family, dtype).to(device)
+    plain, exact = copy.deepcopy(patched), copy.deepcopy(patched).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is not refused
+        hfpatch.apply(patched, include=type(patched).__name__)
+        ids = prompts(2, 40, 0)["input_ids"].to(device)
+        errors = {}
+        for name, model in (("plain", plain), ("patched", patched)):
+            ours, true = DynamicCache(config=plain.config), DynamicCache(config=plain.config)
+            total = 0.0
+            with torch.no_grad():
+                model(ids[:, :8], past_key_values=ours)
+                exact(ids[:, :8], past_key_values=true)
+                for i in range(8, 40):
+                    one = ids[:, i : i + 1]
+                    a = model(one, past_key_values=ours).logits.double()
+                    b = exact(one, past_key_values=true).logits.double()
+                    total += float((a - b).square().sum())
+            errors[name] = total**0.5
+    assert kept.decoders[patched].steps == 31
+    assert errors["patched"] <= 1.1 * errors["plain"], errors
+
+
+def test_threads_write_each_its_own_text(device: str) -> None:
+    plain, patched = pair_of("qwen3", device)
+    more: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    given = [
+        {k: v[i : i + 1] for k, v in on(device, prompts(4, padding=0)).items()} for i in range(4)
+    ]
+    wanted = [plain.generate(**own, **more) for own in given]
+    got: dict[int, torch.Tensor] = {}
+
+    def write(i: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got[i] = patched.generate(**given[i], **more).cpu()
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[i], wanted[i].cpu()) for i in range(4))
+
+
+def test_what_happens_to_the_model_between_texts(device: str) -> None:
+    """Weights changed, moved and replaced, adapters' hooks, another dtype, another device."""
+    plain, patched = pair_of("qwen3", device)
+    inputs = on(device, prompts(2))
+    more: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+
+    def change(model: Any, step: int) -> None:
+        layer = model.model.layers[1]
+        with torch.no_grad():
+            if step == 0:
+                layer.mlp.up_proj.weight.mul_(1.3)
+            elif step == 1:
+                weight = layer.mlp.down_proj.weight
+                layer.mlp.down_proj.weight = torch.nn.Parameter(weight.flip(0).clone())
+            elif step == 2:
+                layer.self_attn.v_proj.weight.data = layer.self_attn.v_proj.weight.data * 0.5
+            elif step == 3:
+                layer.mlp.register_forward_hook(lambda m, a, y: y * 1.5)
+            elif step == 4:
+                layer.mlp._forward_hooks.clear()
+            elif step == 5:
+                model.to("cpu").to(device)
+            else:
+                model.to(torch.float64).to(torch.float32)
+
+    for step in range(7):
+        for model in (plain, patched):
+            change(model, step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.equal(patched.generate(**inputs, **more), plain.generate(**inputs, **more))
+
+
+def test_memory_of_many_texts(device: str) -> None:
+    """A cache's memory goes with the cache; engines do not grow."""
+    _, patched = pair_of("llama", device)
+    inputs = on(device, prompts(2))
+    sizes = []
+    for i in range(30):
+        patched.generate(**inputs, max_new_tokens=6, do_sample=i % 2 == 0, eos_token_id=None)
+        sizes.append(torch.cuda.memory_allocated())
+    assert sizes[-1] == sizes[10]
+    hfpatch.restore(patched)
+    assert patched not in kept.decoders
