@@ -5,17 +5,22 @@ namespace hfp::cuda::decode {
 
 namespace {
 
-constexpr int64_t kCtasOfProcessor = 2;
+// With room for two of them on a multiprocessor, kernels for wider heads would spill hundreds of bytes.
+constexpr int ctas_of_processor(int dim) { return dim > 128 ? 1 : 2; }
 
 template <class T, int kDim, int kQueries>
 int32_t launch_for(Attention &a, int rows, void *stream) {
   // A CTA for each part, or for several where there are more than a few for each multiprocessor.
+  constexpr int kMost = ctas_of_processor(kDim);
   int ctas = a.parts;
-  while (ctas > 1 && int64_t{ctas} * a.key_heads * a.blocks * rows > kCtasOfProcessor * int64_t{a.processors}) ctas /= 2;
+  const int64_t heads = int64_t{a.key_heads} * a.blocks * rows;
+  while (ctas > 1 && ctas * heads > int64_t{kMost} * a.processors) ctas /= 2;
   const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(a.key_heads * a.blocks),
                   static_cast<unsigned>(rows));
-  return launch_step(&decode_attention_kernel<T, kDim, kQueries>, grid, kAttentionThreads,
-                     static_cast<int>(sizeof(AttentionShared<T, kDim, kQueries>)), a, stream);
+  const auto kernel = ctas * heads <= a.processors ? &decode_attention_kernel<T, kDim, kQueries, 1>
+                                                   : &decode_attention_kernel<T, kDim, kQueries, kMost>;
+  return launch_step(kernel, grid, kAttentionThreads, static_cast<int>(sizeof(AttentionShared<T, kDim, kQueries>)), a,
+                     stream);
 }
 
 // Kernels for fewer queries than a block's most have it in fewer registers.

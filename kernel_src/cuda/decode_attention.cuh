@@ -45,8 +45,10 @@ __device__ __forceinline__ void load_words(uint32_t (&to)[kWords], const void *f
   }
 }
 
-template <class T, int kDim, int kQueries>
-__global__ void __launch_bounds__(kAttentionThreads)
+// kCtas: of them a multiprocessor must have room for. One leaves a thread the registers that it wants, two are
+// faster where there is more than one for each multiprocessor.
+template <class T, int kDim, int kQueries, int kCtas>
+__global__ void __launch_bounds__(kAttentionThreads, kCtas)
     decode_attention_kernel(const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kLoads = kDim / 32, kOwn = kDim <= 64 ? 2 : kDim <= 128 ? 4 : 8, kWords = kOwn / 2;
@@ -119,26 +121,29 @@ __global__ void __launch_bounds__(kAttentionThreads)
   if (part >= active) return;
 
   // Whether new key t lies in one of this CTA's parts.
-  const auto own_key = [&](int t) { return (length + t - first) / kPart % a.parts % ctas == static_cast<int>(blockIdx.x); };
+  // `ctas` is a power of two, as kParts is.
+  const auto own_key = [&](int t) {
+    return ((length + t - first) / kPart & (ctas - 1)) == static_cast<int>(blockIdx.x);
+  };
   const float *const table = a.table != nullptr ? a.table + static_cast<int64_t>(row) * tokens * 2 * a.half : nullptr;
   const auto table_of = [&](int t) { return table != nullptr ? table + t * 2 * a.half : nullptr; };
+#pragma unroll 1
   for (int i = warp; i < queries + tokens; i += kAttentionWarps) {
-    if (i < queries) {
-      const int q = first_query + i, t = q / heads;
-      prepare_head<T, kDim>(a, a.q_norm, q_norm, qkv + static_cast<int64_t>(t) * width, a.heads * dim,
-                            (key_head * heads + q % heads) * dim, table_of(t), shared.q[i], shared.scratch[warp],
-                            lane);
-    } else if (own_key(i - queries)) {
-      const int t = i - queries;
-      prepare_head<T, kDim>(a, a.k_norm, k_norm, new_keys + static_cast<int64_t>(t) * width, a.key_heads * dim,
-                            key_head * dim, table_of(t), shared.k[t], shared.scratch[warp], lane);
-    }
+    const bool of_key = i >= queries;
+    const int q = first_query + i, t = of_key ? i - queries : q / heads;
+    if (of_key && !own_key(t)) continue;
+    HeadNorm<T, kDim> norm = q_norm;
+    if (of_key) norm = k_norm;
+    const T *const from = (of_key ? new_keys : qkv) + static_cast<int64_t>(t) * width;
+    prepare_head<T, kDim>(a, of_key ? a.k_norm : a.q_norm, norm, from, (of_key ? a.key_heads : a.heads) * dim,
+                          (of_key ? key_head : key_head * heads + q - t * heads) * dim, table_of(t),
+                          of_key ? shared.k[t] : shared.q[i], shared.scratch[warp], lane);
   }
   __syncthreads();
   if (block == 0) {
-    for (int e = threadIdx.x; e < tokens * dim; e += kAttentionThreads) {
-      const int t = e / dim, d = e % dim;
-      if (!own_key(t)) continue;
+    for (int t = 0; t < tokens; ++t) {
+      const int d = static_cast<int>(threadIdx.x);  // kDim is no more than there are threads
+      if (!own_key(t) || d >= dim) continue;
       const int64_t at = static_cast<int64_t>(length + t) * dim + d;
       keys[at] = shared.k[t][d];
       values[at] = from_float<T>(load_one(new_values + static_cast<int64_t>(t) * width + d));
@@ -153,14 +158,21 @@ __global__ void __launch_bounds__(kAttentionThreads)
     if (group < queries && d < dim) query[i] = *reinterpret_cast<const uint4 *>(&shared.q[group][d]);
   }
   // What query `group` sees: [sees_from, sees_to).
-  const int own_token = (first_query + min(group, queries - 1)) / heads;
+  const auto token_of = [&](int i) { return tokens == 1 ? 0 : (first_query + i) / heads; };
+  const int own_token = token_of(min(group, queries - 1));
   const int sees_to = length + own_token + 1;
   const int64_t sees_from = a.window > 0 ? sees_to - a.window : 0;
 
   const auto out_of = [&](int i) {
-    const int q = first_query + i;
-    return static_cast<T *>(a.out) + (static_cast<int64_t>(row) * tokens + q / heads) * a.heads * dim +
-           (key_head * heads + q % heads) * dim;
+    const int token = token_of(i), head = first_query + i - token * heads;
+    return static_cast<T *>(a.out) + (static_cast<int64_t>(row) * tokens + token) * a.heads * dim +
+           (key_head * heads + head) * dim;
+  };
+  // A thread's elements of the result: number `own` of every kAtOnce-th query from `own_query` on.
+  constexpr int kAtOnce = kAttentionThreads / kDim, kRounds = (kQueries + kAtOnce - 1) / kAtOnce;
+  const int own_query = static_cast<int>(threadIdx.x) / kDim, own = static_cast<int>(threadIdx.x) % kDim;
+  const auto has = [&](int round) {
+    return own_query < kAtOnce && own < dim && own_query + round * kAtOnce < queries;
   };
   // One more score, of the sink, beside those that have `all` as their greatest and the sum `total`.
   const auto whole_sum = [&](int i, float all, float total, float *by) {
@@ -179,11 +191,11 @@ __global__ void __launch_bounds__(kAttentionThreads)
 
   for (; part < active; part += ctas) {
   int tile = first + part * kPart + warp * kTile;
-  if (part != static_cast<int>(blockIdx.x)) load_old(tile);
-  load_new(tile);
+  const int next_part = part + ctas < active ? tile + ctas * kPart : end;
   float most = -INFINITY, sum = 0.0f;  // of query `group`; sum: this lane's keys alone
   float o[kQueries][kOwn] = {};
   for (; tile < end; tile += stride) {
+    load_new(tile);
     if (tile + group >= length && tile + group < end) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -230,7 +242,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
         v[k][2 * i] = pair.x, v[k][2 * i + 1] = pair.y;
       }
     }
-    if (tile + stride < end) load_old(tile + stride), load_new(tile + stride);
+    const int next = tile + stride < end ? tile + stride : next_part;
+    if (next < end) load_old(next);
 #pragma unroll
     for (int h = 0; h < kQueries; ++h) {
       const float by = shared.rescale[warp][h];
@@ -284,13 +297,15 @@ __global__ void __launch_bounds__(kAttentionThreads)
     shared.by[w][h] = by;
   }
   __syncthreads();
-  for (int e = threadIdx.x; e < queries * dim; e += kAttentionThreads) {
-    const int h = e / dim, d = e % dim;
+#pragma unroll 1
+  for (int round = 0; round < kRounds; ++round) {
+    if (!has(round)) break;
+    const int h = own_query + round * kAtOnce;
     float y = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) y = fmaf(shared.o[w][h][d], shared.by[w][h], y);
-    if (active == 1) out_of(h)[d] = from_float<T>(y);
-    else partial[(part * kQueries + h) * (2 + dim) + 2 + d] = y;
+    for (int w = 0; w < kAttentionWarps; ++w) y = fmaf(shared.o[w][h][own], shared.by[w][h], y);
+    if (active == 1) out_of(h)[own] = from_float<T>(y);
+    else partial[(part * kQueries + h) * (2 + dim) + 2 + own] = y;
   }
   if (part + ctas < active) __syncthreads();  // before the next part's results come into the same memory
   }
@@ -307,9 +322,16 @@ __global__ void __launch_bounds__(kAttentionThreads)
   if (!shared.last) return;
   __threadfence();
 
-  // All that a thread reads is on its way at once: a warp has a query's parts, a thread its elements'.
-  constexpr int kEach = (kQueries * kDim + kAttentionThreads - 1) / kAttentionThreads;
-  constexpr int kBatch = kEach < 4 ? kEach : 4;
+  // All that a thread reads is on its way at once: its elements of the parts, and a warp a query's sums.
+  float theirs[kRounds][kParts];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const float *from = partial + (own_query + round * kAtOnce) * (2 + dim) + 2 + own;
+#pragma unroll
+    for (int s = 0; s < kParts; ++s, from += kQueries * (2 + dim)) {
+      theirs[round][s] = s < active && has(round) ? __ldcg(from) : 0.0f;
+    }
+  }
   if (warp < queries) {
     const float *const mine = partial + (min(lane, active - 1) * kQueries + warp) * (2 + dim);
     const float top = lane < active ? __ldcg(mine) : -INFINITY, total = lane < active ? __ldcg(mine + 1) : 0.0f;
@@ -324,26 +346,14 @@ __global__ void __launch_bounds__(kAttentionThreads)
     if (lane < kParts) shared.share[warp][lane] = sums > 0.0f ? by / sums : 0.0f * sums;
   }
   __syncthreads();
-  for (int first_e = threadIdx.x; first_e < queries * dim; first_e += kBatch * kAttentionThreads) {
-    float theirs[kBatch][kParts];
 #pragma unroll
-    for (int n = 0; n < kBatch; ++n) {
-      const int e = first_e + n * kAttentionThreads, h = e / dim, d = e % dim;
+  for (int round = 0; round < kRounds; ++round) {
+    if (!has(round)) break;
+    const int h = own_query + round * kAtOnce;
+    float y = 0.0f;
 #pragma unroll
-      for (int s = 0; s < kParts; ++s) {
-        theirs[n][s] = s < active && h < queries ? __ldcg(partial + (s * kQueries + h) * (2 + dim) + 2 + d) : 0.0f;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kBatch; ++n) {
-      const int e = first_e + n * kAttentionThreads, h = e / dim;
-      if (h < queries) {
-        float y = 0.0f;
-#pragma unroll
-        for (int s = 0; s < kParts; ++s) y = fmaf(shared.share[h][s], theirs[n][s], y);
-        out_of(h)[e % dim] = from_float<T>(y);
-      }
-    }
+    for (int s = 0; s < kParts; ++s) y = fmaf(shared.share[h][s], theirs[round][s], y);
+    out_of(h)[own] = from_float<T>(y);
   }
 #endif
 }

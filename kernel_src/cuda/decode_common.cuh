@@ -257,8 +257,12 @@ __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNor
       v[i] = rounded<T>(y * by.weight[i] + by.bias[i]);
     }
   };
-  if (norm.present() && !a.after_rope) normalize();
-  if (a.half > 0) {
+  // One copy of each in the code: a step's kernels evict each other's, and fetching it takes longer than running it.
+#pragma unroll 1
+  for (bool turned_already = false;; turned_already = true) {
+    if (norm.present() && a.after_rope == turned_already) normalize();
+    if (turned_already) break;
+    if (a.half <= 0) continue;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) scratch[lane + 32 * i] = v[i];
     __syncwarp();
@@ -274,7 +278,6 @@ __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNor
     }
     __syncwarp();
   }
-  if (norm.present() && a.after_rope) normalize();
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int d = lane + 32 * i;
