@@ -275,7 +275,9 @@ class _Text:
             what will say whether all texts have ended; None where nobody asks. The scores.
         """
         chosen = logits[:, -1].to(copy=True, dtype=torch.float32, device=self.ids.device)
-        score = self._loop.processors(self.ids, chosen)
+        score = chosen
+        for processor in self._loop.processors:  # the list itself reads each one's signature first
+            score = processor(self.ids, score)
         if self._scores is not None:
             self._scores.append(score)
         if self._logits is not None:

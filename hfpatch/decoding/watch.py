@@ -6,6 +6,7 @@ What is looked at per step are flat lists, made once; what a look costs is in do
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from hfpatch.patches.unchanged import settings_of
 
 _DATA_PTR = torch.Tensor.data_ptr
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FORWARD = operator.itemgetter("forward")
 
 
 class Watch:
@@ -85,11 +87,11 @@ class Watch:
     def _wrappers(self) -> tuple[int, int, list[int]]:
         """How many hooks and attributes there are, and the forwards of instances: a new one is a
         new attribute."""
-        return (
-            sum(map(len, self._hooks)),
-            sum(map(len, self._dicts)),
-            [id(d.get("forward")) for d in self._with_forward],
-        )
+        try:
+            forwards = list(map(id, map(_FORWARD, self._with_forward)))
+        except KeyError:  # one was deleted
+            forwards = []
+        return sum(map(len, self._hooks)), sum(map(len, self._dicts)), forwards
 
     def _note_wrappers(self) -> None:
         self._with_forward = [d for d in self._dicts if "forward" in d]
