@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
+from hfpatch.bench import results as figures
 from hfpatch.decoding import kept
 
 PROMPT = 128
@@ -160,9 +161,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="what was measured; default: git's HEAD")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     results: list[dict[str, Any]] = []
     for shape in args.models:
         model = make(shape, getattr(torch, args.dtype), device)
@@ -192,8 +193,8 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.empty_cache()
     if args.output:
-        about = {"device": name, "torch": torch.__version__, "prompt": PROMPT}
-        args.output.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        about = figures.head("decoding", torch.device(device), args.commit)
+        figures.write(about | {"prompt": PROMPT, "rows": results}, args.output)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ not of the plain kind (`_fits`) goes to transformers' own loop.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.utils import (
+    GENERATION_MODES_MAPPING,
+    GenerateDecoderOnlyOutput,
+    GenerationMixin,
+)
 
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding.kept import decoders
@@ -30,7 +35,10 @@ DEVICES = frozenset({"cuda"})
 _RELIED_ON = (
     *("generate", "_sample", "_prefill", "prepare_inputs_for_generation"),
     *("_update_model_kwargs_for_generation", "_has_unfinished_sequences"),
+    "_optimize_model_for_decode",
 )
+#: What of transformers' own methods the loop calls by position; another release may have others.
+_PREFILL = ["self", "input_ids", "generation_config", "model_kwargs"]
 #: Settings that ask for another loop, and the values under which they do not.
 _PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -67,7 +75,11 @@ _ARGUMENTS = frozenset(
 def method_for(model: Any) -> Callable[..., Any] | None:
     """What stands as `generate` on a patched model; None where its class has a loop of its own."""
     cls = type(model)
-    if any(getattr(cls, name, None) is not getattr(GenerationMixin, name) for name in _RELIED_ON):
+    theirs = {name: getattr(GenerationMixin, name, None) for name in _RELIED_ON}
+    if any(own is None or getattr(cls, name, None) is not own for name, own in theirs.items()):
+        return None
+    prefill: Any = theirs["_prefill"]
+    if list(inspect.signature(prefill).parameters)[:4] != _PREFILL:
         return None
 
     @functools.wraps(cls.generate)
@@ -111,7 +123,8 @@ def _sample(
     loop = _Loop(model, input_ids, logits_processor, stopping_criteria, generation_config, into)
     if plain and loop.fits(model_kwargs):
         return loop.run(model_kwargs)
-    return type(model)._sample(
+    method = "_sample" if plain else GENERATION_MODES_MAPPING[mode]
+    return getattr(type(model), method)(
         model,
         input_ids,
         logits_processor=logits_processor,
@@ -136,7 +149,8 @@ class _Answer:
                 self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
                 self._tokens.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            # not the current device's stream: the model may lie on another
+            self._event.record(torch.cuda.current_stream(ended.device))
         else:
             self._ended, self._tokens = ended, tokens
 
