@@ -13,7 +13,7 @@ from torch import nn
 from hfpatch import swap
 from hfpatch.announce import announce, what_was_lost
 from hfpatch.kernelized import OVERWRITTEN
-from hfpatch.plan import Plan, Skip, Swap
+from hfpatch.plan import Candidate, Plan, Skip, Swap
 from hfpatch.report import Report
 from hfpatch.settings import Settings, check_settings
 
@@ -52,6 +52,7 @@ def apply(
     strict: bool = False,
     cuda_graphs: bool | int = False,
     decoding: str | bool = "auto",
+    blocks: bool = True,
 ) -> Report:
     """Swap the forwards of `model`'s modules for fused kernels, where that is proven equal.
 
@@ -89,6 +90,10 @@ def apply(
             to 16 sequences, as `generate` asks for) are computed by one call of an engine each,
             where what the model computes is proven; on a GPU as a CUDA graph. True: the same, and
             a warning where they stay as they are. False: they stay as they are.
+        blocks: fuse whole blocks (the elements of a model's lists of layers) that no file was
+            written for: at the first call of a kind what a block computes is captured, rewritten
+            and proven on that call's arguments, while the original computes its result. Until then
+            they are `candidates` of the report; `status` says what came of them.
 
     Returns:
         the report; `print(report)` is a table.
@@ -105,9 +110,10 @@ def apply(
     asked = {
         "mode": mode, "kernels": kernels, "hub": hub, "include": include, "exclude": exclude,
         "verify": verify, "strict": strict, "cuda_graphs": cuda_graphs, "decoding": decoding,
+        "blocks": blocks,
     }  # fmt: skip
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
-    roots, decided, prepared, no_graphs = _decide(model, settings, cuda_graphs, decoding)
+    roots, decided, prepared, no_graphs = _decide(model, settings, cuda_graphs, decoding, blocks)
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
     _commit(roots, prepared)
@@ -132,6 +138,7 @@ def plan(
     strict: bool = False,
     cuda_graphs: bool | int = False,
     decoding: str | bool = "auto",
+    blocks: bool = True,
     device: str | None = None,
 ) -> Plan:
     """What `apply` with the same arguments would decide; the model is not changed.
@@ -147,7 +154,7 @@ def plan(
     """
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
-    _, decided, _, _ = _decide(model, settings, cuda_graphs, decoding)
+    _, decided, _, _ = _decide(model, settings, cuda_graphs, decoding, blocks)
     return replace(decided, seconds=time.perf_counter() - started)
 
 
@@ -199,10 +206,13 @@ def status(model: Any) -> Report:
     name, roots = _roots(model)
     swaps: list[Swap] = []
     skips: list[Skip] = []
+    candidates: list[Candidate] = []
     adapters = []
     for path, module in _paths(roots):
         mark, said = swap.swapped(module), _said.get(module)
-        if mark is not None:
+        if mark is not None and isinstance(mark.details, Candidate):
+            candidates.append(mark.details.now(path))  # type: ignore[attr-defined]
+        elif mark is not None:
             swaps.append(replace(mark.details, path=path))
             adapters.append(mark.adapter)
         elif isinstance(said, Skip):
@@ -225,12 +235,13 @@ def status(model: Any) -> Report:
         tuple(swaps),
         tuple(skips),
         tuple(dict.fromkeys(notes)),
+        candidates=tuple(candidates),
     )
     return Report(decided, applied=True)
 
 
 def _decide(
-    model: Any, settings: Settings, cuda_graphs: bool | int, decoding: str | bool
+    model: Any, settings: Settings, cuda_graphs: bool | int, decoding: str | bool, blocks: bool
 ) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared], list[str]]:
     """The roots, the plan, what carries it out, and why graphs that were asked for are not made."""
     from hfpatch import graphs
@@ -241,9 +252,13 @@ def _decide(
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
     wanted = offer.check_choice(decoding)
+    if not isinstance(blocks, bool):
+        raise TypeError(f"`blocks` must be True or False, got {blocks!r}")
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     no_graphs: list[str] = []
+    candidates = _candidates(roots, settings, prepared) if blocks else []
+    decided = replace(decided, candidates=tuple(p.swap.now(p.swap.path) for p in candidates))
     if wanted:
         steps, skips = offer.offer(roots, settings, wanted)
         taken = {id(p.module) for p in prepared}
@@ -260,7 +275,16 @@ def _decide(
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, notes=(*decided.notes, *no_graphs))
-    return roots, decided, prepared, no_graphs
+    return roots, decided, [*prepared, *candidates], no_graphs
+
+
+def _candidates(
+    roots: list[tuple[str, nn.Module]], settings: Settings, prepared: list[Prepared]
+) -> list[Any]:
+    """The blocks that are captured at their first call; no more is done for a model without one."""
+    from hfpatch.regions.offer import offer
+
+    return offer(roots, settings, prepared)
 
 
 def _remember(roots: list[tuple[str, nn.Module]], decided: Plan) -> None:

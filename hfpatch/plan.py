@@ -62,6 +62,27 @@ class Skip:
     reason: str
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A block whose calls are captured, rewritten and proven as they come (`hfpatch.regions`).
+
+    `state` is "at its first call" until then, "fused", or "left" to the swaps of its parts, for the
+    `reason`. `found` are the ops and products that fused calls run, `before` and `after` how many
+    operators a call takes, `error` and `original` how far the fused block and the original are from
+    a wider dtype, relative to the result's norm: the worst over its kinds of calls.
+    """
+
+    path: str
+    class_name: str
+    state: str
+    reason: str = ""
+    found: tuple[str, ...] = ()
+    before: int = 0
+    after: int = 0
+    error: float = 0.0
+    original: float = 0.0
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The decisions for one model. Printed, or bare in a REPL, it is a table.
@@ -77,6 +98,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     planned_for: str = ""
+    candidates: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
         from hfpatch.report import as_text

@@ -13,12 +13,14 @@ from torch import nn
 from hfpatch import packing, probe
 from hfpatch.foreign import battery, reads
 from hfpatch.ops import OPS
-from hfpatch.patches.base import Combo, Family, Forward, Subject, class_of
+from hfpatch.patches.activations import ActivationSubject
+from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, class_of
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.keys import Same, code_of, held_by
 from hfpatch.patches.library import odd_code
+from hfpatch.patches.norms import NormSubject
 from hfpatch.patches.proving import float32_default
 from hfpatch.patches.recall import RecallSubject
 from hfpatch.patches.replicas import CannotReplicateError
@@ -42,6 +44,8 @@ class Prepared:
     over: Callable[[Forward], Forward] | None = None
     #: Methods of the instance that come with it, by name.
     brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    #: Of a norm or an activation: what it computes, and the names of its weight and bias.
+    leaf: tuple[Formula, str | None, str | None] | None = None
 
 
 _V = TypeVar("_V")
@@ -125,7 +129,18 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
         max(e[0] for e in errors),
         max(e[1] for e in errors),
     )
-    return Prepared(module, lambda: _adapter(subject, original, contract), entry)
+    return Prepared(
+        module, lambda: _adapter(subject, original, contract), entry, leaf=_leaf(subject, formula)
+    )
+
+
+def _leaf(subject: Subject, formula: Formula) -> tuple[Formula, str | None, str | None] | None:
+    """What captured blocks know of a leaf that they bypass."""
+    if isinstance(subject, NormSubject):
+        return formula, subject.weight, subject.bias
+    if isinstance(subject, ActivationSubject) and subject.projection is None:
+        return formula, None, None
+    return None
 
 
 def _adapter(subject: Subject, original: Forward, contract: Contract) -> Forward:

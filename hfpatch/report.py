@@ -6,13 +6,13 @@ import html
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.text import printable
 
 if TYPE_CHECKING:
-    from hfpatch.plan import Plan, Skip, Swap
+    from hfpatch.plan import Candidate, Plan, Skip, Swap
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,6 +76,7 @@ class Report:
             "planned_for": self.plan.planned_for,
             "proven": not self.plan.planned_for,
             "swaps": [asdict(s) for s in self.swaps],
+            "candidates": [asdict(c) for c in self.plan.candidates],
             "skips": [asdict(s) for s in self.skips],
             "notes": list(self.notes),
             "versions": versions(),
@@ -111,6 +112,32 @@ def _skip_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [(name, kind, reason, str(n)) for (name, kind, reason), n in groups.items()]
 
 
+def _candidate_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """class → what its fused calls run, or why there are none → count → error against a wider dtype
+    beside the original's own."""
+    groups = Counter(replace(c, path="") for c in plan.candidates)
+    return [
+        (
+            c.class_name,
+            _outcome(c),
+            str(n),
+            f"{c.error:.1e} ({c.original:.1e})" if c.state == "fused" else "",
+        )
+        for c, n in groups.items()
+    ]
+
+
+def _outcome(c: Candidate) -> str:
+    if c.state == "left":
+        return f"left to its parts: {c.reason}"
+    if c.state != "fused":
+        return c.state
+    counted = Counter(c.found)
+    found = ", ".join(f"{n} × {what}" if n > 1 else what for what, n in counted.items())
+    return f"{c.before} operators → {c.after}: {found}"
+
+
+_CANDIDATE_COLUMNS = ("class", "block", "count", "error (original)")
 _SWAP_COLUMNS = ("class", "kernel", "source", "count", "probe error")
 _SKIP_COLUMNS = ("class", "left alone", "reason", "count")
 
@@ -137,12 +164,16 @@ def as_text(plan: Plan, applied: bool) -> str:
     console = Console(width=110, no_color=True, highlight=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(Text(headline_of(plan, applied)))
-        for columns, rows in ((_SWAP_COLUMNS, _swap_rows(plan)), (_SKIP_COLUMNS, _skip_rows(plan))):
+        for columns, rows in (
+            (_SWAP_COLUMNS, _swap_rows(plan)),
+            (_CANDIDATE_COLUMNS, _candidate_rows(plan)),
+            (_SKIP_COLUMNS, _skip_rows(plan)),
+        ):
             if not rows:
                 continue
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
             for column in columns:
-                right = column in ("count", "probe error")
+                right = column in ("count", "probe error", "error (original)")
                 table.add_column(column, justify="right" if right else "left", no_wrap=right)
             for row in rows:
                 table.add_row(*(Text(cell) for cell in row))
@@ -159,7 +190,7 @@ def as_text(plan: Plan, applied: bool) -> str:
 _TABLE = "border-collapse:collapse;margin:0.4em 0 1em"
 _HEAD = "padding:0.3em 0.9em 0.3em 0;border-bottom:2px solid rgba(128,128,128,0.55)"
 _CELL = "padding:0.25em 0.9em 0.25em 0;border-bottom:1px solid rgba(128,128,128,0.25)"
-_NUMBERS = ("count", "probe error")
+_NUMBERS = ("count", "probe error", "error (original)")
 _GREEN, _SAND = "#2a7f62", "#b59b63"
 
 
@@ -194,6 +225,7 @@ def as_html(plan: Plan, applied: bool) -> str:
     return (
         f"<div><p><b>{html.escape(headline_of(plan, applied))}</b></p>"
         f"{table('swapped' if applied else 'to swap', _GREEN, _SWAP_COLUMNS, _swap_rows(plan))}"
+        f"{table('blocks', _GREEN, _CANDIDATE_COLUMNS, _candidate_rows(plan))}"
         f"{table('left alone', _SAND, _SKIP_COLUMNS, _skip_rows(plan))}{notes}"
         f'<p style="opacity:0.7"><small>{html.escape(version_line())}</small></p></div>'
     )

@@ -315,6 +315,9 @@ def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
         done.append(_remember(slot))
         _erase_companions(module, done)
         _unpack(module, mark)
+        undo = getattr(mark.details, "undo", None)
+        if undo is not None:
+            undo(module)
         if slot.owner is module and slot.attribute == "forward" and not mark.had_forward:
             slot.clear()
         else:  # under a wrapper, which needs something to call
@@ -379,10 +382,10 @@ def restore(modules: Iterable[nn.Module]) -> int:
     errors: list[BaseException] = []
     stuck: list[str] = []
     for module in modules:
-        if swapped(module) is None:
+        if (mark := swapped(module)) is None:
             _erase_companions(module, [])  # where somebody wrote over the forward alone
             continue
-        count += 1
+        count += getattr(mark.details, "counts", True)
         attempt = functools.partial(_erase, module, [])
         failed = _each([attempt])
         if failed and swapped(module) is not None:

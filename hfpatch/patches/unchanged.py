@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 _CALLED = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
-def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any]:
-    """What reads a module's settings off its `__dict__`, and what it reads now.
+def settings_of(
+    module: nn.Module, ignore: Container[str] = ()
+) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+    """What reads a module's settings off its `__dict__`, and what it reads now; but for `ignore`.
 
     Settings are the plain attributes and functions that somebody may set while the module is
     patched, such as `eps`: what was bound to their values is no longer right when they differ; so
@@ -42,6 +44,7 @@ def settings_of(module: nn.Module) -> tuple[Callable[[dict[str, Any]], Any], Any
         for k, v in module.__dict__.items()
         if k not in BLANK_NAMES
         and k not in OWNED_BY_WRAPPERS
+        and k not in ignore
         and (k in named or not k.startswith("_"))
         and _is_setting(v)
     ]
@@ -127,12 +130,17 @@ class Part:
     forward and hooks."""
 
     def __init__(
-        self, module: nn.Module, path: tuple[str, ...] = (), *, called: bool = False
+        self,
+        module: nn.Module,
+        path: tuple[str, ...] = (),
+        *,
+        called: bool = False,
+        ignore: Container[str] = (),
     ) -> None:
         self._path, self._called = path, called
         self._class = class_of(module) if called else type(module)
         self._forward = self._class.forward
-        self._read, self._settings = settings_of(module)
+        self._read, self._settings = settings_of(module, ignore)
 
     def is_same(self, root: nn.Module) -> bool:
         """Whether the module at this path below `root` is as it was, and nobody's hook is on it

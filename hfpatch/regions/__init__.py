@@ -1,0 +1,1 @@
+"""Whole blocks of any model, fused by what their code computes: captured, rewritten, proven."""

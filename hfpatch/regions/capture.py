@@ -1,0 +1,380 @@
+"""One call of a block, captured as a graph of operators on tensors without data.
+
+The block's own code runs once, on a stand-in: modules that share nothing with the model but what
+they refer to, with tensors that have a shape and no values (PyTorch's FakeTensor), whose sizes are
+symbols. What it decides by sizes comes out as guards. What it decides by values, what it writes, or
+what it draws at random, cannot be captured, and the block is left to its parts.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import types
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    enable_python_dispatcher,  # type: ignore[attr-defined]
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from hfpatch.patches.base import Formula, class_of
+from hfpatch.patches.keys import OWNED_BY_WRAPPERS
+from hfpatch.patches.library import is_own, odd_class
+from hfpatch.patches.unchanged import is_hooked, is_replaced
+from hfpatch.regions.nodes import CacheUpdate, Call, Leaf, Param
+from hfpatch.regions.shapes import Shapes, shapes_of
+from hfpatch.regions.structure import Structure, Unstructured, build, take_result
+
+Tensor = torch.Tensor
+
+
+class Uncapturable(Exception):
+    """Why a block's call is not captured; the text is for the report."""
+
+
+@dataclass(frozen=True)
+class KnownLeaf:
+    """A child whose formula is proven: the op, and the names of its weight and bias."""
+
+    formula: Formula
+    weight: str | None
+    bias: str | None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph of what a call computes.
+
+    Its placeholders are the call's tensors in the order of `Structure`; its output is the list of
+    the result's tensors, which `result` puts together.
+    """
+
+    graph: Graph
+    result: Structure
+    shapes: Shapes
+    #: Paths of modules that the graph stands in for, and of those that it calls.
+    read: tuple[str, ...]
+    called: tuple[str, ...]
+
+
+#: Layers that are called as modules wherever they stand.
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.Bilinear)
+#: Attributes that number a block: which one it is in its list.
+NUMBERS = re.compile(r"^(layer|block)_?(idx|id|index|number|num)$|^(idx|index)$")
+_MOST_WALLS = 6
+
+
+class _Number(int):
+    """A block's number: code that does anything with it but hand it to the cache is not shared by
+    the blocks of a list, which have a number each."""
+
+    def _used(self, *_: Any) -> Any:
+        raise Uncapturable("its code depends on which one it is in its list")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _used
+    __truediv__ = __rtruediv__ = __floordiv__ = __pow__ = __and__ = __or__ = __neg__ = _used
+    __hash__ = __bool__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _used
+
+
+def capture(
+    block: nn.Module,
+    structure: Structure,
+    tensors: Sequence[Tensor],
+    leaves: Mapping[str, KnownLeaf],
+    numbers: Sequence[tuple[str, str]],
+) -> Captured:
+    """The graph of one call of `block`; nothing is written to it or to what it holds.
+
+    Args:
+        block: the live block; its class's forward is what runs.
+        structure, tensors: the call's arguments, taken apart.
+        leaves: by path, the children whose formula is proven.
+        numbers: where the block has its number in its list: (path, attribute).
+
+    Raises:
+        Uncapturable: the text says where in the code, and why.
+    """
+    walls: list[str] = []
+    while True:
+        attempt = _Attempt(block, leaves, numbers, walls)
+        try:
+            return attempt.run(structure, tensors)
+        except Uncapturable:
+            raise
+        except Unstructured as e:
+            raise Uncapturable(f"of what it returns, {e}") from e
+        except Exception as e:  # any operator's own
+            inner = attempt.inside[-1] if attempt.inside else ""
+            while inner in walls:
+                inner = inner.rpartition(".")[0]
+            if not inner or len(walls) >= _MOST_WALLS:
+                raise Uncapturable(_where(e)) from e
+            walls.append(inner)  # what cannot be captured is called as it is
+
+
+class _Attempt:
+    def __init__(
+        self,
+        block: nn.Module,
+        leaves: Mapping[str, KnownLeaf],
+        numbers: Sequence[tuple[str, str]],
+        walls: Sequence[str],
+    ) -> None:
+        self.inside: list[str] = []  # paths of the modules that were running when it failed
+        self._leaves, self._numbers, self._walls = leaves, numbers, walls
+        self._env = ShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._env)
+        self._param_of: dict[int, tuple[str, str]] = {}
+        self._fakes: list[Tensor] = []  # held: `_param_of` knows them by identity
+        self._read: list[str] = []
+        self._called: list[str] = []
+        self._block = self._stand_in(block, "")
+
+    def run(self, structure: Structure, tensors: Sequence[Tensor]) -> Captured:
+        fakes = [
+            self._mode.from_tensor(t.detach(), source=ConstantSource(f"t{i}"))
+            for i, t in enumerate(tensors)
+        ]
+        cache = _cache_stand_in(self) if structure.has_cache else None
+        result: list[Structure] = []
+
+        def call(*given: Tensor) -> list[Tensor]:
+            args, kwargs = build(structure, given, cache)
+            out = type(self._block).forward(self._block, *args, **kwargs)
+            found, made = take_result(out, cache)
+            result.append(found)
+            return made
+
+        with torch.no_grad(), self._mode, enable_python_dispatcher():
+            traced = make_fx(call, tracing_mode="real", pre_dispatch=True)(*fakes)
+        graph = self._cleaned(traced)
+        return Captured(
+            graph,
+            result[0],
+            shapes_of(self._env, fakes),
+            tuple(self._read),
+            tuple(self._called),
+        )
+
+    def _stand_in(self, module: nn.Module, path: str) -> nn.Module:
+        """A module like this one whose children and tensors are stand-ins."""
+        wall = path in self._walls or (path != "" and is_wall(module))
+        leaf = self._leaves.get(path)
+        made: Any = object.__new__(type(module))
+        own = {k: v for k, v in module.__dict__.items() if k not in OWNED_BY_WRAPPERS}
+        for hooks in [k for k in own if k.endswith("_hooks") and isinstance(own[k], dict)]:
+            own[hooks] = OrderedDict()
+        made.__dict__.update(own)
+        for where, name in self._numbers:
+            if where == path:
+                made.__dict__[name] = _Number(own[name])
+        held = {}
+        for kind in ("_parameters", "_buffers"):
+            held[kind] = {k: self._fake(t, path, k) for k, t in own[kind].items()}
+        made.__dict__.update(held)
+        if wall:
+            self._called.append(path)
+            made.__dict__["forward"] = self._calls(Call(path), made, module)
+            return made  # type: ignore[no-any-return]
+        self._read.append(path)
+        if leaf is not None:
+            names = [n if module._parameters.get(n or "") is not None else None
+                     for n in (leaf.weight, leaf.bias)]  # fmt: skip
+            target = Leaf(path, leaf.formula, (names[0], names[1]))
+            made.__dict__["forward"] = self._calls(target, made, module)
+            return made  # type: ignore[no-any-return]
+        if (why := _odd_holdings(module)) is not None:
+            raise Uncapturable(f"{f'`{path}`' if path else 'it'} {why}")
+        if path:
+            made.__dict__["forward"] = self._passes(made, path)
+        made.__dict__["_modules"] = {
+            name: None if child is None else self._stand_in(child, f"{path}.{name}".lstrip("."))
+            for name, child in own["_modules"].items()
+        }
+        return made  # type: ignore[no-any-return]
+
+    def _fake(self, tensor: Tensor | None, path: str, name: str) -> Tensor | None:
+        if tensor is None:
+            return None
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return tensor  # of a quantized layer: it is called, and not read
+        fake = self._mode.from_tensor(tensor.detach(), static_shapes=True)
+        self._param_of[id(fake)] = (path, name)
+        self._fakes.append(fake)
+        return fake
+
+    def _passes(self, module: Any, path: str) -> Any:
+        """The class's forward, noting that it runs."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.inside.append(path)
+            out = type(module).forward(module, *args, **kwargs)
+            self.inside.pop()
+            return out
+
+        return forward
+
+    def _calls(self, target: Call | Leaf, stand_in: Any, module: nn.Module) -> Any:
+        """What records a call of a child as one node."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with disable_proxy_modes_tracing():
+                out = self._result_of(stand_in, module, args, kwargs)
+            return self.record(target, args, kwargs, out)
+
+        return forward
+
+    def _result_of(self, stand_in: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        features = getattr(module, "out_features", None)
+        if isinstance(features, int) and x is not None and x.shape[-1] == module.in_features:
+            return x.new_empty(*x.shape[:-1], features)  # also a quantized layer, or an adapter's
+        try:
+            return type(stand_in).forward(stand_in, *args, **kwargs)
+        except Exception:
+            if x is None:
+                raise
+            return torch.empty_like(x)  # a guess, which the proof has the last word on
+
+    def record(self, target: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Make `out` the result of a node of `target`."""
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if not isinstance(leaf, (Tensor, int, float, bool, str, type(None), torch.dtype)):
+                raise Uncapturable(f"`{target.path}` is called with a `{type(leaf).__name__}`")
+        mode: Any = get_proxy_mode()
+        given = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
+        proxy = mode.tracer.create_proxy("call_function", target, *given)
+        return track_tensor_tree(out, proxy, constant=None, tracer=mode.tracer)
+
+    def _cleaned(self, traced: Any) -> Graph:
+        """The graph with live parameters in it; refused where it does more than compute."""
+        graph: Graph = traced.graph
+        for node in list(graph.nodes):
+            if node.op == "get_attr":
+                place = self._param_of.get(id(getattr(traced, node.target)))
+                if place is None:
+                    raise Uncapturable(
+                        "its code reads or makes a tensor that is no parameter, buffer or argument"
+                    )
+                with graph.inserting_before(node):
+                    param = graph.call_function(Param(*place))
+                param.meta = dict(node.meta, val=getattr(traced, node.target))
+                node.replace_all_uses_with(param)
+                graph.erase_node(node)
+            elif isinstance(node.target, torch._ops.OpOverload):
+                _check_operator(node)
+        graph.eliminate_dead_code()
+        return graph
+
+
+def _check_operator(node: Node) -> None:
+    op: Any = node.target
+    if op is torch.ops.aten.dropout.default and node.args[2] is False:
+        return
+    if op._schema.is_mutable:
+        raise Uncapturable(f"its code writes to a tensor (`{op}`)")
+    if torch.Tag.nondeterministic_seeded in op.tags and op not in _SEEDED_BUT_NOT:
+        raise Uncapturable(f"its code draws random numbers (`{op}`)")
+
+
+#: Random where `dropout_p` is not 0, which `rules` looks at.
+_SEEDED_BUT_NOT = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
+
+
+def is_wall(module: nn.Module) -> bool:
+    """Whether a child is called as it stands, whatever it is: a layer, somebody's own class, or one
+    that something was put around."""
+    cls = class_of(module)
+    if isinstance(module, _LAYERS) or cls.__name__ == "Conv1D":
+        return True
+    return type(module) is not cls or odd_class(cls) is not None or _is_wrapped(module)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return is_replaced(module) or is_hooked(module)
+
+
+def _odd_holdings(module: nn.Module) -> str | None:
+    """What a module that is read through holds that is not its library's, or no plain tensor."""
+    for name, value in module.__dict__.items():
+        if name in OWNED_BY_WRAPPERS:
+            continue
+        function = getattr(value, "func", value)
+        if isinstance(function, types.FunctionType) and not is_own(function):
+            return f"has a function `{name}` that is not the library's"
+        if name == "processor" and (why := odd_class(type(value))) is not None:
+            return f"has a `processor` of which {why}"
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
+            return f"holds a `{type(tensor).__name__}`"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "has parametrized parameters"
+    return None
+
+
+def _cache_stand_in(attempt: _Attempt) -> Any:
+    """A cache whose layer is empty, of which code may call `update` alone."""
+    from transformers import DynamicCache
+
+    class StandIn(DynamicCache):
+        def __init__(self) -> None:
+            """None of a cache's own."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("update", "__class__", "__init__", "__dict__"):
+                return object.__getattribute__(self, name)
+            raise Uncapturable(f"its code reads `{name}` of its cache")
+
+        def update(self, keys: Any, values: Any, number: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(number, _Number) or not attempt._numbers:
+                raise Uncapturable("its code gives its cache another number than the block's own")
+            with disable_proxy_modes_tracing():
+                out = (keys.contiguous().clone(), values.contiguous().clone())
+            target = CacheUpdate(attempt._numbers[-1])
+            return tuple(attempt.record(target, (keys, values), {}, out))
+
+        def __len__(self) -> int:
+            raise Uncapturable("its code asks for the length of its cache")
+
+    made: Any = object.__new__(StandIn)
+    return made
+
+
+def _where(e: BaseException) -> str:
+    """The last line of a library's own code before an error, and the error in short."""
+    text = f"{type(e).__name__}: {e}".split("\n")[0][:160]
+    for frame in reversed(traceback.extract_tb(e.__traceback__)):
+        parts = frame.filename.replace("\\", "/").split("/")
+        if "site-packages" in parts:
+            parts = parts[parts.index("site-packages") + 1 :]
+        if parts[0] in ("transformers", "diffusers"):
+            return f"`{frame.name}` in {parts[-1]}, line {frame.lineno}: {text}"
+    return text
+
+
+def numbers_of(blocks: Sequence[nn.Module]) -> list[list[tuple[str, str]]]:
+    """Of each block of one list, where it has its number: (path, attribute)."""
+    return [
+        [
+            (path, name)
+            for path, module in block.named_modules()
+            for name, held in module.__dict__.items()
+            if type(held) is int and held == i and NUMBERS.match(name)
+        ]
+        for i, block in enumerate(blocks)
+    ]

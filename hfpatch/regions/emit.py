@@ -1,0 +1,259 @@
+"""A rewritten graph as straight-line Python over bound kernels and live modules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from hfpatch.patches.blocks.projections import gelu_product, project
+from hfpatch.regions.attend import attend
+from hfpatch.regions.nodes import (
+    Attend,
+    CacheUpdate,
+    Call,
+    Fused,
+    Leaf,
+    Param,
+    Project,
+    ProjectGelu,
+)
+from hfpatch.regions.structure import CACHE, TENSOR, Structure
+
+aten: Any = torch.ops.aten
+#: Called as `run(block, tensors, cache)`.
+Run = Callable[[nn.Module, list[torch.Tensor], Any], Any]
+Bind = Callable[[str, Mapping[str, Any]], Callable[..., Any]]
+
+#: Operators that are quicker as a method or an operator of Python's than through their overload.
+_METHODS = {
+    aten.view.default: "view",
+    aten.reshape.default: "reshape",
+    aten.transpose.int: "transpose",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.permute.default: "permute",
+}
+_INFIX = {aten.add.Tensor: "+", aten.mul.Tensor: "*", aten.sub.Tensor: "-"}
+
+
+def emit(graph: Graph, block: nn.Module, result: Structure, bind: Bind) -> tuple[Run, str]:
+    """The function that a block's forward becomes, and its source.
+
+    Args:
+        graph: rewritten.
+        block: a block of the kind, for where its parameters are; it is not held.
+        result: what the function returns.
+        bind: a callable of an op's tensors.
+    """
+    return _Writer(graph, block, result, bind).write()
+
+
+class _Writer:
+    def __init__(self, graph: Graph, block: nn.Module, result: Structure, bind: Bind) -> None:
+        self._graph, self._result, self._bind = graph, result, bind
+        self._modules = dict(block.named_modules())
+        self._names: dict[Node, str] = {}
+        self._globals: dict[str, Any] = {
+            "attend": attend,
+            "project": project,
+            "linear": linear,
+            "linear_gelu": linear_gelu,
+            "update": update,
+        }
+        self._bound: dict[Any, str] = {}
+        self._places: dict[str, str] = {"": "block"}
+        self._head: list[str] = []
+        self._body: list[str] = []
+
+    def write(self) -> tuple[Run, str]:
+        last: dict[Node, Node] = {}
+        for node in self._graph.nodes:
+            for used in node.all_input_nodes:
+                last[used] = node
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                self._names[node] = self._new("a")
+            elif node.op == "output":
+                self._body.append(f"return {self._returned(node)}")
+            else:
+                self._statement(node)
+                self._forget(node, last)
+        inputs = ", ".join(
+            self._names[n] if n.users else "_" for n in self._graph.nodes if n.op == "placeholder"
+        )
+        lines = [f"({inputs},) = tensors" if inputs else "", *self._head, *self._body]
+        text = "def run(block, tensors, cache):\n" + "".join(f"    {s}\n" for s in lines if s)
+        scope = dict(self._globals)
+        exec(compile(text, "<hfpatch block>", "exec"), scope)
+        return scope["run"], text
+
+    def _new(self, letter: str) -> str:
+        return f"{letter}{len(self._names)}"
+
+    def _forget(self, node: Node, last: Mapping[Node, Node]) -> None:
+        """Names that are not used again are dropped, so that their memory is free."""
+        gone = [
+            self._names[n]
+            for n in node.all_input_nodes
+            if last[n] is node and n.op != "placeholder" and n in self._names
+            and self._names[n].isidentifier() and self._names[n] not in self._places.values()
+        ]  # fmt: skip
+        if gone:
+            self._body.append(f"del {', '.join(dict.fromkeys(gone))}")
+
+    def _module(self, path: str) -> str:
+        """The variable that holds the module at `path`."""
+        if path not in self._places:
+            above, _, name = path.rpartition(".")
+            holder = self._module(above)
+            found = self._places[path] = f"m{len(self._places)}"
+            self._head.append(f"{found} = {holder}._modules[{name!r}]")
+        return self._places[path]
+
+    def _bound_name(self, thing: Any, letter: str) -> str:
+        key = (letter, thing) if isinstance(thing, (Fused, torch.dtype)) else (letter, id(thing))
+        if key not in self._bound:
+            name = self._bound[key] = f"{letter}_{len(self._bound)}"
+            made = self._bind(thing.op, thing.formula.params) if isinstance(thing, Fused) else thing
+            self._globals[name] = made
+        return self._bound[key]
+
+    def _argument(self, held: Any) -> str:
+        if isinstance(held, Node):
+            return self._names[held]
+        if isinstance(held, (list, torch.fx.immutable_collections.immutable_list)):
+            return f"[{', '.join(map(self._argument, held))}]"
+        if isinstance(held, tuple):
+            return f"({''.join(self._argument(h) + ', ' for h in held)})"
+        if held is None or type(held) in (bool, int, str):
+            return repr(held)
+        if type(held) is float and held == held and abs(held) != float("inf"):
+            return repr(held)
+        return self._bound_name(held, "c")
+
+    def _statement(self, node: Node) -> None:
+        target: Any = node.target
+        given = [self._argument(a) for a in node.args]
+        named = [f"{k}={self._argument(a)}" for k, a in node.kwargs.items()]
+        if target is operator.getitem and self._is_unpacked(node.args[0]):
+            return  # named where it was made
+        if isinstance(target, Param):
+            module = self._modules[target.path]
+            kind = "_parameters" if target.name in module._parameters else "_buffers"
+            self._names[node] = f"{self._module(target.path)}.{kind}[{target.name!r}]"
+            return
+        if isinstance(target, CacheUpdate):
+            path, name = target.place
+            number = f"{self._module(path)}.__dict__[{name!r}]"
+            call = f"update(cache, {', '.join(given)}, {number})"
+        elif isinstance(target, (Call, Leaf)):
+            call = f"{self._module(target.path)}({', '.join([*given, *named])})"
+        elif isinstance(target, Project):
+            if len(target.paths) == 1:
+                call = f"(linear({self._module(target.paths[0])}, {given[0]}),)"
+            else:
+                modules = "".join(f"{self._module(p)}, " for p in target.paths)
+                call = f"project({given[0]}, ({modules}))"
+        elif isinstance(target, ProjectGelu):
+            act = self._bound_name(Fused("gelu", {"approximate": target.approximate}), "k")
+            call = (
+                f"linear_gelu({self._module(target.path)}, {given[0]}, "
+                f"{target.approximate!r}, {act})"
+            )
+        elif isinstance(target, Attend):
+            rest = f"{target.causal}, {target.scale!r}, {target.grouped}"
+            call = f"attend({', '.join(given)}, {rest})"
+        elif isinstance(target, Fused):
+            call = f"{self._bound_name(target, 'k')}({', '.join(given)})"
+        else:
+            call = self._operator(node, given, named)
+        parts = self._parts(node)
+        if parts is None:
+            name = self._names[node] = self._new("v")
+            self._body.append(f"{name} = {call}")
+            return
+        names = []
+        for user in parts:
+            name = "_" if user is None else self._new("v")
+            if user is not None:
+                self._names[user] = name
+            names.append(name)
+        self._names[node] = "()"  # it is its parts
+        self._body.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}")
+
+    def _operator(self, node: Node, given: list[str], named: list[str]) -> str:
+        target: Any = node.target
+        if target is operator.getitem:
+            return f"{given[0]}[{given[1]}]"
+        if target is aten.sym_size.int:
+            return f"{given[0]}.shape[{given[1]}]"
+        if target in _METHODS and not named:
+            return f"{given[0]}.{_METHODS[target]}({', '.join(given[1:])})"
+        if target in _INFIX and not named:
+            return f"{given[0]} {_INFIX[target]} {given[1]}"
+        return f"{self._bound_name(target, 'op')}({', '.join([*given, *named])})"
+
+    def _is_unpacked(self, node: Any) -> bool:
+        return self._names.get(node) == "()"
+
+    def _parts(self, node: Node) -> list[Node | None] | None:
+        """By place, the one `getitem` that takes each part of a node's results; None if the node is
+        not taken apart so."""
+        users = list(node.users)
+        if not users or any(u.target is not operator.getitem for u in users):
+            return None
+        places = [u.args[1] for u in users]
+        target = node.target
+        if isinstance(target, Project):
+            count = len(target.paths)
+        elif isinstance(target, (Fused, CacheUpdate)):
+            count = 2
+        else:
+            return None
+        if any(type(p) is not int or not 0 <= p < count for p in places):
+            return None
+        if len(set(places)) != len(places):
+            return None
+        found: list[Node | None] = [None] * count
+        for user, place in zip(users, places, strict=True):
+            found[place] = user  # type: ignore[index]
+        return found
+
+    def _returned(self, node: Node) -> str:
+        left = iter(node.args[0])  # type: ignore[arg-type]
+
+        def put(shape: Any) -> str:
+            if shape is TENSOR:
+                return self._argument(next(left))
+            if shape is CACHE:
+                return "cache"
+            cls, held = shape
+            if cls is tuple:
+                return f"({''.join(put(s) + ', ' for s in held)})"
+            if cls is list:
+                return f"[{', '.join(map(put, held))}]"
+            if cls is dict:
+                return f"{{{', '.join(f'{k!r}: {put(s)}' for k, s in held)}}}"
+            return self._argument(held)
+
+        return put(self._result.shape)
+
+
+def linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A call of a layer."""
+    return project(x, (module,))[0]
+
+
+def linear_gelu(module: Any, x: torch.Tensor, approximate: str, act: Any) -> torch.Tensor:
+    """GELU of a layer's result, in the product's epilogue where cuBLASLt has it."""
+    found = gelu_product(module, x, approximate)
+    return act(project(x, (module,))[0]) if found is None else found  # type: ignore[no-any-return]
+
+
+def update(cache: Any, keys: Any, values: Any, number: int) -> Any:
+    """The first entries of a cache's layer, as the cache itself takes them."""
+    return cache.update(keys, values, number)

@@ -1,0 +1,441 @@
+"""What stands between projections and attention: norms of q and k, and RoPE.
+
+RoPE is written in dozens of ways. Here no way is looked for: the piece of the graph between a head
+and the attention that reads it is computed in fp64 on random numbers, and so are the forms of
+`hfpatch.ops.rope`; the form that gives the same is what the piece computes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from hfpatch.ops.rope import rope
+from hfpatch.regions.interpret import Sizes, evaluate
+from hfpatch.regions.nodes import (
+    Attend,
+    CacheUpdate,
+    Call,
+    Fused,
+    Leaf,
+    Param,
+    fixed,
+    is_tensor,
+    same_size,
+    value,
+)
+
+Tensor = torch.Tensor
+aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Rope:
+    """What a piece of a graph computes: `rope(base, cos, sin, …)`."""
+
+    base: Node
+    cos: Node
+    sin: Node
+    interleaved: bool
+    rotary_dim: int
+    rounds: bool
+
+
+@dataclass(frozen=True)
+class _Head:
+    """From a projection to attention: `out` is [B, H, S, D]; `x` is what the op is given."""
+
+    out: Node
+    x: Node
+    seq_dim: int
+    rope: _Rope | None
+    norm: Leaf | None
+    across: bool
+
+
+def fuse_heads(graph: Graph) -> Iterator[str]:
+    """Put `qk_norm_rope`, `rope_qk` or `rope` in the place of what heads pass through."""
+    for node in list(graph.nodes):
+        if not isinstance(node.target, Attend):
+            continue
+        q, k = (_before_cache(a) for a in node.args[:2])
+        if q is None or k is None or q is k:
+            continue
+        first, second = _head(q), _head(k)
+        if first is None or second is None:
+            for one in (first, second):
+                if one is not None and one.rope is not None:
+                    yield _fuse_one(graph, one)
+            continue
+        if _alike(first, second):
+            yield _fuse_both(graph, first, second)
+        else:
+            for one in (first, second):
+                if one.rope is not None:
+                    yield _fuse_one(graph, one)
+
+
+def _before_cache(node: Any) -> Node | None:
+    if not isinstance(node, Node):
+        return None
+    if node.target is operator.getitem:
+        update: Any = node.args[0]
+        if isinstance(update.target, CacheUpdate):
+            return update.args[node.args[1]]  # type: ignore[no-any-return]
+    return node
+
+
+def _is_swap(node: Node) -> bool:
+    """Whether it exchanges heads and tokens of a 4-D tensor."""
+    if not is_tensor(node) or value(node).dim() != 4:
+        return False
+    if node.target is aten.transpose.int:
+        return sorted(d % 4 for d in node.args[1:3]) == [1, 2]  # type: ignore[operator]
+    return node.target is aten.permute.default and list(node.args[1]) == [0, 2, 1, 3]  # type: ignore[arg-type]
+
+
+def _strip(node: Node) -> tuple[Node, int]:
+    """The node behind exchanges of heads and tokens, and how many there were."""
+    count = 0
+    while True:
+        if _is_swap(node):
+            node, count = node.args[0], count + 1  # type: ignore[assignment]
+        elif node.target is aten.contiguous.default:
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            return node, count
+
+
+def _head(out: Node) -> _Head | None:
+    if not is_tensor(out) or value(out).dim() != 4:
+        return None
+    node, turns = _strip(out)
+    found = _rope_of(node)
+    if found is None and isinstance(node.target, Leaf):  # a norm behind the rotation
+        inner = _rope_of(node.args[0])  # type: ignore[arg-type]
+        if inner is not None:
+            base, more = _strip(inner.base)
+            return _Head(node.args[0], base, 2 - (turns + more) % 2, inner, None, False)  # type: ignore[arg-type]
+    if found is not None:
+        node, more = _strip(found.base)
+        turns += more
+        if turns % 2 == 0:  # lies as [B, H, S, D]: the op walks it so
+            node = found.base if more % 2 else node
+    norm, across = None, False
+    if isinstance(node.target, Leaf) and node.target.formula.op == "rms_norm":
+        norm, x = node.target, node.args[0]
+    else:
+        x = node
+        inner = _under_view(node)
+        if inner is not None and isinstance(inner.target, Leaf):
+            if inner.target.formula.op == "rms_norm":
+                norm, across = inner.target, True
+    if found is None and norm is None:
+        return None
+    seq_dim = 1 if turns % 2 else 2
+    return _Head(out, x, seq_dim, found, norm, across)  # type: ignore[arg-type]
+
+
+def _under_view(node: Node) -> Node | None:
+    """What a [B, S, H, D] view is of, if that is [B, S, H D]."""
+    if node.target not in (aten.view.default, aten.reshape.default, aten.unflatten.int):
+        return None
+    source: Any = node.args[0]
+    return source if value(source).dim() == 3 and value(node).dim() == 4 else None
+
+
+def _alike(q: _Head, k: _Head) -> bool:
+    """Whether one op takes both."""
+    if (q.seq_dim, q.across) != (k.seq_dim, k.across):
+        return False
+    if (q.norm is None) != (k.norm is None) or (q.rope is None) != (k.rope is None):
+        return False
+    if q.norm is not None and k.norm is not None:
+        if q.norm.formula != k.norm.formula or q.norm.params[1] or k.norm.params[1]:
+            return False
+        if (q.norm.params[0] is None) != (k.norm.params[0] is None):
+            return False
+    a, b = q.rope, k.rope
+    if a is not None and b is not None:
+        return (a.cos, a.sin, a.interleaved, a.rotary_dim, a.rounds) == (
+            *(b.cos, b.sin, b.interleaved, b.rotary_dim, b.rounds),
+        )
+    return True
+
+
+def _fuse_both(graph: Graph, q: _Head, k: _Head) -> str:
+    at = _later(graph, q.x, k.x, *(n for h in (q, k) if h.rope for n in (h.rope.cos, h.rope.sin)))
+    with graph.inserting_after(at):
+        anchor = graph.call_function(operator.getitem, ((None,), 0))  # a place to write behind
+    with graph.inserting_before(anchor):
+        xs = [_plain_input(graph, h) for h in (q, k)]
+        rot = _rope_params(q.rope) if q.rope is not None else {}
+        tables = (q.rope.cos, q.rope.sin) if q.rope is not None else (None, None)
+        if q.norm is not None and k.norm is not None:
+            weights = [
+                None if h.norm.params[0] is None  # type: ignore[union-attr]
+                else graph.call_function(Param(h.norm.path, h.norm.params[0]))  # type: ignore[union-attr]
+                for h in (q, k)
+            ]  # fmt: skip
+            params = dict(q.norm.formula.params) | {
+                "norm_across_heads": q.across, "seq_dim": q.seq_dim, **rot,
+            }  # fmt: skip
+            op, args = "qk_norm_rope", (*xs, *weights, *tables)
+        else:
+            params = {"seq_dim": q.seq_dim, **rot}
+            op, args = "rope_qk", (*xs, *tables)
+        both = graph.call_function(Fused(op, params), args)
+        results = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+        for head, result in zip((q, k), results, strict=True):
+            _put(graph, head, result)
+    graph.erase_node(anchor)
+    return op
+
+
+def _fuse_one(graph: Graph, head: _Head) -> str:
+    """RoPE of q or k alone; a norm in front of it stays."""
+    assert head.rope is not None
+    base, turns = _strip(head.rope.base)
+    seq_dim = head.seq_dim
+    source = base if head.norm is not None or head.x is not base else head.x
+    with graph.inserting_after(_later(graph, source, head.rope.cos, head.rope.sin)):
+        anchor = graph.call_function(operator.getitem, ((None,), 0))
+    with graph.inserting_before(anchor):
+        params = {"seq_dim": seq_dim, **_rope_params(head.rope)}
+        one = graph.call_function(Fused("rope", params), (source, head.rope.cos, head.rope.sin))
+        _put(graph, head, one)
+    graph.erase_node(anchor)
+    return "rope"
+
+
+def _rope_params(found: _Rope) -> dict[str, Any]:
+    return {
+        "interleaved": found.interleaved,
+        "rotary_dim": found.rotary_dim,
+        "round_products": found.rounds,
+    }
+
+
+def _plain_input(graph: Graph, head: _Head) -> Node:
+    """What the op is given: with a norm over all heads, a view of what the norm was of."""
+    if not head.across:
+        return head.x
+    norm: Any = head.x.args[0]
+    made = graph.call_function(head.x.target, (norm.args[0], *head.x.args[1:]), head.x.kwargs)  # type: ignore[arg-type]
+    made.meta = dict(head.x.meta)
+    return made
+
+
+def _put(graph: Graph, head: _Head, result: Node) -> None:
+    """Use the op's result, [B, S, H, D] or [B, H, S, D], for what attention is given."""
+    result.meta = dict(head.x.meta)
+    if head.seq_dim == 1:
+        result = graph.call_function(aten.transpose.int, (result, 1, 2))
+    result.meta = dict(head.out.meta)
+    head.out.replace_all_uses_with(result)
+
+
+def _later(graph: Graph, *nodes: Node) -> Node:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    return max(nodes, key=order.__getitem__)
+
+
+def _rope_of(node: Any) -> _Rope | None:
+    """The form of RoPE that a node is the result of, if it is one."""
+    if not is_tensor(node) or value(node).dim() != 4:
+        return None
+    piece = _piece(node)
+    if piece is None:
+        return None
+    base, tables, inside = piece
+    if len(tables) != 2 or not 0 < len(inside) <= 64:
+        return None
+    width = fixed(value(base).shape[-1])
+    rotary = fixed(value(tables[0]).shape[-1])
+    if width is None or rotary is None:
+        return None
+    rounds = any(
+        n.target is aten.mul.Tensor and value(n).dtype == value(base).dtype != torch.float32
+        for n in inside
+    )
+    for interleaved in (False, True):
+        for swapped in (False, True):
+            for share in (1, 2):  # the tables hold each angle twice, or once
+                dims = rotary * share
+                if dims > width or dims % 2:
+                    continue
+                cos, sin = tables[::-1] if swapped else tables
+                if _gives(node, base, cos, sin, inside, interleaved, dims, share):
+                    whole = 0 if dims == width else dims
+                    return _Rope(base, cos, sin, interleaved, whole, rounds)
+    return None
+
+
+def _piece(node: Node) -> tuple[Node, list[Node], list[Node]] | None:
+    """From the one 4-D tensor that a result depends on and the tables it is made with: (that
+    tensor, tables, the nodes between)."""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    known: dict[Node, bool] = {}
+
+    def on_heads(n: Node) -> bool:
+        """Whether a node depends on a projection."""
+        if n not in known:
+            known[n] = isinstance(n.target, (Call, Leaf, Fused)) or any(
+                on_heads(a) for a in n.all_input_nodes if is_tensor(a)
+            )
+        return known[n]
+
+    inside: set[Node] = set()
+    tables: dict[Node, None] = {}
+    frontier: dict[Node, None] = {}
+    left = [node]
+    while left:
+        n = left.pop()
+        if n in inside or n in frontier:
+            continue
+        made_of = [a for a in n.all_input_nodes if is_tensor(a) or a.target is operator.getitem]
+        tensors = [a for a in n.all_input_nodes]
+        heads = [a for a in made_of if on_heads(a)]
+        others = [a for a in tensors if is_tensor(a) and not on_heads(a)]
+        if isinstance(n.target, (Call, Leaf, Fused, Attend, CacheUpdate)) or not heads:
+            frontier[n] = None
+            continue
+        if not _passes_table(n, on_heads):
+            frontier[n] = None
+            continue
+        inside.add(n)
+        for other in others:
+            tables[_table(other)] = None
+        left += heads
+    bases = {_base(f) for f in frontier}
+    if len(bases) != 1 or node in frontier:
+        return None
+    base = bases.pop()
+    if base is None or value(base).dim() != 4:
+        return None
+    # what lies between the base and the frontier are views of it
+    members = {n for n in order if n in inside} | _between(base, frontier)
+    return base, list(tables), sorted(members, key=order.__getitem__)
+
+
+def _passes_table(n: Node, on_heads: Any) -> bool:
+    """Whether a node, or one that it is made of, is made with a table too."""
+    seen: set[Node] = set()
+    left = [n]
+    while left:
+        m = left.pop()
+        if m in seen or isinstance(m.target, (Call, Leaf, Fused)):
+            continue
+        seen.add(m)
+        heads = [a for a in m.all_input_nodes if on_heads(a)]
+        if heads and any(is_tensor(a) and not on_heads(a) for a in m.all_input_nodes):
+            return True
+        left += heads
+    return False
+
+
+_TABLE_VIEWS = (
+    *(aten.unsqueeze.default, aten.to.dtype, aten._to_copy.default),
+    *(aten.expand.default, aten.alias.default, aten.to.device),
+)
+
+
+def _table(node: Node) -> Node:
+    """A table as the block was given it, [B, S, W] or [S, W], behind unsqueezes."""
+    while node.target in _TABLE_VIEWS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+_PIECE_VIEWS = frozenset(
+    {
+        *(aten.slice.Tensor, aten.chunk.default, aten.split.Tensor, operator.getitem),
+        *(aten.split_with_sizes.default, aten.to.dtype, aten._to_copy.default, aten.neg.default),
+        *(aten.unbind.int, aten.select.int, aten.cat.default, aten.stack.default),
+        *(aten.view.default, aten.reshape.default, aten.unflatten.int, aten.flatten.using_ints),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.clone.default),
+        *(aten.split.sizes, aten.contiguous.default),
+    }
+)
+
+
+def _base(node: Node) -> Node | None:
+    """The whole heads that a piece of them was cut from: the first 4-D tensor below views that cut
+    the last dimension alone."""
+    while True:
+        if node.target not in _PIECE_VIEWS:
+            return node
+        source = node.args[0]
+        if isinstance(source, (list, tuple)):
+            source = source[0]
+        if not isinstance(source, Node):
+            return None
+        if is_tensor(node) and value(node).dim() == 4 and is_tensor(source):
+            if value(source).dim() == 3:
+                return node  # [B, S, H D] as [B, S, H, D]
+        if _is_swap(node):
+            return node
+        node = source
+
+
+def _between(base: Node, frontier: Any) -> set[Node]:
+    found: set[Node] = set()
+    left = [f for f in frontier if f is not base]
+    while left:
+        n = left.pop()
+        if n is base or n in found:
+            continue
+        found.add(n)
+        left += [a for a in n.all_input_nodes if is_tensor(a) or a.target is operator.getitem
+                 or isinstance(value(a), (tuple, list))]  # fmt: skip
+    return found
+
+
+def _gives(
+    node: Node,
+    base: Node,
+    cos: Node,
+    sin: Node,
+    inside: list[Node],
+    interleaved: bool,
+    dims: int,
+    share: int,
+) -> bool:
+    """Whether the piece computes this form, in fp64 on random numbers."""
+    sizes = Sizes()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sizes.shape(value(base)), generator=generator, dtype=torch.float64)
+    shape = sizes.shape(value(cos))
+    angles = torch.randn(*shape[:-1], dims // 2, generator=generator, dtype=torch.float64)
+    if share == 1:
+        angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    given = {base: x, cos: angles.cos(), sin: angles.sin()}
+    try:
+        theirs = evaluate(node, given, sizes)
+    except Exception:  # an operator that the interpreter cannot run so: no such form
+        return False
+    heads = value(node).shape
+    seq_dim = 1 if _same(heads, value(base).shape) and _tokens_first(base) else 2
+    try:
+        ours = rope(
+            x, given[cos], given[sin], seq_dim, interleaved, dims if dims < x.shape[-1] else 0
+        )
+    except Exception:
+        return False
+    if ours.shape != theirs.shape:
+        ours = ours.transpose(1, 2)
+    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() < 1e-9)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _tokens_first(base: Node) -> bool:
+    """Whether a 4-D tensor of heads is [B, S, H, D], as a view of a projection is."""
+    return not _is_swap(base)

@@ -1,0 +1,227 @@
+"""Blocks of one kind, equal but for their weights: which of their calls are fused, and how.
+
+A call of a structure and sizes that were not seen before is captured, rewritten and proven while
+the original computes it; from then on such calls of every block of the kind run fused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.patches.proving import may_prove, quietly
+from hfpatch.regions.capture import KnownLeaf, Uncapturable, capture
+from hfpatch.regions.emit import Bind, Run, emit
+from hfpatch.regions.guard import guard
+from hfpatch.regions.nodes import Project
+from hfpatch.regions.proof import Disproved, Evidence, compare, prepare_proof
+from hfpatch.regions.rules import launches, rewrite
+from hfpatch.regions.shapes import Shapes
+from hfpatch.regions.structure import Structure, Unstructured, take_apart
+
+Tensor = torch.Tensor
+
+#: Captures of a kind; calls of further structures or sizes run the original.
+_MOST_VARIANTS = 12
+#: Sizes that are remembered, of a long-lived server.
+_MOST_SIZES = 4096
+#: Proofs that found numbers which decide nothing (NaN, no memory), before it is given up.
+_MOST_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One capture, ready to run."""
+
+    shapes: Shapes
+    run: Run
+    packs: tuple[tuple[str, ...], ...]
+    same: Callable[[nn.Module], bool]
+    found: tuple[str, ...]
+    before: int
+    after: int
+    evidence: Evidence
+    source: str
+
+
+@dataclass
+class Kind:
+    """What blocks of equal code and settings share. It holds no module."""
+
+    name: str
+    leaves: Mapping[str, KnownLeaf]
+    numbers: tuple[tuple[str, str], ...]
+    bind: Bind
+    variants: dict[Any, list[Variant]] = field(default_factory=dict)
+    #: Why calls of a structure are left to the original.
+    refused: dict[Any, str] = field(default_factory=dict)
+    _known: dict[Any, Variant | None] = field(default_factory=dict)
+    _tries: dict[Any, int] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def __deepcopy__(self, memo: Any) -> Kind:
+        return self
+
+    @property
+    def decided(self) -> list[Variant]:
+        """Every capture that calls run by."""
+        return [v for found in self.variants.values() for v in found]
+
+    def lookup(self, args: Any, kwargs: Any, block: nn.Module) -> tuple[Any, Any, Any, Any]:
+        """(the variant or None, the call's structure, its tensors, its cache); the structure is
+        None where the call cannot be one."""
+        try:
+            structure, tensors, cache = take_apart(args, kwargs)
+        except Unstructured:
+            return None, None, None, None
+        sizes = []
+        for t in tensors:
+            if type(t) is not Tensor:
+                return None, None, None, None
+            sizes.append((t.shape, t.dtype, t.device, t.is_contiguous() or t.stride()))
+        if cache is not None and not self._is_empty(cache, block):
+            return None, None, None, None
+        key = (structure, tuple(sizes))
+        try:
+            return self._known[key], (structure, key), tensors, cache
+        except KeyError:
+            return self._find(structure, key, tensors), (structure, key), tensors, cache
+
+    def _is_empty(self, cache: Any, block: nn.Module) -> bool:
+        """Whether the cache's layer of this block has no entries yet."""
+        if not self.numbers:
+            return False
+        path, name = self.numbers[-1]
+        number = block.get_submodule(path).__dict__.get(name)
+        layers = cache.layers
+        if type(number) is not int:
+            return False
+        if number >= len(layers):
+            return True
+        layer = layers[number]
+        return type(layer).__name__ in _GROWING and layer.get_seq_length() == 0
+
+    def _find(self, structure: Structure, key: Any, tensors: list[Tensor]) -> Variant | None:
+        """A variant that holds for these sizes; remembered, if there is one."""
+        kinds = _kind_of(structure, key)
+        for variant in self.variants.get(kinds, ()):
+            if variant.shapes.hold(tensors):
+                return self._remember(key, variant)
+        return None
+
+    def _remember(self, key: Any, variant: Variant | None) -> Variant | None:
+        if len(self._known) >= _MOST_SIZES:
+            self._known.clear()
+        self._known[key] = variant
+        return variant
+
+    def decide(
+        self, block: nn.Module, call: Any, tensors: list[Tensor], original: Callable[[], Any]
+    ) -> Any:
+        """The original's result; on the way such a call is captured and proven, or refused."""
+        structure, key = call
+        kinds = _kind_of(structure, key)
+        if kinds in self.refused or len(self.decided) >= _MOST_VARIANTS:
+            self._remember(key, None)
+            return original()
+        device = tensors[0].device.type if tensors else "cpu"
+        if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return original()
+        with may_prove((id(self), kinds)) as may:
+            if not may:
+                return original()
+            if self._find(structure, key, tensors) is not None:
+                return original()
+            result: list[Any] = []
+            failed: list[BaseException] = []
+
+            def once() -> Any:
+                if not result:
+                    try:
+                        result.append(original())
+                    except BaseException as e:
+                        failed.append(e)
+                        raise
+                return result[0]
+
+            try:
+                variant = self._prove(block, structure, tensors, device, once)
+            except (Uncapturable, Disproved) as e:
+                self._refuse(kinds, key, str(e))
+            except _Undecided as e:
+                self._tries[kinds] = self._tries.get(kinds, 0) + 1
+                if self._tries[kinds] >= _MOST_TRIES:
+                    self._refuse(kinds, key, str(e))
+            except torch.OutOfMemoryError:
+                if failed:
+                    raise
+                self._tries[kinds] = self._tries.get(kinds, 0) + 1
+                if self._tries[kinds] >= _MOST_TRIES:
+                    self._refuse(kinds, key, "there was no memory to prove it")
+            except Exception as e:  # any operator's own
+                if failed:
+                    raise
+                self._refuse(kinds, key, f"its proof failed: {type(e).__name__}: {e}")
+            else:
+                self.variants.setdefault(kinds, []).append(variant)
+                self._remember(key, variant)
+            return once()
+
+    def _refuse(self, kinds: Any, key: Any, why: str) -> None:
+        self.refused[kinds] = why
+        self._remember(key, None)
+
+    def _prove(
+        self,
+        block: nn.Module,
+        structure: Structure,
+        tensors: list[Tensor],
+        device: str,
+        original: Callable[[], Any],
+    ) -> Variant:
+        with quietly(device):
+            captured = capture(block, structure, tensors, self.leaves, self.numbers)
+            same = guard(block, captured.read, self.numbers)
+            if not same(block):
+                raise Uncapturable("it is in training mode, or something was put around its parts")
+            before = launches(captured.graph)
+            proof = prepare_proof(captured, block, tensors)
+            linears = frozenset(
+                p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear)
+            )
+            found = rewrite(captured.graph, linears)
+            after = launches(captured.graph)
+            if after >= before:
+                raise Uncapturable("nothing in it was found to fuse")
+            run, source = emit(captured.graph, block, captured.result, self.bind)
+            ours = proof.run(captured.graph, run)
+        result = original()
+        with quietly(device):
+            evidence = compare(proof, ours, result)
+        if evidence is None:
+            raise _Undecided("its results were not finite")
+        packs = tuple(
+            n.target.paths
+            for n in captured.graph.nodes
+            if isinstance(n.target, Project) and len(n.target.paths) > 1
+        )
+        return Variant(
+            captured.shapes, run, packs, same, tuple(found), before, after, evidence, source
+        )
+
+
+class _Undecided(Exception):
+    """What came out decides nothing; another call may."""
+
+
+_GROWING = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
+
+
+def _kind_of(structure: Structure, key: Any) -> Any:
+    """The structure, and all of its tensors but their sizes."""
+    return structure, tuple((len(s), d, v, c) for s, d, v, c in key[1])

@@ -1,0 +1,144 @@
+"""What stands in a captured graph beside PyTorch's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Node
+
+from hfpatch.patches.base import Formula
+
+Tensor = torch.Tensor
+
+
+class Target:
+    """The target of a node that is no operator of PyTorch's. Equal by what it is made of."""
+
+    __name__: ClassVar[str] = "target"
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._parts == other._parts  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._parts))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a captured graph is interpreted or emitted, never called")
+
+
+class Param(Target):
+    """A parameter or buffer, read off the live module: no arguments."""
+
+    __name__ = "param"
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__(path, name)
+        self.path, self.name = path, name
+
+
+class Call(Target):
+    """A call of a live child module, whatever it is: a wall between regions."""
+
+    __name__ = "call"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class Leaf(Target):
+    """A call of a child whose formula is proven: `leaf(x)`."""
+
+    __name__ = "leaf"
+
+    def __init__(self, path: str, formula: Formula, params: tuple[str | None, str | None]) -> None:
+        super().__init__(path, formula, params)
+        self.path, self.formula, self.params = path, formula, params
+
+
+class CacheUpdate(Target):
+    """`cache.update(keys, values, number)`: the empty cache's layer gets its first entries.
+
+    `place` is where the block has its number: path of the module, name of the attribute.
+    """
+
+    __name__ = "cache_update"
+
+    def __init__(self, place: tuple[str, str]) -> None:
+        super().__init__(place)
+        self.place = place
+
+
+class Fused(Target):
+    """One op of `hfpatch.ops`, called with the tensors of its reference."""
+
+    __name__ = "fused"
+
+    def __init__(self, op: str, params: Mapping[str, Any]) -> None:
+        self.formula = Formula(op, params)
+        super().__init__(self.formula)
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.formula.op
+
+
+class Project(Target):
+    """`tuple(linear(x) for linear in paths)`, by one product where their weights are packed."""
+
+    __name__ = "project"
+
+    def __init__(self, *paths: str) -> None:
+        super().__init__(*paths)
+        self.paths = paths
+
+
+class ProjectGelu(Target):
+    """`gelu(linear(x))`: in the product's epilogue where there is one."""
+
+    __name__ = "project_gelu"
+
+    def __init__(self, path: str, approximate: str) -> None:
+        super().__init__(path, approximate)
+        self.path, self.approximate = path, approximate
+
+
+class Attend(Target):
+    """Attention of q, k, v [B, H, S, D] and a mask: `scaled_dot_product_attention`."""
+
+    __name__ = "attend"
+
+    def __init__(self, causal: bool, scale: float | None, grouped: bool) -> None:
+        super().__init__(causal, scale, grouped)
+        self.causal, self.scale, self.grouped = causal, scale, grouped
+
+
+def value(node: Any) -> Any:
+    """The fake tensor that a node stands for; a constant is itself."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def fixed(size: Any) -> int | None:
+    """A size as a number, if it is one for all calls."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else None
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are one, by what they are and not by what they happen to be."""
+    x, y = fixed(a), fixed(b)
+    if x is not None or y is not None:
+        return x == y
+    return bool(a.node.expr == b.node.expr)
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value(node), Tensor)

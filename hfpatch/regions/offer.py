@@ -1,0 +1,289 @@
+"""Which blocks of a model are candidates, and the adapter that decides at their first call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hfpatch import packing, swap
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.base import Forward, class_of, is_dtensor, watched
+from hfpatch.patches.keys import attributes_of, code_of
+from hfpatch.patches.library import is_own, odd_class
+from hfpatch.patches.unchanged import hooks_on_all
+from hfpatch.plan import Candidate
+from hfpatch.proofs import Prepared
+from hfpatch.regions.capture import KnownLeaf, is_wall, numbers_of
+from hfpatch.regions.emit import Bind
+from hfpatch.regions.guard import attention_table, chosen_attention
+from hfpatch.regions.kind import Kind
+from hfpatch.settings import Settings, matches
+from hfpatch.sources import Kernel, Sources
+
+#: What a candidate's fused calls may need.
+_OPS = (
+    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "gelu", "silu"),
+    *("rope", "rope_qk", "qk_norm_rope", "norm_modulate", "gate_residual"),
+)
+#: Kinds that are kept when no model has them any more.
+_MOST_KINDS = 256
+_kinds: dict[Any, Kind] = {}
+
+
+class Mark(Candidate):
+    """What a patched block carries: its kind, which says what came of it."""
+
+    counts = False  # as a swap, of `restore`
+
+    def __init__(self, path: str, class_name: str, kind: Kind) -> None:
+        super().__init__(path, class_name, "at its first call")
+        object.__setattr__(self, "kind", kind)
+
+    def now(self, path: str) -> Candidate:
+        """What is known of the block now."""
+        kind: Kind = self.kind  # type: ignore[attr-defined]
+        decided = kind.decided
+        if decided:
+            reasons = "; ".join(dict.fromkeys(kind.refused.values()))
+            most = max(decided, key=lambda v: v.before - v.after)
+            return Candidate(
+                path, self.class_name, "fused", reasons, most.found, most.before, most.after,
+                max(v.evidence.fused for v in decided), max(v.evidence.original for v in decided),
+            )  # fmt: skip
+        if kind.refused:
+            return Candidate(path, self.class_name, "left", next(iter(kind.refused.values())))
+        return Candidate(path, self.class_name, "at its first call")
+
+    def undo(self, module: nn.Module) -> None:
+        """Give packed weights memory of their own again."""
+        for group in _packed.pop(module, ()):
+            alive = [p for ref in group if (p := ref()) is not None]
+            own = {id(p) for p in module.parameters()}
+            if not own.isdisjoint(map(id, alive)):
+                packing.unpack(alive)
+
+
+_packed: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+
+
+def offer(
+    roots: Sequence[tuple[str, nn.Module]], settings: Settings, prepared: Sequence[Prepared]
+) -> list[Prepared]:
+    """The candidates, each with its adapter.
+
+    Args:
+        roots: (name of the component or "", module) pairs.
+        prepared: the swaps of the plan: what they take over is no candidate.
+    """
+    if settings.training or settings.sources.assumed is not None or not settings.verify:
+        return []
+    taken = {id(p.module) for p in prepared if p.leaf is None and p.swap.op != "decoding"}
+    blocks = {id(p.module) for p in prepared if p.swap.op == "block" or p.block is not None}
+    leaves = {id(p.module): KnownLeaf(*p.leaf) for p in prepared if p.leaf is not None}
+    bind = _binder(settings.sources)
+    if bind is None:
+        return []
+    found: list[Prepared] = []
+    seen: set[int] = set()
+    for prefix, root in roots:
+        for path, group in _lists(root):
+            numbers = numbers_of(group)
+            for i, block in enumerate(group):
+                if id(block) in seen or id(block) in taken or _inside(block, blocks):
+                    continue
+                seen.add(id(block))
+                where = ".".join(filter(None, (prefix, path, str(i))))
+                name = class_of(block).__name__
+                if not _may_be(where, name, block, settings):
+                    continue
+                kind = _kind_of(block, leaves, tuple(numbers[i]), bind, settings.sources)
+                if kind is not None:
+                    found.append(_prepare(where, name, block, kind))
+    return found
+
+
+def _inside(block: nn.Module, blocks: set[int]) -> bool:
+    return any(id(m) in blocks for m in block.modules())
+
+
+def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """The innermost lists of blocks: of modules that have norms and several layers each."""
+    lists = {
+        path: list(m)
+        for path, m in root.named_modules()
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) and all(map(_is_block, m))
+    }
+    for path, blocks in lists.items():
+        if not any(
+            other != path and other.startswith(f"{path}." if path else "") for other in lists
+        ):
+            yield path, blocks
+
+
+def _is_block(module: nn.Module) -> bool:
+    layers = norms = 0
+    for m in module.modules():
+        name = type(m).__name__
+        layers += isinstance(m, nn.Linear) or name == "Conv1D"
+        norms += "norm" in name.lower() and not m._modules
+    return layers >= 2 and norms >= 1 and bool(module._modules)
+
+
+def _may_be(path: str, name: str, block: nn.Module, settings: Settings) -> bool:
+    if settings.include is not None and not matches(settings.include, path, name):
+        return False
+    if matches(settings.exclude, path, name):
+        return False
+    if any(matches(settings.exclude, f"{path}.{p}", class_of(m).__name__)
+           for p, m in block.named_modules() if p):  # fmt: skip
+        return False  # a part of it shall stay as it is
+    cls = class_of(block)
+    if type(block) is not cls or odd_class(cls) is not None:
+        return False
+    if swap.foreign_forward(block) is not None:
+        return False
+    table = attention_table()
+    for _, function in chosen_attention(block.modules(), table):
+        if function is not None and not is_own(function):
+            return False
+    devices = {p.device.type for p in block.parameters()}
+    dtypes = {p.dtype for p in block.parameters() if p.is_floating_point()}
+    return devices <= {"cpu", "cuda"} and bool(dtypes & set(KERNEL_DTYPES))
+
+
+def _binder(sources: Sources) -> Bind | None:
+    """A callable that binds our own kernels; None where ops are to come from elsewhere."""
+    kernels: dict[str, Kernel] = {}
+    for op in _OPS:
+        kernel = sources.kernel(op, block=True)
+        if kernel is None or not kernel.own or kernel.source != "local":
+            return None
+        kernels[op] = kernel
+    return lambda op, params: kernels[op].bind(dict(params))
+
+
+def _kind_of(
+    block: nn.Module,
+    leaves: Mapping[int, KnownLeaf],
+    numbers: tuple[tuple[str, str], ...],
+    bind: Bind,
+    sources: Sources,
+) -> Kind | None:
+    known: dict[str, KnownLeaf] = {}
+    parts: list[Any] = []
+    numbered: dict[str, set[str]] = {}
+    for path, name in numbers:
+        numbered.setdefault(path, set()).add(name)
+    walls: list[str] = []
+    for path, m in block.named_modules():
+        if any(path.startswith(f"{w}.") for w in walls):
+            continue
+        own = tuple(
+            (n, None if p is None else (type(p), p.dtype, tuple(p.shape)))
+            for n, p in (*m._parameters.items(), *m._buffers.items())
+        )
+        if path and is_wall(m):
+            walls.append(path)
+            parts.append((path, type(m), own))
+            continue
+        leaf = leaves.get(id(m))
+        if leaf is not None:
+            known[path] = leaf
+        ignored = numbered.get(path, set()) | {"processor"}
+        processor = m.__dict__.get("processor")
+        parts.append((
+            path, code_of(m), attributes_of(m, ignore=ignored), own, leaf, tuple(m._modules),
+            None if processor is None else (*code_of(processor), repr(vars(processor))),
+        ))  # fmt: skip
+    versions = tuple(sources.kernel(op, block=True).version for op in _OPS)  # type: ignore[union-attr]
+    table = attention_table()
+    key = (tuple(parts), numbers, versions, tuple(chosen_attention(block.modules(), table)))
+    try:
+        found = _kinds.get(key)
+    except TypeError:  # an attribute that has no key
+        return None
+    if found is None:
+        while len(_kinds) >= _MOST_KINDS:
+            del _kinds[next(iter(_kinds))]
+        found = _kinds[key] = Kind(class_of(block).__name__, known, numbers, bind)
+    return found
+
+
+def forget() -> None:
+    """Drop all that was captured."""
+    _kinds.clear()
+
+
+def _prepare(path: str, name: str, block: nn.Module, kind: Kind) -> Prepared:
+    original = type(block).forward
+    mark: Any = Mark(path, name, kind)
+    return Prepared(block, lambda: adapter(original, kind), mark)
+
+
+def adapter(original: Forward, kind: Kind) -> Forward:
+    """What stands as the forward of a candidate."""
+    autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
+    distributed = torch.distributed.is_available()
+    lookup, known = kind.lookup, kind._known
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(self, *args, **kwargs)
+        if type(self).forward is not original:  # its class is another one, or was patched
+            return type(self).forward(self, *args, **kwargs)
+        variant, call, tensors, cache = lookup(args, kwargs, self)
+        if (
+            call is None
+            or not tensors
+            or (variant is None and call[1] in known)
+            or watched()
+            or autocast("cuda" if tensors[0].is_cuda else "cpu")
+            or hooks_on_all()
+            or (grad_enabled() and _records(self, tensors))
+            or (distributed and _is_partitioned(self))
+        ):
+            return original(self, *args, **kwargs)
+        if variant is None:
+            return kind.decide(self, call, tensors, lambda: original(self, *args, **kwargs))
+        if not variant.same(self):
+            return original(self, *args, **kwargs)
+        if variant.packs and self not in _packed:
+            _pack(self, variant.packs)
+        return variant.run(self, tensors, cache)
+
+    return forward
+
+
+def _records(block: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
+    return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in block.parameters())
+
+
+def _is_partitioned(block: nn.Module) -> bool:
+    """Whether a parameter is a DTensor or empty: FSDP2 has gathered them by now."""
+    if not torch.distributed.is_initialized():
+        return False
+    return any(is_dtensor(p) or p.numel() == 0 for p in block.parameters())
+
+
+def _pack(block: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Make one of the weights that one product serves; the first fused call of a block does it."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    moved: list[tuple[Any, ...]] = []
+    _packed[block] = moved
+    if any("_hf_hook" in m.__dict__ for m in block.modules()):
+        return  # offloading gives them other memory at each call
+    for group in groups:
+        layers = [block.get_submodule(path) for path in group]
+        if not packing.can_pack(layers):
+            continue
+        try:
+            packs = packing.pack(layers)
+        except torch.cuda.OutOfMemoryError:
+            return  # a speed-up only: `project` calls the layers one by one
+        moved += [tuple(weakref.ref(p) for p in parameters) for parameters in packs]

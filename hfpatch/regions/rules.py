@@ -1,0 +1,452 @@
+"""The table of rewrites: what of a captured graph one op, or one product, computes.
+
+Each row looks for one pattern and puts a node of `hfpatch.regions.nodes` in its place. Rows are not
+trusted: what they made is compared with the graph as it was captured, in a wider dtype, before it
+is used (`hfpatch.regions.proof`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from hfpatch.regions.heads import fuse_heads
+from hfpatch.regions.nodes import (
+    Attend,
+    Call,
+    Fused,
+    Leaf,
+    Param,
+    Project,
+    ProjectGelu,
+    fixed,
+    is_tensor,
+    same_size,
+    value,
+)
+
+aten: Any = torch.ops.aten
+_LAST = 9223372036854775807
+
+
+def rewrite(graph: Graph, linears: frozenset[str]) -> list[str]:
+    """Apply every row, in order; returns what was found, for the report.
+
+    Args:
+        graph: of `hfpatch.regions.capture`; it is changed.
+        linears: paths of the calls that are `nn.Linear`s.
+    """
+    found: list[str] = []
+    for row in ROWS:
+        found += row(graph, linears)
+        graph.eliminate_dead_code()
+    graph.lint()
+    return found
+
+
+def without_idle(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """Operators that give back what they are given."""
+    for node in list(graph.nodes):
+        target, x = node.target, node.args[0] if node.args else None
+        if not isinstance(x, Node) or not is_tensor(x):
+            continue
+        same = value(x).dtype == value(node).dtype if is_tensor(node) else False
+        idle = (
+            (target is aten.dropout.default and node.args[2] is False)
+            or (target in (aten.detach.default, aten.alias.default))
+            or (target in (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default) and same
+                and value(x).device == value(node).device and not node.kwargs.get("copy"))
+            or (target is aten.to.other and same)
+            or (target in (aten.expand.default, aten.view.default, aten.reshape.default)
+                and value(x).dim() == value(node).dim()
+                and all(same_size(a, b)
+                        for a, b in zip(value(x).shape, value(node).shape, strict=True)))
+            or (target is aten.slice.Tensor and _whole_slice(node))
+        )  # fmt: skip
+        if idle:
+            node.replace_all_uses_with(x)
+            graph.erase_node(node)
+    return iter(())
+
+
+def _whole_slice(node: Node) -> bool:
+    args = (*node.args, None, None, 1)[:5] if len(node.args) < 5 else node.args
+    start, end, step = (*node.args[2:], *(None,) * 3)[:3]
+    return start in (None, 0) and (end is None or end == _LAST) and step in (None, 1) and bool(args)
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    """Whether two nodes are tensors of one shape and dtype, for all sizes."""
+    x, y = value(a), value(b)
+    return (
+        isinstance(x, torch.Tensor)
+        and isinstance(y, torch.Tensor)
+        and x.dtype == y.dtype
+        and x.dim() == y.dim()
+        and all(same_size(p, q) for p, q in zip(x.shape, y.shape, strict=True))
+    )
+
+
+def attention(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """`scaled_dot_product_attention`, with keys and values of grouped heads as they are."""
+    for node in list(graph.nodes):
+        if node.target is not aten.scaled_dot_product_attention.default:
+            continue
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        if given.get("dropout_p", 0.0):
+            continue
+        q, k, v, mask = (given[n] if n in given else None for n in names[:4])
+        grouped = bool(given.get("enable_gqa", False))
+        k2, v2 = _unrepeated(k), _unrepeated(v)
+        if k2 is not None and v2 is not None and not grouped:
+            k, v, grouped = k2, v2, True
+        with graph.inserting_before(node):
+            new = graph.call_function(
+                Attend(bool(given.get("is_causal", False)), given.get("scale"), grouped),
+                (q, k, v, mask),
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        yield "attention"
+
+
+def _unrepeated(node: Any) -> Node | None:
+    """What [B, H, S, D] keys are before each head is written several times in a row."""
+    if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
+        return None
+    source: Any = node.args[0]
+    if source.target is aten.clone.default:
+        source = source.args[0]
+    if source.target is not aten.expand.default or value(source).dim() != 5:
+        return None
+    one = source.args[0]
+    if one.target is not aten.unsqueeze.default or one.args[1] not in (2, -3):
+        return None
+    base = one.args[0]
+    wide, narrow = value(node).shape, value(base).shape
+    ok = value(base).dim() == 4 and len(wide) == 4
+    many, few = fixed(wide[1]), fixed(narrow[1])
+    if not ok or many is None or not few or many % few:
+        return None
+    return base  # type: ignore[no-any-return]
+
+
+#: Activations of one operator, by their name in `gated`.
+def activation_of(node: Any) -> tuple[str, Node] | None:
+    """The name of the activation that a node is, and what it is of."""
+    if not isinstance(node, Node):
+        return None
+    target = node.target
+    if target is aten.silu.default:
+        return "silu", node.args[0]  # type: ignore[return-value]
+    if target is aten.relu.default:
+        return "relu", node.args[0]  # type: ignore[return-value]
+    if target is aten.gelu.default:
+        tanh = node.kwargs.get("approximate", "none") == "tanh"
+        return "gelu_tanh" if tanh else "gelu", node.args[0]  # type: ignore[return-value]
+    if isinstance(target, Leaf) and target.formula.op in ("gelu", "silu"):
+        name = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_sigmoid"}
+        kind = target.formula.params.get("approximate", "none")
+        return "silu" if target.formula.op == "silu" else name[kind], node.args[0]  # type: ignore[return-value]
+    return None
+
+
+def gated(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """`act(gate) * up`."""
+    for node in list(graph.nodes):
+        if node.target is not aten.mul.Tensor:
+            continue
+        for first, second in (node.args, node.args[::-1]):
+            act = activation_of(first)
+            if act is None or not is_tensor(second) or len(first.users) > 1:  # type: ignore[union-attr]
+                continue
+            name, gate = act
+            if gate is second or not same_shape(gate, second) or not same_shape(gate, node):  # type: ignore[arg-type]
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(Fused("gated", {"activation": name}), (gate, second))
+            _replace(graph, node, new)
+            yield f"gated {name}"
+            break
+
+
+def _replace(graph: Graph, old: Node, new: Node) -> None:
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def _norm_of(node: Node) -> tuple[str, dict[str, Any], Node, Callable[[], tuple[Any, Any]]] | None:
+    """Of a norm over the last dimension: the op with a sum in front, its parameters, what it is of,
+    and what makes nodes of its weight and bias."""
+    target, graph = node.target, node.graph
+    if isinstance(target, Leaf) and target.formula.op in ("rms_norm", "layer_norm"):
+        path, (weight, bias) = target.path, target.params
+        present = [n for n in (weight, bias) if n is not None]
+
+        def params() -> tuple[Any, Any]:
+            made = {n: graph.call_function(Param(path, n)) for n in present}
+            return made.get(weight), made.get(bias)
+
+        x: Any = node.args[0]
+        return f"add_{target.formula.op}", dict(target.formula.params), x, params
+    if target is aten.layer_norm.default:
+        x, shape, weight, bias, eps = (*node.args, *(None,) * 5)[:5]
+        eps = 1e-5 if eps is None else eps
+        if len(shape) != 1:  # type: ignore[arg-type]
+            return None
+        if not all(
+            w is None or isinstance(getattr(w, "target", None), Param) for w in (weight, bias)
+        ):
+            return None
+
+        def given() -> tuple[Any, Any]:
+            return tuple(  # type: ignore[return-value]
+                None if w is None else graph.call_function(w.target) for w in (weight, bias)
+            )
+
+        return "add_layer_norm", {"eps": eps}, x, given  # type: ignore[return-value]
+    return None
+
+
+def residual_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """A sum of two tensors of one shape, and the norm of it."""
+    for node in list(graph.nodes):
+        norm = _norm_of(node)
+        if norm is None:
+            continue
+        op, params, total, weights = norm
+        if (
+            not isinstance(total, Node)
+            or total.target is not aten.add.Tensor
+            or total.kwargs
+            or not all(is_tensor(a) and same_shape(a, total) for a in total.args)
+            or value(node).dtype != value(total).dtype
+        ):
+            continue
+        with graph.inserting_before(total):
+            weight, bias = weights()
+            both = graph.call_function(Fused(op, params), (*total.args, weight, bias))
+            normed = graph.call_function(operator.getitem, (both, 0))
+            summed = graph.call_function(operator.getitem, (both, 1))
+        normed.meta, summed.meta = dict(node.meta), dict(total.meta)
+        node.replace_all_uses_with(normed)
+        total.replace_all_uses_with(summed)
+        graph.erase_node(node)
+        graph.erase_node(total)
+        yield op
+
+
+def scaled_residual(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """`x + gate * y`: gates of AdaLN, LayerScale."""
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        for x, product in (node.args, node.args[::-1]):
+            if not (is_tensor(x) and is_tensor(product) and same_shape(x, node)):  # type: ignore[arg-type]
+                continue
+            if product.target is not aten.mul.Tensor or len(product.users) > 1:  # type: ignore[union-attr]
+                continue
+            pairs = (product.args, product.args[::-1])  # type: ignore[union-attr]
+            pair = next(((y, g) for y, g in pairs if is_tensor(y) and same_shape(y, node)  # type: ignore[arg-type]
+                         and _is_modulation(g, node)), None)  # fmt: skip
+            if pair is None:
+                continue
+            y, gate = pair
+            with graph.inserting_before(node):
+                op = Fused("gate_residual", {"cast": "input"})
+                new = graph.call_function(op, (x, gate, y))
+            _replace(graph, node, new)
+            yield "gate_residual"
+            break
+
+
+def _is_modulation(node: Any, like: Node) -> bool:
+    """Whether a tensor has one value per column, or per sample and column, of a [B, ..., D] one."""
+    m, x = value(node), value(like)
+    if not is_tensor(node) or x.dim() < 2 or not 1 <= m.dim() <= x.dim() or m.dtype != x.dtype:
+        return False
+    if not same_size(m.shape[-1], x.shape[-1]):
+        return False
+    if m.dim() == 1:
+        return True
+    lead = (1,) * (x.dim() - m.dim()) + tuple(m.shape[:-1])
+    return all(fixed(s) == 1 for s in lead[1:]) and (
+        same_size(lead[0], x.shape[0]) or fixed(lead[0]) == 1
+    )
+
+
+def modulated_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """`norm(x) * (1 + scale) + shift` (AdaLN)."""
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        for product, shift in (node.args, node.args[::-1]):
+            if not is_tensor(product) or not _is_modulation(shift, node):
+                continue
+            if product.target is not aten.mul.Tensor or len(product.users) > 1:  # type: ignore[union-attr]
+                continue
+            found = None
+            for normed, one in (product.args, product.args[::-1]):  # type: ignore[union-attr]
+                scale = _less_one(one)
+                if scale is None or not isinstance(normed, Node) or len(normed.users) > 1:
+                    continue
+                norm = _norm_of(normed)
+                if norm is not None and _is_modulation(scale, node) and same_shape(normed, node):
+                    found = (norm, scale)
+            if found is None:
+                continue
+            (op, params, x, weights), scale = found
+            kind = "rms" if op == "add_rms_norm" else "layer"
+            if kind == "rms" and (
+                params.get("weight_offset") or params.get("cast", "none") != "none"
+            ):
+                continue
+            with graph.inserting_before(node):
+                weight, bias = weights()
+                fused = Fused(
+                    "norm_modulate", {"eps": params["eps"], "norm": kind, "cast": "input"}
+                )
+                new = graph.call_function(fused, (x, scale, shift, weight, bias))
+            _replace(graph, node, new)
+            yield "norm_modulate"
+            break
+
+
+def _less_one(node: Any) -> Node | None:
+    """`scale` of `1 + scale`."""
+    if not isinstance(node, Node) or node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    for scale, one in (node.args, node.args[::-1]):
+        if isinstance(scale, Node) and is_tensor(scale) and type(one) in (int, float) and one == 1:
+            return scale
+    return None
+
+
+def projections(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """Linear layers of one input, as one product where their weights can be packed."""
+    of_input: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, Call) and node.target.path in linears and len(node.args) == 1:
+            if not node.kwargs and isinstance(node.args[0], Node):
+                of_input.setdefault(node.args[0], []).append(node)
+    for x, group in of_input.items():
+        first = group[0]
+        with graph.inserting_before(first):
+            paths = [n.target.path for n in group]  # type: ignore[union-attr]
+            both = graph.call_function(Project(*paths), (x,))
+            parts = [graph.call_function(operator.getitem, (both, i)) for i in range(len(group))]
+        for node, part in zip(group, parts, strict=True):
+            _replace(graph, node, part)
+        if len(group) > 1:
+            yield f"{len(group)} products as one"
+
+
+def gelu_epilogue(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """GELU behind a linear layer."""
+    for node in list(graph.nodes):
+        act = activation_of(node)
+        if act is None or act[0] not in ("gelu", "gelu_tanh"):
+            continue
+        part = act[1]
+        if part.target is not operator.getitem or len(part.users) > 1:
+            continue
+        project: Any = part.args[0]
+        if not isinstance(project.target, Project) or len(project.target.paths) != 1:
+            continue
+        kind = "tanh" if act[0] == "gelu_tanh" else "none"
+        with graph.inserting_before(node):
+            target = ProjectGelu(project.target.paths[0], kind)
+            new = graph.call_function(target, (project.args[0],))
+        _replace(graph, node, new)
+        yield f"product + {act[0]}"
+
+
+def activations(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """Activations that are left: leaves, whose modules need not be called."""
+    for node in list(graph.nodes):
+        target = node.target
+        if not isinstance(target, Leaf) or target.formula.op not in ("gelu", "silu"):
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(Fused(target.formula.op, target.formula.params), node.args)
+        _replace(graph, node, new)
+        yield target.formula.op
+
+
+def norms(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """Norms that are left."""
+    for node in list(graph.nodes):
+        if not isinstance(node.target, Leaf) or node.target.formula.op not in OPS_OF_NORMS:
+            continue
+        formula = node.target.formula
+        norm = _norm_of(node)
+        assert norm is not None
+        with graph.inserting_before(node):
+            weight, bias = norm[3]()
+            new = graph.call_function(
+                Fused(formula.op, formula.params), (node.args[0], weight, bias)
+            )
+        _replace(graph, node, new)
+        yield formula.op
+
+
+OPS_OF_NORMS = ("rms_norm", "layer_norm")
+
+
+def heads(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """Norms of q and k, and RoPE, in front of attention."""
+    yield from fuse_heads(graph)
+
+
+Row = Callable[[Graph, frozenset[str]], Iterator[str]]
+#: In the order in which they are tried.
+ROWS: Sequence[Row] = (
+    without_idle,
+    attention,
+    gated,
+    heads,
+    modulated_norm,
+    scaled_residual,
+    residual_norm,
+    projections,
+    gelu_epilogue,
+    activations,
+    norms,
+)
+
+
+def launches(graph: Graph) -> int:
+    """How many nodes of a graph do work on a GPU: views and sizes are none."""
+    return sum(_works(node) for node in graph.nodes)
+
+
+_VIEWS = frozenset(
+    {
+        *(aten.view.default, aten.reshape.default, aten.transpose.int, aten.unsqueeze.default),
+        *(aten.squeeze.dim, aten.expand.default, aten.slice.Tensor, aten.select.int),
+        *(aten.permute.default, aten.chunk.default, aten.split.Tensor, aten.unbind.int),
+        *(aten.split_with_sizes.default, aten.alias.default, aten.detach.default, aten.t.default),
+        *(aten.flatten.using_ints, aten.unflatten.int, aten.split.sizes, aten.squeeze.default),
+        operator.getitem,
+    }
+)
+
+
+def _works(node: Node) -> bool:
+    if node.op != "call_function" or isinstance(node.target, Param) or node.target in _VIEWS:
+        return False
+    if isinstance(node.target, Project):
+        return True
+    return is_tensor(node) or isinstance(value(node), (tuple, list)) or "val" not in node.meta
+
+
+def rounded(x: float) -> float:
+    return round(x, 3 - math.floor(math.log10(abs(x)))) if x else x

@@ -1,0 +1,121 @@
+"""A call's arguments taken apart: its tensors, and the structure that they stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+
+class Unstructured(Exception):
+    """An argument that is neither a tensor nor plain; the text names it."""
+
+
+class _Place:
+    """The place of a tensor in a structure, or of the cache."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+TENSOR, CACHE = _Place("TENSOR"), _Place("CACHE")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What stands where; hashable. Plain values are part of it, tensors and caches are places."""
+
+    shape: Any
+    has_cache: bool = False
+
+
+class _Taken:
+    """What `take_apart` collects."""
+
+    __slots__ = ("cache", "tensors")
+
+    def __init__(self, cache: Any = None) -> None:
+        self.tensors: list[Tensor] = []
+        self.cache = cache
+
+    def take(self, value: Any, name: Any) -> Any:
+        cls = type(value)
+        if cls is Tensor or cls is nn.Parameter:
+            self.tensors.append(value)
+            return TENSOR
+        if cls in _PLAIN:
+            return (cls, value)
+        if cls is tuple or cls is list:
+            return (cls, tuple([self.take(v, name) for v in value]))
+        if cls is dict:
+            return (cls, tuple([(k, self.take(v, k)) for k, v in value.items()]))
+        if isinstance(value, Tensor):  # a stand-in's
+            self.tensors.append(value)
+            return TENSOR
+        if value is self.cache or (self.cache is None and is_dynamic_cache(cls)):
+            self.cache = value
+            return CACHE
+        where = f"argument `{name}`" if isinstance(name, str) else f"argument {name}"
+        raise Unstructured(f"its {where} is a `{cls.__name__}`")
+
+
+def is_dynamic_cache(cls: type) -> bool:
+    """Whether a class is transformers' own growing cache."""
+    return cls.__name__ == "DynamicCache" and cls.__module__ == "transformers.cache_utils"
+
+
+def take_apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Structure, list[Tensor], Any]:
+    """The structure of a call, its tensors, and its cache or None.
+
+    Raises:
+        Unstructured: an argument is something else.
+    """
+    taken = _Taken()
+    take = taken.take
+    shape = (
+        tuple([take(a, i) for i, a in enumerate(args)]),
+        tuple([(k, take(v, k)) for k, v in kwargs.items()]),
+    )
+    return Structure(shape, taken.cache is not None), taken.tensors, taken.cache
+
+
+def take_result(out: Any, cache: Any) -> tuple[Structure, list[Tensor]]:
+    """The same of what a block returned."""
+    taken = _Taken(cache)
+    return Structure(taken.take(out, "result"), cache is not None), taken.tensors
+
+
+def build(structure: Structure, tensors: Sequence[Tensor], cache: Any) -> Any:
+    """The arguments, put together again: (args, kwargs)."""
+    left = iter(tensors)
+    first, named = structure.shape
+    return (
+        tuple(_put(s, left, cache) for s in first),
+        {k: _put(s, left, cache) for k, s in named},
+    )
+
+
+def _put(shape: Any, left: Any, cache: Any) -> Any:
+    if shape is TENSOR:
+        return next(left)
+    if shape is CACHE:
+        return cache
+    cls, held = shape
+    if cls is tuple or cls is list:
+        return cls(_put(s, left, cache) for s in held)
+    if cls is dict:
+        return {k: _put(s, left, cache) for k, s in held}
+    return held
