@@ -136,9 +136,10 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
 
 def _leaf(subject: Subject, formula: Formula) -> tuple[Formula, str | None, str | None] | None:
     """What captured blocks know of a leaf that they bypass."""
-    if isinstance(subject, NormSubject):
+    if isinstance(subject, NormSubject) and formula.op in ("rms_norm", "layer_norm"):
         return formula, subject.weight, subject.bias
-    if isinstance(subject, ActivationSubject) and subject.projection is None:
+    plain = isinstance(subject, ActivationSubject) and subject.projection is None
+    if plain and formula.op in ("gelu", "silu"):
         return formula, None, None
     return None
 

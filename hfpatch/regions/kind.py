@@ -60,6 +60,8 @@ class Kind:
     variants: dict[Any, list[Variant]] = field(default_factory=dict)
     #: Why calls of a structure are left to the original.
     refused: dict[Any, str] = field(default_factory=dict)
+    #: Why calls are none that can be captured.
+    unfit: str = ""
     _known: dict[Any, Variant | None] = field(default_factory=dict)
     _tries: dict[Any, int] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -77,7 +79,8 @@ class Kind:
         None where the call cannot be one."""
         try:
             structure, tensors, cache = take_apart(args, kwargs)
-        except Unstructured:
+        except Unstructured as e:
+            self.unfit = str(e)
             return None, None, None, None
         sizes = []
         for t in tensors:

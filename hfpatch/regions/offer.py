@@ -57,6 +57,8 @@ class Mark(Candidate):
             )  # fmt: skip
         if kind.refused:
             return Candidate(path, self.class_name, "left", next(iter(kind.refused.values())))
+        if kind.unfit:
+            return Candidate(path, self.class_name, "left", kind.unfit)
         return Candidate(path, self.class_name, "at its first call")
 
     def undo(self, module: nn.Module) -> None:

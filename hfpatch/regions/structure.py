@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 Tensor = torch.Tensor
-_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.Size})
 
 
 class Unstructured(Exception):
