@@ -271,10 +271,10 @@ _has_any_global_hook: Callable[[], Any] = torch.nn.modules.module._has_any_globa
 def is_replaced(module: nn.Module) -> bool:
     """Whether calling `module` runs more or else than its class's forward: a hook's, an own one."""
     forward = module.__dict__.get("forward")
-    return (forward is not None and not _is_bound(module, forward)) or is_hooked(module)
+    return (forward is not None and not is_bound(module, forward)) or is_hooked(module)
 
 
-def _is_bound(module: nn.Module, forward: Any) -> bool:
+def is_bound(module: nn.Module, forward: Any) -> bool:
     """Whether an instance's forward is its class's, as hooks leave it when they go, or ours."""
     function = getattr(forward, "__func__", None)
     ours = getattr(getattr(function, "__hfpatch__", None), "adapter", None)

@@ -34,8 +34,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from hfpatch.patches.base import Formula, class_of
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
 from hfpatch.patches.library import is_own, odd_class
-from hfpatch.patches.unchanged import is_hooked, is_replaced
-from hfpatch.regions.nodes import CacheUpdate, Call, Leaf, Param
+from hfpatch.patches.unchanged import is_bound, is_hooked, is_replaced
+from hfpatch.regions.functional import without_writes
+from hfpatch.regions.listening import is_idle
+from hfpatch.regions.nodes import CacheUpdate, Call, Constant, Leaf, Param
 from hfpatch.regions.shapes import Shapes, shapes_of
 from hfpatch.regions.structure import Structure, Unstructured, build, take_result
 
@@ -81,6 +83,8 @@ _MOST_WALLS = 6
 class _Number(int):
     """A block's number: code that does anything with it but hand it to the cache is not shared by
     the blocks of a list, which have a number each."""
+
+    place: tuple[str, str]
 
     def _used(self, *_: Any) -> Any:
         raise Uncapturable("its code depends on which one it is in its list")
@@ -182,13 +186,17 @@ class _Attempt:
         made.__dict__.update(own)
         for where, name in self._numbers:
             if where == path:
-                made.__dict__[name] = _Number(own[name])
+                number = made.__dict__[name] = _Number(own[name])
+                number.place = (where, name)
         held = {}
         for kind in ("_parameters", "_buffers"):
             held[kind] = {k: self._fake(t, path, k) for k, t in own[kind].items()}
         made.__dict__.update(held)
         if wall:
             self._called.append(path)
+            made.__dict__["_modules"] = {
+                n: self._fake_module(c) for n, c in own["_modules"].items()
+            }
             made.__dict__["forward"] = self._calls(Call(path), made, module)
             return made  # type: ignore[no-any-return]
         self._read.append(path)
@@ -206,6 +214,21 @@ class _Attempt:
             name: None if child is None else self._stand_in(child, f"{path}.{name}".lstrip("."))
             for name, child in own["_modules"].items()
         }
+        return made  # type: ignore[no-any-return]
+
+    def _fake_module(self, module: nn.Module | None) -> nn.Module | None:
+        """The same inside of a module that is called: it runs for the shape of its result alone."""
+        if module is None:
+            return None
+        made: Any = object.__new__(type(module))
+        made.__dict__.update(
+            {k: v for k, v in module.__dict__.items() if k not in OWNED_BY_WRAPPERS}
+        )
+        for kind in ("_parameters", "_buffers"):
+            held = module.__dict__[kind].items()
+            made.__dict__[kind] = {k: self._fake(t, "", k) for k, t in held}
+        children = module.__dict__["_modules"].items()
+        made.__dict__["_modules"] = {n: self._fake_module(c) for n, c in children}
         return made  # type: ignore[no-any-return]
 
     def _fake(self, tensor: Tensor | None, path: str, name: str) -> Tensor | None:
@@ -266,20 +289,34 @@ class _Attempt:
         graph: Graph = traced.graph
         for node in list(graph.nodes):
             if node.op == "get_attr":
-                place = self._param_of.get(id(getattr(traced, node.target)))
-                if place is None:
+                held = getattr(traced, node.target)
+                place = self._param_of.get(id(held))
+                number = _number_of(held, node)
+                if place is None and number is None:
                     raise Uncapturable(
                         "its code reads or makes a tensor that is no parameter, buffer or argument"
                     )
+                target: Any = Param(*place) if place is not None else Constant(number.clone())
                 with graph.inserting_before(node):
-                    param = graph.call_function(Param(*place))
-                param.meta = dict(node.meta, val=getattr(traced, node.target))
+                    param = graph.call_function(target)
+                param.meta = dict(node.meta, val=held)
                 node.replace_all_uses_with(param)
                 graph.erase_node(node)
-            elif isinstance(node.target, torch._ops.OpOverload):
+        without_writes(graph)
+        for node in graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
                 _check_operator(node)
         graph.eliminate_dead_code()
         return graph
+
+
+def _number_of(held: Any, node: Node) -> Tensor | None:
+    """The tensor of one element that code makes of a number (`torch.tensor(0.5)`), if this is one:
+    PyTorch copies such a tensor before it lets code have it."""
+    lifted = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+    if type(held) is Tensor and held.numel() == 1 and held.device.type == "cpu":
+        return held if all(u.target in lifted for u in node.users) else None
+    return None
 
 
 def _check_operator(node: Node) -> None:
@@ -306,7 +343,10 @@ def is_wall(module: nn.Module) -> bool:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    return is_replaced(module) or is_hooked(module)
+    if not is_hooked(module):
+        return is_replaced(module)
+    forward = module.__dict__.get("forward")
+    return not is_idle(module) or (forward is not None and not is_bound(module, forward))
 
 
 def _odd_holdings(module: nn.Module) -> str | None:
@@ -341,11 +381,11 @@ def _cache_stand_in(attempt: _Attempt) -> Any:
             raise Uncapturable(f"its code reads `{name}` of its cache")
 
         def update(self, keys: Any, values: Any, number: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(number, _Number) or not attempt._numbers:
+            if not isinstance(number, _Number):
                 raise Uncapturable("its code gives its cache another number than the block's own")
             with disable_proxy_modes_tracing():
                 out = (keys.contiguous().clone(), values.contiguous().clone())
-            target = CacheUpdate(attempt._numbers[-1])
+            target = CacheUpdate(number.place)
             return tuple(attempt.record(target, (keys, values), {}, out))
 
         def __len__(self) -> int:
@@ -367,14 +407,11 @@ def _where(e: BaseException) -> str:
     return text
 
 
-def numbers_of(blocks: Sequence[nn.Module]) -> list[list[tuple[str, str]]]:
-    """Of each block of one list, where it has its number: (path, attribute)."""
-    return [
-        [
-            (path, name)
-            for path, module in block.named_modules()
-            for name, held in module.__dict__.items()
-            if type(held) is int and held == i and NUMBERS.match(name)
-        ]
-        for i, block in enumerate(blocks)
-    ]
+def numbers_of(block: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Where a block has its number in its list: (path, attribute)."""
+    return tuple(
+        (path, name)
+        for path, module in block.named_modules()
+        for name, held in module.__dict__.items()
+        if type(held) is int and NUMBERS.match(name)
+    )

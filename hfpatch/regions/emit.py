@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph, Node
 
-from hfpatch.patches.blocks.projections import gelu_product, project
+from hfpatch.patches.blocks.projections import gelu_product, is_plain, project
 from hfpatch.regions.attend import attend
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
     Call,
+    Constant,
     Fused,
     Leaf,
     Param,
@@ -100,6 +102,7 @@ class _Writer:
             self._names[n]
             for n in node.all_input_nodes
             if last[n] is node and n.op != "placeholder" and n in self._names
+            and not isinstance(n.target, Constant)
             and self._names[n].isidentifier() and self._names[n] not in self._places.values()
         ]  # fmt: skip
         if gone:
@@ -146,6 +149,9 @@ class _Writer:
             kind = "_parameters" if target.name in module._parameters else "_buffers"
             self._names[node] = f"{self._module(target.path)}.{kind}[{target.name!r}]"
             return
+        if isinstance(target, Constant):
+            self._names[node] = self._bound_name(target.tensor, "t")
+            return
         if isinstance(target, CacheUpdate):
             path, name = target.place
             number = f"{self._module(path)}.__dict__[{name!r}]"
@@ -153,8 +159,12 @@ class _Writer:
         elif isinstance(target, (Call, Leaf)):
             call = f"{self._module(target.path)}({', '.join([*given, *named])})"
         elif isinstance(target, Project):
-            if len(target.paths) == 1:
-                call = f"(linear({self._module(target.paths[0])}, {given[0]}),)"
+            if len(target.paths) == 1 and (part := self._parts(node)) is not None and part[0]:
+                name = self._names[part[0]] = self._new("v")
+                self._names[node] = "()"
+                module = self._module(target.paths[0])
+                self._body.append(f"{name} = linear({module}, {given[0]})")
+                return
             else:
                 modules = "".join(f"{self._module(p)}, " for p in target.paths)
                 call = f"project({given[0]}, ({modules}))"
@@ -245,13 +255,16 @@ class _Writer:
 
 def linear(module: Any, x: torch.Tensor) -> torch.Tensor:
     """A call of a layer."""
-    return project(x, (module,))[0]
+    if is_plain(module, x):
+        held = module.__dict__["_parameters"]
+        return F.linear(x, held["weight"], held["bias"])
+    return module(x)  # type: ignore[no-any-return]
 
 
 def linear_gelu(module: Any, x: torch.Tensor, approximate: str, act: Any) -> torch.Tensor:
     """GELU of a layer's result, in the product's epilogue where cuBLASLt has it."""
-    found = gelu_product(module, x, approximate)
-    return act(project(x, (module,))[0]) if found is None else found  # type: ignore[no-any-return]
+    found = gelu_product(module, x, approximate) if approximate == "tanh" else None
+    return act(linear(module, x)) if found is None else found  # type: ignore[no-any-return]
 
 
 def update(cache: Any, keys: Any, values: Any, number: int) -> Any:

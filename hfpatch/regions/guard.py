@@ -9,10 +9,18 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.patches.base import class_of
 from hfpatch.patches.keys import names_read
-from hfpatch.patches.unchanged import Part, ProcessorPart, same_parts
+from hfpatch.patches.unchanged import (
+    ProcessorPart,
+    has_diffusers_hook,
+    is_bound,
+    settings_of,
+)
+from hfpatch.regions.listening import is_idle
 
 _PLAIN = (int, float, bool, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def guard(
@@ -22,85 +30,99 @@ def guard(
     now, in evaluation mode: classes, settings, what their code names of their configuration,
     processors, and nobody's hooks or forwards. It holds no module: the blocks of a list share it.
 
+    It is written as straight-line code, since it runs at each call of each block.
+
     Args:
         read: paths of those modules.
         numbers: attributes that number a block; they may differ.
     """
     modules = {path: block.get_submodule(path) for path in read}
-    parts = [
-        Part(
-            module,
-            tuple(filter(None, path.split("."))),
-            called=path == "",
-            ignore={name for where, name in numbers if where == path},
-        )
-        for path, module in modules.items()
-    ]
-    processors = [
-        ProcessorPart(m.__dict__["processor"], tuple(path.split(".")))
-        for path, m in modules.items()
-        if "processor" in m.__dict__
-    ]
-    same = same_parts(parts, processors)
-    rows = _rows(modules)
-    table = attention_table()
-    chosen = tuple(chosen_attention(modules.values(), table))
-
-    def holds(root: nn.Module) -> bool:
-        if not same(root):
-            return False
-        for name, function in chosen:
-            if table.get(name) is not function:
-                return False
-        found: list[Any] = [root.__dict__]
-        for above, name, read_config, values in rows:
-            if name is not None:
-                found.append(found[above]["_modules"][name].__dict__)
-            if found[-1]["training"]:
-                return False
-            if read_config is not None:
-                config = found[-1].get("config")
-                try:
-                    if config is None or read_config(config) != values:
-                        return False
-                except AttributeError:
-                    return False
-        return True
-
-    return holds
-
-
-def _rows(modules: dict[str, nn.Module]) -> list[tuple[int, str | None, Any, Any]]:
-    """Modules above before below: (place of the one above, name, what reads its configuration, what
-    that gave). A configuration that several modules hold is read once for all of them."""
+    scope: dict[str, Any] = {
+        "class_of": class_of, "is_ours": is_bound, "has_hook": has_diffusers_hook, "is_idle": is_idle
+    }  # fmt: skip
+    lines: list[str] = []
     order = sorted(modules, key=lambda p: (p.count(".") + bool(p), p))
-    places = {path: i for i, path in enumerate(order)}
+    place = {path: i for i, path in enumerate(order)}
+    configs = _configs(modules, order)
+    for i, path in enumerate(order):
+        module = modules[path]
+        above, _, name = path.rpartition(".")
+        if path:
+            holder = _holder(above, place, lines, scope)
+            lines.append(f"m{i} = {holder}['_modules'][{name!r}]")
+            lines.append(f"d{i} = m{i}.__dict__")
+        else:
+            lines += [f"m{i} = root", f"d{i} = root.__dict__"]
+        lines += _checks(i, path, module, numbers, scope)
+        if path in configs:
+            scope[f"names{i}"], scope[f"values{i}"] = configs[path]
+            lines.append(f"if names{i}(d{i}['config'].__dict__) != values{i}: return False")
+        if "processor" in module.__dict__:
+            scope[f"processor{i}"] = ProcessorPart(module.__dict__["processor"], ()).is_proven
+            lines.append(f"if not processor{i}(d{i}.get('processor')): return False")
+    table = attention_table()
+    for j, (name, function) in enumerate(chosen_attention(modules.values(), table)):
+        scope["table"], scope[f"function{j}"] = table, function
+        lines.append(f"if table.get({name!r}) is not function{j}: return False")
+    text = "def holds(root):\n    try:\n"
+    text += "".join(f"        {line}\n" for line in lines)
+    text += (
+        "    except (KeyError, AttributeError, TypeError):\n        return False\n    return True\n"
+    )
+    exec(compile(text, "<hfpatch guard>", "exec"), scope)
+    return scope["holds"]  # type: ignore[no-any-return]
+
+
+def _holder(above: str, place: dict[str, int], lines: list[str], scope: dict[str, Any]) -> str:
+    """The variable with the `__dict__` of the module above."""
+    if above in place:
+        return f"d{place[above]}"
+    further, _, name = above.rpartition(".")
+    return f"{_holder(further, place, lines, scope)}['_modules'][{name!r}].__dict__"
+
+
+def _checks(
+    i: int, path: str, module: nn.Module, numbers: Sequence[tuple[str, str]], scope: dict[str, Any]
+) -> Iterator[str]:
+    cls = class_of(module) if path == "" else type(module)
+    scope[f"c{i}"] = cls
+    if path == "":  # hooks on the block itself fire, and FSDP2 puts a class before it
+        yield f"if type(m{i}) is not c{i} and class_of(m{i}) is not c{i}: return False"
+    else:
+        scope[f"f{i}"] = cls.forward
+        hooks = " or ".join(f"d{i}[{h!r}]" for h in _HOOKS)
+        yield f"if type(m{i}) is not c{i} or c{i}.forward is not f{i}: return False"
+        yield f"if ({hooks}) and not is_idle(m{i}): return False"
+        yield f"if 'forward' in d{i} and not is_ours(m{i}, d{i}['forward']): return False"
+        yield f"if '_hf_hook' in d{i}: return False"
+        yield f"if '_diffusers_hook' in d{i} and has_hook(d{i}): return False"
+    yield f"if d{i}['training']: return False"
+    ignore = {name for where, name in numbers if where == path}
+    reads, settings = settings_of(module, ignore)
+    if settings is not None:
+        scope[f"r{i}"], scope[f"s{i}"] = reads, settings
+        yield f"if r{i}(d{i}) != s{i}: return False"
+
+
+def _configs(modules: dict[str, nn.Module], order: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Of the first module that holds each configuration: what reads the settings that the code of
+    all its holders names, and what that gave."""
     named: dict[int, set[str]] = {}
     first: dict[int, str] = {}
     for path in order:
         config = modules[path].__dict__.get("config")
-        if config is not None:
+        if config is not None and hasattr(config, "__dict__"):
             first.setdefault(id(config), path)
             named.setdefault(id(config), set()).update(names_read(modules[path]))
-    rows: list[tuple[int, str | None, Any, Any]] = []
-    for path in order:
-        above, _, name = path.rpartition(".")
-        config = modules[path].__dict__.get("config")
-        read = values = None
-        if config is not None and first[id(config)] == path:
-            names = sorted(n for n in named[id(config)] if _is_setting(config, n))
-            if names:
-                read = operator.attrgetter(*names)
-                values = read(config)
-        rows.append((places.get(above, 0), name or None, read, values))
-    return rows
-
-
-def _is_setting(config: Any, name: str) -> bool:
-    try:
-        return isinstance(getattr(config, name), _PLAIN)
-    except Exception:  # a property of any configuration's own
-        return False
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, path in first.items():
+        held = modules[path].__dict__["config"].__dict__
+        named[key] |= {f"_{n}" for n in named[key]}  # behind a property
+        names = sorted(n for n in named[key] if n in held and isinstance(held[n], _PLAIN))
+        if names:
+            read = operator.itemgetter(*names)
+            found[path] = (read, read(held))
+    return found
 
 
 def attention_table() -> Any:

@@ -17,6 +17,7 @@ from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
     Call,
+    Constant,
     Fused,
     Leaf,
     Param,
@@ -138,6 +139,8 @@ class Interpreter:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[misc]
         if isinstance(target, Param):
             return self._param(target.path, target.name)
+        if isinstance(target, Constant):
+            return self._cast(target.tensor)
         if isinstance(target, Call):
             return self._call(target.path, args, kwargs)
         if isinstance(target, Project):

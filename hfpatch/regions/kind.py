@@ -99,15 +99,19 @@ class Kind:
         """Whether the cache's layer of this block has no entries yet."""
         if not self.numbers:
             return False
-        path, name = self.numbers[-1]
-        number = block.get_submodule(path).__dict__.get(name)
         layers = cache.layers
-        if type(number) is not int:
-            return False
-        if number >= len(layers):
-            return True
-        layer = layers[number]
-        return type(layer).__name__ in _GROWING and layer.get_seq_length() == 0
+        for path, name in self.numbers:
+            module: Any = block
+            for step in path.split(".") if path else ():
+                module = module._modules[step]
+            number = module.__dict__.get(name)
+            if type(number) is not int:
+                return False
+            if number < len(layers):
+                layer = layers[number]
+                if type(layer).__name__ not in _GROWING or layer.get_seq_length():
+                    return False
+        return True
 
     def _find(self, structure: Structure, key: Any, tensors: list[Tensor]) -> Variant | None:
         """A variant that holds for these sizes; remembered, if there is one."""

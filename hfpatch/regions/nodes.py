@@ -41,6 +41,16 @@ class Param(Target):
         self.path, self.name = path, name
 
 
+class Constant(Target):
+    """A tensor of one element that the code makes of a number: no arguments."""
+
+    __name__ = "constant"
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(id(tensor))
+        self.tensor = tensor
+
+
 class Call(Target):
     """A call of a live child module, whatever it is: a wall between regions."""
 

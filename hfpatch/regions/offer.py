@@ -94,7 +94,6 @@ def offer(
     seen: set[int] = set()
     for prefix, root in roots:
         for path, group in _lists(root):
-            numbers = numbers_of(group)
             for i, block in enumerate(group):
                 if id(block) in seen or id(block) in taken or _inside(block, blocks):
                     continue
@@ -103,7 +102,7 @@ def offer(
                 name = class_of(block).__name__
                 if not _may_be(where, name, block, settings):
                     continue
-                kind = _kind_of(block, leaves, tuple(numbers[i]), bind, settings.sources)
+                kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources)
                 if kind is not None:
                     found.append(_prepare(where, name, block, kind))
     return found
@@ -114,12 +113,16 @@ def _inside(block: nn.Module, blocks: set[int]) -> bool:
 
 
 def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    """The innermost lists of blocks: of modules that have norms and several layers each."""
+    """The innermost lists of blocks: of modules that have norms and several layers each. A list of
+    several classes inside of a block is its parts, not blocks."""
     lists = {
         path: list(m)
         for path, m in root.named_modules()
         if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) and all(map(_is_block, m))
     }
+    for path in [p for p, held in lists.items() if len({type(m) for m in held}) > 1]:
+        if any(path.startswith(f"{other}.") for other in lists if other != path):
+            del lists[path]
     for path, blocks in lists.items():
         if not any(
             other != path and other.startswith(f"{path}." if path else "") for other in lists

@@ -141,9 +141,25 @@ def _errors(
     proof: Proof, fused: Tensor, eager: Tensor, replay: Tensor, truth: Tensor, again: Tensor
 ) -> tuple[float, float, float] | None:
     wide = truth.dtype
+    finite = _is_finite(eager)
+    if not torch.equal(finite, _is_finite(fused)):
+        raise Disproved("the fused block is not finite where the original is, or the reverse")
+    if not finite.all():  # a mask's -inf, or the least number: no error can be added up of it
+        outside = ~finite
+        if not torch.equal(fused[outside].isnan(), eager[outside].isnan()):
+            raise Disproved(
+                "the fused block is no number where the original is one, or the reverse"
+            )
+        zero = torch.zeros((), dtype=wide, device=truth.device)
+        fused, eager, replay, truth, again = (
+            torch.where(finite, t.to(wide), zero).to(t.dtype)
+            for t in (fused, eager, replay, truth, again)
+        )
     size = truth.norm()
-    if not torch.isfinite(size) or not size:
+    if not torch.isfinite(size):
         return None
+    if not size:  # nothing to be relative to
+        return (0.0, 0.0, 0.0) if torch.equal(fused, eager) and not again.any() else None
     # the stream that passes a block by may be much larger than what the block adds to it
     added = size
     for t in proof.tensors:
@@ -169,6 +185,15 @@ def _errors(
             f"{float(limit) * _TOLERANCE + narrow:.2e}"
         )
     return float(error), float(limit), float(apart / added)
+
+
+def _is_finite(x: Tensor) -> Tensor:
+    """Whether a number is one that errors can be measured of."""
+    return x.isfinite() & (x.abs() < _HUGE.get(x.dtype, 1e30))
+
+
+#: What masks are filled with is larger.
+_HUGE = {torch.float16: 6e4}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
