@@ -87,6 +87,7 @@ def offer(
     taken = {id(p.module) for p in prepared if p.leaf is None and p.swap.op != "decoding"}
     blocks = {id(p.module) for p in prepared if p.swap.op == "block" or p.block is not None}
     leaves = {id(p.module): KnownLeaf(*p.leaf) for p in prepared if p.leaf is not None}
+    leaves |= {id(p.act[0]): KnownLeaf(p.act[1], None, None) for p in prepared if p.act is not None}
     bind = _binder(settings.sources)
     if bind is None:
         return []
