@@ -50,7 +50,7 @@ def apply(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int = False,
+    cuda_graphs: bool | int | str = False,
     decoding: str | bool = "auto",
     blocks: bool = True,
 ) -> Report:
@@ -136,7 +136,7 @@ def plan(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int = False,
+    cuda_graphs: bool | int | str = False,
     decoding: str | bool = "auto",
     blocks: bool = True,
     device: str | None = None,
@@ -241,14 +241,18 @@ def status(model: Any) -> Report:
 
 
 def _decide(
-    model: Any, settings: Settings, cuda_graphs: bool | int, decoding: str | bool, blocks: bool
+    model: Any,
+    settings: Settings,
+    cuda_graphs: bool | int | str,
+    decoding: str | bool,
+    blocks: bool,
 ) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared], list[str]]:
     """The roots, the plan, what carries it out, and why graphs that were asked for are not made."""
     from hfpatch import graphs
     from hfpatch.decoding import offer
     from hfpatch.planner import make_plan
 
-    limit = graphs.check_limit(cuda_graphs)
+    limit, auto = graphs.check_limit(cuda_graphs)
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
     wanted = offer.check_choice(decoding)
@@ -270,12 +274,14 @@ def _decide(
         for prefix, root in roots:
             once.setdefault(id(root), (prefix, root))
         elsewhere = settings.sources.assumed is not None
-        recorded, no_graphs = graphs.prepare(list(once.values()), prepared, limit, elsewhere)
+        recorded, no_graphs = graphs.prepare(
+            list(once.values()), prepared, limit, elsewhere, auto
+        )
         with_graphs = {id(p.module) for p in recorded}
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, notes=(*decided.notes, *no_graphs))
-    return roots, decided, [*prepared, *candidates], no_graphs
+    return roots, decided, [*prepared, *candidates], [] if auto else no_graphs
 
 
 def _candidates(

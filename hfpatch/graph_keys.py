@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch import graph_caches
 from hfpatch.config import attention_choice
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.unchanged import has_diffusers_hook
@@ -37,8 +38,8 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[T
     """What distinguishes this call from others, hashable, and its tensors in a fixed order.
 
     Raises:
-        NotCapturable: an argument is neither a tensor on a GPU nor a plain value, alone or in
-            tuples, lists and dicts; all tensors must be on one device.
+        NotCapturable: an argument is neither a tensor on a GPU, a plain value nor an empty cache of
+            transformers, alone or in tuples, lists and dicts; all tensors must be on one device.
     """
     tensors: list[Tensor] = []
     key = (
@@ -69,7 +70,18 @@ def _key(value: Any, where: str, tensors: list[Tensor]) -> Any:
         return (type(value), *(_key(v, where, tensors) for v in value))
     if type(value) is dict and all(isinstance(k, str) for k in value):
         return (dict, *((k, _key(v, f"{where}[{k!r}]", tensors)) for k, v in sorted(value.items())))
+    if graph_caches.is_cache(value):
+        if (why := graph_caches.unfit(value)) is not None:
+            raise NotCapturable(f"{where} is {why}")
+        return (type(value), graph_caches.key_of(value))
     raise NotCapturable(f"{where} is a {type(value).__name__}, which a graph cannot tell apart")
+
+
+def caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The caches among the arguments of a call, in the order of `call_key`."""
+    ordered = (args, [v for _, v in sorted(kwargs.items())])
+    leaves = torch.utils._pytree.tree_leaves(ordered, is_leaf=graph_caches.is_cache)
+    return [leaf for leaf in leaves if graph_caches.is_cache(leaf)]
 
 
 def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -81,13 +93,16 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     if type(value) is dict:
         made = {k: _rebuilt(v, tensors) for k, v in sorted(value.items())}
         return {k: made[k] for k in value}  # in the caller's order
+    if graph_caches.is_cache(value):
+        return graph_caches.fresh(value)
     return value
 
 
 def rebuild_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with `tensors` in place of its own, in the order of `call_key`."""
+    """The call with `tensors` in place of its own, in the order of `call_key`, and caches of its
+    own."""
     left = iter(tensors)
     new_args = tuple(_rebuilt(a, left) for a in args)
     made = {k: _rebuilt(v, left) for k, v in sorted(kwargs.items())}

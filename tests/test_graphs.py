@@ -21,6 +21,7 @@ import hfpatch
 from hfpatch import graphs
 from hfpatch.graph_keys import NotCapturable, call_key, model_signature, rebuild_call
 from hfpatch.graphs import ModelGraphs
+from hfpatch.host_reads import Answers
 from hfpatch.patches.blocks.attention import _pays
 from hfpatch.patches.blocks.memo import Capture, for_a_graph, rehearsal
 from hfpatch.patches.blocks.parts import Constant
@@ -203,6 +204,8 @@ class TestDecisions:
 class Recorded:
     def __init__(self) -> None:
         self.graph = Graph()
+        self.answers = Answers()
+        self.caches: list[Any] = []
 
 
 class Graph:
@@ -550,7 +553,7 @@ def test_pipeline_gets_graphs_for_its_denoiser() -> None:
 
 def test_bad_arguments() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="`cuda_graphs` must be a bool or the most graphs"):
+    with pytest.raises(TypeError, match=r"`cuda_graphs` must be a bool, \"auto\" or the most"):
         hfpatch.apply(model, cuda_graphs="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`cuda_graphs` must be at least 0, got -1"):
         hfpatch.apply(model, cuda_graphs=-1)
