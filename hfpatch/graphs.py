@@ -24,7 +24,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hfpatch import graph_caches, swap
+from hfpatch import gain, graph_caches, swap
 from hfpatch.announce import announce
 from hfpatch.captures import abandon, masks_as_outside
 from hfpatch.graph_keys import (
@@ -40,7 +40,7 @@ from hfpatch.graph_keys import (
 from hfpatch.host_reads import Answers, Rehearsal, Replayed
 from hfpatch.patches.base import Forward, Tensor, watched
 from hfpatch.patches.blocks.memo import Capture, read_by, rehearsal
-from hfpatch.plan import Swap
+from hfpatch.plan import Swap, Timed
 from hfpatch.proofs import Prepared
 from hfpatch.race import Race
 
@@ -463,7 +463,7 @@ class ModelGraphs:
         if entry is not None:
             self.recorded.move_to_end(key)
             return entry
-        if key not in self._seen:
+        if key not in self._seen or gain.pending(call.model):
             if len(self._seen) > 64 * self.limit:
                 self._seen.clear()
             self._seen.add(key)
@@ -569,16 +569,23 @@ def notes(model: nn.Module) -> tuple[str, ...]:
     if held is None:
         return ()
     made = f"CUDA graphs: {len(held.recorded)} recorded"
-    not_used = (f"CUDA graphs not used: {why}" for why in held.reasons)
-    return (made, *not_used, *(_timed(*t) for t in held.times.values()))
+    return (made, *(f"CUDA graphs not used: {why}" for why in held.reasons))
 
 
-def _timed(what: str, race: Race) -> str:
-    if race.winner is None:
-        return f"CUDA graphs: a call of {what}: graph and plain call are being timed"
-    graph, plain = (1e3 * race.best(way) for way in (_GRAPH, _PLAIN))
-    kept = "the graph is" if race.winner == _GRAPH else "the plain call is"
-    return f"CUDA graphs: a call of {what}: graph {graph:.3g} ms, plain {plain:.3g} ms: {kept} kept"
+def times(model: nn.Module) -> list[Timed]:
+    """What `status` says of the calls that were timed: plain, and as a graph."""
+    held = _graphs.get(model)
+    return [
+        Timed(
+            type(model).__name__,
+            "cuda_graphs",
+            call,
+            1,
+            *(1e3 * race.best(way) if race.taken[way].device else None for way in (_PLAIN, _GRAPH)),
+            "being timed" if race.winner is None else ("original", "patched")[race.winner],
+        )
+        for call, race in (held.times.values() if held is not None else ())
+    ]
 
 
 def prepare(

@@ -178,6 +178,12 @@ def _adapter(subject: Subject, original: Forward, contract: Contract) -> Forward
     return forward
 
 
+def stands_for(outer: Forward, inner: Forward) -> None:
+    """`outer` is an adapter around `inner`, of the same contract."""
+    if (contract := _contract_of.get(inner)) is not None:
+        _contract_of[outer] = contract
+
+
 def autocast_notes(adapters: Iterable[Forward]) -> Iterator[str]:
     """What the calls of these under autocast were computed by, each said once."""
     for contract in dict.fromkeys(c for f in adapters if (c := _contract_of.get(f)) is not None):

@@ -11,9 +11,7 @@ import torch
 
 T = TypeVar("T")
 
-#: Calls of each way that count; a first one, which may load and plan, does not.
-ROUNDS = 3
-#: Times that differ by less, of the longer one, are taken for equal; by more, need two rounds only.
+#: Times that differ by less, of the longer one, are taken for equal; by more, need half of the rounds.
 NOISE, CLEAR = 0.02, 0.25
 
 
@@ -45,7 +43,9 @@ class Race:
         host_counts: whether a call is not over before its host is done; not so in a CUDA graph.
         queued: on a GPU, begin behind work that lasts longer than the host needs, so that `device`
             holds no time that it waited for the host.
-        warm: the ways whose next call may be counted.
+        warm: the ways whose next call may be counted; else a first one, which may load and plan, is
+            not.
+        rounds: calls of each way that decide, where they are not clearly apart before.
     """
 
     def __init__(
@@ -53,10 +53,11 @@ class Race:
         host_counts: bool = True,
         queued: bool = False,
         warm: tuple[bool, bool] = (False, False),
+        rounds: int = 3,
     ) -> None:
         self.taken = (Taken(), Taken())
         self.winner: int | None = None
-        self._host_counts, self._queued = host_counts, queued
+        self._host_counts, self._queued, self._rounds = host_counts, queued, rounds
         self._warm = list(warm)
         self._last = 0
 
@@ -91,7 +92,7 @@ class Race:
             return
         first, second = self.best(0), self.best(1)
         apart = abs(first - second) / max(first, second)
-        if rounds < ROUNDS and (rounds < 2 or apart < CLEAR):
+        if rounds < self._rounds and (rounds < (self._rounds + 1) // 2 or apart < CLEAR):
             return
         if apart <= NOISE:
             first, second = (min(t.host) + min(t.device) for t in self.taken)
