@@ -22,7 +22,7 @@ from hfpatch import graphs
 from hfpatch.graph_keys import NotCapturable, call_key, model_signature, rebuild_call
 from hfpatch.graphs import ModelGraphs
 from hfpatch.host_reads import Answers
-from hfpatch.patches.blocks.attention import _pays
+from hfpatch.attention import worth_cudnn
 from hfpatch.patches.blocks.memo import Capture, for_a_graph, rehearsal
 from hfpatch.patches.blocks.parts import Constant
 
@@ -477,13 +477,13 @@ def test_attention_in_a_graph_is_the_one_without() -> None:
     """The same bits; and cuDNN's plan, which cannot be made in a capture, is there by then."""
     for small, length in ((True, 64), (False, 16384)):
         q = torch.empty(1, 1, 8, length, 64, device="meta")[0]
-        assert _pays(q, q) is not small
+        assert worth_cudnn(q, q) is not small
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            assert _pays(q, q) is not small
+            assert worth_cudnn(q, q) is not small
         for around in (rehearsal(), Capture()):
             with around:
-                assert _pays(q, q) is not small
+                assert worth_cudnn(q, q) is not small
 
 
 def test_a_graph_keeps_the_constants_that_it_reads() -> None:
