@@ -296,7 +296,7 @@ class ModelGraphs:
     recorded: OrderedDict[Any, _Recorded] = field(default_factory=OrderedDict)
     #: Kinds of calls that cannot be recorded, and why.
     failed: dict[Any, str] = field(default_factory=dict)
-    #: Kinds of calls whose plain call is faster.
+    #: Kinds of calls whose plain call is faster, or is never like the one before.
     slower: set[Any] = field(default_factory=set)
     #: Why calls went to the model's own forward.
     reasons: dict[str, None] = field(default_factory=dict)
@@ -468,7 +468,11 @@ class ModelGraphs:
                 self._seen.clear()
             self._seen.add(key)
             return None
-        if sum(held[0] == key[0] for held in self.recorded) >= _MOST_ANSWERS:
+        alike = [held for held in self.recorded if held[0] == key[0]]
+        if len(alike) >= _MOST_ANSWERS:
+            for held in alike:
+                self._drop(self.recorded.pop(held))
+            self.slower.add(key[0])
             raise NotCapturable("what its forward reads of its arguments differs from call to call")
         self.make_room()
         if self._pool is None:

@@ -1,5 +1,5 @@
-"""CUDA graphs on the CPU: what runs in a capture is noted operator by operator, and a replay runs the
-same operators on the same memory, as a GPU would.
+"""CUDA graphs on the CPU: what runs in a capture is noted operator by operator, and a replay runs
+the same operators on the same memory, as a GPU would.
 
 Tensors say that they are on a GPU, and a capture says that it is one, so that everything around the
 kernels is the real thing: keys, rehearsals, results.
@@ -71,6 +71,14 @@ def _tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+class _Stream:
+    made = 0
+
+    def __init__(self) -> None:
+        _Stream.made += 1
+        self.cuda_stream = _Stream.made
+
+
 class CpuGraphs:
     """What `hfpatch.graphs` uses of torch.cuda, on the CPU."""
 
@@ -87,11 +95,18 @@ class CpuGraphs:
         put(cuda, "is_current_stream_capturing", lambda: self.capturing)
         put(cuda, "graph_pool_handle", lambda: (0, 1))
         put(cuda, "current_device", lambda: 0)
-        put(cuda, "Stream", lambda: SimpleNamespace(cuda_stream=len(self.made)))
+        put(cuda, "Stream", _Stream)
         put(cuda, "device", lambda device: contextlib.nullcontext())
         put(cuda, "current_stream", lambda: stream)
         put(cuda, "set_stream", lambda s: None)
-        put(cuda, "CUDAGraph", self._graph)
+        made = self.made
+
+        class Graph(CpuGraph):
+            def __init__(self) -> None:
+                super().__init__()
+                made.append(self)
+
+        put(cuda, "CUDAGraph", Graph)
         put(cuda, "graph", self._capture)
         put(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         put(graphs, "_event", lambda: event)
@@ -100,10 +115,6 @@ class CpuGraphs:
         put(graphs, "abandon", lambda *args: True)
         put(graphs._Pool, "_taken", set())
         put(graphs._Pool, "_idle", {})
-
-    def _graph(self) -> CpuGraph:
-        self.made.append(CpuGraph())
-        return self.made[-1]
 
     @contextlib.contextmanager
     def _capture(self, graph: CpuGraph, *args: Any, **kwargs: Any) -> Iterator[None]:
