@@ -164,7 +164,9 @@ class Setup:
                    num_attention_heads=16),
         )  # fmt: skip
         yield Subject(
-            "ViT-L 16x224", lambda: self.model(tr.ViTModel, vit), lambda s: {"pixel_values": image(s)}
+            "ViT-L 16x224",
+            lambda: self.model(tr.ViTModel, vit),
+            lambda s: {"pixel_values": image(s)},
         )
         yield self.decoder(
             "Mistral-7B, 16 layers, 2048",
@@ -329,9 +331,7 @@ def kernels(call: Callable[[], Any]) -> list[list[Any]]:
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    rows = [
-        [e.key[:90], e.count, round(e.self_device_time_total)] for e in profile.key_averages()
-    ]
+    rows = [[e.key[:90], e.count, round(e.self_device_time_total)] for e in profile.key_averages()]
     return sorted(rows, key=lambda r: -r[2])[:12]
 
 
@@ -360,7 +360,7 @@ def measure(subject: Subject, args: Any, sync: Callable[[], None]) -> dict[str, 
     with_graphs = args.device == "cuda"
     model = subject.make()
     found: dict[str, Any] = {"model": subject.name, "checks": check(subject, model, with_graphs)}
-    names = [n for n in WAYS if with_graphs or "graph" not in n and "auto" not in n]
+    names = [n for n in WAYS if with_graphs or ("graph" not in n and "auto" not in n)]
     inputs = subject.inputs(1)
 
     def call() -> Any:

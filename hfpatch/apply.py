@@ -297,9 +297,7 @@ def _decide(
         for prefix, root in roots:
             once.setdefault(id(root), (prefix, root))
         elsewhere = settings.sources.assumed is not None
-        recorded, no_graphs = graphs.prepare(
-            list(once.values()), prepared, limit, elsewhere, auto
-        )
+        recorded, no_graphs = graphs.prepare(list(once.values()), prepared, limit, elsewhere, auto)
         with_graphs = {id(p.module) for p in recorded}
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)

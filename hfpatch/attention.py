@@ -1,4 +1,4 @@
-"""Attention on the fastest kernel that is right for it: what a call is, decided once per kind of call.
+"""Attention on the fastest kernel that is right for it, chosen once per kind of call.
 
 The kernels, for [batch, heads, length, head dim] tensors as `F.scaled_dot_product_attention` takes
 them:
@@ -8,8 +8,8 @@ them:
   choosing it by the `sdpa_kernel` context takes 20 us of host time per call;
 - PyTorch's flash attention with a window, which skips what the window hides; with a mask the same
   takes 2.4 times as long as without one;
-- what PyTorch chooses. Grouped heads are given to it as they are, but where it would fall back to its
-  unfused formula for them.
+- what PyTorch chooses. Grouped heads are given to it as they are, but where it would fall back to
+  its unfused formula for them.
 
 A user's own `sdpa_kernel` context, or switch, holds.
 """
@@ -30,11 +30,11 @@ from hfpatch.patches.blocks.memo import keep_for_capture, stream_of
 
 _Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "float | None"], Tensor]
 _aten = torch.ops.aten
-#: Less work than this many FLOP is not worth cuDNN's launch, which takes the host more than twice the
-#: time of flash attention's (236 us against 101 in pytorch/pytorch#191576). 12 GFLOP take either
-#: kernel 30 to 50 us: a UNet's 1024 tokens, or a video's attention to its text, whose step then waits
-#: for the host. In a CUDA graph the launch costs nothing, but a graph gives the very bits of a call
-#: without one.
+#: Less work than this many FLOP is not worth cuDNN's launch, which takes the host more than twice
+#: the time of flash attention's (236 us against 101 in pytorch/pytorch#191576). 12 GFLOP take
+#: either kernel 30 to 50 us: a UNet's 1024 tokens, or a video's attention to its text, whose step
+#: then waits for the host. In a CUDA graph the launch costs nothing, but a graph gives the very
+#: bits of a call without one.
 SMALL = 12e9
 #: Kinds of calls that are remembered: shapes of a long-lived server.
 _MOST = 4096
@@ -189,7 +189,7 @@ def _torch(
 def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
     """Whether PyTorch has no kernel but its formula for grouped heads with a mask."""
     chosen = torch._fused_sdp_choice(q, k, v, mask, 0.0, False, enable_gqa=True)
-    return bool(chosen == int(torch.nn.attention.SDPBackend.MATH))
+    return bool(chosen == torch.nn.attention.SDPBackend.MATH.value)
 
 
 def _expanded(t: Tensor, q: Tensor) -> Tensor:

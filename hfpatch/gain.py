@@ -1,5 +1,5 @@
-"""`apply(model, gain="time")`: of each kind of module the original and the patched forward are timed on
-the calls that come, and the faster one is kept.
+"""`apply(model, gain="time")`: of each kind of module original and patched forward are timed on the
+calls that come, and the faster one is kept.
 
 A kind is a class with its formula and the shapes of its parameters, in calls of one size. Its
 modules take turns: a call is computed one way or the other, never both, so that nothing is written
@@ -138,7 +138,8 @@ class Table:
                 kind.op,
                 call,
                 kind.modules,
-                *(_ms(race, way) for way in (_ORIGINAL, _PATCHED)),
+                race.milliseconds(_ORIGINAL),
+                race.milliseconds(_PATCHED),
                 "being timed" if race.winner is None else _KEPT[race.winner],
             )
             for kind in self.kinds.values()
@@ -201,11 +202,6 @@ def _described(tensors: Sequence[Tensor]) -> str:
         f"{'×'.join(map(str, t.shape)) or 'scalar'} {str(t.dtype).removeprefix('torch.')}"
         for t in tensors[:3]
     )
-
-
-def _ms(race: Race, way: int) -> float | None:
-    best = race.best(way)
-    return None if best == float("inf") else 1e3 * best
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""transformers' caches as arguments and results of a recorded call: empty when it begins, and what a
-replay leaves in them is the caller's own."""
+"""transformers' caches as arguments and results of a recorded call: empty when it begins, and what
+a replay leaves in them is the caller's own."""
 
 from __future__ import annotations
 
@@ -145,9 +145,7 @@ def _tensors(layer: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (dict, list, tuple)):
-            yield from (
-                v for v in torch.utils._pytree.tree_leaves(value) if isinstance(v, Tensor)
-            )
+            yield from (v for v in torch.utils._pytree.tree_leaves(value) if isinstance(v, Tensor))
 
 
 def _plain(values: dict[str, Any]) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -191,7 +192,8 @@ def _rehearse(
     """
     static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
     before, versions = _attributes(model), [t._version for t in inputs]
-    with rehearsal(), Rehearsal(inputs, model.buffers(), counted) as seen, read_by(seen):
+    seen = Rehearsal(inputs, model.buffers(), counted)
+    with rehearsal(), nullcontext() if _compiled(model) else _reading(seen):
         _check_output(original(model, *static_args, **static_kwargs))
     if [t._version for t in inputs] != versions:
         raise NotCapturable("its forward writes to a tensor that it is given")
@@ -203,6 +205,21 @@ def _rehearse(
                 f"its forward sets `{path + '.' if path else ''}{name}`, which a replay would not"
             )
     return seen.answers
+
+
+@contextmanager
+def _reading(mode: Rehearsal | Replayed) -> Iterator[None]:
+    """What the host reads is noted, or answered, by `mode`."""
+    with masks_as_outside(), mode, read_by(mode):
+        yield
+
+
+def _compiled(model: nn.Module) -> bool:
+    """Whether torch.compile is in the model: it runs nothing of its own under a mode."""
+    return any(
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
+        for m in model.modules()
+    )
 
 
 def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -226,12 +243,7 @@ def _same(before: Any, now: Any) -> bool:
 def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _Pool) -> _Recorded:
     """Run once to warm up, then record. The static inputs hold the values of this call."""
     _, tensors = call_key(args, kwargs)
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.cuda.device(tensors[0].device),
-        masks_as_outside(),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(tensors[0].device):
         pool.open()
         inputs = [torch.empty_like(t).copy_(t) for t in tensors]
         # Not on the pool's stream: cuBLAS would get a workspace outside of the pool.
@@ -244,7 +256,9 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _
         mode = "thread_local"
         record = torch.cuda.graph(graph, pool.handle, pool.stream, capture_error_mode=mode)
         try:
-            with Capture() as capture, record, Replayed(answers) as replayed, read_by(replayed):
+            replayed = Replayed(answers)
+            reading = nullcontext() if _compiled(model) else _reading(replayed)
+            with Capture() as capture, record, reading:
                 output = original(model, *static_args, **static_kwargs)
                 replayed.finish()
         except BaseException:
@@ -585,7 +599,8 @@ def times(model: nn.Module) -> list[Timed]:
             "cuda_graphs",
             call,
             1,
-            *(1e3 * race.best(way) if race.taken[way].device else None for way in (_PLAIN, _GRAPH)),
+            race.milliseconds(_PLAIN),
+            race.milliseconds(_GRAPH),
             "being timed" if race.winner is None else ("original", "patched")[race.winner],
         )
         for call, race in (held.times.values() if held is not None else ())
@@ -674,8 +689,7 @@ def check_limit(value: bool | int | str) -> tuple[int, bool]:
         return (DEFAULT_LIMIT if value else 0), False
     if not isinstance(value, int):
         raise TypeError(
-            '`cuda_graphs` must be a bool, "auto" or the most graphs to keep, got '
-            f"{value!r}"
+            f'`cuda_graphs` must be a bool, "auto" or the most graphs to keep, got {value!r}'
         )
     if value < 0:
         raise ValueError(f"`cuda_graphs` must be at least 0, got {value}")

@@ -1,5 +1,5 @@
-"""What a forward reads from the GPU to decide on: found in the rehearsal of a recording, the same in
-the recording, and asked again before each replay.
+"""What a forward reads from the GPU to decide on: found in the rehearsal of a recording, the same
+in the recording, and asked again before each replay.
 
 A forward that computes `if mask.all():` waits for the GPU and goes one of two ways. A CUDA graph
 holds the way that was gone. Here the rehearsal notes what was read, and by which operators it came
@@ -53,9 +53,7 @@ class Node:
             elif self.held is not None:
                 made = self.held
             else:
-                leaves = [
-                    v.value(tensors, done) if isinstance(v, Node) else v for v in self.leaves
-                ]
+                leaves = [v.value(tensors, done) if isinstance(v, Node) else v for v in self.leaves]
                 args, kwargs = tree_unflatten(leaves, self.spec)
                 made = self.function(*args, **kwargs)
                 if self.output is not None:
@@ -121,7 +119,7 @@ class Answers:
         """
         if not self._asked:
             return True
-        used = [s.value(tensors, {}) for s in self._sources]
+        used: list[Tensor] = [s.value(tensors, {}) for s in self._sources]
         if self._last is not None:
             seen, same = self._last
             pairs = zip(seen, used, strict=True)
@@ -159,7 +157,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, tensors: Sequence[Tensor], held: Iterable[Tensor] = (), counted: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counted = counted
         self.answers = Answers()
         self._known: dict[int, tuple[Tensor, Node]] = {}
@@ -186,9 +184,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made.clear()
         self.answers.close()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SCALARS and _on_gpu(args):
             return self._read(func, args, kwargs)
@@ -255,9 +251,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._know(out, node)
             return
         for i, t in enumerate(outs):
-            part = self._made.setdefault(
-                (node, i), Node(func, node.leaves, node.spec, output=i)
-            )
+            part = self._made.setdefault((node, i), Node(func, node.leaves, node.spec, output=i))
             self._know(t, part)
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -269,9 +263,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for t in tree_flatten(named[a.name])[0]:
                     if isinstance(t, Tensor):
                         written.add(t.untyped_storage()._cdata)
-        gone = [
-            i for i, (t, _) in self._known.items() if t.untyped_storage()._cdata in written
-        ]
+        gone = [i for i, (t, _) in self._known.items() if t.untyped_storage()._cdata in written]
         for i in gone:
             # The tensor stays: another that got its id would be taken for it.
             self._known[-1 - i] = self._known.pop(i)
@@ -285,7 +277,7 @@ class Replayed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, answers: Answers) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._reads, self._constants = iter(answers.reads), iter(answers.constants)
         self._masks = iter(answers.masks)
 
@@ -296,9 +288,7 @@ class Replayed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotCapturable(f"{_where()} asks about a mask that it did not ask about before")
         return found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SCALARS and _on_gpu(args):
             return self._answer(func)

@@ -11,7 +11,7 @@ import torch
 
 T = TypeVar("T")
 
-#: Times that differ by less, of the longer one, are taken for equal; by more, need half of the rounds.
+#: Times that differ by less, of the longer one, are taken for equal; by more, need half the rounds.
 NOISE, CLEAR = 0.02, 0.25
 
 
@@ -98,6 +98,10 @@ class Race:
             first, second = (min(t.host) + min(t.device) for t in self.taken)
         self.winner = 0 if first < second else 1
 
+    def milliseconds(self, way: int) -> float | None:
+        """`best`, for people; None before a call was timed."""
+        return 1e3 * self.best(way) if self.taken[way].device else None
+
     def best(self, way: int) -> float:
         """Seconds of a call by this way."""
         return self.taken[way].best(self._host_counts)
@@ -129,4 +133,4 @@ def _on_cpu(call: Callable[[], T]) -> tuple[T, float, float]:
 def _hold_back(seconds: float) -> None:
     """Keep the current stream busy for somewhat longer."""
     cycles = int(min(1.5 * seconds + 50e-6, 0.02) * 2e9)
-    torch.cuda._sleep(cycles)
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

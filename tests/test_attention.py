@@ -1,4 +1,4 @@
-"""`hfpatch.attention.attention` against the formula in fp64: masks, windows, grouped heads, caps."""
+"""`hfpatch.attention.attention` against the formula in fp64: masks, windows, groups, caps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def exact(
             scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             row = mask.expand(q.shape[0], q.shape[1], q.shape[2], -1)[b, h, i]
-            scores = scores.masked_fill(~row, -torch.inf) if row.dtype == torch.bool else scores + row
+            scores = (
+                scores.masked_fill(~row, -torch.inf) if row.dtype == torch.bool else scores + row
+            )
         for j in range(k.shape[2]):
             hidden = causal and (j > i + late or (window is not None and j <= i + late - window))
             if hidden:
@@ -45,7 +47,13 @@ def exact(
 
 
 def draw(
-    heads: int, groups: int, queries: int, keys: int, dtype: torch.dtype, dim: int = 16, out: int = 16
+    heads: int,
+    groups: int,
+    queries: int,
+    keys: int,
+    dtype: torch.dtype,
+    dim: int = 16,
+    out: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(heads + groups + queries + keys)
     q = torch.randn(2, queries, heads, dim, generator=g, dtype=torch.float64)
@@ -90,7 +98,12 @@ def test_is_the_formula(size: tuple[int, int, int, int], dtype: torch.dtype) -> 
         {"mask": bias, "causal": True, "window": 2},
         {"softcap": 2.0},
         {"softcap": 2.0, "causal": True},
-        {"softcap": 2.0, "causal": True, "window": 3, "mask": causal_with_mask & (bias[:1, :1] < 9)},
+        {
+            "softcap": 2.0,
+            "causal": True,
+            "window": 3,
+            "mask": causal_with_mask & (bias[:1, :1] < 9),
+        },
         {"softcap": 1.5, "mask": bias, "scale": 0.5},
     ):
         if how.get("softcap") and how.get("window"):
@@ -136,13 +149,20 @@ def test_a_window_as_long_as_the_text_needs_no_mask(monkeypatch: pytest.MonkeyPa
     attention(q, k, v, causal=True, window=7)
     attention(q[:, :, :1], k, v, causal=True)
     attention(q[:, :, :1], k, v, causal=True, window=3)
-    assert given == [(True, True, True), (False, False, True), (True, False, True), (False, False, True)]
+    assert given == [
+        (True, True, True),
+        (False, False, True),
+        (True, False, True),
+        (False, False, True),
+    ]
 
 
 class Kernels:
     """Which kernel a call would take on a Hopper GPU, without one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)
+    ) -> None:
         monkeypatch.setattr(Tensor, "is_cuda", property(lambda t: True))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
@@ -153,7 +173,14 @@ class Kernels:
         k = torch.empty(1, groups, keys, 128, dtype=dtype, device="meta")
         how = {"causal": False, "window": None, "softcap": None, "mask": None} | how
         chosen: Any = module._choose(
-            q, k, k, how["mask"], how["causal"], how["window"], how["softcap"], how.get("grad", False)
+            q,
+            k,
+            k,
+            how["mask"],
+            how["causal"],
+            how["window"],
+            how["softcap"],
+            how.get("grad", False),
         )
         chosen = chosen.keywords.get("other", chosen)
         return str(chosen.func.__name__)

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
 from hfpatch import graphs
+from hfpatch.attention import worth_cudnn
 from hfpatch.graph_keys import NotCapturable, call_key, model_signature, rebuild_call
 from hfpatch.graphs import ModelGraphs
 from hfpatch.host_reads import Answers
-from hfpatch.attention import worth_cudnn
 from hfpatch.patches.blocks.memo import Capture, for_a_graph, rehearsal
 from hfpatch.patches.blocks.parts import Constant
 

@@ -1,4 +1,4 @@
-"""`hfpatch.attention.attention` on a GPU: every kernel that it takes against the formula in fp32."""
+"""`hfpatch.attention.attention` on a GPU: each kernel that it takes against the formula in fp32."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: An
             seen = seen.triu(late - how["window"] + 1)
         scores = scores.masked_fill(~seen, -torch.inf)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
     return torch.softmax(scores, -1) @ v
 
 

@@ -300,7 +300,8 @@ def _prove(
     q, kv = draw(1, 136, 4 if form.grouped else 2, dim), draw(1, 200, 2, 2, dim)
     window, softcap = 72 if form.window else None, 3.0 if form.softcap else None
     # on the CPU: loading a GPU's fp64 kernels for this would take longer than all the rest
-    truth = _formula(q.double(), *kv.double().unbind(2), form.causal, window, softcap)
+    k, v = kv.unbind(2)
+    truth = _formula(q.double(), k.double(), v.double(), form.causal, window, softcap)
     try:
         options = _options(None, form.causal, window, softcap)
         ours = _call(operator, q.to(device), *kv.to(device).unbind(2), **options)
