@@ -80,16 +80,16 @@ class Table:
     def wrap(self, prepared: Prepared) -> Prepared:
         """The swap with a forward that takes the faster way; one of a whole model as it is."""
         module, swap = prepared.module, prepared.swap
+        what: Any
         if isinstance(swap, Candidate):  # a block that is captured at its first call
-            op, formula = "block", id(getattr(swap, "kind", None))
+            op, what = "block", id(getattr(swap, "kind", None))
         elif swap.op in _WHOLE:
             return prepared
         else:
-            op, formula = swap.op, swap.formula
+            op, what = swap.op, swap.formula
         held = tuple((tuple(p.shape), p.dtype, p.device) for p in module.parameters())
-        kind = self.kinds.setdefault(
-            (class_of(module), op, formula, held), _Kind(swap.class_name, op)
-        )
+        key = (class_of(module), op, what, held)
+        kind = self.kinds.setdefault(key, _Kind(swap.class_name, op))
         kind.modules += 1
         return replace(prepared, make=partial(self._make, prepared.make, module, kind))
 

@@ -370,8 +370,9 @@ class ModelGraphs:
         signature = self._watch.signature(model)
         same = signature == self._signature
         if not same:
+            seen = set(self._seen)  # blocks pack weights at their first calls: a call stays seen
             self.clear()
-            self._signature = signature
+            self._seen, self._signature = seen, signature
         self._trusted = True
         if key in self.failed:
             raise NotCapturable(self.failed[key])
@@ -500,12 +501,22 @@ class ModelGraphs:
             self.failed[key] = f"recording failed: {type(e).__name__}: {_first_line(e)}"
             self._pool = None  # the next graph gets a pool of its own
             raise NotCapturable(self.failed[key]) from e
+        self._settle(entry, call.model)
         self._seen.discard(key)  # which is that of calls that read something else from now on
         full = (key[0], entry.answers.values)
         self.recorded[full] = entry
         if self.auto:
             self.times[full] = (described(call.args, call.kwargs), Race(warm=(True, False)))
         return entry
+
+    def _settle(self, entry: _Recorded, model: nn.Module) -> None:
+        """Its rehearsal may have moved weights, as packing does at a block's first fused call: the
+        other graphs read where they were."""
+        if self._watch is None or (now := self._watch.signature(model)) == self._signature:
+            return
+        while self.recorded:
+            self._drop(self.recorded.popitem()[1])
+        self._signature = now
 
     def make_room(self) -> None:
         """Drop the graphs that were not used for longest, so that one more fits."""
@@ -689,7 +700,7 @@ def check_limit(value: bool | int | str) -> tuple[int, bool]:
         return (DEFAULT_LIMIT if value else 0), False
     if not isinstance(value, int):
         raise TypeError(
-            f'`cuda_graphs` must be a bool, "auto" or the most graphs to keep, got {value!r}'
+            f'`cuda_graphs` must be "auto", a bool or the most graphs to keep, got {value!r}'
         )
     if value < 0:
         raise ValueError(f"`cuda_graphs` must be at least 0, got {value}")

@@ -63,7 +63,7 @@ def test_the_slow_way_is_not_kept(monkeypatch: pytest.MonkeyPatch, way: int) -> 
     model, given = model_of(), ids(1, "cpu")
     expected = run(model, given, 1)
     went = slowed(monkeypatch, way, 0.02)
-    report = hfpatch.apply(model, gain="time", decoding=False)
+    report = hfpatch.apply(model, gain="time", decoding=False, blocks=False)
     assert not report.plan.times
     torch.testing.assert_close(run(model, given), expected, rtol=1e-4, atol=1e-5)
     kept = ("patched", "original")[way]
@@ -84,7 +84,7 @@ def test_the_slow_way_is_not_kept(monkeypatch: pytest.MonkeyPatch, way: int) -> 
 
 def test_each_size_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    hfpatch.apply(model, gain="time", decoding=False)
+    hfpatch.apply(model, gain="time", decoding=False, blocks=False)
     run(model, ids(1, "cpu", 16))
     one = len(of_class(model, "MistralRMSNorm"))
     run(model, ids(1, "cpu", 17))  # the same power of two
@@ -98,7 +98,7 @@ def test_nothing_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call goes one way: what writes to a cache writes once."""
     model, given = model_of(), ids(1, "cpu")
     went = slowed(monkeypatch, 0, 0.0)
-    hfpatch.apply(model, gain="time", decoding=False)
+    hfpatch.apply(model, gain="time", decoding=False, blocks=False)
     both = set()
     for _ in range(8):
         went.clear()
@@ -108,9 +108,19 @@ def test_nothing_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert both == {0, 1}
 
 
+def test_blocks_are_timed_as_a_whole() -> None:
+    model, given = model_of(), ids(1, "cpu")
+    expected = run(model, given, 1)
+    hfpatch.apply(model, gain="time", decoding=False)
+    torch.testing.assert_close(run(model, given, 12), expected, rtol=1e-4, atol=1e-5)
+    (found,) = of_class(model, "MistralDecoderLayer")
+    assert found.op == "block" and found.modules == 2 and found.kept in ("original", "patched")
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+
+
 def test_calls_with_gradients_are_not_timed() -> None:
     model, given = MODELS["qwen3"]().eval(), ids(1, "cpu")
-    hfpatch.apply(model, gain="time", decoding=False)
+    hfpatch.apply(model, gain="time", decoding=False, blocks=False)
     model(given).logits.sum().backward()
     assert not hfpatch.status(model).plan.times
     assert model.model.norm.weight.grad is not None
@@ -119,7 +129,7 @@ def test_calls_with_gradients_are_not_timed() -> None:
 def test_copies_and_restore() -> None:
     model, given = model_of(), ids(1, "cpu")
     expected = run(model, given, 1)
-    hfpatch.apply(model, gain="time", decoding=False)
+    hfpatch.apply(model, gain="time", decoding=False, blocks=False)
     run(model, given)
     twin = copy.deepcopy(model)
     torch.testing.assert_close(run(twin, given, 2), expected, rtol=1e-4, atol=1e-5)

@@ -553,7 +553,7 @@ def test_pipeline_gets_graphs_for_its_denoiser() -> None:
 
 def test_bad_arguments() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="`cuda_graphs` must be \"auto\", a bool or the most graphs"):
+    with pytest.raises(TypeError, match='must be "auto", a bool or the most graphs'):
         hfpatch.apply(model, cuda_graphs="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`cuda_graphs` must be at least 0, got -1"):
         hfpatch.apply(model, cuda_graphs=-1)

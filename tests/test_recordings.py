@@ -33,10 +33,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     own = F.scaled_dot_product_attention
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
-        how = (kwargs.get("is_causal"), kwargs.get("enable_gqa"))
+    def spy(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        how = (is_causal, k.shape[1] != q.shape[1])
         found.append((attn_mask is None, *how, torch.cuda.is_current_stream_capturing()))
-        return own(q, k, v, attn_mask=attn_mask, **kwargs)
+        return own(q, k, v, attn_mask, dropout_p, is_causal, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     return found
