@@ -319,7 +319,10 @@ def attention_calls(subject: Subject, model: torch.nn.Module) -> dict[str, Any]:
     inside: Counter[str] = Counter()
     F.scaled_dot_product_attention = spy
     try:
-        model(**subject.inputs(1))
+        with way(model, "apply"):
+            for _ in range(2):  # at the first, blocks are captured
+                seen.clear()
+                model(**subject.inputs(1))
         outside = dict(seen)
         with way(model, "graphs"):
             for _ in range(2):

@@ -42,12 +42,12 @@ def test_calls_of_every_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     model = MODELS[name]().to("cuda", torch.bfloat16).eval().requires_grad_(False)
     for kind, make in calls_of(name, model, "cuda").items():
         with torch.no_grad():
-            asked.clear()
-            model(**make(1))
-            outside = [a[:3] for a in asked]
             hfpatch.apply(model, decoding=False)
             model(**make(1))  # blocks are captured
             expected = [model(**make(seed)) for seed in (1, 2)]
+            asked.clear()
+            model(**make(1))
+            outside = [a[:3] for a in asked]
             hfpatch.apply(model, cuda_graphs=True, decoding=False)
             for turn, seed in enumerate((1, 1, 2, 1, 2)):
                 asked.clear()
