@@ -304,15 +304,10 @@ def attention_calls(subject: Subject, model: torch.nn.Module) -> dict[str, Any]:
         is_causal: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         grouped = q.shape[1] != k.shape[1]
-        chosen = torch._fused_sdp_choice(
-            q, k, v, attn_mask, 0.0, is_causal, enable_gqa=grouped
-        )
+        chosen = torch._fused_sdp_choice(q, k, v, attn_mask, 0.0, is_causal, enable_gqa=grouped)
         capturing = torch.cuda.is_current_stream_capturing()
         name = torch.nn.attention.SDPBackend(chosen).name if chosen >= 0 else str(chosen)
-        what = (
-            f"{name} {tuple(q.shape)} {q.dtype} mask={attn_mask is not None} "
-            f"causal={is_causal}"
-        )
+        what = f"{name} {tuple(q.shape)} {q.dtype} mask={attn_mask is not None} causal={is_causal}"
         (inside if capturing else seen)[what] += 1
         return own(q, k, v, attn_mask, dropout_p, is_causal, **kwargs)
 

@@ -39,6 +39,11 @@ SMALL = 12e9
 #: Kinds of calls that are remembered: shapes of a long-lived server.
 _MOST = 4096
 _FUSED = (torch.bfloat16, torch.float16)
+#: What `torch.backends.cuda` asks: its own functions take three times as long.
+_flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+_efficient_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+_grad_enabled = torch.is_grad_enabled
 
 
 def attention(
@@ -73,28 +78,27 @@ def attention(
     Raises:
         ValueError: `window` without `causal`, or less than 1.
     """
+    shape, keys = q.shape, k.shape
     if window is not None:
         if not causal or window < 1:
             raise ValueError(f"`window` must be at least 1, with `causal=True`; got {window}")
-        if window >= k.shape[2]:
+        if window >= keys[2]:
             window = None
-    if causal and q.shape[2] == 1 and window is None:
+    if causal and shape[2] == 1 and window is None:
         causal = False  # the last position attends to all
     if is_compiling():
         return _choose(q, k, v, mask, causal, window, softcap, False)(q, k, v, mask, scale)
-    cuda: Any = torch.backends.cuda
+    grad = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
+        shape, keys, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
         None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-        causal, window, softcap,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        causal, window, softcap, grad, _flash_enabled(), _efficient_enabled(), _cudnn_enabled(),
     )  # fmt: skip
     kernel = _kernels.get(key)
     if kernel is None:
         if len(_kernels) >= _MOST:
             _kernels.clear()
-        kernel = _kernels[key] = _choose(q, k, v, mask, causal, window, softcap, key[12])
+        kernel = _kernels[key] = _choose(q, k, v, mask, causal, window, softcap, grad)
     return kernel(q, k, v, mask, scale)
 
 
@@ -125,7 +129,7 @@ def _choose(
     elif eager and mask is None and worth_cudnn(q, k, causal) and _cudnn_serves(q, k, v, causal):
         kernel = partial(_cudnn, causal=causal)
     else:
-        kernel = partial(_torch, causal=causal)
+        kernel = _torch(q, k, v, mask, causal)
     if free and mask is None and flash3.pays(q.shape, k.shape, causal, window):
         return partial(_flash3, causal=causal, window=window, softcap=softcap, other=kernel)
     return kernel
@@ -175,25 +179,28 @@ def _flash_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 # The kernels
 
 
-def _torch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, *, causal: bool
-) -> Tensor:
+def _torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> _Kernel:
+    """PyTorch's choice for calls such as this."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and mask is not None and q.is_cuda and _unfused(q, k, v, mask):
-        k, v, grouped = _expanded(k, q), _expanded(v, q), False
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+        return _expanding
+    attend = F.scaled_dot_product_attention
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        return attend(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+
+    return kernel
+
+
+def _expanding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, False, scale=scale)
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
     """Whether PyTorch has no kernel but its formula for grouped heads with a mask."""
     chosen = torch._fused_sdp_choice(q, k, v, mask, 0.0, False, enable_gqa=True)
     return bool(chosen == torch.nn.attention.SDPBackend.MATH.value)
-
-
-def _expanded(t: Tensor, q: Tensor) -> Tensor:
-    return t.repeat_interleave(q.shape[1] // t.shape[1], 1)
 
 
 def _cudnn(
@@ -264,7 +271,7 @@ def _masked(
         mask = mask & seen
     else:
         mask = mask.masked_fill(~seen, float("-inf"))
-    return _torch(q, k, v, mask, scale, causal=False)
+    return _torch(q, k, v, mask)(q, k, v, mask, scale)
 
 
 def _formula(

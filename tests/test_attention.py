@@ -140,7 +140,7 @@ def test_a_window_as_long_as_the_text_needs_no_mask(monkeypatch: pytest.MonkeyPa
     own = torch.nn.functional.scaled_dot_product_attention
 
     def spy(*args: Any, **kwargs: Any) -> Tensor:
-        given.append((kwargs["attn_mask"] is None, kwargs["is_causal"], kwargs["enable_gqa"]))
+        given.append((args[3] is None, args[5], kwargs["enable_gqa"]))
         return own(*args, **kwargs)
 
     monkeypatch.setattr(module.F, "scaled_dot_product_attention", spy)
@@ -182,8 +182,10 @@ class Kernels:
             how["softcap"],
             how.get("grad", False),
         )
-        chosen = chosen.keywords.get("other", chosen)
-        return str(chosen.func.__name__)
+        if getattr(chosen, "func", None) is module._flash3:
+            chosen = chosen.keywords["other"]
+        chosen = getattr(chosen, "func", chosen)
+        return str(chosen.__qualname__.partition(".")[0])
 
 
 def test_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,11 @@ def test_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel(32, 8, 256, 256, causal=True) == "_torch"  # too little for cuDNN's launch
     assert kernel(32, 8, 2048, 2048, causal=True, window=512) == "_flash"
     assert kernel(32, 8, 64, 2048, causal=True) == "_flash"  # the last positions, not the first
-    assert kernel(32, 8, 2048, 2048, mask=torch.ones(1, dtype=torch.bool)) == "_torch"
+    mask = torch.ones(1, dtype=torch.bool)
+    for unfused, expected in ((False, "_torch"), (True, "_expanding")):
+        monkeypatch.setattr(module, "_unfused", lambda *tensors, unfused=unfused: unfused)
+        assert kernel(32, 8, 2048, 2048, mask=mask) == expected
+        assert kernel(32, 32, 2048, 2048, mask=mask) == "_torch"
     assert kernel(32, 8, 2048, 2048, causal=True, softcap=50.0) == "_formula"
     assert kernel(32, 8, 2048, 2048, dtype=torch.float32, causal=True) == "_torch"
     assert kernel(32, 8, 2048, 2048, dtype=torch.float32, causal=True, window=64) == "_masked"
