@@ -317,6 +317,8 @@ class ModelGraphs:
     #: Of each kind of call that was timed: what it is, for people, and its times.
     times: dict[Any, tuple[str, Race]] = field(default_factory=dict)
     _seen: set[Any] = field(default_factory=set)
+    #: Of kinds that could not be recorded: the calls that are not looked at, and how many were.
+    _resting: dict[Any, list[int]] = field(default_factory=dict)
     _signature: list[Any] | None = None
     _trusted: bool = False  # the last `look` found nothing that forbids graphs
     _watch: Watch | None = None
@@ -358,6 +360,11 @@ class ModelGraphs:
             raise NotCapturable("another graph is being captured")
         return (key, global_state()), tensors
 
+    def _rest(self, key: Any) -> None:
+        if self.auto:
+            length = min(2 * self._resting.get(key, [0, 1])[1], 64)
+            self._resting[key] = [length, length]
+
     def look(self, model: nn.Module, key: Any) -> bool:
         """Whether the model is what its graphs have recorded; if not, there are none from now on.
 
@@ -384,7 +391,7 @@ class ModelGraphs:
             call = _Call(model, original, args, kwargs)
             try:
                 key, call.tensors = self.kind(model, args, kwargs)
-                if key not in self.slower:
+                if key not in self.slower and not self._rests(key):
                     done, result = self._by_graph(key, call)
                     if done:
                         return result
@@ -392,12 +399,28 @@ class ModelGraphs:
                 self._say(type(model).__name__, str(e))
         return original(model, *args, **kwargs)
 
+    def _rests(self, key: Any) -> bool:
+        """Whether a kind of call that could not be recorded runs as it is without a look at the
+        model, which takes the host milliseconds: in "auto", up to 64 calls at a time."""
+        left = self._resting.get(key)
+        if left is None or left[0] == 0:
+            return False
+        left[0] -= 1
+        return True
+
     def _by_graph(self, key: Any, call: _Call) -> tuple[bool, Any]:
         """(whether the call was made, its result).
 
         Raises:
             NotCapturable: the model's own forward must run.
         """
+        try:
+            return self._looked_at(key, call)
+        except NotCapturable:
+            self._rest(key)
+            raise
+
+    def _looked_at(self, key: Any, call: _Call) -> tuple[bool, Any]:
         full = self._by_answers(key, call.tensors)
         timed = self.times.get(full)
         entry = None if timed is not None and timed[1].winner is None else self._in_place(full)

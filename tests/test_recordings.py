@@ -372,6 +372,49 @@ def test_auto_keeps_the_faster(gpu: CpuGraphs, monkeypatch: pytest.MonkeyPatch) 
         assert gpu.made[-1].replays == replays + (kept == "patched")
 
 
+def test_auto_does_not_look_at_each_call_of_a_model_with_hooks(gpu: CpuGraphs) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval().requires_grad_(False)
+    hfpatch.apply(model, cuda_graphs="auto")
+    seen: list[int] = []
+    handle = model[0].register_forward_hook(lambda *a: seen.append(1))
+    x = torch.ones(2, 4)
+    expected = model[1](model[0](x))
+    held, looks = graphs._graphs.setdefault(model, graphs.ModelGraphs(8, True)), 0
+    own = held.look
+
+    def look(*args: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return own(*args)
+
+    held.look = look  # type: ignore[method-assign]
+    seen.clear()
+    for _ in range(200):
+        assert torch.equal(model(x), expected)
+    assert len(seen) == 200 and 3 <= looks <= 10
+    handle.remove()
+    for _ in range(80):
+        assert torch.equal(model(x), expected)
+    assert held.recorded or held.slower
+
+
+@pytest.mark.parametrize("decoding", [False, "auto"])
+def test_generate_prefills_by_a_graph(gpu: CpuGraphs, decoding: Any) -> None:
+    model = MODELS["qwen3"]().eval().requires_grad_(False)
+    prompts = [ids(seed, "cpu") for seed in (1, 2, 3)]
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = [model.generate(p, attention_mask=torch.ones_like(p), **how) for p in prompts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # decoding steps have a cache that is not empty
+        hfpatch.apply(model, cuda_graphs=True, decoding=decoding)
+        for _ in range(2):
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                got = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+                assert torch.equal(got, tokens)
+    (entry,) = held_of(model).recorded.values()
+    assert entry.graph.replays == 5 and entry.caches
+
+
 def test_auto_is_silent_where_there_are_no_graphs(gpu: CpuGraphs) -> None:
     model = Reads(lambda m, x, f: x * m.linear(x).sum().item()).eval().requires_grad_(False)
     x = torch.ones(2, 4)
