@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tr
+import zoo
 from support.cpu_graphs import CpuGraphs
 from support.recordings import MODELS, calls_of, ids, of_cache, tensors
 from torch import Tensor, nn
@@ -424,3 +425,43 @@ def test_auto_is_silent_where_there_are_no_graphs(gpu: CpuGraphs) -> None:
         for _ in range(3):
             model(x, FULL)
     assert any("waits for a value" in note for note in hfpatch.status(model).plan.notes)
+
+
+@pytest.mark.parametrize("name", ["ltx", "wan", "flux", "sd15-unet"])
+def test_denoisers(gpu: CpuGraphs, name: str) -> None:
+    entry = zoo.ENTRIES[name]
+    model = entry.build().requires_grad_(False)
+    inputs = entry.inputs(model)
+    other = {
+        k: v * 0.5 if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+        if "mask" not in k
+    }
+    other = inputs | other
+    expected = [entry.run(model, i) for i in (inputs, other)]
+    hfpatch.apply(model, cuda_graphs=True)
+    for i in (0, 0, 1, 0, 1):
+        result = entry.run(model, (inputs, other)[i])
+        torch.testing.assert_close(result, expected[i], rtol=1e-4, atol=1e-5)
+    held = held_of(model)
+    assert len(held.recorded) == 1 and not held.reasons, held.reasons
+    assert gpu.made[-1].replays == 4
+
+
+def test_a_denoisers_mask(gpu: CpuGraphs) -> None:
+    """One that masks nothing is left out of the recording; one that does is asked about."""
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build().requires_grad_(False)
+    inputs = entry.inputs(model)
+    name = "encoder_attention_mask"
+    full = inputs | {name: torch.ones_like(inputs[name])}
+    half = torch.ones_like(inputs[name])
+    half[:, half.shape[1] // 2 :] = 0
+    padded = inputs | {name: half}
+    expected = [entry.run(model, i) for i in (full, padded)]
+    hfpatch.apply(model, cuda_graphs=True)
+    for i in (0, 0, 0, 1, 0, 1, 1):
+        result = entry.run(model, (full, padded)[i])
+        torch.testing.assert_close(result, expected[i], rtol=1e-4, atol=1e-5)
+    held = held_of(model)
+    assert len(held.recorded) == 2 and not held.reasons, held.reasons
