@@ -188,6 +188,25 @@ def test_a_given_cache_is_filled_and_comes_back(gpu: CpuGraphs, with_config: boo
     assert not fresh, "the recording filled a cache of its own"
 
 
+def test_hidden_states_that_a_call_asks_for(gpu: CpuGraphs) -> None:
+    """transformers takes them by hooks, which stay."""
+    model = MODELS["mistral"]().eval().requires_grad_(False)
+    given = [ids(seed, "cpu") for seed in (1, 2)]
+    with torch.no_grad():
+        expected = [model(g, output_hidden_states=True) for g in given]
+        hfpatch.apply(model, cuda_graphs=True, decoding=False)
+        for i in (0, 0, 1, 0, 1):
+            got = model(given[i], output_hidden_states=True)
+            assert len(got.hidden_states) == 3
+            close(got, expected[i])
+        for i in (0, 0, 1, 0):
+            got = model(given[i])
+            assert got.hidden_states is None
+            torch.testing.assert_close(got.logits, expected[i].logits, rtol=1e-4, atol=1e-5)
+    held = held_of(model)
+    assert len(held.recorded) == 2 and not held.reasons, held.reasons
+
+
 def test_other_caches_are_left_alone(gpu: CpuGraphs) -> None:
     model = MODELS["qwen3"]().eval().requires_grad_(False)
     config: Any = model.config
