@@ -257,6 +257,14 @@ def _decide(
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     no_graphs: list[str] = []
+    if settings.training:
+        from hfpatch.training.offer import offer as offer_layers
+
+        layers, skipped = offer_layers(roots, settings)
+        taken = {id(p.module) for p in prepared}
+        prepared = [*(p for p in layers if id(p.module) not in taken), *prepared]
+        swaps = tuple(p.swap for p in prepared)
+        decided = replace(decided, swaps=swaps, skips=(*skipped, *decided.skips))
     candidates = _candidates(roots, settings, prepared) if blocks else []
     decided = replace(decided, candidates=tuple(p.swap.now(p.swap.path) for p in candidates))
     if wanted:

@@ -1,0 +1,151 @@
+"""Attention of a training step: the model's own attention function with the arguments that the
+original passes, but PyTorch's by the kernel that is fastest with its backward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A keyword argument of the attention function: an attribute or parameter of the attention
+    module by that name, or a constant."""
+
+    name: str
+    attribute: str | None = None
+    constant: Any = None
+
+    def value(self, module: nn.Module) -> Any:
+        """What the original would pass."""
+        return self.constant if self.attribute is None else getattr(module, self.attribute)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a layer calls its attention function.
+
+    own: arguments that the attention module makes itself. passed: of the layer's own keyword
+    arguments, by name, whether they reach the function; passes_others: whether any other does.
+    """
+
+    own: tuple[Argument, ...]
+    passed: tuple[tuple[str, bool], ...]
+    passes_others: bool
+
+    def arguments(self, module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The function's keyword arguments; None where it is not known what becomes of one."""
+        found = {a.name: a.value(module) for a in self.own}
+        for name, value in given.items():
+            reaches = next((r for n, r in self.passed if n == name), None)
+            if reaches is None:
+                if not self.passes_others:
+                    return None
+                reaches = True
+            if reaches:
+                found[name] = value
+        return found
+
+
+@functools.lru_cache(maxsize=256)
+def _eager_of(cls: type) -> Any:
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    return getattr(forward, "__globals__", {}).get("eager_attention_forward")
+
+
+def function_of(module: Any) -> Callable[..., Any] | None:
+    """The attention function that a module's own forward would find now."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    default = _eager_of(type(module))
+    name = module.config._attn_implementation
+    if name is None or default is None:
+        return None
+    found: Any = ALL_ATTENTION_FUNCTIONS.get(name, None if name != "eager" else default)
+    return found  # type: ignore[no-any-return]
+
+
+def attended(
+    function: Callable[..., Any],
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    arguments: dict[str, Any],
+) -> Tensor:
+    """Attention's result [B, S, heads * head_dim], dense.
+
+    Args:
+        q: [B, heads, S, head_dim]. k, v: [B, key_heads, S, head_dim].
+        mask: what the layer was given.
+        arguments: `Call.arguments`.
+    """
+    batch, _, length, _ = q.shape
+    out = None
+    if q.is_cuda and mask is None and function is _sdpa():
+        out = _causal(module, q, k, v, arguments)
+    if out is None:
+        out = function(module, q, k, v, mask, **arguments)[0]
+    return out.reshape(batch, length, -1).contiguous()
+
+
+@functools.cache
+def _sdpa() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+#: What transformers' function for PyTorch's attention looks at.
+_READ = ("dropout", "scaling", "is_causal")
+
+
+def _causal(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
+) -> Tensor | None:
+    """By cuDNN's kernels, on a GPU whose fastest they are; None where they do not serve."""
+    for name in ("softcap", "position_bias", "cache"):
+        if arguments.get(name) is not None:
+            return None
+    causal = arguments.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if causal is not True or arguments.get("dropout") or q.shape[2] != k.shape[2]:
+        return None
+    if q.shape[2] < 2 or not _cudnn_serves(q, k, v):
+        return None
+    scale = arguments.get("scaling")
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale
+    )
+    return found[0].transpose(1, 2)
+
+
+def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN's attention has a forward and a backward for these, and is allowed."""
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    wants = q.requires_grad or k.requires_grad or v.requires_grad
+    key = (q.device.index, q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), wants)
+    found = _served.get(key)
+    if found is None:
+        if len(_served) >= 1024:  # packed batches of all lengths
+            _served.clear()
+        groups = q.shape[1] != k.shape[1]
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, groups)
+        found = _served[key] = (
+            q.dtype in (torch.float16, torch.bfloat16)
+            and q.shape[-1] <= 128
+            and torch.cuda.get_device_capability(q.device)[0] >= 9
+            and torch.backends.cuda.can_use_cudnn_attention(params)
+        )
+    return found
+
+
+_served: dict[Any, bool] = {}
