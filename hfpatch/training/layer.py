@@ -35,7 +35,8 @@ _TAKEN = ("attention_mask", "position_embeddings", "past_key_values")
 @dataclass(frozen=True)
 class LayerPlan:
     """What a layer computes. rule: its paths begin at the layer. classes: of the norms, by path.
-    rotary_dim: of its RoPE, 0 for none. factor: of the residual sums. fills_cache: whether
+    rotary_dim: of its RoPE, 0 for none. halves: whether the second half of a table's columns is the
+    first once more. factor: of the residual sums. fills_cache: whether
     `past_key_values.update` is given keys and values."""
 
     rule: LayerRule
@@ -44,6 +45,7 @@ class LayerPlan:
     head_dim: int
     rotary_dim: int
     interleaved: bool
+    halves: bool
     factor: float
     call: attend.Call
     fills_cache: bool
@@ -74,6 +76,8 @@ def unsupported(plan: LayerPlan) -> str | None:
         if (q.offset, q.eps, q.rounded) != (k.offset, k.eps, k.rounded):
             return "the norms of its queries and keys differ"
     for norm in plan.norms():
+        if norm.kind == "layer" and norm.offset:
+            return "a number is added to the weight of its layer norm"
         if norm.kind == "rms" and norm.rounded and norm.offset:
             return "a norm rounds before an offset is added to its weight"
     return None
@@ -198,6 +202,8 @@ class Runner:
             cos, sin = tables
             if not _is_table(cos, sin, x, plan.rotary_dim):
                 return None
+            if plan.halves and plan.interleaved and cos.shape[-1] == plan.rotary_dim:
+                cos, sin = (t[..., : plan.rotary_dim // 2] for t in (cos, sin))
         past = kwargs.get("past_key_values")
         if past is not None and not plan.fills_cache:
             return None

@@ -112,15 +112,17 @@ def _plan(
     sizes: tuple[int, int, int],
     factor: float,
 ) -> LayerPlan:
-    rotary_dim, interleaved = 0, False
+    rotary_dim, interleaved, halves = 0, False, False
     if rule.attention.rope is not None:
         rope = recipe.ropes[rule.attention.rope].read(replica)
         rotary_dim, interleaved = rope.dims, rope.interleaved
         tables = seen.kwargs.get("position_embeddings")
         if type(tables) is not tuple or len(tables) != 2:
             raise Unexplained(f"`{seen.path}`: it is given no `position_embeddings`")
+        first, second = tables[0].chunk(2, -1)
+        halves = tables[0].shape[-1] == rotary_dim and torch.equal(first, second)
     call, fills = _call(rule, seen, replica)
-    plan = LayerPlan(rule, *sizes, rotary_dim, interleaved, factor, call, fills)
+    plan = LayerPlan(rule, *sizes, rotary_dim, interleaved, halves, factor, call, fills)
     if (why := unsupported(plan)) is not None:
         raise Unexplained(f"`{seen.path}`: {why}")
     return plan
@@ -261,7 +263,8 @@ def prove(
     truth = _gradients(exact, x.double(), grad.double(), _arguments(seen, torch.float64, "cpu"))
     theirs = _gradients(half, x.to(device), grad.to(device), kwargs)
     limits = Limits()
-    more = limits.kernel_fp32 if dtype == torch.float32 else limits.kernel_half
+    wide = dtype == torch.float32
+    more = limits.kernel_fp32 * limits.gradient if wide else limits.kernel_half
     more *= torch.finfo(dtype).eps
     sizes = {name: _size(t) for name, t in truth.items() if t is not None}
     # a gradient that is 0 but for rounding is no measure of its own error
