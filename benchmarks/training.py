@@ -1,9 +1,9 @@
 """Training steps of whole models: time, peak of memory, and what is kept for the backward.
 
 python benchmarks/training.py --output benchmarks/results/training-h100.json   # a GPU, all cases
-python benchmarks/training.py --saved            # a CPU: bytes that autograd keeps of a layer, by way
+python benchmarks/training.py --saved   # a CPU: bytes that autograd keeps of a layer, by way
 
-Each peer runs in a process of its own (Liger replaces functions of transformers for good). A step is
+Each peer runs in a process of its own (Liger replaces functions of transformers). A step is
 forward and backward with random weights and tokens, gradients set to None before; milliseconds are
 the least of three rounds' medians. Cases come in order of importance and stop where `--budget`
 seconds are spent. Before them, gradients are checked against fp64.
@@ -28,7 +28,7 @@ MARK = "RESULT "
 
 
 class Case(NamedTuple):
-    """A model and a batch. checkpoint: of activations; lora: rank of the adapters, 0: all weights."""
+    """A model and a batch. checkpoint: of activations; lora: rank of adapters, 0: all weights."""
 
     name: str
     rows: int
@@ -133,7 +133,8 @@ def timed(step: Callable[[], Any], rounds: int = 3, repeats: int = 5) -> dict[st
     for _ in range(rounds):
         times = []
         for _ in range(repeats):
-            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            event: Any = torch.cuda.Event
+            start, end = event(True), event(True)
             start.record()
             step()
             end.record()
@@ -175,10 +176,10 @@ def one(name: str, way: str) -> dict[str, Any]:
     step()
     row: dict[str, Any] = {"case": name, "way": way, "loss": loss, **timed(step)}
     if way == "hfpatch":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(False)
         step()
         row["with_flash_attention"] = timed(step, rounds=2)
-        torch.backends.cuda.enable_cudnn_sdp(True)  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(True)
         step()
     if way in ("hfpatch", "liger"):
         row["kernels"] = kernels_of(step)
@@ -237,7 +238,7 @@ def saved(way: str, name: str, rows: int = 1, tokens: int = 256) -> dict[str, fl
         model = make(case, way, "cpu", layers)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         storages: dict[int, int] = {}
-        held = []
+        held: list[Tensor] = []
 
         def pack(t: Tensor, own: Any = own, into: Any = storages, held: Any = held) -> Tensor:
             s = t.untyped_storage()

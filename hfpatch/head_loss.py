@@ -4,10 +4,10 @@ A language model's logits are its largest tensor: 2 GiB in bf16 for 8,192 tokens
 classes, and eager PyTorch makes six of their size. `linear_cross_entropy` takes what the head is
 given and the head's weight instead:
 
-A mean or a sum makes the gradients with the loss, as Liger's kernel does (arXiv:2410.10989): of some
-rows at a time the logits, their gradient in their place, and with it those of the hidden states and
-the weight. Both are kept in fp32 until the backward multiplies them with what it is given and
-rounds, once; so the weight's is 4 bytes an element from the forward to the backward.
+A mean or a sum makes the gradients with the loss, as Liger's kernel does (arXiv:2410.10989): of
+some rows at a time the logits, their gradient in their place, and with it those of the hidden
+states and the weight. Both are kept in fp32 until the backward multiplies them with what it is
+given and rounds, once; so the weight's is 4 bytes an element from the forward to the backward.
 
 Losses of single rows, and `recompute=True`, make them in the backward:
 
@@ -112,7 +112,7 @@ def linear_cross_entropy(
     wanted = [t is not None and t.requires_grad for t in (flat, weight, bias)]
     if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
         summed: Any = _SummedCrossEntropy.apply
-        total = summed(flat, weight, bias, rows, options).to(torch.float64)
+        total: Tensor = summed(flat, weight, bias, rows, options).to(torch.float64)
     else:
         loss: Tensor = apply(flat, weight, bias, rows, options)
         total = loss.sum(dtype=torch.float64) if reduction != "none" else loss
@@ -238,8 +238,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + count)
             x, t = hidden[part], target[part]
             z = _logits(x, own, own_bias, scale)
-            # divided by 1: the gradients of the sum are scaled in fp32, behind the products, so that
-            # those of half types neither vanish nor are rounded twice
+            # divided by 1: gradients are scaled in fp32, behind the products, so that those of half
+            # types neither vanish nor are rounded twice
             _ops().cross_entropy_with_gradient_out.default(
                 total, losses[part], scratch[part], z, z, t, None, 1.0, ignore_index, smoothing,
                 softcap,
@@ -260,7 +260,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = []
+        found: list[Tensor | None] = []
         for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if d is None:
                 found.append(None)

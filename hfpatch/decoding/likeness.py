@@ -79,7 +79,9 @@ def check_layer_likeness(
         Unexplained: the model differs; the text says where and how.
     """
     for top in layers:
-        ours, theirs = (dict(m.get_submodule(top).named_modules(prefix=top)) for m in (model, replica))
+        ours, theirs = (
+            dict(m.get_submodule(top).named_modules(prefix=top)) for m in (model, replica)
+        )
         hidden = tuple(f"{path}." for path in opaque if path.startswith(f"{top}."))
         for path in dict.fromkeys((*theirs, *ours)):
             if path in opaque and path in ours:

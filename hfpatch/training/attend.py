@@ -63,7 +63,8 @@ def function_of(module: Any) -> Callable[..., Any] | None:
     """The attention function that a module's own forward would find now."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    default = _eager_of(type(module))
+    cls: Any = type(module)
+    default = _eager_of(cls)
     name = module.config._attn_implementation
     if name is None or default is None:
         return None
@@ -103,10 +104,6 @@ def _sdpa() -> Any:
     return sdpa_attention_forward
 
 
-#: What transformers' function for PyTorch's attention looks at.
-_READ = ("dropout", "scaling", "is_causal")
-
-
 def _causal(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
 ) -> Tensor | None:
@@ -124,7 +121,8 @@ def _causal(
     found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale
     )
-    return found[0].transpose(1, 2)
+    out: Tensor = found[0]
+    return out.transpose(1, 2)
 
 
 def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -1,9 +1,9 @@
 """The forward of a decoder layer for training: its plan, and the adapter that stands on a layer.
 
 Where all products of a half are plain linear layers the half is one function of autograd's
-(stages.py). Where one is a module of another kind, as LoRA puts them in, that half calls its modules
-and fuses what lies between them. Where anything else is not as the plan has it, the layer's own
-forward runs.
+(stages.py). Where one is a module of another kind, as LoRA puts them in, that half calls its
+modules and fuses what lies between them. Where anything else is not as the plan has it, the layer's
+own forward runs.
 """
 
 from __future__ import annotations
@@ -303,9 +303,9 @@ class Runner:
             and all(n is None or n.is_plain(m, x) for n, m in used)
         )
         if closed:
-            forms = [None if n is None else n.form(m) for n, m in used]
+            after, before, last = (None if n is None else n.form(m) for n, m in used)
             form = stages.BackForm(
-                *forms, plan.rule.parallel, plan.factor, activation,
+                after, before, last, plan.rule.parallel, plan.factor, activation,
                 gate is not None, self._packed_mlp, self._gate_first,
             )  # fmt: skip
             return stages.back(
@@ -316,7 +316,7 @@ class Runner:
                 None if gate is None or self._packed_mlp else _tensors(gate),
                 _tensors(up),
                 _tensors(down),
-                *(_NOTHING if n is None else n.tensors(m) for n, m in used),  # type: ignore[arg-type]
+                *(_NOTHING if n is None else n.tensors(m) for n, m in used),
             )
         return self._open_back(x, attended, used, gate, up, down, o)
 
@@ -337,7 +337,8 @@ class Runner:
             y = down(p)
         y = y if after_mlp is None else after_mlp(y)
         y = y if plan.factor == 1.0 else y * plan.factor
-        return x + h + y if plan.rule.parallel else s + y
+        result: Tensor = x + h + y if plan.rule.parallel else s + y
+        return result
 
     def _product_of(self, first: Any) -> tuple[Tensor, Callable[[], Tensor]]:
         """The MLP's last product's input, and how to make it again."""

@@ -3,8 +3,8 @@ there is none.
 
 No list of class names decides. A small replica of the model is explained as for decoding
 (`hfpatch.decoding`); each of its distinct layers becomes a plan, whose gradients are proven in the
-model's dtype (proof.py); and the model's own layers must be built as the replica's are, but for their
-products, which may be modules of any kind.
+model's dtype (proof.py); and the model's own layers must be built as the replica's are, but for
+their products, which may be modules of any kind.
 """
 
 from __future__ import annotations

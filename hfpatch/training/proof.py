@@ -88,7 +88,8 @@ def plans(recipe: Recipe, replica: Any, sizes: tuple[int, int, int]) -> list[Lay
         tables = seen.kwargs.get("position_embeddings")
         turns = rule.attention.rope
         factor = rule.residual_multiplier.value(replica)
-        key = (relative, turns, factor, type(tables), tuple(seen.kwargs), rule.attention.window is None)
+        windowed = rule.attention.window is not None
+        key = (relative, turns, factor, windowed, type(tables), tuple(seen.kwargs))
         if key not in known:
             known[key] = _plan(recipe, relative, seen, replica, sizes, factor)
         made.append(known[key])
@@ -147,7 +148,9 @@ def _recorded(layer: nn.Module) -> Iterator[list[Any]]:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"))
         return y.transpose(1, 2), None
 
-    configs = {id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}
+    configs: dict[int, Any] = {
+        id(m.config): m.config for m in layer.modules() if hasattr(m, "config")
+    }
     before = [(c, c._attn_implementation) for c in configs.values()]
     with _lock:
         table: Any = ALL_ATTENTION_FUNCTIONS
@@ -206,7 +209,7 @@ def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, bool]:
             kept.append((k, v, index, more, named))
             return plain_update(k, v, index, *more, **named)
 
-        cache.update = update  # type: ignore[method-assign]
+        cache.update = update
         index = getattr(module, "layer_idx", None)
         if "past_key_values" in seen.kwargs:
             layer(x, attention_mask=mask, **{**given, "past_key_values": cache})
@@ -279,7 +282,9 @@ def prove(
                     raise Unexplained(f"`{seen.path}`: gradients of other tensors: `{name}`")
                 continue
             scale = max(sizes[name], least)
-            error, original = (_size(t.double().cpu() - true) / scale for t in (ours[name], theirs[name]))
+            error, original = (
+                _size(t.double().cpu() - true) / scale for t in (ours[name], theirs[name])
+            )
             allowed = original + more
             if not error <= allowed:
                 raise Unexplained(

@@ -35,7 +35,7 @@ class _Recipe:
         return made
 
 
-class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801
+class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
     """What autograd saves of `made` inside this context is how it was made.
 
     Args:

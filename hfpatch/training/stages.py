@@ -1,14 +1,14 @@
 """The two halves of a decoder layer, each one function of autograd's with a backward of its own.
 
 `front`: the norm before attention, the products to queries, keys and values, their norms, RoPE.
-`back`: attention's product, the residual sums, the norms, the MLP. Attention stands between them and
-is what the model's own attention function makes of it.
+`back`: attention's product, the residual sums, the norms, the MLP. Attention stands between them
+and is what the model's own attention function makes of it.
 
 What is kept for the backward is what cannot be made again for the price of reading it: the layer's
 input, the sum between the halves, the results of the gate's and the MLP's first products, and what
 attention keeps. Normed rows, and the product of gate and MLP, the largest tensors of a layer, are
-made again. Gradients of weights are one product each, as the original's are; those of a half's input
-are added up in its dtype.
+made again. Gradients of weights are one product each, as the original's are; those of a half's
+input are added up in its dtype.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def _recorded(formula: Any, ctx: Any, inputs: list[Any], *grads: Tensor | None) 
         results = formula(ctx.form, *own)
     results = results if isinstance(results, tuple) else (results,)
     pairs = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None]
-    found = torch.autograd.grad(
+    gradient: Any = torch.autograd.grad
+    found = gradient(
         [y for y, _ in pairs],
         [own[i] for i in place],
         [g for _, g in pairs],
@@ -237,7 +238,8 @@ class _Front(torch.autograd.Function):
         elif form.rotary_dim:
             _rotate_into(form, (q, k), q, k, cos, sin)
         ctx.form = form
-        ctx.save_for_backward(x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin, raw_q, raw_k)  # fmt: skip
+        inputs = (x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin)
+        ctx.save_for_backward(*inputs, raw_q, raw_k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     @staticmethod
@@ -298,7 +300,9 @@ def _together(
         return weights[0], biases[0]
     present = [b for b in biases if b is not None]
     if present and len(present) < 3:
-        filled = [w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]  # fmt: skip
+        filled = [
+            w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)
+        ]
     else:
         filled = present
     return torch.cat(weights), torch.cat(filled) if filled else None
@@ -308,7 +312,7 @@ def _heads(whole: Tensor, shape: torch.Size, form: FrontForm) -> tuple[Tensor, T
     """Views [B, S, heads, head_dim] of [T, all of them]."""
     counts = (form.heads, form.key_heads, form.key_heads)
     parts = torch.split(whole.view(*shape[:-1], -1), [c * form.head_dim for c in counts], -1)
-    q, k, v = (p.unflatten(-1, (c, form.head_dim)) for p, c in zip(parts, counts, strict=True))
+    q, k, v = (p.view(*shape[:-1], c, -1) for p, c in zip(parts, counts, strict=True))
     return q, k, v
 
 
