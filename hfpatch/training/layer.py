@@ -20,7 +20,6 @@ from torch.compiler import is_compiling
 
 from hfpatch import swap
 from hfpatch.decoding.rules import LayerRule, NormRule, Part
-from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Forward, plain, watched
 from hfpatch.patches.unchanged import is_hooked
 from hfpatch.sources import local_package
@@ -150,6 +149,7 @@ def _norm_form(kind: str, eps: float, offset: float, rounded: bool) -> stages.No
     return stages.NormForm(kind, eps, offset, rounded)
 
 
+Proven = frozenset[tuple[str, torch.dtype, torch.dtype | None]]
 _Pairs = tuple[Any, Any]
 _NOTHING: _Pairs = (None, None)
 
@@ -207,6 +207,8 @@ class Runner:
         past = kwargs.get("past_key_values")
         if past is not None and not plan.fills_cache:
             return None
+        if _computed_in(x) != x.dtype and (past is not None or self._q_norm or self._mixes()):
+            return None  # what it keeps, or norms, in another dtype than here
         module: Any = _at(layer, self._attention)
         given = {name: value for name, value in kwargs.items() if name not in _TAKEN}
         arguments = plan.call.arguments(module, given)
@@ -220,6 +222,10 @@ class Runner:
         mask = kwargs.get("attention_mask")
         attended = attend.attended(function, module, queries, keys, values, mask, arguments)
         return self._back(layer, x, attended, norms, products)
+
+    def _mixes(self) -> bool:
+        """Whether a norm stands behind a product, whose weights autocast does not round."""
+        return self._after is not None or self._after_mlp is not None
 
     # --- the halves -------------------------------------------------------------------------------
 
@@ -238,6 +244,7 @@ class Runner:
         (before, before_module), (q_norm, q_module), (k_norm, k_module) = used
         if closed:
             form = stages.FrontForm(
+                _computed_in(x),
                 None if before is None else before.form(before_module),
                 None if q_norm is None else q_norm.form(q_module),
                 plan.rule.attention.norm_across,
@@ -298,14 +305,14 @@ class Runner:
         own = [o, up, down, *([] if gate is None or self._packed_mlp else [gate])]
         closed = (
             "back" not in self._open
-            and attended.dtype == x.dtype
+            and attended.dtype == _computed_in(x)
             and all(_is_plain_product(m, x) for m in own)
             and all(n is None or n.is_plain(m, x) for n, m in used)
         )
         if closed:
             after, before, last = (None if n is None else n.form(m) for n, m in used)
             form = stages.BackForm(
-                after, before, last, plan.rule.parallel, plan.factor, activation,
+                _computed_in(x), after, before, last, plan.rule.parallel, plan.factor, activation,
                 gate is not None, self._packed_mlp, self._gate_first,
             )  # fmt: skip
             return stages.back(
@@ -362,6 +369,12 @@ class Runner:
         return p, lambda: make(*parts)
 
 
+def _computed_in(x: Tensor) -> torch.dtype:
+    """What products of `x` are computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _kept(made: Tensor, make: Callable[[], Tensor]) -> Any:
     if not torch.is_grad_enabled() or saving_is_watched() or not made.is_contiguous():
         return nullcontext()
@@ -396,17 +409,18 @@ def _is_table(cos: Any, sin: Any, x: Tensor, rotary_dim: int) -> bool:
 # --- the adapter ----------------------------------------------------------------------------------
 
 
-def adapter(plan: LayerPlan, devices: frozenset[str]) -> Forward:
+def adapter(plan: LayerPlan, proven: Proven) -> Forward:
     """The forward of a layer for training.
 
     Args:
-        devices: the types of device on which it is proven.
+        proven: what it is proven for: the type of device, the dtype of the layer's input, and
+            autocast's or None.
     """
     run = Runner(plan)
 
     def inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Without checkpointing."""
-        if len(args) == 1 and _serves(self, args[0], devices):
+        if len(args) == 1 and _serves(args[0], proven):
             found = run(self, args[0], kwargs)
             if found is not None:
                 return found
@@ -447,15 +461,13 @@ def _uncheckpointed(forward: Any) -> Any:
     return forward
 
 
-def _serves(layer: nn.Module, x: Any, devices: frozenset[str]) -> bool:
+def _serves(x: Any, proven: Proven) -> bool:
+    if type(x) is not Tensor or x.dim() != 3 or not x.numel() or x.stride(-1) != 1:
+        return False
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (
-        type(x) is Tensor
-        and x.dim() == 3
-        and x.numel() > 0
-        and x.dtype in KERNEL_DTYPES
-        and x.device.type in devices
-        and x.stride(-1) == 1
-        and not torch.is_autocast_enabled(x.device.type)
+        (kind, x.dtype, autocast) in proven
         and not watched()
         and not torch._C._len_torch_dispatch_stack()
     )

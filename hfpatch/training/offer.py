@@ -9,6 +9,7 @@ their products, which may be modules of any kind.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,8 +34,9 @@ OP = "layer"
 _SKIPPED = "decoder layers: "
 # What was proven of a class and configuration: by the replica, dtype and device. The replica of a
 # proof is one object as long as the proof is kept.
-_proofs: dict[Any, tuple[nn.Module, dict[LayerPlan, tuple[float, float]] | str]] = {}
-_MOST = 16
+_Errors = dict[LayerPlan, tuple[float, float]]
+_proofs: dict[Any, tuple[nn.Module, _Errors | str]] = {}
+_MOST = 32
 
 
 def offer(
@@ -52,9 +54,7 @@ def offer(
             if settings.include is None or matches(
                 settings.include, path, class_of(model).__name__
             ):
-                skips.append(
-                    Skip(path, class_of(model).__name__, "unexplained", _SKIPPED + str(e))
-                )
+                skips.append(Skip(path, class_of(model).__name__, "unexplained", _SKIPPED + str(e)))
     return prepared, skips
 
 
@@ -96,7 +96,12 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
     check_layer_likeness(model, replica, proven.live, paths, opaque)
     sizes = head_counts(text_config(model.config))
     dtype, device = _place(model, paths)
-    worst = _proven(proven, dtype, device)
+    worst = _proven(proven, dtype, device, None)
+    served = {(device.type, dtype, None)}
+    for autocast in (torch.bfloat16, torch.float16) if dtype == torch.float32 else (dtype,):
+        with contextlib.suppress(Unexplained):  # the original's forward, then
+            _proven(proven, dtype, device, autocast)
+            served.add((device.type, dtype, autocast))
     plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
     for rule, small in zip(recipe.layers, plans, strict=True):
         inner = proof.layer_path(rule)
@@ -119,7 +124,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         )  # fmt: skip
 
         def make(plan: LayerPlan = plan) -> Any:
-            return adapter(plan, frozenset({device.type}))
+            return adapter(plan, frozenset(served))
 
         yield Prepared(module, make, entry)
 
@@ -148,12 +153,12 @@ def _place(model: nn.Module, paths: Sequence[str]) -> tuple[torch.dtype, torch.d
 
 
 def _proven(
-    proven: Any, dtype: torch.dtype, device: torch.device
-) -> dict[LayerPlan, tuple[float, float]]:
+    proven: Any, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
+) -> _Errors:
     recipe, replica = proven.recipe, proven.replica
-    key = (id(replica), dtype, device.type)
+    key = (id(replica), dtype, device.type, autocast)
     if key not in _proofs or _proofs[key][0] is not replica:
-        _proofs[key] = replica, _prove(recipe, replica, dtype, device)
+        _proofs[key] = replica, _prove(recipe, replica, dtype, device, autocast)
         while len(_proofs) > _MOST:
             del _proofs[next(iter(_proofs))]
     found = _proofs[key][1]
@@ -163,16 +168,20 @@ def _proven(
 
 
 def _prove(
-    recipe: Any, replica: Any, dtype: torch.dtype, device: torch.device
-) -> dict[LayerPlan, tuple[float, float]] | str:
+    recipe: Any,
+    replica: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _Errors | str:
     try:
         with torch.random.fork_rng(devices=[]):
             plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
             seen = proof.seen_by_layers(recipe, replica)
-            found: dict[LayerPlan, tuple[float, float]] = {}
+            found: _Errors = {}
             for plan, given in zip(plans, seen, strict=True):
                 if plan not in found:
-                    found[plan] = proof.prove(plan, given, replica, dtype, device)
+                    found[plan] = proof.prove(plan, given, replica, dtype, device, autocast)
     except Unexplained as e:
         return str(e)
     except HfpatchError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -244,9 +244,17 @@ def _input(layer: nn.Module, rule: LayerRule, dtype: torch.dtype) -> Tensor:
 
 
 def prove(
-    plan: LayerPlan, seen: Seen, replica: Any, dtype: torch.dtype, device: torch.device
+    plan: LayerPlan,
+    seen: Seen,
+    replica: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
 ) -> tuple[float, float]:
     """The worst error of the result and of any gradient, and what was allowed of it.
+
+    Args:
+        autocast: its dtype; None: without it.
 
     Errors are root mean squares relative to the fp64 gradient's; allowed is the original's in
     `dtype` and what a kernel may be off by (`hfpatch.trial.Limits`): one rounding in half types.
@@ -264,18 +272,21 @@ def prove(
     half = _in(exact, dtype, device)
     kwargs = _arguments(seen, x.dtype, device)
     truth = _gradients(exact, x.double(), grad.double(), _arguments(seen, torch.float64, "cpu"))
-    theirs = _gradients(half, x.to(device), grad.to(device), kwargs)
+    with _casting(device, autocast):
+        theirs = _gradients(half, x.to(device), grad.to(device), kwargs)
     limits = Limits()
-    wide = dtype == torch.float32
+    rounds_to = dtype if autocast is None else autocast
+    wide = rounds_to == torch.float32
     more = limits.kernel_fp32 * limits.gradient if wide else limits.kernel_half
-    more *= torch.finfo(dtype).eps
+    more *= torch.finfo(rounds_to).eps
     sizes = {name: _size(t) for name, t in truth.items() if t is not None}
     # a gradient that is 0 but for rounding is no measure of its own error
     least = 1e-3 * median(sizes.values())
     worst = (0.0, 0.0)
     for halves in ((), ("front",), ("back",), ("front", "back")):
         run = Runner(plan, halves)
-        ours = _gradients(half, x.to(device), grad.to(device), kwargs, run)
+        with _casting(device, autocast):
+            ours = _gradients(half, x.to(device), grad.to(device), kwargs, run)
         for name, true in truth.items():
             if ours[name] is None or theirs[name] is None or true is None:
                 if not (ours[name] is theirs[name] is true):
@@ -292,9 +303,15 @@ def prove(
                     f"most {allowed:.2g}"
                 )
             worst = max(worst, (error, allowed))
-    if plan.fills_cache:
+    if plan.fills_cache and autocast is None:
         _check_cache(plan, seen, half, x.to(device), kwargs)
     return worst
+
+
+def _casting(device: torch.device, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype)
 
 
 def _size(x: Tensor) -> float:
@@ -337,9 +354,11 @@ def _gradients(
                 y = layer(x, **kwargs)
         else:
             y = layer(x, **kwargs) if run is None else run(layer, x, kwargs)
+        if run is not None and y is None:
+            raise Unexplained("a layer is not served under autocast")
         if not isinstance(y, Tensor):
             raise Unexplained(f"a layer returns a `{type(y).__name__}`, expected a tensor")
-        found = torch.autograd.grad(y, [x, *parameters], grad, allow_unused=True)
+        found = torch.autograd.grad(y, [x, *parameters], grad.to(y.dtype), allow_unused=True)
     return {"result": y.detach(), **dict(zip(("input", *names), found, strict=True))}
 
 

@@ -13,6 +13,7 @@ input are added up in its dtype.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,12 @@ class NormForm:
 
 @dataclass(frozen=True)
 class FrontForm:
-    """What `front` computes, but for its tensors. packed: queries, keys and values are rows of one
-    weight. rotary_dim: 0 where there is no RoPE. qk_norm: of queries and keys, over a head or, if
+    """What `front` computes, but for its tensors. compute: what products are computed in, the
+    input's dtype or autocast's. packed: queries, keys and values are rows of one weight.
+    rotary_dim: 0 where there is no RoPE. qk_norm: of queries and keys, over a head or, if
     `across`, over all of them."""
 
+    compute: torch.dtype
     norm: NormForm | None
     qk_norm: NormForm | None
     across: bool
@@ -61,9 +64,10 @@ class FrontForm:
 
 @dataclass(frozen=True)
 class BackForm:
-    """What `back` computes, but for its tensors. packed: gate and up are halves of one weight, the
-    gate first where `gate_first`. factor: of both residual sums."""
+    """What `back` computes, but for its tensors. compute: as there. packed: gate and up are
+    halves of one weight, the gate first where `gate_first`. factor: of both residual sums."""
 
+    compute: torch.dtype
     after_attention: NormForm | None
     before_mlp: NormForm | None
     after_mlp: NormForm | None
@@ -77,6 +81,13 @@ class BackForm:
 
 def _ops() -> Any:
     return local_package().module._ops.ops
+
+
+def _without_autocast(device: str) -> Any:
+    """The casts are in the stages."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 # --- norms ----------------------------------------------------------------------------------------
@@ -135,10 +146,16 @@ def _formula_norm(
 
 
 def _product_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    weight = weight.to(out.dtype)
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        torch.addmm(bias.to(out.dtype), x, weight.t(), out=out)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` in the dtype of `x`, as autocast has it."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _weight_gradient(d: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -204,7 +221,11 @@ def front(
     """
     k, v = k or (None, None), v or (None, None)  # type: ignore[assignment]
     apply: Any = _Front.apply
-    return apply(form, x, norm_weight, norm_bias, *q, *k, *v, q_norm, k_norm, cos, sin)  # type: ignore[no-any-return, misc]
+    with _without_autocast(x.device.type):
+        found: tuple[Tensor, Tensor, Tensor] = apply(
+            form, x, norm_weight, norm_bias, *q, *k, *v, q_norm, k_norm, cos, sin
+        )  # type: ignore[misc]
+    return found
 
 
 class _Front(torch.autograd.Function):
@@ -227,8 +248,8 @@ class _Front(torch.autograd.Function):
         sin: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias = _together(form, (qw, kw, vw), (qb, kb, vb))
-        n = _rows(normed(x, form.norm, nw, nb))
-        whole = x.new_empty(len(n), len(weight))
+        n = _rows(normed(x, form.norm, nw, nb)).to(form.compute)
+        whole = n.new_empty(len(n), len(weight))
         _product_into(whole, n, weight, bias)
         q, k, v = _heads(whole, x.shape, form)
         raw_q = raw_k = None
@@ -253,7 +274,7 @@ class _Front(torch.autograd.Function):
         x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin = inputs
         need = ctx.needs_input_grad[1:]
         need_x, need_nw, need_nb, *need_products = need[:9]
-        whole = x.new_empty(x.shape[0] * x.shape[1], _width(form))
+        whole = x.new_empty(x.shape[0] * x.shape[1], _width(form), dtype=form.compute)
         parts = _heads(whole, x.shape, form)
         given = [None if d is None else _dense(d.transpose(1, 2)) for d in (dq, dk, dv)]
         d_q, d_k, d_v = (
@@ -277,12 +298,12 @@ class _Front(torch.autograd.Function):
         weights = [None] * 6
         dx = dnw = dnb = None
         if any(need_products):
-            n = _rows(normed(x, form.norm, nw, nb))
+            n = _rows(normed(x, form.norm, nw, nb)).to(form.compute)
             weights = _products_backward(form, whole, n, (qw, kw, vw), (qb, kb, vb), need_products)
             del n
         if need_x or need_nw or need_nb:
             weight, _ = _together(form, (qw, kw, vw), (None, None, None))
-            dn = torch.mm(whole, weight).view(x.shape)
+            dn = torch.mm(whole, weight.to(form.compute)).view(x.shape).to(x.dtype)
             dx, dnw, dnb = _norm_backward(dn, x, form.norm, nw, nb, (need_nw, need_nb))
         return None, dx, dnw, dnb, *weights, d_qn, d_kn, None, None
 
@@ -372,7 +393,7 @@ def _products_backward(
     found: list[Any] = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         dw = of_weights[i] if weight is not None and need[2 * i] else None
-        found.append(dw)
+        found.append(None if dw is None else dw.to(weight.dtype))
         found.append(_bias_gradient(pieces[i], bias) if need[2 * i + 1] else None)
     return found
 
@@ -382,7 +403,7 @@ def _front_formula(
     q_norm: Any, k_norm: Any, cos: Any, sin: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     weight, bias = _together(form, (qw, kw, vw), (qb, kb, vb))
-    whole = F.linear(_formula_norm(x, form.norm, nw, nb), weight, bias)
+    whole = _product(_formula_norm(x, form.norm, nw, nb).to(form.compute), weight, bias)
     q, k, v = _heads(_rows(whole), x.shape, form)
     if form.qk_norm is not None:
         if form.across:
@@ -439,10 +460,12 @@ def back(
         after_attention, before_mlp, after_mlp: weight and bias of the norms.
     """
     apply: Any = _Back.apply
-    return apply(  # type: ignore[no-any-return]
-        form, x, attended, *o, *(gate or (None, None)), *up, *down,
-        *after_attention, *before_mlp, *after_mlp,
-    )  # fmt: skip
+    with _without_autocast(x.device.type):
+        found: Tensor = apply(
+            form, x, attended, *o, *(gate or (None, None)), *up, *down,
+            *after_attention, *before_mlp, *after_mlp,
+        )  # fmt: skip
+    return found
 
 
 class _Back(torch.autograd.Function):
@@ -452,23 +475,24 @@ class _Back(torch.autograd.Function):
         uw: Tensor, ub: Any, dw: Tensor, db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any,
         mb: Any,
     ) -> Tensor:  # fmt: skip
-        raw_h = F.linear(a, ow, ob)
+        raw_h = _product(a, ow, ob)
         h = normed(raw_h, form.after_attention, aw, ab)
         if form.factor != 1.0:
             h = h * form.factor
         s: Tensor | None
         if form.parallel:
             s, n = None, normed(x, form.before_mlp, bw, bb)
-        elif form.before_mlp is not None:
+        elif form.before_mlp is not None and h.dtype == x.dtype:
             n, s = _sum_normed(x, h, form.before_mlp, bw, bb)
         else:
-            n = s = x + h
+            s = x + h
+            n = normed(s, form.before_mlp, bw, bb)
         if form.after_attention is None:
             raw_h = None  # type: ignore[assignment]
-        first = _first_products(form, _rows(n), gw, gb, uw, ub)
+        first = _first_products(form, _rows(n).to(form.compute), gw, gb, uw, ub)
         del n
         p = _activated(form, first)
-        raw_y = F.linear(p, dw, db).view(x.shape)
+        raw_y = _product(p, dw, db).view(x.shape)
         del p
         y = normed(raw_y, form.after_mlp, mw, mb)
         if form.factor != 1.0:
@@ -496,6 +520,7 @@ class _Back(torch.autograd.Function):
         grad = grad.contiguous()
         # the MLP, from its end
         dy = grad if form.factor == 1.0 else grad * form.factor
+        dy = dy.to(form.compute)
         d_after, d_mw, d_mb = _norm_backward(dy, raw_y, form.after_mlp, mw, mb, (need_mw, need_mb))
         dy2 = _rows(d_after)
         d_dw = d_db = None
@@ -505,13 +530,13 @@ class _Back(torch.autograd.Function):
             del p
         if need_db:
             d_db = _bias_gradient(dy2, db)
-        dp = torch.mm(dy2, dw)
+        dp = torch.mm(dy2, dw.to(form.compute))
         d_first = _activated_backward(form, dp, first)
         del dp, dy, dy2, d_after
         middle = x if s is None else s
         d_gw = d_gb = d_uw = d_ub = None
         if need_gw or need_uw:
-            n = _rows(normed(middle, form.before_mlp, bw, bb))
+            n = _rows(normed(middle, form.before_mlp, bw, bb)).to(form.compute)
             if form.gated and not form.packed:
                 of_gate, of_up = d_first.chunk(2, 1)
                 d_gw = _weight_gradient(of_gate, n, gw) if need_gw else None
@@ -524,25 +549,26 @@ class _Back(torch.autograd.Function):
         if need_ub:
             d_ub = _bias_gradient(d_first[:, -len(uw) :], ub)
         if form.gated and not form.packed:
-            dn = torch.mm(d_first[:, : len(gw)], gw)
-            dn.addmm_(d_first[:, len(gw) :], uw)
+            dn = torch.mm(d_first[:, : len(gw)], gw.to(form.compute))
+            dn.addmm_(d_first[:, len(gw) :], uw.to(form.compute))
         else:
-            dn = torch.mm(d_first, uw)
+            dn = torch.mm(d_first, uw.to(form.compute))
         del d_first
         dn, d_bw, d_bb = _norm_backward(
-            dn.view(x.shape), middle, form.before_mlp, bw, bb, (need_bw, need_bb)
+            dn.view(x.shape).to(x.dtype), middle, form.before_mlp, bw, bb, (need_bw, need_bb)
         )
         # the sums
         dx = dn.add_(grad)
         dh = grad if form.parallel else dx
         if form.factor != 1.0:
             dh = dh * form.factor
+        dh = dh.to(form.compute)
         # attention's product
         dh, d_aw, d_ab = _norm_backward(dh, raw_h, form.after_attention, aw, ab, (need_aw, need_ab))
         dh2 = _rows(dh)
         d_ow = _weight_gradient(dh2, _rows(a), ow) if need_ow else None
         d_ob = _bias_gradient(dh2, ob) if need_ob else None
-        da = torch.mm(dh2, ow).view(a.shape) if need_a else None
+        da = torch.mm(dh2, ow.to(form.compute)).view(a.shape) if need_a else None
         return (
             None, dx if need_x else None, da, d_ow, d_ob, d_gw, d_gb, d_uw, d_ub, d_dw, d_db,
             d_aw, d_ab, d_bw, d_bb, d_mw, d_mb,
@@ -559,16 +585,14 @@ def _sum_normed(
             return normed(s, form, weight, bias), s
         found = _ops().add_layer_norm.default(h, x, weight, bias, form.eps)
     else:
-        found = _ops().add_rms_norm.default(
-            h, x, weight, bias, form.eps, form.offset, form.cast
-        )
+        found = _ops().add_rms_norm.default(h, x, weight, bias, form.eps, form.offset, form.cast)
     return found  # type: ignore[no-any-return]
 
 
 def _first_products(form: BackForm, n: Tensor, gw: Any, gb: Any, uw: Tensor, ub: Any) -> Tensor:
     """The MLP's first products, gate and up beside each other: [T, I] or [T, 2 I]."""
     if not form.gated or form.packed:
-        return F.linear(n, uw, ub)
+        return _product(n, uw, ub)
     both = n.new_empty(len(n), len(gw) + len(uw))
     _product_into(both[:, : len(gw)], n, gw, gb)
     _product_into(both[:, len(gw) :], n, uw, ub)
@@ -623,13 +647,13 @@ def _back_formula(
     form: BackForm, x: Any, a: Any, ow: Any, ob: Any, gw: Any, gb: Any, uw: Any, ub: Any, dw: Any,
     db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any, mb: Any,
 ) -> Tensor:  # fmt: skip
-    h = _formula_norm(F.linear(a, ow, ob), form.after_attention, aw, ab) * form.factor
+    h = _formula_norm(_product(a, ow, ob), form.after_attention, aw, ab) * form.factor
     s = x if form.parallel else x + h
-    n = _formula_norm(s, form.before_mlp, bw, bb)
+    n = _formula_norm(s, form.before_mlp, bw, bb).to(form.compute)
     if form.gated and not form.packed:
-        first = torch.cat((F.linear(n, gw, gb), F.linear(n, uw, ub)), -1)
+        first = torch.cat((_product(n, gw, gb), _product(n, uw, ub)), -1)
     else:
-        first = F.linear(n, uw, ub)
-    y = F.linear(_formula_activated(form, first), dw, db)
+        first = _product(n, uw, ub)
+    y = _product(_formula_activated(form, first), dw, db)
     y = _formula_norm(y, form.after_mlp, mw, mb) * form.factor
     return x + h + y if form.parallel else s + y  # type: ignore[no-any-return]
