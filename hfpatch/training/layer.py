@@ -207,8 +207,6 @@ class Runner:
         past = kwargs.get("past_key_values")
         if past is not None and not plan.fills_cache:
             return None
-        if _computed_in(x) != x.dtype and (past is not None or self._q_norm or self._mixes()):
-            return None  # what it keeps, or norms, in another dtype than here
         module: Any = _at(layer, self._attention)
         given = {name: value for name, value in kwargs.items() if name not in _TAKEN}
         arguments = plan.call.arguments(module, given)
@@ -218,14 +216,10 @@ class Runner:
         products = {"q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down}
         queries, keys, values = self._front(layer, x, norms, products, cos, sin)
         if past is not None:
-            keys, values = past.update(keys, values, module.layer_idx)
+            keys, values = _cached(past, keys, values, module.layer_idx, cos, x)
         mask = kwargs.get("attention_mask")
         attended = attend.attended(function, module, queries, keys, values, mask, arguments)
         return self._back(layer, x, attended, norms, products)
-
-    def _mixes(self) -> bool:
-        """Whether a norm stands behind a product, whose weights autocast does not round."""
-        return self._after is not None or self._after_mlp is not None
 
     # --- the halves -------------------------------------------------------------------------------
 
@@ -367,6 +361,18 @@ class Runner:
         p = make()
         parts = [None if t is None else t.detach() for t in (gate, up)]
         return p, lambda: make(*parts)
+
+
+def _cached(
+    past: Any, keys: Tensor, values: Tensor, index: int, cos: Tensor | None, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the cache gives for new keys and values. Under autocast the original's RoPE makes the
+    keys wide, and it keeps them so."""
+    dtype = keys.dtype
+    if cos is not None and dtype != x.dtype:
+        keys = keys.to(torch.promote_types(dtype, cos.dtype))
+    keys, values = past.update(keys, values, index)
+    return keys.to(dtype), values
 
 
 def _computed_in(x: Tensor) -> torch.dtype:

@@ -114,6 +114,7 @@ def _norm_backward(
     if form is None:
         return grad, None, None
     code = int(needs[0]) + 2 * int(needs[1])
+    grad = grad.to(_result_dtype(x, form, weight))
     if form.kind == "layer":
         dx, dw, db, _ = _ops().layer_norm_backward.default(grad, x, weight, bias, form.eps, code)
     else:
@@ -121,6 +122,13 @@ def _norm_backward(
             grad, x, weight, bias, form.eps, form.offset, form.cast, code
         )
     return dx, dw if needs[0] else None, db if needs[1] else None
+
+
+def _result_dtype(x: Tensor, form: NormForm, weight: Tensor | None) -> torch.dtype:
+    """Where the normalized value is rounded first, its product with the weight is promoted."""
+    if weight is None or form.kind == "layer" or not form.rounded:
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
 
 
 def _formula_norm(
@@ -285,6 +293,8 @@ class _Front(torch.autograd.Function):
             assert sin is not None
             _rotate_into(form, parts[:2], d_q, d_k, cos, -sin)
         elif form.qk_norm is not None:
+            if q_norm is not None and q_norm.dtype != d_q.dtype:
+                d_q, d_k = d_q.to(q_norm.dtype), d_k.to(q_norm.dtype)
             if form.rotary_dim:
                 turned = torch.empty_like(d_q), torch.empty_like(d_k)
                 _rotate_into(form, turned, d_q, d_k, cos, -sin)
@@ -359,10 +369,24 @@ def _normed_rotated(
     assert norm is not None
     if not form.rotary_dim:
         cos = sin = None
+    if q_norm is not None and q_norm.dtype != q.dtype:  # under autocast
+        wide_q, wide_k = (
+            _across(form, t, lambda rows, w=w: normed(rows, norm, w, None))
+            for t, w in ((q, q_norm), (k, k_norm))
+        )
+        if form.rotary_dim:
+            _rotate_into(form, (wide_q, wide_k), wide_q, wide_k, cos, sin)
+        return wide_q.to(q.dtype), wide_k.to(k.dtype)
     found: tuple[Tensor, Tensor] = _ops().qk_norm_rope.default(
         q, k, q_norm, k_norm, cos, sin, norm.eps, norm.offset, norm.cast, int(form.across),
         1, int(form.interleaved), form.rotary_dim, 1,
     )  # fmt: skip
+    return found
+
+
+def _across(form: FrontForm, x: Tensor, norm: Any) -> Tensor:
+    """A norm of [B, S, heads, head_dim], over a head or over all of them."""
+    found: Tensor = norm(x.flatten(-2)).view(x.shape) if form.across else norm(x)
     return found
 
 
@@ -520,9 +544,8 @@ class _Back(torch.autograd.Function):
         grad = grad.contiguous()
         # the MLP, from its end
         dy = grad if form.factor == 1.0 else grad * form.factor
-        dy = dy.to(form.compute)
         d_after, d_mw, d_mb = _norm_backward(dy, raw_y, form.after_mlp, mw, mb, (need_mw, need_mb))
-        dy2 = _rows(d_after)
+        dy2 = _rows(d_after.to(form.compute))
         d_dw = d_db = None
         if need_dw:
             p = _activated(form, first)
@@ -562,10 +585,9 @@ class _Back(torch.autograd.Function):
         dh = grad if form.parallel else dx
         if form.factor != 1.0:
             dh = dh * form.factor
-        dh = dh.to(form.compute)
         # attention's product
         dh, d_aw, d_ab = _norm_backward(dh, raw_h, form.after_attention, aw, ab, (need_aw, need_ab))
-        dh2 = _rows(dh)
+        dh2 = _rows(dh.to(form.compute))
         d_ow = _weight_gradient(dh2, _rows(a), ow) if need_ow else None
         d_ob = _bias_gradient(dh2, ob) if need_ob else None
         da = torch.mm(dh2, ow.to(form.compute)).view(a.shape) if need_a else None
