@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfpatch.training import packed
+
 
 @dataclass(frozen=True)
 class Argument:
     """A keyword argument of the attention function: an attribute or parameter of the attention
-    module by that name, or a constant."""
+    module by that name, or one of its configuration ("config.NAME"), or a constant."""
 
     name: str
     attribute: str | None = None
@@ -24,7 +26,12 @@ class Argument:
 
     def value(self, module: nn.Module) -> Any:
         """What the original would pass."""
-        return self.constant if self.attribute is None else getattr(module, self.attribute)
+        if self.attribute is None:
+            return self.constant
+        held: Any = module
+        for name in self.attribute.split("."):
+            held = getattr(held, name)
+        return held
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,14 @@ def attended(
     """
     batch, _, length, _ = q.shape
     out = None
-    if q.is_cuda and mask is None and function is _sdpa():
-        out = _causal(module, q, k, v, arguments)
+    if function is _sdpa() and _is_causal(module, q, k, arguments):
+        scale = arguments.get("scaling")
+        if mask is None:
+            out = _by_cudnn(q, k, v, scale) if q.is_cuda else None
+        else:
+            positions, window = arguments.get("position_ids"), arguments.get("sliding_window")
+            found = packed.sequences_of(mask, positions, window, batch)
+            out = None if found is None else packed.attended(q, k, v, found, scale)
     if out is None:
         out = function(module, q, k, v, mask, **arguments)[0]
     return out.reshape(batch, length, -1).contiguous()
@@ -104,20 +117,19 @@ def _sdpa() -> Any:
     return sdpa_attention_forward
 
 
-def _causal(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
-) -> Tensor | None:
-    """By cuDNN's kernels, on a GPU whose fastest they are; None where they do not serve."""
-    for name in ("softcap", "position_bias", "cache"):
-        if arguments.get(name) is not None:
-            return None
+def _is_causal(module: nn.Module, q: Tensor, k: Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether it is attention of tokens to those before them and nothing more."""
+    if any(arguments.get(name) is not None for name in ("softcap", "position_bias", "cache")):
+        return False
     causal = arguments.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    if causal is not True or arguments.get("dropout") or q.shape[2] != k.shape[2]:
+    return causal is True and not arguments.get("dropout") and q.shape[2] == k.shape[2] > 1
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor | None:
+    """On a GPU whose fastest kernels they are; None where they do not serve."""
+    if not _cudnn_serves(q, k, v):
         return None
-    if q.shape[2] < 2 or not _cudnn_serves(q, k, v):
-        return None
-    scale = arguments.get("scaling")
     found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale
     )

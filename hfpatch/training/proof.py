@@ -226,10 +226,15 @@ def _argument(name: str, value: Any, module: nn.Module, what: str) -> Argument:
     if isinstance(value, Tensor):
         names = [n for n, v in held.items() if v is value]
     else:
-        names = [n for n, v in held.items() if type(v) is type(value) and v == value]
+        said = {f"config.{n}": v for n, v in vars(getattr(module, "config", object)).items()}
+        names = [n for n, v in (held | said).items() if type(v) is type(value) and v == value]
+    named = [n for n in (name, f"config.{name}") if n in names]
+    if named:
+        return Argument(name, named[0])
+    names = [n for n in names if "." not in n]
     if not names:
         raise Unexplained(f"{what} is given `{name}` = {value!r:.40}, which no attribute says")
-    chosen = name if name in names else next((n for n in names if name[:4] in n), names[0])
+    chosen = next((n for n in names if name[:4] in n), names[0])
     return Argument(name, chosen)
 
 

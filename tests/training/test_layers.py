@@ -468,3 +468,42 @@ def test_a_child_that_is_gone_or_built_anew() -> None:
     first.self_attn = nn.Sequential()
     with pytest.raises(TypeError):
         gradients(model)  # the original's own error
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_several_sequences_in_a_row(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mask reaches PyTorch's attention, and gradients are those of the sequences apart."""
+    more = {} if family == "Llama" else {"sliding_window": 4}
+    model = build(family, **more)
+    lengths = [(5, 1, 7), (6, 7)][:rows]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    inputs = {"position_ids": positions, "use_cache": False}
+    inputs["input_ids"] = inputs["labels"] = batch(rows)
+    theirs = gradients(model, **inputs)
+    hfpatch.apply(model, mode="training")
+    masks: list[Any] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def spied(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        masks.append(attn_mask)
+        return plain(q, k, v, attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+    assert_equal(gradients(model, **inputs), theirs)
+    assert len(masks) == 2 * sum(map(len, lengths))
+    assert all(m is None or m.shape[-1] <= 7 for m in masks)
+
+
+def test_a_mask_that_says_more_than_the_positions_is_used() -> None:
+    model = build()
+    hfpatch.apply(model, mode="training")
+    positions = torch.arange(13).expand(2, -1)
+    mask = torch.ones(13, 13, dtype=torch.bool).tril().expand(2, 1, 13, 13).clone()
+    mask[:, :, 9, 3] = False
+    inputs = {"position_ids": positions, "attention_mask": mask}
+    ours = gradients(model, **inputs)
+    hfpatch.restore(model)
+    assert_equal(ours, gradients(model, **inputs))
