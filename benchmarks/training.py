@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -28,13 +29,15 @@ MARK = "RESULT "
 
 
 class Case(NamedTuple):
-    """A model and a batch. checkpoint: of activations; lora: rank of adapters, 0: all weights."""
+    """A model and a batch. checkpoint: of activations; lora: rank of adapters, 0: all weights;
+    sequences: in each row, told by their positions."""
 
     name: str
     rows: int
     tokens: int
     checkpoint: bool = False
     lora: int = 0
+    sequences: int = 1
 
 
 CASES = {
@@ -45,6 +48,7 @@ CASES = {
         Case("gemma3-1b", 4, 2048),
         Case("llama-8b-8-layers-checkpointed", 1, 8192, checkpoint=True),
         Case("llama-1b-lora-16", 4, 2048, lora=16),
+        Case("llama-1b-packed", 1, 8192, sequences=16),
     )
 }
 #: (case, way), the most important first.
@@ -166,9 +170,14 @@ def one(name: str, way: str) -> dict[str, Any]:
     vocab = config_of(name).vocab_size
     ids = torch.randint(vocab, (case.rows, case.tokens), device="cuda", generator=generator)
 
+    more = {}
+    if case.sequences > 1:
+        length = case.tokens // case.sequences
+        more["position_ids"] = torch.arange(length, device="cuda").repeat(case.rows, case.sequences)
+
     def step() -> Tensor:
         model.zero_grad(set_to_none=True)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = model(input_ids=ids, labels=ids, use_cache=False, **more).loss
         loss.backward()
         return loss.detach()  # type: ignore[no-any-return]
 
@@ -176,6 +185,9 @@ def one(name: str, way: str) -> dict[str, Any]:
     step()
     row: dict[str, Any] = {"case": name, "way": way, "loss": loss, **timed(step)}
     if way == "hfpatch":
+        import hfpatch
+
+        row["layers"] = sum(s.op == "layer" for s in hfpatch.status(model).swaps)
         torch.backends.cuda.enable_cudnn_sdp(False)
         step()
         row["with_flash_attention"] = timed(step, rounds=2)
@@ -267,7 +279,7 @@ def drive(output: Path | None, budget: float, only: str | None) -> None:
     runs: list[list[str]] = [["--check"], *(["--one", case, way] for case, way in RUNS)]
     for arguments in runs:
         name = " ".join(arguments[1:]) or "check"
-        if only is not None and only not in name and name != "check":
+        if only is not None and not re.search(only, name):
             continue
         left = budget - (time.monotonic() - started)
         if left < 12:
@@ -298,7 +310,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, metavar="JSON")
     parser.add_argument("--budget", type=float, default=235, help="seconds for all")
-    parser.add_argument("--only", help="runs whose name holds this")
+    parser.add_argument(
+        "--only", help="runs in whose name (CASE WAY, check) this regular expression is"
+    )
     parser.add_argument("--one", nargs=2, metavar=("CASE", "WAY"), help="one run in this process")
     parser.add_argument("--check", action="store_true", help="gradients in this process")
     parser.add_argument("--saved", action="store_true", help="what autograd keeps, on a CPU")
@@ -310,7 +324,7 @@ def main() -> None:
         print(MARK + json.dumps(check("cuda" if torch.cuda.is_available() else "cpu")))
     elif args.saved:
         for name in CASES:
-            if not CASES[name].checkpoint and not CASES[name].lora:
+            if CASES[name][3:] == (False, 0, 1):
                 for way in args.ways.split(","):
                     print(name, way, json.dumps(saved(way, name)), flush=True)
     else:

@@ -227,8 +227,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         own = weight.to(hidden.dtype)  # the same tensor, but under autocast
         own_bias = None if bias is None else bias.to(hidden.dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dx = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wants_hidden else None
-        dw = weight.new_zeros(weight.shape, dtype=torch.float32) if wants_weight else None
+        dx = hidden.new_empty(hidden.shape, dtype=torch.float32) if wants_hidden else None
+        dw = weight.new_empty(weight.shape, dtype=torch.float32) if wants_weight else None
         db = weight.new_zeros(len(weight), dtype=torch.float32) if wants_bias else None
         count = max(LEAST, ROWS_BYTES // (len(weight) * hidden.element_size()))
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -247,9 +247,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if scale != 1.0:
                 z.mul_(scale)
             if dx is not None:
-                _add_product(dx[part], z, own)
+                _product_into(dx[part], z, own)
             if dw is not None:
-                _add_product(dw, z.t(), x)
+                (_add_product if start else _product_into)(dw, z.t(), x)
             if db is not None:
                 db += z.sum(0, dtype=torch.float32)
             del z
@@ -265,8 +265,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if d is None:
                 found.append(None)
                 continue
-            scaled = torch.empty_like(d, dtype=dtype)
-            found.append(torch.mul(d, grad, out=scaled))  # one kernel, which rounds once
+            found.append(_scaled(d, grad, dtype))
         return *found, None, None
 
 
@@ -375,6 +374,28 @@ class Gradients:
         """Of hidden, weight and bias; None where none is wanted."""
         dx = None if self.dx is None else self.dx.to(self.x.dtype)
         return dx, self.dw, self.db
+
+
+def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`d * factor`, rounded once. Some rows at a time on a GPU: between the product and the cast,
+    each a kernel of its own, they lie in its cache; the kernel that does both is half as fast."""
+    if not d.is_cuda or dtype == d.dtype or d.dim() != 2:
+        return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype))
+    result = torch.empty_like(d, dtype=dtype)
+    count = max(1, (16 << 20) // (4 * max(1, d.shape[1])))
+    for into, part in zip(result.split(count), d.split(count), strict=True):
+        into.copy_(part * factor)
+    return result
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """`out = a @ b`, in fp32 where PyTorch's products of half types can."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -23,7 +23,7 @@ from hfpatch.decoding.rules import LayerRule, NormRule, Part
 from hfpatch.patches.base import Forward, plain, watched
 from hfpatch.patches.unchanged import is_hooked
 from hfpatch.sources import local_package
-from hfpatch.training import attend, stages
+from hfpatch.training import attend, lora, stages
 from hfpatch.training.remade import kept_as_recipe, saving_is_watched
 
 _CHECKPOINTED = "forward_with_checkpointing"
@@ -117,6 +117,40 @@ def _is_plain_product(module: nn.Module, x: Tensor) -> bool:
 
 def _tensors(module: nn.Module) -> tuple[Any, Any]:
     return module._parameters.get("weight"), module._parameters.get("bias")
+
+
+#: Of a product: weight and bias; A, B and scaling of its adapter, or None.
+_Product = tuple[tuple[Any, Any], lora.Adapted | None]
+
+
+def _parts_of(module: nn.Module, x: Tensor) -> _Product | None:
+    """None where calling the module is more than a product, or one with an adapter."""
+    if type(module) is nn.Linear:
+        return (_tensors(module), None) if _is_plain_product(module, x) else None
+    found = lora.adapted(module)
+    if found is None or not _is_plain_product(found.base, x):
+        return None
+    casts = torch.is_autocast_enabled(x.device.type)
+    for t in (found.a, found.b):
+        if t.device != x.device or not (t.dtype == x.dtype or (casts and t.dtype == torch.float32)):
+            return None
+    return _tensors(found.base), found
+
+
+def _scales(parts: list[_Product | None]) -> tuple[float, ...]:
+    if all(p is None or p[1] is None for p in parts):
+        return ()
+    return tuple(0.0 if p is None or p[1] is None else p[1].scaling for p in parts)
+
+
+def _adapters(parts: list[_Product | None]) -> tuple[Any, ...]:
+    """A and B of each in turn."""
+    if not _scales(parts):
+        return ()
+    found: list[Any] = []
+    for p in parts:
+        found += (None, None) if p is None or p[1] is None else (p[1].a, p[1].b)
+    return tuple(found)
 
 
 class _Norm:
@@ -229,10 +263,11 @@ class Runner:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         plan = self.plan
         names = ("q",) if self._packed_qkv else ("q", "k", "v")
+        parts = [_parts_of(products[name], x) for name in names]
         used = [(n, norms[i]) for i, n in ((0, self._before), (4, self._q_norm), (5, self._k_norm))]
         closed = (
             "front" not in self._open
-            and all(_is_plain_product(products[name], x) for name in names)
+            and all(p is not None for p in parts)
             and all(n is None or n.is_plain(m, x) for n, m in used)
         )
         (before, before_module), (q_norm, q_module), (k_norm, k_module) = used
@@ -243,9 +278,9 @@ class Runner:
                 None if q_norm is None else q_norm.form(q_module),
                 plan.rule.attention.norm_across,
                 plan.heads, plan.key_heads, plan.head_dim,
-                plan.rotary_dim, plan.interleaved, self._packed_qkv,
+                plan.rotary_dim, plan.interleaved, self._packed_qkv, _scales(parts),
             )  # fmt: skip
-            pairs = [_tensors(products[name]) for name in names]
+            pairs = [p[0] for p in parts if p is not None]
             return stages.front(
                 form,
                 x,
@@ -257,6 +292,7 @@ class Runner:
                 None if k_norm is None else k_norm.tensors(k_module)[0],
                 cos,
                 sin,
+                _adapters(parts),
             )
         n = x if before_module is None else before_module(x)
         with _again(n, before, before_module, x):
@@ -296,28 +332,33 @@ class Runner:
             (self._before_mlp, before_mlp),
             (self._after_mlp, norms[3]),
         ]
-        own = [o, up, down, *([] if gate is None or self._packed_mlp else [gate])]
+        lone = gate is None or self._packed_mlp
+        parts = [
+            None if m is None else _parts_of(m, x) for m in (o, None if lone else gate, up, down)
+        ]
         closed = (
             "back" not in self._open
             and attended.dtype == _computed_in(x)
-            and all(_is_plain_product(m, x) for m in own)
+            and all(p is not None or (i == 1 and lone) for i, p in enumerate(parts))
             and all(n is None or n.is_plain(m, x) for n, m in used)
         )
         if closed:
             after, before, last = (None if n is None else n.form(m) for n, m in used)
             form = stages.BackForm(
                 _computed_in(x), after, before, last, plan.rule.parallel, plan.factor, activation,
-                gate is not None, self._packed_mlp, self._gate_first,
+                gate is not None, self._packed_mlp, self._gate_first, _scales(parts),
             )  # fmt: skip
+            of_o, of_gate, of_up, of_down = (_NOTHING if p is None else p[0] for p in parts)
             return stages.back(
                 form,
                 x,
                 attended,
-                _tensors(o),
-                None if gate is None or self._packed_mlp else _tensors(gate),
-                _tensors(up),
-                _tensors(down),
+                of_o,
+                None if lone else of_gate,
+                of_up,
+                of_down,
                 *(_NOTHING if n is None else n.tensors(m) for n, m in used),
+                _adapters(parts),
             )
         return self._open_back(x, attended, used, gate, up, down, o)
 

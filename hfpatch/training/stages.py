@@ -60,6 +60,7 @@ class FrontForm:
     rotary_dim: int
     interleaved: bool
     packed: bool
+    scales: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class BackForm:
     gated: bool
     packed: bool
     gate_first: bool
+    scales: tuple[float, ...] = ()
 
 
 def _ops() -> Any:
@@ -166,6 +168,47 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+def _adapt(out: Tensor, x: Tensor, pair: Any, scale: float) -> Tensor | None:
+    """Add a low-rank adapter's part of a product in place, out += scale (x A^T) B^T; x A^T."""
+    a, b = pair
+    if a is None:
+        return None
+    low = torch.mm(x, a.to(x.dtype).t())
+    out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
+    return low
+
+
+def _adapt_backward(
+    d: Tensor, x: Tensor | None, low: Tensor | None, pair: Any, scale: float, need: Any,
+    dx: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of A and B; that of x is added to `dx`. x: only where A's is needed."""
+    a, b = pair
+    if low is None:
+        return None, None
+    d_low = torch.mm(d, b.to(d.dtype)).mul_(scale)
+    d_b = torch.mm(d.t(), low).mul_(scale).to(b.dtype) if need[1] else None
+    d_a = torch.mm(d_low.t(), x).to(a.dtype) if need[0] and x is not None else None
+    if dx is not None:
+        dx.addmm_(d_low, a.to(d.dtype))
+    return d_a, d_b
+
+
+def _formula_product(x: Tensor, weight: Any, bias: Any, pair: Any, scale: float) -> Tensor:
+    y = _product(x, weight, bias)
+    if pair[0] is None:
+        return y
+    a, b = (t.to(x.dtype) for t in pair)
+    return y + scale * ((x @ a.t()) @ b.t())
+
+
+def _pairs(adapters: Any, count: int) -> list[Any]:
+    """(A, B) of each product, from the flat arguments of a function."""
+    if not adapters:
+        return [(None, None)] * count
+    return list(zip(adapters[::2], adapters[1::2], strict=True))
+
+
 def _weight_gradient(d: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """d [T, out], x [T, in] -> [out, in], in the dtype of the parameter."""
     return torch.mm(d.t(), x).to(weight.dtype)
@@ -219,6 +262,7 @@ def front(
     k_norm: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
+    adapters: tuple[Tensor | None, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, heads, S, head_dim], keys and values [B, key_heads, S, head_dim] of the layer's
     input `x` [B, S, hidden].
@@ -226,12 +270,14 @@ def front(
     Args:
         q, k, v: weight and bias of each product; where `form.packed` all are `q`'s.
         cos, sin: [B or 1, S, rotary_dim], or None.
+        adapters: A and B of q, k and v in turn (of all in one where `form.packed`), each None where
+            there is none; or ().
     """
     k, v = k or (None, None), v or (None, None)  # type: ignore[assignment]
     apply: Any = _Front.apply
     with _without_autocast(x.device.type):
         found: tuple[Tensor, Tensor, Tensor] = apply(
-            form, x, norm_weight, norm_bias, *q, *k, *v, q_norm, k_norm, cos, sin
+            form, x, norm_weight, norm_bias, *q, *k, *v, q_norm, k_norm, cos, sin, *adapters
         )  # type: ignore[misc]
     return found
 
@@ -254,11 +300,18 @@ class _Front(torch.autograd.Function):
         k_norm: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
+        *adapters: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias = _together(form, (qw, kw, vw), (qb, kb, vb))
         n = _rows(normed(x, form.norm, nw, nb)).to(form.compute)
         whole = n.new_empty(len(n), len(weight))
         _product_into(whole, n, weight, bias)
+        low = [
+            _adapt(out, n, pair, scale)
+            for out, pair, scale in zip(
+                torch.split(whole, _sizes(form), 1), _pairs(adapters, 0), form.scales, strict=False
+            )
+        ]
         q, k, v = _heads(whole, x.shape, form)
         raw_q = raw_k = None
         if form.qk_norm is not None:
@@ -268,7 +321,7 @@ class _Front(torch.autograd.Function):
             _rotate_into(form, (q, k), q, k, cos, sin)
         ctx.form = form
         inputs = (x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin)
-        ctx.save_for_backward(*inputs, raw_q, raw_k)
+        ctx.save_for_backward(*inputs, *adapters, raw_q, raw_k, *low)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     @staticmethod
@@ -276,10 +329,11 @@ class _Front(torch.autograd.Function):
         ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
     ) -> tuple[Any, ...]:
         form: FrontForm = ctx.form
-        *inputs, raw_q, raw_k = ctx.saved_tensors
+        saved, count = ctx.saved_tensors, 13 + 2 * len(form.scales)
+        inputs, (raw_q, raw_k, *low) = list(saved[:count]), saved[count:]
         if torch.is_grad_enabled():
             return None, *_recorded(_front_formula, ctx, inputs, dq, dk, dv)
-        x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin = inputs
+        x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin, *adapters = inputs
         need = ctx.needs_input_grad[1:]
         need_x, need_nw, need_nb, *need_products = need[:9]
         whole = x.new_empty(x.shape[0] * x.shape[1], _width(form), dtype=form.compute)
@@ -306,16 +360,32 @@ class _Front(torch.autograd.Function):
             if d is not into:
                 into.copy_(d)
         weights = [None] * 6
-        dx = dnw = dnb = None
-        if any(need_products):
+        dx = dnw = dnb = n = None
+        if any(need_products) or any(need[13::2]):
             n = _rows(normed(x, form.norm, nw, nb)).to(form.compute)
+        if any(need_products):
             weights = _products_backward(form, whole, n, (qw, kw, vw), (qb, kb, vb), need_products)
-            del n
+        dn = None
         if need_x or need_nw or need_nb:
             weight, _ = _together(form, (qw, kw, vw), (None, None, None))
-            dn = torch.mm(whole, weight.to(form.compute)).view(x.shape).to(x.dtype)
+            dn = torch.mm(whole, weight.to(form.compute))
+        of_adapters: list[Any] = []
+        pieces = torch.split(whole, _sizes(form), 1)
+        for i, (pair, scale) in enumerate(zip(_pairs(adapters, 0), form.scales, strict=True)):
+            wanted = need[13 + 2 * i : 15 + 2 * i]
+            of_adapters += _adapt_backward(pieces[i], n, low[i], pair, scale, wanted, dn)
+        del n, whole, pieces, parts
+        if dn is not None:
+            dn = dn.view(x.shape).to(x.dtype)
             dx, dnw, dnb = _norm_backward(dn, x, form.norm, nw, nb, (need_nw, need_nb))
-        return None, dx, dnw, dnb, *weights, d_qn, d_kn, None, None
+        return None, dx, dnw, dnb, *weights, d_qn, d_kn, None, None, *of_adapters
+
+
+def _sizes(form: FrontForm) -> list[int]:
+    """Columns of each product."""
+    if form.packed:
+        return [_width(form)]
+    return [c * form.head_dim for c in (form.heads, form.key_heads, form.key_heads)]
 
 
 def _width(form: FrontForm) -> int:
@@ -404,8 +474,7 @@ def _products_backward(
     form: FrontForm, d: Tensor, x: Tensor, weights: Any, biases: Any, need: list[bool]
 ) -> list[Any]:
     """Gradients of weight and bias of q, k and v in turn."""
-    counts = [form.heads, form.key_heads, form.key_heads]
-    sizes = [_width(form)] if form.packed else [c * form.head_dim for c in counts]
+    sizes = _sizes(form)
     need_weights = [n for n, w in zip(need[::2], weights, strict=True) if w is not None]
     pieces = torch.split(d, sizes, 1)
     if all(need_weights):
@@ -424,10 +493,18 @@ def _products_backward(
 
 def _front_formula(
     form: FrontForm, x: Any, nw: Any, nb: Any, qw: Any, qb: Any, kw: Any, kb: Any, vw: Any, vb: Any,
-    q_norm: Any, k_norm: Any, cos: Any, sin: Any,
+    q_norm: Any, k_norm: Any, cos: Any, sin: Any, *adapters: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    weight, bias = _together(form, (qw, kw, vw), (qb, kb, vb))
-    whole = _product(_formula_norm(x, form.norm, nw, nb).to(form.compute), weight, bias)
+    n = _formula_norm(x, form.norm, nw, nb).to(form.compute)
+    products = ((qw, qb),) if form.packed else ((qw, qb), (kw, kb), (vw, vb))
+    pairs, scales = _pairs(adapters, len(products)), form.scales or (0.0,) * len(products)
+    whole = torch.cat(
+        [
+            _formula_product(n, w, b, pair, scale)
+            for (w, b), pair, scale in zip(products, pairs, scales, strict=True)
+        ],
+        -1,
+    )
     q, k, v = _heads(_rows(whole), x.shape, form)
     if form.qk_norm is not None:
         if form.across:
@@ -473,6 +550,7 @@ def back(
     after_attention: tuple[Tensor | None, Tensor | None],
     before_mlp: tuple[Tensor | None, Tensor | None],
     after_mlp: tuple[Tensor | None, Tensor | None],
+    adapters: tuple[Tensor | None, ...] = (),
 ) -> Tensor:
     """The layer's result [B, S, hidden].
 
@@ -482,12 +560,13 @@ def back(
         o, gate, up, down: weight and bias of each product; where `form.packed`, gate and up are
             `up`'s.
         after_attention, before_mlp, after_mlp: weight and bias of the norms.
+        adapters: A and B of o, gate, up and down in turn, each None where there is none; or ().
     """
     apply: Any = _Back.apply
     with _without_autocast(x.device.type):
         found: Tensor = apply(
             form, x, attended, *o, *(gate or (None, None)), *up, *down,
-            *after_attention, *before_mlp, *after_mlp,
+            *after_attention, *before_mlp, *after_mlp, *adapters,
         )  # fmt: skip
     return found
 
@@ -497,9 +576,11 @@ class _Back(torch.autograd.Function):
     def forward(
         ctx: Any, form: BackForm, x: Tensor, a: Tensor, ow: Tensor, ob: Any, gw: Any, gb: Any,
         uw: Tensor, ub: Any, dw: Tensor, db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any,
-        mb: Any,
+        mb: Any, *adapters: Any,
     ) -> Tensor:  # fmt: skip
+        pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
         raw_h = _product(a, ow, ob)
+        low_o = _adapt(_rows(raw_h), _rows(a), pairs[0], scales[0])
         h = normed(raw_h, form.after_attention, aw, ab)
         if form.factor != 1.0:
             h = h * form.factor
@@ -513,10 +594,16 @@ class _Back(torch.autograd.Function):
             n = normed(s, form.before_mlp, bw, bb)
         if form.after_attention is None:
             raw_h = None  # type: ignore[assignment]
-        first = _first_products(form, _rows(n).to(form.compute), gw, gb, uw, ub)
-        del n
+        n = _rows(n).to(form.compute)
+        first = _first_products(form, n, gw, gb, uw, ub)
+        of_gate, of_up = _halves(form, first)
+        low_g = _adapt(of_gate, n, pairs[1], scales[1])
+        low_u = _adapt(of_up, n, pairs[2], scales[2])
+        del n, of_gate, of_up
         p = _activated(form, first)
-        raw_y = _product(p, dw, db).view(x.shape)
+        raw_y = _product(p, dw, db)
+        low_d = _adapt(raw_y, p, pairs[3], scales[3])
+        raw_y = raw_y.view(x.shape)
         del p
         y = normed(raw_y, form.after_mlp, mw, mb)
         if form.factor != 1.0:
@@ -526,57 +613,60 @@ class _Back(torch.autograd.Function):
             raw_y = None  # type: ignore[assignment]
         ctx.form = form
         ctx.save_for_backward(
-            x, a, ow, ob, gw, gb, uw, ub, dw, db, aw, ab, bw, bb, mw, mb, s, first, raw_h, raw_y
-        )
+            x, a, ow, ob, gw, gb, uw, ub, dw, db, aw, ab, bw, bb, mw, mb, *adapters,
+            s, first, raw_h, raw_y, low_o, low_g, low_u, low_d,
+        )  # fmt: skip
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         form: BackForm = ctx.form
-        *inputs, s, first, raw_h, raw_y = ctx.saved_tensors
+        *inputs, s, first, raw_h, raw_y, low_o, low_g, low_u, low_d = ctx.saved_tensors
         if torch.is_grad_enabled():
             return None, *_recorded(_back_formula, ctx, inputs, grad)
-        x, a, ow, ob, gw, gb, uw, ub, dw, db, aw, ab, bw, bb, mw, mb = inputs
+        x, a, ow, ob, gw, gb, uw, ub, dw, db, aw, ab, bw, bb, mw, mb, *adapters = inputs
+        pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
         (
             need_x, need_a, need_ow, need_ob, need_gw, need_gb, need_uw, need_ub, need_dw, need_db,
-            need_aw, need_ab, need_bw, need_bb, need_mw, need_mb,
+            need_aw, need_ab, need_bw, need_bb, need_mw, need_mb, *need_adapters,
         ) = ctx.needs_input_grad[1:]  # fmt: skip
+        need_o, need_g, need_u, need_d = (
+            (need_adapters or [False] * 8)[i : i + 2] for i in (0, 2, 4, 6)
+        )
         grad = grad.contiguous()
         # the MLP, from its end
         dy = grad if form.factor == 1.0 else grad * form.factor
         d_after, d_mw, d_mb = _norm_backward(dy, raw_y, form.after_mlp, mw, mb, (need_mw, need_mb))
         dy2 = _rows(d_after.to(form.compute))
-        d_dw = d_db = None
-        if need_dw:
+        d_dw = d_db = p = None
+        if need_dw or need_d[0]:
             p = _activated(form, first)
+        if need_dw:
             d_dw = _weight_gradient(dy2, p, dw)
-            del p
         if need_db:
             d_db = _bias_gradient(dy2, db)
         dp = torch.mm(dy2, dw.to(form.compute))
+        of_down = _adapt_backward(dy2, p, low_d, pairs[3], scales[3], need_d, dp)
+        del p
         d_first = _activated_backward(form, dp, first)
         del dp, dy, dy2, d_after
         middle = x if s is None else s
-        d_gw = d_gb = d_uw = d_ub = None
-        if need_gw or need_uw:
+        d_gw = d_gb = d_uw = d_ub = n = None
+        if need_gw or need_uw or need_g[0] or need_u[0]:
             n = _rows(normed(middle, form.before_mlp, bw, bb)).to(form.compute)
-            if form.gated and not form.packed:
-                of_gate, of_up = d_first.chunk(2, 1)
-                d_gw = _weight_gradient(of_gate, n, gw) if need_gw else None
-                d_uw = _weight_gradient(of_up, n, uw) if need_uw else None
-            else:
-                d_uw = _weight_gradient(d_first, n, uw)
-            del n
+        d_gate, d_up = _halves(form, d_first)
+        d_gw = _weight_gradient(d_gate, n, gw) if need_gw else None  # type: ignore[arg-type]
+        d_uw = _weight_gradient(d_up, n, uw) if need_uw else None  # type: ignore[arg-type]
         if need_gb:
-            d_gb = _bias_gradient(d_first[:, : len(gw)], gb)
+            d_gb = _bias_gradient(d_gate, gb)
         if need_ub:
-            d_ub = _bias_gradient(d_first[:, -len(uw) :], ub)
+            d_ub = _bias_gradient(d_up, ub)
+        dn = torch.mm(d_up, uw.to(form.compute))
         if form.gated and not form.packed:
-            dn = torch.mm(d_first[:, : len(gw)], gw.to(form.compute))
-            dn.addmm_(d_first[:, len(gw) :], uw.to(form.compute))
-        else:
-            dn = torch.mm(d_first, uw.to(form.compute))
-        del d_first
+            dn.addmm_(d_gate, gw.to(form.compute))
+        of_gate = _adapt_backward(d_gate, n, low_g, pairs[1], scales[1], need_g, dn)
+        of_up = _adapt_backward(d_up, n, low_u, pairs[2], scales[2], need_u, dn)
+        del d_first, d_gate, d_up, n
         dn, d_bw, d_bb = _norm_backward(
             dn.view(x.shape).to(x.dtype), middle, form.before_mlp, bw, bb, (need_bw, need_bb)
         )
@@ -590,10 +680,13 @@ class _Back(torch.autograd.Function):
         dh2 = _rows(dh.to(form.compute))
         d_ow = _weight_gradient(dh2, _rows(a), ow) if need_ow else None
         d_ob = _bias_gradient(dh2, ob) if need_ob else None
-        da = torch.mm(dh2, ow.to(form.compute)).view(a.shape) if need_a else None
+        da = torch.mm(dh2, ow.to(form.compute)) if need_a else None
+        of_o = _adapt_backward(dh2, _rows(a), low_o, pairs[0], scales[0], need_o, da)
+        da = None if da is None else da.view(a.shape)
+        of_adapters = (*of_o, *of_gate, *of_up, *of_down) if adapters else ()
         return (
             None, dx if need_x else None, da, d_ow, d_ob, d_gw, d_gb, d_uw, d_ub, d_dw, d_db,
-            d_aw, d_ab, d_bw, d_bb, d_mw, d_mb,
+            d_aw, d_ab, d_bw, d_bb, d_mw, d_mb, *of_adapters,
         )  # fmt: skip
 
 
@@ -619,6 +712,15 @@ def _first_products(form: BackForm, n: Tensor, gw: Any, gb: Any, uw: Tensor, ub:
     _product_into(both[:, : len(gw)], n, gw, gb)
     _product_into(both[:, len(gw) :], n, uw, ub)
     return both
+
+
+def _halves(form: BackForm, first: Tensor) -> tuple[Tensor, Tensor]:
+    """What the gate's and the up product gave; where they are one, or there is no gate, all of it
+    is the latter's."""
+    if form.gated and not form.packed:
+        gate, up = first.chunk(2, 1)
+        return gate, up
+    return first[:, :0], first
 
 
 def _activated(form: BackForm, first: Tensor) -> Tensor:
@@ -667,15 +769,22 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 def _back_formula(
     form: BackForm, x: Any, a: Any, ow: Any, ob: Any, gw: Any, gb: Any, uw: Any, ub: Any, dw: Any,
-    db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any, mb: Any,
+    db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any, mb: Any, *adapters: Any,
 ) -> Tensor:  # fmt: skip
-    h = _formula_norm(_product(a, ow, ob), form.after_attention, aw, ab) * form.factor
+    pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
+    h = (
+        _formula_norm(
+            _formula_product(a, ow, ob, pairs[0], scales[0]), form.after_attention, aw, ab
+        )
+        * form.factor
+    )
     s = x if form.parallel else x + h
     n = _formula_norm(s, form.before_mlp, bw, bb).to(form.compute)
     if form.gated and not form.packed:
-        first = torch.cat((_product(n, gw, gb), _product(n, uw, ub)), -1)
+        gate = _formula_product(n, gw, gb, pairs[1], scales[1])
+        first = torch.cat((gate, _formula_product(n, uw, ub, pairs[2], scales[2])), -1)
     else:
-        first = _product(n, uw, ub)
-    y = _product(_formula_activated(form, first), dw, db)
+        first = _formula_product(n, uw, ub, pairs[2], scales[2])
+    y = _formula_product(_formula_activated(form, first), dw, db, pairs[3], scales[3])
     y = _formula_norm(y, form.after_mlp, mw, mb) * form.factor
     return x + h + y if form.parallel else s + y  # type: ignore[no-any-return]

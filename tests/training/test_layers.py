@@ -161,12 +161,16 @@ def test_what_is_kept_of_a_layer() -> None:
     assert sizes[1] - sizes[0] <= 64 * (2 * columns + 4 * heads) + 256
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool, served: dict[str, int]) -> None:
+def test_gradient_checkpointing(reentrant: bool, before: bool, served: dict[str, int]) -> None:
     model = build(dtype=torch.float32)
     theirs = gradients(model)
+    if before:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     hfpatch.apply(model, mode="training")
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if not before:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     assert_equal(gradients(model), theirs)
@@ -184,7 +188,7 @@ def test_gradient_checkpointing(reentrant: bool, served: dict[str, int]) -> None
 
 def lora(model: Model, **more: Any) -> Model:
     peft = pytest.importorskip("peft")
-    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    targets = more.pop("target_modules", ["q_proj", "v_proj", "gate_proj", "down_proj"])
     wide = more.pop("autocast_adapter_dtype", True)
     config = peft.LoraConfig(r=4, target_modules=targets, **more)
     torch.manual_seed(3)
@@ -198,13 +202,69 @@ def lora(model: Model, **more: Any) -> Model:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
-def test_adapters_put_in_before(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_adapters_put_in_before(
+    options: dict[str, Any], dtype: torch.dtype, served: dict[str, int]
+) -> None:
     model = lora(build(dtype=dtype), **options)
     theirs = gradients(model)
     report = hfpatch.apply(model, mode="training")
     assert layers_of(report) == 2, [s.reason for s in report.skips]
     half = dtype == torch.bfloat16
     assert_equal(gradients(model), theirs, 3e-2 if half else 2e-5)
+    # adapters in fp32 beside bf16 weights, and DoRA, are modules that are called
+    assert served == ({"front": 0, "back": 0} if half or options else {"front": 2, "back": 2})
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "Starcoder2"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_adapters_in_all_products(family: str, trained: bool, served: dict[str, int]) -> None:
+    """Packed weights, an MLP without a gate; with the weights below them trained too, or not."""
+    model = build(family)
+    names = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    model = lora(model, target_modules=sorted(names - {"lm_head"}))
+    if trained:
+        for name, p in model.named_parameters():
+            p.requires_grad_("lm_head" not in name)
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    assert_equal(gradients(model), theirs)
+    assert served == {"front": 2, "back": 2}
+
+
+def test_adapters_under_autocast(served: dict[str, int]) -> None:
+    model = lora(build(dtype=torch.bfloat16))  # its adapters in fp32
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = gradients(model)
+        hfpatch.apply(model, mode="training")
+        assert_equal(gradients(model), theirs, 3e-2)
+    assert served == {"front": 2, "back": 2}
+
+
+def test_adapters_of_other_kinds_and_states(served: dict[str, int]) -> None:
+    """Several at once, one that is off, merged, with dropout: PEFT's own code runs."""
+    model = lora(build(), lora_dropout=0.5)
+    hfpatch.apply(model, mode="training")
+    torch.manual_seed(5)
+    ours = gradients(model)
+    assert served == {"front": 0, "back": 0}
+    hfpatch.restore(model)
+    torch.manual_seed(5)
+    assert_equal(ours, gradients(model))
+    model = lora(build())
+    hfpatch.apply(model, mode="training")
+    with model.disable_adapter():
+        ours = model(input_ids=batch()).logits
+    assert served == {"front": 0, "back": 0}
+    model.merge_adapter()
+    merged = model(input_ids=batch()).logits
+    assert served == {"front": 0, "back": 0}
+    model.unmerge_adapter()
+    whole = model(input_ids=batch()).logits
+    assert served == {"front": 2, "back": 2}
+    hfpatch.restore(model)
+    torch.testing.assert_close(whole, merged, rtol=1e-4, atol=1e-4)
+    with model.disable_adapter():
+        torch.testing.assert_close(ours, model(input_ids=batch()).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_put_in_after() -> None:
