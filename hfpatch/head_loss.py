@@ -383,7 +383,7 @@ def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype))
     result = torch.empty_like(d, dtype=dtype)
     count = max(1, (16 << 20) // (4 * max(1, d.shape[1])))
-    for into, part in zip(result.split(count), d.split(count), strict=True):
+    for into, part in zip(torch.split(result, count), torch.split(d, count), strict=True):
         into.copy_(part * factor)
     return result
 

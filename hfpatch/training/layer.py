@@ -348,6 +348,7 @@ class Runner:
                 _computed_in(x), after, before, last, plan.rule.parallel, plan.factor, activation,
                 gate is not None, self._packed_mlp, self._gate_first, _scales(parts),
             )  # fmt: skip
+            norm_tensors: Any = [_NOTHING if n is None else n.tensors(m) for n, m in used]
             of_o, of_gate, of_up, of_down = (_NOTHING if p is None else p[0] for p in parts)
             return stages.back(
                 form,
@@ -357,8 +358,8 @@ class Runner:
                 None if lone else of_gate,
                 of_up,
                 of_down,
-                *(_NOTHING if n is None else n.tensors(m) for n, m in used),
-                _adapters(parts),
+                *norm_tensors,
+                adapters=_adapters(parts),
             )
         return self._open_back(x, attended, used, gate, up, down, o)
 

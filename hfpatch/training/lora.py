@@ -29,29 +29,29 @@ class Adapted(NamedTuple):
 
 def adapted(module: nn.Module) -> Adapted | None:
     """The parts of a layer of that form, or None."""
-    cls = type(module)
+    cls: Any = type(module)
     if cls.__name__ != "Linear" or not cls.__module__.startswith("peft."):
         return None
-    if "forward" in module.__dict__ or is_hooked(module):
-        return None
-    if not is_proven(cls, cls.forward):
+    if "forward" in module.__dict__ or is_hooked(module) or not is_proven(cls, cls.forward):
         return None
     found = _parts(module)
     if found is None or not isinstance(found.scaling, float):
         return None
-    inner = module._modules
-    dropout = inner["lora_dropout"]
-    name = module.active_adapters[0]  # type: ignore[index]
-    drop = None if dropout is None else dropout._modules.get(name)
-    if type(drop) is not nn.Identity:
+    sides: Any = module
+    name = sides.active_adapters[0]
+    if name not in sides.lora_dropout or not _is_nothing(sides.lora_dropout[name]):
         return None
-    for side in ("lora_A", "lora_B"):
-        layer: Any = inner[side]._modules[name]  # type: ignore[union-attr]
+    layers: list[Any] = [sides.lora_A[name], sides.lora_B[name]]
+    for layer in layers:
         if type(layer) is not nn.Linear or layer.bias is not None or is_hooked(layer):
             return None
         if "forward" in layer.__dict__ or not plain(layer.weight) or not layer.weight.numel():
             return None
     return found
+
+
+def _is_nothing(dropout: Any) -> bool:
+    return type(dropout) is nn.Identity
 
 
 def _parts(module: Any) -> Adapted | None:
@@ -81,12 +81,13 @@ def is_proven(cls: type, forward: Any) -> bool:
 
 
 def _prove(cls: type) -> bool:
-    import peft
+    import peft  # type: ignore[import-not-found,unused-ignore]
 
     torch.manual_seed(0)
     plain_model = nn.Sequential(nn.Linear(12, 20)).double()
     options = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["0"], init_lora_weights=False)
-    module: Any = peft.get_peft_model(plain_model, options).base_model.model[0].double()
+    wrapped: Any = peft.get_peft_model(plain_model, options)
+    module = wrapped.base_model.model[0].double()
     if type(module) is not cls:
         return False
     parts = _parts(module)
@@ -95,8 +96,9 @@ def _prove(cls: type) -> bool:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     base: Any = parts.base
     leaves = [x, parts.a, parts.b]
+    theirs: Any = module
     results = (
-        module(x),
+        theirs(x),
         x @ base.weight.t() + base.bias + parts.scaling * (x @ parts.a.t()) @ parts.b.t(),
     )
     grad = torch.randn(5, 20, dtype=torch.float64)

@@ -97,7 +97,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
     sizes = head_counts(text_config(model.config))
     dtype, device = _place(model, paths)
     worst = _proven(proven, dtype, device, None)
-    served = {(device.type, dtype, None)}
+    served: set[tuple[str, torch.dtype, torch.dtype | None]] = {(device.type, dtype, None)}
     for autocast in (torch.bfloat16, torch.float16) if dtype == torch.float32 else (dtype,):
         with contextlib.suppress(Unexplained):  # the original's forward, then
             _proven(proven, dtype, device, autocast)

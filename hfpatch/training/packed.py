@@ -90,7 +90,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, of: Sequences, scale: float | None
         and q.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
         and torch.cuda.get_device_capability(q.device)[0] >= 8
-        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     )
     if flash:
         longest = max(of.lengths)
@@ -104,8 +104,10 @@ def attended(q: Tensor, k: Tensor, v: Tensor, of: Sequences, scale: float | None
     if len(of.lengths) > _MOST_IN_TURN:
         return None
     pieces = []
-    for one in zip(*(t.split(of.lengths) for t in (q, k, v)), strict=True):
-        pieces.append(_one(*(t.transpose(0, 1)[None] for t in one), of.window, scale))
+    cut: Any = torch.split
+    for one in zip(*(cut(t, of.lengths) for t in (q, k, v)), strict=True):
+        q_of, k_of, v_of = (t.transpose(0, 1)[None] for t in one)
+        pieces.append(_one(q_of, k_of, v_of, of.window, scale))
     return torch.cat(pieces).view(shape)
 
 

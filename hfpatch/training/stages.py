@@ -199,7 +199,8 @@ def _formula_product(x: Tensor, weight: Any, bias: Any, pair: Any, scale: float)
     if pair[0] is None:
         return y
     a, b = (t.to(x.dtype) for t in pair)
-    return y + scale * ((x @ a.t()) @ b.t())
+    more: Tensor = (x @ a.t()) @ b.t()
+    return y + scale * more
 
 
 def _pairs(adapters: Any, count: int) -> list[Any]:
@@ -363,7 +364,7 @@ class _Front(torch.autograd.Function):
         dx = dnw = dnb = n = None
         if any(need_products) or any(need[13::2]):
             n = _rows(normed(x, form.norm, nw, nb)).to(form.compute)
-        if any(need_products):
+        if n is not None and any(need_products):
             weights = _products_backward(form, whole, n, (qw, kw, vw), (qb, kb, vb), need_products)
         dn = None
         if need_x or need_nw or need_nb:
@@ -641,7 +642,7 @@ class _Back(torch.autograd.Function):
         d_dw = d_db = p = None
         if need_dw or need_d[0]:
             p = _activated(form, first)
-        if need_dw:
+        if p is not None and need_dw:
             d_dw = _weight_gradient(dy2, p, dw)
         if need_db:
             d_db = _bias_gradient(dy2, db)
@@ -655,8 +656,8 @@ class _Back(torch.autograd.Function):
         if need_gw or need_uw or need_g[0] or need_u[0]:
             n = _rows(normed(middle, form.before_mlp, bw, bb)).to(form.compute)
         d_gate, d_up = _halves(form, d_first)
-        d_gw = _weight_gradient(d_gate, n, gw) if need_gw else None  # type: ignore[arg-type]
-        d_uw = _weight_gradient(d_up, n, uw) if need_uw else None  # type: ignore[arg-type]
+        d_gw = _weight_gradient(d_gate, n, gw) if need_gw and n is not None else None
+        d_uw = _weight_gradient(d_up, n, uw) if need_uw and n is not None else None
         if need_gb:
             d_gb = _bias_gradient(d_gate, gb)
         if need_ub:
