@@ -358,8 +358,10 @@ class Runner:
                 None if lone else of_gate,
                 of_up,
                 of_down,
-                *norm_tensors,
-                adapters=_adapters(parts),
+                norm_tensors[0],
+                norm_tensors[1],
+                norm_tensors[2],
+                _adapters(parts),
             )
         return self._open_back(x, attended, used, gate, up, down, o)
 

@@ -35,7 +35,7 @@ def adapted(module: nn.Module) -> Adapted | None:
     if "forward" in module.__dict__ or is_hooked(module) or not is_proven(cls, cls.forward):
         return None
     found = _parts(module)
-    if found is None or not isinstance(found.scaling, float):
+    if found is None:
         return None
     sides: Any = module
     name = sides.active_adapters[0]
@@ -43,7 +43,11 @@ def adapted(module: nn.Module) -> Adapted | None:
         return None
     layers: list[Any] = [sides.lora_A[name], sides.lora_B[name]]
     for layer in layers:
-        if type(layer) is not nn.Linear or layer.bias is not None or is_hooked(layer):
+        if (
+            type(layer) is not nn.Linear
+            or layer._parameters.get("bias") is not None
+            or is_hooked(layer)
+        ):
             return None
         if "forward" in layer.__dict__ or not plain(layer.weight) or not layer.weight.numel():
             return None
@@ -64,7 +68,8 @@ def _parts(module: Any) -> Adapted | None:
         if module.lora_variant.get(name) is not None or name not in module.lora_A:
             return None
         a, b = (side[name].weight for side in (module.lora_A, module.lora_B))
-        return Adapted(module.base_layer, a, b, module.scaling[name])
+        scaling: Any = module.scaling[name]
+        return Adapted(module.base_layer, a, b, scaling) if type(scaling) is float else None
     except AttributeError:  # of another version
         return None
 

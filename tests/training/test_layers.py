@@ -98,12 +98,13 @@ def layers_of(report: Any) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_families(family: str, dtype: torch.dtype) -> None:
+def test_gradients_of_families(family: str, dtype: torch.dtype, served: dict[str, int]) -> None:
     model = build(family, dtype)
     theirs = gradients(model)
     report = hfpatch.apply(model, mode="training")
     assert layers_of(report) == 2, [s.reason for s in report.skips]
     ours = gradients(model)
+    assert served == {"front": 2, "back": 2}
     hfpatch.restore(model)
     truth = gradients(model.double())
     eps = torch.finfo(dtype).eps

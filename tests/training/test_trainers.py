@@ -106,9 +106,11 @@ def test_trainer_with_adapters_and_the_callback(tmp_path: Path) -> None:
 
 def test_accelerate(tmp_path: Path) -> None:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     found = []
     for patched in (False, True):
+        AcceleratorState._reset_state(True)
         model = build()
         if patched:
             hfpatch.apply(model, mode="training")
