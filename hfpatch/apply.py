@@ -202,6 +202,7 @@ def status(model: Any) -> Report:
     from hfpatch.decoding import kept
     from hfpatch.patches.blocks import flash3
     from hfpatch.proofs import autocast_notes
+    from hfpatch.training.adapted_by import stepping_aside
 
     name, roots = _roots(model)
     swaps: list[Swap] = []
@@ -226,6 +227,7 @@ def status(model: Any) -> Report:
         *(note for p in known for note in p.notes),
         *(note for _, root in roots for note in graphs.notes(root)),
         *(note for _, root in roots for note in kept.notes(root)),
+        *(note for _, root in roots for note in stepping_aside(root)),
         *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]

@@ -28,9 +28,9 @@ from hfpatch.plan import Skip, Swap
 from hfpatch.proofs import Prepared
 from hfpatch.settings import Settings, matches
 from hfpatch.training import proof
+from hfpatch.training.adapted_by import OP
 from hfpatch.training.layer import LayerPlan, adapter
 
-OP = "layer"
 _SKIPPED = "decoder layers: "
 # What was proven of a class and configuration: by the replica, dtype and device. The replica of a
 # proof is one object as long as the proof is kept.
