@@ -1,4 +1,4 @@
-"""Whose code stands inside decoder layers that were swapped for training: they step aside for it."""
+"""Whose code stands inside decoder layers that were swapped: they step aside for it."""
 
 from __future__ import annotations
 
