@@ -224,6 +224,7 @@ def status(model: Any) -> Report:
     from hfpatch.decoding import kept
     from hfpatch.patches.blocks import flash3
     from hfpatch.proofs import autocast_notes
+    from hfpatch.training.adapted_by import stepping_aside
 
     name, roots = _roots(model)
     swaps: list[Swap] = []
@@ -248,6 +249,7 @@ def status(model: Any) -> Report:
         *(note for p in known for note in p.notes),
         *(note for _, root in roots for note in graphs.notes(root)),
         *(note for _, root in roots for note in kept.notes(root)),
+        *(note for _, root in roots for note in stepping_aside(root)),
         *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]
@@ -284,6 +286,14 @@ def _decide(
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     no_graphs: list[str] = []
+    if settings.training:
+        from hfpatch.training.offer import offer as offer_layers
+
+        layers, skipped = offer_layers(roots, settings)
+        taken = {id(p.module) for p in prepared}
+        prepared = [*(p for p in layers if id(p.module) not in taken), *prepared]
+        swaps = tuple(p.swap for p in prepared)
+        decided = replace(decided, swaps=swaps, skips=(*skipped, *decided.skips))
     candidates = _candidates(roots, settings, prepared) if blocks else []
     decided = replace(decided, candidates=tuple(p.swap.now(p.swap.path) for p in candidates))
     if wanted:

@@ -144,7 +144,7 @@ class Analysis:
         rules: list[LayerRule] = []
         for index, path in enumerate(layers):
             before = zip(layers, rules, strict=False)  # most layers are like one before them
-            likely = (_moved(rule, f"{old}.", f"{path}.") for old, rule in before)
+            likely = (moved(rule, f"{old}.", f"{path}.") for old, rule in before)
             known = dict.fromkeys(likely)
             rules.append(
                 next((r for r in known if self._explains(r, index, path)), None)
@@ -456,14 +456,14 @@ class Analysis:
         return list(dict.fromkeys(map(float, [*named, head_dim**-0.5, *others])))
 
 
-def _moved(rule: Any, old: str, new: str) -> Any:
+def moved(rule: Any, old: str, new: str) -> Any:
     """A rule of one layer as that of another: other paths."""
     if isinstance(rule, str):
         return new + rule[len(old) :] if rule.startswith(old) else rule
     if isinstance(rule, tuple):
-        return tuple(_moved(r, old, new) for r in rule)
+        return tuple(moved(r, old, new) for r in rule)
     if is_dataclass(rule) and not isinstance(rule, type):
-        return type(rule)(*(_moved(getattr(rule, f.name), old, new) for f in fields(rule)))
+        return type(rule)(*(moved(getattr(rule, f.name), old, new) for f in fields(rule)))
     return rule
 
 

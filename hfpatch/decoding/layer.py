@@ -33,7 +33,9 @@ class Described:
 
 
 @dataclass(frozen=True)
-class _Proven:
+class Proven:
+    """A recipe and the replica of which it is proven."""
+
     recipe: Recipe
     replica: nn.Module
     output: type
@@ -41,7 +43,7 @@ class _Proven:
 
 
 # One proof serves every model of one class, code and configuration. The last ones are kept.
-_proofs: dict[Any, _Proven | str] = {}
+_proofs: dict[Any, Proven | str] = {}
 _MOST = 16
 _lock = threading.RLock()
 
@@ -71,8 +73,7 @@ def describe(model: nn.Module) -> Described:
     Raises:
         Unexplained: the grammar does not explain it; the text names the stage.
     """
-    with _lock, torch.random.fork_rng(devices=[]):
-        proven = _proof_of(model)
+    proven = proof_of(model)
     if isinstance(proven, str):
         raise Unexplained(proven)
     check_attention(model)
@@ -85,7 +86,13 @@ def forget() -> None:
     _proofs.clear()
 
 
-def _proof_of(model: Any) -> _Proven | str:
+def proof_of(model: Any) -> Proven | str:
+    """What explains a model of this class and configuration, proven; or why nothing does."""
+    with _lock, torch.random.fork_rng(devices=[]):
+        return _proof_of(model)
+
+
+def _proof_of(model: Any) -> Proven | str:
     implementation = _implementation(model)
     classes = {type(m): m for m in model.modules()}
     codes = frozenset(code_of(m) for m in classes.values())
@@ -103,7 +110,7 @@ def _implementation(model: Any) -> str:
     return chosen if chosen in ("eager", "sdpa") else "eager"
 
 
-def _prove(model: nn.Module, implementation: str) -> _Proven | str:
+def _prove(model: nn.Module, implementation: str) -> Proven | str:
     try:
         replica = make_replica(model, implementation)
         try:
@@ -116,7 +123,7 @@ def _prove(model: nn.Module, implementation: str) -> _Proven | str:
         return str(e)
     except Exception as e:  # a model of another kind may lack anything
         return f"it could not be examined ({type(e).__name__}: {e})"
-    return _Proven(recipe, replica, output, frozenset(_live(recipe)))
+    return Proven(recipe, replica, output, frozenset(_live(recipe)))
 
 
 def _live(rule: Any) -> set[tuple[str, str]]:

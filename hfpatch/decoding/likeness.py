@@ -4,6 +4,7 @@ replica would not have seen."""
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _IDLE = frozenset(
         *("layer_idx", "hf_device_map", "is_loaded_in_8bit"),
     }
 )
+#: A layer's switch for activation checkpointing, and who does it.
+_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 _CAPTURING = "transformers.utils.output_capturing"
 
 
@@ -58,6 +61,50 @@ def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[s
         _check_tensors(where, mine, small)
         _check_attributes(path, where, mine, small, read)
     _check_parameters(model)
+
+
+def check_layer_likeness(
+    model: nn.Module,
+    replica: nn.Module,
+    read: frozenset[tuple[str, str]],
+    layers: Sequence[str],
+    opaque: frozenset[str],
+) -> None:
+    """The same for the layers alone, as training needs it: products may be modules of any kind, a
+    layer may have hooks, and parameters may be spread or of several dtypes.
+
+    Args:
+        layers: their paths.
+        opaque: paths of the products.
+
+    Raises:
+        Unexplained: the model differs; the text says where and how.
+    """
+    for top in layers:
+        ours, theirs = (
+            dict(m.get_submodule(top).named_modules(prefix=top)) for m in (model, replica)
+        )
+        hidden = tuple(f"{path}." for path in opaque if path.startswith(f"{top}."))
+        for path in dict.fromkeys((*theirs, *ours)):
+            if path in opaque and path in ours:
+                continue
+            if path.startswith(hidden):
+                continue
+            if path not in theirs or path not in ours:
+                raise Unexplained(f"it has {'a further' if path in ours else 'no'} module `{path}`")
+            mine, small = ours[path], theirs[path]
+            if class_of(mine) is not type(small):
+                raise Unexplained(
+                    f"`{path}` is a `{class_of(mine).__name__}`, expected the "
+                    f"`{type(small).__name__}` that its class builds"
+                )
+            if (why := odd_code(mine)) is not None:
+                raise Unexplained(f"`{path}`: {why}")
+            if (why := what_wraps(mine, root=path == top)) is not None:
+                raise Unexplained(f"`{path}` {why}")
+            _check_tensors(f"`{path}`", mine, small)
+            known = read if path != top else read | {(path, name) for name in _CHECKPOINTING}
+            _check_attributes(path, f"`{path}`", mine, small, known)
 
 
 def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
