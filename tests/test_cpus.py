@@ -54,6 +54,20 @@ def test_files_are_there() -> None:
     }
 
 
+def test_every_comparison_has_its_place() -> None:
+    """A file that compares results runs under every setting, or is named with the reason why not."""
+    compare = {
+        path.relative_to(cpus.ROOT).as_posix()
+        for path in Path(__file__).parent.rglob("test_*.py")
+        if cpus.COMPARES.search(path.read_text(encoding="utf-8"))
+    }
+    named = (*cpus.NUMERIC, *cpus.ELSEWHERE)
+    left = {p for p in compare if not any(p == n or p.startswith(f"{n}/") for n in named)}
+    assert not left - {"tests/test_cpus.py"}
+    assert not set(cpus.NUMERIC) & set(cpus.ELSEWHERE)
+    assert all((cpus.ROOT / path).exists() for path in cpus.ELSEWHERE)
+
+
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert cpus.main(["avx3"]) == cpus.BAD_USAGE
     assert "avx2, baseline" in capsys.readouterr().err
