@@ -55,7 +55,7 @@ def test_files_are_there() -> None:
 
 
 def test_every_comparison_has_its_place() -> None:
-    """A file that compares results runs under every setting, or is named with the reason why not."""
+    """What compares results runs under every setting, or is named with the reason why not."""
     compare = {
         path.relative_to(cpus.ROOT).as_posix()
         for path in Path(__file__).parent.rglob("test_*.py")
