@@ -27,10 +27,16 @@ def proposals(p: Proposal) -> Iterator[Inputs]:
     main = name if isinstance(name, str) and p.has(name) else next(iter(p.parameters), "none")
     if main == "pixel_values" and _number(p.config, *_IMAGE_TOKENS) is not None:
         main = "input_ids"  # an image goes in at the places of its tokens
-    if main not in _MAIN:
+    if main not in _MAIN and not (main == "hidden_states" and p.has("grid_thw")):
         raise NoInputs(f"`{type(p.model).__name__}`: its input `{main}` is of no known kind")
     if main == "input_ids" and not _pairs(p):
         yield from _text_around(p)
+    for grid in ("grid_thw", "image_grid_thw"):  # a tower of patches in a row
+        if p.has(grid) and main in ("hidden_states", "pixel_values"):
+            for given in _patches(p):
+                yield {main: given["pixel_values"], grid: given["image_grid_thw"]}
+    if main == "hidden_states":
+        raise NoInputs(f"`{type(p.model).__name__}`: its input `{main}` is of no known kind")
     for value in _MAIN[main](p):
         inputs: Inputs = {main: value}
         if p.has("input_ids") and main != "input_ids" and _pairs(p):
@@ -171,20 +177,27 @@ def _count(features: Any) -> int:
     return sum(t.numel() // t.shape[-1] for t in tensors)
 
 
+def _patches(p: Proposal) -> Iterator[Inputs]:
+    """Patches in a row, of pictures of two by two groups that are merged, with their grid."""
+    vision = getattr(p.config, "vision_config", None) or p.config
+    patch = _number(vision, "patch_size", "spatial_patch_size")
+    if not patch:
+        return
+    merge = _number(vision, "spatial_merge_size", "merge_size") or 2
+    channels = _number(vision, "in_channels", "in_chans", "num_channels") or 3
+    frames = _number(vision, "temporal_patch_size") or 1
+    grid = torch.tensor([[1, 2 * merge, 2 * merge]] * p.batch, device=p.device)
+    rows = p.batch * 4 * merge * merge
+    for depth in dict.fromkeys((frames, 1)):
+        patches = p.floats(rows, channels * depth * patch * patch)
+        yield {"pixel_values": patches, "image_grid_thw": grid}
+
+
 def _images(p: Proposal) -> Iterator[Inputs]:
     """One image for each text: patches in a row with their grid, a picture, one of several, tiles
     of one."""
-    vision = getattr(p.config, "vision_config", None) or p.config
-    patch = _number(vision, "patch_size", "spatial_patch_size")
-    if p.has("image_grid_thw") and patch:
-        merge = _number(vision, "spatial_merge_size", "merge_size") or 2
-        channels = _number(vision, "in_channels", "in_chans", "num_channels") or 3
-        frames = _number(vision, "temporal_patch_size") or 1
-        grid = torch.tensor([[1, 2 * merge, 2 * merge]] * p.batch, device=p.device)
-        rows = p.batch * 4 * merge * merge
-        for depth in dict.fromkeys((frames, 1)):
-            patches = p.floats(rows, channels * depth * patch * patch)
-            yield {"pixel_values": patches, "image_grid_thw": grid}
+    if p.has("image_grid_thw"):
+        yield from _patches(p)
     pixels = next(_pixels(p))
     sizes: list[Inputs] = [{}]
     if p.has("image_sizes"):
