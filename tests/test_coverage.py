@@ -85,7 +85,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "SamLayerNorm: unexplained: " in said
     (last,) = (line for line in said.splitlines() if line.startswith("transformers: "))
-    assert re.search(r"models 1, .*nothing 0, not built 0, .* 0 of 1 \(0\.0%\); norms \d+ of ", last)
+    pattern = r"models 1, .*nothing 0, not built 0, .* 0 of 1 \(0\.0%\); norms \d+ of "
+    assert re.search(pattern, last)
     assert "diffusers: " not in said and "{" not in last
 
 
