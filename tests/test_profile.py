@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,30 @@ def test_the_profiler_of_pytorch_says_nothing(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "wrote " in done.stdout
     assert "USDT" not in done.stderr and "profiler_start" not in done.stderr
+
+
+class Nesting(HTMLParser):
+    """Raises where an element ends that is not the one that began last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ended: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.ended.append(tag)
+
+
+def test_every_element_of_the_page_ends(tmp_path: Path) -> None:
+    (tmp_path / "makes.py").write_text(WAITS)
+    profiled(tmp_path / "out", f"{tmp_path / 'makes.py'}:linear")
+    (page,) = (tmp_path / "out").glob("*.html")
+    found = Nesting(page.read_text(encoding="utf-8"))
+    assert found.open == [] and found.ended.count("table") > 1
