@@ -231,8 +231,9 @@ def test_a_backward_does_not_wait(autocast: bool) -> None:
     assert kernel in seen.names, "the next call tries again"
 
 
+@pytest.mark.parametrize("warn_only", [False, True])
 @pytest.mark.parametrize("before", ["as it is", "changed before"])
-def test_a_proof_puts_back_what_a_module_may_change(before: str) -> None:
+def test_a_proof_puts_back_what_a_module_may_change(before: str, warn_only: bool) -> None:
     """Whichever way the switches stand, and although the module leaves with an error."""
 
     def state() -> tuple[Any, ...]:
@@ -250,7 +251,7 @@ def test_a_proof_puts_back_what_a_module_may_change(before: str) -> None:
     def change(on: bool) -> None:
         torch.set_default_dtype(torch.float64 if on else torch.float32)
         torch.set_grad_enabled(not on)
-        torch.use_deterministic_algorithms(on, warn_only=on)
+        torch.use_deterministic_algorithms(on, warn_only=on and warn_only)
         torch.set_float32_matmul_precision("medium" if on else "highest")
 
     on = before == "as it is"
@@ -259,7 +260,8 @@ def test_a_proof_puts_back_what_a_module_may_change(before: str) -> None:
     try:
         with suppress(KeyError), float32_default():
             change(on)
-            random.random(), numpy.random.random(), torch.rand(1)
+            drawn = random.random(), numpy.random.random(), torch.rand(1)
+            assert len(drawn) == 3
             assert not any(a == b for a, b in zip(state()[4:], expected[4:], strict=True))
             assert state()[2:4] != expected[2:4]
             raise KeyError
