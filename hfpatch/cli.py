@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -129,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 a check or a download failed, 2 bad usage,
     3 `apply-check` could not compare."""
     args = build_parser().parse_args(argv)
+    # PyTorch's profiler announces each start and stop on stderr; its failures are exceptions.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         if args.command == "env":
             return _env(args)

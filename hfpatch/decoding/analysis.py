@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfpatch.decoding import cache as caches
 from hfpatch.decoding import reference, spec
 from hfpatch.decoding.replica import (
     VOCAB,
@@ -63,7 +64,7 @@ class Analysis:
         self.cache = DynamicCache(config=replica.config)
         with torch.no_grad(), WithoutCasts(), Recording(replica) as self.run:
             self.logits = replica(
-                input_ids=self.ids, past_key_values=self.cache, use_cache=True
+                input_ids=self.ids, use_cache=True, **{caches.NAME: self.cache}
             ).logits
         self.paths = {id(m): path for path, m in replica.named_modules()}
         self.norms = self._all_norms()

@@ -10,17 +10,35 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch.decoding.spec import Attention, CacheTable, Model
 
+#: What a call of a model, and its output, call the cache. transformers 5.24 renamed it, and takes
+#: the name before as well.
+NAME = next(
+    f.name
+    for f in dataclasses.fields(CausalLMOutputWithPast)
+    if f.name in ("cache", "past_key_values")
+)
+NAMES = tuple(dict.fromkeys((NAME, "past_key_values")))
+
 #: New tokens that an arena has room for beside an eighth of those that are there.
 _ROOM = 256
+
+
+def given(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments, by whichever of its names; None where two are given."""
+    found = [kwargs[name] for name in NAMES if kwargs.get(name) is not None]
+    return found[0] if len(found) == 1 else None
 
 
 class Arena:

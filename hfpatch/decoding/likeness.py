@@ -50,9 +50,12 @@ def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[s
             raise Unexplained(f"it has {which} module `{path}`")
         mine, small = ours[path], theirs[path]
         if class_of(mine) is not type(small):
+            own, expected = class_of(mine), type(small)
+            names = [c.__name__ for c in (own, expected)]
+            if names[0] == names[1]:  # of another module, as a quantized layer
+                names = [f"{c.__module__}.{c.__qualname__}" for c in (own, expected)]
             raise Unexplained(
-                f"{where} is a `{class_of(mine).__name__}`, expected the "
-                f"`{type(small).__name__}` that its class builds"
+                f"{where} is a `{names[0]}`, expected the `{names[1]}` that its class builds"
             )
         if (why := odd_code(mine)) is not None:
             raise Unexplained(f"{where}: {why}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfpatch.decoding import cache as caches
 from hfpatch.decoding import reference
 from hfpatch.decoding.analysis import Analysis
 from hfpatch.decoding.replica import VOCAB, Recording, WithoutCasts, same, text_config
@@ -54,8 +55,8 @@ def prove(recipe: Recipe, replica: Any) -> type:
                 input_ids=ids[:, now],
                 attention_mask=mask[:, : now.stop],
                 position_ids=positions[:, now],
-                past_key_values=cache,
                 use_cache=True,
+                **{caches.NAME: cache},
             )
             if table is None:
                 table = _table(described, cache, total)
@@ -104,7 +105,7 @@ def with_rounding(recipe: Recipe, analysis: Analysis) -> Recipe:
                 module._buffers[name] = buffer.float()
     cache = DynamicCache(config=half.config)
     with Recording(half) as run:
-        half(input_ids=analysis.ids, past_key_values=cache, use_cache=True)
+        half(input_ids=analysis.ids, use_cache=True, **{caches.NAME: cache})
     first = recipe.layers[0].attention.path.rpartition(".")[0]
     embedded = torch.nn.functional.embedding(
         analysis.ids, half.get_submodule(recipe.embedding).weight

@@ -36,7 +36,7 @@ _LIMITS = {torch.float32: 256.0, torch.float16: 8.0, torch.bfloat16: 8.0}
 #: Arguments of a call that a step serves where they are as `generate` gives them.
 _TAKEN = frozenset(
     {
-        *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+        *("input_ids", "attention_mask", "position_ids", *caches.NAMES, "use_cache"),
         *("logits_to_keep", "return_dict"),
     }
 )
@@ -92,7 +92,7 @@ class Decoder:
         if self.refused is not None or model.training or torch.is_grad_enabled():
             return None
         ids = args[0] if len(args) == 1 else kwargs.get("input_ids")
-        cache = kwargs.get("past_key_values")
+        cache = caches.given(kwargs)
         if type(ids) is not Tensor or cache is None or len(args) > 1:
             return None
         if ids.dim() != 2 or ids.dtype != torch.int64 or ids.shape[1] > MOST_TOKENS:
@@ -183,7 +183,7 @@ class Decoder:
             return self._serve(model, original, step, args, kwargs)
         arena.table.length += tokens
         self.steps += 1
-        return self.described.output(logits=logits, past_key_values=step.cache)
+        return self.described.output(logits=logits, **{caches.NAME: step.cache})
 
     def _is_current(self, model: nn.Module) -> bool:
         """Whether the engines are those of the model as it is; makes them so where they can be."""
@@ -264,7 +264,7 @@ class Decoder:
         limit = _LIMITS[logits.dtype] * torch.finfo(logits.dtype).eps * math.sqrt(len(layers))
         theirs = output.logits[:, -logits.shape[1] :]
         pairs = [("logits", logits, theirs)]
-        for index, held in enumerate(output.past_key_values.layers):
+        for index, held in enumerate(output[caches.NAME].layers):
             for name in ("keys", "values"):
                 mine = getattr(arena.table, name)[index][:, :, -tokens:]
                 pairs.append(
