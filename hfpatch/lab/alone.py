@@ -28,7 +28,14 @@ def checking() -> Iterator[None]:
 
 
 @contextmanager
-def _held(exclusive: bool) -> Iterator[None]:
+def counting() -> Iterator[None]:
+    """While it lasts no other lab of this user runs Nsight Compute; others may load and compile."""
+    with _held(exclusive=True, name="counters"):
+        yield
+
+
+@contextmanager
+def _held(exclusive: bool, name: str = "measuring") -> Iterator[None]:
     try:
         import fcntl
     except ImportError:  # Windows: labs are run one after the other
@@ -38,7 +45,7 @@ def _held(exclusive: bool) -> Iterator[None]:
         who = getpass.getuser()
     except (KeyError, OSError):  # a user without a name
         who = str(os.getuid())
-    path = Path(tempfile.gettempdir()) / f"hfpatch-lab-{who}.lock"
+    path = Path(tempfile.gettempdir()) / f"hfpatch-lab-{name}-{who}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)

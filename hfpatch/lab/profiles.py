@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.lab import bottleneck, ncu, worker
+from hfpatch.lab.alone import counting
 from hfpatch.lab.workspace import Lab, write_json
 
 
@@ -50,10 +51,14 @@ def _counted(lab: Lab, n: int, tool: str, seconds: float) -> dict[str, Any]:
         problem: ncu.Unreadable | None = None
         page = ""
         try:
-            page = ncu.collect(
-                tool, worker.command(wanted, result), worker.environment(),
-                lab.folder(n) / "kernels", seconds,
-            )  # fmt: skip
+            with counting():
+                page = ncu.collect(
+                    tool,
+                    worker.command(wanted, result),
+                    worker.environment(),
+                    lab.folder(n) / "kernels",
+                    seconds,
+                )
         except ncu.Unreadable as e:
             problem = e
         if result.is_file():  # a version that fails says so itself

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 #: What `lab init --region` writes as v0.
-TEMPLATE = '''"""`{path}` of {model} as hfpatch fuses it. Versions change one thing in `run_kernel`."""
+TEMPLATE = '''"""`{path}` of {model} as hfpatch has it. A version changes one thing."""
 
 from hfpatch.lab import regions
 

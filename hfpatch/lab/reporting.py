@@ -43,20 +43,10 @@ def report(lab: Lab, seconds: float) -> Found:
 
 
 def _row(lab: Lab, n: int) -> Found:
-    """One version of the path; `gain of v0` is the product of those on its way."""
+    """One version of the path."""
     hypothesis, record = lab.result(n, "hypothesis") or {}, lab.result(n, "record") or {}
     profile = lab.result(n, "profile") or {}
     checked = lab.result(n, "correctness") or {}
-    gain: float | None = 1.0
-    at: int | None = n
-    while at:
-        found = lab.result(at, "record") or {}
-        step = found.get("gain")
-        gain = None if gain is None or step is None else gain * step
-        at = found.get("from")
-        if at is None:
-            gain = None
-            break
     return {
         "version": n,
         "from": hypothesis.get("from"),
@@ -68,7 +58,7 @@ def _row(lab: Lab, n: int) -> Found:
         "outcome": record.get("outcome", "" if n == 0 else "not recorded"),
         "note": record.get("note", ""),
         "gain": record.get("gain"),
-        "gain of v0": gain,
+        "gain of v0": lab.gain(n),
         "bottleneck": profile.get("bottleneck", {}).get("kind"),
         "source": profile.get("source"),
         "us": profile.get("roofline", {}).get("us", {}).get("median"),

@@ -150,13 +150,24 @@ class Lab:
             raise Refused(f"v{n} did not pass its check; `v{n}/correctness.md` says why")
         return found
 
+    def gain(self, n: int) -> float | None:
+        """How many times as fast as v0 version n is: the product of the gains on its way; None
+        where one of them has none."""
+        gain, at = 1.0, n
+        while at:
+            record = self.result(at, "record")
+            if record is None or record["gain"] is None:
+                return None
+            gain, at = gain * record["gain"], record["from"]
+        return gain
+
     def best(self) -> int:
-        """The newest version whose record says success; v0 where none does."""
-        best = 0
+        """The fastest version whose record says success; v0 where none does."""
+        best, most = 0, 1.0
         for n in range(1, self.last + 1):
-            record = self.result(n, "record")
-            if record is not None and record["outcome"] == "success":
-                best = n
+            record, gain = self.result(n, "record"), self.gain(n)
+            if gain is not None and record and record["outcome"] == "success" and gain > most:
+                best, most = n, gain
         return best
 
 
