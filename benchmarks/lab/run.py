@@ -2,9 +2,10 @@
 
     python benchmarks/lab/run.py OUT [--only NAME ...] [--seconds 230]
 
-Every step is a command of `hfpatch lab`, as a program would drive it. Labs run beside each other; the
-lab itself lets only one measure at a time. Writes `OUT/lab.tar.gz` (every file but compiled ones) and
-`OUT/summary.json`, and prints what came out; exit status 1 if something is not as it must be.
+Every step is a command of `hfpatch lab`, as a program would drive it. Labs run beside each other;
+the lab itself lets only one measure at a time. Writes `OUT/lab.tar.gz` (every file but compiled
+ones) and `OUT/summary.json`, and prints what came out; exit status 1 if something is not as it must
+be.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def synthetic(driver: Driver, name: str) -> dict[str, Any]:
 
 
 def stops(driver: Driver) -> dict[str, Any]:
-    """Wrong kernels and those that write beyond outputs stop at check, a missing tool at profile."""
+    """Wrong kernels and writes beyond outputs stop at check, a missing tool at profile."""
     found = {}
     ref, where = str(HERE / "synthetic" / "copy_ref.py"), driver.work / "stops"
     for name in ("wrong", "beyond"):

@@ -138,7 +138,7 @@ def _places(name: str, old: str, new: str) -> list[Place]:
         for function in dict.fromkeys(f for _, f in (*removed, *added)):
             here = [[t for t, f in lines if f == function] for lines in (removed, added)]
             if function:
-                _note(found, f"{name}: {function}", function, *here, said[function])
+                _note(found, f"{name}: {function}", function, here[0], here[1], said[function])
                 continue
             for line in here[0]:
                 _note(found, f"{name}: `{line[:40]}`", "", [line], [], set())

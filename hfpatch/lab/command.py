@@ -267,7 +267,6 @@ def _profile(args: argparse.Namespace) -> Said:
 
 
 def _recommend(args: argparse.Namespace) -> Said:
-    from hfpatch.lab import steps
     from hfpatch.lab.experience import both
     from hfpatch.lab.recommend import as_text, recommend
 
@@ -276,7 +275,7 @@ def _recommend(args: argparse.Namespace) -> Said:
         lab = _lab(args)
         kernel = lab.data["subject"]["name"]
         backend = backend or lab.data["subject"]["backend"]
-        chip = chip or steps.chip(lab)
+        chip = chip or lab.data.get("chip")
         if bottleneck is None:
             profile = lab.result(lab.best(), "profile") or {}
             kind = profile.get("bottleneck", {}).get("kind")

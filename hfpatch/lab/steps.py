@@ -96,6 +96,9 @@ def check(lab: Lab, n: int, seconds: float) -> Found:
     """Check version n and write `correctness.md`. Raises ToolMissing, Refused."""
     _need_device(lab)
     _need_packages(lab)
+    if "chip" not in lab.data:
+        lab.data["chip"] = _chip(lab.data["device"])
+        lab.save()
     digest = lab.digest(n)
     try:
         found = worker.job(lab, "check", seconds, version=n)
@@ -273,7 +276,7 @@ def record(lab: Lab, n: int, log: experience.Log, seconds: float) -> Found:
     entry = experience.Entry(
         op=subject["name"],
         backend=subject["backend"],
-        chip=chip(lab),
+        chip=lab.data["chip"],
         bottleneck=before.get("bottleneck", {}).get("kind", "unknown"),
         technique=wanted["change"],
         outcome=said,
@@ -303,9 +306,9 @@ def record(lab: Lab, n: int, log: experience.Log, seconds: float) -> Found:
     return found
 
 
-def chip(lab: Lab) -> str:
+def _chip(device: str) -> str:
     """As the log calls it: "H100", "sm_89", "cpu"."""
-    if lab.data["device"] == "cpu":
+    if device == "cpu":
         return "cpu"
     import torch
 
