@@ -31,7 +31,14 @@ SYNTHETIC = {
     "chase": (["threads=4096,steps=2000"], "latency"),
     "hog": (["n=33554432"], "occupancy"),
 }
-STUDIES = ("softmax_cuda", "batched_gemm_cuda", "softmax_triton", "attention_triton")
+STUDIES = (
+    "softmax_op",
+    "softmax_op_32k",
+    "softmax_cuda",
+    "batched_gemm_cuda",
+    "softmax_triton",
+    "attention_triton",
+)
 _LEFT_OUT = (".so", ".ncu-rep", ".pyc")
 START = time.monotonic()
 
@@ -122,7 +129,7 @@ def study(driver: Driver, name: str) -> dict[str, Any]:
     words = [w for s in plan["sizes"] for w in ("--size", s)]
     driver.step(name, "init", str(folder / plan["kernel"]), "--ref", str(folder / "ref.py"),
                 "--name", plan["name"], "--iterations", str(len(plan["versions"])),
-                "--out", out, *words, *plan.get("flags", []))  # fmt: skip
+        *words, *(w.format(root=ROOT) for w in plan.get("flags", ())),
     driver.want(name, "check of v0", driver.step(name, "check", "--out", out).get("passed"), True)
     driver.step(name, "profile", "--out", out)
     driver.step(name, "recommend", "--out", out, *log)

@@ -79,6 +79,12 @@ class Subject:
     settings: dict[str, Any]
     capturable: bool = True
 
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The outputs that are results, and no scratch."""
+        scratch = self.settings.get("SCRATCH", ())
+        return tuple(name for name in self.outputs if name not in scratch)
+
     def results(self, inputs: Inputs, returned: Any) -> dict[str, Tensor]:
         """The results of a call by name: outputs that were written, or what was returned.
 
@@ -86,7 +92,7 @@ class Subject:
             Unfit: there is none.
         """
         if self.outputs:
-            found = {name: inputs[name] for name in self.outputs}
+            found = {name: inputs[name] for name in self.wanted}
         else:
             found = _named(returned)
         if not found:
@@ -104,22 +110,22 @@ class Subject:
         returned = self.refer(inputs)
         found = _named(returned)
         if not found:  # it wrote to the outputs
-            written = [n for n in self.outputs if inputs[n]._version != before[n]]
+            written = [n for n in self.wanted if inputs[n]._version != before[n]]
             if not written:
                 raise Unfit(
                     "`reference(**kwargs)` returned no tensor and wrote to no output; expected "
                     "one of both"
                 )
-            return {n: inputs[n] for n in self.outputs}
-        if self.outputs and not set(found) >= set(self.outputs):
+            return {n: inputs[n] for n in self.wanted}
+        if self.wanted and not set(found) >= set(self.wanted):
             values = list(found.values())
-            if len(values) != len(self.outputs):
+            if len(values) != len(self.wanted):
                 raise Unfit(
-                    f"`reference` returned {len(values)} tensors, expected {len(self.outputs)}: "
-                    f"{', '.join(self.outputs)}"
+                    f"`reference` returned {len(values)} tensors, expected {len(self.wanted)}: "
+                    f"{', '.join(self.wanted)}"
                 )
-            return dict(zip(self.outputs, values, strict=True))
-        return {n: found[n] for n in self.outputs} if self.outputs else found
+            return dict(zip(self.wanted, values, strict=True))
+        return {n: found[n] for n in self.wanted} if self.wanted else found
 
 
 def _named(returned: Any) -> dict[str, Tensor]:
@@ -162,7 +168,7 @@ def load(lab: Lab, n: int) -> Subject:
 
 
 def _settings(module: ModuleType | None) -> dict[str, Any]:
-    names = ("RTOL", "SPECIAL", "DETERMINISTIC", "INOUT", "SIZES", "EXACT_SIZES")
+    names = ("RTOL", "SPECIAL", "DETERMINISTIC", "INOUT", "SCRATCH", "SIZES", "EXACT_SIZES")
     return {n: getattr(module, n) for n in names if hasattr(module, n)}
 
 
