@@ -127,9 +127,10 @@ def study(driver: Driver, name: str) -> dict[str, Any]:
     plan = json.loads((folder / "study.json").read_text(encoding="utf-8"))
     log = ("--log", str(driver.work / "experience.jsonl"))
     words = [w for s in plan["sizes"] for w in ("--size", s)]
+    flags = [f"--flags={plan['flags'].format(root=ROOT)}"] if "flags" in plan else []
     driver.step(name, "init", str(folder / plan["kernel"]), "--ref", str(folder / "ref.py"),
                 "--name", plan["name"], "--iterations", str(len(plan["versions"])),
-        *words, *(w.format(root=ROOT) for w in plan.get("flags", ())),
+                "--out", out, *words, *flags)  # fmt: skip
     driver.want(name, "check of v0", driver.step(name, "check", "--out", out).get("passed"), True)
     driver.step(name, "profile", "--out", out)
     driver.step(name, "recommend", "--out", out, *log)
