@@ -521,7 +521,7 @@ int32_t softmax(const SoftmaxArgs &a, int device, void *stream) {
 }  // namespace hfp::cuda
 
 // What the library keeps for `hfp_last_error`.
-void hfp::set_error(int32_t, const char*, ...) {}
+int32_t hfp::set_error(int32_t status, const char*, ...) { return status; }
 
 // The op as the lab calls it: rows of fp32, without mask, with a scale of 1.
 extern "C" void solve(const float* x, float* y, float* workspace, int rows, int columns,
