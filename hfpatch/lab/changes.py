@@ -11,6 +11,7 @@ Blank lines, indentation, comments and docstrings are no changes.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ _COMMON = {
 }  # fmt: skip
 #: A line that begins a function, in C or in Python.
 _FUNCTION = re.compile(
-    r"^\s*(?:def\s+(\w+)\s*\(|(?:[\w:<>,*&\s\"()]*?)\b(\w+)\s*\([^;]*$)", re.ASCII
+    r"^\s*(?:def\s+(\w+)\s*\(|(?:[\w:<>,*&\s\"()]*?)\b(\w+)\s*\([^;{]*(?:\{.*)?$)", re.ASCII
 )
 _OPENS_A_SPACE = re.compile(r'(?:inline\s+)?namespace\b[^;]*\{$|extern\s+"C"\s*\{$')
 _NOT_FUNCTIONS = {"if", "for", "while", "switch", "return", "else", "sizeof", "defined"}
@@ -140,10 +141,9 @@ def _places(name: str, old: str, new: str) -> list[Place]:
             if function:
                 _note(found, f"{name}: {function}", function, here[0], here[1], said[function])
                 continue
-            for line in here[0]:
-                _note(found, f"{name}: `{line[:40]}`", "", [line], [], set())
-            for line in here[1]:
-                _note(found, f"{name}: `{line[:40]}`", "", [], [line], set())
+            for gone, come in itertools.zip_longest(*here):  # a line each
+                less, more = ([] if line is None else [str(line)] for line in (gone, come))
+                _note(found, f"{name}: `{(more or less)[0][:40]}`", "", less, more, set())
     return list(found.values())
 
 
