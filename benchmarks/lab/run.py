@@ -11,14 +11,15 @@ be.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,20 @@ STUDIES = (
     "softmax_triton",
     "attention_triton",
 )
-_LEFT_OUT = (".so", ".ncu-rep", ".pyc")
 START = time.monotonic()
+
+
+class Output:
+    """Standard output by thread: steps run beside each other in this process."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.own = real, threading.local()
+
+    def write(self, text: str) -> int:
+        return int(getattr(self.own, "file", self.real).write(text))
+
+    def flush(self) -> None:
+        getattr(self.own, "file", self.real).flush()
 
 
 class Driver:
@@ -50,24 +63,57 @@ class Driver:
         self.work, self.seconds = work, seconds
         self.log: list[dict[str, Any]] = []
         self.problems: list[str] = []
+        self.found: dict[str, Any] = {}
+
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - START)
 
     def step(self, name: str, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
         start = time.monotonic()
-        left = max(5.0, self.seconds - (start - START))
-        command = [sys.executable, "-m", "hfpatch", "lab", *words, "--json"]
-        whole = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-        try:
-            done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=left)
-            found = json.loads(done.stdout)
-        except subprocess.TimeoutExpired:
-            found = {"status": -1, "error": {"message": "no time left"}}
-        except ValueError:
-            found = {"status": done.returncode, "error": {"message": done.stderr[-2000:]}}
+        if self.left() < 5:
+            found: dict[str, Any] = {"status": -1, "error": {"message": "no time left"}}
+        elif env is None:
+            found = self._here(*words)
+        else:
+            found = self._apart(env, *words)
         found.setdefault("status", found.get("error", {}).get("status", -1))
         said = found.get("error", {}).get("message", "")
         row = {"lab": name, "step": words[0], "status": found["status"], "said": said}
-        self.log.append({**row, "seconds": round(time.monotonic() - start, 1)})
+        at = round(start - START, 1)
+        self.log.append({**row, "at": at, "seconds": round(time.monotonic() - start, 1)})
         return found
+
+    @staticmethod
+    def _here(*words: str) -> dict[str, Any]:
+        """The command in this process: its imports are what takes most of the time."""
+        from hfpatch import cli
+
+        output = sys.stdout
+        assert isinstance(output, Output)
+        output.own.file = io.StringIO()
+        try:
+            status = cli.main(["lab", *words, "--json"])
+            found: dict[str, Any] = json.loads(output.own.file.getvalue())
+        except (SystemExit, ValueError) as e:
+            return {"status": -1, "error": {"message": f"{type(e).__name__}: {e}"}}
+        finally:
+            del output.own.file
+        return {**found, "status": status}
+
+    def _apart(self, env: dict[str, str], *words: str) -> dict[str, Any]:
+        """The command in a process with another environment."""
+        command = [sys.executable, "-m", "hfpatch", "lab", *words, "--json"]
+        whole = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
+        try:
+            done = subprocess.run(
+                command, env=whole, capture_output=True, text=True, timeout=max(5.0, self.left())
+            )
+            found: dict[str, Any] = json.loads(done.stdout)
+            return found
+        except subprocess.TimeoutExpired:
+            return {"status": -1, "error": {"message": "no time left"}}
+        except ValueError:
+            return {"status": done.returncode, "error": {"message": done.stderr[-2000:]}}
 
     def want(self, name: str, what: str, got: Any, wanted: Any) -> None:
         if got != wanted:
@@ -130,7 +176,7 @@ def study(driver: Driver, name: str) -> dict[str, Any]:
     flags = [f"--flags={plan['flags'].format(root=ROOT)}"] if "flags" in plan else []
     driver.step(name, "init", str(folder / plan["kernel"]), "--ref", str(folder / "ref.py"),
                 "--name", plan["name"], "--iterations", str(len(plan["versions"])),
-                "--out", out, *words, *flags)  # fmt: skip
+                "--seeds", "2", "--out", out, *words, *flags)  # fmt: skip
     driver.want(name, "check of v0", driver.step(name, "check", "--out", out).get("passed"), True)
     driver.step(name, "profile", "--out", out)
     driver.step(name, "recommend", "--out", out, *log)
@@ -155,41 +201,71 @@ def study(driver: Driver, name: str) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def save(driver: Driver, out: Path, lock: threading.Lock) -> None:
+    """What there is so far: the machine may be taken away."""
+    with lock:
+        data = {
+            "seconds": round(time.monotonic() - START, 1),
+            "problems": driver.problems,
+            "found": driver.found,
+            "steps": driver.log,
+        }
+        text = json.dumps(data, indent=1)
+        (out / "summary.json").write_text(f"{text}\n", encoding="utf-8")
+        with tarfile.open(out / "new.tar.gz", "w:gz") as tar:
+            tar.add(driver.work, "labs", filter=lambda i: None if _left_out(i.name) else i)
+        os.replace(out / "new.tar.gz", out / "lab.tar.gz")
+
+
+def _left_out(name: str) -> bool:
+    return name.endswith((".so", ".ncu-rep", ".pyc")) or "/tools" in name
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=230.0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    work = args.out / "labs"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    driver = Driver(work, args.seconds)
+    sys.path.insert(0, str(ROOT))
+    sys.stdout = Output(sys.stdout)  # type: ignore[assignment]
+    import torch
+
+    if torch.cuda.is_available():  # else every step says so itself
+        torch.cuda.init()
+    driver = Driver(Path(tempfile.mkdtemp(prefix="labs-")), args.seconds)
+    lock = threading.Lock()
     jobs: dict[str, Any] = {n: lambda n=n: study(driver, n) for n in STUDIES}
     jobs |= {n: lambda n=n: synthetic(driver, n) for n in SYNTHETIC}
     jobs["stops"] = lambda: stops(driver)
-    jobs["env"] = lambda: driver.step("env", "env", "--out", str(work), "--backend", "cuda")
+    jobs["env"] = lambda: driver.step("env", "env", "--out", str(driver.work), "--backend", "cuda")
     jobs = {n: j for n, j in jobs.items() if not args.only or n in args.only}
-    found: dict[str, Any] = {}
-    with ThreadPoolExecutor(max_workers=len(jobs)) as pool:
-        futures = {name: pool.submit(job) for name, job in jobs.items()}
-        for name, future in futures.items():
-            try:
-                found[name] = future.result()
-            except Exception as e:
-                driver.problems.append(f"{name}: {type(e).__name__}: {e}")
-    shutil.rmtree(work / "tools", ignore_errors=True)
-    data = {
-        "seconds": round(time.monotonic() - START, 1),
-        "problems": driver.problems,
-        "found": found,
-        "steps": driver.log,
-    }
-    (args.out / "summary.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    with tarfile.open(args.out / "lab.tar.gz", "w:gz") as tar:
-        tar.add(work, "labs", filter=lambda i: None if i.name.endswith(_LEFT_OUT) else i)
-    shutil.rmtree(work, ignore_errors=True)
+    if unknown := sorted(set(args.only) - set(jobs)):
+        parser.error(f"--only {unknown[0]}: no such job")
+
+    def run(name: str) -> None:
+        try:
+            driver.found[name] = jobs[name]()
+        except Exception as e:
+            driver.problems.append(f"{name}: {type(e).__name__}: {e}")
+        save(driver, args.out, lock)
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, driver.left()))
+    late = [name for name, thread in zip(jobs, threads, strict=True) if thread.is_alive()]
+    driver.problems += [f"{name}: not done in {args.seconds:g} s" for name in late]
+    save(driver, args.out, lock)
+    show(driver)
+    sys.stdout.flush()
+    os._exit(int(bool(driver.problems)))  # steps that still run are no loss
+
+
+def show(driver: Driver) -> None:
+    found = driver.found
     for name, row in found.items():
         if "limit" in row:
             print(f"{name}: {row['limit']}-bound: {row['why']}")
@@ -203,11 +279,10 @@ def main() -> int:
     for row in driver.log:
         if row["said"]:
             print(f"  {row['lab']} {row['step']} ({row['status']}): {row['said'][:300]}")
-    print(f"{data['seconds']} s, {len(driver.problems)} problems")
+    print(f"{time.monotonic() - START:.0f} s, {len(driver.problems)} problems")
     for line in driver.problems:
         print(f"PROBLEM {line}")
-    return int(bool(driver.problems))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
