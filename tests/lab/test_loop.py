@@ -1,4 +1,4 @@
-"""The whole loop by its commands, on the CPU: a C++ file, a kernel project, an op, a fused block."""
+"""The whole loop by its commands, on the CPU: a C++ file, a project, an op, a fused block."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def reference(x, **_):
 def work(x, **_):
     return {"bytes": 8 * x.numel(), "flops": 400 * x.numel()}
 """
-WHY = ("--hypothesis", "It is added up.", "--rationale", "A sum is known.", "--expected", "Much less time.")  # fmt: skip
+WHY = ("--hypothesis", "It is added up.", "--rationale", "A sum is known.",
+       "--expected", "Much less time.")  # fmt: skip
 
 
 class Commands:

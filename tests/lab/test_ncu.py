@@ -1,4 +1,4 @@
-"""Pages of Nsight Compute read, the four limits told apart, and the tool found, missing or refused."""
+"""Pages of Nsight Compute read, four limits told apart; the tool found, missing or refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES: list[tuple[dict[str, str], str, str]] = [
         {MEMORY: "3", COMPUTE: "1", POSSIBLE: "50", "launch__waves_per_multiprocessor": "0.03",
          STALL.format("long_scoreboard"): "600", STALL.format("wait"): "2"},
         "latency",
-        "a warp waits longest for long_scoreboard (600.0 cycles an instruction); the grid fills 0.03",
+        "waits longest for long_scoreboard (600.0 cycles an instruction); the grid fills 0.03",
     ),
     (
         {MEMORY: "20", COMPUTE: "5", POSSIBLE: "3.1", "launch__waves_per_multiprocessor": "62",
@@ -97,14 +97,15 @@ def test_units_and_odd_cells() -> None:
 
 
 def test_details_are_read_as_well() -> None:
+    light = ("0", "k(float*)", "9.0", "GPU Speed Of Light Throughput")
     rows = [
         ("ID", "Kernel Name", "CC", "Section Name", "Metric Name", "Metric Unit", "Metric Value"),
-        ("0", "k(float*)", "9.0", "GPU Speed Of Light Throughput", "Memory Throughput", "%", "93.1"),
-        ("0", "k(float*)", "9.0", "GPU Speed Of Light Throughput", "Compute (SM) Throughput", "%", "9"),
-        ("0", "k(float*)", "9.0", "GPU Speed Of Light Throughput", "Duration", "us", "189.5"),
-        ("0", "k(float*)", "9.0", "Memory Workload Analysis", "Memory Throughput", "Tbyte/s", "2.9"),
-        ("0", "k(float*)", "9.0", "Occupancy", "Theoretical Occupancy", "%", "100"),
-    ]  # fmt: skip
+        (*light, "Memory Throughput", "%", "93.1"),
+        (*light, "Compute (SM) Throughput", "%", "9"),
+        (*light, "Duration", "us", "189.5"),
+        (*light[:3], "Memory Workload Analysis", "Memory Throughput", "Tbyte/s", "2.9"),
+        (*light[:3], "Occupancy", "Theoretical Occupancy", "%", "100"),
+    ]
     out = io.StringIO()
     csv.writer(out, quoting=csv.QUOTE_ALL).writerows(rows)
     (kernel,) = ncu.parse(out.getvalue())
@@ -143,7 +144,7 @@ def _tool(folder: Path, script: str) -> None:
 
 def test_the_tool_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolMissing, match="not on PATH; install 2024.3.2 or newer"):
+    with pytest.raises(ToolMissing, match=r"not on PATH; install 2024\.3\.2 or newer"):
         ncu.find()
     for said, problem in (
         ("Version 2024.1.1.0 (build 1)", "is 2024.1.1, expected 2024.3.2"),
@@ -174,7 +175,7 @@ def test_what_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert said[:2] == ["--clock-control", "none"] and said[-2:] == ["program", "one"]
     denied = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"
     _tool(tmp_path / "bin", f"echo '{denied}'; exit 1")
-    with pytest.raises(ncu.Unreadable, match="^ERR_NVGPUCTRPERM"):
+    with pytest.raises(ncu.Unreadable, match=r"^ERR_NVGPUCTRPERM"):
         ncu.collect(tool, ["program"], env, tmp_path / "other", 60)
 
 
