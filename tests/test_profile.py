@@ -105,3 +105,20 @@ def test_a_planted_item_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "gate missed: --max-syncs 0: got 1" in said and f"waits.py:{line}" in said
     profiled(tmp_path / "more", f"{file}:make", "--max-syncs", "1")
     assert profiled(tmp_path / "none", f"{file}:linear", *gate)["swapped"] == 0
+
+
+def test_shares_of_memory_and_compute_speed(tmp_path: Path) -> None:
+    """Bytes and operations of the one product are those of its shapes."""
+    file = tmp_path / "waits.py"
+    file.write_text(WAITS)
+    found = profiled(tmp_path / "out", f"{file}:linear")
+    assert found["copy GB/s"] > 0 and found["product TFLOP/s"] > 0
+    (row,) = [r for r in found["profiles"]["eager"]["work"] if r["name"] == "aten::addmm"]
+    assert row["calls"] == 1 and row["flops"] == 2 * 2 * 4 * 4
+    assert row["bytes"] == 4 * (4 + 2 * 4 + 4 * 4 + 2 * 4)
+    seconds = row["us"] * 1e-6
+    assert row["of copy"] == pytest.approx(row["bytes"] / seconds / found["copy GB/s"] / 1e9)
+    assert (
+        "Share of memory and compute speed, patched"
+        in (tmp_path / "out" / "profile.html").read_text()
+    )

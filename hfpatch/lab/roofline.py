@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from hfpatch.bench.peaks import copy_call, product_call
 from hfpatch.lab.alone import measuring
 from hfpatch.lab.checking import copied
 from hfpatch.lab.subjects import Inputs, Subject
@@ -26,8 +26,12 @@ def measured(subject: Subject, sizes: dict[str, float]) -> dict[str, Any]:
     work = subject.work(inputs)
     flops = work.get("flops") or _products(subject, inputs)
     dtype = _dtype(inputs)
-    copy, product = _copy(subject.device), _product(subject.device, dtype)
-    calls = {"v": calls_of(subject, inputs, subject.run), **copy[0], **product[0]}
+    copy, product = copy_call(subject.device), product_call(subject.device, dtype)
+    calls = {
+        "v": calls_of(subject, inputs, subject.run),
+        "copy": [copy[0]],
+        "product": [product[0]],
+    }
     graphs = {"v": subject.capturable, "copy": True, "product": True}
     with measuring():
         times = in_turns(calls, subject.device.type == "cuda", graphs)
@@ -61,22 +65,3 @@ def _products(subject: Subject, inputs: Inputs) -> float | None:
     with contextlib.suppress(Exception), counter:  # what it cannot count is not known
         subject.refer(copied(inputs))
     return float(counter.get_total_flops()) or None
-
-
-Peak = tuple[dict[str, list[Callable[[], Any]]], float]
-
-
-def _copy(device: torch.device) -> Peak:
-    """A copy of 256 MB (of 64 on a CPU), and its bytes, read and written."""
-    count = (64 if device.type == "cuda" else 16) * 2**20
-    a = torch.ones(count, device=device)
-    b = torch.empty_like(a)
-    return {"copy": [lambda: b.copy_(a)]}, 8.0 * count
-
-
-def _product(device: torch.device, dtype: torch.dtype) -> Peak:
-    """A large matrix product, and its operations."""
-    n = 4096 if device.type == "cuda" else 512
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
-    return {"product": [lambda: a @ b]}, 2.0 * n**3
