@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from typing import Any
 from hfpatch.lab.problems import Refused
 
 SCHEMA = 1
-#: Of a kernel project these are no sources: what was built, caches, version control.
+#: Files of a kernel project that stand beside its folders.
+_BESIDE = {"build.toml", "flake.nix", "flake.lock", "CARD.md", "README.md"}
+#: What is no source: what was built, caches, version control.
 _NOT_SOURCES = {"build", "result", ".cache", ".git", "__pycache__", ".pytest_cache", "_kernels"}
 
 
@@ -172,13 +175,35 @@ class Lab:
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """The sources of a tree, in order; what was built, caches and links are none."""
+    """The sources of a tree, in order; what was built, caches, links and hidden folders are none.
+
+    Of a kernel project: `build.toml` and what stands beside it for the Hub, the Python package, and
+    the folders of the files that it names.
+    """
+    tops = _tops(root)
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _NOT_SOURCES)
+        top = Path(folder) == root
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _NOT_SOURCES
+            and not name.startswith(".")
+            and not (top and tops is not None and name not in tops)
+        )
         for name in sorted(files):
             path = Path(folder) / name
+            if top and tops is not None and name not in _BESIDE:
+                continue
             if path.is_file() and not path.is_symlink():
                 yield path
+
+
+def _tops(root: Path) -> set[str] | None:
+    """The folders of a kernel project that have sources; None where there is no `build.toml`."""
+    if not (root / "build.toml").is_file():
+        return None
+    named = re.findall(r'"([\w.-]+)/[^"\s]+"', (root / "build.toml").read_text(encoding="utf-8"))
+    return {"torch-ext", *named}
 
 
 def digest(path: Path) -> str:

@@ -16,7 +16,7 @@ from hfpatch.lab.guarded import guarded
 from hfpatch.lab.problems import ToolMissing
 from hfpatch.lab.subjects import Unfit, load
 from hfpatch.lab.turns import outcome
-from hfpatch.lab.workspace import Lab
+from hfpatch.lab.workspace import Lab, digest, source_files
 
 GOOD = """
 extern "C" void solve(const float* x, float* y, int n) {
@@ -223,3 +223,31 @@ def test_clocks_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(ToolMissing, match="no `nvidia-smi`"), clocks.locked(True):
         pass
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_c_files(tmp_path: Path, linked: bool) -> None:
+    """With `extern "C"` a .c file is C++, without it C."""
+    source = GOOD if linked else GOOD.replace('extern "C" ', "")
+    lab = lab_of(tmp_path, source, suffix=".c")
+    assert lab.data["subject"]["backend"] == "cpp"
+    assert check(load(lab, 0), [{"n": 50}], 2, False)["passed"]
+
+
+def test_the_sources_of_a_project(tmp_path: Path) -> None:
+    """Only what is built from: a checkout has much else."""
+    text = '[torch]\nsrc = ["torch-ext/b.cpp"]\n[kernel.k]\nsrc = ["src/k.cu"]\n'
+    for name in ("build.toml", "torch-ext/b.cpp", "torch-ext/k/__init__.py", "src/k.cu", "src/h.cuh",
+                 "build/x/k.so", ".venv/lib/a.py", "tests/t.py", "src/__pycache__/a.pyc",
+                 "notes.txt", "CARD.md"):  # fmt: skip
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = [p.relative_to(tmp_path).as_posix() for p in source_files(tmp_path)]
+    assert sorted(found) == ["CARD.md", "build.toml", "src/h.cuh", "src/k.cu", "torch-ext/b.cpp",
+                             "torch-ext/k/__init__.py"]  # fmt: skip
+    before = digest(tmp_path)
+    (tmp_path / "tests" / "t.py").write_text("other")
+    assert digest(tmp_path) == before
+    (tmp_path / "src" / "h.cuh").write_text("other")
+    assert digest(tmp_path) != before
