@@ -104,6 +104,8 @@ def test_whole_pipelines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["unit"] == "steps" and eager["per second"] > 0
     assert patched["swapped"] > 0 and 0 < patched["from_eager"] < 1e-4
     assert eager["launches"] > 100 < patched["launches"]
+    assert found["exact"] == "fp64"
+    assert 0 < patched["from_exact"] < 1e-4 and 0 < eager["from_exact"] < 1e-4
 
 
 def test_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

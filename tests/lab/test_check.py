@@ -237,17 +237,17 @@ def test_c_files(tmp_path: Path, linked: bool) -> None:
 def test_the_sources_of_a_project(tmp_path: Path) -> None:
     """Only what is built from: a checkout has much else."""
     text = '[torch]\nsrc = ["torch-ext/b.cpp"]\n[kernel.k]\nsrc = ["src/k.cu"]\n'
-    for name in ("build.toml", "torch-ext/b.cpp", "torch-ext/k/__init__.py", "src/k.cu", "src/h.cuh",
+    for name in ("build.toml", "torch-ext/b.cpp", "torch-ext/k/__init__.py", "src/k.cu", "src/h.h",
                  "build/x/k.so", ".venv/lib/a.py", "tests/t.py", "src/__pycache__/a.pyc",
                  "notes.txt", "CARD.md"):  # fmt: skip
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     found = [p.relative_to(tmp_path).as_posix() for p in source_files(tmp_path)]
-    assert sorted(found) == ["CARD.md", "build.toml", "src/h.cuh", "src/k.cu", "torch-ext/b.cpp",
+    assert sorted(found) == ["CARD.md", "build.toml", "src/h.h", "src/k.cu", "torch-ext/b.cpp",
                              "torch-ext/k/__init__.py"]  # fmt: skip
     before = digest(tmp_path)
     (tmp_path / "tests" / "t.py").write_text("other")
     assert digest(tmp_path) == before
-    (tmp_path / "src" / "h.cuh").write_text("other")
+    (tmp_path / "src" / "h.h").write_text("other")
     assert digest(tmp_path) != before

@@ -216,8 +216,8 @@ def test_a_kernel_project(
     commands.hypothesis("the comparison the other way round")
     source = tmp_path / "my-kernel" / "kernel_src" / "formulas.h"
     text = source.read_text()
-    assert "> 0" in text
-    source.write_text(text.replace("> 0", ">= 0", 1))
+    assert "x < 0.0f" in text
+    source.write_text(text.replace("x < 0.0f", "x <= 0.0f", 1))
     made = commands("next")
     assert made["version"] == 1 and "formulas.h" in made["changed"][0]
     assert commands("check")["passed"]
