@@ -154,7 +154,8 @@ def test_what_is_shipped() -> None:
         assert e.gain is None or (e.outcome != "failure" or e.gain <= 1)
         if "us before" in e.metrics and e.gain is not None:
             ratio = e.metrics["us before"] / e.metrics["us after"]
-            assert ratio == pytest.approx(e.gain, rel=1e-3)
+            noise = e.metrics.get("noise", 0.0)  # the median of ratios is no ratio of medians
+            assert ratio == pytest.approx(e.gain, rel=max(1e-3, noise))
     counts = stats(found)
     assert {"H100", "H200"} <= set(counts["chip"])
     assert {"memory", "compute", "latency", "occupancy"} <= set(counts["bottleneck"])
