@@ -149,3 +149,20 @@ def test_every_element_of_the_page_ends(tmp_path: Path) -> None:
     (page,) = (tmp_path / "out").glob("*.html")
     found = Nesting(page.read_text(encoding="utf-8"))
     assert found.open == [] and found.ended.count("table") > 1
+
+
+def test_shares_of_memory_and_compute_speed(tmp_path: Path) -> None:
+    """Bytes and operations of the one product are those of its shapes."""
+    file = tmp_path / "waits.py"
+    file.write_text(WAITS)
+    found = profiled(tmp_path / "out", f"{file}:linear")
+    assert found["copy GB/s"] > 0 and found["product TFLOP/s"] > 0
+    (row,) = [r for r in found["profiles"]["eager"]["work"] if r["name"] == "aten::addmm"]
+    assert row["calls"] == 1 and row["flops"] == 2 * 2 * 4 * 4
+    assert row["bytes"] == 4 * (4 + 2 * 4 + 4 * 4 + 2 * 4)
+    seconds = row["us"] * 1e-6
+    assert row["of copy"] == pytest.approx(row["bytes"] / seconds / found["copy GB/s"] / 1e9)
+    assert (
+        "Share of memory and compute speed, patched"
+        in (tmp_path / "out" / "profile.html").read_text()
+    )
