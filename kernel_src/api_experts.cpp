@@ -79,10 +79,12 @@ int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLTensor *grad
                                          const DLTensor *mask, void *stream) {
   Check check("hfp_load_balancing_loss_backward");
   Tensor o, g, x, s, m;
-  if (!logits_of(check, logits, &x) || !mask_of(check, mask, x, &m)) return check.status();
+  if (!hfp::one_number(check, "grad", grad, &g) || !logits_of(check, logits, &x) ||
+      !mask_of(check, mask, x, &m)) {
+    return check.status();
+  }
   const int64_t width = 2 * x.last() + 1;
-  const bool ok = hfp::one_number(check, "grad", grad, &g) &&
-                  check.shaped("stats", stats, 1, &width, DType::F32, &s) &&
+  const bool ok = check.shaped("stats", stats, 1, &width, DType::F32, &s) &&
                   check.shaped("dlogits", dlogits, 2, x.raw->shape, x.type, &o);
   if (!ok) return check.status();
   BalanceArgs args = {};

@@ -126,10 +126,15 @@ int32_t add_activation_backward(Check &check, DLTensor *dx, DLTensor *dbias, DLT
 int32_t pair(Check &check, DLTensor *out, const char *name, const DLTensor *a, const DLTensor *b,
              bool alone, double alpha, bool product, void *stream) {
   Tensor o, left, right;
-  const bool ok = check.input(name, a, &left) &&
-                  (alone || (check.modulation("b", b, left, &right) && check.same_type(left, right))) &&
-                  check.output(out, left, 1, left.type, &o);
-  if (!ok) return check.status();
+  bool ok = check.input(name, a, &left);
+  if (ok && !alone) {
+    bool whole = b && b->ndim == a->ndim && b->shape;
+    for (int32_t i = 0; whole && i < a->ndim; ++i) whole = b->shape[i] == a->shape[i];
+    // What is broadcast is read again after a row is written; what is not may be the result.
+    ok = (whole ? check.input("b", b, &right) : check.modulation("b", b, left, &right)) &&
+         check.same_type(left, right);
+  }
+  if (!ok || !check.output(out, left, 1, left.type, &o)) return check.status();
   hfp::PairArgs args = {};
   args.out = o.data;
   args.a = left.data;

@@ -215,6 +215,7 @@ bool mask_of(Check &check, const DLTensor *raw, const Tensor &like, AttentionArg
       return check.fail("`mask` must point to data, got data == NULL");
     }
     args->mask = static_cast<const char *>(t.data) + t.byte_offset;
+    if (t.data && !check.pointer("mask", args->mask, t.device)) return false;
   } else {
     if (shape[3] == 1) strides[3] = 1;  // of a size of 1 it does not matter
     if (!check.input("mask", &broadcast, &m, nullptr)) return false;

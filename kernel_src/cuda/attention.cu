@@ -36,8 +36,13 @@ __global__ void __launch_bounds__(kPlainThreads)
   float *block = q + kPlainWarps * kPlainRows * kDim;  // keys, then values
   float *weights = block + kPlainKeys * (kDim + 1);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __shared__ int64_t masks[kPlainWarps * kPlainRows];  // where a row's begins
   const AttentionUnit unit(a, blockIdx.x, blocks, kPlainWarps * kPlainRows);
   if (unit.first >= unit.rows) return;
+  if (a.mask != nullptr && threadIdx.x < kPlainWarps * kPlainRows) {
+    const int64_t row = unit.first + threadIdx.x;
+    masks[threadIdx.x] = row < unit.rows ? unit.mask_offset(a, row) : 0;
+  }
   const int dim = static_cast<int>(a.dim), value_dim = static_cast<int>(a.value_dim);
 
   for (int i = threadIdx.x; i < kPlainWarps * kPlainRows * dim; i += kPlainThreads) {
@@ -49,12 +54,10 @@ __global__ void __launch_bounds__(kPlainThreads)
     q[r * kDim + d] = x;
   }
   int limit[kPlainRows];
-  int64_t masks[kPlainRows];
 #pragma unroll
   for (int r = 0; r < kPlainRows; ++r) {
     const int64_t row = unit.first + warp * kPlainRows + r;
     limit[r] = row < unit.rows ? unit.limit(a, row) : 0;
-    masks[r] = row < unit.rows ? unit.mask_offset(a, row) : 0;
   }
   float sum[kPlainRows][kColumns] = {}, top[kPlainRows], total[kPlainRows] = {};
 #pragma unroll
@@ -75,6 +78,7 @@ __global__ void __launch_bounds__(kPlainThreads)
     }
     __syncthreads();
     float s[kPlainRows] = {};
+#pragma unroll 2
     for (int d = 0; d < dim; ++d) {
       const float x = block[lane * (kDim + 1) + d];
 #pragma unroll
@@ -83,7 +87,9 @@ __global__ void __launch_bounds__(kPlainThreads)
     const int key = first + lane;
 #pragma unroll
     for (int r = 0; r < kPlainRows; ++r) {
-      if (a.mask != nullptr && key < limit[r]) s[r] += mask_value(a, masks[r] + key * a.mask_col);
+      if (a.mask != nullptr && key < limit[r]) {
+        s[r] += mask_value(a, masks[warp * kPlainRows + r] + key * a.mask_col);
+      }
       if (key >= limit[r]) s[r] = -INFINITY;
       float most = s[r];
 #pragma unroll
@@ -107,6 +113,7 @@ __global__ void __launch_bounds__(kPlainThreads)
           n < count ? widened(v + static_cast<int64_t>(first + n) * a.v_row + d) : 0.0f;
     }
     __syncthreads();
+#pragma unroll 2
     for (int n = 0; n < count; ++n) {
       float x[kColumns];
 #pragma unroll

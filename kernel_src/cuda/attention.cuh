@@ -89,7 +89,7 @@ int32_t launch_attention(const AttentionArgs &a, Kernel kernel, int block_rows, 
                      " for fewer samples at a time",
                      block_rows, static_cast<long long>(grid));
   }
-  if (bytes > 48 * 1024) {
+  if (bytes > 40 * 1024) {  // beside what a kernel has of its own
     const cudaError_t status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (status != cudaSuccess) return check(status, "attention");

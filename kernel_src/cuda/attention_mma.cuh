@@ -14,7 +14,7 @@ struct MmaShape {
   static constexpr int kTiles = kDim <= 128 ? 2 : 1;  // of 16 queries, of a warp
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr int kQueries = kWarps * kTiles * 16;
-  static constexpr int kKeys = kDim <= 128 ? 64 : 32;
+  static constexpr int kKeys = kDim <= 64 ? 64 : 32;  // more would not leave enough registers
   static constexpr int kChunks = kDim / 8;  // of 16 bytes, of a row
   static constexpr bool kKeepQ = kDim <= 64;  // in registers
   // q, and two stages of keys and values
@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
   constexpr int kTiles = S::kTiles, kChunks = S::kChunks, kKeys = S::kKeys;
   constexpr int kBlockBytes = kKeys * kDim * 2;
   extern __shared__ __align__(128) char memory[];
+  __shared__ int64_t masks[S::kQueries];  // where a row's begins
   char *q_shared = memory, *k_shared = memory + S::kQueries * kDim * 2;
   char *v_shared = k_shared + 2 * kBlockBytes;
   const uint32_t q_at = shared_address(q_shared), k_at = shared_address(k_shared),
@@ -134,6 +135,11 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     const T *row = static_cast<const T *>(a.q) + unit.q_offset(a, there ? unit.first + r : 0);
     copy_chunk(q_shared + place<kChunks>(r, c), row, c * 8, dim, there, aligned);
   }
+  if (a.mask != nullptr) {
+    for (int r = threadIdx.x; r < S::kQueries; r += S::kThreads) {
+      masks[r] = unit.first + r < unit.rows ? unit.mask_offset(a, unit.first + r) : 0;
+    }
+  }
   if (all > 0) {
     copy_block<T, kDim>(k_shared, k, a.k_row, 0, all, dim, aligned);
     copy_block<T, kDim>(v_shared, v, a.v_row, 0, all, value_dim, aligned);
@@ -143,14 +149,12 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
   // Accumulators of tile t: rows warp_row + 16 t + lane / 4 (+ 8), columns 2 (lane % 4) (+ 1).
   const int warp_row = warp * kTiles * 16;
   int limit[kTiles][2];
-  int64_t masks[kTiles][2];
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int64_t row = unit.first + warp_row + t * 16 + h * 8 + lane / 4;
       limit[t][h] = row < unit.rows ? unit.limit(a, row) : 0;
-      masks[t][h] = a.mask != nullptr && row < unit.rows ? unit.mask_offset(a, row) : 0;
     }
   }
   constexpr float kLog2E = 1.4426950408889634f;
@@ -251,7 +255,7 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
             if (key >= limit[t][h]) {
               x = -INFINITY;
             } else if (a.mask != nullptr) {
-              x = fmaf(mask_value(a, masks[t][h] + key * a.mask_col), kLog2E, x);
+              x = fmaf(mask_value(a, masks[warp_row + t * 16 + h * 8 + lane / 4] + key * a.mask_col), kLog2E, x);
             }
             s[t][n][i] = x;
           }
@@ -272,6 +276,7 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         const float shift = most == -INFINITY ? 0.0f : most * scale;
         const float factor = power_of_two(fmaf(top[t][h], scale, -shift));
+        const bool higher = __any_sync(0xffffffffu, most != top[t][h]);
         top[t][h] = most;
         float added = 0.0f;
 #pragma unroll
@@ -283,10 +288,12 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
           }
         }
         total[t][h] = fmaf(total[t][h], factor, added);  // of this lane's keys
+        if (higher) {  // seldom after the first blocks
 #pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
-          out[t][n][2 * h] *= factor;
-          out[t][n][2 * h + 1] *= factor;
+          for (int n = 0; n < kDim / 8; ++n) {
+            out[t][n][2 * h] *= factor;
+            out[t][n][2 * h + 1] *= factor;
+          }
         }
       }
     }

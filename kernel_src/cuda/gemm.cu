@@ -160,7 +160,19 @@ int32_t scaled(const GemmArgs &g, cudaStream_t stream) {
 
 int64_t gemm_backend() { return cublaslt::library() ? HFP_GEMM_CUBLASLT : HFP_GEMM_NONE; }
 
-int32_t gemm(const GemmArgs &g, int device, void *stream) {
+int32_t gemm(const GemmArgs &given, int device, void *stream) {
+  GemmArgs g = given;
+  // Rows that lie over each other, as those of an expanded tensor, are products of their own.
+  if (g.batch == 1 && !g.a_transposed && (g.a_row < g.k || (g.c && g.c_row < g.n))) {
+    g.batch = g.m, g.m = 1;
+    g.a_batch = g.a_row, g.c_batch = g.c_row, g.out_batch = g.out_row;
+    g.a_row = g.k, g.c_row = g.out_row = g.n;
+  }
+  // What a caller brings may begin anywhere; cuBLASLt wants 256 bytes.
+  const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(g.workspace) % 256),
+                skipped = past ? 256 - past : 0;
+  g.workspace_bytes = g.workspace_bytes > skipped ? g.workspace_bytes - skipped : 0;
+  g.workspace = g.workspace_bytes ? g.workspace + skipped / 4 : nullptr;
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return check(guard.status(), "gemm");
   const auto on = static_cast<cudaStream_t>(stream);

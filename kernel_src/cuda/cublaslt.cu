@@ -1,4 +1,4 @@
-// cublaslt.cpp: loads cuBLASLt: the library that HFPATCH_CUBLASLT names, else the one that the process has
+// cublaslt.cu: loads cuBLASLt: the library that HFPATCH_CUBLASLT names, else the one that the process has
 // loaded already (PyTorch's), else the newest that the system finds.
 #include "cublaslt.h"
 
