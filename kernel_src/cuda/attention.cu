@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_rounded(T *p, float x) {
 }
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(kPlainThreads)
+__global__ void __launch_bounds__(kPlainThreads, 2)
     attention_plain_kernel(const __grid_constant__ AttentionArgs a, int64_t blocks) {
   extern __shared__ float shared[];
   constexpr int kColumns = kDim / 32;
