@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,7 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*(kernel not used|disabled|fused kernels|Expected query)")
     library = Caller(args.library)
     p = Products(library, args.device)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"

@@ -221,7 +221,7 @@ class _CLibrary:
             for src in section["src"]:
                 target = cache / (src.replace("/", "-") + ".o")
                 if src.endswith(".cu") and self.nvcc:
-                    command = [self.nvcc.path, *nvcc_flags(self.cxx, host, self.archs)]
+                    command = [self.nvcc.path, *nvcc_flags(self.cxx, host, self.archs, src)]
                     command += section.get("cuda-flags", [])
                     label = f"nvcc {Path(src).name} ({arch_label(self.archs)})"
                 elif src.endswith(".cpp"):

@@ -5,6 +5,7 @@
 
 #include "async_copy.cuh"
 #include "attention.cuh"
+#include "attention_hopper.h"
 
 namespace hfp::cuda {
 namespace {
@@ -370,6 +371,11 @@ int32_t launch_mma(const AttentionArgs &a, cudaStream_t stream) {
                        in_chunks(a.v, a.value_dim, a.v_batch, a.v_head, a.v_row);
   const bool paired = reinterpret_cast<uint64_t>(a.out) % 4 == 0 &&
                       (a.value_dim | a.out_batch | a.out_head | a.out_row) % 2 == 0;
+  // With few rows most of its 192 queries would be none.
+  const int64_t rows = a.heads / a.kv_heads * a.most_queries;
+  if (kDim <= 128 && aligned && rows > S::kQueries / 2 && has_hopper_attention()) {
+    return attention_hopper(a, paired, stream);
+  }
   return launch_attention(a, attention_mma_kernel<T, kDim>, S::kQueries, S::kThreads, S::kBytes, stream,
                           aligned, paired);
 }
