@@ -55,10 +55,11 @@ int32_t hfp_load_balancing_loss(DLTensor *loss, DLTensor *stats, DLTensor *parti
                static_cast<long long>(x.last()), static_cast<long long>(k));
     return check.status();
   }
-  const int64_t shape[2] = {hfp_balance_parts(logits->shape[0]), 2 * x.last() + 1};
+  const int64_t width = 2 * x.last() + 1, parts = hfp_balance_parts(logits->shape[0]);
+  const int64_t room = parts * width;
   const bool ok = hfp::one_number(check, "loss", loss, &l) && check.writes(l) &&
-                  check.shaped("stats", stats, 1, shape + 1, DType::F32, &s) &&
-                  check.shaped("partials", partials, 2, shape, DType::F32, &p);
+                  check.shaped("stats", stats, 1, &width, DType::F32, &s) &&
+                  check.shaped("partials", partials, 1, &room, DType::F32, &p);
   if (!ok) return check.status();
   BalanceArgs args = {};
   args.loss = reinterpret_cast<float *>(l.data);
@@ -69,7 +70,7 @@ int32_t hfp_load_balancing_loss(DLTensor *loss, DLTensor *stats, DLTensor *parti
   args.type = x.type;
   args.rows = x.rows;
   if (x.numel == 0) args.rows.rows = 0;
-  args.parts = shape[0];
+  args.parts = parts;
   args.k = static_cast<int>(k);
   return check.run(l, args, &hfp::cpu::balance, HFP_CUDA(balance), stream);
 }

@@ -515,7 +515,7 @@ HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums
 /*
  * a + alpha * b, a * b and x * factor, in fp32 and rounded once, to the dtype of a (x). b has the dtype
  * of a and applies to it as a modulation tensor does: the shape of a, sizes 1 where it is broadcast,
- * or [D].
+ * or [D]. The result may also be exactly b, where b has the shape of a.
  */
 HFP_EXPORT int32_t hfp_add(DLTensor *out, const DLTensor *a, const DLTensor *b, double alpha,
                            void *stream);
@@ -561,7 +561,7 @@ HFP_EXPORT int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DL
  * Attention: out = softmax(scale * q k^T + mask) v for each head, blocks of keys at a time (Dao et al.,
  * arXiv:2205.14135), so that no matrix of scores exists; lse = log of the sum of exp of a query's
  * scores, with scale and mask. q: [B, H, S, D]; k: [B, G, L, D]; v: [B, G, L, E]; out: [B, H, S, E],
- * which may be strided as the inputs are; lse: fp32 [B, H, S]. G divides H: each head of k and v serves
+ * whose heads and rows may be strided as those of the inputs; lse: fp32 [B, H, S]. G divides H: each head of k and v serves
  * H / G heads of q that follow each other (1: multi-query). D and E: 1 to HFP_MAX_HEAD_DIM.
  * A view of [B, S, H, D] is taken as it is.
  *   mask       NULL; or of 4 dimensions that are those of [B, H, S, L] or 1, or [S, L]: of fp32, fp16
@@ -600,8 +600,8 @@ HFP_EXPORT int32_t hfp_cross_entropy_log_probs(DLTensor *loss, DLTensor *lse, DL
  * softmax(logits):
  *   f[e] = sum over t of mask[t] (e is among the k greatest of row t, ties by index) / W
  *   P[e] = sum over t of mask[t] p[t, e] / W;   loss = E * sum over e of f[e] P[e]; 0 if W is 0
- * loss: one fp32 element. stats: fp32 [2 E + 1]: f, P, W. partials: fp32 [hfp_balance_parts(T),
- * 2 E + 1], scratch. No atomics: same input, same bits.
+ * loss: one fp32 element. stats: fp32 [2 E + 1]: f, P, W. partials: fp32 [hfp_balance_parts(T) (2 E +
+ * 1)], scratch. No atomics: same input, same bits.
  * The backward takes the gradient of the loss, one fp32 element, and f and W of stats: f is a constant.
  */
 #define HFP_MAX_EXPERTS 1024
@@ -712,7 +712,7 @@ HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor 
  *   "product", "product_workspace"  dtype of the first tensor argument, [M, N] or [B, M, N]; fp32
  *             [hfp_gemm_workspace(...)]
  *   "attended"  shape and dtype of the first tensor argument, the last dimension that of `v`
- *   "balance", "balance_partials"  fp32 [2 E + 1], [hfp_balance_parts(T), 2 E + 1]
+ *   "balance", "balance_partials"  fp32 [2 E + 1], [hfp_balance_parts(T) (2 E + 1)]
  * A function with several outputs has one rule for each, separated by commas.
  */
 #define HFP_OP_TABLE(X)                                                                            \

@@ -319,11 +319,11 @@ SAMPLES = [
         transpose_b=0, positional="cuBLASLt may choose by the number of batches",
     ),
     sample(
-        "attention", q=rows(4, 5, "D"), k=rows(2, 7, "D"), v=rows(2, 7, 6), mask=shared(5, 7),
+        "attention", q=rows(4, 5, 34), k=rows(2, 7, 34), v=rows(2, 7, 6), mask=shared(5, 7),
         scale=0.2, causal=0, most_queries=0, constant=("mask",), differentiable=False,
     ),
     sample(
-        "attention", "causal", q=rows(2, 7, "D"), k=rows(2, 7, "D"), v=rows(2, 7, 6), scale=0.2,
+        "attention", "causal", q=rows(2, 7, 34), k=rows(2, 7, 34), v=rows(2, 7, 6), scale=0.2,
         causal=1, most_queries=0, differentiable=False,
     ),
     sample(

@@ -481,9 +481,9 @@ struct Binding : Row<Op> {
         if (ndim > 0 && value.ndim > 0) shape[ndim - 1] = value.shape[value.ndim - 1];
       } else if constexpr (rule == Rule::Balance || rule == Rule::BalancePartials) {
         const int64_t tokens = ndim > 0 ? shape[0] : 0, experts = ndim > 0 ? shape[ndim - 1] : 0;
-        ndim = rule == Rule::Balance ? 1 : 2;
-        shape[0] = hfp_balance_parts(tokens);
-        shape[ndim - 1] = 2 * experts + 1;
+        ndim = 1;
+        shape[0] = 2 * experts + 1;
+        if (rule == Rule::BalancePartials) shape[0] *= hfp_balance_parts(tokens);
         dtype = codes.f32;
       }
       contiguous_strides(ndim, shape, strides);

@@ -45,7 +45,7 @@ _RULES = {
     "product_workspace": "fp32 `[hfp_gemm_workspace(…)]`",
     "attended": "shape and dtype of the first tensor, the last dimension that of `v`",
     "balance": "fp32 `[2 E + 1]`",
-    "balance_partials": "fp32 `[hfp_balance_parts(T), 2 E + 1]`",
+    "balance_partials": "fp32 `[hfp_balance_parts(T) (2 E + 1)]`",
     "chunks": "fp32 `[hfp_norm_partials(tensors)]`",
 }
 

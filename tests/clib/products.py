@@ -283,7 +283,7 @@ def other_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable
                 (truth * 1.7).backward()
                 parts = p.library.size("hfp_balance_parts", tokens)
                 loss, stats = p.empty(1), p.empty(2 * experts + 1)
-                scratch = p.empty(parts, 2 * experts + 1)
+                scratch = p.empty(parts * (2 * experts + 1))
                 p.call("load_balancing_loss", loss, stats, scratch, x, mask, k)
                 close(loss[0], truth.detach(), F32, ("balance", tokens, experts), 4.0)
                 close(stats[:experts], share, F32, ("shares", tokens, experts), 4.0)

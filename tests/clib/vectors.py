@@ -303,7 +303,7 @@ class Sizes:
             batch = a.shape[0] if a.dim() == 3 else 1
             return torch.zeros(self.library.gemm_workspace(batch, m, n, k, 1))
         if rule == "balance_partials":
-            return torch.zeros(self.library.balance_parts(self.rows), 2 * self.cols + 1)
+            return torch.zeros(self.library.balance_parts(self.rows) * (2 * self.cols + 1))
         if rule == "partials":
             count = self.library.partial_rows(self.rows, self.cols)
             return torch.zeros(count, wanted * self.cols)

@@ -241,7 +241,7 @@ def _load_balancing_loss(logits, mask, k):
     return (
         torch.empty((), **options),
         torch.empty(width, **options),
-        torch.empty((parts, width), **options),
+        torch.empty(parts * width, **options),
     )
 
 
