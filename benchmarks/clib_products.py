@@ -1,11 +1,11 @@
-"""gemm and attention of libhfpatch beside PyTorch's in the same run: checked against fp64, then timed.
+"""libhfpatch's gemm and attention, checked against fp64, and timed beside PyTorch's.
 
     python benchmarks/clib_products.py LIBRARY [--device cuda] [--json FILE] [--no-check]
 
 On a GPU the peers are torch.matmul (cuBLAS) and scaled_dot_product_attention with cuDNN and with
-FlashAttention; times are CUDA events' over several calls, in turns, the median of 7. On the CPU they are
-torch.matmul and scaled_dot_product_attention; times are the least of many calls in turns, since other
-work only adds to them. HFPATCH_BLAS=none times our own blocks.
+FlashAttention; times are CUDA events' over several calls, in turns, the median of 7. On the CPU they
+are torch.matmul and scaled_dot_product_attention; times are the least of many calls in turns, since
+other work only adds to them. HFPATCH_BLAS=none times our own blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "clib")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from products import Products, cases  # noqa: E402
@@ -152,7 +152,8 @@ GPU_GEMMS = [
 GPU_ATTENTIONS = [
     (2, 2688, 32, 64, BF16, False, 0), (2, 2688, 32, 64, BF16, True, 0),
     (2, 4096, 32, 128, BF16, False, 0), (2, 4096, 32, 128, BF16, True, 8),
-    (2, 2048, 8, 256, F16, False, 0), (4, 1024, 16, 64, F16, True, 0), (1, 1024, 16, 64, F32, False, 0),
+    (2, 2048, 8, 256, F16, False, 0), (4, 1024, 16, 64, F16, True, 0),
+    (1, 1024, 16, 64, F32, False, 0),
 ]  # fmt: skip
 CPU_GEMMS = [(1024, 1024, 1024, F32, 0), (512, 512, 512, F32, 1), (1, 4096, 4096, F32, 1),
              (512, 512, 512, BF16, 1), (512, 512, 512, F16, 1)]  # fmt: skip
@@ -168,13 +169,16 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*(kernel not used|disabled|fused kernels|Expected query)")
+    warnings.filterwarnings(
+        "ignore", message=".*(kernel not used|disabled|fused kernels|Expected query)"
+    )
     library = Caller(args.library)
     p = Products(library, args.device)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     backend = library.size("hfp_gemm_backend", 2 if args.device == "cuda" else 1)
     found: dict[str, Any] = {"device": name, "torch": torch.__version__, "gemm_backend": backend,
-                             "threads": torch.get_num_threads(), "failures": [], "rows": []}  # fmt: skip
+                             "threads": torch.get_num_threads(), "failures": [],
+                             "rows": []}  # fmt: skip
     print(found)
     if not args.no_check:
         count = 0

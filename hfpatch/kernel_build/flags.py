@@ -19,8 +19,8 @@ def host_flags(clang: bool) -> list[str]:
     return [f for f in CXX_FLAGS if not (clang and f == "-fno-gnu-unique")]
 
 
-#: Ends the names of files whose kernels need what only sm_90a has: they are compiled for it where others
-#: are for sm_90. For other GPUs they are empty, and something else is called.
+#: Ends the names of files whose kernels need what only sm_90a has: they are compiled for it where
+#: others are for sm_90. For other GPUs they are empty, and something else is called.
 HOPPER = "_hopper.cu"
 
 

@@ -85,7 +85,7 @@ def build_ptx(
             text = _compile(root, src, section, [nvcc.path, "-ccbin", cxx], arch)
             entries = _entries(text)
             if not entries:
-                say(f"{src}: has no kernel that is `extern \"C\"`")
+                say(f'{src}: has no kernel that is `extern "C"`')
                 break
             write(folder / name, text)
             version = re.search(r"^\.version (\S+)", text, re.MULTILINE)
@@ -96,7 +96,7 @@ def build_ptx(
             say(f"{name}: {', '.join(entry['name'] for entry in entries)}")
     if not modules:
         raise KernelBuildError(
-            f"`{root}`: expected a `.cu` file with kernels that are `extern \"C\" __global__`, found "
+            f'`{root}`: expected a `.cu` file with kernels that are `extern "C" __global__`, found '
             "none in its sections of backend cuda; the names of others are not stable"
         )
     index = folder / INDEX
@@ -152,7 +152,7 @@ def _numbers(rules: str, name: str) -> list[int] | None:
     if found is None:
         return None
     numbers = [int(n) for n in found[1].replace(",", " ").split()]
-    return (numbers + [1, 1])[:3] if name != "minnctapersm" else numbers
+    return [*numbers, 1, 1][:3] if name != "minnctapersm" else numbers
 
 
 def _parameter(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Products, attention, pairs and losses of libhfpatch on the CPU; the cases are in `products.py`."""
+"""Products, attention, pairs and losses of libhfpatch on the CPU; the cases: `products.py`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 
 import c_api
 import numpy as np
-import products
 import pytest
 import torch
 
 from hfpatch import capi
 
-FOLDER = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 
 
@@ -39,7 +38,7 @@ def test_every_case_with_every_instruction_set(path: Path, level: str) -> None:
     environment = {
         **os.environ, "HFPATCH_SIMD": level, "HFPATCH_BLAS": "none", "OMP_NUM_THREADS": "2",
         "OMP_WAIT_POLICY": "passive",
-        "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, env=environment
@@ -49,8 +48,8 @@ def test_every_case_with_every_instruction_set(path: Path, level: str) -> None:
 
 
 BLAS_C = """
-void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a, int lda,
-                 const float *b, int ldb, float beta, float *c, int ldc) {
+void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,
+                 int lda, const float *b, int ldb, float beta, float *c, int ldc) {
   (void)order, (void)ta, (void)tb, (void)k, (void)alpha, (void)a, (void)lda, (void)b, (void)ldb;
   (void)beta;
   for (int i = 0; i < m; ++i) for (int j = 0; j < n; ++j) c[i * ldc + j] = 42;
@@ -70,7 +69,7 @@ def test_a_blas_is_loaded_at_run_time(path: Path, tmp_path: Path) -> None:
     source.write_text(BLAS_C)
     subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(blas)], check=True)
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parents[1])])
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])
     }  # fmt: skip
 
     def said(wanted: str) -> str:
@@ -101,7 +100,8 @@ def test_refusals_of_gemm(path: Path) -> None:
         "hfp_gemm: `b` must have shape [K, N] = [4, 4], got [5, 4]"
     )
     assert refused(library, "hfp_gemm", out, work[:7], a, b, None, *rest).startswith(
-        "hfp_gemm: `workspace` must be contiguous float32 of one dimension and at least 128 elements"
+        "hfp_gemm: `workspace` must be contiguous float32 of one dimension and at least 128 "
+        "elements"
     )
     assert refused(library, "hfp_gemm", out, work, a, b, out[:, :4], *rest).startswith(
         "hfp_gemm: `c` must have shape [M, N] = [3, 5], got [3, 4]"
@@ -110,7 +110,9 @@ def test_refusals_of_gemm(path: Path) -> None:
         "hfp_gemm: `b` must have stride 1 in its last dimension"
     )
     same = torch.ones(4, 4)
-    assert "must not overlap `a`" in refused(library, "hfp_gemm", same, work, same, same, None, *rest)
+    assert "must not overlap `a`" in refused(
+        library, "hfp_gemm", same, work, same, same, None, *rest
+    )
     twice = torch.zeros(5).expand(3, 5)
     assert "rows that share no memory" in refused(
         library, "hfp_gemm", twice, work, a, b, None, *rest
@@ -129,8 +131,8 @@ def test_refusals_of_attention(path: Path) -> None:
     k = k[:, :3]
     mask = torch.ones(2, 1, 3, 4, dtype=torch.bool)
     assert refused(library, "hfp_attention", out, lse, q, k, k, mask, *rest[1:]) == (
-        "hfp_attention: `mask` must have shape [2, 6, 3, 5], sizes 1 where it is broadcast, or its last "
-        "two, got [2, 1, 3, 4]"
+        "hfp_attention: `mask` must have shape [2, 6, 3, 5], sizes 1 where it is broadcast, or its "
+        "last two, got [2, 1, 3, 4]"
     )
     starts = torch.tensor([0, 3])
     args = (None, starts, None, None, 1.0, 0, 0)

@@ -177,9 +177,7 @@ def _product(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
 
 
 def _attention(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
-    return list(
-        attention_formula(t["q"], t["k"], t["v"], t.get("mask"), p["scale"], p["causal"])
-    )
+    return list(attention_formula(t["q"], t["k"], t["v"], t.get("mask"), p["scale"], p["causal"]))
 
 
 def _log_probs(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:

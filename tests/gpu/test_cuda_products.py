@@ -15,7 +15,7 @@ import torch
 from hfpatch.capi.library import Caller
 
 pytestmark = pytest.mark.gpu
-CLIB = Path(__file__).resolve().parents[1] / "clib"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,13 @@ print(function(*(ctypes.byref(v.tensor) for v in views), 2.0, None), library.las
 def test_host_memory_given_for_the_device_s_is_named(library: Caller) -> None:
     environment = {
         **os.environ, "HFPATCH_CHECK_POINTERS": "1",
-        "PYTHONPATH": os.pathsep.join([str(CLIB), str(CLIB.parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
     }  # fmt: skip
     said = subprocess.run(
         [sys.executable, "-c", WRONG, str(library.path)], capture_output=True, text=True,
         env=environment, check=True,
     ).stdout  # fmt: skip
     assert said.strip() == (
-        "-2 hfp_scale: `x` must point to memory of cuda:0, as its device says, got the host's; copy it, "
-        "or say kDLCPU"
+        "-2 hfp_scale: `x` must point to memory of cuda:0, as its device says, got the host's; copy "
+        "it, or say kDLCPU"
     )

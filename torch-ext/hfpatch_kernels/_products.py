@@ -1,5 +1,5 @@
-"""Matrix products and attention. For programs without cuBLAS and cuDNN at hand; `apply` leaves theirs
-where they are."""
+"""Matrix products and attention. For programs without cuBLAS and cuDNN at hand; `apply` leaves
+theirs where they are."""
 
 from typing import Optional, Tuple
 
@@ -35,12 +35,12 @@ def gemm(
 ) -> Tensor:
     """``alpha * a @ b + beta * c``, sums in fp32, rounded once.
 
-    On the CPU fp32 goes to the system's OpenBLAS, MKL or BLIS where there is one; on CUDA all goes to
-    cuBLASLt, without TF32. A gradient goes through the formula in plain PyTorch.
+    On the CPU fp32 goes to the system's OpenBLAS, MKL or BLIS where there is one; on CUDA all goes
+    to cuBLASLt, without TF32. A gradient goes through the formula in plain PyTorch.
 
     Args:
         a: ``[M, K]``, or ``[K, M]`` with ``transpose_a``; fp32, fp16 or bf16.
-        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b``, as a linear layer's weight; of that dtype.
+        b: ``[K, N]``, or ``[N, K]`` with ``transpose_b``, as a linear layer's weight; that dtype.
         c: ``[M, N]`` of that dtype, or None.
         alpha: a factor of the product.
         beta: a factor of ``c``.
@@ -70,8 +70,8 @@ def gemm_batched(
     """`gemm` of each pair of a batch.
 
     Args:
-        a: ``[B, M, K]``, or ``[B, K, M]`` with ``transpose_a``; fp32, fp16 or bf16. Here and below a
-            batch of 1 serves all.
+        a: ``[B, M, K]``, or ``[B, K, M]`` with ``transpose_a``; fp32, fp16 or bf16. Here and below
+            a batch of 1 serves all.
         b: ``[B, K, N]``, or ``[B, N, K]`` with ``transpose_b``; of that dtype.
         c: ``[B, M, N]`` of that dtype, or None.
         alpha: a factor of the products.
@@ -104,8 +104,8 @@ def attention(
 ) -> Tuple[Tensor, Tensor]:
     """``softmax(scale * q @ k.mT + mask) @ v`` for each head, without a matrix of scores.
 
-    Blocks of keys at a time (Dao et al., arXiv:2205.14135), fp32 inside; on CUDA the weights of half
-    types are rounded to the dtype before they are multiplied with ``v``. There is no gradient.
+    Blocks of keys at a time (Dao et al., arXiv:2205.14135), fp32 inside; on CUDA the weights of
+    half types are rounded to the dtype before they are multiplied with ``v``. There is no gradient.
 
     Args:
         q: ``[B, H, S, D]``; fp32, fp16 or bf16; ``D`` from 1 to 256. Views of ``[B, S, H, D]`` are
@@ -124,8 +124,8 @@ def attention(
         most_queries: with ``q_starts``, the most queries of a sample; 0: as many as there are.
 
     Returns:
-        ``[B, H, S, E]`` in the dtype of ``q``, and the logarithm of the sum of ``exp`` of each query's
-        scores, fp32 ``[B, H, S]``. A query that sees no key has 0 and ``-inf``.
+        ``[B, H, S, E]`` in the dtype of ``q``, and the logarithm of the sum of ``exp`` of each
+        query's scores, fp32 ``[B, H, S]``. A query that sees no key has 0 and ``-inf``.
 
     Raises:
         NotImplementedError: a tensor requires a gradient.

@@ -1,4 +1,4 @@
-"""Loads the PTX that `hfpatch kernel build --ptx DIR` wrote, by the driver API, and launches by name.
+"""Loads what `hfpatch kernel build --ptx DIR` wrote, by the driver API, and launches by name.
 
     python launch.py DIR
 
@@ -75,9 +75,7 @@ class Kernels:
             raise ValueError(f"{name}: expected at most {most} threads in a block, got {block}")
         pointers = [ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in arguments]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
-        self.driver(
-            "cuLaunchKernel", function, grid, 1, 1, block, 1, 1, shared, None, array, None
-        )
+        self.driver("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, shared, None, array, None)
         self.launches[name] += 1
 
 

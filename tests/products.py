@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,7 +140,9 @@ def gemm_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable[
         product = (a.T if ta else a).double() @ (b.T if tb else b).double()
         what = (dtype, m, n, k, ta, tb)
         close(p.gemm(a, b, ta=ta, tb=tb), product, dtype, what)
-        close(p.gemm(a, b, c, 0.5, -2.0, ta, tb), 0.5 * product - 2 * c.double(), dtype, (what, "c"))
+        close(
+            p.gemm(a, b, c, 0.5, -2.0, ta, tb), 0.5 * product - 2 * c.double(), dtype, (what, "c")
+        )
         out = c.clone()
         p.gemm(a, b, out, 0.5, -2.0, ta, tb, out=out)
         close(out, 0.5 * product - 2 * c.double(), dtype, (what, "in place"))
@@ -158,7 +159,9 @@ def gemm_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable[
         a = p.random(batch, m, 40, dtype=dtype)
         for shared in (1, batch):
             b = p.random(shared, 40, 24, dtype=dtype)
-            close(p.gemm(a, b), a.double() @ b.double(), dtype, ("batched", dtype, batch, m, shared))
+            close(
+                p.gemm(a, b), a.double() @ b.double(), dtype, ("batched", dtype, batch, m, shared)
+            )
             b = p.random(shared, 24, 40, dtype=dtype)
             truth = a.double() @ b.double().mT
             close(p.gemm(a, b, tb=1), truth, dtype, ("batched", dtype, batch, m, shared))
@@ -176,7 +179,8 @@ def gemm_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable[
 
 #: batch, heads of q, of k, queries, keys, columns of q and k, of v
 ATTENTION_SIZES = (
-    (1, 1, 1, 1, 1, 1, 1), (2, 4, 2, 5, 9, 8, 8), (1, 3, 3, 33, 70, 64, 64), (2, 6, 1, 17, 130, 80, 40),
+    (1, 1, 1, 1, 1, 1, 1), (2, 4, 2, 5, 9, 8, 8), (1, 3, 3, 33, 70, 64, 64),
+    (2, 6, 1, 17, 130, 80, 40),
     (1, 2, 1, 40, 300, 256, 256), (1, 8, 2, 1, 257, 128, 128), (2, 2, 2, 7, 0, 16, 16),
     (1, 2, 2, 100, 40, 33, 65), (1, 2, 2, 300, 300, 64, 64), (1, 2, 1, 200, 200, 128, 128),
     (2, 2, 1, 257, 700, 128, 64), (1, 4, 2, 130, 1000, 40, 48),
@@ -215,7 +219,9 @@ def attention_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Call
         for i in range(3):
             a, b, c, d = (int(x) for x in (*starts[0, i : i + 2], *starts[1, i : i + 2]))
             if a < b:
-                truth = attention_formula(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], None, 0.25, causal)
+                truth = attention_formula(
+                    q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], None, 0.25, causal
+                )
                 close_attention((out[:, :, a:b], lse[:, :, a:b]), truth, dtype, ("packed", i))
 
     for sizes in ATTENTION_SIZES:
@@ -229,7 +235,8 @@ def attention_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Call
 def other_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     def pairs() -> None:
         for shape, other in (((3, 5), (3, 5)), ((2, 7, 9), (9,)), ((2, 7, 9), (2, 1, 9)),
-                             ((2, 7, 9), (2, 9)), ((70000,), (70000,)), ((0, 4), (0, 4))):  # fmt: skip
+                             ((2, 7, 9), (2, 9)), ((70000,), (70000,)),
+                             ((0, 4), (0, 4))):  # fmt: skip
             a, b = p.random(*shape, dtype=dtype), p.random(*other, dtype=dtype)
             wide = b[:, None] if len(other) == 2 and len(shape) == 3 else b
             out = p.empty(*shape, dtype=dtype)
@@ -264,7 +271,13 @@ def other_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable
                 close(lse, torch.where(kept, whole, 0.0), F32, ("lse", rows, cols), 4.0)
 
     def balance() -> None:
-        for tokens, experts, k in ((1, 1, 1), (5, 7, 2), (1000, 64, 8), (300, 130, 130), (7, 1000, 4)):
+        for tokens, experts, k in (
+            (1, 1, 1),
+            (5, 7, 2),
+            (1000, 64, 8),
+            (300, 130, 130),
+            (7, 1000, 4),
+        ):
             x = p.random(tokens, experts, dtype=dtype)
             padding = (torch.rand(tokens, generator=p.generator) > 0.3).float().to(p.device)
             for mask in (None, padding):
