@@ -134,7 +134,7 @@ def _entries(text: str) -> list[dict[str, Any]]:
             "block": {
                 "max": _numbers(match["rules"], "maxntid"),
                 "required": _numbers(match["rules"], "reqntid"),
-                "min_ctas": (_numbers(match["rules"], "minnctapersm") or [None])[0],
+                "min_ctas": _first(match["rules"], "minnctapersm"),
             },
             "shared_bytes": own,
             "dynamic_shared": bool(extern & words),
@@ -146,13 +146,18 @@ def _bytes(match: re.Match[str]) -> int:
     return _SIZES[match["bits"]] * int(match["count"] or 1)
 
 
+def _first(rules: str, name: str) -> int | None:
+    found = re.search(rf"\.{name}\s+(\d+)", rules)
+    return int(found[1]) if found else None
+
+
 def _numbers(rules: str, name: str) -> list[int] | None:
     """Of `.maxntid 256, 1, 1`, those that are given; a block has three."""
     found = re.search(rf"\.{name}\s+([\d,\s]+)", rules)
     if found is None:
         return None
     numbers = [int(n) for n in found[1].replace(",", " ").split()]
-    return [*numbers, 1, 1][:3] if name != "minnctapersm" else numbers
+    return [*numbers, 1, 1][:3]
 
 
 def _parameter(text: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import products
 import pytest
@@ -19,8 +18,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def library(kernels_module: ModuleType) -> Caller:
-    """The compiled operators' library, which exports no C function, is not one: libhfpatch is."""
+def library() -> Caller:
     path = os.environ.get("HFPATCH_LIBRARY")
     if not path:
         pytest.skip("HFPATCH_LIBRARY names no libhfpatch with CUDA kernels (make clib)")
@@ -62,6 +60,6 @@ def test_host_memory_given_for_the_device_s_is_named(library: Caller) -> None:
         env=environment, check=True,
     ).stdout  # fmt: skip
     assert said.strip() == (
-        "-2 hfp_scale: `x` must point to memory of cuda:0, as its device says, got the host's; copy "
-        "it, or say kDLCPU"
+        "-2 hfp_scale: `x` must point to memory of cuda:0, as its device says, got the host's; "
+        "copy it, or say kDLCPU"
     )

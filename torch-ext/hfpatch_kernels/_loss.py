@@ -183,8 +183,9 @@ class _LoadBalancing(torch.autograd.Function):
 def load_balancing_loss(logits: Tensor, k: int, mask: Optional[Tensor] = None) -> Tensor:
     """The loss that keeps the load of experts even.
 
-    Fedus et al., arXiv:2101.03961, equations 4 to 6; ``load_balancing_loss_func`` of transformers: ``E * sum(f * P)``, where ``f`` is the share
-    of tokens that have an expert among their ``k`` and ``P`` its mean probability.
+    Fedus et al., arXiv:2101.03961, equations 4 to 6; ``load_balancing_loss_func`` of transformers:
+    ``E * sum(f * P)``, where ``f`` is the share of tokens that have an expert among their ``k`` and
+    ``P`` its mean probability.
 
     Args:
         logits: ``[T, E]`` of the router, all layers' one after the other; fp32, fp16 or bf16; ``E``
