@@ -3,8 +3,8 @@
     python benchmarks/clib_products.py LIBRARY [--device cuda] [--json FILE] [--no-check]
 
 On a GPU the peers are torch.matmul (cuBLAS) and scaled_dot_product_attention with cuDNN and with
-FlashAttention; times are CUDA events' over several calls, in turns, the median of 7. On the CPU they
-are torch.matmul and scaled_dot_product_attention; times are the least of many calls in turns,
+FlashAttention; times are CUDA events' over several calls, in turns, the median of 7. On the CPU
+they are torch.matmul and scaled_dot_product_attention; the least of many calls in turns,
 since other work only adds to them. HFPATCH_BLAS=none times our own blocks.
 """
 
