@@ -312,7 +312,8 @@ def test_the_changelog_has_its_form() -> None:
 def test_environment_variables_are_those_of_the_code() -> None:
     pattern = re.compile(r"\bHFPATCH_(?!H_)[A-Z_]+\b")
     package = [p for p in (ROOT / "hfpatch").rglob("*.py") if "_kernels" not in p.parts]
-    code = [*package, *(ROOT / "kernel_src").rglob("*.cpp")]
+    sources = (p for p in (ROOT / "kernel_src").rglob("*") if p.suffix in (".cpp", ".h", ".cu"))
+    code = [*package, *sources]
     code += [ROOT / "setup.py", ROOT / "CMakeLists.txt", *(ROOT / "examples").glob("*.py")]
     code += (ROOT / "torch-ext").rglob("*.py")
     code += (ROOT / "bindings").rglob("build.rs")
