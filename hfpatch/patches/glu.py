@@ -24,6 +24,7 @@ from hfpatch.patches.base import (
     Subject,
     Tensor,
     class_of,
+    coded,
     first_argument,
     input_name,
     plain,
@@ -243,6 +244,9 @@ class GatedSubject(Subject):
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         training, gate = contract.training, self.roles.gate
 
+        children = frozenset(self.module._modules)
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
         def untouched(self: nn.Module) -> bool:
             """Whether the settings, and the activation, which is not called, are those proven."""
             try:
@@ -250,6 +254,7 @@ class GatedSubject(Subject):
             except KeyError:  # one was deleted, or is a parameter or module now
                 same = False
             same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore
+            same = same and self.__dict__.keys().isdisjoint(children)  # it would hide the child
             if not same:
                 contract.changed()
             elif part is not None and hooks_on_all():
@@ -260,7 +265,12 @@ class GatedSubject(Subject):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the product into one pointwise kernel
                 return original(self, *args, **kwargs)
-            if type(self).forward is not original:  # its class is another one, or was patched
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
                 return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if type(x) is Tensor and not watched() and contract.takes(x) and untouched(self):

@@ -20,6 +20,8 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    class_of,
+    coded,
     is_dtensor,
     watched,
 )
@@ -276,6 +278,8 @@ class BlockSubject(Subject):
         if like:
             weights = sum(p.numel() for p in self.module.parameters() if p.ndim > 1)
         distributed = torch.distributed.is_available()
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
 
         def partitioned(block: nn.Module) -> bool:
             """Whether a parameter is a DTensor or empty: FSDP2 has gathered them by now."""
@@ -294,7 +298,12 @@ class BlockSubject(Subject):
                     if result is not None:
                         return result
                 return original(self, hidden_states, *args, **kwargs)
-            if type(self).forward is not original:  # its class is another one, or was patched
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
                 return type(self).forward(self, hidden_states, *args, **kwargs)
             if type(hidden_states) is Tensor and not watched():
                 if not (same(self) and ready(self)):
