@@ -110,6 +110,7 @@ class ActivationSubject(Subject):
 
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
+
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses it with its neighbours
                 return original(self, *args, **kwargs)

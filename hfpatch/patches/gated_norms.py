@@ -109,6 +109,7 @@ class GatedNormSubject(NormSubject):
 
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
+
         def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             """hidden_states and gate by position or by name; None for any other call."""
             given = dict(zip(names, args, strict=False)) | kwargs

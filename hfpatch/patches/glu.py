@@ -247,6 +247,7 @@ class GatedSubject(Subject):
         children = frozenset(self.module._modules)
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
+
         def untouched(self: nn.Module) -> bool:
             """Whether the settings, and the activation, which is not called, are those proven."""
             try:
