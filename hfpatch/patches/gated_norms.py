@@ -133,12 +133,14 @@ class GatedNormSubject(NormSubject):
                 type(x) is Tensor
                 and type(gate) is Tensor
                 and w is not None
+                and weight not in self.__dict__  # it would hide the parameter
                 and plain(w)
                 and x.dtype == gate.dtype
                 and x.shape == gate.shape
                 and x.dim() > 1
                 and contract.takes(x)
                 and x.shape[-1] == width
+                and w.shape == x.shape[-1:]
                 and x.device == gate.device
                 and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it
                 and not watched()
