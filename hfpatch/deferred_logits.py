@@ -18,6 +18,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if type(func) is types.FunctionType and func.__code__.co_filename not in _FILES:
+        if type(func) is types.FunctionType and not func.__code__.co_filename.startswith(_HOME):
             func = _caller(sys._getframe(1)) or func
         if func in _ASKING and any(t._consumed for t in _deferred_in((args, kwargs))):
             raise HfpatchError(
@@ -278,7 +279,7 @@ _FUNCTIONS = {
     for f in vars(home).values()
     if isinstance(f, types.FunctionType) and f.__module__ == where
 }
-_FILES = frozenset(code.co_filename for code in _FUNCTIONS)
+_HOME = str(Path(torch.__file__).parent)
 
 
 def _caller(frame: types.FrameType | None) -> Any:
@@ -549,6 +550,7 @@ _ASKING = {
     Tensor.retain_grad,
     Tensor.register_hook,
     torch.autograd.grad,
+    torch.autograd.backward,
     Tensor.grad.__get__,  # type: ignore[union-attr]
 }
 

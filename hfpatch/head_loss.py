@@ -138,7 +138,8 @@ def check_head(
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raises TargetOutOfRangeError, a ValueError and an IndexError, for one out of range. A GPU is not waited for: there its loss is NaN."""
+    """Raises TargetOutOfRangeError, a ValueError and an IndexError, for one out of range. A GPU is
+    not waited for: there its loss is NaN."""
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import types
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -265,6 +266,8 @@ class ProcessorPart:
     def __init__(self, processor: Any, path: tuple[str, ...]) -> None:
         self._path, self._class = path, type(processor)
         self._call = self._class.__call__
+        self._coded = coded(self._call)
+        self._code = self._coded.__code__
         self._held = {k: v for k, v in vars(processor).items() if k not in READ_LIVE}
 
     def is_same(self, root: nn.Module) -> bool:
@@ -278,7 +281,11 @@ class ProcessorPart:
 
     def is_proven(self, processor: Any) -> bool:
         """Whether this is such a processor."""
-        if type(processor) is not self._class or self._class.__call__ is not self._call:
+        if (
+            type(processor) is not self._class
+            or self._class.__call__ is not self._call
+            or self._coded.__code__ is not self._code
+        ):
             return False
         held = processor.__dict__
         if not held:
@@ -307,6 +314,25 @@ def calls_otherwise(cls: type[nn.Module]) -> bool:
     """Whether calling a module of this class runs more or else than PyTorch's own call does."""
     called: Any = cls
     return called.__call__ is not _CALL or called._call_impl is not _CALL_IMPL
+
+
+#: Layers that fused blocks compute by themselves where they are plain, or leave out.
+_LAYERS: tuple[Any, ...] = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Dropout)
+_FORWARDS = tuple((cls, cls.forward, cls.forward.__code__) for cls in _LAYERS)
+_WRITTEN = all(
+    sys.modules[cls.__module__].__file__ == code.co_filename for cls, _, code in _FORWARDS
+)
+
+
+def layers_replaced() -> bool:
+    """Whether somebody's own forward or call stands in one of PyTorch's layer classes, for all of
+    its instances."""
+    if not _WRITTEN:  # before hfpatch was imported
+        return True
+    for cls, forward, code in _FORWARDS:
+        if cls.forward is not forward or forward.__code__ is not code or cls.__call__ is not _CALL:
+            return True
+    return False
 
 
 def is_replaced(module: nn.Module) -> bool:

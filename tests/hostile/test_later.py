@@ -371,11 +371,15 @@ def _another_layer(module: Any) -> None:
     module.inner = nn.Sequential(module.inner, nn.Tanh())
 
 
+def _another_class(module: Any) -> None:
+    module.__class__ = type("Scaled", (Scaled,), {"gain": property(lambda self: 4.0)})
+
+
 LATER: dict[str, Callable[[Any], Any]] = {
     "gain": _gain,
     "train": _train,
     "another layer": _another_layer,
-    "class": lambda m: setattr(m, "__class__", type("Scaled", (Scaled,), {"gain": property(lambda s: 4.0)})),
+    "class": _another_class,
     "dtype": lambda m: m.double(),
 }  # fmt: skip
 

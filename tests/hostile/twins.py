@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from decoding.families import make
@@ -21,7 +22,7 @@ def outcome(f):
 
 def same(a, b, tol=0.0002):
     if isinstance(b, Exception) or isinstance(a, Exception):
-        return type(a) is type(b) or f"{a!r:.200} for {b!r:.200}"
+        return isinstance(a, type(b)) or f"{a!r:.200} for {b!r:.200}"
     if type(a) is not type(b):
         return f"type {type(a)} for {type(b)}"
     if isinstance(b, torch.Tensor):
@@ -101,7 +102,7 @@ class Run:
                 for a, v in kw.items()
             }
             with context():
-                o = outcome(lambda: m(input_ids=ids.clone(), past_key_values=c, **k))
+                o = outcome(partial(m, input_ids=ids.clone(), past_key_values=c, **k))
             outs.append(out_of(o))
         r = same(*outs, self.tol)
         if r is True:

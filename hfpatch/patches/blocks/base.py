@@ -31,7 +31,14 @@ from hfpatch.patches.blocks.likeness import odd_build, own_settings, read_throug
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.proving import cpu_default, float32_default
-from hfpatch.patches.unchanged import Part, ProcessorPart, hooks_on_all, is_hooked, same_parts
+from hfpatch.patches.unchanged import (
+    Part,
+    ProcessorPart,
+    hooks_on_all,
+    is_hooked,
+    layers_replaced,
+    same_parts,
+)
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, Sources
 
@@ -306,7 +313,7 @@ class BlockSubject(Subject):
             ):
                 return type(self).forward(self, hidden_states, *args, **kwargs)
             if type(hidden_states) is Tensor and not watched():
-                if not (same(self) and ready(self)):
+                if layers_replaced() or not (same(self) and ready(self)):
                     contract.changed()
                 elif hooks_on_all():
                     contract.hooks_on_all()
