@@ -244,7 +244,8 @@ class GatedSubject(Subject):
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         training, gate = contract.training, self.roles.gate
 
-        children = frozenset(self.module._modules)
+        children, down = frozenset(self.module._modules), self.roles.down
+        apart = _apart(self.module._modules, self.roles.gate, down)
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
 
@@ -256,6 +257,7 @@ class GatedSubject(Subject):
                 same = False
             same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore
             same = same and self.__dict__.keys().isdisjoint(children)  # it would hide the child
+            same = same and _apart(self._modules, gate, down) is apart
             if not same:
                 contract.changed()
             elif part is not None and hooks_on_all():
@@ -292,6 +294,18 @@ class GatedSubject(Subject):
             return original(self, *args, **kwargs)
 
         return forward
+
+
+def _apart(modules: Any, gate: str, down: str | None) -> bool:
+    """Whether the first and the last layer have weights of two dtypes: code may cast for the last
+    one. What has no weight of its own (an adapter, a quantized layer) is not asked."""
+    if down is None:
+        return False
+    first, last = (
+        m.__dict__["_parameters"].get("weight") if m is not None else None
+        for m in (modules[gate], modules[down])
+    )
+    return first is not None and last is not None and first.dtype != last.dtype
 
 
 def _casts(layer: nn.Module | None) -> bool:
@@ -406,6 +420,10 @@ def _odd_children(module: nn.Module, roles: Roles, act: str | None) -> str | Non
         return f"its child `{roles.dropout}` is a `{kind}`, no `Dropout`"
     if act is not None and (why := _odd_activation(module, act)) is not None:
         return why
+    if roles.down is not None and _apart(children, roles.gate, roles.down):
+        dtype = children[roles.down].weight.dtype
+        if dtype.is_floating_point and dtype not in KERNEL_DTYPES:
+            return f"its last layer is {dtype}, the first one is not"
     if roles.up is not None:
         gate, up = children[roles.gate], children[roles.up]
         dtypes = {weight_dtype(layer, torch.float32) for layer in (gate, up)}

@@ -21,7 +21,6 @@ from hfpatch.patches.library import odd_code
 from hfpatch.patches.replicas import replicate
 from hfpatch.patches.unchanged import Part, ProcessorPart
 
-
 #: What comparisons found. The last ones are kept.
 compared: dict[Any, tuple[float, float] | str] = {}
 _MOST = 64
