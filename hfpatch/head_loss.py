@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from hfpatch.errors import TargetOutOfRangeError
 from hfpatch.handover import tensor_refusal
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import local_package
@@ -153,12 +154,13 @@ def check_head(
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raises ValueError for one out of range. A GPU is not waited for: there its loss is NaN."""
+    """Raises TargetOutOfRangeError, a ValueError and an IndexError, for one out of range. A GPU is
+    not waited for: there its loss is NaN."""
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
     if len(wrong):
-        raise ValueError(
+        raise TargetOutOfRangeError(
             f"`target`: expected 0 to {classes - 1}, or `ignore_index` {ignore_index}, got "
             f"{int(wrong[0])}; is the tokenizer larger than the head?"
         )

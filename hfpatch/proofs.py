@@ -23,7 +23,7 @@ from hfpatch.patches.keys import Same, code_of, held_by
 from hfpatch.patches.library import odd_code
 from hfpatch.patches.norms import NormSubject
 from hfpatch.patches.proving import float32_default
-from hfpatch.patches.recall import RecallSubject
+from hfpatch.patches.recall import RecallSubject, compared
 from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.plan import Refusal, Swap
 from hfpatch.reading.leaf import still_holds
@@ -86,6 +86,7 @@ def forget_proofs() -> None:
     _contracts.clear()
     _blocks.clear()
     _identified.clear()
+    compared.clear()
     battery.forget()
 
 

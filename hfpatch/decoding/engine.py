@@ -69,8 +69,9 @@ class Engine:
     ) -> None:
         self.model, self.rows, self.tokens = model, rows, tokens
         self._device = model.device
-        self._call = _Call(model, rows, tokens, package)
-        self._table = _Table(model, rows, tokens)
+        with torch.inference_mode(False):  # else it could be written to under that mode alone
+            self._call = _Call(model, rows, tokens, package)
+            self._table = _Table(model, rows, tokens)
         #: The step's CUDA graphs, `graph.StepGraphs`; None on a CPU.
         self.graphs: Any = None
         self._shape = (rows, tokens)

@@ -20,7 +20,7 @@ from hfpatch.decoding.proof import prove, with_rounding
 from hfpatch.decoding.replica import NoReplica, make_replica
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
-from hfpatch.decoding.surroundings import check_attention
+from hfpatch.decoding.surroundings import check_attention, check_cache
 from hfpatch.patches.keys import code_of
 
 
@@ -77,6 +77,7 @@ def describe(model: nn.Module) -> Described:
     if isinstance(proven, str):
         raise Unexplained(proven)
     check_attention(model)
+    check_cache()
     check_likeness(model, proven.replica, proven.live)
     return Described(proven.recipe.read(model), proven.output)
 

@@ -63,6 +63,7 @@ def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[s
             raise Unexplained(f"{where} {why}")
         _check_tensors(where, mine, small)
         _check_attributes(path, where, mine, small, read)
+        _check_config(where, model, mine, replica, small)
     _check_parameters(model)
 
 
@@ -118,8 +119,14 @@ def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
     foreign = swap.foreign_forward(module)
     if foreign is not None:
         return f"is not its class's: {foreign}"
+    if "_call_impl" in module.__dict__:
+        return "has a `_call_impl` of its own"
     if not root and is_hooked(module) and not only_captures(module):
         return "has hooks"
+    d = module.__dict__
+    for held in (d["_modules"], d["_parameters"], d["_buffers"]):
+        if hidden := d.keys() & held.keys():
+            return f"has an attribute that hides its `{min(hidden)}`"
     return None
 
 
@@ -177,6 +184,15 @@ def _check_attributes(
             raise Unexplained(
                 f"{where}: `{name}` is {mine[name]!r:.80}, expected {small[name]!r:.80}"
             )
+
+
+def _check_config(where: str, model: Any, mine: nn.Module, replica: Any, small: nn.Module) -> None:
+    """A module whose class takes the model's configuration has that, or one that says the same."""
+    own = mine.__dict__.get("config")
+    if own is model.config or small.__dict__.get("config") is not replica.config:
+        return
+    if own is None or own.to_dict() != model.config.to_dict():
+        raise Unexplained(f"{where} has another `config` than the model")
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -226,13 +226,16 @@ class _Loop:
             answer, score = text.add(output.logits)
             del output
             if before is not None:
-                ended = True  # an error of the streamer takes the step back as well
+                ended, arena = True, caches.held_arena(cache)
+                # an error of the streamer takes the step back as well
                 try:
                     ended = before.read(self.streamer)
                 finally:
                     if ended:
                         text.drop()
-                        _take_back(cache, random)
+                        caches.take_back(cache, arena)
+                        if random is not None:
+                            random.take_back()
                 if ended:
                     break
             reached = _reached(limits, text.ids, score)
@@ -361,14 +364,3 @@ class _Random:
             self._generator.set_offset(self._state)
         else:
             self._generator.set_state(self._state)
-
-
-def _take_back(cache: Any, random: _Random | None) -> None:
-    """Undo a step: nothing is read behind a cache's end."""
-    arena = caches.held_arena(cache)
-    if arena is not None:
-        arena.table.length -= 1
-    else:
-        cache.crop(-1)
-    if random is not None:
-        random.take_back()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from hfpatch.decoding.rules import Unexplained
 from hfpatch.decoding.watch import Watch
 from hfpatch.errors import DecodingError
 from hfpatch.patches.base import Forward, watched
+from hfpatch.patches.unchanged import calls_otherwise
 
 #: Sequences, and new tokens of each, that an engine is made for.
 MOST_ROWS, MOST_TOKENS = 16, 8
@@ -40,6 +42,8 @@ _TAKEN = frozenset(
         *("logits_to_keep", "return_dict"),
     }
 )
+#: Of these, those that a step serves where they are on, or not given.
+_SWITCHES = ("use_cache", "return_dict")
 
 
 @dataclass
@@ -73,6 +77,7 @@ class Decoder:
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
         self.stream: Any = None  # of the last step
         self._due = True  # settings are to be looked at: a new sequence
+        self._cache: weakref.ref[Any] | None = None  # of the last step
         self._lock = threading.RLock()
 
     # --- which calls -------------------------------------------------------------------------
@@ -84,7 +89,11 @@ class Decoder:
             self._due = True
             return original(model, *args, **kwargs)
         with self._lock:  # engines have one workspace
+            if self._cache is None or self._cache() is not step.cache:
+                self._due, self._cache = True, weakref.ref(step.cache)
             outcome = self._serve(model, original, step, args, kwargs)
+            if outcome is None:  # a prompt, perhaps
+                self._due = True
         return original(model, *args, **kwargs) if outcome is None else outcome
 
     def _as_step(self, model: nn.Module, args: Any, kwargs: Any) -> _Step | None:
@@ -102,7 +111,7 @@ class Decoder:
         for name, value in kwargs.items():
             if name not in _TAKEN and value is not None and value is not False:
                 return None
-        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
+        if any(kwargs.get(n) is not None and kwargs[n] is not True for n in _SWITCHES):
             return None
         keep = kwargs.get("logits_to_keep", 0)
         if type(keep) is not int or not (keep == 0 or keep == 1 or keep >= ids.shape[1]):
@@ -112,7 +121,7 @@ class Decoder:
             return None
         if ids.device != like.device or watched() or torch.is_autocast_enabled(like.device.type):
             return None
-        if _modes() or _every_module_hooked():
+        if _modes() or _every_module_hooked() or calls_otherwise(nn.Module):
             return None  # somebody looks at every operator, or at every module's call
         vocab = like.shape[0]
         if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
@@ -262,7 +271,11 @@ class Decoder:
     ) -> str | None:
         layers = self.described.model.layers
         limit = _LIMITS[logits.dtype] * torch.finfo(logits.dtype).eps * math.sqrt(len(layers))
+        if type(output) is not self.described.output or set(output) != _RETURNED:
+            return f"it returns a {type(output).__name__} of {sorted(output)}"
         theirs = output.logits[:, -logits.shape[1] :]
+        if (theirs.shape, theirs.dtype) != (logits.shape, logits.dtype):
+            return f"logits are {theirs.dtype} of shape {tuple(theirs.shape)}"
         pairs = [("logits", logits, theirs)]
         for index, held in enumerate(output[caches.NAME].layers):
             for name in ("keys", "values"):
@@ -289,6 +302,8 @@ class Decoder:
             )
 
 
+#: What a step returns.
+_RETURNED = {"logits", "past_key_values"}
 #: Why a cache is left as it is, where nobody needs to be told.
 _EXPECTED = frozenset({"its cache is empty", "its cache is a StaticCache"})
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
