@@ -121,12 +121,16 @@ class _Recorded:
         found |= {id(t): t for cache in self.caches for t in graph_caches.tensors_of(cache)}
         self._results = list(found.values())
 
-    def replay(self, tensors: list[Tensor], caches: Sequence[Any] = ()) -> Any:
+    def replay(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies of what the graph writes: the next replay writes to the same memory."""
         for ours, theirs in zip(self.inputs, tensors, strict=True):
             ours.copy_(theirs, non_blocking=True)
         self.graph.replay()
-        # The next replay writes to the graph's own output, so the caller gets a copy.
-        made = dict(zip(map(id, self._results), _copies(self._results), strict=True))
+        return _copies(self._results)
+
+    def result(self, copies: list[Tensor], caches: Sequence[Any] = ()) -> Any:
+        """The output made of these copies; the caller's caches are filled with theirs."""
+        made = dict(zip(map(id, self._results), copies, strict=True))
 
         def change(t: Tensor) -> Tensor:
             return made[id(t)]
@@ -437,7 +441,7 @@ class ModelGraphs:
         timed = self.times.get((key, entry.answers.values))
         if timed is not None and timed[1].winner is None:
             return True, self._raced(key, entry, call, timed[1])
-        return True, self._replay(entry, call)
+        return True, self._result(entry, call, self._replay(entry, call))
 
     def _by_answers(self, key: Any, tensors: list[Tensor]) -> Any:
         """The kind of a call, with what its forward would read of its tensors: of no recording
@@ -450,7 +454,9 @@ class ModelGraphs:
     def _raced(self, key: Any, entry: _Recorded, call: _Call, race: Race) -> Any:
         """Make the call by the way whose turn it is, and drop the graph if it has lost."""
         if race.turn() == _GRAPH:
-            result = race.run(lambda: self._replay(entry, call), call.device)
+            result = race.run(
+                lambda: self._result(entry, call, self._replay(entry, call)), call.device
+            )
         else:
             result = race.run(call.plainly, call.device)
         if race.winner == _PLAIN:
@@ -472,8 +478,7 @@ class ModelGraphs:
         milliseconds.
 
         A graph writes to memory of its own alone, so a result that turns out to be that of the
-        model as it was is forgotten, and nothing else has happened: a call with a cache is looked
-        at first.
+        model as it was is forgotten, and nothing else has happened: a cache is filled behind it.
 
         Returns:
             (whether the model is the same, the result if it is)
@@ -481,19 +486,16 @@ class ModelGraphs:
         Raises:
             NotCapturable: the model's own forward must run.
         """
-        if entry.caches:
-            same = self.look(call.model, key)
-            return same, self._replay(entry, call) if same else None
         generator = _generator(call.device)
         offset = generator.get_offset()  # random numbers that the graph draws
-        result = self._replay(entry, call)
+        copies = self._replay(entry, call)
         same = False
         try:
             same = self.look(call.model, key)
         finally:
             if not same:
                 generator.set_offset(offset)
-        return same, result if same else None
+        return same, self._result(entry, call, copies) if same else None
 
     def _entry(self, key: Any, call: _Call) -> _Recorded | None:
         """The graph of this kind of call; None for the first such call, which runs as it is."""
@@ -554,17 +556,20 @@ class ModelGraphs:
             entry.stream.wait_event(self._last[1])  # another stream may be replaying it still
         entry.graph.reset()
 
-    def _replay(self, entry: _Recorded, call: _Call) -> Any:
+    def _result(self, entry: _Recorded, call: _Call, copies: list[Tensor]) -> Any:
+        caches = caches_in(call.args, call.kwargs) if entry.caches else ()
+        return entry.result(copies, caches)
+
+    def _replay(self, entry: _Recorded, call: _Call) -> list[Tensor]:
         with torch.cuda.device(call.device), torch.no_grad():
             stream = torch.cuda.current_stream()
             if self._last is not None and self._last[0] != stream:
                 stream.wait_event(self._last[1])  # graphs of a model share their memory
-            caches = caches_in(call.args, call.kwargs) if entry.caches else ()
-            result = entry.replay(call.tensors, caches)
+            copies = entry.replay(call.tensors)
             event = self._last[1] if self._last is not None else _event()
             event.record(stream)
             self._last = (stream, event)
-        return result
+        return copies
 
     def _say(self, name: str, why: str) -> None:
         if why not in self.reasons:

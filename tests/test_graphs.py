@@ -207,6 +207,9 @@ class Recorded:
         self.answers = Answers()
         self.caches: list[Any] = []
 
+    def result(self, copies: Any, caches: Any) -> Any:
+        return copies
+
 
 class Graph:
     freed = False
