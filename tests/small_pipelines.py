@@ -45,7 +45,8 @@ def _vae(channels=4, **more):
 def sd():
     torch.manual_seed(0)
     return StableDiffusionPipeline(
-        vae=_vae(), text_encoder=None, tokenizer=None, unet=_unet(), scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
+        vae=_vae(), text_encoder=None, tokenizer=None, unet=_unet(),
+        scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
 
@@ -60,7 +61,8 @@ def sdxl():
     )
     return StableDiffusionXLPipeline(
         vae=_vae(), text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
-        unet=unet, scheduler=DDIMScheduler(steps_offset=1, clip_sample=False), add_watermarker=False,
+        unet=unet, scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
+        add_watermarker=False,
     )  # fmt: skip
 
 

@@ -402,3 +402,33 @@ def test_original_takes_what_the_fused_forward_does_not() -> None:
     assert_numbers(cross_attention_kwargs={})
     root.block.set_chunk_feed_forward(5, 1)
     assert_numbers()
+
+
+class Shifted(nn.LayerNorm):
+    """A norm of somebody else's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "norm", "reason"),
+    [
+        ("norm1.norm", Shifted(64), "its norms are no `LayerNorm`s"),
+        ("norm2.norm", nn.RMSNorm(64), "its norms are no `LayerNorm`s"),
+        ("attn1.norm_k", Shifted(16), "its norms are no `LayerNorm`s"),
+        ("attn1.norm_k", None, "one of its q and k is normed"),
+        ("attn1.norm_q", nn.LayerNorm(16, eps=0.5), "its norms differ in eps"),
+        ("norm2.norm", nn.LayerNorm(64, eps=0.5), "its norms differ in eps"),
+    ],
+)
+def test_odd_norms_of_cogvideox(path: str, norm: nn.Module | None, reason: str) -> None:
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+
+    from hfpatch.patches.blocks.cogvideox import CogVideoXSubject
+
+    block = CogVideoXBlock(64, 4, 16, 32)
+    assert CogVideoXSubject.odd(block) is None
+    above, _, name = path.rpartition(".")
+    setattr(block.get_submodule(above), name, norm)
+    assert CogVideoXSubject.odd(block) == reason

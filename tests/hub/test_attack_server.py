@@ -311,3 +311,20 @@ def test_a_lock_of_what_is_listed(toy: HubServer, tmp_path: Path) -> None:
     with pytest.raises(KernelLoadError):
         lock([HubSpec.parse(SPEC)], HubOptions(), tmp_path / "hfpatch.lock")
     assert not (tmp_path / "hfpatch.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "known"),
+    [
+        ("https://hub.example/a", True),
+        ("http://hub.example:8080/a", True),
+        ("ftp://hub.example/a", False),
+        ("ftp://hub.example:21/a", False),
+        ("file://hub.example:1/a", False),
+        ("https:///a", False),
+        ("https://hub.example:99999/a", False),
+        ("hub.example", False),
+    ],
+)
+def test_an_origin_has_a_known_scheme_and_a_host(url: str, known: bool) -> None:
+    assert (guard._origin(url) is not None) is known
