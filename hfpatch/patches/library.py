@@ -11,13 +11,13 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from hfpatch.patches.base import class_of
-from hfpatch.patches.keys import kept_while_planning, names_of
+from hfpatch.patches.keys import helpers_of, kept_while_planning, names_of
 
 #: Packages whose classes fused forwards stand in for.
 _LIBRARIES = ("diffusers", "torch", "transformers")
@@ -68,23 +68,40 @@ def strange_names(block: nn.Module) -> str | None:
 
 
 def _strange_name(cls: type) -> str | None:
-    left = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in _functions(v)]
+    members = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in _functions(v)]
+    for _, name, function in reached(members):
+        if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(_INSTALLED)):
+            return name
+    return None
+
+
+def called_by_forward(module: nn.Module) -> list[types.FunctionType]:
+    """The functions of a module's class that its forward is, or may call."""
+    names = ("forward", *sorted(helpers_of(module)))
+    bases = class_of(module).__mro__[:-1]
+    return [
+        f for n in names for base in bases if n in vars(base) for f in _functions(vars(base)[n])
+    ]
+
+
+def reached(
+    functions: Iterable[types.FunctionType],
+) -> Iterator[tuple[dict[str, Any], str, types.FunctionType]]:
+    """The functions that these, and the library's functions that they call, find by name: (the
+    globals of a module, the name, the function)."""
+    left = list(functions)
     seen: set[int] = set()
     while left:
         function = left.pop()
-        if id(function) in seen or not function.__module__.startswith(
-            ("diffusers", "transformers")
-        ):
+        home = function.__module__ or ""
+        if id(function) in seen or not home.startswith(("diffusers", "transformers")):
             continue
         seen.add(id(function))
-        for name in names_of(function.__code__):
+        for name in sorted(names_of(function.__code__)):
             value = function.__globals__.get(name)
-            if not isinstance(value, types.FunctionType):
-                continue
-            if not (_is_own(value, _DEPTH) or value.__code__.co_filename.startswith(_INSTALLED)):
-                return name
-            left.append(value)
-    return None
+            if isinstance(value, types.FunctionType):
+                yield function.__globals__, name, value
+                left.append(value)
 
 
 def _odd_class(cls: type) -> str | None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import names_read
+from hfpatch.patches.library import called_by_forward, reached
 from hfpatch.patches.unchanged import (
     ProcessorPart,
     calls_otherwise,
@@ -68,6 +69,7 @@ def guard(
             scope[f"processor{i}"] = ProcessorPart(module.__dict__["processor"], ()).is_proven
             lines.append(f"if not processor{i}(d{i}.get('processor')): return False")
     lines += _shared(modules, order, place)
+    lines += _functions(modules, scope)
     for path in called:
         weight = inside(block, path)._parameters.get("weight")
         if path and weight is not None:
@@ -111,7 +113,8 @@ def _checks(
         yield f"if type(m{i}) is not c{i} or c{i}.forward is not f{i}: return False"
         scope[f"o{i}"] = own = coded(cls.forward)
         scope[f"k{i}"] = own.__code__
-        yield f"if o{i}.__code__ is not k{i} or otherwise(c{i}) or '_call_impl' in d{i}: return False"
+        yield f"if o{i}.__code__ is not k{i} or otherwise(c{i}): return False"
+        yield f"if '_call_impl' in d{i}: return False"
         yield f"if ({hooks}) and not is_idle(m{i}): return False"
         yield f"if 'forward' in d{i} and not is_ours(m{i}, d{i}['forward']): return False"
         yield f"if '_hf_hook' in d{i}: return False"
@@ -143,6 +146,20 @@ def _named(scope: dict[str, Any], value: Any) -> str:
             return name
     scope[name := f"x{len(scope)}"] = value
     return name
+
+
+def _functions(modules: dict[str, nn.Module], scope: dict[str, Any]) -> Iterator[str]:
+    """That what the code finds by name, and what that finds in turn, is what it was."""
+    kinds = {class_of(m): m for m in modules.values()}
+    found = {
+        (id(held), name): (held, function)
+        for cls, m in kinds.items()
+        if cls.__module__.startswith(("diffusers", "transformers"))
+        for held, name, function in reached(called_by_forward(m))
+    }
+    for j, ((_, name), (held, function)) in enumerate(found.items()):
+        scope[f"g{j}"], scope[f"h{j}"], scope[f"b{j}"] = held, function, function.__code__
+        yield f"if g{j}.get({name!r}) is not h{j} or h{j}.__code__ is not b{j}: return False"
 
 
 def _shared(
@@ -187,6 +204,7 @@ def _configs(modules: dict[str, nn.Module], order: Sequence[str]) -> dict[str, t
     for key, path in first.items():
         held = modules[path].__dict__["config"].__dict__
         named[key] |= {f"_{n}" for n in named[key]}  # behind a property
+        named[key].add("_attn_implementation_internal")
         names = sorted(n for n in named[key] if n in held and isinstance(held[n], _PLAIN))
         if names:
             read = operator.itemgetter(*names)

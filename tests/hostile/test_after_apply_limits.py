@@ -87,6 +87,18 @@ def test_a_function_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     _check(CallingRMSNorm(), lambda: monkeypatch.setitem(globals(), "gain_of", tripled))
 
 
+def test_the_code_of_a_function_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        return x * 3.0
+
+    _check(CallingRMSNorm(), lambda: monkeypatch.setattr(gain_of, "__code__", tripled.__code__))
+
+
+def test_a_property_over_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = property(lambda self: 0.5)
+    _check(TorchRMSNorm(), lambda: monkeypatch.setattr(TorchRMSNorm, "eps", half, raising=False))
+
+
 def test_a_closure() -> None:
     cls, change = _closing(1.0)
     _check(cls(), lambda: change(3.0))
