@@ -4,6 +4,9 @@
 // arXiv:2407.08608.
 #include "attention_hopper.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include "async_copy.cuh"
 #include "attention.cuh"
 
@@ -451,9 +454,12 @@ int32_t sized(const AttentionArgs &a, bool paired, cudaStream_t stream) {
 
 }  // namespace
 
-// Asked once: the kernel of a build without sm_90a is empty, and has hardly a register.
+// Asked once: the kernel of a build without sm_90a is empty, and has hardly a register. Only where
+// HFPATCH_ATTENTION_WGMMA is 1, until it has been compared on a GPU.
 bool has_hopper_attention() {
   static const bool there = [] {
+    const char *wanted = std::getenv("HFPATCH_ATTENTION_WGMMA");
+    if (!wanted || std::strcmp(wanted, "1") != 0) return false;
     cudaFuncAttributes of{};
     const auto *kernel = reinterpret_cast<const void *>(&attention_hopper_kernel<__half, 64>);
     if (capability_major() != 9) return false;

@@ -5,7 +5,7 @@
 
 namespace hfp::cuda {
 
-// Whether this build and the current device have it.
+// Whether this build and the current device have it, and HFPATCH_ATTENTION_WGMMA asks for it.
 bool has_hopper_attention();
 
 // Half types, heads of at most 128 columns, rows of q, k and v in pieces of 16 bytes. `paired`: two columns
