@@ -89,7 +89,9 @@ class Analysis:
         found = []
         for path, module in self.replica.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is None or buffer.dim() != 1 or not buffer.is_floating_point():
+                if buffer is None or buffer.is_meta:  # what text has no need of
+                    continue
+                if buffer.dim() != 1 or not buffer.is_floating_point():
                     continue
                 if not name.endswith("inv_freq") or "original" in name:
                     continue

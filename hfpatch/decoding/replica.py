@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,11 +52,19 @@ def shrunk(config: Any) -> Any:
     The relations of sizes stay: one key head, one for each query head or in between; heads that are
     together as wide as the hidden state, or not; window layers, whose window is small.
 
+    Where it holds the text model's as a part, that part is made smaller.
+
     Raises:
         NoReplica: a size is not where configurations have it.
     """
-    if text_config(config) is not config:
-        raise NoReplica("its config holds that of the text model as a part")
+    text = text_config(config)
+    if text is not config:
+        name = next((n for n, value in vars(config).items() if value is text), None)
+        if name is None:
+            raise NoReplica("its config holds that of the text model in a place that is not known")
+        whole = copy.deepcopy(config)
+        setattr(whole, name, shrunk(text))
+        return whole
     small = copy.deepcopy(config)
     heads, key_heads, head_dim = head_counts(config)
     layers = getattr(config, "num_hidden_layers", None)
@@ -79,7 +87,20 @@ def shrunk(config: Any) -> Any:
             setattr(small, name, None)
     if getattr(config, "sliding_window", None) is not None:
         small.sliding_window = WINDOW
+    for part in rope_parts(small):
+        sections = part["mrope_section"]  # frequencies of each axis of a position
+        part["mrope_section"] = [size * HEAD_DIM // head_dim for size in sections]
     return small
+
+
+def rope_parts(config: Any) -> list[dict[str, Any]]:
+    """Where a configuration says how RoPE's frequencies are dealt out to several axes."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        part = getattr(config, name, None)
+        if isinstance(part, dict) and isinstance(part.get("mrope_section"), (list, tuple)):
+            found.append(part)
+    return [part for i, part in enumerate(found) if all(part is not p for p in found[:i])]
 
 
 def make_replica(model: nn.Module, implementation: str) -> nn.Module:
@@ -91,13 +112,18 @@ def make_replica(model: nn.Module, implementation: str) -> nn.Module:
         NoReplica: the class does not build one from a small configuration.
     """
     config: Any = shrunk(model.config)
-    config._attn_implementation = implementation
-    if getattr(config, "_experts_implementation", None) is not None:
-        config._experts_implementation = "eager"  # others have no fp64
+    text = text_config(config)
+    text._attn_implementation = implementation
+    if getattr(text, "_experts_implementation", None) is not None:
+        text._experts_implementation = "eager"  # others have no fp64
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), _float32_default():
             torch.manual_seed(0)
-            replica: nn.Module = type(model)(config)
+            replica: nn.Module = (
+                type(model)(config) if text is config else _with_a_decoder(type(model), config)
+            )
+    except NoReplica:
+        raise
     except Exception as e:  # any class's own
         raise NoReplica(
             f"its class builds no small model from its config ({type(e).__name__}: {e})"
@@ -106,8 +132,69 @@ def make_replica(model: nn.Module, implementation: str) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in replica.parameters():
-            parameter.copy_(_random_values(parameter, generator))
+            if not parameter.is_meta:
+                parameter.copy_(_random_values(parameter, generator))
     return replica
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The text model inside of one that takes more than text.
+
+    Raises:
+        NoReplica: there is none of its own.
+    """
+    text = text_config(model.config)
+    found: nn.Module = model.get_decoder()
+    if found is not model and getattr(found, "config", None) is text:
+        return found
+    raise NoReplica("its text model is not a part of it with a configuration of its own")
+
+
+def _with_a_decoder(cls: Any, config: Any) -> nn.Module:
+    """A model of more than text, of which only what text needs has memory: the rest, whatever its
+    size, is on `meta`."""
+    with torch.device("meta"):
+        whole: Any = cls(config)
+    part = decoder_of(whole)
+    path = next(p for p, m in whole.named_modules() if m is part)
+    parent, _, name = path.rpartition(".")
+    setattr(whole.get_submodule(parent), name, type(part)(part.config))
+    head = whole.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise NoReplica("it has no output embeddings")
+    head.to_empty(device="cpu")
+    _give_memory(whole)
+    return whole
+
+
+def _give_memory(model: nn.Module) -> None:
+    """To a model's first parameter: where that lies is what transformers calls its device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                own = torch.empty_like(parameter, device="cpu")
+                module._parameters[name] = nn.Parameter(own, requires_grad=False)
+                return
+
+
+def of_steps(model: Any) -> Callable[[str], bool]:
+    """Whether the module at a path takes part in a step over text alone: all do where a model is
+    one of text; else the text model, the head, and what holds them.
+
+    Raises:
+        NoReplica: see `decoder_of`.
+    """
+    if text_config(model.config) is model.config:
+        return lambda path: True
+    decoder, head = decoder_of(model), model.get_output_embeddings()
+    inside = [p for p, m in model.named_modules() if m is decoder or m is head]
+
+    def takes_part(path: str) -> bool:
+        return not path or any(
+            path == p or path.startswith(f"{p}.") or p.startswith(f"{path}.") for p in inside
+        )
+
+    return takes_part
 
 
 @contextmanager

@@ -99,8 +99,14 @@ class Decoder:
             return None
         if not 0 < ids.shape[0] <= MOST_ROWS or not ids.shape[1]:
             return None
+        beside = self.described.proof.beside
         for name, value in kwargs.items():
-            if name not in _TAKEN and value is not None and value is not False:
+            if (
+                name not in _TAKEN
+                and name not in beside
+                and value is not None
+                and value is not False
+            ):
                 return None
         if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
             return None
@@ -119,20 +125,35 @@ class Decoder:
             return None  # the original says what is wrong
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         for t in (mask, positions):
-            if t is not None and (type(t) is not Tensor or t.dim() != 2 or t.device != ids.device):
+            if t is not None and (type(t) is not Tensor or t.device != ids.device):
                 return None
-        if positions is not None and (
-            positions.dtype != torch.int64
-            or positions.shape[1] != ids.shape[1]
-            or positions.shape[0] not in (1, ids.shape[0])
-        ):
+        if mask is not None and mask.dim() != 2:
             return None
+        if not self._takes_positions(positions, ids):
+            return None
+        if positions is not None and positions.dim() == 3:
+            positions = positions[-1]
         if mask is not None and (mask.is_floating_point() or mask.shape[0] != ids.shape[0]):
             return None
         config: Any = model.config
         if config.output_hidden_states or config.output_attentions or not config.return_dict:
             return None
         return _Step(ids, positions, mask, cache, keep != 1)
+
+    def _takes_positions(self, positions: Tensor | None, ids: Tensor) -> bool:
+        """Whether positions are of a form that steps were proven of."""
+        proof = self.described.proof
+        if positions is None:
+            return bool(proof.by_default)
+        if positions.dtype != torch.int64 or positions.dim() not in (2, 3):
+            return False
+        axes = 0 if positions.dim() == 2 else positions.shape[0]
+        rows, tokens = positions.shape[-2:]
+        if axes not in proof.axes or tokens != ids.shape[1] or rows not in (1, ids.shape[0]):
+            return False
+        # An image's places have several numbers, a text's have one: a GPU is asked, as
+        # transformers' loop asks after each token.
+        return axes < 2 or bool((positions[-3:-1] == positions[-1:]).all())
 
     # --- a step ------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_table_is_the_file() -> None:
     measured = json.loads((ROOT / "benchmarks/results/decode-h200.json").read_text("utf-8"))
     page = (ROOT / "docs/decoding.md").read_text("utf-8")
-    found = re.findall(r"^\| \w+ ([\w.]+), (\d+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    found = re.findall(
+        r"^\| \w+ ([\w.]+), (\d+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE
+    )
     rows = {(r["model"], str(r["rows"])): r for r in measured["rows"]}
     assert len(found) == len(rows) == 6
     for model, count, *figures in found:
