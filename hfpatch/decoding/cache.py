@@ -250,6 +250,49 @@ def take(cache: Any, tokens: int) -> Arena:
     return new
 
 
+def unfit_for_prompt(cache: Any, model: Model) -> str | None:
+    """Why a cache is none that a prompt can begin; None if it is one."""
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        return f"its cache is a {type(cache).__name__}"
+    if len(cache.layers) != len(model.layers):
+        return f"its cache has {len(cache.layers)} layers, expected {len(model.layers)}"
+    for layer, described in zip(cache.layers, model.layers, strict=True):
+        if type(layer) not in _CLASSES or layer.is_initialized or layer.get_seq_length():
+            return "its cache is not empty"
+        if getattr(layer, "record_past", False):
+            return "its cache keeps what its window has left (assisted decoding)"
+        if layer.is_sliding and layer.sliding_window != described.attention.window:
+            return f"its cache's window is {layer.sliding_window}"
+    return None
+
+
+def begin(cache: Any, keys: list[Tensor], values: list[Tensor]) -> None:
+    """Put a prompt's keys and values into a (fit) empty cache.
+
+    Args:
+        keys, values: of each layer, `[rows, key_heads, tokens, head_dim]`.
+
+    Raises:
+        torch.OutOfMemoryError: the cache is as it was.
+    """
+    rows, _, tokens, _ = keys[0].shape
+    new = Arena()
+    new.rows, new.capacity, new.table.length = rows, capacity_for(tokens), tokens
+    for kept, held in ((keys, new.table.keys), (values, new.table.values)):
+        for t in kept:
+            with torch.inference_mode(False):
+                memory = t.new_empty(rows, t.shape[1], new.capacity, t.shape[3])
+                memory[:, :, :tokens] = t
+            held.append(memory)
+    for index, layer in enumerate(cache.layers):
+        empty = keys[index][:, :, :0]
+        layer.lazy_initialization(empty, empty)
+        for name in ("keys", "values", "cumulative_length"):
+            layer.__dict__.pop(name, None)
+        layer.__class__ = _CLASSES[type(layer)]
+        layer.arena, layer.index = new, index
+
+
 def copied(cache: Any, tokens: int) -> Arena:
     """An arena of its own with a cache's content; the cache is left as it is."""
     arena = Arena()

@@ -81,7 +81,7 @@ def describe(model: nn.Module) -> Described:
     if isinstance(proven, str):
         raise Unexplained(proven)
     check_attention(model)
-    check_likeness(model, proven.replica, proven.live)
+    check_likeness(model, proven.replica, proven.live, proven.recipe.opaque)
     return Described(proven.recipe.read(model), proven.proof)
 
 

@@ -35,9 +35,15 @@ _IDLE = frozenset(
 _CAPTURING = "transformers.utils.output_capturing"
 
 
-def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[str, str]]) -> None:
+def check_likeness(
+    model: nn.Module,
+    replica: nn.Module,
+    read: frozenset[tuple[str, str]],
+    opaque: tuple[str, ...] = (),
+) -> None:
     """Args:
         read: (path, attribute) of the numbers that are read off the model itself.
+        opaque: paths of modules that are called as they are.
 
     Raises:
         Unexplained: the model differs; the text says where and how.
@@ -46,8 +52,13 @@ def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[s
         takes_part = of_steps(model)
     except NoReplica as e:
         raise Unexplained(str(e)) from e
+    called = tuple(f"{path}." for path in opaque)
     ours, theirs = (
-        {path: m for path, m in root.named_modules() if takes_part(path)}
+        {
+            path: m
+            for path, m in root.named_modules()
+            if takes_part(path) and not path.startswith(called)
+        }
         for root in (model, replica)
     )
     for path in dict.fromkeys((*theirs, *ours)):

@@ -18,6 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 #: Sizes of a replica. `head_dim` is what hidden size over heads is where a configuration has none.
 HEADS, HEAD_DIM, INNER, VOCAB, WINDOW = 4, 32, 96, 128, 9
+#: Sizes of mixtures of experts, under all names that they have, at most.
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), INNER),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+}
 #: Layers up to which a replica is made in full.
 MOST_LAYERS = 256
 
@@ -85,6 +92,10 @@ def shrunk(config: Any) -> Any:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(config, name, None) is not None:
             setattr(small, name, None)
+    for name, most in _EXPERTS.items():
+        experts = getattr(config, name, None)
+        if type(experts) is int and experts > most:
+            setattr(small, name, most)
     if getattr(config, "sliding_window", None) is not None:
         small.sliding_window = WINDOW
     for part in rope_parts(small):
@@ -163,8 +174,9 @@ def _with_a_decoder(cls: Any, config: Any) -> nn.Module:
     if not isinstance(head, nn.Module):
         raise NoReplica("it has no output embeddings")
     head.to_empty(device="cpu")
-    _give_memory(whole)
-    return whole
+    built: nn.Module = whole
+    _give_memory(built)
+    return built
 
 
 def _give_memory(model: nn.Module) -> None:

@@ -88,10 +88,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 32}),
 }
 
+#: Families of which the engine runs the layers' attention halves, and modules the rest.
+HALVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 12}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "head_dim": 32,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 32, "sliding_window": 12}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+}
+
 #: Families that no description explains: the class, its configuration, and what names the stage.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4}, "MLP"),
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}, "MLP"),
     "llama-dynamic-rope": (
         "Llama",
         {
@@ -110,7 +135,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def make(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A random model of a family, whose norms' weights and biases are not ones and zeros."""
-    cls, own = (FAMILIES.get(name) or REFUSED[name])[:2]
+    cls, own = (FAMILIES.get(name) or HALVES.get(name) or REFUSED[name])[:2]
     torch.manual_seed(0)
     config = getattr(transformers, f"{cls}TextConfig" if cls == "Gemma3" else f"{cls}Config")(
         **{**_SIZES, **own, **more}

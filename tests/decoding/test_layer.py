@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from decoding.families import FAMILIES, REFUSED, make, prompts
+from decoding.families import FAMILIES, HALVES, REFUSED, make, prompts
 from transformers import AutoModelForCausalLM
 
 import hfpatch
 from hfpatch.decoding import kept
 from hfpatch.decoding.layer import describe
 from hfpatch.decoding.rules import Unexplained
+from hfpatch.decoding.spec import Opaque
 
 _GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
 
@@ -23,7 +24,7 @@ def steps_of(model: torch.nn.Module) -> int:
     return kept.decoders[model].steps
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *HALVES])
 def test_texts_of_a_family_are_the_unpatched_models(name: str) -> None:
     model, inputs = make(name), prompts()
     more = {"return_dict_in_generate": True, "output_logits": True}
@@ -59,7 +60,17 @@ def test_what_is_not_explained_is_left_alone_with_the_stage_named(name: str) -> 
     assert torch.equal(model.generate(**inputs, **_GREEDY), before)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "granite", "glm", "ernie", "olmo2"])
+@pytest.mark.parametrize("name", HALVES)
+def test_what_a_module_of_its_own_computes_is_called(name: str) -> None:
+    """Mixtures of experts: the attention halves are the engine's; dense layers among them whole."""
+    layers = describe(make(name)).model.layers
+    dense = [i for i, layer in enumerate(layers) if not isinstance(layer.mlp, Opaque)]
+    assert dense == ([1] if name == "qwen3-moe" else [])
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma", "gemma3", "granite", "glm", "ernie", "olmo2", "mixtral", "gpt-oss"]
+)
 def test_a_family_in_bf16_is_no_farther_from_fp32(name: str) -> None:
     """Teacher forced: factors and rotations are rounded where the original rounds them."""
     model = make(name, torch.bfloat16)
