@@ -200,6 +200,8 @@ class Decoder:
             return None
         if not self._may_be_prompt(step.ids, step.cache, kwargs):  # it may be another model by now
             return None
+        if mask is not None and bool(mask.all()):  # nothing was queued yet that a GPU waits for
+            mask = None
         length = prompts.bucket_for(rows, tokens)
         assert length is not None
         key = (rows, length, mask is not None)
