@@ -23,6 +23,7 @@ from hfpatch.decoding.replica import (
     Recording,
     WithoutCasts,
     head_counts,
+    rope_limit,
     same,
     text_config,
 )
@@ -88,16 +89,22 @@ class Analysis:
 
     def _rope_candidates(self) -> list[RopeRule]:
         found = []
+        limited = rope_limit(text_config(self.replica.config)) is not None
         for path, module in self.replica.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.is_meta:  # what text has no need of
                     continue
                 if buffer.dim() != 1 or not buffer.is_floating_point():
                     continue
-                if not name.endswith("inv_freq") or "original" in name:
+                if not name.endswith("inv_freq"):
+                    continue
+                # those that change with the length are read where they do not
+                steady = name.replace("original_", "")
+                kept = steady.replace("inv_freq", "original_inv_freq")
+                if name != (kept if limited and kept in module._buffers else steady):
                     continue
                 # where a module has frequencies of several kinds, each has its own number
-                prefix = name.removesuffix("inv_freq")
+                prefix = steady.removesuffix("inv_freq")
                 numbers = [
                     k
                     for k, v in vars(module).items()

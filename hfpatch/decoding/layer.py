@@ -17,7 +17,7 @@ from torch import nn
 from hfpatch.decoding.analysis import Analysis
 from hfpatch.decoding.likeness import check_likeness
 from hfpatch.decoding.proof import Proof, prove, with_rounding
-from hfpatch.decoding.replica import NoReplica, make_replica, text_config
+from hfpatch.decoding.replica import NoReplica, make_replica, rope_limit, text_config
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
 from hfpatch.decoding.surroundings import check_attention
@@ -30,6 +30,7 @@ class Described:
 
     model: Model
     proof: Proof
+    limit: int | None  # sequences must be shorter: from there on RoPE is another
 
     @property
     def output(self) -> type:
@@ -82,7 +83,8 @@ def describe(model: nn.Module) -> Described:
         raise Unexplained(proven)
     check_attention(model)
     check_likeness(model, proven.replica, proven.live, proven.recipe.opaque)
-    return Described(proven.recipe.read(model), proven.proof)
+    limit = rope_limit(text_config(model.config))
+    return Described(proven.recipe.read(model), proven.proof, limit)
 
 
 def forget() -> None:

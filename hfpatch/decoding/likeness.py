@@ -30,6 +30,8 @@ _IDLE = frozenset(
         *("layer_idx", "hf_device_map", "is_loaded_in_8bit", "_is_hf_initialized"),
         # read where a call brings no positions, and such calls are the original's (Described.axes)
         "rope_deltas",
+        # of RoPE that changes with the length, which steps are only used before (Described.limit)
+        *("max_seq_len_cached", "long_inv_freq"),
     }
 )
 _CAPTURING = "transformers.utils.output_capturing"

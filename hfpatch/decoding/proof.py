@@ -12,7 +12,15 @@ from torch import Tensor
 
 from hfpatch.decoding import reference
 from hfpatch.decoding.analysis import Analysis
-from hfpatch.decoding.replica import VOCAB, Recording, WithoutCasts, rope_parts, same, text_config
+from hfpatch.decoding.replica import (
+    VOCAB,
+    Recording,
+    WithoutCasts,
+    has_axes,
+    rope_limit,
+    same,
+    text_config,
+)
 from hfpatch.decoding.rules import Recipe, Unexplained
 from hfpatch.decoding.spec import CacheTable, Model
 
@@ -51,7 +59,7 @@ def prove(recipe: Recipe, replica: Any) -> Proof:
         Unexplained: they differ.
     """
     config = text_config(replica.config)
-    tried = (0, *_AXES) if rope_parts(config) else (0,)
+    tried = (0, *_AXES) if has_axes(config) else (0,)
     known = inspect.signature(type(replica).forward).parameters
     beside = frozenset(_BESIDE).intersection(known)
     proven: dict[int, tuple[type, bool]] = {}
@@ -110,7 +118,12 @@ def _steps(recipe: Recipe, replica: Any, axes: int, beside: frozenset[str]) -> t
     for row, padding in enumerate(_PADDING):
         mask[row, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    positions[:, -1] += 4 * int(getattr(text_config(replica.config), "max_position_embeddings", 0))
+    config = text_config(replica.config)
+    limit = rope_limit(config)
+    if limit is None:
+        positions[:, -1] += 4 * int(getattr(config, "max_position_embeddings", 0))
+    elif limit <= total + 1:
+        raise Unexplained(f"RoPE: its frequencies are others from {limit} tokens on")
     cache = DynamicCache(config=replica.config)
     length = 0
     table: CacheTable | None = None

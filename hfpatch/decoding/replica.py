@@ -99,19 +99,43 @@ def shrunk(config: Any) -> Any:
     if getattr(config, "sliding_window", None) is not None:
         small.sliding_window = WINDOW
     for part in rope_parts(small):
-        sections = part["mrope_section"]  # frequencies of each axis of a position
-        part["mrope_section"] = [size * HEAD_DIM // head_dim for size in sections]
+        sections = part.get("mrope_section")  # frequencies of each axis of a position
+        if isinstance(sections, (list, tuple)):
+            part["mrope_section"] = [size * HEAD_DIM // head_dim for size in sections]
+        for name in ("short_factor", "long_factor"):  # one of each frequency
+            if isinstance(factors := part.get(name), (list, tuple)):
+                part[name] = list(factors)[: max(1, len(factors) * HEAD_DIM // head_dim)]
     return small
 
 
 def rope_parts(config: Any) -> list[dict[str, Any]]:
-    """Where a configuration says how RoPE's frequencies are dealt out to several axes."""
-    found = []
+    """What a configuration says of RoPE: of all layers, or of each kind of them."""
+    found: dict[int, dict[str, Any]] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        part = getattr(config, name, None)
-        if isinstance(part, dict) and isinstance(part.get("mrope_section"), (list, tuple)):
-            found.append(part)
-    return [part for i, part in enumerate(found) if all(part is not p for p in found[:i])]
+        whole = getattr(config, name, None)
+        if isinstance(whole, dict):
+            kinds = [part for part in whole.values() if isinstance(part, dict)]
+            found |= {id(part): part for part in (kinds or [whole])}
+    return list(found.values())
+
+
+def has_axes(config: Any) -> bool:
+    """Whether positions may have several axes, an image's rows and columns."""
+    return any("mrope_section" in part for part in rope_parts(config))
+
+
+def rope_limit(config: Any) -> int | None:
+    """The length of a sequence from which on its frequencies are others; None: they stay."""
+    limits = []
+    for part in rope_parts(config):
+        kind = str(part.get("rope_type"))
+        if kind == "longrope":
+            limits.append(part.get("original_max_position_embeddings"))
+        elif "dynamic" in kind:
+            limits.append(getattr(config, "max_position_embeddings", None))
+    if not limits:
+        return None
+    return min(limit if type(limit) is int else 0 for limit in limits)
 
 
 def make_replica(model: nn.Module, implementation: str) -> nn.Module:

@@ -149,6 +149,8 @@ class Decoder:
             return None
         if positions is not None and positions.dim() == 3:
             positions = positions[-1]
+        if not self._within_limit(ids, positions, cache):
+            return None
         if mask is not None and (mask.is_floating_point() or mask.shape[0] != ids.shape[0]):
             return None
         config: Any = model.config
@@ -183,6 +185,14 @@ class Decoder:
         # An image's places have several numbers, a text's have one: a GPU is asked, as
         # transformers' loop asks after each token.
         return axes < 2 or bool((positions[-3:-1] == positions[-1:]).all())
+
+    def _within_limit(self, ids: Tensor, positions: Tensor | None, cache: Any) -> bool:
+        """Whether a sequence is shorter than where RoPE becomes another. A GPU is asked."""
+        limit = self.described.limit
+        if limit is None:
+            return True
+        end = int(cache.get_seq_length()) + ids.shape[1]
+        return end < limit and (positions is None or int(positions.max()) + 1 < limit)
 
     # --- a prompt ----------------------------------------------------------------------------
 

@@ -64,6 +64,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 12}),
     "phi3": ("Phi3", {}),
+    # positions of the tests stay before those from which on the frequencies are others
+    "llama-dynamic-rope": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            "max_position_embeddings": 64,
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * i for i in range(12)],
+                "long_factor": [2.0 + 0.5 * i for i in range(12)],
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "glm": ("Glm", {"head_dim": 32}),
     "glm4": ("Glm4", {"head_dim": 32}),
     "granite": (
@@ -117,14 +140,6 @@ HALVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Families that no description explains: the class, its configuration, and what names the stage.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama-dynamic-rope": (
-        "Llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-            "max_position_embeddings": 64,
-        },
-        "when decoding",
-    ),
     "ministral3": ("Ministral3", {"head_dim": 32}, "when decoding"),
     "stablelm-head-norms": ("StableLm", {"qk_layernorm": True}, "attention"),
     "falcon-alibi": ("Falcon", {"alibi": True}, "attention|examined"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,32 @@ def test_a_model_from_a_file_is_explained(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert describe(model).model.dtype == torch.bfloat16
     assert hfpatch.apply(model).swaps[0].op == "decoding"
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic-rope", "phi3-longrope"])
+def test_steps_end_where_rope_becomes_another(name: str) -> None:
+    """Texts that go over the limit, and short ones after long ones, also in turns."""
+    plain, inputs = make(name), prompts(2, 40, 5)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, include=type(patched).__name__)
+    more = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    short = prompts(1, 9)
+    for given, new in ((inputs, 40), (short, 10), (prompts(1, 80), 5), (short, 10)):
+        arguments = {**more, "max_new_tokens": new}
+        assert torch.equal(
+            patched.generate(**given, **arguments), plain.generate(**given, **arguments)
+        )
+    assert 20 < steps_of(patched) < 45, kept.notes(patched)
+
+    def logits(of: Any) -> list[torch.Tensor]:
+        found = []
+        with torch.no_grad():
+            ids = short["input_ids"]
+            cache = of(ids, use_cache=True).past_key_values
+            for i in range(3):  # between two steps of a short text another's long prompt
+                of(prompts(1, 80 + i)["input_ids"])
+                found.append(of(ids[:, i : i + 1], past_key_values=cache).logits)
+        return found
+
+    for a, b in zip(logits(plain), logits(patched), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-3)

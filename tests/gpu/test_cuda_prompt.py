@@ -1,5 +1,5 @@
-"""Short prompts as CUDA graphs, mixtures of experts, and models of images, on a GPU: each gives what
-the unpatched model gives."""
+"""Short prompts as CUDA graphs, mixtures of experts, and models of images, on a GPU: each gives
+what the unpatched model gives."""
 
 from __future__ import annotations
 
