@@ -125,11 +125,12 @@ def has_axes(config: Any) -> bool:
 
 
 def rope_limit(config: Any) -> int | None:
-    """The length of a sequence from which on its frequencies are others; None: they stay."""
+    """The length of a sequence from which on its frequencies, or its queries' factors, are others.
+    None: they stay."""
     limits = []
     for part in rope_parts(config):
         kind = str(part.get("rope_type"))
-        if kind == "longrope":
+        if kind == "longrope" or part.get("llama_4_scaling_beta"):
             limits.append(part.get("original_max_position_embeddings"))
         elif "dynamic" in kind:
             limits.append(getattr(config, "max_position_embeddings", None))

@@ -64,6 +64,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 12}),
     "phi3": ("Phi3", {}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     # positions of the tests stay before those from which on the frequencies are others
     "llama-dynamic-rope": (
         "Llama",
@@ -140,7 +154,6 @@ HALVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Families that no description explains: the class, its configuration, and what names the stage.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "ministral3": ("Ministral3", {"head_dim": 32}, "when decoding"),
     "stablelm-head-norms": ("StableLm", {"qk_layernorm": True}, "attention"),
     "falcon-alibi": ("Falcon", {"alibi": True}, "attention|examined"),
     "gpt-neox": ("GPTNeoX", {}, "attention"),

@@ -101,7 +101,7 @@ def test_a_model_from_a_file_is_explained(tmp_path: Path) -> None:
     assert hfpatch.apply(model).swaps[0].op == "decoding"
 
 
-@pytest.mark.parametrize("name", ["llama-dynamic-rope", "phi3-longrope"])
+@pytest.mark.parametrize("name", ["llama-dynamic-rope", "phi3-longrope", "ministral3"])
 def test_steps_end_where_rope_becomes_another(name: str) -> None:
     """Texts that go over the limit, and short ones after long ones, also in turns."""
     plain, inputs = make(name), prompts(2, 40, 5)
