@@ -174,6 +174,16 @@ _CLASSES: dict[type, type] = {
 }
 
 
+def is_plain(cache: Any) -> bool:
+    """Whether it is a cache of the only kind that an arena may be made of."""
+    return type(cache) is DynamicCache
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether it is one that nothing was put into yet."""
+    return is_plain(cache) and not cache.get_seq_length()
+
+
 def unfit(cache: Any, model: Model, rows: int) -> str | None:
     """Why a cache is none that a step of `rows` sequences can extend; None if it is one."""
     if type(cache) is not DynamicCache:

@@ -95,7 +95,7 @@ class Decoder:
             self._due = True
             return original(model, *args, **kwargs)
         with self._lock:  # engines have one workspace
-            if step.ids.shape[1] > MOST_TOKENS or step.cache.get_seq_length() == 0:
+            if step.ids.shape[1] > MOST_TOKENS or caches.is_empty(step.cache):
                 outcome = self._serve_prompt(model, original, step, args, kwargs)
             else:
                 outcome = self._serve(model, original, step, args, kwargs)
@@ -117,12 +117,7 @@ class Decoder:
             return None
         beside = self.described.proof.beside
         for name, value in kwargs.items():
-            if (
-                name not in _TAKEN
-                and name not in beside
-                and value is not None
-                and value is not False
-            ):
+            if name not in _TAKEN and name not in beside and not _says_nothing(value):
                 return None
         if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
             return None
@@ -189,7 +184,7 @@ class Decoder:
     def _within_limit(self, ids: Tensor, positions: Tensor | None, cache: Any) -> bool:
         """Whether a sequence is shorter than where RoPE becomes another. A GPU is asked."""
         limit = self.described.limit
-        if limit is None:
+        if limit is None or not caches.is_plain(cache):  # another kind is refused later
             return True
         end = int(cache.get_seq_length()) + ids.shape[1]
         return end < limit and (positions is None or int(positions.max()) + 1 < limit)
@@ -438,6 +433,12 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 def _every_module_hooked() -> bool:
     return bool(module_calls._global_forward_hooks or module_calls._global_forward_pre_hooks)
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether an argument is as if it were not given; `generate` hands on a dictionary of what
+    images gave, which is empty where there are none."""
+    return value is None or value is False or (type(value) is dict and not value)
 
 
 @contextmanager

@@ -76,17 +76,22 @@ def _check_same(plain: DynamicCache, ours: DynamicCache) -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     window=st.booleans(),
+    begun=st.booleans(),
     prompt=st.integers(1, 9),
     rows=st.integers(1, 3),
     moves=st.lists(st.tuples(st.sampled_from(_OPERATIONS), st.integers(0, 1000)), max_size=12),
 )
 def test_any_sequence_of_operations_gives_what_it_gives_a_plain_cache(
-    window: bool, prompt: int, rows: int, moves: list[tuple[str, int]]
+    window: bool, begun: bool, prompt: int, rows: int, moves: list[tuple[str, int]]
 ) -> None:
     plain, ours = _plain(window), _plain(window)
     first = _new(rows, prompt, 0)
     _update(plain, first)
-    _update(ours, first)
+    if begun:  # by a prompt's graph
+        caches.begin(ours, [k for k, _ in first], [v for _, v in first])
+        _check_same(plain, ours)
+    else:
+        _update(ours, first)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # views that somebody holds, and copies
     others: list[tuple[DynamicCache, DynamicCache]] = []
     for move, seed in moves:

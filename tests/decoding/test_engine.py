@@ -18,7 +18,7 @@ from support.decoders import Oracle, Shape, copied, decoder, distance, random_sh
 from support.engines import arguments, check, padded
 
 from hfpatch.decoding import reference
-from hfpatch.decoding.engine import Engine, unsupported
+from hfpatch.decoding.engine import Call, Engine, Table, unsupported
 from hfpatch.decoding.halves import HalvesEngine
 from hfpatch.decoding.spec import CacheTable, Mlp, Model, Norm, Opaque, Product
 from hfpatch.errors import DecodingError
@@ -370,6 +370,26 @@ def test_halves(kernels_module: ModuleType, dtype: torch.dtype, seed: int) -> No
         assert (ours.double() - whole.double()).norm() <= bound * whole.double().norm()
     with pytest.raises(DecodingError, match="`cache`: expected room"):
         engine.step(ids, positions, cache, logits, None)
+
+
+def test_a_layer_that_ends_behind_attention(kernels_module: ModuleType) -> None:
+    """Without an MLP; and without logits the hidden state must be asked for."""
+    model = decoder(Shape(), torch.float32)
+    layers = tuple(replace(layer, mlp=None) for layer in model.layers)
+    model = replace(model, layers=layers)
+    ids, positions = arguments(model, 2, 1, 5, 0)
+    cache, other = (table(model, 2, 5, 8) for _ in range(2))
+    logits, wanted = (torch.empty(2, 1, model.head.weight.shape[0]) for _ in range(2))
+    Engine(model, 2, package=kernels_module).step(ids, positions, cache, logits)
+    reference.Reference(model, 2).step(ids, positions, other, wanted)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    call, entries = Call(model, 2, 1, kernels_module), Table(model, 2, 1)
+    entries.take(cache)
+    with pytest.raises(DecodingError, match="`logits` must be a tensor where `hidden` is NULL"):
+        call(None, None, entries.entries, ids, None, positions, None)
+    hidden = torch.empty(2, 1, model.embedding.shape[1])
+    call(None, hidden, entries.entries, ids, None, positions, None)
+    assert hidden.isfinite().all()
 
 
 def test_bad_models(kernels_module: ModuleType) -> None:
