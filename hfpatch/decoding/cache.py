@@ -60,6 +60,10 @@ def capacity_for(length: int) -> int:
     return length + length // 8 + _ROOM
 
 
+#: Attributes that a layer has while it is in an arena.
+_OF_AN_ARENA = frozenset({"arena", "index", "first"})
+
+
 class _Viewed:
     """What `ArenaLayer` and `ArenaWindowLayer` share; before the plain class among their bases."""
 
@@ -74,6 +78,7 @@ class _Viewed:
         length = self.arena.length
         self.__class__ = self._plain  # a window layer has another length than its keys
         del self.arena, self.index
+        self.__dict__.pop("first", None)
         self.keys, self.values = keys, values
         if self.is_sliding:
             self.cumulative_length = length
@@ -83,7 +88,7 @@ class _Viewed:
 
     def plain_state(self, memo: dict[int, Any] | None) -> dict[str, Any]:
         """The attributes of a plain layer of the same content; with `memo`, copies of them."""
-        own = {k: v for k, v in vars(self).items() if k not in ("arena", "index")}
+        own = {k: v for k, v in vars(self).items() if k not in _OF_AN_ARENA}
         own = copy.deepcopy(own, memo) if memo is not None else own
         keys, values = self.keys, self.values
         if memo is not None:
@@ -125,7 +130,11 @@ def _plain_layer(cls: Any, state: dict[str, Any]) -> Any:
 def _view(name: str) -> property:
     def get(self: Any) -> Tensor:
         table = self.arena.table
-        first = max(0, table.length - self.sliding_window + 1) if self.is_sliding else 0
+        first = 0
+        if self.is_sliding:
+            first = max(0, table.length - self.sliding_window + 1)
+            if self.record_past:  # what the window has left since then is kept
+                first = self.__dict__.get("first", first)
         memory: Tensor = getattr(table, name)[self.index]
         return memory[:, :, first : table.length]
 
@@ -164,6 +173,11 @@ class ArenaWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     keys = _view("keys")
     values = _view("values")
     cumulative_length = _cumulative_length()
+
+    def activate_past_recording(self) -> None:
+        if not self.record_past:
+            self.first = max(0, self.arena.length - self.sliding_window + 1)
+        super().activate_past_recording()
 
 
 _CLASSES: dict[type, type] = {
@@ -205,14 +219,14 @@ def unfit(cache: Any, model: Model, rows: int) -> str | None:
 def _unfit_layer(layer: Any, attention: Attention, like: Tensor, rows: int) -> str | None:
     if type(layer) not in _CLASSES:
         return f"its cache has a {type(layer).__name__}"
-    if getattr(layer, "record_past", False):
-        return "its cache keeps what its window has left (assisted decoding)"
     length = layer.get_seq_length()
     there = length
     if layer.is_sliding:
         if layer.sliding_window != attention.window:
             return f"its cache's window is {layer.sliding_window}, expected {attention.window}"
         there = min(length, layer.sliding_window - 1)
+        if layer.record_past and isinstance(layer.keys, Tensor) and layer.keys.dim() == 4:
+            there = min(length, max(there, layer.keys.shape[2]))
     wanted = (rows, attention.key_heads, there, attention.head_dim)
     for t in (layer.keys, layer.values):
         if type(t) is not Tensor or tuple(t.shape) != wanted or not length:
@@ -232,7 +246,7 @@ def held_arena(cache: Any) -> Arena | None:
         return None
     for index, layer in enumerate(layers):
         held = layer.__dict__
-        if held.get("arena") is not arena or held["index"] != index or held.get("record_past"):
+        if held.get("arena") is not arena or held["index"] != index:
             return None
     return arena
 
@@ -251,12 +265,15 @@ def take(cache: Any, tokens: int) -> Arena:
     capacity = capacity_for(length + tokens)
     for index, layer in enumerate(cache.layers):
         new.add(layer, capacity)
+        first = length - layer.keys.shape[2]
         if isinstance(layer, (ArenaLayer, ArenaWindowLayer)):
             layer.become_plain()
         for name in ("keys", "values", "cumulative_length"):
             layer.__dict__.pop(name, None)
         layer.__class__ = _CLASSES[type(layer)]
         layer.arena, layer.index = new, index
+        if layer.is_sliding and layer.record_past:
+            layer.first = first
     return new
 
 
