@@ -20,7 +20,7 @@ TORCH := $(shell grep '^torch==' requirements/demo.txt)
 # Quiet, for a build takes minutes and its own lines say where it is; PIP_ARGS=-v undoes it.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: help install build test test-cpus test-all clib bindings lint demo site release clean
+.PHONY: help install build test test-cpus test-all clib bindings lint demo site screenshots release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make clib       libhfpatch, the kernels as a C library, into CLIB; needs no PyTorch"
 	@echo "make bindings   what is generated from the C header: stub, Python, Rust, Go, docs/c-api.md"
 	@echo "make site       docs/ as a site with a search, into build/site"
+	@echo "make screenshots  docs/images of the site and of a report, by Chromium"
 	@echo "make release    wheels, sources and digests into dist, checked, signed with SIGN; no upload"
 	@echo "make clean      remove what the others made"
 	@echo
@@ -109,6 +110,9 @@ $(BIN)/.docs: $(BIN)/.installed requirements/docs.txt
 site: $(BIN)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict -f site/mkdocs.yml
 	@echo "wrote build/site; to read it with its search: $(BIN)/python -m http.server -d build/site"
+
+screenshots: site build
+	$(BIN)/python site/screenshots.py
 
 # Builds, checks and signs all that a release publishes, into dist; uploads nothing.
 release:

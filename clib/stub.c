@@ -564,6 +564,129 @@ int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums) {
   return missing("hfp_sum_partial_rows" HFP_WHY);
 }
 
+int32_t hfp_add(DLTensor *out, const DLTensor *a, const DLTensor *b, double alpha, void *stream) {
+  (void)out;
+  (void)a;
+  (void)b;
+  (void)alpha;
+  (void)stream;
+  return missing("hfp_add" HFP_WHY);
+}
+
+int32_t hfp_mul(DLTensor *out, const DLTensor *a, const DLTensor *b, void *stream) {
+  (void)out;
+  (void)a;
+  (void)b;
+  (void)stream;
+  return missing("hfp_mul" HFP_WHY);
+}
+
+int32_t hfp_scale(DLTensor *out, const DLTensor *x, double factor, void *stream) {
+  (void)out;
+  (void)x;
+  (void)factor;
+  (void)stream;
+  return missing("hfp_scale" HFP_WHY);
+}
+
+int64_t hfp_gemm_backend(int64_t device_type) {
+  (void)device_type;
+  return missing("hfp_gemm_backend" HFP_WHY);
+}
+
+int64_t hfp_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k, int64_t device_type) {
+  (void)batch;
+  (void)m;
+  (void)n;
+  (void)k;
+  (void)device_type;
+  return missing("hfp_gemm_workspace" HFP_WHY);
+}
+
+int32_t hfp_gemm(DLTensor *out, DLTensor *workspace, const DLTensor *a, const DLTensor *b, const DLTensor *c, double alpha, double beta, int64_t transpose_a, int64_t transpose_b, void *stream) {
+  (void)out;
+  (void)workspace;
+  (void)a;
+  (void)b;
+  (void)c;
+  (void)alpha;
+  (void)beta;
+  (void)transpose_a;
+  (void)transpose_b;
+  (void)stream;
+  return missing("hfp_gemm" HFP_WHY);
+}
+
+int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DLTensor *a, const DLTensor *b, const DLTensor *c, double alpha, double beta, int64_t transpose_a, int64_t transpose_b, void *stream) {
+  (void)out;
+  (void)workspace;
+  (void)a;
+  (void)b;
+  (void)c;
+  (void)alpha;
+  (void)beta;
+  (void)transpose_a;
+  (void)transpose_b;
+  (void)stream;
+  return missing("hfp_gemm_batched" HFP_WHY);
+}
+
+int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLTensor *k, const DLTensor *v, const DLTensor *mask, const DLTensor *q_starts, const DLTensor *k_starts, const DLTensor *k_lengths, double scale, int64_t causal, int64_t most_queries, void *stream) {
+  (void)out;
+  (void)lse;
+  (void)q;
+  (void)k;
+  (void)v;
+  (void)mask;
+  (void)q_starts;
+  (void)k_starts;
+  (void)k_lengths;
+  (void)scale;
+  (void)causal;
+  (void)most_queries;
+  (void)stream;
+  return missing("hfp_attention" HFP_WHY);
+}
+
+int32_t hfp_cross_entropy_log_probs(DLTensor *loss, DLTensor *lse, DLTensor *log_probs, const DLTensor *logits, const DLTensor *target, int64_t ignore_index, double label_smoothing, double softcap, void *stream) {
+  (void)loss;
+  (void)lse;
+  (void)log_probs;
+  (void)logits;
+  (void)target;
+  (void)ignore_index;
+  (void)label_smoothing;
+  (void)softcap;
+  (void)stream;
+  return missing("hfp_cross_entropy_log_probs" HFP_WHY);
+}
+
+int64_t hfp_balance_parts(int64_t tokens) {
+  (void)tokens;
+  return missing("hfp_balance_parts" HFP_WHY);
+}
+
+int32_t hfp_load_balancing_loss(DLTensor *loss, DLTensor *stats, DLTensor *partials, const DLTensor *logits, const DLTensor *mask, int64_t k, void *stream) {
+  (void)loss;
+  (void)stats;
+  (void)partials;
+  (void)logits;
+  (void)mask;
+  (void)k;
+  (void)stream;
+  return missing("hfp_load_balancing_loss" HFP_WHY);
+}
+
+int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLTensor *grad, const DLTensor *logits, const DLTensor *stats, const DLTensor *mask, void *stream) {
+  (void)dlogits;
+  (void)grad;
+  (void)logits;
+  (void)stats;
+  (void)mask;
+  (void)stream;
+  return missing("hfp_load_balancing_loss_backward" HFP_WHY);
+}
+
 int64_t hfp_decode_workspace(const HfpTensorList *model, int64_t rows, int64_t tokens, int64_t threads) {
   (void)model;
   (void)rows;

@@ -50,9 +50,10 @@ def apply(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int = False,
+    cuda_graphs: bool | int | str = False,
     decoding: str | bool = "auto",
     blocks: bool = True,
+    gain: str | None = None,
 ) -> Report:
     """Swap the forwards of `model`'s modules for fused kernels, where that is proven equal.
 
@@ -85,7 +86,8 @@ def apply(
             launching them (but for attention where padding is masked: to the precision of the
             dtype). A number is the most graphs to keep (True: 8). Calls that cannot be replayed
             (hooks inside, gradients, tensors on the CPU) run as they are; the reason is warned of
-            once and in `status`.
+            once and in `status`. "auto": of each kind of call the graph and the plain call are
+            timed in turns, seven calls at most, and the faster is kept; `status` shows both times.
         decoding: "auto": the decoding steps of a model that generates text (one new token of up
             to 16 sequences, as `generate` asks for) are computed by one call of an engine each,
             where what the model computes is proven; on a GPU as a CUDA graph. True: the same, and
@@ -94,6 +96,10 @@ def apply(
             written for: at the first call of a kind what a block computes is captured, rewritten
             and proven on that call's arguments, while the original computes its result. Until then
             they are `candidates` of the report; `status` says what came of them.
+        gain: None: what is known to be faster is swapped. "time": beside that, the original and the
+            patched forward of each kind of module are timed on the first calls that come without
+            gradients, in turns, and the faster is kept for calls of that size; `status` shows both
+            times.
 
     Returns:
         the report; `print(report)` is a table.
@@ -103,6 +109,7 @@ def apply(
         KernelLoadError, VerificationError: under `strict`.
         PatchError: the swap itself failed and was rolled back.
     """
+    from hfpatch import gain as gains
     from hfpatch import graphs
     from hfpatch.decoding import kept, offer
 
@@ -110,13 +117,21 @@ def apply(
     asked = {
         "mode": mode, "kernels": kernels, "hub": hub, "include": include, "exclude": exclude,
         "verify": verify, "strict": strict, "cuda_graphs": cuda_graphs, "decoding": decoding,
-        "blocks": blocks,
+        "blocks": blocks, "gain": gain,
     }  # fmt: skip
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
+    timed = gains.check_choice(gain, settings.training)
     roots, decided, prepared, no_graphs = _decide(model, settings, cuda_graphs, decoding, blocks)
+    if timed:
+        table = gains.Table(host_counts=not cuda_graphs)
+        prepared = [table.wrap(p) for p in prepared]
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
+    gains.release(root for _, root in roots)
     _commit(roots, prepared)
+    if timed:
+        for _, root in roots:
+            gains.keep(root, table)
     decided = replace(decided, seconds=time.perf_counter() - started)
     _remember(roots, decided)
     _asked.update((root, asked) for _, root in roots)
@@ -136,9 +151,10 @@ def plan(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int = False,
+    cuda_graphs: bool | int | str = False,
     decoding: str | bool = "auto",
     blocks: bool = True,
+    gain: str | None = None,
     device: str | None = None,
 ) -> Plan:
     """What `apply` with the same arguments would decide; the model is not changed.
@@ -152,8 +168,11 @@ def plan(
     Raises:
         TypeError, ValueError, KernelLoadError, VerificationError: as `apply`.
     """
+    from hfpatch import gain as gains
+
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
+    gains.check_choice(gain, settings.training)  # what is faster, no plan can tell
     _, decided, _, _ = _decide(model, settings, cuda_graphs, decoding, blocks)
     return replace(decided, seconds=time.perf_counter() - started)
 
@@ -163,11 +182,13 @@ def restore(model: Any) -> int:
 
     Each module's `__dict__` is as it was before `apply`. A model that was not patched stays as is.
     """
+    from hfpatch import gain as gains
     from hfpatch import graphs
     from hfpatch.decoding import kept
 
     _, roots = _roots(model)
     _forget(roots)
+    gains.release(root for _, root in roots)
     graphs.release(_modules(roots))
     kept.release(_modules(roots))
     return swap.restore(_modules(roots))
@@ -198,10 +219,12 @@ def status(model: Any) -> Report:
     that the last apply of each module gave; of a copy none is known. A swap that somebody wrote
     over since, as `kernels.kernelize` does, is among them, of kind "foreign".
     """
+    from hfpatch import gain as gains
     from hfpatch import graphs
     from hfpatch.decoding import kept
     from hfpatch.patches.blocks import flash3
     from hfpatch.proofs import autocast_notes
+    from hfpatch.training.adapted_by import stepping_aside
 
     name, roots = _roots(model)
     swaps: list[Swap] = []
@@ -226,6 +249,7 @@ def status(model: Any) -> Report:
         *(note for p in known for note in p.notes),
         *(note for _, root in roots for note in graphs.notes(root)),
         *(note for _, root in roots for note in kept.notes(root)),
+        *(note for _, root in roots for note in stepping_aside(root)),
         *autocast_notes(adapters),
         *(flash3.in_use() if any(s.op == "block" for s in swaps) else ()),
     ]
@@ -236,19 +260,24 @@ def status(model: Any) -> Report:
         tuple(skips),
         tuple(dict.fromkeys(notes)),
         candidates=tuple(candidates),
+        times=tuple(t for _, root in roots for t in (*graphs.times(root), *gains.times(root))),
     )
     return Report(decided, applied=True)
 
 
 def _decide(
-    model: Any, settings: Settings, cuda_graphs: bool | int, decoding: str | bool, blocks: bool
+    model: Any,
+    settings: Settings,
+    cuda_graphs: bool | int | str,
+    decoding: str | bool,
+    blocks: bool,
 ) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared], list[str]]:
     """The roots, the plan, what carries it out, and why graphs that were asked for are not made."""
     from hfpatch import graphs
     from hfpatch.decoding import offer
     from hfpatch.planner import make_plan
 
-    limit = graphs.check_limit(cuda_graphs)
+    limit, auto = graphs.check_limit(cuda_graphs)
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
     wanted = offer.check_choice(decoding)
@@ -257,6 +286,14 @@ def _decide(
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     no_graphs: list[str] = []
+    if settings.training:
+        from hfpatch.training.offer import offer as offer_layers
+
+        layers, skipped = offer_layers(roots, settings)
+        taken = {id(p.module) for p in prepared}
+        prepared = [*(p for p in layers if id(p.module) not in taken), *prepared]
+        swaps = tuple(p.swap for p in prepared)
+        decided = replace(decided, swaps=swaps, skips=(*skipped, *decided.skips))
     candidates = _candidates(roots, settings, prepared) if blocks else []
     decided = replace(decided, candidates=tuple(p.swap.now(p.swap.path) for p in candidates))
     if wanted:
@@ -270,12 +307,12 @@ def _decide(
         for prefix, root in roots:
             once.setdefault(id(root), (prefix, root))
         elsewhere = settings.sources.assumed is not None
-        recorded, no_graphs = graphs.prepare(list(once.values()), prepared, limit, elsewhere)
+        recorded, no_graphs = graphs.prepare(list(once.values()), prepared, limit, elsewhere, auto)
         with_graphs = {id(p.module) for p in recorded}
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, notes=(*decided.notes, *no_graphs))
-    return roots, decided, [*prepared, *candidates], no_graphs
+    return roots, decided, [*prepared, *candidates], [] if auto else no_graphs
 
 
 def _candidates(

@@ -1,8 +1,12 @@
-"""What PyTorch leaves undone where the capture of a CUDA graph fails."""
+"""What others make of the capture of a CUDA graph: what PyTorch leaves undone where one fails, and
+what transformers does differently in one."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,3 +40,80 @@ def abandon(graph: Any, pool: Any, stream: Any) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class _Told(threading.local):
+    capturing: bool | None = None  # what transformers is told in this thread; None: as it is
+
+
+_told = _Told()
+_lock = threading.Lock()
+_open = 0
+_undo: list[Callable[[], None]] = []
+
+#: Modules that make masks, and skip those that mask nothing unless they think that they are traced.
+_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+
+
+@contextlib.contextmanager
+def masks_as_outside() -> Iterator[None]:
+    """Let transformers make the masks of a recording, and of its rehearsal, as outside of one.
+
+    In a capture it does not look at what a mask holds, and makes full ones where none is needed:
+    attention with a mask has slower kernels, or none for grouped heads. Here its masks are made as
+    ever, by values that `hfpatch.host_reads` answers; all its other code goes in both runs the way
+    that it goes in a capture, where it leaves out checks that would wait for the GPU.
+
+    transformers asks by functions of its own modules and has no switch. They are replaced for as
+    long as this lasts, and answer other threads as ever.
+    """
+    global _open
+    with _lock:
+        if not _open:
+            _undo.extend(_tell())
+        _open += 1
+    before, _told.capturing = _told.capturing, True
+    try:
+        yield
+    finally:
+        _told.capturing = before
+        with _lock:
+            _open -= 1
+            while not _open and _undo:
+                _undo.pop()()
+
+
+def _tell() -> Iterator[Callable[[], None]]:
+    asked = sys.modules.get("transformers.utils.import_utils")
+    if asked is not None and hasattr(asked, "is_cuda_stream_capturing"):
+        yield _put(asked, "is_cuda_stream_capturing", _told_or)
+    for name in _MASKS:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "is_tracing"):
+            yield _put(module, "is_tracing", _unaware)
+
+
+def _put(module: Any, name: str, around: Callable[[Any], Any]) -> Callable[[], None]:
+    own = getattr(module, name)
+    setattr(module, name, around(own))
+    return lambda: setattr(module, name, own)
+
+
+def _told_or(own: Callable[[], bool]) -> Callable[[], bool]:
+    def is_cuda_stream_capturing() -> bool:
+        return own() if _told.capturing is None else _told.capturing
+
+    return is_cuda_stream_capturing
+
+
+def _unaware(own: Callable[..., bool]) -> Callable[..., bool]:
+    def is_tracing(*args: Any, **kwargs: Any) -> bool:
+        before = _told.capturing
+        if before is not None:
+            _told.capturing = False
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _told.capturing = before
+
+    return is_tracing

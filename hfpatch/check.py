@@ -209,9 +209,10 @@ def decoded(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         return []
     found: list[Tensor] = []
     with torch.no_grad(), same_draws():
-        cache = model(input_ids=ids[:, :-_STEPS], use_cache=True).past_key_values
+        output = model(input_ids=ids[:, :-_STEPS], use_cache=True)
+        name = "cache" if "cache" in output else "past_key_values"  # before transformers 5.24
         for at in range(ids.shape[1] - _STEPS, ids.shape[1]):
-            one = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            one = model(input_ids=ids[:, at : at + 1], use_cache=True, **{name: output[name]})
             found += outputs_of(one.logits)
     return found
 

@@ -1,10 +1,11 @@
 """The command line: `plan`, `apply-check`, `env`; others in `hfpatch.bench`, `hfpatch.coverage`,
-`hfpatch.hub`, `hfpatch.kernel_project` and `hfpatch.kernel_build.clib`."""
+`hfpatch.hub`, `hfpatch.lab`, `hfpatch.kernel_project` and `hfpatch.kernel_build.clib`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
 from hfpatch.kernel_build import clib
 from hfpatch.kernel_project.cli import add_kernel_commands, run_kernel_command
+from hfpatch.lab import command as lab
 from hfpatch.profiling import command as profiling
 from hfpatch.text import printable
 
@@ -99,6 +101,14 @@ def build_parser() -> argparse.ArgumentParser:
             help="where a model's time goes, as it is and patched, and where it waits for values",
         )
     )
+    lab.add_arguments(
+        commands.add_parser(
+            "lab",
+            help="make a kernel faster by evidence: check, profile, one change, record",
+            description="Steps, each a command: docs/lab.md. Exit status: 0 done, 1 the version is "
+            "wrong, 2 bad usage, 3 refused as a step before is missing, 4 a tool is missing.",
+        )
+    )
     add_hub_commands(commands)
     add_kernel_commands(commands)
     coverage.add_arguments(
@@ -129,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 a check or a download failed, 2 bad usage,
     3 `apply-check` could not compare."""
     args = build_parser().parse_args(argv)
+    # PyTorch's profiler announces each start and stop on stderr; its failures are exceptions.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         if args.command == "env":
             return _env(args)
@@ -136,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return bench.run(args)
         if args.command == "profile":
             return profiling.run_command(args)
+        if args.command == "lab":
+            return lab.run_command(args)
         if args.command in HUB_COMMANDS:
             return HUB_COMMANDS[args.command](args)
         if args.command == "kernel":
@@ -150,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _plan(args, loading.title(args.model)) if args.command == "plan" else _apply_check(args)
         )
     except (OSError, ValueError, TypeError, RuntimeError) as e:
-        command = f"{args.command} {args.action}" if args.command == "kernel" else args.command
+        action = getattr(args, "action", None)
+        command = f"{args.command} {action}" if action else args.command
         print(printable(f"hfpatch {command}: {e}"), file=sys.stderr)
         return 1 if isinstance(e, KernelLoadError) else 2
 

@@ -37,6 +37,7 @@ _ATTENTION = "HFPATCH_ATTENTION"
 _READ_BY_KERNELS = {
     "HFPATCH_SIMD": ("baseline", "avx2", "avx512"),
     "HFPATCH_PYTHON_CALLS": ("0", "1"),
+    "HFPATCH_CHECK_POINTERS": ("0", "1"),
 }
 _HUB_KEYS = ("repos", "lockfile", "require-signed", "allow-branches")
 #: What a file that was found may choose, besides to switch an op off.

@@ -24,7 +24,8 @@ def applied(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int = False,
+    cuda_graphs: bool | int | str = False,
+    gain: str | None = None,
 ) -> Iterator[Report]:
     """`hfpatch.apply` inside of a `with` block; behind it the model is as it was before.
 
@@ -55,6 +56,7 @@ def applied(
         verify=verify,
         strict=strict,
         cuda_graphs=cuda_graphs,
+        gain=gain,
     )
     try:
         yield report

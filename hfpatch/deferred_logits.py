@@ -13,8 +13,12 @@ the logits in autograd's graph, as the result of the same product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,8 +69,12 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(t._version for t in tensors if t is not None)
 
 
+#: Steps whose result lies where the logits lie: who writes to either writes to both. A "shape" or
+#: "rows" step with other elements side by side is one; a "copy" has the same elements elsewhere.
+_VIEWS = frozenset({"shape", "rows"})
 _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "to": lambda y, dtype: y.to(dtype),
+    "copy": lambda y, shape: y.reshape(shape).clone(memory_format=torch.contiguous_format),
     "mul": lambda y, number: y * number,
     "div": lambda y, number: y / number,
     "tanh": lambda y, _: torch.tanh(y),
@@ -85,15 +93,22 @@ class DeferredLogits(Tensor):
     _made: Tensor | None
     _steps: list[tuple[str, Any]]  # all of them, from the head's result on
     _bare: Tensor | None  # without autograd, for code below it
+    _after: list[weakref.ref[DeferredLogits]]  # what was made of it, in memory of its own
+    _strides: tuple[int, ...]  # of the logits, were they made
+    _consumed: bool  # whether a loss was made of them that way
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
         """`F.linear(hidden, weight, bias)`, later. hidden [..., H], weight [V, H], bias [V]."""
         shape = (*hidden.shape[:-1], weight.shape[0])
-        return _deferred(_Head.of(hidden, weight, bias), shape, hidden.dtype)
+        strides = torch.empty(shape, device="meta").stride()
+        return _deferred(_Head.of(hidden, weight, bias), shape, strides, hidden.dtype)
 
     def materialized(self) -> Tensor:
-        """The logits as the original has them, part of autograd's graph; made at the first call."""
+        """The logits as the original has them, part of autograd's graph; made at the first call.
+
+        With what was made of them in other memory before: who reads logits may write to them.
+        """
         if self._made is None:
             # They may be read for a metric first, and by the loss then.
             with torch.inference_mode(False), torch.set_grad_enabled(_requires_grad(self)):
@@ -102,6 +117,9 @@ class DeferredLogits(Tensor):
                 else:
                     name, value = self._step
                     self._made = _STEPS[name](self._before.materialized(), value)
+            for reference in self._after:
+                if (later := reference()) is not None:
+                    later.materialized()
         return self._made
 
     def steps(self) -> list[tuple[str, Any]] | None:
@@ -113,9 +131,23 @@ class DeferredLogits(Tensor):
             logits = logits._before
         return self._steps
 
+    def consumed(self) -> None:
+        """A loss was made of them that their own values took no part in."""
+        logits: DeferredLogits | None = self
+        while logits is not None:
+            logits._consumed, logits = True, logits._before
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if type(func) is types.FunctionType and not func.__code__.co_filename.startswith(_HOME):
+            func = _caller(sys._getframe(1)) or func
+        if func in _ASKING and any(t._consumed for t in _deferred_in((args, kwargs))):
+            raise HfpatchError(
+                f"`logits`: `{func.__name__}` asks for their gradient, which a loss that was made "
+                "without them does not pass; ask before the loss is made, or leave the head alone "
+                "with `exclude='lm_head'`, by the path that the report names"
+            )
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -184,6 +216,7 @@ class _Product(torch.autograd.Function):
 def _deferred(
     head: _Head,
     shape: tuple[int, ...],
+    strides: tuple[int, ...],
     dtype: torch.dtype,
     before: DeferredLogits | None = None,
     step: tuple[str, Any] | None = None,
@@ -196,8 +229,26 @@ def _deferred(
             shape, dtype, steps, head.hidden, head.weight, head.bias
         )
     made._head, made._before, made._step, made._made = head, before, step, None
-    made._steps, made._bare = steps, None
+    made._steps, made._bare, made._strides = steps, None, strides
+    made._after, made._consumed = [], False
+    if before is not None and step is not None and step[0] not in _VIEWS:
+        # a view of logits is written to with them, but what is made of that is not
+        logits: DeferredLogits | None = before
+        while logits is not None:
+            logits._after.append(weakref.ref(made))
+            is_view = logits._step is not None and logits._step[0] in _VIEWS
+            logits = logits._before if is_view else None
     return made
+
+
+def _deferred_in(value: Any) -> Iterator[DeferredLogits]:
+    if type(value) is DeferredLogits:
+        yield value
+    elif isinstance(value, dict):
+        yield from _deferred_in(tuple(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _deferred_in(v)
 
 
 def _requires_grad(logits: DeferredLogits) -> bool:
@@ -215,6 +266,32 @@ def _value(logits: DeferredLogits) -> Tensor:
             for name, value in logits._steps:
                 logits._bare = _STEPS[name](logits._bare, value)
         return logits._bare
+
+
+#: PyTorch's own functions of tensors that are written in Python.
+_FUNCTIONS = {
+    f.__code__: f
+    for home, where in (
+        (F, F.__name__),
+        (torch.functional, "torch.functional"),
+        (Tensor, "torch._tensor"),
+    )
+    for f in vars(home).values()
+    if isinstance(f, types.FunctionType) and f.__module__ == where
+}
+_HOME = str(Path(torch.__file__).parent)
+
+
+def _caller(frame: types.FrameType | None) -> Any:
+    """PyTorch's function whose code asks for an override. It finds itself by its name, under which
+    somebody may have put another function, which has been called by then."""
+    for _ in range(3):
+        if frame is None:
+            return None
+        if (found := _FUNCTIONS.get(frame.f_code)) is not None:
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _plain(
@@ -250,15 +327,28 @@ def _dtype(logits: Tensor) -> torch.dtype:
         return logits.dtype
 
 
+def _meta(logits: DeferredLogits) -> Tensor:
+    """A tensor that lies as the logits would, without memory."""
+    return torch.empty_strided(_shape(logits), logits._strides, device="meta")
+
+
 def _then(
     logits: DeferredLogits,
     step: str,
     value: Any,
-    shape: tuple[int, ...] | None = None,
+    like: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> DeferredLogits:
+    """`like`: how the result lies; as the logits where None."""
+    if like is None:  # as PyTorch makes it of elements that lie in any order
+        like = torch.empty_like(_meta(logits))
     return _deferred(
-        logits._head, shape or _shape(logits), dtype or _dtype(logits), logits, (step, value)
+        logits._head,
+        tuple(like.shape),
+        like.stride(),
+        dtype or _dtype(logits),
+        logits,
+        (step, value),
     )
 
 
@@ -277,6 +367,16 @@ def _cast(logits: DeferredLogits, dtype: torch.dtype) -> DeferredLogits | None:
 
 
 def _view(logits: DeferredLogits, *shape: Any, **kwargs: Any) -> DeferredLogits | None:
+    return _shaped(logits, shape, kwargs, copies=False)
+
+
+def _reshape(logits: DeferredLogits, *shape: Any, **kwargs: Any) -> DeferredLogits | None:
+    return _shaped(logits, shape, kwargs, copies=True)
+
+
+def _shaped(
+    logits: DeferredLogits, shape: tuple[Any, ...], kwargs: Any, *, copies: bool
+) -> DeferredLogits | None:
     if kwargs:
         return None
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
@@ -290,11 +390,19 @@ def _view(logits: DeferredLogits, *shape: Any, **kwargs: Any) -> DeferredLogits 
         sizes = tuple(math.prod(old) // known if s == -1 else s for s in sizes)
     if math.prod(sizes) != math.prod(old) or sizes[-1] != old[-1]:
         return None
-    return logits if sizes == old else _then(logits, "shape", sizes, shape=sizes)
+    if sizes == old:
+        return logits
+    try:
+        return _then(logits, "shape", sizes, _meta(logits).view(sizes))
+    except RuntimeError:  # its elements lie too far apart
+        return _then(logits, "copy", sizes, torch.empty(sizes, device="meta")) if copies else None
 
 
 def _contiguous(logits: DeferredLogits) -> DeferredLogits | None:
-    return logits
+    if _meta(logits).is_contiguous():
+        return logits
+    shape = _shape(logits)
+    return _then(logits, "copy", shape, torch.empty(shape, device="meta"))
 
 
 def _rows(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
@@ -311,8 +419,11 @@ def _rows(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
     parts = (*parts, *[whole] * (len(shape) - len(parts)))
     if len(parts) != len(shape) or parts[-1] != whole:
         return None
-    sizes = tuple(len(range(*p.indices(n))) for p, n in zip(parts, shape, strict=True))
-    return _then(logits, "rows", parts, shape=sizes)
+    try:
+        like = _meta(logits)[parts]
+    except (ValueError, TypeError, IndexError):  # PyTorch's own error is the original's
+        return None
+    return _then(logits, "rows", parts, like)
 
 
 def _times(logits: DeferredLogits, number: Any, **kwargs: Any) -> DeferredLogits | None:
@@ -333,6 +444,10 @@ def _tanh(logits: DeferredLogits) -> DeferredLogits | None:
     return _then(logits, "tanh", None)
 
 
+#: How far the factors of logits may go.
+_FAR = 2.0**20
+
+
 def _form(steps: list[tuple[str, Any]], half: bool) -> tuple[float, float] | None:
     """(scale, softcap) of the steps, or None where they are not of that form, or where a scale
     comes behind the cast of a half type, and is not rounded to it."""
@@ -350,6 +465,8 @@ def _form(steps: list[tuple[str, Any]], half: bool) -> tuple[float, float] | Non
     scale = 1.0
     for name, value in numbers:
         scale *= value if name == "mul" else 1 / value
+        if not 1 / _FAR < abs(scale) < _FAR:  # on the way the logits might be infinite, or zero
+            return None
     if cap:  # c * tanh(s * y) is the softcap c of s * c * y
         scale *= cap
     if abs(scale - 1) < 1e-12:
@@ -381,19 +498,20 @@ def _cross_entropy(
         or len(shape) != 2
         or tuple(target.shape) != shape[:-1]
         or target.device != head.hidden.device
+        or not 0.0 <= label_smoothing <= 1.0
     ):
         return None
     head.check_unchanged()
     hidden = head.hidden
     for name, value in steps or ():
-        if name == "shape":
+        if name in ("shape", "copy"):
             hidden = hidden.reshape(*value[:-1], hidden.shape[-1])
         elif name == "rows":
             hidden = hidden[value]
     scale, softcap = form
     records = torch.is_grad_enabled() and _requires_grad(logits)
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(records):
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden,
             head.weight,
             target,
@@ -404,13 +522,15 @@ def _cross_entropy(
             scale=scale,
             softcap=softcap,
         )
+    logits.consumed()
+    return loss
 
 
 _RECORDED: dict[Any, Callable[..., Any]] = {
     Tensor.float: lambda logits: _cast(logits, torch.float32),
     Tensor.to: _to,
     Tensor.view: _view,
-    Tensor.reshape: _view,
+    Tensor.reshape: _reshape,
     Tensor.contiguous: _contiguous,
     Tensor.__getitem__: _rows,
     Tensor.__mul__: _times,
@@ -423,6 +543,15 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     torch.tanh: _tanh,
     Tensor.tanh: _tanh,
     F.cross_entropy: _cross_entropy,
+}
+
+#: What asks for the logits' own gradient.
+_ASKING = {
+    Tensor.retain_grad,
+    Tensor.register_hook,
+    torch.autograd.grad,
+    torch.autograd.backward,
+    Tensor.grad.__get__,  # type: ignore[union-attr]
 }
 
 #: Reading these needs no values.

@@ -44,3 +44,7 @@ class DecodingError(HfpatchError, ValueError):
 
     Nothing was written.
     """
+
+
+class TargetOutOfRangeError(ValueError, IndexError):
+    """A class of a loss that there is no logit for; PyTorch's own functions raise an IndexError."""

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch import graph_caches
 from hfpatch.config import attention_choice
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.unchanged import has_diffusers_hook
+from hfpatch.regions.listening import is_idle
 
 #: Types whose values a graph can hold, and a key compare.
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -37,8 +39,8 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[T
     """What distinguishes this call from others, hashable, and its tensors in a fixed order.
 
     Raises:
-        NotCapturable: an argument is neither a tensor on a GPU nor a plain value, alone or in
-            tuples, lists and dicts; all tensors must be on one device.
+        NotCapturable: an argument is neither a tensor on a GPU, a plain value nor an empty cache of
+            transformers, alone or in tuples, lists and dicts; all tensors must be on one device.
     """
     tensors: list[Tensor] = []
     key = (
@@ -69,7 +71,18 @@ def _key(value: Any, where: str, tensors: list[Tensor]) -> Any:
         return (type(value), *(_key(v, where, tensors) for v in value))
     if type(value) is dict and all(isinstance(k, str) for k in value):
         return (dict, *((k, _key(v, f"{where}[{k!r}]", tensors)) for k, v in sorted(value.items())))
+    if graph_caches.is_cache(value):
+        if (why := graph_caches.unfit(value)) is not None:
+            raise NotCapturable(f"{where} is {why}")
+        return (type(value), graph_caches.key_of(value))
     raise NotCapturable(f"{where} is a {type(value).__name__}, which a graph cannot tell apart")
+
+
+def caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The caches among the arguments of a call, in the order of `call_key`."""
+    ordered = (args, [v for _, v in sorted(kwargs.items())])
+    leaves = torch.utils._pytree.tree_leaves(ordered, is_leaf=graph_caches.is_cache)
+    return [leaf for leaf in leaves if graph_caches.is_cache(leaf)]
 
 
 def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -81,13 +94,16 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     if type(value) is dict:
         made = {k: _rebuilt(v, tensors) for k, v in sorted(value.items())}
         return {k: made[k] for k in value}  # in the caller's order
+    if graph_caches.is_cache(value):
+        return graph_caches.fresh(value)
     return value
 
 
 def rebuild_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with `tensors` in place of its own, in the order of `call_key`."""
+    """The call with `tensors` in place of its own, in the order of `call_key`, and caches of its
+    own."""
     left = iter(tensors)
     new_args = tuple(_rebuilt(a, left) for a in args)
     made = {k: _rebuilt(v, left) for k, v in sorted(kwargs.items())}
@@ -110,6 +126,8 @@ def global_state() -> tuple[Any, ...]:
         cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.get_default_dtype(),
         attention_choice(),
     )
 
@@ -136,8 +154,12 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self._inside = [m for m in model.modules() if m is not model]
         self._dicts = [m.__dict__ for m in self._inside]
-        self._numbers = [
-            (d, k) for d in self._dicts for k, v in d.items() if type(v) is float and k[0] != "_"
+        self._plain = [found for m in self._inside if (found := _settings_of(m)) is not None]
+        self._lists = [
+            (d, k)
+            for m, d in zip(self._inside, self._dicts, strict=True)
+            for k, v in d.items()
+            if _is_short_list(v) and not _is_torchs(m)
         ]
         self._children = self._look(model)
         dicts = (model.__dict__, *self._dicts)
@@ -163,7 +185,7 @@ class Watch:
                 or d["_forward_pre_hooks"]
                 or "_hf_hook" in d
                 or has_diffusers_hook(d)
-            ):
+            ) and not is_idle(module):  # which, where the call itself asks, fill its own output
                 name = type(module).__name__
                 raise NotCapturable(f"a `{name}` inside has hooks (offload, cache …)")
         dicts = (model.__dict__, *inside)
@@ -180,12 +202,65 @@ class Watch:
             addresses,  # ADDRESSES
             list(map(_DTYPE, tensors)),
             [d["training"] for d in dicts],
-            [d.get(name) for d, name in self._numbers],
+            [_read(d, get) for d, get in self._plain],
+            [repr(d.get(name)) for d, name in self._lists],
+            list(map(len, inside)),  # a setting that was not there, such as FreeU's
+            _plain_of(model),
+            _plain_of(model.__dict__.get("config")),
             list(map(type, self._inside)),
             [_identity(d.get("forward")) for d in inside],
-            [(id(p), getattr(p, "_attention_backend", None)) for p in processors],
+            [(id(p), getattr(p, "_attention_backend", None), _state_of(p)) for p in processors],
             [repr([d.get(name) for name in _ADAPTER_STATE]) for d in dicts if "scaling" in d],
         ]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether it is a layer of PyTorch's, of whose many attributes only numbers matter."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def _settings_of(module: nn.Module) -> tuple[dict[str, Any], Any] | None:
+    """Where a module's settings are, and what reads them: plain values, which a recording has baked
+    in. In PyTorch's own layers sizes are no settings."""
+    of_torch, d = _is_torchs(module), module.__dict__
+    names = [
+        k
+        for k, v in d.items()
+        if k != "training" and (type(v) is float if of_torch else isinstance(v, PLAIN))
+    ]
+    return (d, operator.itemgetter(*names)) if names else None
+
+
+def _read(attributes: dict[str, Any], get: Any) -> Any:
+    try:
+        return get(attributes)
+    except KeyError:  # one was deleted
+        return None
+
+
+def _is_short_list(value: Any) -> bool:
+    """Lists of numbers, such as the scales of an IP adapter, which are written to in place."""
+    return type(value) in (list, tuple) and len(value) <= 64
+
+
+def _plain_of(holder: Any) -> Any:
+    """The plain values among an object's attributes, or a dict's."""
+    if holder is None:
+        return None
+    held = holder if isinstance(holder, dict) else vars(holder)
+    return {k: v for k, v in held.items() if k != "training" and isinstance(v, PLAIN)}
+
+
+def _state_of(processor: Any) -> Any:
+    """What a processor holds beside its backend."""
+    held = getattr(processor, "__dict__", None)
+    if not held or isinstance(processor, nn.Module):  # a module is looked at as those inside are
+        return None
+    return [
+        (k, repr(v) if _is_short_list(v) else v)
+        for k, v in held.items()
+        if isinstance(v, PLAIN) or _is_short_list(v)
+    ]
 
 
 #: The place of the addresses in a signature.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -22,26 +23,34 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_leaves, tree_map
 
-from hfpatch import swap
+from hfpatch import gain, graph_caches, swap
 from hfpatch.announce import announce
-from hfpatch.captures import abandon
+from hfpatch.captures import abandon, masks_as_outside
 from hfpatch.graph_keys import (
     ADDRESSES,
     PLAIN,
     NotCapturable,
     Watch,
+    caches_in,
     call_key,
     global_state,
     rebuild_call,
 )
+from hfpatch.host_reads import Answers, Rehearsal, Replayed
 from hfpatch.patches.base import Forward, Tensor, watched
-from hfpatch.patches.blocks.memo import Capture, rehearsal
-from hfpatch.plan import Swap
+from hfpatch.patches.blocks.memo import Capture, read_by, rehearsal
+from hfpatch.plan import Swap, Timed
 from hfpatch.proofs import Prepared
+from hfpatch.race import Race
 
 #: Graphs that one model keeps; the one that was not used for longest is dropped first.
 DEFAULT_LIMIT = 8
+#: Recordings of one kind of call that differ by what the forward reads of its arguments.
+_MOST_ANSWERS = 4
+#: The ways of a race.
+_PLAIN, _GRAPH = 0, 1
 #: Components of a diffusers pipeline that run once per step.
 DENOISERS = ("transformer", "transformer_2", "unet", "prior")
 
@@ -103,24 +112,132 @@ class _Recorded:
     kept: list[Any]
     stream: Any  # on which the inputs were made, and whose next tensors get their memory
     pool: _Pool  # after the graph, which goes first
+    answers: Answers = field(default_factory=Answers)  # by which its forward went its way
+    caches: list[Any] = field(default_factory=list)  # that were given to it empty, and are full now
+    _results: list[Tensor] = field(default_factory=list)
 
-    def replay(self, tensors: list[Tensor]) -> Any:
+    def __post_init__(self) -> None:
+        found = {id(t): t for t in _tensors_in(self.output)}
+        found |= {id(t): t for cache in self.caches for t in graph_caches.tensors_of(cache)}
+        self._results = list(found.values())
+
+    def replay(self, tensors: list[Tensor], caches: Sequence[Any] = ()) -> Any:
         for ours, theirs in zip(self.inputs, tensors, strict=True):
             ours.copy_(theirs, non_blocking=True)
         self.graph.replay()
         # The next replay writes to the graph's own output, so the caller gets a copy.
-        return map_tensors(self.output, lambda t: t.clone())
+        made = dict(zip(map(id, self._results), _copies(self._results), strict=True))
+
+        def change(t: Tensor) -> Tensor:
+            return made[id(t)]
+
+        given: dict[int, Any] = {}
+        for ours, theirs in zip(self.caches, caches, strict=True):
+            graph_caches.fill(theirs, ours, change)
+            given[id(ours)] = theirs
+
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return change(leaf)
+            if not graph_caches.is_cache(leaf):
+                return leaf
+            theirs = given.get(id(leaf))
+            return graph_caches.copied(leaf, change) if theirs is None else theirs
+
+        return tree_map(own, self.output, is_leaf=graph_caches.is_cache)
 
 
-def map_tensors(value: Any, change: Any) -> Any:
-    """`value` with every tensor in it changed; for tensors in containers that pytree knows."""
-    return torch.utils._pytree.tree_map_only(Tensor, change, value)
+def _tensors_in(output: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(output, is_leaf=graph_caches.is_cache):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif graph_caches.is_cache(leaf):
+            yield from graph_caches.tensors_of(leaf)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    """In one launch or few: a cache has two tensors a layer."""
+    made = [torch.empty_like(t) for t in tensors]
+    if len(made) > 1:
+        torch._foreach_copy_(made, tensors)
+    elif made:
+        made[0].copy_(tensors[0])
+    return made
 
 
 def _check_output(value: Any) -> None:
-    for leaf in torch.utils._pytree.tree_leaves(value):
-        if not isinstance(leaf, (Tensor, *PLAIN)):
+    for leaf in tree_leaves(value, is_leaf=graph_caches.is_cache):
+        if graph_caches.is_cache(leaf) and (what := graph_caches.unknown(leaf)) is not None:
+            raise NotCapturable(f"its forward returns {what}")
+        if not isinstance(leaf, (Tensor, *PLAIN)) and not graph_caches.is_cache(leaf):
             raise NotCapturable(f"its forward returns a {type(leaf).__name__}")
+
+
+def _rehearse(
+    model: nn.Module,
+    original: Forward,
+    args: Any,
+    kwargs: Any,
+    inputs: list[Tensor],
+    counted: bool,
+) -> Answers:
+    """Run once as the recording will, to warm up, and to see what it is decided by.
+
+    Args:
+        inputs: copies of the call's tensors.
+        counted: whether the call's own count how often they are written to.
+
+    Raises:
+        NotCapturable: it does something that a replay would not do.
+    """
+    static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
+    before, versions = _attributes(model), [t._version for t in inputs]
+    seen = Rehearsal(inputs, model.buffers(), counted)
+    with rehearsal(), nullcontext() if _compiled(model) else _reading(seen):
+        _check_output(original(model, *static_args, **static_kwargs))
+    if [t._version for t in inputs] != versions:
+        raise NotCapturable("its forward writes to a tensor that it is given")
+    after = _attributes(model)
+    for place, value in after.items():
+        if place not in before or not _same(before[place], value):
+            path, name = place
+            raise NotCapturable(
+                f"its forward sets `{path + '.' if path else ''}{name}`, which a replay would not"
+            )
+    return seen.answers
+
+
+@contextmanager
+def _reading(mode: Rehearsal | Replayed) -> Iterator[None]:
+    """What the host reads is noted, or answered, by `mode`."""
+    with masks_as_outside(), mode, read_by(mode):
+        yield
+
+
+def _compiled(model: nn.Module) -> bool:
+    """Whether torch.compile is in the model: it runs nothing of its own under a mode."""
+    return any(
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
+        for m in model.modules()
+    )
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """What stands on the modules, by path and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for held in (module.__dict__, module._buffers, module._parameters)
+        for name, value in held.items()
+        if name[:1] != "_"
+    }
+
+
+def _same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    plain = all(isinstance(v, PLAIN) for v in (now if type(now) is tuple else (now,)))
+    return type(before) is type(now) and plain and bool(before == now)
 
 
 def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _Pool) -> _Recorded:
@@ -129,24 +246,58 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(tensors[0].device):
         pool.open()
         inputs = [torch.empty_like(t).copy_(t) for t in tensors]
-        static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
         # Not on the pool's stream: cuBLAS would get a workspace outside of the pool.
-        with rehearsal():
-            _check_output(original(model, *static_args, **static_kwargs))
+        counted = not any(t.is_inference() for t in tensors)
+        answers = _rehearse(model, original, args, kwargs, inputs, counted)
+        static_args, static_kwargs = rebuild_call(args, kwargs, inputs)
         stream = torch.cuda.current_stream()
         stream.synchronize()  # the graph may read what this call has left
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"
         record = torch.cuda.graph(graph, pool.handle, pool.stream, capture_error_mode=mode)
         try:
-            with Capture() as capture, record:
+            replayed = Replayed(answers)
+            reading = nullcontext() if _compiled(model) else _reading(replayed)
+            with Capture() as capture, record, reading:
                 output = original(model, *static_args, **static_kwargs)
+                replayed.finish()
         except BaseException:
             pool.abandon(graph)
             # where the capture's end failed too, `torch.cuda.graph` leaves its stream current
             torch.cuda.set_stream(stream)
             raise
-    return _Recorded(graph, inputs, output, capture.kept, stream, pool)
+    kept = [*capture.kept, *(copy for _, copy in answers.constants)]
+    caches = caches_in(static_args, static_kwargs)
+    return _Recorded(graph, inputs, output, kept, stream, pool, answers, caches)
+
+
+@dataclass
+class _Call:
+    """One call of a model."""
+
+    model: nn.Module
+    original: Forward
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    def plainly(self) -> Any:
+        return self.original(self.model, *self.args, **self.kwargs)
+
+
+def described(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The tensors of a call, for people: "8×512 int64, `attention_mask` 8×512 int64"."""
+    named = [("", a) for a in args] + [(f"`{k}` ", v) for k, v in kwargs.items()]
+    shapes = [
+        f"{name}{'×'.join(map(str, v.shape)) or 'scalar'} {str(v.dtype).removeprefix('torch.')}"
+        for name, v in named
+        if isinstance(v, Tensor)
+    ]
+    return ", ".join(shapes) or "no tensor of its own"
 
 
 @dataclass
@@ -154,12 +305,20 @@ class ModelGraphs:
     """The graphs of one model."""
 
     limit: int = DEFAULT_LIMIT
+    #: Whether graph and plain call are timed, and the slower one is given up.
+    auto: bool = False
     recorded: OrderedDict[Any, _Recorded] = field(default_factory=OrderedDict)
     #: Kinds of calls that cannot be recorded, and why.
     failed: dict[Any, str] = field(default_factory=dict)
+    #: Kinds of calls whose plain call is faster, or is never like the one before.
+    slower: set[Any] = field(default_factory=set)
     #: Why calls went to the model's own forward.
     reasons: dict[str, None] = field(default_factory=dict)
+    #: Of each kind of call that was timed: what it is, for people, and its times.
+    times: dict[Any, tuple[str, Race]] = field(default_factory=dict)
     _seen: set[Any] = field(default_factory=set)
+    #: Of kinds that could not be recorded: the calls that are not looked at, and how many were.
+    _resting: dict[Any, list[int]] = field(default_factory=dict)
     _signature: list[Any] | None = None
     _trusted: bool = False  # the last `look` found nothing that forbids graphs
     _watch: Watch | None = None
@@ -175,6 +334,8 @@ class ModelGraphs:
             self._drop(entry)
         self.recorded.clear()
         self.failed.clear()
+        self.slower.clear()
+        self.times.clear()
         self._seen.clear()
         self._pool = self._last = None
 
@@ -199,6 +360,11 @@ class ModelGraphs:
             raise NotCapturable("another graph is being captured")
         return (key, global_state()), tensors
 
+    def _rest(self, key: Any) -> None:
+        if self.auto:
+            length = min(2 * self._resting.get(key, [0, 1])[1], 64)
+            self._resting[key] = [length, length]
+
     def look(self, model: nn.Module, key: Any) -> bool:
         """Whether the model is what its graphs have recorded; if not, there are none from now on.
 
@@ -211,8 +377,9 @@ class ModelGraphs:
         signature = self._watch.signature(model)
         same = signature == self._signature
         if not same:
+            seen = set(self._seen)  # blocks pack weights at their first calls: a call stays seen
             self.clear()
-            self._signature = signature
+            self._seen, self._signature = seen, signature
         self._trusted = True
         if key in self.failed:
             raise NotCapturable(self.failed[key])
@@ -221,23 +388,76 @@ class ModelGraphs:
     def run(self, model: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
         """The model's result, from a graph where one may serve."""
         with self._lock:
+            call = _Call(model, original, args, kwargs)
             try:
-                key, tensors = self.kind(model, args, kwargs)
-                entry = self._in_place(key)
-                if entry is not None:
-                    same, result = self._replay_then_look(entry, tensors, model, key)
-                    if same:
-                        self.recorded.move_to_end(key)
+                key, call.tensors = self.kind(model, args, kwargs)
+                if key not in self.slower and not self._rests(key):
+                    done, result = self._by_graph(key, call)
+                    if done:
                         return result
-                else:
-                    self.look(model, key)
-                entry = self._entry(key, model, original, args, kwargs)
             except NotCapturable as e:
                 self._say(type(model).__name__, str(e))
-                entry = None
-            if entry is not None:
-                return self._replay(entry, tensors)
         return original(model, *args, **kwargs)
+
+    def _rests(self, key: Any) -> bool:
+        """Whether a kind of call that could not be recorded runs as it is without a look at the
+        model, which takes the host milliseconds: in "auto", up to 64 calls at a time."""
+        left = self._resting.get(key)
+        if left is None or left[0] == 0:
+            return False
+        left[0] -= 1
+        return True
+
+    def _by_graph(self, key: Any, call: _Call) -> tuple[bool, Any]:
+        """(whether the call was made, its result).
+
+        Raises:
+            NotCapturable: the model's own forward must run.
+        """
+        try:
+            return self._looked_at(key, call)
+        except NotCapturable:
+            self._rest(key)
+            raise
+
+    def _looked_at(self, key: Any, call: _Call) -> tuple[bool, Any]:
+        full = self._by_answers(key, call.tensors)
+        timed = self.times.get(full)
+        entry = None if timed is not None and timed[1].winner is None else self._in_place(full)
+        if entry is not None:
+            same, result = self._replay_then_look(entry, call, full)
+            if same:
+                self.recorded.move_to_end(full)
+                return True, result
+        else:
+            self.look(call.model, full)
+        entry = self._entry(self._by_answers(key, call.tensors), call)
+        if entry is None:
+            return False, None
+        timed = self.times.get((key, entry.answers.values))
+        if timed is not None and timed[1].winner is None:
+            return True, self._raced(key, entry, call, timed[1])
+        return True, self._replay(entry, call)
+
+    def _by_answers(self, key: Any, tensors: list[Tensor]) -> Any:
+        """The kind of a call, with what its forward would read of its tensors: of no recording
+        where it reads something else than all of them."""
+        for held, entry in self.recorded.items():
+            if held[0] == key and entry.answers.hold_for(tensors):
+                return held
+        return (key, None)
+
+    def _raced(self, key: Any, entry: _Recorded, call: _Call, race: Race) -> Any:
+        """Make the call by the way whose turn it is, and drop the graph if it has lost."""
+        if race.turn() == _GRAPH:
+            result = race.run(lambda: self._replay(entry, call), call.device)
+        else:
+            result = race.run(call.plainly, call.device)
+        if race.winner == _PLAIN:
+            self.slower.add(key)
+            self.recorded.pop((key, entry.answers.values), None)
+            self._drop(entry)
+        return result
 
     def _in_place(self, key: Any) -> _Recorded | None:
         """The graph of this kind of call if it may be replayed before `look`: what it reads is
@@ -247,14 +467,13 @@ class ModelGraphs:
             return None
         return entry if self._watch.addresses() == self._signature[ADDRESSES] else None
 
-    def _replay_then_look(
-        self, entry: _Recorded, tensors: list[Tensor], model: nn.Module, key: Any
-    ) -> tuple[bool, Any]:
+    def _replay_then_look(self, entry: _Recorded, call: _Call, key: Any) -> tuple[bool, Any]:
         """Replay, and look whether the model changed while the GPU works: that takes the host
         milliseconds.
 
         A graph writes to memory of its own alone, so a result that turns out to be that of the
-        model as it was is forgotten, and nothing else has happened.
+        model as it was is forgotten, and nothing else has happened: a call with a cache is looked
+        at first.
 
         Returns:
             (whether the model is the same, the result if it is)
@@ -262,35 +481,42 @@ class ModelGraphs:
         Raises:
             NotCapturable: the model's own forward must run.
         """
-        generator = _generator(tensors[0].device)
+        if entry.caches:
+            same = self.look(call.model, key)
+            return same, self._replay(entry, call) if same else None
+        generator = _generator(call.device)
         offset = generator.get_offset()  # random numbers that the graph draws
-        result = self._replay(entry, tensors)
+        result = self._replay(entry, call)
         same = False
         try:
-            same = self.look(model, key)
+            same = self.look(call.model, key)
         finally:
             if not same:
                 generator.set_offset(offset)
         return same, result if same else None
 
-    def _entry(
-        self, key: Any, model: nn.Module, original: Forward, args: Any, kwargs: Any
-    ) -> _Recorded | None:
+    def _entry(self, key: Any, call: _Call) -> _Recorded | None:
         """The graph of this kind of call; None for the first such call, which runs as it is."""
         entry = self.recorded.get(key)
         if entry is not None:
             self.recorded.move_to_end(key)
             return entry
-        if key not in self._seen:
+        if key not in self._seen or gain.pending(call.model):
             if len(self._seen) > 64 * self.limit:
                 self._seen.clear()
             self._seen.add(key)
             return None
+        alike = [held for held in self.recorded if held[0] == key[0]]
+        if len(alike) >= _MOST_ANSWERS:
+            for held in alike:
+                self._drop(self.recorded.pop(held))
+            self.slower.add(key[0])
+            raise NotCapturable("what its forward reads of its arguments differs from call to call")
         self.make_room()
         if self._pool is None:
             self._pool = _Pool()
         try:
-            entry = self.recorded[key] = _record(model, original, args, kwargs, self._pool)
+            entry = _record(call.model, call.original, call.args, call.kwargs, self._pool)
         except NotCapturable as e:
             self.failed[key] = str(e)
             raise
@@ -298,7 +524,22 @@ class ModelGraphs:
             self.failed[key] = f"recording failed: {type(e).__name__}: {_first_line(e)}"
             self._pool = None  # the next graph gets a pool of its own
             raise NotCapturable(self.failed[key]) from e
+        self._settle(entry, call.model)
+        self._seen.discard(key)  # which is that of calls that read something else from now on
+        full = (key[0], entry.answers.values)
+        self.recorded[full] = entry
+        if self.auto:
+            self.times[full] = (described(call.args, call.kwargs), Race(warm=(True, False)))
         return entry
+
+    def _settle(self, entry: _Recorded, model: nn.Module) -> None:
+        """Its rehearsal may have moved weights, as packing does at a block's first fused call: the
+        other graphs read where they were."""
+        if self._watch is None or (now := self._watch.signature(model)) == self._signature:
+            return
+        while self.recorded:
+            self._drop(self.recorded.popitem()[1])
+        self._signature = now
 
     def make_room(self) -> None:
         """Drop the graphs that were not used for longest, so that one more fits."""
@@ -313,12 +554,13 @@ class ModelGraphs:
             entry.stream.wait_event(self._last[1])  # another stream may be replaying it still
         entry.graph.reset()
 
-    def _replay(self, entry: _Recorded, tensors: list[Tensor]) -> Any:
-        with torch.cuda.device(tensors[0].device), torch.no_grad():
+    def _replay(self, entry: _Recorded, call: _Call) -> Any:
+        with torch.cuda.device(call.device), torch.no_grad():
             stream = torch.cuda.current_stream()
             if self._last is not None and self._last[0] != stream:
                 stream.wait_event(self._last[1])  # graphs of a model share their memory
-            result = entry.replay(tensors)
+            caches = caches_in(call.args, call.kwargs) if entry.caches else ()
+            result = entry.replay(call.tensors, caches)
             event = self._last[1] if self._last is not None else _event()
             event.record(stream)
             self._last = (stream, event)
@@ -327,6 +569,8 @@ class ModelGraphs:
     def _say(self, name: str, why: str) -> None:
         if why not in self.reasons:
             self.reasons[why] = None
+            if self.auto:  # nobody asked for graphs where there are none
+                return
             announce(
                 f"`{name}` was called where its CUDA graphs cannot be used; such calls "
                 f"run as they are: {why}",
@@ -349,7 +593,7 @@ def _first_line(error: Exception) -> str:
 _graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
 
 
-def adapter(original: Forward, limit: int) -> Forward:
+def adapter(original: Forward, limit: int, auto: bool = False) -> Forward:
     """The forward that replaces a model's own."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +601,7 @@ def adapter(original: Forward, limit: int) -> Forward:
             return original(self, *args, **kwargs)
         held = _graphs.get(self)  # per instance: a copied model has the same adapter
         if held is None:
-            held = _graphs[self] = ModelGraphs(limit)
+            held = _graphs[self] = ModelGraphs(limit, auto)
         return held.run(self, original, args, kwargs)
 
     return forward
@@ -380,11 +624,29 @@ def notes(model: nn.Module) -> tuple[str, ...]:
     return (made, *(f"CUDA graphs not used: {why}" for why in held.reasons))
 
 
+def times(model: nn.Module) -> list[Timed]:
+    """What `status` says of the calls that were timed: plain, and as a graph."""
+    held = _graphs.get(model)
+    return [
+        Timed(
+            type(model).__name__,
+            "cuda_graphs",
+            call,
+            1,
+            race.milliseconds(_PLAIN),
+            race.milliseconds(_GRAPH),
+            "being timed" if race.winner is None else ("original", "patched")[race.winner],
+        )
+        for call, race in (held.times.values() if held is not None else ())
+    ]
+
+
 def prepare(
     roots: Sequence[tuple[str, nn.Module]],
     prepared: Sequence[Prepared],
     limit: int,
     elsewhere: bool = False,
+    auto: bool = False,
 ) -> tuple[list[Prepared], list[str]]:
     """The adapters for the models that run once per step, and notes on those that get none.
 
@@ -394,6 +656,7 @@ def prepare(
             looks at its arguments first (`Prepared.over`) gets it below.
         limit: the most graphs of each model.
         elsewhere: they are planned for another machine, which has CUDA.
+        auto: time graph and plain call, and keep the faster.
     """
     if not elsewhere and (why := unavailable()) is not None:
         return [], [f"CUDA graphs: not made: {why}"]
@@ -412,8 +675,10 @@ def prepare(
                 f"CUDA graphs: not for `{class_name}`: {foreign or 'it is a fused block itself'}"
             )
             continue
-        make = partial(adapter, type(root).forward, limit)
+        make = partial(adapter, type(root).forward, limit, auto)
         title = "a CUDA graph per kind of call"
+        if auto:
+            title += ", where it is faster"
         if other is not None and other.over is not None:
             make = partial(_over, other.over, make)
             title += f"; {other.swap.formula}"
@@ -446,18 +711,20 @@ def unavailable() -> str | None:
     return None
 
 
-def check_limit(value: bool | int) -> int:
-    """The number of graphs that `cuda_graphs=` asks for; 0: none.
+def check_limit(value: bool | int | str) -> tuple[int, bool]:
+    """The number of graphs that `cuda_graphs=` asks for, 0: none; and whether "auto" does.
 
     Raises:
-        TypeError, ValueError: it is no bool and no int >= 0.
+        TypeError, ValueError: it is no bool, no int >= 0 and not "auto".
     """
+    if value == "auto":
+        return DEFAULT_LIMIT, True
     if isinstance(value, bool):
-        return DEFAULT_LIMIT if value else 0
+        return (DEFAULT_LIMIT if value else 0), False
     if not isinstance(value, int):
         raise TypeError(
-            f"`cuda_graphs` must be a bool or the most graphs to keep, got {type(value).__name__}"
+            f'`cuda_graphs` must be "auto", a bool or the most graphs to keep, got {value!r}'
         )
     if value < 0:
         raise ValueError(f"`cuda_graphs` must be at least 0, got {value}")
-    return value
+    return value, False

@@ -4,15 +4,21 @@ A language model's logits are its largest tensor: 2 GiB in bf16 for 8,192 tokens
 classes, and eager PyTorch makes six of their size. `linear_cross_entropy` takes what the head is
 given and the head's weight instead:
 
+A mean or a sum makes the gradients with the loss, as Liger's kernel does (arXiv:2410.10989): of
+some rows at a time the logits, their gradient in their place, and with it those of the hidden
+states and the weight. Both are kept in fp32 until the backward multiplies them with what it is
+given and rounds, once; so the weight's is 4 bytes an element from the forward to the backward.
+
+Losses of single rows, and `recompute=True`, make them in the backward:
+
 - forward: the logits of some rows at a time, and of each row its loss and `lse`, the logarithm of
   its sum of exponentials, which is kept;
 - backward: the logits of some *classes* at a time, once more. Their gradient is complete for these
-  classes, so their rows of the weight's gradient are one product over all tokens, rounded once, as
-  the original's are. The gradient of the hidden states is summed up in fp32.
+  classes, so their rows of the weight's gradient are one product over all tokens, rounded once. The
+  gradient of the hidden states is summed up in fp32.
 
-The logits are computed twice: eight products of a token and a weight in place of six (two each for
-the forward, the hidden states' and the weight's gradients). Liger's kernel (arXiv:2410.10989)
-computes them once, and adds up the weight's gradient over chunks of rows in the weight's dtype.
+That is eight products of a token and a weight in place of six (two each for the forward, the hidden
+states' and the weight's gradients), and no memory but the gradients'.
 """
 
 from __future__ import annotations
@@ -25,12 +31,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from hfpatch.errors import TargetOutOfRangeError
 from hfpatch.handover import tensor_refusal
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import local_package
 
 #: Bytes of logits that exist at a time.
 CHUNK_BYTES = 64 << 20
+#: The same where gradients are made with the loss: each piece reads and writes the weight's whole.
+ROWS_BYTES = 512 << 20
 #: Rows of a product below which a GPU's products are slow.
 LEAST = 512
 
@@ -49,6 +58,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
     num_items: Tensor | float | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """`cross_entropy(softcapped(linear(hidden, weight, bias) * scale).float(), target)` in pieces.
 
@@ -71,6 +81,8 @@ def linear_cross_entropy(
             with `z_loss`, PyTorch's operators stand in for the kernel: no more memory, more time.
         num_items: what the sum is divided by in place of the rows that count, where gradients are
             accumulated over batches; for ``reduction="mean"``.
+        recompute: make the logits once more in the backward, in place of keeping the gradients from
+            the forward on: a third more time, and ``4 * V * H`` bytes less.
 
     Returns:
         fp32: 0 dimensions, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.
@@ -98,10 +110,15 @@ def linear_cross_entropy(
     options = (int(ignore_index), float(label_smoothing), float(scale), float(softcap))
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _LinearCrossEntropy.apply
-    loss: Tensor = apply(flat, weight, bias, rows, options)
+    wanted = [t is not None and t.requires_grad for t in (flat, weight, bias)]
+    if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
+        summed: Any = _SummedCrossEntropy.apply
+        total: Tensor = summed(flat, weight, bias, rows, options).to(torch.float64)
+    else:
+        loss: Tensor = apply(flat, weight, bias, rows, options)
+        total = loss.sum(dtype=torch.float64) if reduction != "none" else loss
     if reduction == "none":
-        return loss.reshape(target.shape)
-    total = loss.sum(dtype=torch.float64)
+        return total.reshape(target.shape)
     if reduction == "mean":
         items = (rows != ignore_index).sum() if num_items is None else num_items
         total = total / (items.to(total.device) if isinstance(items, Tensor) else items)
@@ -137,12 +154,13 @@ def check_head(
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raises ValueError for one out of range. A GPU is not waited for: there its loss is NaN."""
+    """Raises TargetOutOfRangeError, a ValueError and an IndexError, for one out of range. A GPU is
+    not waited for: there its loss is NaN."""
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
     if len(wrong):
-        raise ValueError(
+        raise TargetOutOfRangeError(
             f"`target`: expected 0 to {classes - 1}, or `ignore_index` {ignore_index}, got "
             f"{int(wrong[0])}; is the tokenizer larger than the head?"
         )
@@ -193,6 +211,64 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in grads.parts(hidden.element_size()):
             grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
         return *grads.results(), None, None
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """hidden [N, H], weight [V, H], bias [V] or None, target [N] -> the sum of losses, fp32 []."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        options: tuple[int, float, float, float],
+    ) -> Tensor:
+        ignore_index, smoothing, scale, softcap = options
+        own = weight.to(hidden.dtype)  # the same tensor, but under autocast
+        own_bias = None if bias is None else bias.to(hidden.dtype)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dx = hidden.new_empty(hidden.shape, dtype=torch.float32) if wants_hidden else None
+        dw = weight.new_empty(weight.shape, dtype=torch.float32) if wants_weight else None
+        db = weight.new_zeros(len(weight), dtype=torch.float32) if wants_bias else None
+        count = max(LEAST, ROWS_BYTES // (len(weight) * hidden.element_size()))
+        losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+        scratch = torch.empty_like(losses)
+        total = hidden.new_empty((), dtype=torch.float32)
+        for start in range(0, len(hidden), count):
+            part = slice(start, start + count)
+            x, t = hidden[part], target[part]
+            z = _logits(x, own, own_bias, scale)
+            # divided by 1: gradients are scaled in fp32, behind the products, so that those of half
+            # types neither vanish nor are rounded twice
+            _ops().cross_entropy_with_gradient_out.default(
+                total, losses[part], scratch[part], z, z, t, None, 1.0, ignore_index, smoothing,
+                softcap,
+            )  # fmt: skip
+            if scale != 1.0:
+                z.mul_(scale)
+            if dx is not None:
+                _product_into(dx[part], z, own)
+            if dw is not None:
+                (_add_product if start else _product_into)(dw, z.t(), x)
+            if db is not None:
+                db += z.sum(0, dtype=torch.float32)
+            del z
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(dx, dw, db)
+        return losses.sum(dtype=torch.float64).to(torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = []
+        for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            if d is None:
+                found.append(None)
+                continue
+            found.append(_scaled(d, grad, dtype))
+        return *found, None, None
 
 
 class Gradients:
@@ -300,6 +376,28 @@ class Gradients:
         """Of hidden, weight and bias; None where none is wanted."""
         dx = None if self.dx is None else self.dx.to(self.x.dtype)
         return dx, self.dw, self.db
+
+
+def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`d * factor`, rounded once. Some rows at a time on a GPU: between the product and the cast,
+    each a kernel of its own, they lie in its cache; the kernel that does both is half as fast."""
+    if not d.is_cuda or dtype == d.dtype or d.dim() != 2:
+        return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype))
+    result = torch.empty_like(d, dtype=dtype)
+    count = max(1, (16 << 20) // (4 * max(1, d.shape[1])))
+    for into, part in zip(torch.split(result, count), torch.split(d, count), strict=True):
+        into.copy_(part * factor)
+    return result
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """`out = a @ b`, in fp32 where PyTorch's products of half types can."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -243,15 +243,64 @@ def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any
             return build.from_config(config).to(dtype)
     import transformers
 
+    if (own := _own_code(config, args)) is not None:
+        with explained(args.model):
+            cls, settings = _own_classes(own[1], config, args)
+            with torch.device(device):
+                return cls(settings.from_dict(config)).to(dtype)
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if cls is None:
         raise _NoModel(f"`architectures` {names} names no class of this transformers version")
-    if args.trust_remote_code and "auto_map" in config:  # its own code; without it, for kernels
-        raise ValueError("--trust-remote-code works with weights only: apply-check MODEL")
     with explained(args.model), torch.device(device):
         return cls(cls.config_class.from_dict(config)).to(dtype)
+
+
+def _own_code(config: dict[str, Any], args: argparse.Namespace) -> tuple[str, str] | None:
+    """(transformers' auto class, where its class is in the model's own code), of `auto_map`; None:
+    the libraries have the model's class, and the model's code was not asked for.
+
+    Raises:
+        ValueError: only its own code has the class, and `--trust-remote-code` was not given.
+    """
+    import transformers
+
+    mapped = config.get("auto_map")
+    found = {
+        auto: reference
+        for auto, reference in (mapped if isinstance(mapped, dict) else {}).items()
+        if auto.startswith("AutoModel") and isinstance(reference, str)
+    }
+    names = config.get("architectures")
+    names = [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+    known = any(hasattr(transformers, name) for name in names)
+    if not found or (known and not args.trust_remote_code):
+        return None
+    if not args.trust_remote_code:
+        raise ValueError(
+            f"`{args.model}` is of a class that is in no library but in its own code "
+            f"(`auto_map`: {', '.join(found.values())}); read that code, then add "
+            "--trust-remote-code, which runs it"
+        )
+    named = (auto for auto, reference in found.items() if reference.rpartition(".")[2] in names)
+    usual = (auto for auto in ("AutoModelForCausalLM", "AutoModel") if auto in found)
+    auto = next(named, None) or next(usual, None) or next(iter(found))
+    return auto, found[auto]
+
+
+def _own_classes(reference: str, config: dict[str, Any], args: argparse.Namespace) -> Any:
+    """(class of the model, class of its configuration): the model's own code runs here."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    path = Path(args.model)
+    source = str(path.parent if path.is_file() else path / (args.subfolder or ""))
+    if not Path(source).is_dir():
+        source = args.model  # of the Hub
+    cls = get_class_from_dynamic_module(reference, source)
+    settings = config["auto_map"].get("AutoConfig")
+    own = settings and get_class_from_dynamic_module(settings, source)
+    return cls, own or cls.config_class
 
 
 def from_weights(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], Any]:
@@ -287,8 +336,9 @@ def from_weights(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], Any]:
     import transformers
 
     names = config.get("architectures") or ["AutoModel"]
+    own = _own_code(config, args)
     with explained(args.model):
-        cls = getattr(transformers, names[0], transformers.AutoModel)
+        cls = getattr(transformers, own[0] if own else names[0], transformers.AutoModel)
         model = cls.from_pretrained(
             args.model, dtype=dtype, trust_remote_code=args.trust_remote_code, **kwargs
         )

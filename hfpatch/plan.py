@@ -83,6 +83,27 @@ class Candidate:
     original: float = 0.0
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Two ways to make a call, as they were timed: of a module with `gain="time"`, of a model with
+    `cuda_graphs="auto"` (`op` is "cuda_graphs" then).
+
+    Attributes:
+        call: shapes and dtypes of its tensors.
+        modules: how many are of this kind.
+        original_ms, patched_ms: the least time of a call; None where there was none yet.
+        kept: "original", "patched" or "being timed".
+    """
+
+    class_name: str
+    op: str
+    call: str
+    modules: int
+    original_ms: float | None
+    patched_ms: float | None
+    kept: str
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The decisions for one model. Printed, or bare in a REPL, it is a table.
@@ -99,6 +120,7 @@ class Plan:
     seconds: float = 0.0
     planned_for: str = ""
     candidates: tuple[Candidate, ...] = ()
+    times: tuple[Timed, ...] = ()
 
     def __str__(self) -> str:
         from hfpatch.report import as_text

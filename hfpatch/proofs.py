@@ -18,11 +18,12 @@ from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, class
 from hfpatch.patches.blocks.base import BlockProof, BlockSubject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
+from hfpatch.patches.glu import GatedSubject
 from hfpatch.patches.keys import Same, code_of, held_by
 from hfpatch.patches.library import odd_code
 from hfpatch.patches.norms import NormSubject
 from hfpatch.patches.proving import float32_default
-from hfpatch.patches.recall import RecallSubject
+from hfpatch.patches.recall import RecallSubject, compared
 from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.plan import Refusal, Swap
 from hfpatch.reading.leaf import still_holds
@@ -46,6 +47,8 @@ class Prepared:
     brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     #: Of a norm or an activation: what it computes, and the names of its weight and bias.
     leaf: tuple[Formula, str | None, str | None] | None = None
+    #: Of a gated MLP: its activation, which it bypasses, and what that computes.
+    act: tuple[nn.Module, Formula] | None = None
 
 
 _V = TypeVar("_V")
@@ -77,9 +80,13 @@ _CHANGED = "its class, or an object that it holds, was changed since; call `hfpa
 
 def forget_proofs() -> None:
     """Drop every cached proof; the next `apply` probes afresh."""
+    from hfpatch.regions import offer
+
+    offer.forget()
     _contracts.clear()
     _blocks.clear()
     _identified.clear()
+    compared.clear()
     battery.forget()
 
 
@@ -130,8 +137,30 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
         max(e[1] for e in errors),
     )
     return Prepared(
-        module, lambda: _adapter(subject, original, contract), entry, leaf=_leaf(subject, formula)
+        module,
+        lambda: _adapter(subject, original, contract),
+        entry,
+        leaf=_leaf(subject, formula),
+        act=_act(subject, formula),
     )
+
+
+def _act(subject: Subject, formula: Formula) -> tuple[nn.Module, Formula] | None:
+    name = getattr(subject, "act", None)
+    activation = formula.params.get("activation")
+    if not isinstance(subject, GatedSubject) or name is None or activation not in _ACTIVATIONS:
+        return None
+    module = subject.module._modules.get(name)
+    return None if module is None else (module, _ACTIVATIONS[activation])
+
+
+#: Activations of gated products, as ops of their own.
+_ACTIVATIONS = {
+    "silu": Formula("silu", {}),
+    "gelu": Formula("gelu", {"approximate": "none"}),
+    "gelu_tanh": Formula("gelu", {"approximate": "tanh"}),
+    "gelu_sigmoid": Formula("gelu", {"approximate": "sigmoid"}),
+}
 
 
 def _leaf(subject: Subject, formula: Formula) -> tuple[Formula, str | None, str | None] | None:
@@ -148,6 +177,12 @@ def _adapter(subject: Subject, original: Forward, contract: Contract) -> Forward
     forward = subject.forward(original, contract)
     _contract_of[forward] = contract
     return forward
+
+
+def stands_for(outer: Forward, inner: Forward) -> None:
+    """`outer` is an adapter around `inner`, of the same contract."""
+    if (contract := _contract_of.get(inner)) is not None:
+        _contract_of[outer] = contract
 
 
 def autocast_notes(adapters: Iterable[Forward]) -> Iterator[str]:

@@ -79,6 +79,7 @@ class Report:
             "candidates": [asdict(c) for c in self.plan.candidates],
             "skips": [asdict(s) for s in self.skips],
             "notes": list(self.notes),
+            "times": [asdict(t) for t in self.plan.times],
             "versions": versions(),
         }
 
@@ -137,7 +138,18 @@ def _outcome(c: Candidate) -> str:
     return f"{c.before} operators → {c.after}: {found}"
 
 
+def _time_rows(plan: Plan) -> list[tuple[str, ...]]:
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}"
+
+    return [
+        (t.class_name, t.op, t.call, str(t.modules), ms(t.original_ms), ms(t.patched_ms), t.kept)
+        for t in plan.times
+    ]
+
+
 _CANDIDATE_COLUMNS = ("class", "block", "count", "error (original)")
+_TIME_COLUMNS = ("class", "timed", "call", "count", "original ms", "patched ms", "kept")
 _SWAP_COLUMNS = ("class", "kernel", "source", "count", "probe error")
 _SKIP_COLUMNS = ("class", "left alone", "reason", "count")
 
@@ -167,13 +179,14 @@ def as_text(plan: Plan, applied: bool) -> str:
         for columns, rows in (
             (_SWAP_COLUMNS, _swap_rows(plan)),
             (_CANDIDATE_COLUMNS, _candidate_rows(plan)),
+            (_TIME_COLUMNS, _time_rows(plan)),
             (_SKIP_COLUMNS, _skip_rows(plan)),
         ):
             if not rows:
                 continue
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
             for column in columns:
-                right = column in ("count", "probe error", "error (original)")
+                right = column in _NUMBERS
                 table.add_column(column, justify="right" if right else "left", no_wrap=right)
             for row in rows:
                 table.add_row(*(Text(cell) for cell in row))
@@ -190,8 +203,8 @@ def as_text(plan: Plan, applied: bool) -> str:
 _TABLE = "border-collapse:collapse;margin:0.4em 0 1em"
 _HEAD = "padding:0.3em 0.9em 0.3em 0;border-bottom:2px solid rgba(128,128,128,0.55)"
 _CELL = "padding:0.25em 0.9em 0.25em 0;border-bottom:1px solid rgba(128,128,128,0.25)"
-_NUMBERS = ("count", "probe error", "error (original)")
-_GREEN, _SAND = "#2a7f62", "#b59b63"
+_NUMBERS = ("count", "probe error", "error (original)", "original ms", "patched ms")
+_GREEN, _SAND, _BLUE = "#2a7f62", "#b59b63", "#4f7cac"
 
 
 def as_html(plan: Plan, applied: bool) -> str:
@@ -226,6 +239,7 @@ def as_html(plan: Plan, applied: bool) -> str:
         f"<div><p><b>{html.escape(headline_of(plan, applied))}</b></p>"
         f"{table('swapped' if applied else 'to swap', _GREEN, _SWAP_COLUMNS, _swap_rows(plan))}"
         f"{table('blocks', _GREEN, _CANDIDATE_COLUMNS, _candidate_rows(plan))}"
+        f"{table('timed', _BLUE, _TIME_COLUMNS, _time_rows(plan))}"
         f"{table('left alone', _SAND, _SKIP_COLUMNS, _skip_rows(plan))}{notes}"
         f'<p style="opacity:0.7"><small>{html.escape(version_line())}</small></p></div>'
     )

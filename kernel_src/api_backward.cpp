@@ -309,6 +309,32 @@ int32_t hfp_cross_entropy(DLTensor *loss, DLTensor *lse, const DLTensor *logits,
   return check.run(l, args, &hfp::cpu::cross_entropy, HFP_CUDA(cross_entropy), stream);
 }
 
+int32_t hfp_cross_entropy_log_probs(DLTensor *loss, DLTensor *lse, DLTensor *log_probs,
+                                    const DLTensor *logits, const DLTensor *target,
+                                    int64_t ignore_index, double label_smoothing, double softcap,
+                                    void *stream) {
+  Check check("hfp_cross_entropy_log_probs");
+  Tensor l, s, p, a, t;
+  const bool ok = check.input("logits", logits, &a, "log_probs") &&
+                  cross_entropy_inputs(check, a, target, label_smoothing, softcap, &t) &&
+                  check.shaped("loss", loss, a.raw->ndim - 1, a.raw->shape, DType::F32, &l) &&
+                  check.shaped("lse", lse, a.raw->ndim - 1, a.raw->shape, DType::F32, &s) &&
+                  check.shaped("log_probs", log_probs, a.raw->ndim, a.raw->shape, a.type, &p);
+  if (!ok) return check.status();
+  hfp::LogProbsArgs args = {};
+  args.loss = reinterpret_cast<float *>(l.data);
+  args.lse = reinterpret_cast<float *>(s.data);
+  args.log_probs = p.data;
+  args.logits = a.data;
+  args.target = reinterpret_cast<const int64_t *>(t.data);
+  args.type = a.type;
+  args.rows = a.rows;
+  args.ignore_index = ignore_index;
+  args.label_smoothing = static_cast<float>(label_smoothing);
+  args.softcap = static_cast<float>(softcap);
+  return check.run(l, args, &hfp::cpu::log_probs, HFP_CUDA(log_probs), stream);
+}
+
 int32_t hfp_cross_entropy_backward(DLTensor *dlogits, const DLTensor *grad, const DLTensor *logits,
                                    const DLTensor *target, const DLTensor *lse,
                                    int64_t ignore_index, double label_smoothing, double softcap,

@@ -66,6 +66,7 @@ bool mask_of(Check &check, const DLTensor *raw, const DLDevice &device, DecodeAr
   if (!plain) return check.fail("`mask` must be contiguous, got a strided tensor");
   if (!raw->data) return check.fail("`mask` must point to data, got data == NULL");
   args->mask = static_cast<const uint8_t *>(hfp::data_of(raw));
+  if (!check.pointer("mask", args->mask, raw->device)) return false;
   args->mask_width = raw->shape[1];
   return true;
 }

@@ -122,9 +122,52 @@ int32_t add_activation_backward(Check &check, DLTensor *dx, DLTensor *dbias, DLT
   return run_backward(check, args, o, none, db, stream);
 }
 
+// A result of a and b, or of a alone where `b` is null and `alone`.
+int32_t pair(Check &check, DLTensor *out, const char *name, const DLTensor *a, const DLTensor *b,
+             bool alone, double alpha, bool product, void *stream) {
+  Tensor o, left, right;
+  bool ok = check.input(name, a, &left);
+  if (ok && !alone) {
+    bool whole = b && b->ndim == a->ndim && b->shape;
+    for (int32_t i = 0; whole && i < a->ndim; ++i) whole = b->shape[i] == a->shape[i];
+    // What is broadcast is read again after a row is written; what is not may be the result.
+    ok = (whole ? check.input("b", b, &right) : check.modulation("b", b, left, &right)) &&
+         check.same_type(left, right);
+  }
+  if (!ok || !check.output(out, left, 1, left.type, &o)) return check.status();
+  hfp::PairArgs args = {};
+  args.out = o.data;
+  args.a = left.data;
+  args.b = right.data;
+  args.type = left.type;
+  args.alpha = static_cast<float>(alpha);
+  args.product = product;
+  const bool flat = left.contiguous && (alone || right.contiguous);
+  args.a_rows = flat ? hfp::one_row(left) : left.rows;
+  args.b_rows = flat || alone ? args.a_rows : right.rows;
+  return check.run(o, args, &hfp::cpu::pair, HFP_CUDA(pair), stream);
+}
+
 }  // namespace
 
 extern "C" {
+
+int32_t hfp_add(DLTensor *out, const DLTensor *a, const DLTensor *b, double alpha, void *stream) {
+  Check check("hfp_add");
+  if (!check.number("alpha", alpha, -FLT_MAX, "finite")) return check.status();
+  return pair(check, out, "a", a, b, false, alpha, false, stream);
+}
+
+int32_t hfp_mul(DLTensor *out, const DLTensor *a, const DLTensor *b, void *stream) {
+  Check check("hfp_mul");
+  return pair(check, out, "a", a, b, false, 1, true, stream);
+}
+
+int32_t hfp_scale(DLTensor *out, const DLTensor *x, double factor, void *stream) {
+  Check check("hfp_scale");
+  if (!check.number("factor", factor, -FLT_MAX, "finite")) return check.status();
+  return pair(check, out, "x", x, nullptr, true, factor, true, stream);
+}
 
 int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums) {
   if (sums < 1 || rows <= sums) return 0;

@@ -13,6 +13,7 @@
 
 #include "kernels.h"
 #include "overlap.h"
+#include "pointers.h"
 
 namespace hfp {
 
@@ -73,6 +74,9 @@ class Check {
   bool in_range(const char *name, int64_t value, int64_t count, const char *choices);
   // Finite, also as a float, and at least `low`.
   bool number(const char *name, double value, double low, const char *expected);
+  // That the memory is the device's, if HFPATCH_CHECK_POINTERS is 1. `input`, `parsed`, `shaped` and
+  // `indices` do it themselves.
+  bool pointer(const char *name, const void *data, const DLDevice &device);
 
   bool fail(const char *format, ...) __attribute__((format(printf, 2, 3)));
   // Returns the status.
@@ -280,7 +284,31 @@ inline bool Check::parse(const char *name, const DLTensor *raw, Tensor *tensor) 
                 static_cast<unsigned long long>(address));
   }
   tensor->data = static_cast<char *>(t.data) + t.byte_offset;
+  if (checks_pointers() && !pointer(name, tensor->data, device)) return false;
   return strides(tensor);
+}
+
+inline bool Check::pointer(const char *name, const void *data, const DLDevice &device) {
+#if defined(CUDA_KERNEL)
+  if (!checks_pointers()) return true;
+  int owner = 0;
+  const PointerMemory memory = cuda::memory_of(data, &owner);
+  if (device.device_type == kDLCPU && memory == PointerMemory::Device) {
+    return fail("`%s` must point to the host's memory, as its device cpu:0 says, got memory of cuda:%d;"
+                " copy it, or say kDLCUDA", name, owner);
+  }
+  if (device.device_type == kDLCUDA && memory == PointerMemory::Host) {
+    return fail("`%s` must point to memory of cuda:%d, as its device says, got the host's; copy it, or"
+                " say kDLCPU", name, device.device_id);
+  }
+  if (device.device_type == kDLCUDA && memory == PointerMemory::Device && owner != device.device_id) {
+    return fail("`%s` must point to memory of cuda:%d, as its device says, got memory of cuda:%d; copy"
+                " it, or name that device", name, device.device_id, owner);
+  }
+#else
+  (void)name, (void)data, (void)device;  // all memory is the host's
+#endif
+  return true;
 }
 
 // Fills in `contiguous` and `rows`: merges the leading dimensions that one stride can walk.

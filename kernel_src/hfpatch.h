@@ -513,6 +513,107 @@ HFP_EXPORT int32_t hfp_mul_add_backward(DLTensor *da, DLTensor *db, DLTensor *dc
 HFP_EXPORT int64_t hfp_sum_partial_rows(int64_t rows, int64_t cols, int64_t sums);
 
 /*
+ * a + alpha * b, a * b and x * factor, in fp32 and rounded once, to the dtype of a (x). b has the dtype
+ * of a and applies to it as a modulation tensor does: the shape of a, sizes 1 where it is broadcast,
+ * or [D]. The result may also be exactly b, where b has the shape of a.
+ */
+HFP_EXPORT int32_t hfp_add(DLTensor *out, const DLTensor *a, const DLTensor *b, double alpha,
+                           void *stream);
+HFP_EXPORT int32_t hfp_mul(DLTensor *out, const DLTensor *a, const DLTensor *b, void *stream);
+HFP_EXPORT int32_t hfp_scale(DLTensor *out, const DLTensor *x, double factor, void *stream);
+
+/*
+ * Matrix products: out [M, N] = alpha * a b + beta * c, sums in fp32, rounded once, to the dtype, which
+ * all have. a: [M, K], or [K, M] with transpose_a 1; b: [K, N], or [N, K] with transpose_b 1 (a linear
+ * layer's weight); c: [M, N] or NULL (0); it may be exactly `out`. Rows may be apart, those of out too.
+ * hfp_gemm_batched: the same with a dimension before, the batch; that of a, b and c may be 1.
+ *
+ * workspace: contiguous fp32 [n]; on the CPU n is at least hfp_gemm_workspace(...), on CUDA as much or
+ * less, also 0: then fewer algorithms can be used. Scratch.
+ * Who computes: on the CPU fp32 goes to OpenBLAS, MKL or BLIS, if the system has one (HFPATCH_BLAS names
+ * another or is "none"); else, and in half types, blocks of our own. On CUDA cuBLASLt, without TF32.
+ * They are loaded at the first call, which therefore allocates; hfp_gemm_backend says which were found.
+ * Where there is no cuBLASLt (HFPATCH_CUBLASLT names it), a CUDA call answers HFP_NOT_AVAILABLE.
+ */
+enum {
+  HFP_GEMM_NONE = 0, /* no kernel for that device */
+  HFP_GEMM_OWN = 1,
+  HFP_GEMM_OPENBLAS = 2,
+  HFP_GEMM_MKL = 3,
+  HFP_GEMM_BLIS = 4,
+  HFP_GEMM_BLAS = 5, /* what HFPATCH_BLAS names, and is none of these */
+  HFP_GEMM_CUBLASLT = 6
+};
+
+/* Who computes products of fp32 on kDLCPU or kDLCUDA: HFP_GEMM_*. Loads what they need. */
+HFP_EXPORT int64_t hfp_gemm_backend(int64_t device_type);
+
+HFP_EXPORT int64_t hfp_gemm_workspace(int64_t batch, int64_t m, int64_t n, int64_t k,
+                                      int64_t device_type);
+HFP_EXPORT int32_t hfp_gemm(DLTensor *out, DLTensor *workspace, const DLTensor *a,
+                            const DLTensor *b, const DLTensor *c, double alpha, double beta,
+                            int64_t transpose_a, int64_t transpose_b, void *stream);
+HFP_EXPORT int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DLTensor *a,
+                                    const DLTensor *b, const DLTensor *c, double alpha, double beta,
+                                    int64_t transpose_a, int64_t transpose_b, void *stream);
+
+/*
+ * Attention: out = softmax(scale * q k^T + mask) v for each head, blocks of keys at a time (Dao et al.,
+ * arXiv:2205.14135), so that no matrix of scores exists; lse = log of the sum of exp of a query's
+ * scores, with scale and mask. q: [B, H, S, D]; k: [B, G, L, D]; v: [B, G, L, E]; out: [B, H, S, E],
+ * whose heads and rows may be strided as those of the inputs; lse: fp32 [B, H, S]. G divides H: each head of k and v serves
+ * H / G heads of q that follow each other (1: multi-query). D and E: 1 to HFP_MAX_HEAD_DIM.
+ * A view of [B, S, H, D] is taken as it is.
+ *   mask       NULL; or of 4 dimensions that are those of [B, H, S, L] or 1, or [S, L]: of fp32, fp16
+ *              or bf16, which is added, or bool or uint8, where 0 is not seen
+ *   causal     1: query i sees the keys up to i + L - S, so that the last query sees all
+ *   k_lengths  NULL, or int64 [B]: how many keys a sample has; the others are not read. `causal` counts
+ *              from this number
+ *   q_starts, k_starts   NULL, or both int64 [N + 1]: N samples of different lengths lie one after the
+ *              other in q [1, H, S, D] and k, v [1, G, L, ...]; sample n has the rows from starts[n] to
+ *              starts[n + 1] - 1, of q at most most_queries (0: S). Then there is no mask, and
+ *              k_lengths is [N]. What no sample has is not written
+ * Lengths and starts are not known before the launch: they are cut to what the tensors hold. A query
+ * that sees nothing gets 0, and lse -inf. fp32 inside; on CUDA the weights of half types are rounded to
+ * the dtype before they are multiplied with v.
+ */
+#define HFP_MAX_HEAD_DIM 256
+HFP_EXPORT int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLTensor *k,
+                                 const DLTensor *v, const DLTensor *mask, const DLTensor *q_starts,
+                                 const DLTensor *k_starts, const DLTensor *k_lengths, double scale,
+                                 int64_t causal, int64_t most_queries, void *stream);
+
+/*
+ * hfp_cross_entropy, and besides the logarithm of every token's probability: log_probs = z - lse, in the
+ * dtype of the logits, in every row, also of those whose target is ignore_index, whose loss and lse are
+ * 0 as there. log_probs may be the buffer of logits.
+ */
+HFP_EXPORT int32_t hfp_cross_entropy_log_probs(DLTensor *loss, DLTensor *lse, DLTensor *log_probs,
+                                               const DLTensor *logits, const DLTensor *target,
+                                               int64_t ignore_index, double label_smoothing,
+                                               double softcap, void *stream);
+
+/*
+ * The loss that balances the load of experts (Fedus et al., arXiv:2101.03961, equations 4 to 6), as
+ * transformers computes it for top-k routers. logits: [T, E], E at most HFP_MAX_EXPERTS; mask: fp32
+ * [T], the weights of the tokens (0: padding), or NULL (1). With W the sum of the weights and p =
+ * softmax(logits):
+ *   f[e] = sum over t of mask[t] (e is among the k greatest of row t, ties by index) / W
+ *   P[e] = sum over t of mask[t] p[t, e] / W;   loss = E * sum over e of f[e] P[e]; 0 if W is 0
+ * loss: one fp32 element. stats: fp32 [2 E + 1]: f, P, W. partials: fp32 [hfp_balance_parts(T) (2 E +
+ * 1)], scratch. No atomics: same input, same bits.
+ * The backward takes the gradient of the loss, one fp32 element, and f and W of stats: f is a constant.
+ */
+#define HFP_MAX_EXPERTS 1024
+HFP_EXPORT int64_t hfp_balance_parts(int64_t tokens);
+HFP_EXPORT int32_t hfp_load_balancing_loss(DLTensor *loss, DLTensor *stats, DLTensor *partials,
+                                           const DLTensor *logits, const DLTensor *mask, int64_t k,
+                                           void *stream);
+HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLTensor *grad,
+                                                    const DLTensor *logits, const DLTensor *stats,
+                                                    const DLTensor *mask, void *stream);
+
+/*
  * Decoding: the next tokens of `rows` sequences through a whole language model, all layers in one
  * call. Not an operator: nothing differentiates it.
  *
@@ -609,6 +710,10 @@ HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor 
  *             dtype, or int64
  *   "=NAME&BIT"  as "=NAME" if `needs` has BIT (one digit), else [0]
  *   "sums=NAME"  fp32 [hfp_sum_partial_rows(rows, D, rows of NAME), K D], see hfp_mul_add_backward
+ *   "product", "product_workspace"  dtype of the first tensor argument, [M, N] or [B, M, N]; fp32
+ *             [hfp_gemm_workspace(...)]
+ *   "attended"  shape and dtype of the first tensor argument, the last dimension that of `v`
+ *   "balance", "balance_partials"  fp32 [2 E + 1], [hfp_balance_parts(T) (2 E + 1)]
  * A function with several outputs has one rule for each, separated by commas.
  */
 #define HFP_OP_TABLE(X)                                                                            \
@@ -684,7 +789,23 @@ HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor 
   X(add_silu_backward, hfp_add_silu_backward, "=x, =bias&2, sums=bias",                            \
     "Tensor grad, Tensor x, Tensor bias, int needs")                                               \
   X(mul_add_backward, hfp_mul_add_backward, "=a, =b&1, =b&2, sums=b",                              \
-    "Tensor grad, Tensor a, Tensor b, int cast, int needs")
+    "Tensor grad, Tensor a, Tensor b, int cast, int needs")                                        \
+  X(add, hfp_add, "x", "Tensor a, Tensor b, float alpha")                                          \
+  X(mul, hfp_mul, "x", "Tensor a, Tensor b")                                                       \
+  X(scale, hfp_scale, "x", "Tensor x, float factor")                                               \
+  X(gemm, hfp_gemm, "product, product_workspace",                                                  \
+    "Tensor a, Tensor b, Tensor? c, float alpha, float beta, int transpose_a, int transpose_b")    \
+  X(gemm_batched, hfp_gemm_batched, "product, product_workspace",                                  \
+    "Tensor a, Tensor b, Tensor? c, float alpha, float beta, int transpose_a, int transpose_b")    \
+  X(attention, hfp_attention, "attended, rows",                                                    \
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? q_starts, Tensor? k_starts, "             \
+    "Tensor? k_lengths, float scale, int causal, int most_queries")                                \
+  X(cross_entropy_log_probs, hfp_cross_entropy_log_probs, "rows, rows, =logits",                   \
+    "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap")        \
+  X(load_balancing_loss, hfp_load_balancing_loss, "scalar, balance, balance_partials",             \
+    "Tensor logits, Tensor? mask, int k")                                                          \
+  X(load_balancing_loss_backward, hfp_load_balancing_loss_backward, "=logits",                     \
+    "Tensor grad, Tensor logits, Tensor stats, Tensor? mask")
 
 /*
  * The same for functions over lists; `Tensor(a!)[]` is changed in place. Result rules besides:

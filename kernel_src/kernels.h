@@ -350,6 +350,41 @@ struct MulAddArgs {
   bool eager;                        // round the product to out_type
 };
 
+// out = a + alpha * b, a * b, or a * alpha where b is null; all have `type`, one rounding. out: contiguous.
+struct PairArgs {
+  void *out;
+  const void *a, *b;
+  DType type;
+  Rows a_rows, b_rows;  // the same rows; b with stride 0 where it repeats. Contiguous ones: one row
+  float alpha;
+  bool product;
+};
+
+// log_probs: contiguous, may be the memory of logits.
+struct LogProbsArgs {
+  float *loss, *lse;
+  void *log_probs;
+  const void *logits;
+  const int64_t *target;
+  DType type;
+  Rows rows;
+  int64_t ignore_index;
+  float label_smoothing, softcap;
+};
+
+// Rows of `partials` are over tokens in equal parts; see hfp_load_balancing_loss.
+struct BalanceArgs {
+  float *loss, *stats, *partials;  // forward; stats: [2 experts + 1]
+  void *dlogits;                   // backward, contiguous
+  const float *grad, *saved;       // backward: one element; stats
+  const void *logits;
+  const float *mask;  // contiguous; null: 1
+  DType type;
+  Rows rows;  // [tokens, experts]
+  int64_t parts;
+  int k;
+};
+
 // Gradients of what is broadcast over rows. Row (o * reduced + r) * inner + i of x has the row
 // o * inner + i of the parameter. `activation` < 0: of a * b + c, where x is a and param is b:
 //   dx = grad * param; first = sum over r of grad * x; second = sum over r of grad
@@ -399,6 +434,10 @@ int32_t add_activation(const AddActivationArgs &);
 int32_t add_bias(const AddBiasArgs &);
 int32_t mul_add(const MulAddArgs &);
 int32_t broadcast_backward(const BroadcastBackwardArgs &);
+int32_t pair(const PairArgs &);
+int32_t log_probs(const LogProbsArgs &);
+int32_t balance(const BalanceArgs &);
+int32_t balance_backward(const BalanceArgs &);
 const char *simd_level();
 }  // namespace cpu
 
@@ -433,6 +472,10 @@ int32_t add_activation(const AddActivationArgs &, int device, void *stream);
 int32_t add_bias(const AddBiasArgs &, int device, void *stream);
 int32_t mul_add(const MulAddArgs &, int device, void *stream);
 int32_t broadcast_backward(const BroadcastBackwardArgs &, int device, void *stream);
+int32_t pair(const PairArgs &, int device, void *stream);
+int32_t log_probs(const LogProbsArgs &, int device, void *stream);
+int32_t balance(const BalanceArgs &, int device, void *stream);
+int32_t balance_backward(const BalanceArgs &, int device, void *stream);
 }  // namespace cuda
 
 // Stores the message that hfp_last_error() returns on this thread; returns `status`.

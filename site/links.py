@@ -16,6 +16,9 @@ _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)\s]*)\)")
 #: The words behind a language that tell the tests what to do with a block.
 _MARK = re.compile(r"^(```python) (?:no-run|continued|exhaustive)$", re.MULTILINE)
 
+#: Pages that are tables, with sentences in their cells.
+_WIDE = ("coverage.md",)
+
 
 def _repository() -> str | None:
     """Where the files can be read, as pyproject.toml says; None: nowhere yet."""
@@ -28,9 +31,9 @@ def _repository() -> str | None:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Files beside docs/ are linked in the repository; without one their names stay.
 
-    A page without sections gives the room of their list to its tables.
+    A page without sections, or with sentences in its tables, gives the list's room to its tables.
     """
-    if not re.search(r"^## ", markdown, re.MULTILINE):
+    if page.file.src_uri in _WIDE or not re.search(r"^## ", markdown, re.MULTILINE):
         page.meta.setdefault("hide", ["toc"])
     repository = _repository()
     folder = ROOT / "docs" / Path(page.file.src_uri).parent

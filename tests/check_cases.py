@@ -20,6 +20,19 @@ WIDE: dict[str, Any] = {
 }
 TEXT: dict[str, Any] = WIDE | {"vocab_size": 120, "max_position_embeddings": 64, "pad_token_id": 0}
 IMAGE: dict[str, Any] = WIDE | {"image_size": 32, "patch_size": 8}
+GROUPED: dict[str, Any] = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
+SECTIONS: dict[str, Any] = GROUPED | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3],
+                        "partial_rotary_factor": 1.0},
+}  # fmt: skip
+PATCHES: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "intermediate_size": 96,
+    "out_hidden_size": 64,
+    "patch_size": 8,
+}
 SOUND: dict[str, Any] = WIDE | {
     "conv_dim": [32, 32],
     "conv_kernel": [10, 3],
@@ -137,6 +150,80 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                    "vision_use_head": False},
          "image_token_index": 119, "projection_dim": 64, "hidden_size": 64},
     ),
+    "idefics3": (  # several images for a text
+        "Idefics3ForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "llama"}, "vision_config": IMAGE,
+         "image_token_id": 119},
+    ),
+    "smolvlm": (
+        "SmolVLMForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "llama"}, "vision_config": IMAGE,
+         "image_token_id": 119},
+    ),
+    "llava-next": (  # tiles of an image
+        "LlavaNextForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "llama"},
+         "vision_config": IMAGE | {"model_type": "clip_vision_model", "projection_dim": 48},
+         "image_token_index": 119, "vision_feature_layer": -1,
+         "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "mistral"},
+         "vision_config": IMAGE | {"model_type": "pixtral", "head_dim": 16},
+         "image_token_index": 119, "vision_feature_layer": -1},
+    ),
+    "internvl": (
+        "InternVLForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "qwen2"},
+         "vision_config": WIDE | {"image_size": [32, 32], "patch_size": [8, 8]},
+         "image_token_id": 119},
+    ),
+    "qwen2.5-vl": (  # patches in a row, and their grid
+        "Qwen2_5_VLForConditionalGeneration",
+        {"text_config": SECTIONS,
+         "vision_config": PATCHES | {"window_size": 32, "fullatt_block_indexes": [1]},
+         "image_token_id": 119, "video_token_id": 118},
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        {"text_config": SECTIONS,
+         "vision_config": PATCHES
+         | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+         "image_token_id": 119, "video_token_id": 118},
+    ),
+    "glm-4v": (
+        "Glm4vForConditionalGeneration",
+        {"text_config": SECTIONS, "vision_config": PATCHES | {"image_size": 32},
+         "image_token_id": 119, "video_token_id": 118},
+    ),
+    # sound in a text
+    "qwen2-audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "qwen2"},
+         "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 64, "encoder_layers": 2,
+                          "encoder_attention_heads": 4, "encoder_ffn_dim": 96, "num_mel_bins": 16,
+                          "max_source_positions": 40},
+         "audio_token_index": 119},
+    ),
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "llama"},
+         "audio_config": WIDE | {"intermediate_size": 256, "num_mel_bins": 16, "head_dim": 16,
+                                 "max_source_positions": 40, "num_key_value_heads": 4},
+         "audio_token_id": 119},
+    ),
+    "granite-speech": (
+        "GraniteSpeechForConditionalGeneration",
+        {"text_config": GROUPED | {"model_type": "granite"},
+         "encoder_config": {"input_dim": 16, "num_layers": 2, "hidden_dim": 64, "num_heads": 4,
+                            "dim_head": 16, "output_dim": 20, "context_size": 20},
+         "projector_config": {"model_type": "blip_2_qformer", "hidden_size": 64,
+                              "num_hidden_layers": 1, "num_attention_heads": 4,
+                              "intermediate_size": 96, "encoder_hidden_size": 64},
+         "audio_token_index": 119, "has_lora_adapter": False, "downsample_rate": 5,
+         "window_size": 15},
+    ),
     # video
     "videomae": ("VideoMAEModel", IMAGE | {"num_frames": 4}),
     "vivit": ("VivitModel", IMAGE | {"num_frames": 4, "tubelet_size": [2, 8, 8]}),
@@ -211,7 +298,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Of each modality one; the rest is for `make test-all`.
 FEW = ("gpt2", "bart", "dinov2", "clip", "siglip2", "videomae", "whisper", "wav2vec2", "ast",
-       "sdxl-unet", "vae", "zoo-flux")  # fmt: skip
+       "sdxl-unet", "vae", "zoo-flux", "qwen2.5-vl", "qwen2-audio")  # fmt: skip
 NAMES = (*CASES, *(f"zoo-{name}" for name in zoo.ENTRIES), "zoo-ltx-pipeline")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -72,28 +73,38 @@ SETTINGS: Mapping[str, Setting] = {
     "3-threads-cbwr": Setting(_threads(3) | {"MKL_CBWR": "COMPATIBLE"}),
 }
 
-#: Whole models, blocks, leaves, and what users do to a model.
-NUMERIC: Sequence[str] = (
-    "tests/test_nearness.py",
-    "tests/test_models.py",
-    "tests/test_leaves.py",
-    "tests/test_blocks.py",
-    "tests/test_blocks_single.py",
-    "tests/test_joint_blocks.py",
-    "tests/test_compiled_blocks.py",
-    "tests/test_ltx_vae.py",
-    "tests/test_chain.py",
-    "tests/test_packing.py",
-    "tests/test_packing_families.py",
-    "tests/test_norm_calls.py",
-    "tests/test_gated_norms.py",
-    "tests/test_after_apply.py",
-    "tests/test_autocast.py",
-    "tests/test_loss.py",
-    "tests/test_optim.py",
-    "tests/test_recall.py",
-    "tests/compat",
+#: Tests that compare results too, and why no setting is needed for them.
+ELSEWHERE: Mapping[str, str] = {
+    "tests/kernels": "run the kernels for every instruction set by themselves",
+    "tests/clib": "the kernels of tests/kernels, by another binding",
+    "tests/build": "a kernel that was built is called once",
+    "tests/hub": "kernels of Hub repositories that are made for the tests: one operator each",
+    "tests/gpu": "what the GPU computes",
+    "tests/test_bench.py": "about times",
+    "tests/test_flash3.py": "no kernel of this project; copies and multiples of two",
+    "tests/test_other_machines.py": "one operator of PyTorch's",
+    "tests/test_sources.py": "which kernel is chosen",
+    "tests/test_status.py": "what is said of a model",
+    "tests/test_cpus.py": "runs the others",
+    "tests/test_tolerances.py": "bounds, of numbers that are given",
+}
+#: What a test says that compares the results of two computations.
+COMPARES = re.compile(
+    r"assert_as_near|relative_error|assert_close|allclose|torch\.equal|harness|loop_cases|support.leaves"
 )
+
+
+def numeric() -> list[str]:
+    """Every file of tests that compares results, but for those that are named above."""
+    paths = (p for p in sorted((ROOT / "tests").rglob("test_*.py")))
+    found = [p for p in paths if COMPARES.search(p.read_text(encoding="utf-8"))]
+    names = [p.relative_to(ROOT).as_posix() for p in found]
+    left = tuple(f"{name}/" for name in ELSEWHERE)
+    return [n for n in names if n not in ELSEWHERE and not n.startswith(left)]
+
+
+#: Whole models, blocks, leaves, losses, decoding steps, and what users do to a model.
+NUMERIC: Sequence[str] = numeric()
 
 _NUMBERS = "tests/test_models.py::test_numbers_and_restore"
 _CELL = "tests/compat/test_matrix.py::test_cell"
@@ -106,6 +117,8 @@ SENSITIVE: Sequence[str] = (
     "tests/test_compiled_blocks.py::test_what_comes_between_blocks_parts_them",
     "tests/test_blocks_single.py::test_numbers[ltx vae-video-torch.float32]",
     "tests/test_leaves.py::test_leaves_are_as_near[llama]",
+    "tests/test_head_loss.py::test_a_models_loss_and_gradients[llama-torch.float32]",
+    "tests/decoding/test_engine.py::test_threads_change_no_bit[torch.bfloat16]",
 )
 
 

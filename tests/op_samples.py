@@ -19,8 +19,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = [F32, F16, BF16]
 #: Result rules of sums over all rows, which belong to no row, and of memory for a launch's own use,
 #: whose contents mean nothing. "=NAME&BIT" and "sums=NAME" are such rules with a parameter.
-SUMS = {"dweight", "dbias", "scalar"}
-SCRATCH = {"partials", "workspace", "groups"}
+SUMS = {"dweight", "dbias", "scalar", "balance"}
+SCRATCH = {"partials", "workspace", "groups", "product_workspace", "balance_partials"}
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ TABLE = shared(3, "D/2", dtype=F32)  # cos and sin: one row per position
 TARGET = rows(3, dtype=torch.int64, high="D", dense=True)
 ROW32 = rows(3, dtype=F32, dense=True)
 TABLES = ("cos", "sin")
+FEW_ROWS = "a product of few rows is added up in another order"
 
 SAMPLES = [
     sample("rms_norm", x=X, weight=W, eps=1e-6, cast="input"),
@@ -301,6 +302,41 @@ SAMPLES = [
         "cross_entropy_with_gradient", "capped", logits=X, target=TARGET,
         divisor_tensor=shared(1, dtype=F32), divisor=0.0, ignore_index=4, label_smoothing=0.0,
         softcap=30.0,
+    ),
+    sample("add", a=X, b=rows(1, "D"), alpha=-0.5),
+    sample("mul", a=X, b=X),
+    sample("scale", x=X, factor=0.7),
+    sample(
+        "gemm", a=rows("D"), b=shared(6, "D"), c=rows(6), alpha=0.5, beta=2.0, transpose_a=0,
+        transpose_b=1, positional=FEW_ROWS,
+    ),
+    sample(
+        "gemm", "plain", a=rows("D"), b=shared("D", 6), alpha=1.0, beta=0.0, transpose_a=0,
+        transpose_b=0, positional=FEW_ROWS,
+    ),
+    sample(
+        "gemm_batched", a=rows("D", 7), b=rows("D", 6), alpha=1.0, beta=0.0, transpose_a=1,
+        transpose_b=0, positional="cuBLASLt may choose by the number of batches",
+    ),
+    sample(
+        "attention", q=rows(4, 5, 34), k=rows(2, 7, 34), v=rows(2, 7, 6), mask=shared(5, 7),
+        scale=0.2, causal=0, most_queries=0, constant=("mask",), differentiable=False,
+    ),
+    sample(
+        "attention", "causal", q=rows(2, 7, 34), k=rows(2, 7, 34), v=rows(2, 7, 6), scale=0.2,
+        causal=1, most_queries=0, differentiable=False,
+    ),
+    sample(
+        "cross_entropy_log_probs", logits=X, target=TARGET, ignore_index=4, label_smoothing=0.1,
+        softcap=30.0,
+    ),
+    sample(
+        "load_balancing_loss", logits=rows("D"), mask=rows(dtype=F32, dense=True), k=3,
+        constant=("mask",),
+    ),
+    sample(
+        "load_balancing_loss_backward", grad=shared(1, dtype=F32), logits=rows(8),
+        stats=shared(17, dtype=F32),
     ),
 ]  # fmt: skip
 BY_ID = {s.id: s for s in SAMPLES}

@@ -151,6 +151,30 @@ for _name, _mode, _order in itertools.product(("llama", "ltx", "flux"), MODES, O
     case(f"fsdp2-{_name}-{_mode}-{_order}")(functools.partial(check, _name, _mode, _order, fsdp))
 
 
+def served_layers(order: str, rank: Rank) -> None:
+    """Decoder layers are trained by their own functions, on weights that FSDP2 has gathered."""
+    from hfpatch.training import stages
+
+    model = build("llama", rank)
+    patch(model, "training", order, fsdp, rank)
+    count, front = [0], stages.front
+
+    def counted(*args: Any) -> Any:
+        count[0] += 1
+        return front(*args)
+
+    stages.front = counted
+    try:
+        outputs("llama", model, inputs_of("llama", rank, model)).square().mean().backward()
+    finally:
+        stages.front = front
+    assert count == [len(blocks_of(model))]
+
+
+for _order in ORDERS:
+    case(f"fsdp2-llama-served layers-{_order}")(functools.partial(served_layers, _order))
+
+
 # FSDP1 -------------------------------------------------------------------------------------------
 
 

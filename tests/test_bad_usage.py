@@ -37,6 +37,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "list/config.json": "[1]",
         "unknown/config.json": '{"architectures": ["NoSuchModel"]}',
         "none/config.json": "{}",
+        "own/config.json": json.dumps(
+            {"architectures": ["Own"], "auto_map": {"AutoModel": "modeling_own.Own"}}
+        ),
+        "odd/config.json": json.dumps({"architectures": 5, "auto_map": {"AutoModel": 5}}),
         "zero/config.json": json.dumps(
             {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}
         ),
@@ -99,6 +103,9 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan list", 2, "list/config.json`", "expected a JSON object, got a list"),
     ("plan unknown", 2, "['NoSuchModel']", "no class of this transformers version"),
     ("plan none", 2, "`architectures` []", "no class of this transformers version"),
+    ("plan own", 2, "`own` is of a class that is in no library", "add --trust-remote-code"),
+    ("plan own --trust-remote-code", 2, "`own` could not be built", "modeling_own.py"),
+    ("plan odd --trust-remote-code", 2, "`architectures` 5", "no class of this transformers"),
     ("plan zero", 2, "`zero` could not be built", "ZeroDivisionError"),
     ("plan vae", 2, "`NoSuchVae`", "is not a diffusers model"),
     ("plan pipe", 2, "`pipe` is a pipeline", "without a model that could be built"),

@@ -84,6 +84,30 @@ def test_other_modalities(
         assert row["per second"] == pytest.approx(3e3 / row["wall_ms"]["median"])
 
 
+PIPELINES = {
+    "sd": {"height": 32, "num_inference_steps": 3},
+    "sdxl": {"height": 32, "num_inference_steps": 3},
+    "flux": {"height": 32, "num_inference_steps": 3},
+    "wan": {"height": 32, "num_inference_steps": 3, "num_frames": 5},
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_whole_pipelines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """End to end, with the decoder of latents, and the picture is compared."""
+    file = Path(__file__).with_name("small_pipelines.py")
+    sizes = ["--height", "32", "--width", "32", "--steps", "3"]
+    sizes += ["--num-frames", "5"] if "num_frames" in PIPELINES[name] else []
+    found = measured(capsys, f"{file}:{name}", *QUICK[1:], *sizes)
+    assert found["inputs"].items() >= PIPELINES[name].items()
+    eager, patched = found["by name"]["eager"], found["by name"]["patched"]
+    assert found["unit"] == "steps" and eager["per second"] > 0
+    assert patched["swapped"] > 0 and 0 < patched["from_eager"] < 1e-4
+    assert eager["launches"] > 100 < patched["launches"]
+    assert found["exact"] == "fp64"
+    assert 0 < patched["from_exact"] < 1e-4 and 0 < eager["from_exact"] < 1e-4
+
+
 def test_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(check_cases.write("zoo-llama", tmp_path))
     gates = ("--min-speedup", "1000", "--max-launches", "1")

@@ -178,3 +178,15 @@ def test_a_changed_table_between_calls_with_the_same_timestep(change: Any) -> No
             expected = type(block).forward(block, **given)
         assert relative_error(first, expected) > 1e-3
         assert relative_error(again, expected) < 1e-5
+
+
+@pytest.mark.usefixtures("packed_on_cpu", "kernels_module")
+def test_blocks_of_two_lists_are_two_chains() -> None:
+    """What one product serves is of one list: another one's blocks have another text."""
+    lists = [ENTRY.build(torch.float32).transformer_blocks for _ in range(2)]
+    model = nn.ModuleDict(dict(zip("ab", lists, strict=True)))
+    report = hfpatch.apply(model)
+    assert len(report.swaps) >= sum(map(len, lists))
+    layers = [[m for b in blocks for m in (b.attn2.to_k, b.attn2.to_v)] for blocks in lists]
+    assert [len(storages(one)) for one in layers] == [1, 1]
+    assert len(storages([m for one in layers for m in one])) == 2

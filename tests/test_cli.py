@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -53,8 +54,103 @@ def test_plan_where_one_is(
     assert capsys.readouterr().out.startswith("llama: 0 to swap, ")
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "m.M"}}))
+    assert cli.main(["plan", "config.json", "--kernels", "none"]) == 0  # transformers' own class
     assert cli.main(["plan", "config.json", "--trust-remote-code"]) == 2
-    assert "works with weights only" in capsys.readouterr().err
+    assert "m.py" in capsys.readouterr().err
+
+
+OWN_CLASS = "modeling_own.OwnModel"
+OWN_CODE = """
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own-code"
+
+    def __init__(self, width=64, depth=2, **more):
+        super().__init__(**more)
+        self.width, self.depth = width, depth
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale, self.epsilon = nn.Parameter(torch.ones(width)), 1e-5
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return (h * self.scale.float()).to(x.dtype)
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(100, config.width)
+        self.norms = nn.ModuleList(OwnNorm(config.width) for _ in range(config.depth))
+        self.lin = nn.Linear(config.width, config.width)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embed(input_ids)
+        for norm in self.norms:
+            x = x + self.lin(norm(x))
+        return x
+"""
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose class is in no library: its folder has the code."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(OWN_CODE)
+    reference = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": OWN_CLASS}
+    config = {"model_type": "own-code", "architectures": ["OwnModel"], "auto_map": reference}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["plan", "apply-check", "bench model"])
+def test_a_models_own_code_needs_trust(
+    own_code: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command.split(), str(own_code)]
+    assert cli.main([*words, *["--random-weights"][: command != "plan"]]) == 2
+    said = capsys.readouterr().err
+    assert OWN_CLASS in said and "add --trust-remote-code, which runs it" in said
+    if command == "apply-check":  # also where it would be loaded with its weights
+        assert cli.main(words) == 2
+        assert "add --trust-remote-code, which runs it" in capsys.readouterr().err
+
+
+def test_a_model_of_its_own_code(own_code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Planned from its configuration, compared with random weights and with saved ones."""
+    assert cli.main(["plan", str(own_code), "--trust-remote-code"]) == 0
+    assert "OwnNorm" in capsys.readouterr().out
+    check = ["apply-check", str(own_code), "--trust-remote-code", "--json"]
+    assert cli.main([*check, "--random-weights"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["status"] == "passed" and row["swapped"] == 2
+    assert cli.main(check) == 2
+    assert "--random-weights" in capsys.readouterr().err
+    args = argparse.Namespace(
+        model=str(own_code), subfolder=None, dtype="float32", device="cpu",
+        trust_remote_code=True, random_weights=True,
+    )  # fmt: skip
+    ((_, model),), _ = loading.models(args)
+    model.save_pretrained(own_code)
+    assert cli.main(check) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["status"] == "passed" and row["swapped"] == 2
 
 
 def test_plan_of_a_large_model_takes_no_memory(

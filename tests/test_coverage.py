@@ -82,7 +82,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = json.loads(capsys.readouterr().out)["models"].values()
     assert (row["category"], row["norms"], row["mlps"]) == ("leaves only", [5, 5], [2, 2])
     assert cli.main(["coverage", "--only", r"\(sam\)"]) == 0
-    assert "SamLayerNorm: unexplained: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "SamLayerNorm: unexplained: " in said
+    (last,) = (line for line in said.splitlines() if line.startswith("transformers: "))
+    pattern = r"models 1, .*nothing 0, not built 0, .* 0 of 1 \(0\.0%\); norms \d+ of "
+    assert re.search(pattern, last)
+    assert "diffusers: " not in said and "{" not in last
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
-from hfpatch import cli, graphs
+from hfpatch import attention, cli, graphs
 from hfpatch.patches.blocks import flash3
 from hfpatch.patches.blocks.attention import fastest
 
@@ -71,6 +71,8 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     fake = Fake(monkeypatch)
     monkeypatch.setattr(flash3, "PACKAGES", {})
     monkeypatch.setattr(flash3, "_proofs", {})
+    monkeypatch.setattr(flash3, "_forms", {})
+    monkeypatch.setattr(attention, "_kernels", {})
     monkeypatch.setattr(flash3, "LARGE", 0.0)
     monkeypatch.setattr(flash3, "_capability", lambda device: flash3.CAPABILITY)
     monkeypatch.delenv("HFPATCH_ATTENTION", raising=False)

@@ -19,9 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
 from hfpatch import graphs
+from hfpatch.attention import worth_cudnn
 from hfpatch.graph_keys import NotCapturable, call_key, model_signature, rebuild_call
 from hfpatch.graphs import ModelGraphs
-from hfpatch.patches.blocks.attention import _pays
+from hfpatch.host_reads import Answers
 from hfpatch.patches.blocks.memo import Capture, for_a_graph, rehearsal
 from hfpatch.patches.blocks.parts import Constant
 
@@ -203,6 +204,8 @@ class TestDecisions:
 class Recorded:
     def __init__(self) -> None:
         self.graph = Graph()
+        self.answers = Answers()
+        self.caches: list[Any] = []
 
 
 class Graph:
@@ -474,13 +477,13 @@ def test_attention_in_a_graph_is_the_one_without() -> None:
     """The same bits; and cuDNN's plan, which cannot be made in a capture, is there by then."""
     for small, length in ((True, 64), (False, 16384)):
         q = torch.empty(1, 1, 8, length, 64, device="meta")[0]
-        assert _pays(q, q) is not small
+        assert worth_cudnn(q, q) is not small
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            assert _pays(q, q) is not small
+            assert worth_cudnn(q, q) is not small
         for around in (rehearsal(), Capture()):
             with around:
-                assert _pays(q, q) is not small
+                assert worth_cudnn(q, q) is not small
 
 
 def test_a_graph_keeps_the_constants_that_it_reads() -> None:
@@ -550,7 +553,7 @@ def test_pipeline_gets_graphs_for_its_denoiser() -> None:
 
 def test_bad_arguments() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="`cuda_graphs` must be a bool or the most graphs"):
+    with pytest.raises(TypeError, match='must be "auto", a bool or the most graphs'):
         hfpatch.apply(model, cuda_graphs="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`cuda_graphs` must be at least 0, got -1"):
         hfpatch.apply(model, cuda_graphs=-1)

@@ -22,6 +22,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, to
 def largest(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small, odd pieces, and how many logits existed at a time."""
     monkeypatch.setattr(head_loss, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(head_loss, "ROWS_BYTES", 4096)
     monkeypatch.setattr(head_loss, "LEAST", 5)
     sizes: list[int] = []
     made = head_loss._logits

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +108,61 @@ def test_a_planted_item_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "gate missed: --max-syncs 0: got 1" in said and f"waits.py:{line}" in said
     profiled(tmp_path / "more", f"{file}:make", "--max-syncs", "1")
     assert profiled(tmp_path / "none", f"{file}:linear", *gate)["swapped"] == 0
+
+
+def test_the_profiler_of_pytorch_says_nothing(tmp_path: Path) -> None:
+    """It announces each start and stop on stderr, past Python."""
+    (tmp_path / "makes.py").write_text(
+        "import torch\n\n\ndef model():\n    m = torch.nn.Sequential(torch.nn.LayerNorm(64))\n"
+        "    return m, {'input': torch.randn(4, 64)}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "hfpatch", "profile", "makes.py:model", "--out", "profile"],
+        capture_output=True, text=True, cwd=tmp_path, check=True,
+    )  # fmt: skip
+    assert "wrote " in done.stdout
+    assert "USDT" not in done.stderr and "profiler_start" not in done.stderr
+
+
+class Nesting(HTMLParser):
+    """Raises where an element ends that is not the one that began last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ended: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.ended.append(tag)
+
+
+def test_every_element_of_the_page_ends(tmp_path: Path) -> None:
+    (tmp_path / "makes.py").write_text(WAITS)
+    profiled(tmp_path / "out", f"{tmp_path / 'makes.py'}:linear")
+    (page,) = (tmp_path / "out").glob("*.html")
+    found = Nesting(page.read_text(encoding="utf-8"))
+    assert found.open == [] and found.ended.count("table") > 1
+
+
+def test_shares_of_memory_and_compute_speed(tmp_path: Path) -> None:
+    """Bytes and operations of the one product are those of its shapes."""
+    file = tmp_path / "waits.py"
+    file.write_text(WAITS)
+    found = profiled(tmp_path / "out", f"{file}:linear")
+    assert found["copy GB/s"] > 0 and found["product TFLOP/s"] > 0
+    (row,) = [r for r in found["profiles"]["eager"]["work"] if r["name"] == "aten::addmm"]
+    assert row["calls"] == 1 and row["flops"] == 2 * 2 * 4 * 4
+    assert row["bytes"] == 4 * (4 + 2 * 4 + 4 * 4 + 2 * 4)
+    seconds = row["us"] * 1e-6
+    assert row["of copy"] == pytest.approx(row["bytes"] / seconds / found["copy GB/s"] / 1e9)
+    assert (
+        "Share of memory and compute speed, patched"
+        in (tmp_path / "out" / "profile.html").read_text()
+    )

@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,9 @@ from torch import nn
 
 import hfpatch
 from hfpatch import probe, proofs
+from hfpatch.patches import keys
+from hfpatch.reading import surroundings
+from hfpatch.reading.surroundings import Unexplained
 
 SIZE = 32
 SCALE = 1.0
@@ -291,3 +294,38 @@ def test_the_cache_of_proofs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(3, SIZE)
     for module in modules:
         torch.testing.assert_close(module(x), RMSNorm.forward(module, x))
+
+
+def test_equal_small_tensors_share_a_key() -> None:
+    """So that a proof serves every module whose buffers have the same values."""
+
+    def key(*values: float, kind: type = torch.Tensor, dtype: torch.dtype = torch.float32) -> Any:
+        return keys.value_key(torch.tensor(values, dtype=dtype).as_subclass(kind))
+
+    class Own(torch.Tensor):
+        pass
+
+    assert key(1.0, 2.0) == key(1.0, 2.0)
+    assert key(float("nan")) == key(float("nan"))
+    others = (key(1.0, 3.0), key(1.0), key(1.0, 2.0, dtype=torch.float64), key(1.0, 2.0, kind=Own))
+    assert all(other != key(1.0, 2.0) for other in others)
+    assert key(1.0, kind=Own) != key(1.0, kind=Own)  # its values may be what it likes
+    whole = [torch.zeros(1 << 16) for _ in range(2)]
+    assert keys.value_key(whole[0]) != keys.value_key(whole[1])  # too large to be read
+
+
+def test_a_module_object_may_answer_for_other_names() -> None:
+    class Answers(ModuleType):
+        @property
+        def answered(self) -> float:
+            return 1.0
+
+    class AnswersAll(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            return super().__getattribute__(name)
+
+    surroundings.check_library(ModuleType("plain"), "eps")
+    surroundings.check_library(Answers("some"), "eps")
+    for library, name in ((Answers("some"), "answered"), (AnswersAll("all"), "eps")):
+        with pytest.raises(Unexplained, match="which may change"):
+            surroundings.check_library(library, name)

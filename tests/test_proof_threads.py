@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import autocast_cases as cases
+import numpy
 import pytest
 import torch
 import zoo
@@ -226,3 +229,42 @@ def test_a_backward_does_not_wait(autocast: bool) -> None:
     with Kernels() as seen:
         call(patched)
     assert kernel in seen.names, "the next call tries again"
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+@pytest.mark.parametrize("before", ["as it is", "changed before"])
+def test_a_proof_puts_back_what_a_module_may_change(before: str, warn_only: bool) -> None:
+    """Whichever way the switches stand, and although the module leaves with an error."""
+
+    def state() -> tuple[Any, ...]:
+        return (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_float32_matmul_precision(),
+            random.getstate(),
+            numpy.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+        )
+
+    def change(on: bool) -> None:
+        torch.set_default_dtype(torch.float64 if on else torch.float32)
+        torch.set_grad_enabled(not on)
+        torch.use_deterministic_algorithms(on, warn_only=on and warn_only)
+        torch.set_float32_matmul_precision("medium" if on else "highest")
+
+    on = before == "as it is"
+    change(not on)
+    expected = state()
+    try:
+        with suppress(KeyError), float32_default():
+            change(on)
+            drawn = random.random(), numpy.random.random(), torch.rand(1)
+            assert len(drawn) == 3
+            assert not any(a == b for a, b in zip(state()[4:], expected[4:], strict=True))
+            assert state()[2:4] != expected[2:4]
+            raise KeyError
+        assert state() == expected
+    finally:
+        change(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -124,3 +125,32 @@ def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
     config.write_text(head.replace("  - site.css", "  []"), encoding="utf-8")
     with pytest.raises(AssertionError, match=r"nowhere\.md"):
         build(tmp_path / "out", config)
+
+
+def test_the_pictures_are_the_browsers(site: Path, tmp_path: Path) -> None:
+    """`make screenshots` on this site; the committed pictures are of those pages, in that size."""
+    from PIL import Image
+
+    spec = importlib.util.spec_from_file_location("screenshots", ROOT / "site" / "screenshots.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for name, (_, *size) in script.PAGES.items():
+        with Image.open(ROOT / "docs" / "images" / f"{name}.png") as picture:
+            assert list(picture.size) == size, name
+    if not any(map(shutil.which, script.BROWSERS)):
+        pytest.skip("no browser: apt-get install chromium")
+    assert script.main(["--site", str(site), "--out", str(tmp_path)]) == 0
+    for name, (_, *size) in script.PAGES.items():
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert list(picture.size) == size
+            colors = picture.convert("RGB").getcolors(1 << 20)
+            assert colors is not None and len(colors) > 50, f"`{name}` is blank"
+
+
+def test_pictures_need_a_browser(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "site" / "screenshots.py"), "--site", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PATH": ""}
+    )
+    assert done.returncode == 1 and "apt-get install chromium" in done.stderr

@@ -107,6 +107,11 @@ enum class Rule {
   LikeIfNeeded,  // "=A&1"
   Sums,          // "sums=A"
   Groups,
+  Product,  // of gemm
+  ProductWorkspace,
+  Attended,
+  Balance,
+  BalancePartials,
   Invalid
 };
 
@@ -130,6 +135,11 @@ constexpr Rule parse_rule(std::string_view text) {
   if (text == "topk") return Rule::Topk;
   if (text == "topk_indices") return Rule::TopkIndices;
   if (text == "groups") return Rule::Groups;
+  if (text == "product") return Rule::Product;
+  if (text == "product_workspace") return Rule::ProductWorkspace;
+  if (text == "attended") return Rule::Attended;
+  if (text == "balance") return Rule::Balance;
+  if (text == "balance_partials") return Rule::BalancePartials;
   return Rule::Invalid;
 }
 

@@ -300,6 +300,39 @@ struct Binding : Row<Op> {
       shape[1] = wanted * cols;
     }
 
+    // What a product needs; tensors of other dimensions are the C function's to refuse.
+    template <Rule rule>
+    void product_of(int32_t &ndim, int64_t *shape, int32_t &dtype) const {
+      constexpr int transpose_a = find("transpose_a"), transpose_b = find("transpose_b");
+      static_assert(transpose_a >= 0 && transpose_b >= 0 && kArgs[1].kind == Kind::Tensor,
+                    "result rule \"product\": needs two tensors, `transpose_a` and `transpose_b`");
+      const DLTensor &a = views[0].tensor, &b = views[1].tensor;
+      int64_t batch = 1, m = 0, n = 0, k = 0;
+      if (a.ndim == b.ndim && a.ndim >= 2 && a.ndim <= 3) {
+        const int32_t first = a.ndim - 2;
+        const bool left = ints[transpose_a] != 0, right = ints[transpose_b] != 0;
+        m = a.shape[first + (left ? 1 : 0)];
+        k = a.shape[first + (left ? 0 : 1)];
+        n = b.shape[first + (right ? 0 : 1)];
+        if (first == 1) {
+          batch = a.shape[0] != 1 ? a.shape[0] : b.shape[0];
+          constexpr int c = find("c");
+          if (c >= 0 && batch == 1 && handles[c].get() && views[c].tensor.ndim == 3)
+            batch = views[c].tensor.shape[0];
+        }
+      }
+      if constexpr (rule == Rule::ProductWorkspace) {
+        ndim = 1;
+        shape[0] = hfp_gemm_workspace(batch, m, n, k, a.device.device_type);
+        dtype = codes.f32;
+      } else {
+        shape[0] = batch;
+        shape[ndim > 2 ? 1 : 0] = m;
+        shape[ndim > 2 ? 2 : 1] = n;
+        if (ndim != 3) ndim = 2;
+      }
+    }
+
     void run(View *outs) {
       run(outs, std::make_index_sequence<kOutputs>{}, std::make_index_sequence<kArguments>{});
     }
@@ -437,6 +470,20 @@ struct Binding : Row<Op> {
         static_assert(find("groups") >= 0 && find("channels_last") >= 0,
                       "result rule \"groups\": needs `groups` and `channels_last`");
         ndim = group_statistics(x, ints[find("groups")], ints[find("channels_last")] != 0, shape);
+        dtype = codes.f32;
+      }
+      if constexpr (rule == Rule::Product || rule == Rule::ProductWorkspace) {
+        product_of<rule>(ndim, shape, dtype);
+      } else if constexpr (rule == Rule::Attended) {
+        constexpr int v = find("v");
+        static_assert(v >= 0, "result rule \"attended\": needs `v`");
+        const DLTensor &value = views[v].tensor;
+        if (ndim > 0 && value.ndim > 0) shape[ndim - 1] = value.shape[value.ndim - 1];
+      } else if constexpr (rule == Rule::Balance || rule == Rule::BalancePartials) {
+        const int64_t tokens = ndim > 0 ? shape[0] : 0, experts = ndim > 0 ? shape[ndim - 1] : 0;
+        ndim = 1;
+        shape[0] = 2 * experts + 1;
+        if (rule == Rule::BalancePartials) shape[0] *= hfp_balance_parts(tokens);
         dtype = codes.f32;
       }
       contiguous_strides(ndim, shape, strides);

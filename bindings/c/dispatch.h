@@ -42,6 +42,15 @@ static int32_t dispatch(const char *name, const struct call *c) {
   if (strcmp(name, "hfp_add_gelu_backward") == 0) return hfp_add_gelu_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].integer, c->value[7].integer, c->stream);
   if (strcmp(name, "hfp_add_silu_backward") == 0) return hfp_add_silu_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].integer, c->stream);
   if (strcmp(name, "hfp_mul_add_backward") == 0) return hfp_mul_add_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].integer, c->value[8].integer, c->stream);
+  if (strcmp(name, "hfp_add") == 0) return hfp_add(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].number, c->stream);
+  if (strcmp(name, "hfp_mul") == 0) return hfp_mul(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->stream);
+  if (strcmp(name, "hfp_scale") == 0) return hfp_scale(c->value[0].tensor, c->value[1].tensor, c->value[2].number, c->stream);
+  if (strcmp(name, "hfp_gemm") == 0) return hfp_gemm(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].number, c->value[6].number, c->value[7].integer, c->value[8].integer, c->stream);
+  if (strcmp(name, "hfp_gemm_batched") == 0) return hfp_gemm_batched(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].number, c->value[6].number, c->value[7].integer, c->value[8].integer, c->stream);
+  if (strcmp(name, "hfp_attention") == 0) return hfp_attention(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].tensor, c->value[6].tensor, c->value[7].tensor, c->value[8].tensor, c->value[9].number, c->value[10].integer, c->value[11].integer, c->stream);
+  if (strcmp(name, "hfp_cross_entropy_log_probs") == 0) return hfp_cross_entropy_log_probs(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].integer, c->value[6].number, c->value[7].number, c->stream);
+  if (strcmp(name, "hfp_load_balancing_loss") == 0) return hfp_load_balancing_loss(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->value[5].integer, c->stream);
+  if (strcmp(name, "hfp_load_balancing_loss_backward") == 0) return hfp_load_balancing_loss_backward(c->value[0].tensor, c->value[1].tensor, c->value[2].tensor, c->value[3].tensor, c->value[4].tensor, c->stream);
   fprintf(stderr, "no function %s\n", name);
   exit(2);
 }

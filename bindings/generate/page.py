@@ -41,6 +41,11 @@ _RULES = {
     "workspace": "int64 `[hfp_row_workspace(rows, V)]`",
     "topk": "the first tensor's shape, the last dimension `k`; its dtype",
     "topk_indices": "the first tensor's shape, the last dimension `k`; int64",
+    "product": "the first tensor's dtype; `[M, N]` or `[B, M, N]`",
+    "product_workspace": "fp32 `[hfp_gemm_workspace(…)]`",
+    "attended": "shape and dtype of the first tensor, the last dimension that of `v`",
+    "balance": "fp32 `[2 E + 1]`",
+    "balance_partials": "fp32 `[hfp_balance_parts(T) (2 E + 1)]`",
     "chunks": "fp32 `[hfp_norm_partials(tensors)]`",
 }
 

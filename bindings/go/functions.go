@@ -27,10 +27,19 @@ const (
 	DecodeTensors     = 27
 	GateSigmoid       = 1
 	GateSilu          = 0
+	GemmBlas          = 5
+	GemmBlis          = 4
+	GemmCublaslt      = 6
+	GemmMkl           = 3
+	GemmNone          = 0
+	GemmOpenblas      = 2
+	GemmOwn           = 1
 	GradNormInf       = 1
 	GradNormL2        = 0
 	InvalidArgument   = -2
 	LaunchFailed      = -3
+	MaxExperts        = 1024
+	MaxHeadDim        = 256
 	MaxOuterDims      = 3
 	MaxTopk           = 2048
 	NeedBias          = 2
@@ -386,6 +395,69 @@ func MulAddBackward(da *Tensor, db *Tensor, dc *Tensor, partials *Tensor, grad *
 	return message.check(status)
 }
 
+// Add is hfp_add.
+func Add(out *Tensor, a *Tensor, b *Tensor, alpha float64, stream Stream) error {
+	var message message
+	status := C.go_hfp_add(message.c(), out.view(), out.pointer(), a.view(), a.pointer(), b.view(), b.pointer(), C.double(alpha), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// Mul is hfp_mul.
+func Mul(out *Tensor, a *Tensor, b *Tensor, stream Stream) error {
+	var message message
+	status := C.go_hfp_mul(message.c(), out.view(), out.pointer(), a.view(), a.pointer(), b.view(), b.pointer(), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// Scale is hfp_scale.
+func Scale(out *Tensor, x *Tensor, factor float64, stream Stream) error {
+	var message message
+	status := C.go_hfp_scale(message.c(), out.view(), out.pointer(), x.view(), x.pointer(), C.double(factor), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// Gemm is hfp_gemm.
+func Gemm(out *Tensor, workspace *Tensor, a *Tensor, b *Tensor, c *Tensor, alpha float64, beta float64, transposeA int64, transposeB int64, stream Stream) error {
+	var message message
+	status := C.go_hfp_gemm(message.c(), out.view(), out.pointer(), workspace.view(), workspace.pointer(), a.view(), a.pointer(), b.view(), b.pointer(), c.view(), c.pointer(), C.double(alpha), C.double(beta), C.int64_t(transposeA), C.int64_t(transposeB), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// GemmBatched is hfp_gemm_batched.
+func GemmBatched(out *Tensor, workspace *Tensor, a *Tensor, b *Tensor, c *Tensor, alpha float64, beta float64, transposeA int64, transposeB int64, stream Stream) error {
+	var message message
+	status := C.go_hfp_gemm_batched(message.c(), out.view(), out.pointer(), workspace.view(), workspace.pointer(), a.view(), a.pointer(), b.view(), b.pointer(), c.view(), c.pointer(), C.double(alpha), C.double(beta), C.int64_t(transposeA), C.int64_t(transposeB), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// Attention is hfp_attention.
+func Attention(out *Tensor, lse *Tensor, q *Tensor, k *Tensor, v *Tensor, mask *Tensor, qStarts *Tensor, kStarts *Tensor, kLengths *Tensor, scale float64, causal int64, mostQueries int64, stream Stream) error {
+	var message message
+	status := C.go_hfp_attention(message.c(), out.view(), out.pointer(), lse.view(), lse.pointer(), q.view(), q.pointer(), k.view(), k.pointer(), v.view(), v.pointer(), mask.view(), mask.pointer(), qStarts.view(), qStarts.pointer(), kStarts.view(), kStarts.pointer(), kLengths.view(), kLengths.pointer(), C.double(scale), C.int64_t(causal), C.int64_t(mostQueries), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// CrossEntropyLogProbs is hfp_cross_entropy_log_probs.
+func CrossEntropyLogProbs(loss *Tensor, lse *Tensor, logProbs *Tensor, logits *Tensor, target *Tensor, ignoreIndex int64, labelSmoothing float64, softcap float64, stream Stream) error {
+	var message message
+	status := C.go_hfp_cross_entropy_log_probs(message.c(), loss.view(), loss.pointer(), lse.view(), lse.pointer(), logProbs.view(), logProbs.pointer(), logits.view(), logits.pointer(), target.view(), target.pointer(), C.int64_t(ignoreIndex), C.double(labelSmoothing), C.double(softcap), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// LoadBalancingLoss is hfp_load_balancing_loss.
+func LoadBalancingLoss(loss *Tensor, stats *Tensor, partials *Tensor, logits *Tensor, mask *Tensor, k int64, stream Stream) error {
+	var message message
+	status := C.go_hfp_load_balancing_loss(message.c(), loss.view(), loss.pointer(), stats.view(), stats.pointer(), partials.view(), partials.pointer(), logits.view(), logits.pointer(), mask.view(), mask.pointer(), C.int64_t(k), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
+// LoadBalancingLossBackward is hfp_load_balancing_loss_backward.
+func LoadBalancingLossBackward(dlogits *Tensor, grad *Tensor, logits *Tensor, stats *Tensor, mask *Tensor, stream Stream) error {
+	var message message
+	status := C.go_hfp_load_balancing_loss_backward(message.c(), dlogits.view(), dlogits.pointer(), grad.view(), grad.pointer(), logits.view(), logits.pointer(), stats.view(), stats.pointer(), mask.view(), mask.pointer(), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
 // GroupParts is hfp_group_parts: how large a buffer must be.
 func GroupParts(channels int64, positions int64, groups int64, channelsLast int64) (int64, error) {
 	var message message
@@ -423,6 +495,27 @@ func RowWorkspace(rows int64, cols int64) (int64, error) {
 func SumPartialRows(rows int64, cols int64, sums int64) (int64, error) {
 	var message message
 	found := C.go_hfp_sum_partial_rows(message.c(), C.int64_t(rows), C.int64_t(cols), C.int64_t(sums))
+	return int64(found), message.checkSize(found)
+}
+
+// GemmBackend is hfp_gemm_backend: how large a buffer must be.
+func GemmBackend(deviceType int64) (int64, error) {
+	var message message
+	found := C.go_hfp_gemm_backend(message.c(), C.int64_t(deviceType))
+	return int64(found), message.checkSize(found)
+}
+
+// GemmWorkspace is hfp_gemm_workspace: how large a buffer must be.
+func GemmWorkspace(batch int64, m int64, n int64, k int64, deviceType int64) (int64, error) {
+	var message message
+	found := C.go_hfp_gemm_workspace(message.c(), C.int64_t(batch), C.int64_t(m), C.int64_t(n), C.int64_t(k), C.int64_t(deviceType))
+	return int64(found), message.checkSize(found)
+}
+
+// BalanceParts is hfp_balance_parts: how large a buffer must be.
+func BalanceParts(tokens int64) (int64, error) {
+	var message message
+	found := C.go_hfp_balance_parts(message.c(), C.int64_t(tokens))
 	return int64(found), message.checkSize(found)
 }
 

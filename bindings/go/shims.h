@@ -548,6 +548,126 @@ static int32_t go_hfp_mul_add_backward(char *message, const int64_t *da_view, vo
   return hfp_go_status(message, hfp_mul_add_backward(da_there ? &da : NULL, db_there ? &db : NULL, dc_there ? &dc : NULL, partials_there ? &partials : NULL, grad_there ? &grad : NULL, a_there ? &a : NULL, b_there ? &b : NULL, cast, needs, stream));
 }
 
+static int32_t go_hfp_add(char *message, const int64_t *out_view, void *out_data, const int64_t *a_view, void *a_data, const int64_t *b_view, void *b_data, double alpha, void *stream) {
+  DLTensor out;
+  const int out_there = hfp_go_tensor(&out, out_view, out_data);
+  DLTensor a;
+  const int a_there = hfp_go_tensor(&a, a_view, a_data);
+  DLTensor b;
+  const int b_there = hfp_go_tensor(&b, b_view, b_data);
+  return hfp_go_status(message, hfp_add(out_there ? &out : NULL, a_there ? &a : NULL, b_there ? &b : NULL, alpha, stream));
+}
+
+static int32_t go_hfp_mul(char *message, const int64_t *out_view, void *out_data, const int64_t *a_view, void *a_data, const int64_t *b_view, void *b_data, void *stream) {
+  DLTensor out;
+  const int out_there = hfp_go_tensor(&out, out_view, out_data);
+  DLTensor a;
+  const int a_there = hfp_go_tensor(&a, a_view, a_data);
+  DLTensor b;
+  const int b_there = hfp_go_tensor(&b, b_view, b_data);
+  return hfp_go_status(message, hfp_mul(out_there ? &out : NULL, a_there ? &a : NULL, b_there ? &b : NULL, stream));
+}
+
+static int32_t go_hfp_scale(char *message, const int64_t *out_view, void *out_data, const int64_t *x_view, void *x_data, double factor, void *stream) {
+  DLTensor out;
+  const int out_there = hfp_go_tensor(&out, out_view, out_data);
+  DLTensor x;
+  const int x_there = hfp_go_tensor(&x, x_view, x_data);
+  return hfp_go_status(message, hfp_scale(out_there ? &out : NULL, x_there ? &x : NULL, factor, stream));
+}
+
+static int32_t go_hfp_gemm(char *message, const int64_t *out_view, void *out_data, const int64_t *workspace_view, void *workspace_data, const int64_t *a_view, void *a_data, const int64_t *b_view, void *b_data, const int64_t *c_view, void *c_data, double alpha, double beta, int64_t transpose_a, int64_t transpose_b, void *stream) {
+  DLTensor out;
+  const int out_there = hfp_go_tensor(&out, out_view, out_data);
+  DLTensor workspace;
+  const int workspace_there = hfp_go_tensor(&workspace, workspace_view, workspace_data);
+  DLTensor a;
+  const int a_there = hfp_go_tensor(&a, a_view, a_data);
+  DLTensor b;
+  const int b_there = hfp_go_tensor(&b, b_view, b_data);
+  DLTensor c;
+  const int c_there = hfp_go_tensor(&c, c_view, c_data);
+  return hfp_go_status(message, hfp_gemm(out_there ? &out : NULL, workspace_there ? &workspace : NULL, a_there ? &a : NULL, b_there ? &b : NULL, c_there ? &c : NULL, alpha, beta, transpose_a, transpose_b, stream));
+}
+
+static int32_t go_hfp_gemm_batched(char *message, const int64_t *out_view, void *out_data, const int64_t *workspace_view, void *workspace_data, const int64_t *a_view, void *a_data, const int64_t *b_view, void *b_data, const int64_t *c_view, void *c_data, double alpha, double beta, int64_t transpose_a, int64_t transpose_b, void *stream) {
+  DLTensor out;
+  const int out_there = hfp_go_tensor(&out, out_view, out_data);
+  DLTensor workspace;
+  const int workspace_there = hfp_go_tensor(&workspace, workspace_view, workspace_data);
+  DLTensor a;
+  const int a_there = hfp_go_tensor(&a, a_view, a_data);
+  DLTensor b;
+  const int b_there = hfp_go_tensor(&b, b_view, b_data);
+  DLTensor c;
+  const int c_there = hfp_go_tensor(&c, c_view, c_data);
+  return hfp_go_status(message, hfp_gemm_batched(out_there ? &out : NULL, workspace_there ? &workspace : NULL, a_there ? &a : NULL, b_there ? &b : NULL, c_there ? &c : NULL, alpha, beta, transpose_a, transpose_b, stream));
+}
+
+static int32_t go_hfp_attention(char *message, const int64_t *out_view, void *out_data, const int64_t *lse_view, void *lse_data, const int64_t *q_view, void *q_data, const int64_t *k_view, void *k_data, const int64_t *v_view, void *v_data, const int64_t *mask_view, void *mask_data, const int64_t *q_starts_view, void *q_starts_data, const int64_t *k_starts_view, void *k_starts_data, const int64_t *k_lengths_view, void *k_lengths_data, double scale, int64_t causal, int64_t most_queries, void *stream) {
+  DLTensor out;
+  const int out_there = hfp_go_tensor(&out, out_view, out_data);
+  DLTensor lse;
+  const int lse_there = hfp_go_tensor(&lse, lse_view, lse_data);
+  DLTensor q;
+  const int q_there = hfp_go_tensor(&q, q_view, q_data);
+  DLTensor k;
+  const int k_there = hfp_go_tensor(&k, k_view, k_data);
+  DLTensor v;
+  const int v_there = hfp_go_tensor(&v, v_view, v_data);
+  DLTensor mask;
+  const int mask_there = hfp_go_tensor(&mask, mask_view, mask_data);
+  DLTensor q_starts;
+  const int q_starts_there = hfp_go_tensor(&q_starts, q_starts_view, q_starts_data);
+  DLTensor k_starts;
+  const int k_starts_there = hfp_go_tensor(&k_starts, k_starts_view, k_starts_data);
+  DLTensor k_lengths;
+  const int k_lengths_there = hfp_go_tensor(&k_lengths, k_lengths_view, k_lengths_data);
+  return hfp_go_status(message, hfp_attention(out_there ? &out : NULL, lse_there ? &lse : NULL, q_there ? &q : NULL, k_there ? &k : NULL, v_there ? &v : NULL, mask_there ? &mask : NULL, q_starts_there ? &q_starts : NULL, k_starts_there ? &k_starts : NULL, k_lengths_there ? &k_lengths : NULL, scale, causal, most_queries, stream));
+}
+
+static int32_t go_hfp_cross_entropy_log_probs(char *message, const int64_t *loss_view, void *loss_data, const int64_t *lse_view, void *lse_data, const int64_t *log_probs_view, void *log_probs_data, const int64_t *logits_view, void *logits_data, const int64_t *target_view, void *target_data, int64_t ignore_index, double label_smoothing, double softcap, void *stream) {
+  DLTensor loss;
+  const int loss_there = hfp_go_tensor(&loss, loss_view, loss_data);
+  DLTensor lse;
+  const int lse_there = hfp_go_tensor(&lse, lse_view, lse_data);
+  DLTensor log_probs;
+  const int log_probs_there = hfp_go_tensor(&log_probs, log_probs_view, log_probs_data);
+  DLTensor logits;
+  const int logits_there = hfp_go_tensor(&logits, logits_view, logits_data);
+  DLTensor target;
+  const int target_there = hfp_go_tensor(&target, target_view, target_data);
+  return hfp_go_status(message, hfp_cross_entropy_log_probs(loss_there ? &loss : NULL, lse_there ? &lse : NULL, log_probs_there ? &log_probs : NULL, logits_there ? &logits : NULL, target_there ? &target : NULL, ignore_index, label_smoothing, softcap, stream));
+}
+
+static int32_t go_hfp_load_balancing_loss(char *message, const int64_t *loss_view, void *loss_data, const int64_t *stats_view, void *stats_data, const int64_t *partials_view, void *partials_data, const int64_t *logits_view, void *logits_data, const int64_t *mask_view, void *mask_data, int64_t k, void *stream) {
+  DLTensor loss;
+  const int loss_there = hfp_go_tensor(&loss, loss_view, loss_data);
+  DLTensor stats;
+  const int stats_there = hfp_go_tensor(&stats, stats_view, stats_data);
+  DLTensor partials;
+  const int partials_there = hfp_go_tensor(&partials, partials_view, partials_data);
+  DLTensor logits;
+  const int logits_there = hfp_go_tensor(&logits, logits_view, logits_data);
+  DLTensor mask;
+  const int mask_there = hfp_go_tensor(&mask, mask_view, mask_data);
+  return hfp_go_status(message, hfp_load_balancing_loss(loss_there ? &loss : NULL, stats_there ? &stats : NULL, partials_there ? &partials : NULL, logits_there ? &logits : NULL, mask_there ? &mask : NULL, k, stream));
+}
+
+static int32_t go_hfp_load_balancing_loss_backward(char *message, const int64_t *dlogits_view, void *dlogits_data, const int64_t *grad_view, void *grad_data, const int64_t *logits_view, void *logits_data, const int64_t *stats_view, void *stats_data, const int64_t *mask_view, void *mask_data, void *stream) {
+  DLTensor dlogits;
+  const int dlogits_there = hfp_go_tensor(&dlogits, dlogits_view, dlogits_data);
+  DLTensor grad;
+  const int grad_there = hfp_go_tensor(&grad, grad_view, grad_data);
+  DLTensor logits;
+  const int logits_there = hfp_go_tensor(&logits, logits_view, logits_data);
+  DLTensor stats;
+  const int stats_there = hfp_go_tensor(&stats, stats_view, stats_data);
+  DLTensor mask;
+  const int mask_there = hfp_go_tensor(&mask, mask_view, mask_data);
+  return hfp_go_status(message, hfp_load_balancing_loss_backward(dlogits_there ? &dlogits : NULL, grad_there ? &grad : NULL, logits_there ? &logits : NULL, stats_there ? &stats : NULL, mask_there ? &mask : NULL, stream));
+}
+
 static int64_t go_hfp_group_parts(char *message, int64_t channels, int64_t positions, int64_t groups, int64_t channels_last) {
   return hfp_go_size(message, hfp_group_parts(channels, positions, groups, channels_last));
 }
@@ -566,6 +686,18 @@ static int64_t go_hfp_row_workspace(char *message, int64_t rows, int64_t cols) {
 
 static int64_t go_hfp_sum_partial_rows(char *message, int64_t rows, int64_t cols, int64_t sums) {
   return hfp_go_size(message, hfp_sum_partial_rows(rows, cols, sums));
+}
+
+static int64_t go_hfp_gemm_backend(char *message, int64_t device_type) {
+  return hfp_go_size(message, hfp_gemm_backend(device_type));
+}
+
+static int64_t go_hfp_gemm_workspace(char *message, int64_t batch, int64_t m, int64_t n, int64_t k, int64_t device_type) {
+  return hfp_go_size(message, hfp_gemm_workspace(batch, m, n, k, device_type));
+}
+
+static int64_t go_hfp_balance_parts(char *message, int64_t tokens) {
+  return hfp_go_size(message, hfp_balance_parts(tokens));
 }
 
 static int64_t go_hfp_decode_workspace(char *message, const HfpTensorList *model, int64_t rows, int64_t tokens, int64_t threads) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hfpatch import loading
 from hfpatch.check import dtype_of, seeded
-from hfpatch.inputs import Inputs, NoInputs, Sizes, sample_inputs
+from hfpatch.inputs import Inputs, NoInputs, Sizes, cast, sample_inputs
 from hfpatch.inputs.of_pipelines import denoiser_of, pipeline_inputs
 
 #: Sizes by the flag that asks for them.
@@ -38,6 +39,7 @@ class Subject:
         call: one call, as it is timed.
         compared: the call whose outputs are compared: a forward where `call` generates.
         count, unit: what a call gets done: so many tokens, steps or calls.
+        twin: of a pipeline: its outputs by a copy in another dtype, from the same latents.
     """
 
     title: str
@@ -50,6 +52,7 @@ class Subject:
     compared: Callable[[], Any]
     count: int
     unit: str
+    twin: Callable[[torch.dtype], Any] | None = None
 
     def compiled_modules(self) -> list[nn.Module]:
         """What torch.compile is given: the model, of a pipeline the one that takes the steps."""
@@ -200,12 +203,29 @@ def _of_pipeline(title: str, pipeline: Any, sizes: Sizes, args: argparse.Namespa
     def call() -> Any:
         return pipeline(**inputs, **seeded(pipeline))
 
+    dtype = dtype_of(denoiser)
+
+    def twin(wide: torch.dtype) -> Any:
+        latents: list[Any] = []  # another dtype would draw others
+        prepare = pipeline.prepare_latents
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            latents.append(prepare(*args, **kwargs))
+            return latents[-1]
+
+        pipeline.prepare_latents = noted
+        try:
+            call()
+        finally:
+            del pipeline.prepare_latents
+        other = copy.deepcopy(pipeline).to(wide)
+        other.prepare_latents = lambda *args, **kwargs: cast(latents[0], dtype, wide)
+        return other(**cast(inputs, dtype, wide), **seeded(other))
+
     shapes = {
         k: list(v.shape) if isinstance(v, torch.Tensor) else v
         for k, v in inputs.items()
         if isinstance(v, (torch.Tensor, int)) and not isinstance(v, bool)
     }
     device = next(denoiser.parameters()).device
-    return Subject(
-        title, pipeline, device, dtype_of(denoiser), None, shapes, call, call, steps, "steps"
-    )
+    return Subject(title, pipeline, device, dtype, None, shapes, call, call, steps, "steps", twin)

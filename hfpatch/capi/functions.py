@@ -1070,6 +1070,229 @@ class Library(Caller):
             stream,
         )
 
+    def add(
+        self,
+        out: Any,
+        a: Any,
+        b: Any,
+        alpha: float,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_add` of docs/c-api.md."""
+        self.call(
+            "hfp_add",
+            out,
+            a,
+            b,
+            alpha,
+            stream,
+        )
+
+    def mul(
+        self,
+        out: Any,
+        a: Any,
+        b: Any,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_mul` of docs/c-api.md."""
+        self.call(
+            "hfp_mul",
+            out,
+            a,
+            b,
+            stream,
+        )
+
+    def scale(
+        self,
+        out: Any,
+        x: Any,
+        factor: float,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_scale` of docs/c-api.md."""
+        self.call(
+            "hfp_scale",
+            out,
+            x,
+            factor,
+            stream,
+        )
+
+    def gemm(
+        self,
+        out: Any,
+        workspace: Any,
+        a: Any,
+        b: Any,
+        c: Any,
+        alpha: float,
+        beta: float,
+        transpose_a: int,
+        transpose_b: int,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_gemm` of docs/c-api.md.
+
+        May be None: `c`.
+        """
+        self.call(
+            "hfp_gemm",
+            out,
+            workspace,
+            a,
+            b,
+            c,
+            alpha,
+            beta,
+            transpose_a,
+            transpose_b,
+            stream,
+        )
+
+    def gemm_batched(
+        self,
+        out: Any,
+        workspace: Any,
+        a: Any,
+        b: Any,
+        c: Any,
+        alpha: float,
+        beta: float,
+        transpose_a: int,
+        transpose_b: int,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_gemm_batched` of docs/c-api.md.
+
+        May be None: `c`.
+        """
+        self.call(
+            "hfp_gemm_batched",
+            out,
+            workspace,
+            a,
+            b,
+            c,
+            alpha,
+            beta,
+            transpose_a,
+            transpose_b,
+            stream,
+        )
+
+    def attention(
+        self,
+        out: Any,
+        lse: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        q_starts: Any,
+        k_starts: Any,
+        k_lengths: Any,
+        scale: float,
+        causal: int,
+        most_queries: int,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_attention` of docs/c-api.md.
+
+        May be None: `mask`, `q_starts`, `k_starts`, `k_lengths`.
+        """
+        self.call(
+            "hfp_attention",
+            out,
+            lse,
+            q,
+            k,
+            v,
+            mask,
+            q_starts,
+            k_starts,
+            k_lengths,
+            scale,
+            causal,
+            most_queries,
+            stream,
+        )
+
+    def cross_entropy_log_probs(
+        self,
+        loss: Any,
+        lse: Any,
+        log_probs: Any,
+        logits: Any,
+        target: Any,
+        ignore_index: int,
+        label_smoothing: float,
+        softcap: float,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_cross_entropy_log_probs` of docs/c-api.md."""
+        self.call(
+            "hfp_cross_entropy_log_probs",
+            loss,
+            lse,
+            log_probs,
+            logits,
+            target,
+            ignore_index,
+            label_smoothing,
+            softcap,
+            stream,
+        )
+
+    def load_balancing_loss(
+        self,
+        loss: Any,
+        stats: Any,
+        partials: Any,
+        logits: Any,
+        mask: Any,
+        k: int,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_load_balancing_loss` of docs/c-api.md.
+
+        May be None: `mask`.
+        """
+        self.call(
+            "hfp_load_balancing_loss",
+            loss,
+            stats,
+            partials,
+            logits,
+            mask,
+            k,
+            stream,
+        )
+
+    def load_balancing_loss_backward(
+        self,
+        dlogits: Any,
+        grad: Any,
+        logits: Any,
+        stats: Any,
+        mask: Any,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_load_balancing_loss_backward` of docs/c-api.md.
+
+        May be None: `mask`.
+        """
+        self.call(
+            "hfp_load_balancing_loss_backward",
+            dlogits,
+            grad,
+            logits,
+            stats,
+            mask,
+            stream,
+        )
+
     def group_parts(
         self,
         channels: int,
@@ -1132,6 +1355,44 @@ class Library(Caller):
             rows,
             cols,
             sums,
+        )
+
+    def gemm_backend(
+        self,
+        device_type: int,
+    ) -> int:
+        """`hfp_gemm_backend` of docs/c-api.md."""
+        return self.size(
+            "hfp_gemm_backend",
+            device_type,
+        )
+
+    def gemm_workspace(
+        self,
+        batch: int,
+        m: int,
+        n: int,
+        k: int,
+        device_type: int,
+    ) -> int:
+        """`hfp_gemm_workspace` of docs/c-api.md."""
+        return self.size(
+            "hfp_gemm_workspace",
+            batch,
+            m,
+            n,
+            k,
+            device_type,
+        )
+
+    def balance_parts(
+        self,
+        tokens: int,
+    ) -> int:
+        """`hfp_balance_parts` of docs/c-api.md."""
+        return self.size(
+            "hfp_balance_parts",
+            tokens,
         )
 
     def decode_workspace(

@@ -49,7 +49,8 @@ def run_command(args: argparse.Namespace) -> int:
     if args.json:
         print(text, end="")
     else:
-        print(json.dumps(page.counts_of(rows), indent=1))
+        for line in page.summary(page.counts_of(rows)):
+            print(line)
     if args.write:
         (root / "tests" / "data").mkdir(exist_ok=True)
         (root / "tests" / "data" / "coverage.json").write_text(text, encoding="utf-8")

@@ -85,6 +85,18 @@ def page(known: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(counts: dict[str, Any]) -> list[str]:
+    """A line for each library that has models in `counts`."""
+    lines = []
+    for library in LIBRARIES:
+        of = counts[library]
+        if of["models"]:
+            said = ", ".join(f"{key} {_said(of, key)}" for key in of if key not in KINDS)
+            kinds = (f"{name} {_said(of, kind)}" for kind, name in KINDS.items())
+            lines.append(f"{library}: {said}; {', '.join(kinds)}")
+    return lines
+
+
 def _said(counts: dict[str, Any], key: str) -> str:
     built = counts["models"] - counts[CATEGORIES[-1]]
     if key in KINDS:

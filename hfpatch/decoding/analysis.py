@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfpatch.decoding import cache as caches
 from hfpatch.decoding import reference, spec
 from hfpatch.decoding.replica import (
     VOCAB,
@@ -65,7 +66,7 @@ class Analysis:
         self.cache = DynamicCache(config=replica.config)
         with torch.no_grad(), WithoutCasts(), Recording(replica) as self.run:
             self.logits = replica(
-                input_ids=self.ids, past_key_values=self.cache, use_cache=True
+                input_ids=self.ids, use_cache=True, **{caches.NAME: self.cache}
             ).logits
         self.paths = {id(m): path for path, m in replica.named_modules()}
         self.norms = self._all_norms()
@@ -155,7 +156,7 @@ class Analysis:
         for index, path in enumerate(layers):
             before = zip(layers, rules, strict=False)  # most layers are like one before them
             likely = (
-                _moved(rule, f"{old}.", f"{path}.")
+                moved(rule, f"{old}.", f"{path}.")
                 for old, rule in before
                 if self._may_be_like(rule.mlp, old, path)
             )
@@ -496,14 +497,14 @@ class Analysis:
         return list(dict.fromkeys(map(float, [*named, head_dim**-0.5, *others])))
 
 
-def _moved(rule: Any, old: str, new: str) -> Any:
+def moved(rule: Any, old: str, new: str) -> Any:
     """A rule of one layer as that of another: other paths."""
     if isinstance(rule, str):
         return new + rule[len(old) :] if rule.startswith(old) else rule
     if isinstance(rule, tuple):
-        return tuple(_moved(r, old, new) for r in rule)
+        return tuple(moved(r, old, new) for r in rule)
     if is_dataclass(rule) and not isinstance(rule, type):
-        return type(rule)(*(_moved(getattr(rule, f.name), old, new) for f in fields(rule)))
+        return type(rule)(*(moved(getattr(rule, f.name), old, new) for f in fields(rule)))
     return rule
 
 

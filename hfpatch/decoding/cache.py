@@ -1,26 +1,45 @@
 """The user's `DynamicCache` over memory that decoding steps can extend in place.
 
-An `ArenaLayer` is a cache layer whose keys and values are views of an arena, made when asked for.
-To everybody else it is what it was. Whoever writes to it (`update`, `crop`, `reorder_cache`, ...)
-makes it a plain layer again, and the next step takes it into a new arena: a view that somebody
-holds never changes. Copies, deep copies and pickles are plain layers.
+An `ArenaLayer` is a cache layer whose keys and values lie in an arena. To everybody else it is what
+it was: whoever reads its tensors or writes to it (`update`, `crop`, `reorder_cache`, ...) makes it
+a plain layer again, and the next step takes it into a new arena. So a tensor that somebody holds is
+contiguous as a plain layer's, never changes, and what is written to it later reaches no step.
+Copies, deep copies and pickles are plain layers.
 """
 
 from __future__ import annotations
 
 import copy
 import copyreg
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch.decoding.spec import Attention, CacheTable, Model
 
+#: What a call of a model, and its output, call the cache. transformers 5.24 renamed it, and takes
+#: the name before as well.
+NAME = next(
+    f.name
+    for f in dataclasses.fields(CausalLMOutputWithPast)
+    if f.name in ("cache", "past_key_values")
+)
+NAMES = tuple(dict.fromkeys((NAME, "past_key_values")))
+
 #: New tokens that an arena has room for beside an eighth of those that are there.
 _ROOM = 256
+
+
+def given(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments, by whichever of its names; None where two are given."""
+    found = [kwargs[name] for name in NAMES if kwargs.get(name) is not None]
+    return found[0] if len(found) == 1 else None
 
 
 class Arena:
@@ -40,7 +59,8 @@ class Arena:
         """Copy a layer's keys and values in; the layer itself is left as it is."""
         length = layer.get_seq_length()
         memory = []
-        for kept, held in ((layer.keys, self.table.keys), (layer.values, self.table.values)):
+        held_in = (self.table.keys, self.table.values)
+        for kept, held in zip(_tensors_of(layer), held_in, strict=True):
             rows, heads, there, dim = kept.shape
             with torch.inference_mode(False):  # else it could be written under that mode alone
                 new = torch.empty(
@@ -53,6 +73,14 @@ class Arena:
             memory.append(new)
         self.rows, self.capacity, self.table.length = rows, capacity, length
         return memory[0], memory[1]
+
+
+#: What keeps keys and values: steps write in place of their methods.
+CLASSES: tuple[type, ...] = tuple(
+    base
+    for base in dict.fromkeys((*DynamicCache.__mro__, *DynamicSlidingWindowLayer.__mro__))
+    if base.__module__.startswith("transformers.")
+)
 
 
 def capacity_for(length: int) -> int:
@@ -72,9 +100,23 @@ class _Viewed:
     arena: Arena
     index: int
 
-    def become_plain(self: Any) -> None:
-        """A layer of transformers' own class, whose tensors are views of the arena as it is."""
-        keys, values = self.keys, self.values
+    def in_arena(self: Any, name: str) -> Tensor:
+        """The keys or the values as they are now, where they lie."""
+        table = self.arena.table
+        first = 0
+        if self.is_sliding:
+            first = max(0, table.length - self.sliding_window + 1)
+            if self.record_past:  # what the window has left since then is kept
+                first = self.__dict__.get("first", first)
+        memory: Tensor = getattr(table, name)[self.index]
+        return memory[:, :, first : table.length]
+
+    def become_plain(self: Any, *, copied: bool = False) -> None:
+        """A layer of transformers' own class, whose tensors are views of the arena as it is, which
+        nothing else writes to from now on; or, `copied`, have memory of their own."""
+        keys, values = self.in_arena("keys"), self.in_arena("values")
+        if copied:
+            keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (keys, values))
         length = self.arena.length
         self.__class__ = self._plain  # a window layer has another length than its keys
         del self.arena, self.index
@@ -90,9 +132,9 @@ class _Viewed:
         """The attributes of a plain layer of the same content; with `memo`, copies of them."""
         own = {k: v for k, v in vars(self).items() if k not in _OF_AN_ARENA}
         own = copy.deepcopy(own, memo) if memo is not None else own
-        keys, values = self.keys, self.values
+        keys, values = self.in_arena("keys"), self.in_arena("values")
         if memo is not None:
-            keys, values = keys.clone(), values.clone()
+            keys, values = keys.contiguous().clone(), values.contiguous().clone()
         own |= {"keys": keys, "values": values}
         if issubclass(self._plain, DynamicSlidingWindowLayer):
             own["cumulative_length"] = self.arena.length
@@ -114,11 +156,30 @@ def _viewed(cls: type) -> type:
     """The class with what `_Viewed` has. As a base it would make another layout of instances, and
     a layer could not change its class."""
     for name in (
-        *("become_plain", "get_seq_length", "plain_state"),
+        *("become_plain", "get_seq_length", "in_arena", "plain_state"),
         *("__copy__", "__deepcopy__", "__reduce_ex__"),
     ):
         setattr(cls, name, vars(_Viewed)[name])
+    for name in _WRITING:
+        if hasattr(cls, name):
+            setattr(cls, name, _as_plain(name))
     return cls
+
+
+#: Methods of a layer that read its tensors to make others of them: no copy is needed for that.
+_WRITING = (
+    *("update", "lazy_initialization", "crop", "reorder_cache", "reset", "offload", "prefetch"),
+    *("batch_repeat_interleave", "batch_select_indices", "activate_past_recording"),
+)
+
+
+def _as_plain(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.become_plain()
+        return getattr(self, name)(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    return method
 
 
 def _plain_layer(cls: Any, state: dict[str, Any]) -> Any:
@@ -129,14 +190,9 @@ def _plain_layer(cls: Any, state: dict[str, Any]) -> Any:
 
 def _view(name: str) -> property:
     def get(self: Any) -> Tensor:
-        table = self.arena.table
-        first = 0
-        if self.is_sliding:
-            first = max(0, table.length - self.sliding_window + 1)
-            if self.record_past:  # what the window has left since then is kept
-                first = self.__dict__.get("first", first)
-        memory: Tensor = getattr(table, name)[self.index]
-        return memory[:, :, first : table.length]
+        self.become_plain(copied=True)
+        found: Tensor = getattr(self, name)
+        return found
 
     def put(self: Any, value: Any) -> None:
         self.become_plain()
@@ -174,11 +230,6 @@ class ArenaWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     values = _view("values")
     cumulative_length = _cumulative_length()
 
-    def activate_past_recording(self) -> None:
-        if not self.record_past:
-            self.first = max(0, self.arena.length - self.sliding_window + 1)
-        super().activate_past_recording()
-
 
 _CLASSES: dict[type, type] = {
     DynamicLayer: ArenaLayer,
@@ -202,12 +253,16 @@ def unfit(cache: Any, model: Model, rows: int) -> str | None:
     """Why a cache is none that a step of `rows` sequences can extend; None if it is one."""
     if type(cache) is not DynamicCache:
         return f"its cache is a {type(cache).__name__}"
+    if "update" in cache.__dict__ or any("update" in layer.__dict__ for layer in cache.layers):
+        return "its cache has an `update` of its own"
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         return "its cache is empty"
     if len(cache.layers) != len(model.layers):
         return f"its cache has {len(cache.layers)} layers, expected {len(model.layers)}"
+    if len(set(map(id, cache.layers))) != len(cache.layers):
+        return "its cache has one layer in several places"
     lengths = set()
     for layer, described in zip(cache.layers, model.layers, strict=True):
         if (why := _unfit_layer(layer, described.attention, model.embedding, rows)) is not None:
@@ -225,10 +280,11 @@ def _unfit_layer(layer: Any, attention: Attention, like: Tensor, rows: int) -> s
         if layer.sliding_window != attention.window:
             return f"its cache's window is {layer.sliding_window}, expected {attention.window}"
         there = min(length, layer.sliding_window - 1)
-        if layer.record_past and isinstance(layer.keys, Tensor) and layer.keys.dim() == 4:
-            there = min(length, max(there, layer.keys.shape[2]))
+        kept = _tensors_of(layer)[0]
+        if layer.record_past and isinstance(kept, Tensor) and kept.dim() == 4:
+            there = min(length, max(there, kept.shape[2]))
     wanted = (rows, attention.key_heads, there, attention.head_dim)
-    for t in (layer.keys, layer.values):
+    for t in _tensors_of(layer):
         if type(t) is not Tensor or tuple(t.shape) != wanted or not length:
             return "its cache's keys and values have other shapes"
         if t.dtype != like.dtype or t.device != like.device:
@@ -236,9 +292,16 @@ def _unfit_layer(layer: Any, attention: Attention, like: Tensor, rows: int) -> s
     return None
 
 
+def _tensors_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """Its keys and values, where they lie."""
+    if type(layer) in (ArenaLayer, ArenaWindowLayer):
+        return layer.in_arena("keys"), layer.in_arena("values")
+    return layer.keys, layer.values
+
+
 def held_arena(cache: Any) -> Arena | None:
     """The arena that all of a cache's layers are in, if there is one."""
-    if type(cache) is not DynamicCache or not cache.layers:
+    if type(cache) is not DynamicCache or not cache.layers or "update" in cache.__dict__:
         return None
     layers = cache.layers
     arena: Arena | None = layers[0].__dict__.get("arena")
@@ -246,9 +309,33 @@ def held_arena(cache: Any) -> Arena | None:
         return None
     for index, layer in enumerate(layers):
         held = layer.__dict__
-        if held.get("arena") is not arena or held["index"] != index:
+        if held.get("arena") is not arena or held["index"] != index or "update" in held:
             return None
     return arena
+
+
+def take_back(cache: Any, arena: Arena | None) -> None:
+    """Undo a step of one token, which was made in `arena`: nothing is read behind a cache's end.
+
+    `arena`: as it was held behind the step, by a cache that somebody may have read since.
+    """
+    if arena is None:
+        cache.crop(-1)
+    elif held_arena(cache) is arena:
+        arena.table.length -= 1
+    else:
+        arena.table.length -= 1
+        length = arena.length
+        for index, layer in enumerate(cache.layers):
+            if type(layer) in (ArenaLayer, ArenaWindowLayer):
+                layer.become_plain()
+            elif not layer.is_sliding or layer.get_seq_length() < layer.sliding_window:
+                layer.crop(-1)
+            else:  # it has lost the key that the window now reaches back to
+                now = slice(length - layer.sliding_window + 1, length)
+                layer.keys = arena.table.keys[index][:, :, now].clone()
+                layer.values = arena.table.values[index][:, :, now].clone()
+                layer.cumulative_length = length
 
 
 def take(cache: Any, tokens: int) -> Arena:
@@ -265,7 +352,7 @@ def take(cache: Any, tokens: int) -> Arena:
     capacity = capacity_for(length + tokens)
     for index, layer in enumerate(cache.layers):
         new.add(layer, capacity)
-        first = length - layer.keys.shape[2]
+        first = length - _tensors_of(layer)[0].shape[2]
         if isinstance(layer, (ArenaLayer, ArenaWindowLayer)):
             layer.become_plain()
         for name in ("keys", "values", "cumulative_length"):

@@ -76,12 +76,13 @@ class Engine:
         self._device = model.device
         #: The step's CUDA graphs, `graph.StepGraphs`; None on a CPU.
         self.graphs: Any = None
+        with torch.inference_mode(False):  # else it could be written to under that mode alone
+            self._build(package)
         self._shape = (rows, tokens)
         self._state = (rows, tokens, model.embedding.shape[1])
         vocab = model.head.weight.shape[0]
         self._logits_shapes = ((rows, tokens, vocab), (rows, 1, vocab))
         self._logits_dtypes = (model.dtype, torch.float32)
-        self._build(package)
 
     def _build(self, package: ModuleType | None) -> None:
         model, rows, tokens = self.model, self.rows, self.tokens

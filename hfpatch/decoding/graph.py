@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class StepGraphs:
             self._fill(ids, positions, mask, embeds)
             result = self._result(logits)
             if hidden is not None and self._hidden is None:
-                self._hidden = hidden.new_empty(self._state)
+                self._hidden = _own(self._state, hidden)
             own_hidden = self._hidden if hidden is not None else None
             key = (logits.shape[1], logits.dtype, mask is None, embeds is None, hidden is None)
             graph = self._graphs.get(key)
@@ -97,7 +98,7 @@ class StepGraphs:
         self.positions.copy_(positions)
         if embeds is not None:
             if self._embeds is None:
-                self._embeds = embeds.new_empty(self._state)
+                self._embeds = _own(self._state, embeds)
             self._embeds.copy_(embeds)
         length = int(self._table.entries[0])
         if self._version != self._table.version:
@@ -113,7 +114,7 @@ class StepGraphs:
         keys = mask.shape[1]
         if self._mask is None or self._mask.shape[1] < keys:
             width = (keys // _MASK_STEP + 2) * _MASK_STEP
-            self._mask = torch.zeros(mask.shape[0], width, dtype=torch.bool, device=self._device)
+            self._mask = _own((mask.shape[0], width), mask, torch.bool).zero_()
             # graphs that read the old one
             self._graphs = {k: g for k, g in self._graphs.items() if k[2]}
         self._mask[:, :keys].copy_(mask)
@@ -122,7 +123,7 @@ class StepGraphs:
         key = (logits.shape[1], logits.dtype)
         found = self._logits.get(key)
         if found is None:
-            found = self._logits[key] = torch.empty_like(logits)
+            found = self._logits[key] = _own(logits.shape, logits)
         return found
 
     def _launch(self, logits: Tensor, masked: bool, embedded: bool, hidden: Tensor | None) -> None:
@@ -150,3 +151,10 @@ class StepGraphs:
             finally:
                 graph.capture_end()
         return graph
+
+
+def _own(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer on the device of `like`, not filled, which can be written to in every mode: one made
+    in inference mode could be in that alone."""
+    with torch.inference_mode(False):
+        return torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device)

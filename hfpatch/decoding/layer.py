@@ -20,7 +20,7 @@ from hfpatch.decoding.proof import Proof, prove, with_rounding
 from hfpatch.decoding.replica import NoReplica, make_replica, rope_limit, text_config
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
-from hfpatch.decoding.surroundings import check_attention
+from hfpatch.decoding.surroundings import check_attention, check_cache
 from hfpatch.patches.keys import code_of
 
 
@@ -39,7 +39,9 @@ class Described:
 
 
 @dataclass(frozen=True)
-class _Proven:
+class Proven:
+    """A recipe and the replica of which it is proven."""
+
     recipe: Recipe
     replica: nn.Module
     proof: Proof
@@ -47,7 +49,7 @@ class _Proven:
 
 
 # One proof serves every model of one class, code and configuration. The last ones are kept.
-_proofs: dict[Any, _Proven | str] = {}
+_proofs: dict[Any, Proven | str] = {}
 _MOST = 16
 _lock = threading.RLock()
 
@@ -77,11 +79,11 @@ def describe(model: nn.Module) -> Described:
     Raises:
         Unexplained: the grammar does not explain it; the text names the stage.
     """
-    with _lock, torch.random.fork_rng(devices=[]):
-        proven = _proof_of(model)
+    proven = proof_of(model)
     if isinstance(proven, str):
         raise Unexplained(proven)
     check_attention(model)
+    check_cache()
     check_likeness(model, proven.replica, proven.live, proven.recipe.opaque)
     limit = rope_limit(text_config(model.config))
     return Described(proven.recipe.read(model), proven.proof, limit)
@@ -92,7 +94,13 @@ def forget() -> None:
     _proofs.clear()
 
 
-def _proof_of(model: Any) -> _Proven | str:
+def proof_of(model: Any) -> Proven | str:
+    """What explains a model of this class and configuration, proven; or why nothing does."""
+    with _lock, torch.random.fork_rng(devices=[]):
+        return _proof_of(model)
+
+
+def _proof_of(model: Any) -> Proven | str:
     implementation = _implementation(model)
     classes = {type(m): m for m in model.modules()}
     codes = frozenset(code_of(m) for m in classes.values())
@@ -110,7 +118,7 @@ def _implementation(model: Any) -> str:
     return chosen if chosen in ("eager", "sdpa") else "eager"
 
 
-def _prove(model: nn.Module, implementation: str) -> _Proven | str:
+def _prove(model: nn.Module, implementation: str) -> Proven | str:
     try:
         replica = make_replica(model, implementation)
         try:
@@ -123,7 +131,7 @@ def _prove(model: nn.Module, implementation: str) -> _Proven | str:
         return str(e)
     except Exception as e:  # a model of another kind may lack anything
         return f"it could not be examined ({type(e).__name__}: {e})"
-    return _Proven(recipe, replica, proof, frozenset(_live(recipe)))
+    return Proven(recipe, replica, proof, frozenset(_live(recipe)))
 
 
 def _live(rule: Any) -> set[tuple[str, str]]:

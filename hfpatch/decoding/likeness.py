@@ -4,6 +4,7 @@ replica would not have seen."""
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _IDLE = frozenset(
         *("max_seq_len_cached", "long_inv_freq"),
     }
 )
+#: A layer's switch for activation checkpointing, and who does it.
+_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 _CAPTURING = "transformers.utils.output_capturing"
 
 
@@ -70,9 +73,12 @@ def check_likeness(
             raise Unexplained(f"it has {which} module `{path}`")
         mine, small = ours[path], theirs[path]
         if class_of(mine) is not type(small):
+            own, expected = class_of(mine), type(small)
+            names = [c.__name__ for c in (own, expected)]
+            if names[0] == names[1]:  # of another module, as a quantized layer
+                names = [f"{c.__module__}.{c.__qualname__}" for c in (own, expected)]
             raise Unexplained(
-                f"{where} is a `{class_of(mine).__name__}`, expected the "
-                f"`{type(small).__name__}` that its class builds"
+                f"{where} is a `{names[0]}`, expected the `{names[1]}` that its class builds"
             )
         if (why := odd_code(mine)) is not None:
             raise Unexplained(f"{where}: {why}")
@@ -80,7 +86,52 @@ def check_likeness(
             raise Unexplained(f"{where} {why}")
         _check_tensors(where, mine, small)
         _check_attributes(path, where, mine, small, read)
+        _check_config(where, model, mine, replica, small)
     _check_parameters(ours)
+
+
+def check_layer_likeness(
+    model: nn.Module,
+    replica: nn.Module,
+    read: frozenset[tuple[str, str]],
+    layers: Sequence[str],
+    opaque: frozenset[str],
+) -> None:
+    """The same for the layers alone, as training needs it: products may be modules of any kind, a
+    layer may have hooks, and parameters may be spread or of several dtypes.
+
+    Args:
+        layers: their paths.
+        opaque: paths of the products.
+
+    Raises:
+        Unexplained: the model differs; the text says where and how.
+    """
+    for top in layers:
+        ours, theirs = (
+            dict(m.get_submodule(top).named_modules(prefix=top)) for m in (model, replica)
+        )
+        hidden = tuple(f"{path}." for path in opaque if path.startswith(f"{top}."))
+        for path in dict.fromkeys((*theirs, *ours)):
+            if path in opaque and path in ours:
+                continue
+            if path.startswith(hidden):
+                continue
+            if path not in theirs or path not in ours:
+                raise Unexplained(f"it has {'a further' if path in ours else 'no'} module `{path}`")
+            mine, small = ours[path], theirs[path]
+            if class_of(mine) is not type(small):
+                raise Unexplained(
+                    f"`{path}` is a `{class_of(mine).__name__}`, expected the "
+                    f"`{type(small).__name__}` that its class builds"
+                )
+            if (why := odd_code(mine)) is not None:
+                raise Unexplained(f"`{path}`: {why}")
+            if (why := what_wraps(mine, root=path == top)) is not None:
+                raise Unexplained(f"`{path}` {why}")
+            _check_tensors(f"`{path}`", mine, small)
+            known = read if path != top else read | {(path, name) for name in _CHECKPOINTING}
+            _check_attributes(path, f"`{path}`", mine, small, known)
 
 
 def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
@@ -91,8 +142,14 @@ def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
     foreign = swap.foreign_forward(module)
     if foreign is not None:
         return f"is not its class's: {foreign}"
+    if "_call_impl" in module.__dict__:
+        return "has a `_call_impl` of its own"
     if not root and is_hooked(module) and not only_captures(module):
         return "has hooks"
+    d = module.__dict__
+    for held in (d["_modules"], d["_parameters"], d["_buffers"]):
+        if hidden := d.keys() & held.keys():
+            return f"has an attribute that hides its `{min(hidden)}`"
     return None
 
 
@@ -156,6 +213,15 @@ def _check_attributes(
             raise Unexplained(
                 f"{where}: `{name}` is {mine[name]!r:.80}, expected {small[name]!r:.80}"
             )
+
+
+def _check_config(where: str, model: Any, mine: nn.Module, replica: Any, small: nn.Module) -> None:
+    """A module whose class takes the model's configuration has that, or one that says the same."""
+    own = mine.__dict__.get("config")
+    if own is model.config or small.__dict__.get("config") is not replica.config:
+        return
+    if own is None or own.to_dict() != model.config.to_dict():
+        raise Unexplained(f"{where} has another `config` than the model")
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

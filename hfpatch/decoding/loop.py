@@ -68,7 +68,7 @@ _STATELESS = frozenset(
     if hasattr(logits_process, name)
 )
 _ARGUMENTS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    {"attention_mask", "position_ids", caches.NAME, "use_cache", "logits_to_keep"}
 )
 
 
@@ -182,7 +182,7 @@ class _Loop:
             return False
         if not set(model_kwargs) <= _ARGUMENTS or not model_kwargs.get("use_cache"):
             return False
-        if type(model_kwargs.get("past_key_values")) is not DynamicCache:
+        if type(model_kwargs.get(caches.NAME)) is not DynamicCache:
             return False
         if positions is None or positions.dim() != 2 or (mask is not None and mask.dim() != 2):
             return False
@@ -213,7 +213,7 @@ class _Loop:
         limits = [c for c in self.criteria if not hasattr(c, "eos_token_id")]
         random = _Random(ids.device) if config.do_sample else None
         output = model._prefill(ids, config, model_kwargs)
-        cache = output.past_key_values
+        cache = output[caches.NAME]
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs["position_ids"][:, -1:]
         rest: dict[str, Any] = {
             k: model_kwargs[k] for k in ("use_cache", "logits_to_keep") if k in model_kwargs
@@ -226,13 +226,16 @@ class _Loop:
             answer, score = text.add(output.logits)
             del output
             if before is not None:
-                ended = True  # an error of the streamer takes the step back as well
+                ended, arena = True, caches.held_arena(cache)
+                # an error of the streamer takes the step back as well
                 try:
                     ended = before.read(self.streamer)
                 finally:
                     if ended:
                         text.drop()
-                        _take_back(cache, random)
+                        caches.take_back(cache, arena)
+                        if random is not None:
+                            random.take_back()
                 if ended:
                     break
             reached = _reached(limits, text.ids, score)
@@ -251,11 +254,11 @@ class _Loop:
             output = model(
                 input_ids=text.ids[:, -1:].contiguous(),
                 position_ids=positions,
-                past_key_values=cache,
                 return_dict=True,
+                **{caches.NAME: cache},
                 **rest,
             )
-            cache = output.past_key_values
+            cache = output[caches.NAME]
             served = decoder.steps > steps or not proven
         if self.streamer is not None:
             self.streamer.end()
@@ -325,7 +328,7 @@ class _Text:
             sequences=self.ids,
             scores=None if self._scores is None else tuple(self._scores),
             logits=None if self._logits is None else tuple(self._logits),
-            past_key_values=cache,
+            **{caches.NAME: cache},
         )
 
 
@@ -361,14 +364,3 @@ class _Random:
             self._generator.set_offset(self._state)
         else:
             self._generator.set_state(self._state)
-
-
-def _take_back(cache: Any, random: _Random | None) -> None:
-    """Undo a step: nothing is read behind a cache's end."""
-    arena = caches.held_arena(cache)
-    if arena is not None:
-        arena.table.length -= 1
-    else:
-        cache.crop(-1)
-    if random is not None:
-        random.take_back()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfpatch.decoding import cache as caches
 from hfpatch.decoding import reference
 from hfpatch.decoding.analysis import Analysis
 from hfpatch.decoding.replica import (
@@ -136,8 +137,8 @@ def _steps(recipe: Recipe, replica: Any, axes: int, beside: frozenset[str]) -> t
                 input_ids=ids[:, now],
                 attention_mask=mask[:, : now.stop],
                 position_ids=_given(positions[:, now], axes),
-                past_key_values=cache,
                 use_cache=True,
+                **{caches.NAME: cache},
             )
             if table is None:
                 table = _table(described, cache, total)
@@ -155,7 +156,7 @@ def _by_default(described: Model, replica: Any, cache: Any, table: CacheTable) -
     """Whether a step without positions has those that follow the cache."""
     rows, length = _ROWS, table.length
     ids = torch.arange(rows)[:, None]
-    output = replica(input_ids=ids, past_key_values=cache, use_cache=True)
+    output = replica(input_ids=ids, use_cache=True, **{caches.NAME: cache})
     for memory in (table.keys, table.values):
         memory[:] = [torch.cat([t, t[:, :, :1]], dim=2) for t in memory]
     logits = torch.empty(rows, 1, described.head.weight.shape[0]).double()
@@ -200,7 +201,7 @@ def with_rounding(recipe: Recipe, analysis: Analysis) -> Recipe:
                 module._buffers[name] = buffer.float()
     cache = DynamicCache(config=half.config)
     with Recording(half) as run:
-        half(input_ids=analysis.ids, past_key_values=cache, use_cache=True)
+        half(input_ids=analysis.ids, use_cache=True, **{caches.NAME: cache})
     first = recipe.layers[0].attention.path.rpartition(".")[0]
     embedded = torch.nn.functional.embedding(
         analysis.ids, half.get_submodule(recipe.embedding).weight

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hfpatch.decoding.rules import Unexplained
 from hfpatch.decoding.watch import Watch
 from hfpatch.errors import DecodingError
 from hfpatch.patches.base import Forward, watched
+from hfpatch.patches.unchanged import calls_otherwise
 
 #: Sequences, and new tokens of each, that an engine is made for.
 MOST_ROWS, MOST_TOKENS = 16, 8
@@ -42,10 +44,12 @@ _LIMITS = {torch.float32: 256.0, torch.float16: 8.0, torch.bfloat16: 8.0}
 #: Arguments of a call that a step serves where they are as `generate` gives them.
 _TAKEN = frozenset(
     {
-        *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+        *("input_ids", "attention_mask", "position_ids", *caches.NAMES, "use_cache"),
         *("logits_to_keep", "return_dict"),
     }
 )
+#: Of these, those that a step serves where they are on, or not given.
+_SWITCHES = ("use_cache", "return_dict")
 
 
 @dataclass
@@ -84,6 +88,7 @@ class Decoder:
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
         self.stream: Any = None  # of the last step
         self._due = True  # settings are to be looked at: a new sequence
+        self._cache: weakref.ref[Any] | None = None  # of the last step
         self._lock = threading.RLock()
 
     # --- which calls -------------------------------------------------------------------------
@@ -95,10 +100,14 @@ class Decoder:
             self._due = True
             return original(model, *args, **kwargs)
         with self._lock:  # engines have one workspace
+            if self._cache is None or self._cache() is not step.cache:
+                self._due, self._cache = True, weakref.ref(step.cache)
             if step.ids.shape[1] > MOST_TOKENS or caches.is_empty(step.cache):
                 outcome = self._serve_prompt(model, original, step, args, kwargs)
             else:
                 outcome = self._serve(model, original, step, args, kwargs)
+            if outcome is None:  # a prompt, perhaps
+                self._due = True
         return original(model, *args, **kwargs) if outcome is None else outcome
 
     def _as_step(self, model: nn.Module, args: Any, kwargs: Any) -> _Step | None:
@@ -106,7 +115,7 @@ class Decoder:
         if self.refused is not None or model.training or torch.is_grad_enabled():
             return None
         ids = args[0] if len(args) == 1 else kwargs.get("input_ids")
-        cache = kwargs.get("past_key_values")
+        cache = caches.given(kwargs)
         if type(ids) is not Tensor or cache is None or len(args) > 1:
             return None
         if ids.dim() != 2 or ids.dtype != torch.int64:
@@ -119,7 +128,7 @@ class Decoder:
         for name, value in kwargs.items():
             if name not in _TAKEN and name not in beside and not _says_nothing(value):
                 return None
-        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
+        if any(kwargs.get(n) is not None and kwargs[n] is not True for n in _SWITCHES):
             return None
         keep = kwargs.get("logits_to_keep", 0)
         if type(keep) is not int or not (keep == 0 or keep == 1 or keep >= ids.shape[1]):
@@ -129,7 +138,7 @@ class Decoder:
             return None
         if ids.device != like.device or watched() or torch.is_autocast_enabled(like.device.type):
             return None
-        if _modes() or _every_module_hooked():
+        if _modes() or _every_module_hooked() or calls_otherwise(nn.Module):
             return None  # somebody looks at every operator, or at every module's call
         vocab = like.shape[0]
         if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
@@ -221,16 +230,19 @@ class Decoder:
                 if key in self.trusted_prompts:
                     caches.begin(step.cache, keys, values)
                     self.prompts_served += 1
-                    return self.described.output(logits=logits, past_key_values=step.cache)
+                    return self._result(logits, step.cache)
                 keys, values = ([t.clone() for t in kept] for kept in (keys, values))
         except (RuntimeError, DecodingError) as e:  # also: out of memory, what cannot be captured
             self._refuse_prompts(model, f"{type(e).__name__}: {e}")
             return None
         output = original(model, *args, **kwargs)
         self._due = True
+        if type(output) is not self.described.output or set(output) != _RETURNED:
+            self._refuse_prompts(model, f"it returns a {type(output).__name__} of {sorted(output)}")
+            return output
         pairs = [("logits", logits, output.logits[:, -1:])]
         seen = None if mask is None else mask.bool()[:, None, :, None]
-        for index, held in enumerate(output.past_key_values.layers):
+        for index, held in enumerate(output[caches.NAME].layers):
             for name, kept in (("keys", keys), ("values", values)):
                 theirs = getattr(held, name)
                 mine = kept[index][:, :, tokens - theirs.shape[2] :]
@@ -312,7 +324,11 @@ class Decoder:
             return self._serve(model, original, step, args, kwargs)
         arena.table.length += tokens
         self.steps += 1
-        return self.described.output(logits=logits, past_key_values=step.cache)
+        return self._result(logits, step.cache)
+
+    def _result(self, logits: Tensor, cache: Any) -> Any:
+        """What a forward returns."""
+        return self.described.output(logits=logits, **{caches.NAME: cache})
 
     def _is_current(self, model: nn.Module) -> bool:
         """Whether the engines are those of the model as it is; makes them so where they can be."""
@@ -392,9 +408,13 @@ class Decoder:
     def _difference(
         self, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
     ) -> str | None:
+        if type(output) is not self.described.output or set(output) != _RETURNED:
+            return f"it returns a {type(output).__name__} of {sorted(output)}"
         theirs = output.logits[:, -logits.shape[1] :]
+        if (theirs.shape, theirs.dtype) != (logits.shape, logits.dtype):
+            return f"logits are {theirs.dtype} of shape {tuple(theirs.shape)}"
         pairs = [("logits", logits, theirs)]
-        for index, held in enumerate(output.past_key_values.layers):
+        for index, held in enumerate(output[caches.NAME].layers):
             for name in ("keys", "values"):
                 mine = getattr(arena.table, name)[index][:, :, -tokens:]
                 pairs.append(
@@ -426,6 +446,8 @@ class Decoder:
             )
 
 
+#: What a step returns.
+_RETURNED = {"logits", "past_key_values"}
 #: Why a cache is left as it is, where nobody needs to be told.
 _EXPECTED = frozenset({"its cache is empty", "its cache is a StaticCache"})
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

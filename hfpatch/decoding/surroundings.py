@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.decoding import cache as caches
 from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
-from hfpatch.patches.keys import held_by, helpers_of
-from hfpatch.patches.library import is_own
+from hfpatch.patches.keys import function_in, held_by, helpers_of
+from hfpatch.patches.library import is_own, odd_class
 
 #: Attention functions whose result the replica's own stands for: the same up to rounding.
 _KNOWN = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -24,6 +25,11 @@ class Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = list({(id(g), n): (g, n, g[n]) for g, n in _names_of(model)}.values())
+        self._methods = _methods_of_caches()
+        # a code can be exchanged in the function that has it
+        found = (*(v for _, _, v in self._names), *(v for _, _, v in self._methods))
+        self._functions = [f for v in found if isinstance(f := function_in(v), types.FunctionType)]
+        self._codes = [f.__code__ for f in self._functions]
         configs = {id(c): c for m in model.modules() if (c := m.__dict__.get("config")) is not None}
         self._read = held_by([types.SimpleNamespace(**{f"c{i}": c}) for i, c in configs.items()])  # type: ignore[misc]
         self._configs = self._read()
@@ -33,9 +39,27 @@ class Surroundings:
         """Whether anything of it is not what it was."""
         return (
             any(g.get(name) is not value for g, name, value in self._names)
+            or any(getattr(c, name, None) is not value for c, name, value in self._methods)
+            or [f.__code__ for f in self._functions] != self._codes
             or _attention_of(model) != self._attention
             or self._read() != self._configs
         )
+
+
+def _methods_of_caches() -> list[tuple[type, str, Any]]:
+    return [
+        (cls, name, value)
+        for cls in caches.CLASSES
+        for name in dir(cls)
+        if isinstance(function_in(value := getattr(cls, name)), types.FunctionType)
+    ]
+
+
+def check_cache() -> None:
+    """Raises Unexplained where a cache's methods are not transformers' own."""
+    for cls in caches.CLASSES:
+        if (why := odd_class(cls)) is not None:
+            raise Unexplained(f"cache: {why}")
 
 
 def check_attention(model: Any) -> None:

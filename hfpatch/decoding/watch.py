@@ -41,8 +41,11 @@ class Watch:
         self._addresses = list(map(_DATA_PTR, self._tensors))
         self._hooks = [d[name] for d in self._dicts for name in _HOOKS]
         self._note_wrappers()
-        self._classes = [(type(m), type(m).forward) for m in (*inside, model)]
-        self._settings = [settings_of(m) for m in (*inside, model)]
+        modules = (*inside, model)
+        self._classes = list(map(_class_of, modules))
+        self._held = list(map(_held_of, modules))
+        self._versions = _versions_of(modules)
+        self._settings = [settings_of(m) for m in modules]
         self._surroundings = Surroundings(model)
 
     def in_place(self) -> bool:
@@ -67,10 +70,19 @@ class Watch:
         return None
 
     def changed(self, model: nn.Module) -> bool:
-        """Whether a setting, a class's code or what that finds by name is another than it was.
-        Slower: once a sequence."""
+        """Whether a setting, a class's code or what that finds by name is another than it was, or
+        a buffer was written to, of which a description may hold a copy. Slower: once a sequence."""
         modules = (*self._inside, model)
-        if [(type(m), type(m).forward) for m in modules] != self._classes:
+        if list(map(_class_of, modules)) != self._classes:
+            return True
+        held = map(_held_of, modules)
+        if any(
+            a is not b
+            for now, old in zip(held, self._held, strict=True)
+            for a, b in zip(now, old, strict=True)
+        ):
+            return True
+        if _versions_of(modules) != self._versions:
             return True
         try:
             return self._surroundings.changed(model) or any(
@@ -84,18 +96,39 @@ class Watch:
         """Whether a module inside is in training mode."""
         return any(d["training"] for d in self._dicts)
 
-    def _wrappers(self) -> tuple[int, int, list[int]]:
+    def _wrappers(self) -> tuple[int, list[int], list[int]]:
         """How many hooks and attributes there are, and the forwards of instances: a new one is a
         new attribute."""
         try:
             forwards = list(map(id, map(_FORWARD, self._with_forward)))
         except KeyError:  # one was deleted
             forwards = []
-        return sum(map(len, self._hooks)), sum(map(len, self._dicts)), forwards
+        return sum(map(len, self._hooks)), list(map(len, self._dicts)), forwards
 
     def _note_wrappers(self) -> None:
         self._with_forward = [d for d in self._dicts if "forward" in d]
         self._known_wrappers = self._wrappers()
+
+
+def _class_of(module: nn.Module) -> tuple[Any, ...]:
+    cls: Any = type(module)
+    return cls, cls.forward, getattr(cls.forward, "__code__", None), cls.__call__, cls._call_impl
+
+
+def _held_of(module: nn.Module) -> tuple[Any, ...]:
+    """What hooks, children and tensors are put into, and the configuration."""
+    d = module.__dict__
+    return tuple(map(d.get, ("_modules", "_parameters", "_buffers", *_HOOKS, "config")))
+
+
+def _versions_of(modules: Iterable[nn.Module]) -> list[int | None]:
+    """How often the buffers were written to, as far as PyTorch counts that."""
+    return [
+        None if b.is_inference() else b._version
+        for m in modules
+        for b in m._buffers.values()
+        if b is not None
+    ]
 
 
 def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:

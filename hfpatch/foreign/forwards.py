@@ -276,7 +276,8 @@ class ForwardWatch:
     original's, beside which the user's runs on copies; later ones are the user's, if it was right.
 
     A kind is the shapes, strides, dtypes, devices and alignment of the tensors, the values of
-    texts and truth values, the types of all else, and the modes of the call and of the module.
+    texts and truth values, the types of all else, and the modes of the call and of the module
+    (autocast and the default dtype too).
     """
 
     def __init__(self, name: str, original: Forward, replacement: Forward) -> None:
@@ -294,6 +295,8 @@ class ForwardWatch:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             module.training,
+            torch._C._is_any_autocast_enabled() and _autocast(),
+            torch.get_default_dtype(),
         )
         if kind in self._right:
             return self._replacement(module, *args, **kwargs)
@@ -342,6 +345,12 @@ class ForwardWatch:
 
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _autocast() -> tuple[Any, ...]:
+    """What autocast is on, and to which dtype."""
+    kinds = [d for d in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(d)]
+    return tuple((d, torch.get_autocast_dtype(d)) for d in kinds)
 
 
 def _kind(value: Any) -> Any:

@@ -259,6 +259,16 @@ def _added(p: Proposal, layout: Layout) -> Any:
     return None
 
 
+def _time_ids(p: Proposal, layout: Layout) -> Any:
+    """Stable Video Diffusion's frames per second, motion and noise."""
+    each, width = (
+        _get(p, n) for n in ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
+    )
+    if not each or not width:
+        return None
+    return p.integers(100, p.batch, width // each, low=1).to(p.dtype)
+
+
 def _labels(p: Proposal, layout: Layout) -> Any:
     kind = _get(p, "class_embed_type")
     if kind == "projection":
@@ -322,6 +332,7 @@ _ARGUMENTS: dict[str, Callable[[Proposal, Layout], Any]] = {
     "rotary_embedding": _sound_rope,
     "global_hidden_states": _whole,
     "added_cond_kwargs": _added,
+    "added_time_ids": _time_ids,
     "class_labels": _labels,
     "controlnet_cond": _control,
     "num_frames": lambda p, layout: layout.grid[0],

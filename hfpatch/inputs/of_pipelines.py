@@ -47,6 +47,8 @@ def pipeline_inputs(
     if "prompt_embeds" in parameters:
         given = sample_inputs(denoiser, batch=batch, seed=seed)
         made |= _prompts(given, parameters)
+        if "negative_prompt_embeds" in made and "negative_prompt" in parameters:
+            made["negative_prompt"] = None  # some have "", which the embeddings exclude
     elif "class_labels" in parameters:
         made["class_labels"] = [1]
     elif "prompt" in parameters and getattr(pipeline, "tokenizer", None) is not None:

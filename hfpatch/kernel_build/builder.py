@@ -129,7 +129,9 @@ class Builder:
             includes = [f"-I{d}" for d in section.get("include", [])]
             binding = section is self.project.torch
             command = (
-                self._nvcc_command(section) if src.endswith(".cu") else self._cxx_command(section)
+                self._nvcc_command(section, src)
+                if src.endswith(".cu")
+                else self._cxx_command(section)
             )
             if binding:
                 includes.append(f"-I{self.generated}")
@@ -172,9 +174,9 @@ class Builder:
         flags = [*self._host_flags(), *portable, define, archs]
         return [self.cxx, *flags, *section.get("cxx-flags", [])]
 
-    def _nvcc_command(self, section: dict[str, Any]) -> list[str]:
+    def _nvcc_command(self, section: dict[str, Any], src: str) -> list[str]:
         assert self.nvcc is not None
-        command = [self.nvcc.path, *nvcc_flags(self.cxx, self._host_flags(), self.archs)]
+        command = [self.nvcc.path, *nvcc_flags(self.cxx, self._host_flags(), self.archs, src)]
         return command + list(section.get("cuda-flags", []))
 
     def objects(self) -> Objects:

@@ -221,7 +221,7 @@ class _CLibrary:
             for src in section["src"]:
                 target = cache / (src.replace("/", "-") + ".o")
                 if src.endswith(".cu") and self.nvcc:
-                    command = [self.nvcc.path, *nvcc_flags(self.cxx, host, self.archs)]
+                    command = [self.nvcc.path, *nvcc_flags(self.cxx, host, self.archs, src)]
                     command += section.get("cuda-flags", [])
                     label = f"nvcc {Path(src).name} ({arch_label(self.archs)})"
                 elif src.endswith(".cpp"):
@@ -257,7 +257,7 @@ class _CLibrary:
             command += [*self._cuda_folders(), "-lcudart_static"]
             command += old_glibc(self.cxx, scratch / "stub")
         try:
-            run([*command, "-lm"], cwd=self.root)
+            run([*command, "-lm", "-ldl"], cwd=self.root)
             os.replace(partial, lib / soname)
         finally:
             partial.unlink(missing_ok=True)
@@ -289,9 +289,9 @@ class _CLibrary:
     def _fill(self, name: str, folder: Path) -> None:
         private = []
         if self.kind != "stub":
-            private += ["-lstdc++", "-lm"] + (["-fopenmp"] if self.openmp else [])
+            private += ["-lstdc++", "-lm", "-ldl"] + (["-fopenmp"] if self.openmp else [])
         if self.nvcc:
-            private += [*self._cuda_folders(), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+            private += [*self._cuda_folders(), "-lcudart_static", "-lrt", "-lpthread"]
         text = (self.root / "clib" / f"{name}.in").read_text(encoding="utf-8")
         separator = " " if name.endswith(".pc") else ";"
         text = text.replace("@hfpatch_private@", separator.join(private))

@@ -19,14 +19,21 @@ def host_flags(clang: bool) -> list[str]:
     return [f for f in CXX_FLAGS if not (clang and f == "-fno-gnu-unique")]
 
 
-def nvcc_flags(cxx: str, host: Sequence[str], archs: Sequence[str]) -> list[str]:
-    """Those of nvcc with the C++ compiler `cxx` under it, for `archs` such as "9.0+PTX"."""
+#: Ends the names of files whose kernels need what only sm_90a has: they are compiled for it where
+#: others are for sm_90. For other GPUs they are empty, and something else is called.
+HOPPER = "_hopper.cu"
+
+
+def nvcc_flags(cxx: str, host: Sequence[str], archs: Sequence[str], src: str = "") -> list[str]:
+    """Those of nvcc with the C++ compiler `cxx` under it, for `archs` such as "9.0+PTX"; `src`: the
+    file, whose name may ask for more."""
     through = [f"-Xcompiler={flag}" for flag in host if not flag.startswith(("-O", "-std"))]
     flags = ["-O3", "-std=c++17", "-cudart", "static", "-DCUDA_KERNEL", "-Xptxas=-v"]
     flags += ["-ccbin", cxx, *through]
     for arch in archs:
         number = arch.replace("+PTX", "").replace(".", "")
-        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        own = "90a" if number == "90" and src.endswith(HOPPER) else number
+        flags.append(f"-gencode=arch=compute_{own},code=sm_{own}")
         if arch.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags

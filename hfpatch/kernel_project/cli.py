@@ -43,6 +43,10 @@ def add_kernel_commands(commands: Any) -> None:
     )
     build.add_argument("--archs", help="CUDA architectures: all, native, none or 8.0;9.0+PTX")
     build.add_argument("--quiet", action="store_true")
+    build.add_argument(
+        "--ptx", type=Path, metavar="DIR",
+        help='write PTX of the `extern "C"` kernels and an index there instead',
+    )  # fmt: skip
     check.add_argument("--no-load", action="store_true", help="do not import what was built")
     check.add_argument("--json", action="store_true", help="print JSON instead of a table")
     publish.add_argument("--repo-id", help="org/name; default: that of build.toml")
@@ -71,6 +75,8 @@ def _new(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     from hfpatch import kernel_build
 
+    if args.ptx:
+        return _ptx(args)
     project = _project(args)
     out = args.build or project.root
     backends = project.toml["general"]["backends"]
@@ -96,6 +102,18 @@ def _build(args: argparse.Namespace) -> int:
             "be built here; this builds cpu and cuda"
         )
     return 1 if failed else 0
+
+
+def _ptx(args: argparse.Namespace) -> int:
+    from hfpatch.kernel_build.ptx import build_ptx
+
+    for name in ("backend", "build"):
+        if getattr(args, name):
+            raise ValueError(f"`--{name}`: expected without `--ptx`, which builds no variant")
+    say = (lambda line: None) if args.quiet else print
+    index = build_ptx(args.project, args.ptx, args.archs, say)
+    print(index)
+    return 0
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -19,6 +19,8 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    class_of,
+    coded,
     first_argument,
     input_name,
     plain,
@@ -106,10 +108,18 @@ class ActivationSubject(Subject):
         training, projection = contract.training, self.projection
         read, settings = settings_of(self.module)
 
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
+
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses it with its neighbours
                 return original(self, *args, **kwargs)
-            if type(self).forward is not original:  # its class is another one, or was patched
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
                 return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd import forward_ad as _forward_ad
+from torch.utils._device import DeviceContext
 
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.reading.leaf import Reading, Unexplained, read
@@ -207,12 +209,38 @@ _KINDS = {"special": "`exp` and `tanh`", "root": "`sqrt`", "over": "a division b
 
 _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def watched() -> bool:
     """Whether something looks on that kernels take no part in: forward-mode derivatives, a
-    transform of `torch.func`, `torch.jit.trace`, whose graphs must load without hfpatch."""
-    return _forward_ad._current_level >= 0 or _transforming() or _tracing() is not None
+    transform of `torch.func`, `torch.jit.trace`, whose graphs must load without hfpatch, or a
+    `TorchFunctionMode`, which may make another function of each that the original calls."""
+    return (
+        _forward_ad._current_level >= 0
+        or _transforming()
+        or _tracing() is not None
+        or (_function_modes() > 0 and _has_foreign_mode())
+    )
+
+
+def _has_foreign_mode() -> bool:
+    """Whether a function mode is active that is not `with torch.device(...)`, or the default
+    device, which decides where new tensors lie."""
+    modes = map(torch._C._get_function_stack_at, range(_function_modes()))
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+class _Codeless:
+    """Stands for a forward that is no Python function, whose code nobody can exchange."""
+
+    __code__ = None
+
+
+def coded(forward: Any) -> Any:
+    """What has the `__code__` of a forward: tools that load a file again while a program runs
+    (IPython's autoreload) exchange it in the function that is there."""
+    return forward if isinstance(forward, types.FunctionType) else _Codeless
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -10,8 +10,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tensor
+from hfpatch.patches.base import (
+    Combo,
+    Family,
+    Formula,
+    Forward,
+    Subject,
+    Tensor,
+    class_of,
+    coded,
+    watched,
+)
 from hfpatch.patches.contract import Contract
+from hfpatch.patches.unchanged import Part, same_parts
 from hfpatch.sources import Kernel
 
 
@@ -67,11 +78,31 @@ class CustomSubject(Subject):
 
         watch = ForwardWatch(contract.name, original, self.family.replacement)
         trains = contract.training
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
+        # whether the replacement reads them, or calls what is inside, nobody knows
+        parts = [
+            Part(m, tuple(path.split(".")) if path else (), called=True)
+            for path, m in self.module.named_modules()
+        ]
+        same = same_parts(parts, ())
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if trains or not torch.is_grad_enabled():
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
+                return type(self).forward(self, *args, **kwargs)
+            if not same(self):
+                contract.changed()
+            elif watched():
+                pass
+            elif trains or not torch.is_grad_enabled():
                 return watch.call(self, args, kwargs)
-            contract.needs_grad()
+            else:
+                contract.needs_grad()
             return original(self, *args, **kwargs)
 
         return forward

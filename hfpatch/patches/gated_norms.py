@@ -10,7 +10,18 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, Tensor, plain, watched
+from hfpatch.patches.base import (
+    Combo,
+    Family,
+    Formula,
+    Forward,
+    Subject,
+    Tensor,
+    class_of,
+    coded,
+    plain,
+    watched,
+)
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.norms import NormSubject, memory_order
 from hfpatch.patches.unchanged import settings_of
@@ -96,6 +107,9 @@ class GatedNormSubject(NormSubject):
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         read, settings = settings_of(self.module)
 
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
+
         def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             """hidden_states and gate by position or by name; None for any other call."""
             given = dict(zip(names, args, strict=False)) | kwargs
@@ -106,7 +120,12 @@ class GatedNormSubject(NormSubject):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the gate with its neighbours
                 return original(self, *args, **kwargs)
-            if type(self).forward is not original:  # its class is another one, or was patched
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
                 return type(self).forward(self, *args, **kwargs)
             x, gate = inputs(args, kwargs)
             w = self._parameters.get(weight)
@@ -114,12 +133,14 @@ class GatedNormSubject(NormSubject):
                 type(x) is Tensor
                 and type(gate) is Tensor
                 and w is not None
+                and weight not in self.__dict__  # it would hide the parameter
                 and plain(w)
                 and x.dtype == gate.dtype
                 and x.shape == gate.shape
                 and x.dim() > 1
                 and contract.takes(x)
                 and x.shape[-1] == width
+                and w.shape == x.shape[-1:]
                 and x.device == gate.device
                 and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it
                 and not watched()

@@ -24,6 +24,7 @@ from hfpatch.patches.base import (
     Subject,
     Tensor,
     class_of,
+    coded,
     first_argument,
     input_name,
     plain,
@@ -243,6 +244,11 @@ class GatedSubject(Subject):
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         training, gate = contract.training, self.roles.gate
 
+        children, down = frozenset(self.module._modules), self.roles.down
+        apart = _apart(self.module._modules, self.roles.gate, down)
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
+
         def untouched(self: nn.Module) -> bool:
             """Whether the settings, and the activation, which is not called, are those proven."""
             try:
@@ -250,6 +256,8 @@ class GatedSubject(Subject):
             except KeyError:  # one was deleted, or is a parameter or module now
                 same = False
             same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore
+            same = same and self.__dict__.keys().isdisjoint(children)  # it would hide the child
+            same = same and _apart(self._modules, gate, down) is apart
             if not same:
                 contract.changed()
             elif part is not None and hooks_on_all():
@@ -260,7 +268,12 @@ class GatedSubject(Subject):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # inductor fuses the product into one pointwise kernel
                 return original(self, *args, **kwargs)
-            if type(self).forward is not original:  # its class is another one, or was patched
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
                 return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if type(x) is Tensor and not watched() and contract.takes(x) and untouched(self):
@@ -281,6 +294,18 @@ class GatedSubject(Subject):
             return original(self, *args, **kwargs)
 
         return forward
+
+
+def _apart(modules: Any, gate: str, down: str | None) -> bool:
+    """Whether the first and the last layer have weights of two dtypes: code may cast for the last
+    one. What has no weight of its own (an adapter, a quantized layer) is not asked."""
+    if down is None:
+        return False
+    first, last = (
+        m.__dict__["_parameters"].get("weight") if m is not None else None
+        for m in (modules[gate], modules[down])
+    )
+    return first is not None and last is not None and first.dtype != last.dtype
 
 
 def _casts(layer: nn.Module | None) -> bool:
@@ -395,6 +420,10 @@ def _odd_children(module: nn.Module, roles: Roles, act: str | None) -> str | Non
         return f"its child `{roles.dropout}` is a `{kind}`, no `Dropout`"
     if act is not None and (why := _odd_activation(module, act)) is not None:
         return why
+    if roles.down is not None and _apart(children, roles.gate, roles.down):
+        dtype = children[roles.down].weight.dtype
+        if dtype.is_floating_point and dtype not in KERNEL_DTYPES:
+            return f"its last layer is {dtype}, the first one is not"
     if roles.up is not None:
         gate, up = children[roles.gate], children[roles.up]
         dtypes = {weight_dtype(layer, torch.float32) for layer in (gate, up)}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from hfpatch.deferred_logits import DeferredLogits
 from hfpatch.head_loss import refusal
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Family, Forward, Subject, Tensor, plain, watched
+from hfpatch.patches.base import Family, Forward, Subject, Tensor, coded, plain, watched
 from hfpatch.patches.recall import RecallSubject
 
 if TYPE_CHECKING:
@@ -86,9 +86,16 @@ def _apart(found: list[list[Tensor]], eps: float) -> tuple[float, float] | str:
 
 
 def _deferring(original: Forward) -> Forward:
+    own = coded(original)
+    code = own.__code__
+
     def forward(self: nn.Module, input: Any) -> Any:
+        if type(self).forward is not original or own.__code__ is not code:  # it was patched since
+            return type(self).forward(self, input)
         if (
             not is_compiling()
+            and type(self) is nn.Linear
+            and self.__dict__.keys().isdisjoint(("weight", "bias"))  # these hide the parameters
             and self.training
             and torch.is_grad_enabled()
             and type(input) is Tensor

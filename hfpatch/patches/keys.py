@@ -178,7 +178,7 @@ def names_read(module: nn.Module) -> set[str]:
     found: set[str] = known.setdefault(type(module), set())
     for base in _bases(module):
         for _, value in _members(base):
-            if (code := getattr(_function(value), "__code__", None)) is not None:
+            if (code := getattr(function_in(value), "__code__", None)) is not None:
                 found |= names_of(code)
     return found
 
@@ -194,7 +194,7 @@ def helpers_of(module: nn.Module) -> set[str]:
     left = ["forward"]
     while left:
         for value in members.get(left.pop(), ()):
-            code = getattr(_function(value), "__code__", None)
+            code = getattr(function_in(value), "__code__", None)
             names = names_of(code) if code is not None else frozenset()
             reached = {n for n in names if n in members and hasattr(members[n][0], "__get__")}
             left += reached - found
@@ -218,7 +218,7 @@ def names_of(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(texts, *inner)
 
 
-def _function(value: Any) -> Any:
+def function_in(value: Any) -> Any:
     """The function in a property, a static or a class method."""
     if isinstance(value, property):
         return value.fget
@@ -254,7 +254,7 @@ class _Reader:
         elif isinstance(value, (staticmethod, classmethod)):
             parts = (value.__func__,)
         elif isinstance(value, (property, functools.cached_property)):
-            parts = (_function(value),)
+            parts = (function_in(value),)
         elif type(value) in (tuple, list):
             parts = tuple(value)
         elif type(value) is dict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -16,13 +17,21 @@ from typing import Any
 from torch import nn
 
 from hfpatch.patches.base import class_of
-from hfpatch.patches.keys import kept_while_planning
+from hfpatch.patches.keys import kept_while_planning, names_of
 
 #: Packages whose classes fused forwards stand in for.
 _LIBRARIES = ("diffusers", "torch", "transformers")
 #: Whose decorators they use beside their own.
 _DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
 _DEPTH = 6  # of functions around functions: decorators
+#: Where Python and its packages keep their files.
+_INSTALLED = tuple(
+    {
+        f"{p}/"
+        for n in ("stdlib", "platstdlib", "purelib", "platlib")
+        if (p := sysconfig.get_path(n))
+    }
+)
 
 
 def odd_code(module: Any) -> str | None:
@@ -42,6 +51,40 @@ def odd_class(cls: type) -> str | None:
 def is_own(function: types.FunctionType) -> bool:
     """Whether a library's function has the code that its module's file holds."""
     return _is_own(function, _DEPTH)
+
+
+def strange_names(block: nn.Module) -> str | None:
+    """A name by which the code of the library's classes inside `block` finds a function that is
+    neither the library's nor another installed package's: somebody put it there. Or None."""
+    found: str | None = None
+    for cls in dict.fromkeys(type(m) for m in block.modules()):
+        if cls.__module__.partition(".")[0] not in ("diffusers", "transformers"):
+            continue
+        known = kept_while_planning(strange_names)
+        if cls not in known:
+            known[cls] = _strange_name(cls)
+        found = found or known[cls]
+    return found
+
+
+def _strange_name(cls: type) -> str | None:
+    left = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in _functions(v)]
+    seen: set[int] = set()
+    while left:
+        function = left.pop()
+        if id(function) in seen or not function.__module__.startswith(
+            ("diffusers", "transformers")
+        ):
+            continue
+        seen.add(id(function))
+        for name in names_of(function.__code__):
+            value = function.__globals__.get(name)
+            if not isinstance(value, types.FunctionType):
+                continue
+            if not (_is_own(value, _DEPTH) or value.__code__.co_filename.startswith(_INSTALLED)):
+                return name
+            left.append(value)
+    return None
 
 
 def _odd_class(cls: type) -> str | None:

@@ -19,6 +19,8 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    class_of,
+    coded,
     first_argument,
     floating_params,
     input_name,
@@ -173,6 +175,8 @@ class NormSubject(Subject):
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         read, settings = settings_of(self.module)
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
         missing = object()
         guarded: Forward | None = None  # for calls like the last one
         keeps_order = False  # whether it is for rows that lie in order alone
@@ -186,7 +190,12 @@ class NormSubject(Subject):
             # tensors, below: `is_compiling` would take three times as long.
             if is_dynamo_compiling():
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
-            if type(self).forward is not original:  # its class is another one, or was patched
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
                 return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)
             d = self.__dict__
             try:
@@ -198,6 +207,7 @@ class NormSubject(Subject):
                 and not args
                 and not kwargs
                 and unchanged
+                and (weight not in d or not has_weight)  # it would hide the parameter
                 and (
                     not keeps_order
                     or type(x) is not Tensor
@@ -217,10 +227,10 @@ class NormSubject(Subject):
                 p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
-                if w is None and has_weight:  # FSDP1 and pruning put plain tensors beside them
-                    w = d.get(weight)
-                if b is None and has_bias:
-                    b = d.get(bias)
+                if has_weight and weight in d:  # FSDP1 and pruning put plain tensors there
+                    w = d[weight]
+                if has_bias and bias in d:
+                    b = d[bias]
                 if (
                     not unchanged
                     or (w is None) is has_weight  # a parametrization's: no kernel knows it

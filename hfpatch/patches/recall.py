@@ -16,10 +16,14 @@ from hfpatch.patches.blocks.memo import accompany, current_capture, stream_of
 from hfpatch.patches.blocks.opaque import trace_whole
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.custom import CustomSubject
-from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS
+from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, attributes_of, code_of
 from hfpatch.patches.library import odd_code
 from hfpatch.patches.replicas import replicate
 from hfpatch.patches.unchanged import Part, ProcessorPart
+
+#: What comparisons found. The last ones are kept.
+compared: dict[Any, tuple[float, float] | str] = {}
+_MOST = 64
 
 
 class RecallSubject(CustomSubject):
@@ -37,7 +41,17 @@ class RecallSubject(CustomSubject):
         self._make = make
 
     def compare(self) -> tuple[float, float] | str:
-        return self.family.compare(self.module)  # type: ignore[no-any-return]
+        """Of equal code and settings it is asked once."""
+        m = self.module
+        tensors = tuple(
+            (n, None if p is None else (p.dtype, p.device)) for n, p in m._parameters.items()
+        )
+        key = (type(self.family), code_of(m), attributes_of(m), tensors)
+        if key not in compared:
+            compared[key] = self.family.compare(m)
+            while len(compared) > _MOST:
+                del compared[next(iter(compared))]
+        return compared[key]
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         return self._make(original)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import types
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hfpatch.patches.base import class_of
+from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import (
     BLANK_NAMES,
     OWNED_BY_WRAPPERS,
     class_values,
+    function_in,
     helpers_of,
     names_read,
     overridden,
@@ -64,7 +66,9 @@ def settings_of(
     if not inherited:
         return read, settings
     cls, others = type(module), tuple(sorted(inherited))
-    of_class = operator.attrgetter(*others)
+    attributes_of_class = operator.attrgetter(*others)
+    codes = _codes_of(getattr(cls, n, None) for n in others)
+    of_class = attributes_of_class if codes is None else _both(attributes_of_class, codes)
 
     def read_both(attributes: dict[str, Any]) -> Any:
         """Also what an instance has of its class, until it is given one of its own."""
@@ -78,9 +82,24 @@ def settings_of(
         except AttributeError as e:  # deleted from its class
             raise KeyError(*e.args) from e
 
-    found = of_class(cls)
+    found = attributes_of_class(cls)
     inherited_now = tuple(map(_held, found)) if len(others) > 1 else _held(found)
+    if codes is not None:
+        inherited_now = (inherited_now, codes())
     return read_both, (settings, inherited_now)
+
+
+def _codes_of(values: Iterable[Any]) -> Callable[[], list[Any]] | None:
+    """What reads the codes of the Python functions among a class's members; None if there are
+    none. A code can be exchanged in the function that has it."""
+    functions = [f for v in values if isinstance(f := function_in(v), types.FunctionType)]
+    return (lambda: [f.__code__ for f in functions]) if functions else None
+
+
+def _both(
+    read: Callable[[type], Any], codes: Callable[[], list[Any]]
+) -> Callable[[type], tuple[Any, list[Any]]]:
+    return lambda cls: (read(cls), codes())
 
 
 def _is_setting(value: Any) -> bool:
@@ -140,6 +159,8 @@ class Part:
         self._path, self._called = path, called
         self._class = class_of(module) if called else type(module)
         self._forward = self._class.forward
+        self._coded = coded(self._forward)
+        self._code = self._coded.__code__
         self._read, self._settings = settings_of(module, ignore)
 
     def is_same(self, root: nn.Module) -> bool:
@@ -156,7 +177,12 @@ class Part:
             self._called and class_of(module) is self._class  # FSDP2 puts a class before it
         ):
             return False
-        if not self._called and (self._class.forward is not self._forward or is_replaced(module)):
+        if not self._called and (
+            self._class.forward is not self._forward
+            or self._coded.__code__ is not self._code
+            or calls_otherwise(self._class)
+            or is_replaced(module)
+        ):
             return False
         try:
             return bool(self._read(module.__dict__) == self._settings)
@@ -185,9 +211,12 @@ def same_parts(
                 places[path[:-1]],
                 path[-1] if path else None,
                 *(
-                    (None, False, None, _no_settings, None)
+                    (None, False, None, None, None, _no_settings, None)
                     if part is None
-                    else (part._class, part._called, part._forward, part._read, part._settings)
+                    else (
+                        *(part._class, part._called, part._forward, part._coded, part._code),
+                        *(part._read, part._settings),
+                    )
                 ),
                 None if processor is None else processor.is_proven,
             )
@@ -196,7 +225,7 @@ def same_parts(
     def same(root: nn.Module) -> bool:
         modules: list[nn.Module] = []
         try:
-            for above, name, cls, called, forward, read, settings, is_proven in rows:
+            for above, name, cls, called, forward, own, code, read, settings, is_proven in rows:
                 module = root if name is None else modules[above].__dict__["_modules"][name]
                 if module is None:
                     return False
@@ -209,11 +238,14 @@ def same_parts(
                     elif (
                         type(module) is not cls
                         or cls.forward is not forward
+                        or own.__code__ is not code
+                        or cls.__call__ is not _CALL
                         or d["_forward_hooks"]
                         or d["_forward_pre_hooks"]
                         or d["_backward_hooks"]
                         or d["_backward_pre_hooks"]
                         or (("forward" in d or "_hf_hook" in d) and is_replaced(module))
+                        or "_call_impl" in d
                         or ("_diffusers_hook" in d and has_diffusers_hook(d))
                     ):
                         return False
@@ -234,6 +266,8 @@ class ProcessorPart:
     def __init__(self, processor: Any, path: tuple[str, ...]) -> None:
         self._path, self._class = path, type(processor)
         self._call = self._class.__call__
+        self._coded = coded(self._call)
+        self._code = self._coded.__code__
         self._held = {k: v for k, v in vars(processor).items() if k not in READ_LIVE}
 
     def is_same(self, root: nn.Module) -> bool:
@@ -247,7 +281,11 @@ class ProcessorPart:
 
     def is_proven(self, processor: Any) -> bool:
         """Whether this is such a processor."""
-        if type(processor) is not self._class or self._class.__call__ is not self._call:
+        if (
+            type(processor) is not self._class
+            or self._class.__call__ is not self._call
+            or self._coded.__code__ is not self._code
+        ):
             return False
         held = processor.__dict__
         if not held:
@@ -261,11 +299,40 @@ READ_LIVE = frozenset({"_attention_backend", "_parallel_config"})
 
 
 def hooks_on_all() -> bool:
-    """Whether hooks on all modules are registered: they fire for those alone that are called."""
-    return bool(_has_any_global_hook())
+    """Whether hooks on all modules are registered, or somebody's own call of a module is set on
+    `nn.Module`: they fire for those alone that are called."""
+    return bool(_has_any_global_hook()) or calls_otherwise(nn.Module)
 
 
 _has_any_global_hook: Callable[[], Any] = torch.nn.modules.module._has_any_global_hook
+#: What calling a module runs: PyTorch's own, also where somebody's was there before this file.
+_CALL: Any = nn.Module._wrapped_call_impl
+_CALL_IMPL: Any = nn.Module._call_impl
+
+
+def calls_otherwise(cls: type[nn.Module]) -> bool:
+    """Whether calling a module of this class runs more or else than PyTorch's own call does."""
+    called: Any = cls
+    return called.__call__ is not _CALL or called._call_impl is not _CALL_IMPL
+
+
+#: Layers that fused blocks compute by themselves where they are plain, or leave out.
+_LAYERS: tuple[Any, ...] = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Dropout)
+_FORWARDS = tuple((cls, cls.forward, cls.forward.__code__) for cls in _LAYERS)
+_WRITTEN = all(
+    sys.modules[cls.__module__].__file__ == code.co_filename for cls, _, code in _FORWARDS
+)
+
+
+def layers_replaced() -> bool:
+    """Whether somebody's own forward or call stands in one of PyTorch's layer classes, for all of
+    its instances."""
+    if not _WRITTEN:  # before hfpatch was imported
+        return True
+    for cls, forward, code in _FORWARDS:
+        if cls.forward is not forward or forward.__code__ is not code or cls.__call__ is not _CALL:
+            return True
+    return False
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -284,10 +351,11 @@ def is_bound(module: nn.Module, forward: Any) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling `module` would run somebody's hook."""
+    """Whether calling `module` would run somebody's hook, or call of their own."""
     d = module.__dict__
     return bool(
-        d.get("_forward_hooks")
+        "_call_impl" in d
+        or d.get("_forward_hooks")
         or d.get("_forward_pre_hooks")
         or d.get("_backward_hooks")
         or d.get("_backward_pre_hooks")

@@ -69,6 +69,7 @@ def _profiled(args: argparse.Namespace, words: str) -> dict[str, Any]:
     from torch import nn
 
     import hfpatch
+    from hfpatch.bench.peaks import peaks
     from hfpatch.bench.subjects import load
     from hfpatch.profiling.record import record
 
@@ -92,10 +93,11 @@ def _profiled(args: argparse.Namespace, words: str) -> dict[str, Any]:
             "Decoding steps in one call: modules are not timed apart, as a hook would turn them "
             "off; host synchronizations are those without them."
         )
-    before = record(subject.call, modules, cuda, args.out / "profile_trace_eager.json")
+    speed = peaks(subject.device, subject.dtype)
+    before = record(subject.call, modules, cuda, args.out / "profile_trace_eager.json", speed)
     report = hfpatch.apply(subject.model)
     try:
-        after = record(subject.call, modules, cuda, args.out / "profile_trace.json")
+        after = record(subject.call, modules, cuda, args.out / "profile_trace.json", speed)
     finally:
         hfpatch.restore(subject.model)
     return {
@@ -103,10 +105,13 @@ def _profiled(args: argparse.Namespace, words: str) -> dict[str, Any]:
         "inputs": subject.shapes,
         "swapped": len(report.swaps),
         "note": note,
+        "copy GB/s": speed[0] / 1e9,
+        "product TFLOP/s": speed[1] / 1e12,
         "launched": "CUDA kernels" if cuda else "ATen operators",
         "profiles": {"eager": asdict(before), "patched": asdict(after)},
         "go on with": [
-            f"nsys profile -o {args.out}/timeline hfpatch profile {words}",
-            f"ncu --set full --launch-count 50 -o {args.out}/kernels hfpatch profile {words}",
+            f"nsys profile --trace=cuda,nvtx -o {args.out}/timeline hfpatch profile {words}",
+            f"ncu --set full --nvtx --launch-count 50 -o {args.out}/kernels "
+            f"hfpatch profile {words}",
         ],
     }

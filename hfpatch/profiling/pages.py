@@ -42,6 +42,19 @@ def tables(data: dict[str, Any]) -> list[Table]:
             for r in side["operators"][:_MOST]
         ]
         found.append((f"{data['launched']} by time, {name}", rows))
+    for name, side in sides.items():
+        rows = [["", "calls", "ms", "GB/s", "of a copy", "TFLOP/s", "of a product"]]
+        for r in side["work"][:_MOST]:
+            seconds = r["us"] * 1e-6
+            rows.append([r["name"], str(r["calls"]), f"{r['us'] / 1e3:.3f}"])
+            rows[-1] += [f"{r['bytes'] / seconds / 1e9:.1f}", f"{r['of copy']:.0%}"]
+            rows[-1] += (
+                [f"{r['flops'] / seconds / 1e12:.3g}", f"{r['of arithmetic']:.0%}"]
+                if r["flops"]
+                else ["-", "-"]
+            )
+        if len(rows) > 1:
+            found.append((f"Share of memory and compute speed, {name}", rows))
     rows = [["", *(f"{n} {what}" for n in names for what in ("ms", "launches"))]]
     first = sides[names[-1]]["modules"]
     for path in sorted(first, key=lambda p: -sides[names[0]]["modules"].get(p, {"us": 0})["us"]):

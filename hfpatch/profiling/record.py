@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch.profiling.syncs import Syncs
+from hfpatch.profiling.work import Work, shares
 
 _MODULE = "module "
 #: Shorter gaps are the profiler's own.
@@ -28,6 +29,7 @@ class Recorded:
         gaps: count, sum and the longest, between kernels on a GPU, else between operators.
         modules: by path: calls, launches (kernels or operators) and time: of the kernels on a
             GPU, else in the forward.
+        work: operators with bytes, operations and their shares of a copy's and a product's speed.
         syncs: where the host reads a value, see `Syncs.rows`.
     """
 
@@ -35,27 +37,38 @@ class Recorded:
     gaps: dict[str, float] = field(default_factory=dict)
     modules: dict[str, dict[str, float]] = field(default_factory=dict)
     syncs: list[dict[str, Any]] = field(default_factory=list)
+    work: list[dict[str, Any]] = field(default_factory=list)
     total_us: float = 0.0
     launches: int = 0
 
 
 def record(
-    call: Callable[[], Any], modules: list[tuple[str, nn.Module]], cuda: bool, trace: Path
+    call: Callable[[], Any],
+    modules: list[tuple[str, nn.Module]],
+    cuda: bool,
+    trace: Path,
+    speed: tuple[float, float],
 ) -> Recorded:
-    """Profile one call behind a first one; the Chrome trace goes to `trace`."""
+    """Profile one call behind a first one; the Chrome trace goes to `trace`.
+
+    Args:
+        speed: bytes a second of a copy, operations a second of a product.
+    """
     found = Recorded()
     with torch.no_grad():
         call()
         with Syncs() as syncs:
             call()
         found.syncs = syncs.rows()
+        with Work() as work:
+            call()
         activities = [torch.profiler.ProfilerActivity.CPU]
         if cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             torch.cuda.synchronize()
         with ExitStack() as stack:
             for path, module in modules:
-                before, after = _hooks(path)
+                before, after = _hooks(path, cuda)
                 stack.callback(module.register_forward_pre_hook(before).remove)
                 stack.callback(module.register_forward_hook(after).remove)
             start = time.perf_counter()
@@ -66,18 +79,35 @@ def record(
             found.total_us = (time.perf_counter() - start) * 1e6
     profile.export_chrome_trace(str(trace))
     _read(profile, cuda, found)
+    found.work = shares(work.found, _times(profile, cuda), speed)
     return found
 
 
-def _hooks(path: str) -> tuple[Any, Any]:
-    """A range around a module's forward, only while it is profiled."""
+def _times(profile: Any, cuda: bool) -> dict[str, float]:
+    """Microseconds by operator: of the kernels that it launched itself, or on the CPU its own."""
+    found: dict[str, float] = {}
+    for e in profile.events():
+        if e.device_type.name != "CPU" or "::" not in e.name:
+            continue
+        us = sum(float(k.duration) for k in e.kernels) if cuda else float(e.self_cpu_time_total)
+        found[e.name] = found.get(e.name, 0.0) + us
+    return found
+
+
+def _hooks(path: str, cuda: bool) -> tuple[Any, Any]:
+    """A range around a module's forward, only while it is profiled; on a GPU one of NVTX as well,
+    which Nsight Systems and Nsight Compute show."""
     entered: list[Any] = []
 
     def before(*_: Any) -> None:
         entered.append(torch.profiler.record_function(f"{_MODULE}{path}"))
         entered[-1].__enter__()
+        if cuda:
+            torch.cuda.nvtx.range_push(path)  # type: ignore[no-untyped-call]
 
     def after(*_: Any) -> None:
+        if cuda:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         entered.pop().__exit__(None, None, None)
 
     return before, after

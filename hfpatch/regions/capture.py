@@ -8,11 +8,13 @@ what it draws at random, cannot be captured, and the block is left to its parts.
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 import types
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +97,11 @@ class _Number(int):
     __hash__ = __bool__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _used
 
 
+#: What stands for it in a capture: PyTorch takes a number out of an argument without asking, and
+#: in the graph it is found by this.
+_NUMBER = 1_000_003
+
+
 def capture(
     block: nn.Module,
     structure: Structure,
@@ -164,7 +171,7 @@ class _Attempt:
             result.append(found)
             return made
 
-        with torch.no_grad(), self._mode, enable_python_dispatcher():
+        with torch.no_grad(), _silenced(), self._mode, enable_python_dispatcher():
             traced = make_fx(call, tracing_mode="real", pre_dispatch=True)(*fakes)
         graph = self._cleaned(traced)
         return Captured(
@@ -186,7 +193,7 @@ class _Attempt:
         made.__dict__.update(own)
         for where, name in self._numbers:
             if where == path:
-                number = made.__dict__[name] = _Number(own[name])
+                number = made.__dict__[name] = _Number(_NUMBER)
                 number.place = (where, name)
         held = {}
         for kind in ("_parameters", "_buffers"):
@@ -197,7 +204,7 @@ class _Attempt:
             made.__dict__["_modules"] = {
                 n: self._fake_module(c) for n, c in own["_modules"].items()
             }
-            made.__dict__["forward"] = self._calls(Call(path), made, module)
+            made.__dict__["forward"] = self._calls(Call(path, isinstance(module, nn.Linear)), made, module)
             return made  # type: ignore[no-any-return]
         self._read.append(path)
         if leaf is not None:
@@ -304,10 +311,22 @@ class _Attempt:
                 graph.erase_node(node)
         without_writes(graph)
         for node in graph.nodes:
+            _check_number(node)
             if isinstance(node.target, torch._ops.OpOverload):
                 _check_operator(node)
         graph.eliminate_dead_code()
         return graph
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """PyTorch logs each operator that has no result without data, as an error; it is none here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _number_of(held: Any, node: Node) -> Tensor | None:
@@ -317,6 +336,15 @@ def _number_of(held: Any, node: Node) -> Tensor | None:
     if type(held) is Tensor and held.numel() == 1 and held.device.type == "cpu":
         return held if all(u.target in lifted for u in node.users) else None
     return None
+
+
+def _check_number(node: Node) -> None:
+    """Whether a block's number came into an argument."""
+    held = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
+    if isinstance(node.target, Constant):
+        held.append(node.target.tensor.item())
+    if any(type(h) in (int, float) and h == _NUMBER for h in held):
+        _Number(0)._used()
 
 
 def _check_operator(node: Node) -> None:

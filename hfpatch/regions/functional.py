@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.regions.nodes import Target
+from hfpatch.regions.nodes import Call, Target
 
 
 def without_writes(graph: Graph) -> None:
@@ -47,9 +48,8 @@ def _pure(node: Node) -> Any:
     written = [
         a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     ]
-    if len(written) != 1 or op._schema.arguments[0] is not written[0]:
-        if len(written) != 1 or written[0].name != op._schema.arguments[0].name:
-            return None
+    if len(written) != 1 or written[0].name != op._schema.arguments[0].name:
+        return None
     packet = getattr(torch.ops.aten, name[:-1], None)
     pure = getattr(packet, op._overloadname, None) if packet is not None else None
     if pure is None or pure._schema.is_mutable:
@@ -90,9 +90,15 @@ _MAY_ALIAS = frozenset(
 
 
 def _is_own(x: Node) -> bool:
-    return (
-        x.op == "call_function" and isinstance(x.target, torch._ops.OpOverload) and not _is_view(x)
-    )
+    """Whether a node's result is a tensor of its own."""
+    if x.op != "call_function":
+        return False
+    if isinstance(x.target, Call):
+        return x.target.fresh
+    if x.target is operator.getitem:  # one of several results: of `topk`, not of `split`
+        made: Any = x.args[0]
+        return isinstance(made.target, torch._ops.OpOverload) and not _is_view(made)
+    return isinstance(x.target, torch._ops.OpOverload) and not _is_view(x)
 
 
 def _aliased(x: Node, write: Node, order: dict[Node, int]) -> bool:

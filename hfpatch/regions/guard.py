@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.patches.base import class_of
+from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import names_read
 from hfpatch.patches.unchanged import (
     ProcessorPart,
+    calls_otherwise,
     has_diffusers_hook,
     is_bound,
     settings_of,
@@ -24,21 +25,27 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def guard(
-    block: nn.Module, read: Sequence[str], numbers: Sequence[tuple[str, str]]
+    block: nn.Module,
+    read: Sequence[str],
+    called: Sequence[str],
+    numbers: Sequence[tuple[str, str]],
 ) -> Callable[[nn.Module], bool]:
     """A function that tells whether the modules that a captured graph stands in for are those of
     now, in evaluation mode: classes, settings, what their code names of their configuration,
-    processors, and nobody's hooks or forwards. It holds no module: the blocks of a list share it.
+    processors, shapes and dtypes of their tensors, and nobody's hooks or forwards. It holds no
+    module: the blocks of a list share it.
 
     It is written as straight-line code, since it runs at each call of each block.
 
     Args:
         read: paths of those modules.
+        called: paths of the modules that it calls. Code may ask for the dtype of their weights.
         numbers: attributes that number a block; they may differ.
     """
-    modules = {path: block.get_submodule(path) for path in read}
+    modules = {path: inside(block, path) for path in read}
     scope: dict[str, Any] = {
-        "class_of": class_of, "is_ours": is_bound, "has_hook": has_diffusers_hook, "is_idle": is_idle
+        "class_of": class_of, "is_ours": is_bound, "has_hook": has_diffusers_hook,
+        "is_idle": is_idle, "otherwise": calls_otherwise,
     }  # fmt: skip
     lines: list[str] = []
     order = sorted(modules, key=lambda p: (p.count(".") + bool(p), p))
@@ -60,6 +67,16 @@ def guard(
         if "processor" in module.__dict__:
             scope[f"processor{i}"] = ProcessorPart(module.__dict__["processor"], ()).is_proven
             lines.append(f"if not processor{i}(d{i}.get('processor')): return False")
+    lines += _shared(modules, order, place)
+    for path in called:
+        weight = inside(block, path)._parameters.get("weight")
+        if path and weight is not None:
+            above, _, name = path.rpartition(".")
+            layer = f"{_holder(above, place, lines, scope)}['_modules'][{name!r}].__dict__"
+            dtype = _named(scope, weight.dtype)
+            # none of its own: an adapter's, or a quantizer's
+            lines.append(f"t = {layer}['_parameters'].get('weight')")
+            lines.append(f"if t is not None and t.dtype is not {dtype}: return False")
     table = attention_table()
     for j, (name, function) in enumerate(chosen_attention(modules.values(), table)):
         scope["table"], scope[f"function{j}"] = table, function
@@ -92,16 +109,68 @@ def _checks(
         scope[f"f{i}"] = cls.forward
         hooks = " or ".join(f"d{i}[{h!r}]" for h in _HOOKS)
         yield f"if type(m{i}) is not c{i} or c{i}.forward is not f{i}: return False"
+        scope[f"o{i}"] = own = coded(cls.forward)
+        scope[f"k{i}"] = own.__code__
+        yield f"if o{i}.__code__ is not k{i} or otherwise(c{i}) or '_call_impl' in d{i}: return False"
         yield f"if ({hooks}) and not is_idle(m{i}): return False"
         yield f"if 'forward' in d{i} and not is_ours(m{i}, d{i}['forward']): return False"
         yield f"if '_hf_hook' in d{i}: return False"
         yield f"if '_diffusers_hook' in d{i} and has_hook(d{i}): return False"
     yield f"if d{i}['training']: return False"
+    names = (*module._modules, *module._parameters, *module._buffers)
+    if names:
+        scope[f"n{i}"] = frozenset(names)  # an attribute of that name would hide it
+        yield f"if not d{i}.keys().isdisjoint(n{i}): return False"
+    for kind in ("_parameters", "_buffers"):
+        for name, t in module.__dict__[kind].items():
+            yield f"t = d{i}[{kind!r}].get({name!r})"
+            if t is None:
+                yield "if t is not None: return False"
+            else:
+                dtype, shape = _named(scope, t.dtype), _named(scope, t.shape)
+                yield f"if t.dtype is not {dtype} or t.shape != {shape}: return False"
     ignore = {name for where, name in numbers if where == path}
     reads, settings = settings_of(module, ignore)
     if settings is not None:
         scope[f"r{i}"], scope[f"s{i}"] = reads, settings
         yield f"if r{i}(d{i}) != s{i}: return False"
+
+
+def _named(scope: dict[str, Any], value: Any) -> str:
+    """The name of a constant."""
+    for name, held in scope.items():
+        if name.startswith("x") and type(held) is type(value) and held == value:
+            return name
+    scope[name := f"x{len(scope)}"] = value
+    return name
+
+
+def _shared(
+    modules: dict[str, nn.Module], order: Sequence[str], place: dict[str, int]
+) -> Iterator[str]:
+    """That modules which held one configuration still do."""
+    first: dict[int, int] = {}
+    for path in order:
+        config = modules[path].__dict__.get("config")
+        if config is None:
+            continue
+        i, j = place[path], first.setdefault(id(config), place[path])
+        if i != j:
+            yield f"if d{i}['config'] is not d{j}['config']: return False"
+
+
+def inside(block: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, whatever attribute hides it."""
+    found = block
+    for name in filter(None, path.split(".")):
+        found = found._modules[name]  # type: ignore[assignment]
+    return found
+
+
+def hides(module: nn.Module) -> bool:
+    """Whether an attribute of a module stands before one of its tensors or children."""
+    names = (*module._modules, *module._parameters, *module._buffers)
+    return not module.__dict__.keys().isdisjoint(names)
 
 
 def _configs(modules: dict[str, nn.Module], order: Sequence[str]) -> dict[str, tuple[Any, Any]]:

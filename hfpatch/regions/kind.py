@@ -17,7 +17,7 @@ from torch import nn
 from hfpatch.patches.proving import may_prove, quietly
 from hfpatch.regions.capture import KnownLeaf, Uncapturable, capture
 from hfpatch.regions.emit import Bind, Run, emit
-from hfpatch.regions.guard import guard
+from hfpatch.regions.guard import guard, inside
 from hfpatch.regions.nodes import Project
 from hfpatch.regions.proof import Disproved, Evidence, compare, prepare_proof
 from hfpatch.regions.rules import launches, rewrite
@@ -101,10 +101,7 @@ class Kind:
             return False
         layers = cache.layers
         for path, name in self.numbers:
-            module: Any = block
-            for step in path.split(".") if path else ():
-                module = module._modules[step]
-            number = module.__dict__.get(name)
+            number = inside(block, path).__dict__.get(name)
             if type(number) is not int:
                 return False
             if number < len(layers):
@@ -193,7 +190,7 @@ class Kind:
     ) -> Variant:
         with quietly(device):
             captured = capture(block, structure, tensors, self.leaves, self.numbers)
-            same = guard(block, captured.read, self.numbers)
+            same = guard(block, captured.read, captured.called, self.numbers)
             if not same(block):
                 raise Uncapturable("it is in training mode, or something was put around its parts")
             before = launches(captured.graph)

@@ -52,13 +52,16 @@ class Constant(Target):
 
 
 class Call(Target):
-    """A call of a live child module, whatever it is: a wall between regions."""
+    """A call of a live child module, whatever it is: a wall between regions.
+
+    `fresh`: what it returns is a tensor of its own, as a layer's product is.
+    """
 
     __name__ = "call"
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fresh: bool = False) -> None:
         super().__init__(path)
-        self.path = path
+        self.path, self.fresh = path, fresh
 
 
 class Leaf(Target):

@@ -12,15 +12,15 @@ from torch.compiler import is_compiling
 
 from hfpatch import packing, swap
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Forward, class_of, is_dtensor, watched
+from hfpatch.patches.base import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.patches.keys import attributes_of, code_of
-from hfpatch.patches.library import is_own, odd_class
-from hfpatch.patches.unchanged import hooks_on_all
+from hfpatch.patches.library import is_own, odd_class, strange_names
+from hfpatch.patches.unchanged import hooks_on_all, layers_replaced
 from hfpatch.plan import Candidate
 from hfpatch.proofs import Prepared
 from hfpatch.regions.capture import KnownLeaf, is_wall, numbers_of
 from hfpatch.regions.emit import Bind
-from hfpatch.regions.guard import attention_table, chosen_attention
+from hfpatch.regions.guard import attention_table, chosen_attention, hides
 from hfpatch.regions.kind import Kind
 from hfpatch.settings import Settings, matches
 from hfpatch.sources import Kernel, Sources
@@ -87,6 +87,7 @@ def offer(
     taken = {id(p.module) for p in prepared if p.leaf is None and p.swap.op != "decoding"}
     blocks = {id(p.module) for p in prepared if p.swap.op == "block" or p.block is not None}
     leaves = {id(p.module): KnownLeaf(*p.leaf) for p in prepared if p.leaf is not None}
+    leaves |= {id(p.act[0]): KnownLeaf(p.act[1], None, None) for p in prepared if p.act is not None}
     bind = _binder(settings.sources)
     if bind is None:
         return []
@@ -156,6 +157,8 @@ def _may_be(path: str, name: str, block: nn.Module, settings: Settings) -> bool:
     for _, function in chosen_attention(block.modules(), table):
         if function is not None and not is_own(function):
             return False
+    if strange_names(block) is not None or any(map(hides, block.modules())):
+        return False
     devices = {p.device.type for p in block.parameters()}
     dtypes = {p.dtype for p in block.parameters() if p.is_floating_point()}
     return devices <= {"cpu", "cuda"} and bool(dtypes & set(KERNEL_DTYPES))
@@ -235,11 +238,14 @@ def adapter(original: Forward, kind: Kind) -> Forward:
     autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
     distributed = torch.distributed.is_available()
     lookup, known = kind.lookup, kind._known
+    own = coded(original)
+    code = own.__code__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(self, *args, **kwargs)
-        if type(self).forward is not original:  # its class is another one, or was patched
+        # its class is another one, or was patched
+        if type(self).forward is not original or own.__code__ is not code:
             return type(self).forward(self, *args, **kwargs)
         variant, call, tensors, cache = lookup(args, kwargs, self)
         if (
@@ -249,6 +255,7 @@ def adapter(original: Forward, kind: Kind) -> Forward:
             or watched()
             or autocast("cuda" if tensors[0].is_cuda else "cpu")
             or hooks_on_all()
+            or layers_replaced()
             or (grad_enabled() and _records(self, tensors))
             or (distributed and _is_partitioned(self))
         ):

@@ -122,6 +122,8 @@ def compare(proof: Proof, ours: Any, theirs: Any) -> Evidence | None:
                 f"the fused block returned {list(fused.shape)} {fused.dtype}, expected "
                 f"{list(eager.shape)} {eager.dtype}"
             )
+        if eager.is_contiguous() and not fused.is_contiguous():
+            raise Disproved("the fused block returned a tensor whose elements lie apart")
         if not eager.is_floating_point():
             if not torch.equal(fused, eager):
                 raise Disproved("the fused block returned other whole numbers")

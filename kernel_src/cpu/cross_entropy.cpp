@@ -21,6 +21,11 @@ int32_t cross_entropy_backward(const CrossEntropyArgs &args) {
   return HFP_OK;
 }
 
+int32_t log_probs(const LogProbsArgs &args) {
+  parallel(HFP_FOR_SIMD(log_probs_kernel)(args), args, args.rows.rows, rows_grain(args.rows.cols), 1);
+  return HFP_OK;
+}
+
 int32_t cross_entropy_with_gradient(const CrossEntropyTotalArgs &args) {
   CrossEntropyArgs rows = args.rows;
   float divisor = args.divisor.value;
@@ -198,6 +203,49 @@ static void cross_entropy_with_gradient_rows(const CrossEntropyArgs &args, int64
     cross_entropy_rows<T, Cap>(args, row, row + 1);
     cross_entropy_backward_rows<T, Cap>(args, row, row + 1);
   }
+}
+
+// The loss of each row, of an ignored one too, since its lse is needed; then the row once more.
+template <DType T, bool Cap>
+static void log_probs_rows(const LogProbsArgs &args, int64_t begin, int64_t end) {
+  const int64_t cols = args.rows.cols;
+  CrossEntropyArgs of = {};
+  of.loss = args.loss;
+  of.lse = args.lse;
+  of.logits = args.logits;
+  of.target = args.target;
+  of.type = args.type;
+  of.rows = args.rows;
+  of.label_smoothing = args.label_smoothing;
+  of.softcap = args.softcap;
+  RowCursor cursor(args.rows, begin);
+  for (int64_t row = begin; row < end; ++row, cursor.next()) {
+    of.ignore_index = ~args.target[row];  // not this row's target
+    cross_entropy_rows<T, Cap>(of, row, row + 1);
+    const vf lse = splat(args.lse[row]);
+    const char *x = at(args.logits, cursor.offset(), T);
+    char *out = at(args.log_probs, row * cols, T);
+    for (int64_t i = 0; i < cols; i += kLanes) {
+      const int64_t n = cols - i < kLanes ? cols - i : kLanes;
+      const vf y = capped<Cap>(load_row<T>(x, i, n), args.softcap) - lse;
+      if (n == kLanes) store<T>(out + i * size_of(T), y);
+      else store_n<T>(out + i * size_of(T), y, n);
+    }
+    if (args.target[row] == args.ignore_index) args.loss[row] = args.lse[row] = 0;
+  }
+}
+
+using LogProbs = void (*)(const LogProbsArgs &, int64_t, int64_t);
+
+template <DType T>
+static LogProbs choose_log_probs(const LogProbsArgs &args) {
+  return args.softcap > 0 ? log_probs_rows<T, true> : log_probs_rows<T, false>;
+}
+
+static LogProbs log_probs_kernel(const LogProbsArgs &args) {
+  return args.type == DType::F32   ? choose_log_probs<DType::F32>(args)
+         : args.type == DType::F16 ? choose_log_probs<DType::F16>(args)
+                                   : choose_log_probs<DType::BF16>(args);
 }
 
 using CrossEntropy = void (*)(const CrossEntropyArgs &, int64_t, int64_t);

@@ -82,6 +82,7 @@ def test_the_pure_wheel(released: Path) -> None:
     urls = dict(u.split(", ") for u in metadata.get_all("Project-URL"))
     assert set(urls) == {"Source", "Documentation", "Changelog", "Issues"} and metadata["Author"]
     names = set(zipfile.ZipFile(wheel).namelist())
+    assert "hfpatch/lab/experience.jsonl" in names
     assert "hfpatch/builds.json" in names and not [n for n in names if n.endswith(".so")]
     needed = ["build.toml", "kernel_src/hfpatch.h", "torch-ext/torch_binding.cpp", "clib/stub.c"]
     assert {f"hfpatch/_clib/{n}" for n in needed} <= names, "it can be compiled from"

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 from list_samples import LIST_SAMPLES, ListSample
-from op_samples import FIRST, SAMPLES, Sample
+from op_samples import FIRST, SAMPLES, SCRATCH, Sample
+from products import attention_formula
 from torch import Tensor
 
 from hfpatch import capi
@@ -169,6 +170,44 @@ def _softmax_backward(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
     return [p["scale"] * y * (grad - (grad * y).sum(-1, keepdim=True))]
 
 
+def _product(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
+    a, b = t["a"].double(), t["b"].double()
+    out = p["alpha"] * (a.mT if p["transpose_a"] else a) @ (b.mT if p["transpose_b"] else b)
+    return [out + p["beta"] * t["c"].double() if "c" in t else out]
+
+
+def _attention(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
+    return list(attention_formula(t["q"], t["k"], t["v"], t.get("mask"), p["scale"], p["causal"]))
+
+
+def _log_probs(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
+    logits = t["logits"].double()
+    loss, lse, _ = _rows_loss(logits, t["target"], p)
+    z = p["softcap"] * torch.tanh(logits / p["softcap"]) if p["softcap"] > 0 else logits
+    return [loss, lse, z.log_softmax(-1)]
+
+
+def _balance(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
+    logits = t["logits"].double()
+    experts, weights = logits.shape[-1], t["mask"].double()
+    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, : p["k"]]
+    picked = torch.zeros_like(logits).scatter_(1, chosen, 1.0)
+    share = (weights[:, None] * picked).sum(0) / weights.sum()
+    mean = (weights[:, None] * logits.softmax(-1)).sum(0) / weights.sum()
+    stats = torch.cat([share, mean, weights.sum()[None]])
+    return [experts * (share * mean).sum(), stats]
+
+
+def _balance_backward(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
+    logits, stats = t["logits"].double(), t["stats"].double()
+    experts = logits.shape[-1]
+    share, whole = stats[:experts], stats[-1]
+    probabilities = logits.softmax(-1)
+    middle = (probabilities * share).sum(-1, keepdim=True)
+    factor = t["grad"].double() * experts / whole
+    return [factor * probabilities * (share - middle)]
+
+
 def _op(name: str, **fixed: Any) -> Callable[..., Tensor]:
     return lambda **tensors: FORMULAS[name].reference(**tensors, **fixed)
 
@@ -207,6 +246,15 @@ GRADIENTS: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], list[Tensor]]
         lambda a, b, c: FORMULAS["mul_add"].reference(a, b, c),
         t["grad"], t["a"], t["b"], torch.zeros_like(t["b"]),
     ),
+    "add": lambda t, p: [t["a"].double() + p["alpha"] * t["b"].double()],
+    "mul": lambda t, p: [t["a"].double() * t["b"].double()],
+    "scale": lambda t, p: [t["x"].double() * p["factor"]],
+    "gemm": lambda t, p: _product(t, p),
+    "gemm_batched": lambda t, p: _product(t, p),
+    "attention": lambda t, p: _attention(t, p),
+    "load_balancing_loss": lambda t, p: _balance(t, p),
+    "load_balancing_loss_backward": lambda t, p: _balance_backward(t, p),
+    "cross_entropy_log_probs": lambda t, p: _log_probs(t, p),
     "cross_entropy": lambda t, p: list(_rows_loss(t["logits"].double(), t["target"], p)[:2]),
     "cross_entropy_backward": _entropy_backward,
     "cross_entropy_with_gradient": _entropy_with_gradient,
@@ -246,6 +294,14 @@ class Sizes:
         if rule == "workspace":
             count = self.library.row_workspace(self.rows, self.cols)
             return torch.zeros(count, dtype=torch.int64)
+        if rule == "product_workspace":
+            a, b = self.tensors["a"], self.tensors["b"]
+            m, k = a.shape[-2:] if not self.params["transpose_a"] else a.shape[:-3:-1]
+            n = b.shape[-2] if self.params["transpose_b"] else b.shape[-1]
+            batch = a.shape[0] if a.dim() == 3 else 1
+            return torch.zeros(self.library.gemm_workspace(batch, m, n, k, 1))
+        if rule == "balance_partials":
+            return torch.zeros(self.library.balance_parts(self.rows) * (2 * self.cols + 1))
         if rule == "partials":
             count = self.library.partial_rows(self.rows, self.cols)
             return torch.zeros(count, wanted * self.cols)
@@ -260,7 +316,7 @@ class Sizes:
         return torch.zeros(count, wanted * self.cols)
 
     def dtype(self, rule: str, formula: torch.dtype | None) -> torch.dtype:
-        if rule in ("rows", "scalar"):
+        if rule in ("rows", "scalar", "balance"):
             return F32
         if rule in ("indices", "topk_indices"):
             return torch.int64
@@ -303,7 +359,7 @@ def op_case(
     sizes = Sizes(library, sample, plain, width)
     results = iter(expected)
     for i, rule in enumerate(sample.results):
-        if rule in ("partials", "workspace", "groups") or rule.startswith("sums="):
+        if rule in SCRATCH or rule.startswith("sums="):
             case.use(sizes.scratch(rule))
             continue
         if not sizes.wanted(rule):

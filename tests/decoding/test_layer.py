@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from decoding.families import FAMILIES, HALVES, REFUSED, make, prompts
+from support.nearness import assert_as_near
+from support.steps import WIDE, drawn
 from transformers import AutoModelForCausalLM
 
 import hfpatch
@@ -74,24 +76,7 @@ def test_what_a_module_of_its_own_computes_is_called(name: str) -> None:
 )
 def test_a_family_in_bf16_is_no_farther_from_fp32(name: str) -> None:
     """Teacher forced: factors and rotations are rounded where the original rounds them."""
-    model = make(name, torch.bfloat16)
-    exact = make(name)
-    exact.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
-    ids = prompts(2, 20, 0)["input_ids"]
-
-    def logits(of: Any) -> torch.Tensor:
-        with torch.no_grad():
-            cache = of(ids[:, :8]).past_key_values
-            steps = [
-                of(ids[:, i : i + 1], past_key_values=cache).logits for i in range(8, ids.shape[1])
-            ]
-        return torch.cat(steps, 1).double()
-
-    truth, before = logits(exact), logits(model)
-    hfpatch.apply(model, include=type(model).__name__)
-    after = logits(model)
-    assert steps_of(model) == 11
-    assert (after - truth).norm() <= 1.1 * (before - truth).norm()
+    assert_as_near(drawn(name, torch.bfloat16, chosen=WIDE), torch.bfloat16, name)
 
 
 def test_a_model_from_a_file_is_explained(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.foreign import forwards
 
 
 class Rotating(nn.Module):
@@ -231,3 +234,30 @@ def test_a_right_forward_stays(training: bool) -> None:
             assert calls == before + 1, "the second call of a kind is the user's alone"
     finally:
         handle.remove()
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        (1.0, 1.0, True),
+        (1.0, 1.0 + 1e-9, True),
+        (1.0, 1.01, False),
+        (NAN, NAN, True),
+        (1.0, NAN, False),
+        (NAN, 1.0, False),
+        (1j, 1j, True),
+        (1j, 2j, False),
+        (1, 1.0, False),
+        ("a", "a", True),
+        ("a", "b", False),
+        (SimpleNamespace(a=1), SimpleNamespace(a=1), True),
+        (SimpleNamespace(a=1), SimpleNamespace(a=2), False),
+    ],
+    ids=repr,
+)
+def test_values_that_are_no_tensors(ours: Any, theirs: Any, same: bool) -> None:
+    with nullcontext() if same else pytest.raises(forwards.Different):
+        forwards._compare_values(ours, theirs, "")

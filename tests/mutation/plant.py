@@ -8,6 +8,7 @@ they were.
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -175,19 +176,22 @@ class _Python(ast.NodeVisitor):
 
 
 def python_faults(path: str, source: str) -> list[Fault]:
-    """Every fault that can be planted in a Python file and leaves it one."""
+    """Every fault that can be planted in a Python file; a few leave it none (`is_source`)."""
     visitor = _Python(path, source)
     tree = ast.parse(source)
     for node in tree.body:
         if isinstance(node, ast.If) and visitor.visit_If_type_checking(node):
             continue
         visitor.visit(node)
-    return [f for f in visitor.found if f.old != f.new and _is_python(f.applied(source))]
+    return [f for f in visitor.found if f.old != f.new]
 
 
-def _is_python(text: str) -> bool:
+def is_source(fault: Fault, source: str) -> bool:
+    """Whether the file is still one with the fault; of C++ its compiler will say."""
+    if not fault.path.endswith(".py"):
+        return True
     try:
-        ast.parse(text)
+        ast.parse(fault.applied(source))
     except SyntaxError:
         return False
     return True
@@ -234,8 +238,10 @@ def cpp_faults(path: str, source: str) -> list[Fault]:
 def planted(root: Path, paths: Iterable[str], count: int, seed: int) -> Iterator[Fault]:
     """`count` faults of all that can be planted in `paths` (under root), drawn without putting
     back; every file's share is that of its possible faults."""
-    faults = []
-    for path in paths:
-        source = (root / path).read_text(encoding="utf-8")
+    sources = {path: (root / path).read_text(encoding="utf-8") for path in paths}
+    faults: list[Fault] = []
+    for path, source in sources.items():
         faults += (python_faults if path.endswith(".py") else cpp_faults)(path, source)
-    yield from random.Random(seed).sample(faults, min(count, len(faults)))
+    random.Random(seed).shuffle(faults)
+    # A file is parsed for the faults that are drawn alone: there are tens of thousands.
+    yield from itertools.islice((f for f in faults if is_source(f, sources[f.path])), count)

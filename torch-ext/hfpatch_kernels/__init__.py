@@ -36,16 +36,18 @@ from ._in_place import (
     rope_qk_,
     silu_,
 )
-from ._loss import cross_entropy
+from ._loss import cross_entropy, cross_entropy_log_probs, load_balancing_loss
 from ._ops import add_op_namespace_prefix, ops
 from ._optim import adamw_step, clip_grad_norm_, clip_grads, grad_norm, scale_grads
-from ._pointwise import add_bias, add_gelu, add_silu, mul_add
+from ._pointwise import add, add_bias, add_gelu, add_silu, mul, mul_add, scale
+from ._products import attention, gemm, gemm_batched
 from ._rms_norm_silu import rms_norm_silu
 from ._rope import qk_norm_rope, rope, rope_qk
 from ._rowops import argmax, sample, softmax, topk
 
 __all__ = [
     "adamw_step",
+    "add",
     "add_bias",
     "add_gelu",
     "add_gelu_",
@@ -57,10 +59,12 @@ __all__ = [
     "add_silu",
     "add_silu_",
     "argmax",
+    "attention",
     "calls",
     "clip_grad_norm_",
     "clip_grads",
     "cross_entropy",
+    "cross_entropy_log_probs",
     "gate_residual",
     "gate_residual_",
     "gate_residual_norm_modulate",
@@ -69,11 +73,15 @@ __all__ = [
     "gated_rms_norm",
     "gelu",
     "gelu_",
+    "gemm",
+    "gemm_batched",
     "grad_norm",
     "group_norm",
     "layer_norm",
     "layer_norm_",
     "layers",
+    "load_balancing_loss",
+    "mul",
     "mul_add",
     "mul_add_",
     "norm_modulate",
@@ -88,6 +96,7 @@ __all__ = [
     "rope_qk",
     "rope_qk_",
     "sample",
+    "scale",
     "scale_grads",
     "silu",
     "silu_",

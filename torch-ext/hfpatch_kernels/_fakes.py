@@ -191,6 +191,60 @@ def _group_norm(x, weight, bias, groups, eps, silu, channels_last):
     return _like(x), torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
+#: hfp_gemm_workspace of hfpatch.h, and products.h.
+_GEMM_COLUMNS, _GEMM_PANEL, _GEMM_CAPACITY = 512, 32, 1 << 20
+_CUDA_GEMM_WORKSPACE = 8 << 20
+
+
+def _gemm_workspace(a, batch, m, n, k):
+    entries = 0
+    if a.device.type == "cuda":
+        entries = _CUDA_GEMM_WORKSPACE
+    elif batch > 0 and m > 0 and n > 0:
+        k = torch.sym_max(k, 1)
+        padded = (n + _GEMM_PANEL - 1) // _GEMM_PANEL * _GEMM_PANEL
+        columns = _GEMM_CAPACITY // k // _GEMM_PANEL * _GEMM_PANEL
+        columns = torch.sym_max(torch.sym_min(columns, _GEMM_COLUMNS), _GEMM_PANEL)
+        columns = torch.sym_min(columns, padded)
+        fit = torch.sym_max(_GEMM_CAPACITY // (columns * k), 1)
+        entries = torch.sym_min(fit, batch) * columns * k
+    return torch.empty(entries, dtype=torch.float32, device=a.device)
+
+
+def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
+    m, k = (a.shape[-1], a.shape[-2]) if transpose_a else (a.shape[-2], a.shape[-1])
+    n = b.shape[-2] if transpose_b else b.shape[-1]
+    batch, shape = 1, (m, n)
+    if a.dim() == 3:
+        batch = a.shape[0] if a.shape[0] != 1 else b.shape[0]
+        if batch == 1 and c is not None:
+            batch = c.shape[0]
+        shape = (batch, m, n)
+    out = torch.empty(shape, dtype=a.dtype, device=a.device)
+    return out, _gemm_workspace(a, batch, m, n, k)
+
+
+def _attention(q, k, v, *_):
+    shape = (*q.shape[:-1], v.shape[-1])
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+
+
+def _log_probs(logits, *_):
+    return *_cross_entropy(logits), _like(logits)
+
+
+def _load_balancing_loss(logits, mask, k):
+    tokens, width = logits.shape[0], 2 * logits.shape[1] + 1
+    parts = torch.sym_min(torch.sym_max((tokens + 63) // 64, 1), 256)
+    options = {"dtype": torch.float32, "device": logits.device}
+    return (
+        torch.empty((), **options),
+        torch.empty(width, **options),
+        torch.empty(parts * width, **options),
+    )
+
+
 def _nothing(*_):
     return None
 
@@ -235,6 +289,15 @@ _FUNCTIONAL = {
     "add_gelu_backward": _add_activation_backward,
     "add_silu_backward": _add_activation_backward,
     "mul_add_backward": _mul_add_backward,
+    "add": _like,
+    "mul": _like,
+    "scale": _like,
+    "gemm": _gemm,
+    "gemm_batched": _gemm,
+    "attention": _attention,
+    "cross_entropy_log_probs": _log_probs,
+    "load_balancing_loss": _load_balancing_loss,
+    "load_balancing_loss_backward": _second,
 }
 #: Of HFP_LIST_OP_TABLE: they return nothing.
 _NOTHING = ("adamw_step", "clip_grads", "scale_grads")

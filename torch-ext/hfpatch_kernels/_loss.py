@@ -1,6 +1,6 @@
 """The public losses."""
 
-from typing import Optional, Union
+from typing import Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -122,3 +122,85 @@ def _with_gradient(logits, target, reduction, num_items, codes):
         elif num_items is not None:
             divisor = float(num_items)
     return _autograd.TotalCrossEntropy.apply(logits, target, divisor_tensor, divisor, *codes)
+
+
+def cross_entropy_log_probs(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """`cross_entropy` of each row, and the logarithm of every token's probability.
+
+    A gradient goes through the formula in plain PyTorch.
+
+    Args:
+        logits: ``[..., V]``, at least two dimensions; fp32, fp16 or bf16.
+        target: ``[...]``, int64.
+        ignore_index: rows with this target have loss and lse 0; their log-probabilities are made.
+        label_smoothing: from 0 to 1.
+        softcap: 0 for none.
+
+    Returns:
+        The losses and the logarithms of the sums of ``exp``, fp32 ``[...]``, and the
+        log-probabilities, ``[..., V]`` in the dtype of ``logits``.
+
+    Raises:
+        RuntimeError: a dtype, device, shape or value that the kernel refuses; says which.
+    """
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        return ops.cross_entropy_log_probs.default(
+            logits, target, ignore_index, label_smoothing, softcap
+        )
+    z = logits.float()
+    if softcap > 0:
+        z = softcap * torch.tanh(z / softcap)
+    lse = z.logsumexp(-1)
+    kept = target != ignore_index
+    at = z.gather(-1, torch.where(kept, target, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1 - label_smoothing) * at - label_smoothing * z.mean(-1)
+    log_probs = (z - lse.unsqueeze(-1)).to(logits.dtype)
+    return torch.where(kept, loss, 0.0), torch.where(kept, lse, 0.0), log_probs
+
+
+class _LoadBalancing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, mask, k):
+        loss, stats, _ = ops.load_balancing_loss.default(logits, mask, k)
+        ctx.save_for_backward(logits, stats, *(() if mask is None else (mask,)))
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        logits, stats, *mask = ctx.saved_tensors
+        given = mask[0] if mask else None
+        grad = grad.to(torch.float32)
+        return ops.load_balancing_loss_backward.default(grad, logits, stats, given), None, None
+
+
+def load_balancing_loss(logits: Tensor, k: int, mask: Optional[Tensor] = None) -> Tensor:
+    """The loss that keeps the load of experts even.
+
+    Fedus et al., arXiv:2101.03961, equations 4 to 6; ``load_balancing_loss_func`` of transformers:
+    ``E * sum(f * P)``, where ``f`` is the share of tokens that have an expert among their ``k`` and
+    ``P`` its mean probability.
+
+    Args:
+        logits: ``[T, E]`` of the router, all layers' one after the other; fp32, fp16 or bf16; ``E``
+            from 1 to 1024.
+        k: experts of a token.
+        mask: ``[T]``, the tokens' weights, 0 for padding; None: 1.
+
+    Returns:
+        fp32, a scalar; 0 where no token counts.
+
+    Raises:
+        RuntimeError: a dtype, device, shape or value that the kernel refuses; says which.
+    """
+    if mask is not None:
+        mask = mask.to(torch.float32).contiguous()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _LoadBalancing.apply(logits, mask, k)
+    return ops.load_balancing_loss.default(logits, mask, k)[0]

@@ -1,4 +1,4 @@
-"""Bias with activation, bias with a residual, and the product with a sum."""
+"""Bias with activation, bias with a residual, the product with a sum; sums and products of two."""
 
 from typing import Optional
 
@@ -13,6 +13,9 @@ _add_bias = ops.add_bias.default
 _add_gelu = ops.add_gelu.default
 _add_silu = ops.add_silu.default
 _mul_add = ops.mul_add.default
+_add = ops.add.default
+_mul = ops.mul.default
+_scale = ops.scale.default
 _CASTS = _codes.MODULATION_CASTS
 
 
@@ -174,3 +177,71 @@ def mul_add(a: Tensor, b: Tensor, c: Tensor, cast: str = "input") -> Tensor:
     if is_grad_enabled() and (a.requires_grad or b.requires_grad or c.requires_grad):
         return MulAdd.apply(a, b if _adjacent(b, a) else b.expand(a.shape), c, code)
     return _mul_add(a, b, c, code)
+
+
+def _broadcast(b, a):
+    """``b`` in the dimensions of ``a``, as the kernels take it."""
+    if b.dim() != 2 or a.dim() < 3:
+        return b
+    return b.reshape(b.shape[0], *(1,) * (a.dim() - 2), b.shape[1])
+
+
+def add(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    """``a + alpha * b`` in fp32, rounded once.
+
+    A gradient goes through the formula in plain PyTorch.
+
+    Args:
+        a: ``[..., D]``; fp32, fp16 or bf16.
+        b: of the dtype of ``a``: its shape, with sizes 1 where it is broadcast, or ``[D]``.
+        alpha: a factor of ``b``.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``a``.
+
+    Raises:
+        RuntimeError: a dtype, device or shape that the kernel refuses; says which.
+    """
+    if is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return (a.float() + alpha * _broadcast(b, a).float()).to(a.dtype)
+    return _add(a, b, alpha)
+
+
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    """``a * b`` in fp32, rounded once.
+
+    A gradient goes through the formula in plain PyTorch.
+
+    Args:
+        a: ``[..., D]``; fp32, fp16 or bf16.
+        b: of the dtype of ``a``: its shape, with sizes 1 where it is broadcast, or ``[D]``.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``a``.
+
+    Raises:
+        RuntimeError: a dtype, device or shape that the kernel refuses; says which.
+    """
+    if is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return (a.float() * _broadcast(b, a).float()).to(a.dtype)
+    return _mul(a, b)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """``x * factor`` in fp32, rounded once.
+
+    A gradient goes through the formula in plain PyTorch.
+
+    Args:
+        x: ``[..., D]``; fp32, fp16 or bf16.
+        factor: finite.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``x``.
+
+    Raises:
+        RuntimeError: a dtype, device or shape that the kernel refuses; says which.
+    """
+    if is_grad_enabled() and x.requires_grad:
+        return (x.float() * factor).to(x.dtype)
+    return _scale(x, factor)

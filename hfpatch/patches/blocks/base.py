@@ -20,6 +20,8 @@ from hfpatch.patches.base import (
     Forward,
     Subject,
     Tensor,
+    class_of,
+    coded,
     is_dtensor,
     watched,
 )
@@ -29,7 +31,14 @@ from hfpatch.patches.blocks.likeness import odd_build, own_settings, read_throug
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.proving import cpu_default, float32_default
-from hfpatch.patches.unchanged import Part, ProcessorPart, hooks_on_all, is_hooked, same_parts
+from hfpatch.patches.unchanged import (
+    Part,
+    ProcessorPart,
+    hooks_on_all,
+    is_hooked,
+    layers_replaced,
+    same_parts,
+)
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, Sources
 
@@ -276,6 +285,8 @@ class BlockSubject(Subject):
         if like:
             weights = sum(p.numel() for p in self.module.parameters() if p.ndim > 1)
         distributed = torch.distributed.is_available()
+        cls, own = class_of(self.module), coded(original)
+        code = own.__code__
 
         def partitioned(block: nn.Module) -> bool:
             """Whether a parameter is a DTensor or empty: FSDP2 has gathered them by now."""
@@ -294,10 +305,15 @@ class BlockSubject(Subject):
                     if result is not None:
                         return result
                 return original(self, hidden_states, *args, **kwargs)
-            if type(self).forward is not original:  # its class is another one, or was patched
+            # its class is another one, or was patched
+            if (
+                (type(self) is not cls and class_of(self) is not cls)
+                or type(self).forward is not original
+                or own.__code__ is not code
+            ):
                 return type(self).forward(self, hidden_states, *args, **kwargs)
             if type(hidden_states) is Tensor and not watched():
-                if not (same(self) and ready(self)):
+                if layers_replaced() or not (same(self) and ready(self)):
                     contract.changed()
                 elif hooks_on_all():
                     contract.hooks_on_all()

@@ -10,7 +10,7 @@ import functools
 import threading
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -29,7 +29,19 @@ CAPABILITY = (9, 0)
 LARGE = 1e11
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+class Form(NamedTuple):
+    """What an attention is beside its sizes; each form is proven by itself."""
+
+    causal: bool = False
+    window: bool = False
+    grouped: bool = False  # fewer heads of k and v than of q
+    softcap: bool = False
+
+
+PLAIN = Form()
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, form: Form = PLAIN) -> bool:
     """Whether FlashAttention-3 computes this attention of [B, S, H, D] tensors without a mask.
 
     It does not where autograd records (one of the packages has no gradient), nor while a model is
@@ -37,22 +49,51 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     return (
         not is_compiling()
-        and _pays(q, k)
-        and _takes(q, k, v)
+        and _pays(q, k, form)
+        and _takes(q, k, v, form)
         and _left_to_us()
-        and _proven(q.device, q.dtype, q.shape[-1])
+        and _proven(q.device, q.dtype, q.shape[-1], form)
     )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The attention of tensors that it `serves`: [B, S, H, D], contiguous."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The attention of tensors that it `serves`: [B, S, H, D], contiguous.
+
+    Args:
+        scale, causal, window, softcap: as `hfpatch.attention.attention` takes them.
+    """
     package = find()
     assert package is not None
-    return _call(package.operator, q, k, v)
+    return _call(package.operator, q, k, v, **_options(scale, causal, window, softcap))
 
 
-def _call(operator: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = operator(q, k, v, num_splits=1)[0]  # one: the same bits at every call
+def _options(
+    scale: float | None, causal: bool, window: int | None, softcap: float | None
+) -> dict[str, Any]:
+    """The operator's arguments, of those that differ from its defaults."""
+    found: dict[str, Any] = {}
+    if scale is not None:
+        found["softmax_scale"] = scale
+    if window is not None:
+        found |= {"window_size_left": window - 1, "window_size_right": 0}
+    elif causal:
+        found["is_causal"] = True
+    if softcap is not None:
+        found["softcap"] = softcap
+    return found
+
+
+def _call(operator: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    out: Tensor = operator(q, k, v, num_splits=1, **options)[0]  # one: the same bits at every call
     return out
 
 
@@ -60,15 +101,22 @@ def _call(operator: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # Whether it may and should
 
 
-def _pays(q: Tensor, k: Tensor) -> bool:
-    batch, length, heads, dim = q.shape
-    flops = 4 * batch * heads * length * k.shape[1] * dim
-    return flops >= LARGE
+def pays(queries: Any, keys: Any, causal: bool = False, window: int | None = None) -> bool:
+    """Whether there is so much work, by shapes of [B, H, S, D]."""
+    batch, heads, length, dim = queries
+    flops = 4 * batch * heads * length * dim * min(keys[2], window or keys[2])
+    return bool(flops >= (2 * LARGE if causal and window is None else LARGE))
 
 
-def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _pays(q: Tensor, k: Tensor, form: Form = PLAIN) -> bool:
+    if form.window:  # which the caller looked at: its length is not known here
+        return True
+    return pays(q.transpose(1, 2).shape, k.transpose(1, 2).shape, form.causal)
+
+
+def _takes(q: Tensor, k: Tensor, v: Tensor, form: Form) -> bool:
     """What the kernel is for. It does not look at alignment itself, and takes fewer heads of k and
-    v than of q, which for PyTorch is an error."""
+    v than of q, which for PyTorch is an error where it is not said."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
     batch, _, heads, dim = q.shape
@@ -76,7 +124,9 @@ def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
-        and k.shape == v.shape == (batch, k.shape[1], heads, dim)
+        and k.shape == v.shape == (batch, k.shape[1], k.shape[2] if form.grouped else heads, dim)
+        and heads % k.shape[2] == 0
+        and (not form.causal or q.shape[1] <= k.shape[1])
         and dim <= 256
         and dim % 8 == 0
         and all(map(_aligned, (q, k, v)))
@@ -164,10 +214,12 @@ def _said(error: Exception) -> str:
 _Key = tuple[torch.device, torch.dtype, int]
 #: Device, dtype and head dim: why it is not used for them, or None where it is.
 _proofs: dict[_Key, str | None] = {}
+#: The same of forms other than the plain one.
+_forms: dict[tuple[_Key, Form], str | None] = {}
 _lock = threading.Lock()
 
 
-def _proven(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+def _proven(device: torch.device, dtype: torch.dtype, dim: int, form: Form) -> bool:
     """Whether it computes attention there; found out at the first call.
 
     Not in the capture of a CUDA graph, where nothing can be compared: what was never called before
@@ -184,7 +236,16 @@ def _proven(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
                 _decide(key)
             except torch.OutOfMemoryError:  # the next call tries again
                 return False
-    return _proofs[key] is None
+    if form == PLAIN or _proofs[key] is not None:
+        return _proofs[key] is None
+    if (key, form) not in _forms:
+        if _capturing(device):
+            return False
+        try:
+            _decide(key, form)
+        except torch.OutOfMemoryError:
+            return False
+    return _forms[key, form] is None
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
@@ -197,10 +258,15 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _decide(key: _Key) -> None:
+def _decide(key: _Key, form: Form = PLAIN) -> None:
     """Prove it for `key`, and say if it is there and not used."""
     device, dtype, dim = key
     with _lock:
+        if form != PLAIN:
+            package = find()
+            if (key, form) not in _forms and package is not None:
+                _forms[key, form] = _prove(package.operator, device, dtype, dim, form)
+            return
         if key in _proofs:  # another thread was first
             return
         package = find()
@@ -217,7 +283,9 @@ def _decide(key: _Key) -> None:
         )
 
 
-def _prove(operator: Any, device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+def _prove(
+    operator: Any, device: torch.device, dtype: torch.dtype, dim: int, form: Form = PLAIN
+) -> str | None:
     """Why it is not right for small random tensors; None if it is.
 
     The lengths are no multiples of its tiles, k and v are views of one tensor. Its probabilities
@@ -229,11 +297,14 @@ def _prove(operator: Any, device: torch.device, dtype: torch.dtype, dim: int) ->
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cpu", generator=generator).to(dtype)
 
-    q, kv = draw(1, 136, 2, dim), draw(1, 200, 2, 2, dim)
+    q, kv = draw(1, 136, 4 if form.grouped else 2, dim), draw(1, 200, 2, 2, dim)
+    window, softcap = 72 if form.window else None, 3.0 if form.softcap else None
     # on the CPU: loading a GPU's fp64 kernels for this would take longer than all the rest
-    truth = _formula(q.double(), *kv.double().unbind(2))
+    k, v = kv.unbind(2)
+    truth = _formula(q.double(), k.double(), v.double(), form.causal, window, softcap)
     try:
-        ours = _call(operator, q.to(device), *kv.to(device).unbind(2))
+        options = _options(None, form.causal, window, softcap)
+        ours = _call(operator, q.to(device), *kv.to(device).unbind(2), **options)
         error = ((ours.cpu().double() - truth).norm() / truth.norm()).item()
     except torch.OutOfMemoryError:
         raise
@@ -243,11 +314,27 @@ def _prove(operator: Any, device: torch.device, dtype: torch.dtype, dim: int) ->
     return None if error <= limit else f"it is off by {error:.2e}, expected <= {limit:.2e}"
 
 
-def _formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """In PyTorch's plain operators, which no switch of its attention kernels touches."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    weights = torch.softmax(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5, -1)
-    return (weights @ v).transpose(1, 2)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        late = k.shape[2] - q.shape[2]
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril(late)
+        if window is not None:
+            seen = seen.triu(late - window + 1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -64,13 +64,36 @@ class Operator:
             forget()
 
 
+class Reader(Protocol):
+    """Who answers, in a recording of ours and its rehearsal, what the host reads of tensors."""
+
+    def all_ones(self, mask: Tensor) -> bool:
+        """Whether `mask` is known to be 1 everywhere, now and at each replay."""
+
+
 class _Now(threading.local):
     capture: Capture | None = None
+    reader: Reader | None = None
     rehearsing: bool = False
     operator: Operator | None = None
 
 
 _now = _Now()
+
+
+@contextmanager
+def read_by(reader: Reader) -> Iterator[None]:
+    """`reader` answers what the host reads in this thread."""
+    before, _now.reader = _now.reader, reader
+    try:
+        yield
+    finally:
+        _now.reader = before
+
+
+def current_reader() -> Reader | None:
+    """Who answers what the host reads now, if somebody does."""
+    return _now.reader
 
 
 def current_capture() -> Capture | None:

@@ -16,6 +16,9 @@ from torch import nn
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.unchanged import is_hooked, is_replaced
 
+#: Attributes of an instance that stand before its class's forward and its parameters.
+_INSTEAD = ("forward", "weight", "bias")
+
 
 def is_plain(linear: Any, x: Tensor) -> bool:
     """Whether calling `linear` on `x` is `F.linear` with its own weight and nothing else."""
@@ -23,7 +26,9 @@ def is_plain(linear: Any, x: Tensor) -> bool:
         return False
     d = linear.__dict__  # attributes of a module cost twenty times a dict's entries
     weight = d["_parameters"].get("weight")
-    return type(weight) is nn.Parameter and weight.dtype == x.dtype and "forward" not in d
+    return (
+        type(weight) is nn.Parameter and weight.dtype == x.dtype and d.keys().isdisjoint(_INSTEAD)
+    )
 
 
 def is_plain_convolution(conv: Any, x: Tensor) -> bool:
@@ -32,7 +37,9 @@ def is_plain_convolution(conv: Any, x: Tensor) -> bool:
         return False
     d = conv.__dict__
     weight = d["_parameters"].get("weight")
-    return type(weight) is nn.Parameter and weight.dtype == x.dtype and "forward" not in d
+    return (
+        type(weight) is nn.Parameter and weight.dtype == x.dtype and d.keys().isdisjoint(_INSTEAD)
+    )
 
 
 def without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -63,11 +63,20 @@ pub const HFP_DECODE_TENSORS: i64 = 27;
 pub const HFP_GATE_COUNT: i64 = 2;
 pub const HFP_GATE_SIGMOID: i64 = 1;
 pub const HFP_GATE_SILU: i64 = 0;
+pub const HFP_GEMM_BLAS: i64 = 5;
+pub const HFP_GEMM_BLIS: i64 = 4;
+pub const HFP_GEMM_CUBLASLT: i64 = 6;
+pub const HFP_GEMM_MKL: i64 = 3;
+pub const HFP_GEMM_NONE: i64 = 0;
+pub const HFP_GEMM_OPENBLAS: i64 = 2;
+pub const HFP_GEMM_OWN: i64 = 1;
 pub const HFP_GRAD_NORM_COUNT: i64 = 2;
 pub const HFP_GRAD_NORM_INF: i64 = 1;
 pub const HFP_GRAD_NORM_L2: i64 = 0;
 pub const HFP_INVALID_ARGUMENT: i32 = -2;
 pub const HFP_LAUNCH_FAILED: i32 = -3;
+pub const HFP_MAX_EXPERTS: i64 = 1024;
+pub const HFP_MAX_HEAD_DIM: i64 = 256;
 pub const HFP_MAX_OUTER_DIMS: i64 = 3;
 pub const HFP_MAX_TOPK: i64 = 2048;
 pub const HFP_NEED_BIAS: i64 = 2;
@@ -526,6 +535,105 @@ unsafe extern "C" {
         cols: i64,
         sums: i64,
     ) -> i64;
+    pub fn hfp_add(
+        out: *mut DLTensor,
+        a: *const DLTensor,
+        b: *const DLTensor,
+        alpha: f64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_mul(
+        out: *mut DLTensor,
+        a: *const DLTensor,
+        b: *const DLTensor,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_scale(
+        out: *mut DLTensor,
+        x: *const DLTensor,
+        factor: f64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_gemm_backend(
+        device_type: i64,
+    ) -> i64;
+    pub fn hfp_gemm_workspace(
+        batch: i64,
+        m: i64,
+        n: i64,
+        k: i64,
+        device_type: i64,
+    ) -> i64;
+    pub fn hfp_gemm(
+        out: *mut DLTensor,
+        workspace: *mut DLTensor,
+        a: *const DLTensor,
+        b: *const DLTensor,
+        c: *const DLTensor,
+        alpha: f64,
+        beta: f64,
+        transpose_a: i64,
+        transpose_b: i64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_gemm_batched(
+        out: *mut DLTensor,
+        workspace: *mut DLTensor,
+        a: *const DLTensor,
+        b: *const DLTensor,
+        c: *const DLTensor,
+        alpha: f64,
+        beta: f64,
+        transpose_a: i64,
+        transpose_b: i64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_attention(
+        out: *mut DLTensor,
+        lse: *mut DLTensor,
+        q: *const DLTensor,
+        k: *const DLTensor,
+        v: *const DLTensor,
+        mask: *const DLTensor,
+        q_starts: *const DLTensor,
+        k_starts: *const DLTensor,
+        k_lengths: *const DLTensor,
+        scale: f64,
+        causal: i64,
+        most_queries: i64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_cross_entropy_log_probs(
+        loss: *mut DLTensor,
+        lse: *mut DLTensor,
+        log_probs: *mut DLTensor,
+        logits: *const DLTensor,
+        target: *const DLTensor,
+        ignore_index: i64,
+        label_smoothing: f64,
+        softcap: f64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_balance_parts(
+        tokens: i64,
+    ) -> i64;
+    pub fn hfp_load_balancing_loss(
+        loss: *mut DLTensor,
+        stats: *mut DLTensor,
+        partials: *mut DLTensor,
+        logits: *const DLTensor,
+        mask: *const DLTensor,
+        k: i64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_load_balancing_loss_backward(
+        dlogits: *mut DLTensor,
+        grad: *const DLTensor,
+        logits: *const DLTensor,
+        stats: *const DLTensor,
+        mask: *const DLTensor,
+        stream: *mut c_void,
+    ) -> i32;
     pub fn hfp_decode_workspace(
         model: *const HfpTensorList,
         rows: i64,

@@ -1243,6 +1243,265 @@ pub fn mul_add_backward(
     })
 }
 
+/// `hfp_add`
+pub fn add(
+    out: &mut TensorViewMut,
+    a: &TensorView,
+    b: &TensorView,
+    alpha: f64,
+    stream: Stream,
+) -> Result<()> {
+    let mut out = out.raw();
+    let mut a = a.raw();
+    let mut b = b.raw();
+    check(unsafe {
+        sys::hfp_add(
+            out.pointer(),
+            a.pointer(),
+            b.pointer(),
+            alpha,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_mul`
+pub fn mul(
+    out: &mut TensorViewMut,
+    a: &TensorView,
+    b: &TensorView,
+    stream: Stream,
+) -> Result<()> {
+    let mut out = out.raw();
+    let mut a = a.raw();
+    let mut b = b.raw();
+    check(unsafe {
+        sys::hfp_mul(
+            out.pointer(),
+            a.pointer(),
+            b.pointer(),
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_scale`
+pub fn scale(
+    out: &mut TensorViewMut,
+    x: &TensorView,
+    factor: f64,
+    stream: Stream,
+) -> Result<()> {
+    let mut out = out.raw();
+    let mut x = x.raw();
+    check(unsafe {
+        sys::hfp_scale(
+            out.pointer(),
+            x.pointer(),
+            factor,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_gemm`
+pub fn gemm(
+    out: &mut TensorViewMut,
+    workspace: &mut TensorViewMut,
+    a: &TensorView,
+    b: &TensorView,
+    c: Option<&TensorView>,
+    alpha: f64,
+    beta: f64,
+    transpose_a: i64,
+    transpose_b: i64,
+    stream: Stream,
+) -> Result<()> {
+    let mut out = out.raw();
+    let mut workspace = workspace.raw();
+    let mut a = a.raw();
+    let mut b = b.raw();
+    let mut c = Raw::of(c.map(|t| t.raw()));
+    check(unsafe {
+        sys::hfp_gemm(
+            out.pointer(),
+            workspace.pointer(),
+            a.pointer(),
+            b.pointer(),
+            c.pointer(),
+            alpha,
+            beta,
+            transpose_a,
+            transpose_b,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_gemm_batched`
+pub fn gemm_batched(
+    out: &mut TensorViewMut,
+    workspace: &mut TensorViewMut,
+    a: &TensorView,
+    b: &TensorView,
+    c: Option<&TensorView>,
+    alpha: f64,
+    beta: f64,
+    transpose_a: i64,
+    transpose_b: i64,
+    stream: Stream,
+) -> Result<()> {
+    let mut out = out.raw();
+    let mut workspace = workspace.raw();
+    let mut a = a.raw();
+    let mut b = b.raw();
+    let mut c = Raw::of(c.map(|t| t.raw()));
+    check(unsafe {
+        sys::hfp_gemm_batched(
+            out.pointer(),
+            workspace.pointer(),
+            a.pointer(),
+            b.pointer(),
+            c.pointer(),
+            alpha,
+            beta,
+            transpose_a,
+            transpose_b,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_attention`
+pub fn attention(
+    out: &mut TensorViewMut,
+    lse: &mut TensorViewMut,
+    q: &TensorView,
+    k: &TensorView,
+    v: &TensorView,
+    mask: Option<&TensorView>,
+    q_starts: Option<&TensorView>,
+    k_starts: Option<&TensorView>,
+    k_lengths: Option<&TensorView>,
+    scale: f64,
+    causal: i64,
+    most_queries: i64,
+    stream: Stream,
+) -> Result<()> {
+    let mut out = out.raw();
+    let mut lse = lse.raw();
+    let mut q = q.raw();
+    let mut k = k.raw();
+    let mut v = v.raw();
+    let mut mask = Raw::of(mask.map(|t| t.raw()));
+    let mut q_starts = Raw::of(q_starts.map(|t| t.raw()));
+    let mut k_starts = Raw::of(k_starts.map(|t| t.raw()));
+    let mut k_lengths = Raw::of(k_lengths.map(|t| t.raw()));
+    check(unsafe {
+        sys::hfp_attention(
+            out.pointer(),
+            lse.pointer(),
+            q.pointer(),
+            k.pointer(),
+            v.pointer(),
+            mask.pointer(),
+            q_starts.pointer(),
+            k_starts.pointer(),
+            k_lengths.pointer(),
+            scale,
+            causal,
+            most_queries,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_cross_entropy_log_probs`
+pub fn cross_entropy_log_probs(
+    loss: &mut TensorViewMut,
+    lse: &mut TensorViewMut,
+    log_probs: &mut TensorViewMut,
+    logits: &TensorView,
+    target: &TensorView,
+    ignore_index: i64,
+    label_smoothing: f64,
+    softcap: f64,
+    stream: Stream,
+) -> Result<()> {
+    let mut loss = loss.raw();
+    let mut lse = lse.raw();
+    let mut log_probs = log_probs.raw();
+    let mut logits = logits.raw();
+    let mut target = target.raw();
+    check(unsafe {
+        sys::hfp_cross_entropy_log_probs(
+            loss.pointer(),
+            lse.pointer(),
+            log_probs.pointer(),
+            logits.pointer(),
+            target.pointer(),
+            ignore_index,
+            label_smoothing,
+            softcap,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_load_balancing_loss`
+pub fn load_balancing_loss(
+    loss: &mut TensorViewMut,
+    stats: &mut TensorViewMut,
+    partials: &mut TensorViewMut,
+    logits: &TensorView,
+    mask: Option<&TensorView>,
+    k: i64,
+    stream: Stream,
+) -> Result<()> {
+    let mut loss = loss.raw();
+    let mut stats = stats.raw();
+    let mut partials = partials.raw();
+    let mut logits = logits.raw();
+    let mut mask = Raw::of(mask.map(|t| t.raw()));
+    check(unsafe {
+        sys::hfp_load_balancing_loss(
+            loss.pointer(),
+            stats.pointer(),
+            partials.pointer(),
+            logits.pointer(),
+            mask.pointer(),
+            k,
+            stream.0,
+        )
+    })
+}
+
+/// `hfp_load_balancing_loss_backward`
+pub fn load_balancing_loss_backward(
+    dlogits: &mut TensorViewMut,
+    grad: &TensorView,
+    logits: &TensorView,
+    stats: &TensorView,
+    mask: Option<&TensorView>,
+    stream: Stream,
+) -> Result<()> {
+    let mut dlogits = dlogits.raw();
+    let mut grad = grad.raw();
+    let mut logits = logits.raw();
+    let mut stats = stats.raw();
+    let mut mask = Raw::of(mask.map(|t| t.raw()));
+    check(unsafe {
+        sys::hfp_load_balancing_loss_backward(
+            dlogits.pointer(),
+            grad.pointer(),
+            logits.pointer(),
+            stats.pointer(),
+            mask.pointer(),
+            stream.0,
+        )
+    })
+}
+
 /// `hfp_group_parts`
 pub fn group_parts(
     channels: i64,
@@ -1309,6 +1568,47 @@ pub fn sum_partial_rows(
             rows,
             cols,
             sums,
+        )
+    })
+}
+
+/// `hfp_gemm_backend`
+pub fn gemm_backend(
+    device_type: i64,
+) -> Result<i64> {
+    size(unsafe {
+        sys::hfp_gemm_backend(
+            device_type,
+        )
+    })
+}
+
+/// `hfp_gemm_workspace`
+pub fn gemm_workspace(
+    batch: i64,
+    m: i64,
+    n: i64,
+    k: i64,
+    device_type: i64,
+) -> Result<i64> {
+    size(unsafe {
+        sys::hfp_gemm_workspace(
+            batch,
+            m,
+            n,
+            k,
+            device_type,
+        )
+    })
+}
+
+/// `hfp_balance_parts`
+pub fn balance_parts(
+    tokens: i64,
+) -> Result<i64> {
+    size(unsafe {
+        sys::hfp_balance_parts(
+            tokens,
         )
     })
 }

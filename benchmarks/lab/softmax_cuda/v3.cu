@@ -1,0 +1,98 @@
+// Softmax of rows: a block has a row, and holds it in registers.
+#include <cuda_runtime.h>
+#include <math.h>
+
+constexpr int kThreads = 256;
+constexpr int kHeld = 16;  // of a row in the registers of a thread; what is more is read again
+
+__device__ float block_max(float value) {
+  __shared__ float parts[kThreads / 32];
+  for (int lane = 16; lane > 0; lane /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, lane));
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = parts[0];
+  for (int i = 1; i < kThreads / 32; ++i) value = fmaxf(value, parts[i]);
+  return value;
+}
+
+__device__ float block_sum(float value) {
+  __shared__ float parts[kThreads / 32];
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffff, value, lane);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = parts[0];
+  for (int i = 1; i < kThreads / 32; ++i) value += parts[i];
+  return value;
+}
+
+__global__ void softmax_kernel(const float* x, float* y, int columns) {
+  const float* in = x + (size_t)blockIdx.x * columns;
+  float* out = y + (size_t)blockIdx.x * columns;
+  float held[kHeld];
+  float greatest = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    int i = threadIdx.x + j * kThreads;
+    held[j] = i < columns ? in[i] : -INFINITY;
+    greatest = fmaxf(greatest, held[j]);
+  }
+  for (int i = threadIdx.x + kHeld * kThreads; i < columns; i += kThreads)
+    greatest = fmaxf(greatest, in[i]);
+  greatest = block_max(greatest);
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    held[j] = expf(held[j] - greatest);
+    if (threadIdx.x + j * kThreads < columns) sum += held[j];
+  }
+  for (int i = threadIdx.x + kHeld * kThreads; i < columns; i += kThreads)
+    sum += expf(in[i] - greatest);
+  sum = block_sum(sum);
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    int i = threadIdx.x + j * kThreads;
+    if (i < columns) out[i] = held[j] / sum;
+  }
+  for (int i = threadIdx.x + kHeld * kThreads; i < columns; i += kThreads)
+    out[i] = expf(in[i] - greatest) / sum;
+}
+
+__global__ void softmax_vectors_kernel(const float* x, float* y, int columns) {
+  const float4* in = reinterpret_cast<const float4*>(x + (size_t)blockIdx.x * columns);
+  float4* out = reinterpret_cast<float4*>(y + (size_t)blockIdx.x * columns);
+  float4 held[kHeld / 4];
+  float greatest = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kHeld / 4; ++j) {
+    int i = threadIdx.x + j * kThreads;
+    held[j] = i < columns / 4 ? in[i] : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    greatest = fmaxf(greatest, fmaxf(fmaxf(held[j].x, held[j].y), fmaxf(held[j].z, held[j].w)));
+  }
+  greatest = block_max(greatest);
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < kHeld / 4; ++j) {
+    held[j].x = expf(held[j].x - greatest);
+    held[j].y = expf(held[j].y - greatest);
+    held[j].z = expf(held[j].z - greatest);
+    held[j].w = expf(held[j].w - greatest);
+    if (threadIdx.x + j * kThreads < columns / 4)
+      sum += (held[j].x + held[j].y) + (held[j].z + held[j].w);
+  }
+  sum = block_sum(sum);
+#pragma unroll
+  for (int j = 0; j < kHeld / 4; ++j) {
+    int i = threadIdx.x + j * kThreads;
+    if (i < columns / 4)
+      out[i] = make_float4(held[j].x / sum, held[j].y / sum, held[j].z / sum, held[j].w / sum);
+  }
+}
+
+extern "C" void solve(const float* x, float* y, int rows, int columns, cudaStream_t stream) {
+  bool vectors = columns % 4 == 0 && columns <= kHeld * kThreads;
+  if (vectors)
+    softmax_vectors_kernel<<<rows, kThreads, 0, stream>>>(x, y, columns);
+  else
+    softmax_kernel<<<rows, kThreads, 0, stream>>>(x, y, columns);
+}

@@ -1,0 +1,1 @@
+"""`hfpatch lab`: a kernel is made faster by evidence. Checked, profiled, one change, recorded."""

@@ -1,0 +1,161 @@
+"""Attention of a training step: the model's own attention function with the arguments that the
+original passes, but PyTorch's by the kernel that is fastest with its backward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.training import packed
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A keyword argument of the attention function: an attribute or parameter of the attention
+    module by that name, or one of its configuration ("config.NAME"), or a constant."""
+
+    name: str
+    attribute: str | None = None
+    constant: Any = None
+
+    def value(self, module: nn.Module) -> Any:
+        """What the original would pass."""
+        if self.attribute is None:
+            return self.constant
+        held: Any = module
+        for name in self.attribute.split("."):
+            held = getattr(held, name)
+        return held
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a layer calls its attention function.
+
+    own: arguments that the attention module makes itself. passed: of the layer's own keyword
+    arguments, by name, whether they reach the function; passes_others: whether any other does.
+    """
+
+    own: tuple[Argument, ...]
+    passed: tuple[tuple[str, bool], ...]
+    passes_others: bool
+
+    def arguments(self, module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The function's keyword arguments; None where it is not known what becomes of one."""
+        found = {a.name: a.value(module) for a in self.own}
+        for name, value in given.items():
+            reaches = next((r for n, r in self.passed if n == name), None)
+            if reaches is None:
+                if not self.passes_others:
+                    return None
+                reaches = True
+            if reaches:
+                found[name] = value
+        return found
+
+
+@functools.lru_cache(maxsize=256)
+def _eager_of(cls: type) -> Any:
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    return getattr(forward, "__globals__", {}).get("eager_attention_forward")
+
+
+def function_of(module: Any) -> Callable[..., Any] | None:
+    """The attention function that a module's own forward would find now."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    cls: Any = type(module)
+    default = _eager_of(cls)
+    name = module.config._attn_implementation
+    if name is None or default is None:
+        return None
+    found: Any = ALL_ATTENTION_FUNCTIONS.get(name, None if name != "eager" else default)
+    return found  # type: ignore[no-any-return]
+
+
+def attended(
+    function: Callable[..., Any],
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    arguments: dict[str, Any],
+) -> Tensor:
+    """Attention's result [B, S, heads * head_dim], dense.
+
+    Args:
+        q: [B, heads, S, head_dim]. k, v: [B, key_heads, S, head_dim].
+        mask: what the layer was given.
+        arguments: `Call.arguments`.
+    """
+    batch, _, length, _ = q.shape
+    out = None
+    if function is _sdpa() and _is_causal(module, q, k, arguments):
+        scale = arguments.get("scaling")
+        if mask is None:
+            out = _by_cudnn(q, k, v, scale) if q.is_cuda else None
+        else:
+            positions, window = arguments.get("position_ids"), arguments.get("sliding_window")
+            found = packed.sequences_of(mask, positions, window, batch)
+            out = None if found is None else packed.attended(q, k, v, found, scale)
+    if out is None:
+        out = function(module, q, k, v, mask, **arguments)[0]
+    return out.reshape(batch, length, -1).contiguous()
+
+
+@functools.cache
+def _sdpa() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+def _is_causal(module: nn.Module, q: Tensor, k: Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether it is attention of tokens to those before them and nothing more."""
+    if any(arguments.get(name) is not None for name in ("softcap", "position_bias", "cache")):
+        return False
+    causal = arguments.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return causal is True and not arguments.get("dropout") and q.shape[2] == k.shape[2] > 1
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor | None:
+    """On a GPU whose fastest kernels they are; None where they do not serve."""
+    if not _cudnn_serves(q, k, v):
+        return None
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale
+    )
+    out: Tensor = found[0]
+    return out.transpose(1, 2)
+
+
+def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN's attention has a forward and a backward for these, and is allowed."""
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    wants = q.requires_grad or k.requires_grad or v.requires_grad
+    key = (q.device.index, q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), wants)
+    found = _served.get(key)
+    if found is None:
+        if len(_served) >= 1024:  # packed batches of all lengths
+            _served.clear()
+        groups = q.shape[1] != k.shape[1]
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, groups)
+        found = _served[key] = (
+            q.dtype in (torch.float16, torch.bfloat16)
+            and q.shape[-1] <= 128
+            and torch.cuda.get_device_capability(q.device)[0] >= 9
+            and torch.backends.cuda.can_use_cudnn_attention(params)
+        )
+    return found
+
+
+_served: dict[Any, bool] = {}

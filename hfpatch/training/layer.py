@@ -1,0 +1,523 @@
+"""The forward of a decoder layer for training: its plan, and the adapter that stands on a layer.
+
+Where all products of a half are plain linear layers the half is one function of autograd's
+(stages.py). Where one is a module of another kind, as LoRA puts them in, that half calls its
+modules and fuses what lies between them. Where anything else is not as the plan has it, the layer's
+own forward runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hfpatch import swap
+from hfpatch.decoding.rules import LayerRule, NormRule, Part
+from hfpatch.patches.base import Forward, plain, watched
+from hfpatch.patches.unchanged import is_hooked
+from hfpatch.sources import local_package
+from hfpatch.training import attend, lora, stages
+from hfpatch.training.remade import kept_as_recipe, saving_is_watched
+
+_CHECKPOINTED = "forward_with_checkpointing"
+#: Arguments of a layer that are looked at here; the others go on to its attention function.
+_TAKEN = ("attention_mask", "position_embeddings", "past_key_values")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a layer computes. rule: its paths begin at the layer. classes: of the norms, by path.
+    rotary_dim: of its RoPE, 0 for none. halves: whether the second half of a table's columns is the
+    first once more. factor: of the residual sums. fills_cache: whether
+    `past_key_values.update` is given keys and values."""
+
+    rule: LayerRule
+    heads: int
+    key_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    halves: bool
+    factor: float
+    call: attend.Call
+    fills_cache: bool
+
+    def norms(self) -> Iterator[NormRule]:
+        """All that it has."""
+        a = self.rule.attention
+        yield from (n for n in (*self.rule.norms, a.q_norm, a.k_norm) if n is not None)
+
+    def parts(self) -> Iterator[Part]:
+        """Its products."""
+        a, m = self.rule.attention, self.rule.mlp
+        yield from (a.q, a.k, a.v, a.o)
+        yield from (p for p in (m.gate, m.up, m.down) if p is not None)
+
+
+def unsupported(plan: LayerPlan) -> str | None:
+    """Why such a layer has no function for training, or None."""
+    a = plan.rule.attention
+    if a.clip is not None:
+        return "its queries and keys are clamped"
+    if a.norm_after_rope:
+        return "its queries and keys are normed behind RoPE"
+    if a.q_norm is not None and a.k_norm is not None:
+        q, k = a.q_norm, a.k_norm
+        if q.kind != "rms" or k.kind != "rms" or q.bias is not None or k.bias is not None:
+            return "the norm of its queries is no RMS norm without a bias"
+        if (q.offset, q.eps, q.rounded) != (k.offset, k.eps, k.rounded):
+            return "the norms of its queries and keys differ"
+    for norm in plan.norms():
+        if norm.kind == "layer" and norm.offset:
+            return "a number is added to the weight of its layer norm"
+        if norm.kind == "rms" and norm.rounded and norm.offset:
+            return "a norm rounds before an offset is added to its weight"
+    return None
+
+
+def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for name in path:
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(path.split(".")) if path else ()
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether calling `module` would run its class's forward, or ours, and nothing else."""
+    if is_hooked(module):
+        return False
+    forward = module.__dict__.get("forward")
+    return forward is None or swap.adapter_of(forward) is not None
+
+
+def _is_plain_product(module: nn.Module, x: Tensor) -> bool:
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or is_hooked(module):
+        return False
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        weight is not None
+        and plain(weight)
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and weight.numel() > 0
+        and weight.is_contiguous()
+        and (bias is None or (plain(bias) and bias.dtype == x.dtype and bias.device == x.device))
+    )
+
+
+def _tensors(module: nn.Module) -> tuple[Any, Any]:
+    return module._parameters.get("weight"), module._parameters.get("bias")
+
+
+#: Of a product: weight and bias; A, B and scaling of its adapter, or None.
+_Product = tuple[tuple[Any, Any], lora.Adapted | None]
+
+
+def _parts_of(module: nn.Module, x: Tensor) -> _Product | None:
+    """None where calling the module is more than a product, or one with an adapter."""
+    if type(module) is nn.Linear:
+        return (_tensors(module), None) if _is_plain_product(module, x) else None
+    found = lora.adapted(module)
+    if found is None or not _is_plain_product(found.base, x):
+        return None
+    casts = torch.is_autocast_enabled(x.device.type)
+    for t in (found.a, found.b):
+        if t.device != x.device or not (t.dtype == x.dtype or (casts and t.dtype == torch.float32)):
+            return None
+    return _tensors(found.base), found
+
+
+def _scales(parts: list[_Product | None]) -> tuple[float, ...]:
+    if all(p is None or p[1] is None for p in parts):
+        return ()
+    return tuple(0.0 if p is None or p[1] is None else p[1].scaling for p in parts)
+
+
+def _adapters(parts: list[_Product | None]) -> tuple[Any, ...]:
+    """A and B of each in turn."""
+    if not _scales(parts):
+        return ()
+    found: list[Any] = []
+    for p in parts:
+        found += (None, None) if p is None or p[1] is None else (p[1].a, p[1].b)
+    return tuple(found)
+
+
+class _Norm:
+    """A norm of a layer: where it is, its formula, and its parameters' names."""
+
+    def __init__(self, rule: NormRule) -> None:
+        self.path, self.rule = _parts(rule.path), rule
+
+    def form(self, module: nn.Module) -> stages.NormForm:
+        eps = self.rule.eps
+        value = getattr(module, eps) if isinstance(eps, str) else eps
+        return _norm_form(self.rule.kind, float(value), self.rule.offset, self.rule.rounded)
+
+    def tensors(self, module: nn.Module) -> tuple[Any, Any]:
+        p, rule = module._parameters, self.rule
+        return (
+            None if rule.weight is None else p[rule.weight],
+            None if rule.bias is None else p[rule.bias],
+        )
+
+    def is_plain(self, module: nn.Module, x: Tensor) -> bool:
+        return all(
+            t is None or (plain(t) and t.dtype == x.dtype and t.device == x.device and t.numel())
+            for t in self.tensors(module)
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _norm_form(kind: str, eps: float, offset: float, rounded: bool) -> stages.NormForm:
+    return stages.NormForm(kind, eps, offset, rounded)
+
+
+Proven = frozenset[tuple[str, torch.dtype, torch.dtype | None]]
+_Pairs = tuple[Any, Any]
+_NOTHING: _Pairs = (None, None)
+
+
+class Runner:
+    """A plan, with all that a call would otherwise look up again.
+
+    halves_open: which halves ("front", "back") call their modules whatever these are; for proofs.
+    """
+
+    def __init__(self, plan: LayerPlan, halves_open: tuple[str, ...] = ()) -> None:
+        self.plan, self._open = plan, halves_open
+        rule, a, m = plan.rule, plan.rule.attention, plan.rule.mlp
+        self._attention = _parts(a.path)
+        norms = [None if n is None else _Norm(n) for n in (*rule.norms, a.q_norm, a.k_norm)]
+        self._norms = norms
+        self._before, self._after, self._before_mlp, self._after_mlp, self._q_norm, self._k_norm = (
+            norms
+        )
+        if rule.parallel and self._before_mlp is None:
+            self._before_mlp = self._before
+        self._q, self._k, self._v, self._o = (_parts(p.path) for p in (a.q, a.k, a.v, a.o))
+        self._gate = None if m.gate is None else _parts(m.gate.path)
+        self._up, self._down = _parts(m.up.path), _parts(m.down.path)
+        self._packed_qkv = a.q.part != "all"
+        self._packed_mlp = m.up.part != "all"
+        self._gate_first = m.gate is not None and m.gate.part != "second"
+        inner = [n.path for n in norms if n] + [self._q, self._o, self._up, self._down]
+        inside = {path[:i] for path in inner for i in range(1, len(path))}
+        self._containers = tuple(inside | {self._attention} - {()})
+
+    def __call__(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+        """The layer's result, or None where its own forward must make it."""
+        plan = self.plan
+        try:
+            containers = [_at(layer, path) for path in self._containers]
+            norms = [None if n is None else _at(layer, n.path) for n in self._norms]
+            q, k, v, o = (_at(layer, p) for p in (self._q, self._k, self._v, self._o))
+            up, down = _at(layer, self._up), _at(layer, self._down)
+            gate = None if self._gate is None else _at(layer, self._gate)
+        except (KeyError, AttributeError):  # it was built anew
+            return None
+        if not all(map(is_own, containers)) or not all(m is None or is_own(m) for m in norms):
+            return None
+        tables = kwargs.get("position_embeddings")
+        cos = sin = None
+        if plan.rotary_dim:
+            if type(tables) is not tuple or len(tables) != 2:
+                return None
+            cos, sin = tables
+            if not _is_table(cos, sin, x, plan.rotary_dim):
+                return None
+            if plan.halves and plan.interleaved and cos.shape[-1] == plan.rotary_dim:
+                cos, sin = (t[..., : plan.rotary_dim // 2] for t in (cos, sin))
+        past = kwargs.get("past_key_values")
+        if past is not None and not plan.fills_cache:
+            return None
+        module: Any = _at(layer, self._attention)
+        given = {name: value for name, value in kwargs.items() if name not in _TAKEN}
+        arguments = plan.call.arguments(module, given)
+        function = attend.function_of(module)
+        if function is None or arguments is None or arguments.get("output_attentions"):
+            return None
+        products = {"q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down}
+        queries, keys, values = self._front(layer, x, norms, products, cos, sin)
+        if past is not None:
+            keys, values = _cached(past, keys, values, module.layer_idx, cos, x)
+        mask = kwargs.get("attention_mask")
+        attended = attend.attended(function, module, queries, keys, values, mask, arguments)
+        return self._back(layer, x, attended, norms, products)
+
+    # --- the halves -------------------------------------------------------------------------------
+
+    def _front(
+        self, layer: nn.Module, x: Tensor, norms: list[Any], products: dict[str, Any], cos: Any,
+        sin: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        plan = self.plan
+        names = ("q",) if self._packed_qkv else ("q", "k", "v")
+        parts = [_parts_of(products[name], x) for name in names]
+        used = [(n, norms[i]) for i, n in ((0, self._before), (4, self._q_norm), (5, self._k_norm))]
+        closed = (
+            "front" not in self._open
+            and all(p is not None for p in parts)
+            and all(n is None or n.is_plain(m, x) for n, m in used)
+        )
+        (before, before_module), (q_norm, q_module), (k_norm, k_module) = used
+        if closed:
+            form = stages.FrontForm(
+                _computed_in(x),
+                None if before is None else before.form(before_module),
+                None if q_norm is None else q_norm.form(q_module),
+                plan.rule.attention.norm_across,
+                plan.heads, plan.key_heads, plan.head_dim,
+                plan.rotary_dim, plan.interleaved, self._packed_qkv, _scales(parts),
+            )  # fmt: skip
+            pairs = [p[0] for p in parts if p is not None]
+            return stages.front(
+                form,
+                x,
+                *(_NOTHING if before is None else before.tensors(before_module)),
+                pairs[0],
+                None if self._packed_qkv else pairs[1],
+                None if self._packed_qkv else pairs[2],
+                None if q_norm is None else q_norm.tensors(q_module)[0],
+                None if k_norm is None else k_norm.tensors(k_module)[0],
+                cos,
+                sin,
+                _adapters(parts),
+            )
+        n = x if before_module is None else before_module(x)
+        with _again(n, before, before_module, x):
+            results = [products[name](n) for name in names]
+        if self._packed_qkv:
+            widths = [c * plan.head_dim for c in (plan.heads, plan.key_heads, plan.key_heads)]
+            results = list(torch.split(results[0], widths, -1))
+        across = plan.rule.attention.norm_across
+        for i, module in ((0, q_module), (1, k_module)):
+            if module is not None and across:
+                results[i] = module(results[i])
+        q, k, v = (r.unflatten(-1, (-1, plan.head_dim)) for r in results)
+        if q_module is not None and not across:
+            q, k = q_module(q), k_module(k)
+        if plan.rotary_dim:
+            q, k = local_package().module.rope_qk(
+                q, k, cos, sin, 1, plan.interleaved, plan.rotary_dim, True
+            )
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _back(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        attended: Tensor,
+        norms: list[Any],
+        products: dict[str, Any],
+    ) -> Tensor:
+        plan = self.plan
+        activation = plan.rule.mlp.activation
+        before_mlp = norms[2]
+        if plan.rule.parallel and before_mlp is None:
+            before_mlp = norms[0]
+        gate, up, down, o = (products[name] for name in ("gate", "up", "down", "o"))
+        used = [
+            (self._after, norms[1]),
+            (self._before_mlp, before_mlp),
+            (self._after_mlp, norms[3]),
+        ]
+        lone = gate is None or self._packed_mlp
+        parts = [
+            None if m is None else _parts_of(m, x) for m in (o, None if lone else gate, up, down)
+        ]
+        closed = (
+            "back" not in self._open
+            and attended.dtype == _computed_in(x)
+            and all(p is not None or (i == 1 and lone) for i, p in enumerate(parts))
+            and all(n is None or n.is_plain(m, x) for n, m in used)
+        )
+        if closed:
+            after, before, last = (None if n is None else n.form(m) for n, m in used)
+            form = stages.BackForm(
+                _computed_in(x), after, before, last, plan.rule.parallel, plan.factor, activation,
+                gate is not None, self._packed_mlp, self._gate_first, _scales(parts),
+            )  # fmt: skip
+            norm_tensors: Any = [_NOTHING if n is None else n.tensors(m) for n, m in used]
+            of_o, of_gate, of_up, of_down = (_NOTHING if p is None else p[0] for p in parts)
+            return stages.back(
+                form,
+                x,
+                attended,
+                of_o,
+                None if lone else of_gate,
+                of_up,
+                of_down,
+                norm_tensors[0],
+                norm_tensors[1],
+                norm_tensors[2],
+                _adapters(parts),
+            )
+        return self._open_back(x, attended, used, gate, up, down, o)
+
+    def _open_back(
+        self, x: Tensor, attended: Tensor, used: Any, gate: Any, up: Any, down: Any, o: Any
+    ) -> Tensor:
+        plan = self.plan
+        (_, after), (before, before_module), (_, after_mlp) = used
+        h = o(attended)
+        h = h if after is None else after(h)
+        h = h if plan.factor == 1.0 else h * plan.factor
+        s = x if plan.rule.parallel else x + h
+        n = s if before_module is None else before_module(s)
+        with _again(n, before, before_module, s):
+            first = up(n) if gate is None or self._packed_mlp else (gate(n), up(n))
+        p, make = self._product_of(first)
+        with _kept(p, make):
+            y = down(p)
+        y = y if after_mlp is None else after_mlp(y)
+        y = y if plan.factor == 1.0 else y * plan.factor
+        result: Tensor = x + h + y if plan.rule.parallel else s + y
+        return result
+
+    def _product_of(self, first: Any) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The MLP's last product's input, and how to make it again."""
+        activation = self.plan.rule.mlp.activation
+        module = local_package().module
+        if isinstance(first, tuple):
+            gate, up = first
+        elif self._packed_mlp:
+            gate, up = first.chunk(2, -1) if self._gate_first else reversed(first.chunk(2, -1))
+        else:
+            gate, up = first, None
+
+        def make(gate: Any = gate, up: Any = up) -> Tensor:
+            if up is None or activation not in stages.KERNEL_ACTIVATIONS:
+                y = stages.activated(gate, activation)
+                return y if up is None else y * up
+            return module.gated(gate, up, activation)  # type: ignore[no-any-return]
+
+        p = make()
+        parts = [None if t is None else t.detach() for t in (gate, up)]
+        return p, lambda: make(*parts)
+
+
+def _cached(
+    past: Any, keys: Tensor, values: Tensor, index: int, cos: Tensor | None, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the cache gives for new keys and values. Under autocast the original's RoPE makes the
+    keys wide, and it keeps them so."""
+    dtype = keys.dtype
+    if cos is not None and dtype != x.dtype:
+        keys = keys.to(torch.promote_types(dtype, cos.dtype))
+    keys, values = past.update(keys, values, index)
+    return keys.to(dtype), values
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """What products of `x` are computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _kept(made: Tensor, make: Callable[[], Tensor]) -> Any:
+    if not torch.is_grad_enabled() or saving_is_watched() or not made.is_contiguous():
+        return nullcontext()
+    return kept_as_recipe(made, make)
+
+
+def _again(n: Tensor, norm: _Norm | None, module: Any, x: Tensor) -> Any:
+    """A context in which `n`, the norm of `x`, is kept as a recipe."""
+    if norm is None or not norm.is_plain(module, x) or not x.is_contiguous():
+        return nullcontext()
+    form, own = norm.form(module), x.detach()
+    return _kept(n, lambda: stages.normed(own, form, *norm.tensors(module)))
+
+
+def _is_table(cos: Any, sin: Any, x: Tensor, rotary_dim: int) -> bool:
+    return (
+        type(cos) is Tensor
+        and type(sin) is Tensor
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.dtype == sin.dtype
+        and cos.dtype in (x.dtype, torch.float32)
+        and cos.device == x.device
+        and cos.shape[0] in (1, x.shape[0])
+        and cos.shape[1] == x.shape[1]
+        and cos.shape[2] in (rotary_dim, rotary_dim // 2)
+        and not cos.requires_grad
+        and not sin.requires_grad
+    )
+
+
+# --- the adapter ----------------------------------------------------------------------------------
+
+
+def adapter(plan: LayerPlan, proven: Proven) -> Forward:
+    """The forward of a layer for training.
+
+    Args:
+        proven: what it is proven for: the type of device, the dtype of the layer's input, and
+            autocast's or None.
+    """
+    run = Runner(plan)
+
+    def inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Without checkpointing."""
+        if len(args) == 1 and _serves(args[0], proven):
+            found = run(self, args[0], kwargs)
+            if found is not None:
+                return found
+        return _uncheckpointed(type(self).forward)(self, *args, **kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training or torch.is_grad_enabled()) or is_compiling():
+            return type(self).forward(self, *args, **kwargs)
+        checkpoints = _checkpoints(type(self).forward)
+        if not (checkpoints and self.training and getattr(self, "gradient_checkpointing", False)):
+            return inside(self, *args, **kwargs)
+        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            from transformers.modeling_layers import logger
+
+            logger.warning_once(
+                f"Caching is incompatible with gradient checkpointing in {type(self).__name__}. "
+                "Setting `use_cache=False`, `past_key_values=None`."
+            )
+            kwargs |= {n: v for n, v in _NO_CACHE.items() if n in kwargs}
+        function: Any = self._gradient_checkpointing_func
+        return function(functools.partial(inside, self, **kwargs), *args)
+
+    return forward
+
+
+_NO_CACHE = {"use_cache": False, "past_key_values": None}
+
+
+def _checkpoints(forward: Any) -> bool:
+    """Whether a class's forward is transformers' own wrapper, which checkpoints the class's."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and code.co_name == _CHECKPOINTED
+
+
+def _uncheckpointed(forward: Any) -> Any:
+    while _checkpoints(forward):
+        forward = forward.__wrapped__
+    return forward
+
+
+def _serves(x: Any, proven: Proven) -> bool:
+    if type(x) is not Tensor or x.dim() != 3 or not x.numel() or x.stride(-1) != 1:
+        return False
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (
+        (kind, x.dtype, autocast) in proven
+        and not watched()
+        and not torch._C._len_torch_dispatch_stack()
+    )

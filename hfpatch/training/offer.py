@@ -1,0 +1,191 @@
+"""What `apply(mode="training")` plans for decoder layers: a swap of each layer's forward, or why
+there is none.
+
+No list of class names decides. A small replica of the model is explained as for decoding
+(`hfpatch.decoding`); each of its distinct layers becomes a plan, whose gradients are proven in the
+model's dtype (proof.py); and the model's own layers must be built as the replica's are, but for
+their products, which may be modules of any kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch import swap
+from hfpatch.decoding.layer import is_candidate, proof_of
+from hfpatch.decoding.likeness import check_layer_likeness
+from hfpatch.decoding.replica import head_counts, text_config
+from hfpatch.decoding.rules import Unexplained
+from hfpatch.errors import HfpatchError
+from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.base import class_of
+from hfpatch.plan import Skip, Swap
+from hfpatch.proofs import Prepared
+from hfpatch.settings import Settings, matches
+from hfpatch.training import proof
+from hfpatch.training.adapted_by import OP
+from hfpatch.training.layer import LayerPlan, adapter
+
+_SKIPPED = "decoder layers: "
+# What was proven of a class and configuration: by the replica, dtype and device. The replica of a
+# proof is one object as long as the proof is kept.
+_Errors = dict[LayerPlan, tuple[float, float]]
+_proofs: dict[Any, tuple[nn.Module, _Errors | str]] = {}
+_MOST = 32
+
+
+def offer(
+    roots: Sequence[tuple[str, nn.Module]], settings: Settings
+) -> tuple[list[Prepared], list[Skip]]:
+    """The decoder layers of all language models in `roots`, (name or "", module) pairs."""
+    prepared: list[Prepared] = []
+    skips: list[Skip] = []
+    if not settings.training:
+        return prepared, skips
+    for path, model in _language_models(roots):
+        try:
+            prepared += _layers(path, model, settings)
+        except Unexplained as e:
+            if settings.include is None or matches(
+                settings.include, path, class_of(model).__name__
+            ):
+                skips.append(Skip(path, class_of(model).__name__, "unexplained", _SKIPPED + str(e)))
+    return prepared, skips
+
+
+def _language_models(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Also those inside wrappers: PEFT's, a trainer's."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return
+    seen: set[int] = set()
+    for prefix, root in roots:
+        for path, module in root.named_modules():
+            if not isinstance(module, PreTrainedModel) or id(module) in seen:
+                continue
+            seen.add(id(module))
+            if is_candidate(module):
+                yield f"{prefix}.{path}".strip("."), module
+
+
+def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
+    """Raises Unexplained: why there are none."""
+    if not all("local" in (settings.sources.choices.of(op) or ()) for op in _OPS):
+        raise Unexplained("their kernels are those of the local build, which `kernels=` leaves out")
+    if settings.sources.assumed is not None:
+        raise Unexplained("planned for a device that is not here; asked where it is")
+    proven = proof_of(model)
+    if isinstance(proven, str):
+        raise Unexplained(proven)
+    recipe, replica = proven.recipe, proven.replica
+    opaque = frozenset(
+        part.path
+        for rule in recipe.layers
+        for part in (
+            *(rule.attention.q, rule.attention.k, rule.attention.v, rule.attention.o),
+            *(p for p in (rule.mlp.gate, rule.mlp.up, rule.mlp.down) if p is not None),
+        )
+    )
+    paths = [proof.layer_path(rule) for rule in recipe.layers]
+    check_layer_likeness(model, replica, proven.live, paths, opaque)
+    sizes = head_counts(text_config(model.config))
+    dtype, device = _place(model, paths)
+    worst = _proven(proven, dtype, device, None)
+    served: set[tuple[str, torch.dtype, torch.dtype | None]] = {(device.type, dtype, None)}
+    for autocast in (torch.bfloat16, torch.float16) if dtype == torch.float32 else (dtype,):
+        with contextlib.suppress(Unexplained):  # the original's forward, then
+            _proven(proven, dtype, device, autocast)
+            served.add((device.type, dtype, autocast))
+    plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
+    for rule, small in zip(recipe.layers, plans, strict=True):
+        inner = proof.layer_path(rule)
+        module = model.get_submodule(inner)
+        where, class_name = f"{path}.{inner}".strip("."), class_of(module).__name__
+        if settings.include is not None and not matches(settings.include, where, class_name):
+            continue
+        if matches(settings.exclude, where, class_name):
+            continue
+        if (why := swap.foreign_forward(module)) is not None:
+            raise Unexplained(f"`{where}`: {why}")
+        rope = rule.attention.rope
+        rotary = 0 if rope is None else recipe.ropes[rope].read(model).dims
+        factor = rule.residual_multiplier.value(model)
+        plan = proof.for_sizes(small, sizes, rotary, factor)
+        error, allowed = worst[small]
+        entry = Swap(
+            where, class_name, OP, "a decoder layer under autograd, in two functions", "local", "",
+            (device.type,), error, allowed, settings.mode,
+        )  # fmt: skip
+
+        def make(plan: LayerPlan = plan) -> Any:
+            return adapter(plan, frozenset(served))
+
+        yield Prepared(module, make, entry)
+
+
+_OPS = ("rms_norm", "layer_norm", "rope", "gated")
+
+
+def _place(model: nn.Module, paths: Sequence[str]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device of the layers' parameters that floats are."""
+    found: dict[tuple[torch.dtype, str], torch.device] = {}
+    for path in paths:
+        for p in model.get_submodule(path).parameters():
+            if p.dtype in KERNEL_DTYPES:
+                found.setdefault((p.dtype, p.device.type), p.device)
+    devices = {device.type for device in found.values()} - {"meta"}
+    if not found or not devices <= {"cpu", "cuda"} or len(devices) != 1:
+        raise Unexplained(
+            "their parameters are on "
+            f"{', '.join(sorted(d.type for d in found.values())) or 'no device'}, in dtypes "
+            "for which there are kernels"
+        )
+    kept = [(dtype, d) for (dtype, kind), d in found.items() if kind in devices]
+    # half types first: of a model with adapters in fp32 they are the model's
+    kept.sort(key=lambda pair: pair[0] == torch.float32)
+    return kept[0]
+
+
+def _proven(
+    proven: Any, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
+) -> _Errors:
+    recipe, replica = proven.recipe, proven.replica
+    key = (id(replica), dtype, device.type, autocast)
+    if key not in _proofs or _proofs[key][0] is not replica:
+        _proofs[key] = replica, _prove(recipe, replica, dtype, device, autocast)
+        while len(_proofs) > _MOST:
+            del _proofs[next(iter(_proofs))]
+    found = _proofs[key][1]
+    if isinstance(found, str):
+        raise Unexplained(found)
+    return found
+
+
+def _prove(
+    recipe: Any,
+    replica: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _Errors | str:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
+            seen = proof.seen_by_layers(recipe, replica)
+            found: _Errors = {}
+            for plan, given in zip(plans, seen, strict=True):
+                if plan not in found:
+                    found[plan] = proof.prove(plan, given, replica, dtype, device, autocast)
+    except Unexplained as e:
+        return str(e)
+    except HfpatchError:
+        raise
+    except Exception as e:  # a layer of another kind may lack anything
+        return f"they could not be proven ({type(e).__name__}: {e})"
+    return found

@@ -1,0 +1,81 @@
+"""`hfpatch.attention.attention` on a GPU: each kernel that it takes against the formula in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfpatch import attention as module
+from hfpatch.attention import attention
+
+pytestmark = pytest.mark.gpu
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: Any) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = q.float(), *(t.float().repeat_interleave(groups, 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * (how.get("scale") or q.shape[-1] ** -0.5)
+    if how.get("softcap"):
+        scores = how["softcap"] * torch.tanh(scores / how["softcap"])
+    late = k.shape[2] - q.shape[2]
+    if how.get("causal"):
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril(late)
+        if how.get("window"):
+            seen = seen.triu(late - how["window"] + 1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
+    return torch.softmax(scores, -1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [(2, 8, 2, 200, 200, 64), (1, 16, 16, 1500, 1500, 64), (1, 16, 4, 2048, 2048, 128),
+     (2, 8, 2, 33, 300, 128), (2, 8, 8, 1, 77, 64), (1, 8, 1, 130, 130, 256)],
+    ids=str,
+)  # fmt: skip
+def test_is_the_formula(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch, heads, groups, queries, keys, dim = size
+    torch.manual_seed(0)
+    q = torch.randn(batch, queries, heads, dim, device="cuda").to(dtype).transpose(1, 2)
+    kv = torch.randn(batch, keys, 2, groups, dim, device="cuda").to(dtype)
+    k, v = (t.transpose(1, 2) for t in kv.unbind(2))
+    seen = torch.rand(batch, 1, 1, keys, device="cuda") > 0.3
+    seen[..., 0] = True
+    bias = torch.randn(1, heads, queries, keys, device="cuda").to(dtype)
+    for how in (
+        {}, {"causal": True}, {"causal": True, "window": 19, "scale": 0.1}, {"mask": seen},
+        {"mask": bias}, {"causal": True, "mask": seen}, {"causal": True, "softcap": 5.0},
+    ):  # fmt: skip
+        truth = exact(q, k, v, **how)
+        for _ in range(2):
+            out = attention(q, k, v, **how)
+            assert out.dtype == dtype and out.shape == q.shape
+            error = ((out.float() - truth).norm() / truth.norm()).item()
+            # TF32 in the products of the formula, where fp32 may use it
+            limit = max(2 * torch.finfo(dtype).eps, 2e-3)
+            assert error <= limit, (how, error)
+
+
+def test_kernels_on_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    module._kernels.clear()
+    q = torch.randn(1, 2048, 32, 128, device="cuda").bfloat16().transpose(1, 2)
+    k = torch.randn(1, 2048, 8, 128, device="cuda").bfloat16().transpose(1, 2)
+    for how, expected in (
+        ({"causal": True}, "_cudnn"),
+        ({"causal": True, "window": 512}, "_flash"),
+        ({"causal": True, "window": 2048}, "_cudnn"),
+    ):
+        attention(q, k, k, **how)
+        chosen: Any = list(module._kernels.values())[-1]
+        if getattr(chosen, "func", None) is module._flash3:
+            chosen = chosen.keywords["other"]
+        assert getattr(chosen, "func", chosen).__name__ == expected

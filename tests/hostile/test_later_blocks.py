@@ -1,0 +1,238 @@
+"""What is done to a fused block, or to a module inside of it, behind `apply`, one thing each.
+
+The block answers as its unpatched twin at the next call. Every module of every family takes its
+turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zoo
+from blocks_single import ROWS
+from cases import same
+from test_hostile_blocks import Root, draw, outcome
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import hfpatch
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _doubled(y: Any) -> Any:
+    if isinstance(y, Tensor):
+        return 2 * y
+    return tuple(map(_doubled, y)) if isinstance(y, tuple) else y
+
+
+def _twice(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _doubled(f(*args, **kwargs))
+
+
+def forward_of_the_instance(m: Any, patch: pytest.MonkeyPatch) -> None:
+    m.forward = _twice(m.forward)
+
+
+def call_of_the_instance(m: Any, patch: pytest.MonkeyPatch) -> None:
+    m.__dict__["_call_impl"] = _twice(m._call_impl)
+
+
+def hook(m: Any, patch: pytest.MonkeyPatch) -> None:
+    m.register_forward_hook(lambda module, args, y: _doubled(y))
+
+
+def pre_hook(m: Any, patch: pytest.MonkeyPatch) -> None:
+    m.register_forward_pre_hook(
+        lambda module, args: (_doubled(args[0]), *args[1:]) if args else None
+    )
+
+
+def class_of_the_instance(m: Any, patch: pytest.MonkeyPatch) -> None:
+    cls: Any = type(m)
+    m.__class__ = type(cls.__name__, (cls,), {"forward": _method(cls.forward)})
+
+
+def _method(f: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _doubled(f(self, *args, **kwargs))
+
+    return forward
+
+
+def hidden_parameters(m: Any, patch: pytest.MonkeyPatch) -> None:
+    for name, p in m._parameters.items():
+        if p is not None:
+            m.__dict__[name] = 2 * p.detach()
+
+
+def another_parameter(m: Any, patch: pytest.MonkeyPatch) -> None:
+    for name, p in m._parameters.items():
+        if p is not None:
+            m._parameters[name] = nn.Parameter(1.5 * p.detach(), requires_grad=False)
+
+
+def no_bias(m: Any, patch: pytest.MonkeyPatch) -> None:
+    if m._parameters.get("bias") is not None:
+        m._parameters["bias"] = None
+
+
+def wrapped_children(m: Any, patch: pytest.MonkeyPatch) -> None:
+    for name, child in list(m._modules.items()):
+        if child is not None and not isinstance(m, (nn.ModuleList, nn.Sequential)):
+            m._modules[name] = _Wrapped(child)
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["inner"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _doubled(self.inner(*args, **kwargs))
+
+
+def forward_of_the_class(m: Any, patch: pytest.MonkeyPatch) -> None:
+    if type(m) not in (nn.ModuleList, nn.ModuleDict) and type(m).forward is not nn.Module.forward:
+        patch.setattr(type(m), "forward", _method(type(m).forward))
+
+
+def call_of_the_class(m: Any, patch: pytest.MonkeyPatch) -> None:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _doubled(nn.Module._call_impl(self, *args, **kwargs))
+
+    patch.setattr(type(m), "__call__", call, raising=False)
+
+
+def processor(m: Any, patch: pytest.MonkeyPatch) -> None:
+    held = m.__dict__.get("processor")
+    if held is not None:
+        m.__dict__["processor"] = _twice(held)
+
+
+def processors_class(m: Any, patch: pytest.MonkeyPatch) -> None:
+    held = m.__dict__.get("processor")
+    if held is not None:
+        patch.setattr(type(held), "__call__", _method(type(held).__call__))
+
+
+def processors_code(m: Any, patch: pytest.MonkeyPatch) -> None:
+    held = m.__dict__.get("processor")
+    call = vars(type(held)).get("__call__")
+    if hasattr(call, "__code__"):
+        _KEPT["call"] = type(call)(
+            call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__
+        )
+        if not call.__closure__:
+            patch.setattr(call, "__code__", _through.__code__)
+            patch.setitem(call.__globals__, "_KEPT", _KEPT)
+            patch.setitem(call.__globals__, "_doubled", _doubled)
+
+
+_KEPT: dict[str, Any] = {}
+
+
+def _through(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    return _doubled(_KEPT["call"](self, *args, **kwargs))
+
+
+def code_of_the_forward(m: Any, patch: pytest.MonkeyPatch) -> None:
+    call: Any = type(m).forward
+    if getattr(call, "__closure__", 0) is None and type(m).__module__.startswith("diffusers"):
+        _KEPT["call"] = type(call)(
+            call.__code__, call.__globals__, call.__name__, call.__defaults__
+        )
+        _KEPT["call"].__kwdefaults__ = call.__kwdefaults__
+        patch.setattr(call, "__code__", _through.__code__)
+        patch.setitem(call.__globals__, "_KEPT", _KEPT)
+        patch.setitem(call.__globals__, "_doubled", _doubled)
+
+
+def settings(m: Any, patch: pytest.MonkeyPatch) -> None:
+    for k, v in list(m.__dict__.items()):
+        if isinstance(v, float) and not k.startswith("_"):
+            m.__dict__[k] = 2 * v + 0.1
+
+
+ON_INSTANCES = (
+    *(forward_of_the_instance, call_of_the_instance, hook, pre_hook, class_of_the_instance),
+    *(hidden_parameters, another_parameter, no_bias, wrapped_children, processor, settings),
+)
+#: Of the process: done once, for the block and its twin.
+ON_CLASSES = (
+    *(forward_of_the_class, call_of_the_class, processors_class, processors_code),
+    code_of_the_forward,
+)
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return 2 * y if func is nn.functional.linear else y
+
+
+def _compare(model: nn.Module, twin: nn.Module, call: dict[str, Any], what: object) -> None:
+    got, expected = outcome(model, call), outcome(twin, call)
+    if isinstance(expected, type):
+        assert isinstance(got, type), what
+        return
+    assert not isinstance(got, type), (what, got)
+    try:
+        same(got, expected, exactly=False)
+    except AssertionError as e:
+        raise AssertionError(what) from e
+
+
+def _places(model: nn.Module) -> list[str]:
+    return [path for path, _ in model.named_modules() if path]
+
+
+def check_family(name: str, share: int) -> None:
+    """Each change at one of `share` of the modules, which differ from change to change."""
+    row = ROWS[name]
+    first = next(iter(row.calls.values()))
+    call = first(draw, 2, 9)
+    base = Root(zoo.randomize_(row.make()).eval().requires_grad_(False))
+    base_copy = copy.deepcopy(base)
+    fused = hfpatch.apply(base_copy).swaps
+    assert fused
+    for i, change in enumerate((*ON_INSTANCES, *ON_CLASSES)):
+        places = _places(base)
+        for path in places[i % share :: share]:
+            model, twin = copy.deepcopy(base_copy), copy.deepcopy(base)
+            _compare(model, twin, call, "as it is")
+            with pytest.MonkeyPatch.context() as patch:
+                for m in (model, twin):
+                    if change in ON_INSTANCES or m is model:
+                        change(m.get_submodule(path), patch)
+                _compare(model, twin, call, (change.__name__, path))
+    model, twin = base_copy, base
+    with Mode():
+        _compare(model, twin, call, "function mode")
+    _compare(model, twin, call, "as it was")
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_one_of_many_modules(name: str) -> None:
+    check_family(name, 16)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_module(name: str) -> None:
+    check_family(name, 1)

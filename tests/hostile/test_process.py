@@ -1,0 +1,154 @@
+"""What of the process a kernel may not change: each change is noticed by name, and taken back.
+
+The tests of wrong kernels ask `Process` whether anything changed; here it is asked by others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hfpatch.foreign import process
+from hfpatch.foreign.process import Process
+
+Read = Callable[[], Any]
+#: Name to (a change, how it is read without `Process`).
+CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
+    "the grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "the default dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.empty(0).dtype,
+    ),
+    "the default device": (
+        lambda: torch.set_default_device("meta"),
+        lambda: torch.empty(0).device,
+    ),
+    "the precision of matrix products": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        torch.get_float32_matmul_precision,
+    ),
+    "cuDNN's deterministic switch": (
+        lambda: setattr(torch.backends.cudnn, "deterministic", True),
+        lambda: torch.backends.cudnn.deterministic,
+    ),
+    "cuDNN's benchmark switch": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
+    "whether cuDNN is used": (
+        lambda: setattr(torch.backends.cudnn, "enabled", False),
+        lambda: torch.backends.cudnn.enabled,
+    ),
+    "filling of new memory": (
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    ),
+    "the deterministic switch": (
+        lambda: torch.use_deterministic_algorithms(True),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "the number of threads": (
+        lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+        torch.get_num_threads,
+    ),
+    "the flash attention switch": (
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        torch.backends.cuda.flash_sdp_enabled,
+    ),
+    "the math attention switch": (
+        lambda: torch.backends.cuda.enable_math_sdp(False),
+        torch.backends.cuda.math_sdp_enabled,
+    ),
+    "the efficient attention switch": (
+        lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+    ),
+    "autocast on cpu": (
+        lambda: torch.set_autocast_enabled("cpu", True),
+        lambda: torch.is_autocast_enabled("cpu"),
+    ),
+    "autocast's dtype on cpu": (
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        lambda: torch.get_autocast_dtype("cpu"),
+    ),
+    "autocast on cuda": (
+        lambda: torch.set_autocast_enabled("cuda", True),
+        lambda: torch.is_autocast_enabled("cuda"),
+    ),
+    "autocast's dtype on cuda": (
+        lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
+        lambda: torch.get_autocast_dtype("cuda"),
+    ),
+    "anomaly detection": (
+        lambda: torch.autograd.set_detect_anomaly(True),
+        torch.is_anomaly_enabled,
+    ),
+    "flushing of denormals": (
+        lambda: torch.set_flush_denormal(True),
+        lambda: float(torch.tensor([2e-40]) * 0.5) == 0.0,
+    ),
+    "torch's random state": (lambda: torch.rand(1), lambda: torch.get_rng_state().tolist()),
+    "Python's random state": (random.random, random.getstate),
+    "NumPy's random state": (
+        lambda: numpy.random.random(),
+        lambda: numpy.random.get_state()[1].tolist() + list(numpy.random.get_state()[2:]),
+    ),
+    "the environment": (
+        lambda: os.environ.update(HFPATCH_A_TEST="1", PATH="/nowhere"),
+        lambda: (os.environ["PATH"], os.environ.get("HFPATCH_A_TEST")),
+    ),
+}
+#: What PyTorch changes along with it.
+ALSO = {
+    "the precision of matrix products": "the TF32 switch of matrix products",
+    "the deterministic switch": "the environment",
+}
+#: Those that a machine without a GPU cannot change.
+OF_A_GPU = {"the GPU's random state", "the current GPU", "the current stream"}
+#: Switches that are one attribute each; PyTorch warns where its old and new names are mixed.
+ATTRIBUTES = {name for name, _, _ in process._BACKENDS} - set(CHANGES)
+
+
+@pytest.fixture
+def given_back() -> Iterator[None]:
+    before = [read() for _, read in CHANGES.values()]
+    yield
+    assert [read() for _, read in CHANGES.values()] == before
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed_and_taken_back(name: str, given_back: None) -> None:
+    change, read = CHANGES[name]
+    before, state = read(), Process.now()
+    assert state.changed() == []
+    change()
+    assert read() != before, "it is a change"
+    assert {name} <= set(state.changed()) <= {name, ALSO.get(name)}
+    assert read() == before
+    assert state.changed() == []
+
+
+def test_several_at_once(given_back: None) -> None:
+    state = Process.now()
+    names = ["the default dtype", "Python's random state", "the environment"]
+    for name in names:
+        CHANGES[name][0]()
+    assert state.changed() == names
+    assert state.changed() == []
+
+
+def test_everything_that_is_watched_is_tried_here() -> None:
+    assert {name for name, _, _ in process._ENTRIES} == {*CHANGES, *ATTRIBUTES, *OF_A_GPU}
+
+
+def test_numpy_that_nobody_imported_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(process.sys.modules, "numpy")
+    state = Process.now()
+    assert state.changed() == []
+    assert "numpy" not in process.sys.modules

@@ -1,0 +1,282 @@
+"""What changes after captured blocks were proven is noticed at the call; what cannot be captured is
+left alone, with the line that stopped it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from regions.families import build
+from torch import nn
+
+import hfpatch
+from hfpatch import swap
+from hfpatch.regions.offer import forget
+from hfpatch.regions.capture import Uncapturable, capture, numbers_of
+from hfpatch.regions.structure import take_apart
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+def run(model: Any, call: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model(**call)[0]
+    return out
+
+
+def fused(name: str) -> tuple[Any, dict[str, Any]]:
+    """A model whose blocks run fused."""
+    model, inputs = build(name)
+    call = inputs(2, 9)
+    hfpatch.apply(model, decoding=False)
+    run(model, call)
+    run(model, call)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+    return model, call
+
+
+def layer_of(model: Any) -> Any:
+    return model.layers[1]
+
+
+def _double(module: Any, args: Any, out: Any) -> Any:
+    first = out[0] if isinstance(out, tuple) else out
+    return (first * 2, *out[1:]) if isinstance(out, tuple) else first * 2
+
+
+def _set_forward(m: Any) -> None:
+    original = m.forward
+    m.forward = lambda *a, **k: _double(m, a, original(*a, **k))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook on attention": lambda b: b.self_attn.register_forward_hook(_double),
+    "hook on a norm": lambda b: b.input_layernorm.register_forward_hook(_double),
+    "hook on a layer": lambda b: b.self_attn.q_proj.register_forward_hook(_double),
+    "hook on the MLP": lambda b: b.mlp.register_forward_hook(_double),
+    "hook on the activation": lambda b: b.mlp.act_fn.register_forward_hook(_double),
+    "hook on the block": lambda b: b.register_forward_hook(_double),
+    "forward of attention": lambda b: _set_forward(b.self_attn),
+    "forward of the MLP": lambda b: _set_forward(b.mlp),
+    "forward of a layer": lambda b: _set_forward(b.mlp.down_proj),
+    "scaling": lambda b: setattr(b.self_attn, "scaling", 0.5),
+    "eps": lambda b: setattr(b.input_layernorm, "variance_epsilon", 0.5),
+    "another activation": lambda b: setattr(b.mlp, "act_fn", nn.ReLU()),
+    "another layer": lambda b: setattr(b.mlp, "down_proj", nn.Linear(96, 64)),
+    "no norm": lambda b: setattr(b, "post_attention_layernorm", nn.Identity()),
+    "a setting of the config": lambda b: setattr(
+        b.self_attn.config, "_attn_implementation", "eager"
+    ),
+    "weights written in place": lambda b: b.mlp.up_proj.weight.data.mul_(3),
+    "weights exchanged": lambda b: setattr(
+        b.self_attn.v_proj, "weight", nn.Parameter(torch.randn(32, 64))
+    ),
+    "causal": lambda b: setattr(b.self_attn, "is_causal", False),
+    "a class of one's own": lambda b: setattr(
+        b.mlp, "__class__", type("Own", (type(b.mlp),), {"forward": lambda s, x: x})
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(CHANGES))
+def test_a_change_after_apply_counts(what: str) -> None:
+    model, call = fused("llama")
+    before = run(model, call)
+    torch.manual_seed(3)
+    CHANGES[what](layer_of(model))
+    found = run(model, call)
+    plain, _ = build("llama")
+    torch.manual_seed(3)
+    CHANGES[what](layer_of(plain))
+    expected = run(plain, call)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    if what not in ("a setting of the config",):
+        assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
+
+
+def test_dropout_in_training_mode() -> None:
+    model, inputs = build("bert")
+    call = inputs(2, 9)
+    hfpatch.apply(model)
+    run(model, call)
+    before = run(model, call)
+    model.train()
+    assert not torch.equal(run(model, call), before)
+    model.eval()
+    assert torch.equal(run(model, call), before)
+
+
+def test_gradients_go_to_the_original() -> None:
+    model, call = fused("llama")
+    model.requires_grad_(True)
+    out = model(**call)[0]
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.layers.parameters())
+
+
+def test_hooks_on_all_modules_fire() -> None:
+    model, call = fused("llama")
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, a, o: seen.append(type(m).__name__)
+    )
+    try:
+        run(model, call)
+    finally:
+        handle.remove()
+    assert seen.count("LlamaRMSNorm") == 7 and seen.count("LlamaMLP") == 3
+
+
+def test_attentions_that_are_asked_for_are_given() -> None:
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=199, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaModel(config).eval().requires_grad_(False)
+    call = {"input_ids": torch.arange(18).reshape(2, 9)}
+    asked = call | {"output_attentions": True, "output_hidden_states": True}
+    expected = model(**asked)
+    hfpatch.apply(model)
+    for _ in range(2):
+        run(model, call)
+    for _ in range(2):
+        found = model(**asked)
+        for a, b in ((found.attentions, expected.attentions), (found.hidden_states, expected.hidden_states)):
+            assert len(a) == len(b)
+            for x, y in zip(a, b, strict=True):
+                assert (x - y).abs().max() <= 1e-5 * y.abs().max()
+
+
+def test_copies_and_pickles() -> None:
+    model, call = fused("qwen3")
+    expected = run(model, call)
+    twin = copy.deepcopy(model)
+    twin.layers[0].mlp.up_proj.weight.mul_(2)
+    assert torch.equal(run(model, call), expected)
+    assert not torch.allclose(run(twin, call), expected, rtol=1e-3)
+    back = pickle.loads(pickle.dumps(model))
+    assert swap.swapped(back.layers[0]) is None
+    assert (run(back, call) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    hfpatch.restore(twin)
+    assert torch.equal(run(model, call), expected)
+
+
+def test_lora_after_apply() -> None:
+    peft = pytest.importorskip("peft")
+    model, call = fused("llama")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(5)
+    with_lora = peft.get_peft_model(model, config).eval()
+    found = run(with_lora, call)
+    plain, _ = build("llama")
+    torch.manual_seed(5)
+    expected = run(peft.get_peft_model(plain, config).eval(), call)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_left_out_and_switched_off() -> None:
+    model, _ = build("llama")
+    assert not hfpatch.apply(model, blocks=False).plan.candidates
+    some = hfpatch.apply(model, exclude="layers.1").plan.candidates
+    assert [c.path for c in some] == ["layers.0", "layers.2"]
+    assert not hfpatch.apply(model, exclude="*mlp*").plan.candidates
+    assert not hfpatch.apply(model, mode="training").plan.candidates
+    assert not hfpatch.apply(model, kernels="torch").plan.candidates
+    with pytest.raises(TypeError, match="`blocks` must be True or False, got 3"):
+        hfpatch.apply(model, blocks=3)  # type: ignore[arg-type]
+
+
+def test_a_class_that_is_not_the_library_s_is_no_candidate() -> None:
+    model, _ = build("llama")
+    cls = type("LlamaDecoderLayer", (type(model.layers[0]),), {})
+    model.layers[0].__class__ = cls
+    assert [c.path for c in hfpatch.apply(model).plan.candidates] == ["layers.1", "layers.2"]
+
+
+def test_plan_does_not_run_or_write() -> None:
+    model, call = build("bert")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    forget()
+    planned = hfpatch.plan(model)
+    assert {c.state for c in planned.candidates} == {"at its first call"}
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class _Toy(nn.Module):
+    """Something whose code is one line."""
+
+    layer_idx = 0
+
+    def __init__(self, code: Callable[..., Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.code = code
+        self.layer_idx = 3
+        self.plain = torch.ones(4)
+        self.count = 0
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> Any:
+        return self.code(self, x, cache)
+
+
+def _captured(code: Callable[..., Any], *args: Any) -> Any:
+    toy = _Toy(code)
+    toy.__dict__["code"] = None
+    type(toy).forward = lambda self, x, cache=None: code(self, x, cache)  # type: ignore[method-assign]
+    structure, tensors, _ = take_apart((torch.randn(2, 4), *args), {})
+    return capture(toy, structure, tensors, {}, numbers_of(toy))
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "a value decides": (lambda m, x, c: x if x.sum() > 0 else -x, "data-dependent|item|Guard|guard"),
+    "its number in a tensor": (lambda m, x, c: x + torch.tensor(m.layer_idx), "which one it is"),
+    "its number as a size": (lambda m, x, c: x.new_ones(m.layer_idx), "which one it is"),
+    "random": (lambda m, x, c: x + torch.rand_like(x), "random numbers"),
+    "dropout": (lambda m, x, c: nn.functional.dropout(x, 0.5, True), "random numbers"),
+    "writes its input": (lambda m, x, c: x.mul_(2), "writes to a tensor"),
+    "writes a parameter": (lambda m, x, c: m.lin.bias.mul_(2) + x, "writes to a tensor"),
+    "writes through a view": (lambda m, x, c: (y := m.lin(x), y[0].mul_(2), y)[2], "writes"),
+    "a plain tensor": (lambda m, x, c: x + m.plain, "Tensor|tensor"),
+    "its number": (lambda m, x, c: x * m.layer_idx, "which one it is in its list"),
+    "branches on its number": (lambda m, x, c: x if m.layer_idx % 2 else -x, "which one it is"),
+    "an odd result": (lambda m, x, c: object(), "`object`"),
+}
+
+
+@pytest.mark.parametrize("what", list(REFUSED))
+def test_what_cannot_be_captured(what: str) -> None:
+    code, why = REFUSED[what]
+    own = _Toy.forward
+    try:
+        with pytest.raises(Uncapturable, match=why):
+            _captured(code)
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+
+
+def test_a_write_to_a_tensor_of_its_own_is_no_write() -> None:
+    own = _Toy.forward
+
+    def code(m: Any, x: Any, c: Any) -> Any:
+        y = m.lin(x)
+        y += x
+        y.mul_(2)
+        return y
+
+    try:
+        found = _captured(code)
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+    assert not any("_." in str(n.target) for n in found.graph.nodes)

@@ -1,0 +1,570 @@
+"""Decoder layers under autograd: their gradients, what they keep, and when they step aside."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hfpatch
+from hfpatch.training import stages
+
+VOCAB = 99
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = (
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi",
+    "Phi3", "Cohere", "Cohere2", "Granite", "StableLm", "SmolLM3", "Glm", "Glm4", "Starcoder2",
+    "Arcee", "Exaone4", "Ernie4_5",
+)  # fmt: skip
+Model = Any
+
+
+def build(family: str = "Llama", dtype: torch.dtype = torch.float32, **more: Any) -> Model:
+    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_name)(**(SMALL | more))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():  # no norm's weight is one, no bias zero
+        for p in model.parameters():
+            if p.dim() < 2:
+                p.add_(0.2 * torch.randn_like(p))
+    return model.to(dtype).train()
+
+
+def batch(rows: int = 2, tokens: int = 13) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: Model, **inputs: Any) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    ids = batch()
+    model(**{"input_ids": ids, "labels": ids, **inputs}).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], most: float = 2e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    whole = max(t.norm() for t in theirs.values())
+    for name, g in theirs.items():
+        assert (ours[name] - g).norm() <= most * (g.norm() + 1e-2 * whole), name
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often either half ran as a function of its own since the last `apply`."""
+    count = {"front": 0, "back": 0}
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(stages, name)
+
+        def call(*args: Any) -> Any:
+            count[name] += 1
+            return function(*args)
+
+        return call
+
+    for name in count:
+        monkeypatch.setattr(stages, name, counted(name))
+    apply = hfpatch.apply
+
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        report = apply(*args, **kwargs)
+        count.update(front=0, back=0)  # those of proofs
+        return report
+
+    monkeypatch.setattr(hfpatch, "apply", applied)
+    return count
+
+
+def layers_of(report: Any) -> int:
+    return sum(s.op == "layer" for s in report.swaps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_families(family: str, dtype: torch.dtype, served: dict[str, int]) -> None:
+    model = build(family, dtype)
+    theirs = gradients(model)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 2, [s.reason for s in report.skips]
+    ours = gradients(model)
+    assert served == {"front": 2, "back": 2}
+    hfpatch.restore(model)
+    truth = gradients(model.double())
+    eps = torch.finfo(dtype).eps
+    whole = max(t.norm() for t in truth.values())
+    for name, true in truth.items():
+        scale = true.norm() + 1e-3 * whole
+        own, original = ((g[name].double() - true).norm() / scale for g in (ours, theirs))
+        # a rounding more in each of two layers, forward and backward, or another order of sums
+        assert own <= 1.3 * original + (24 if dtype == torch.float32 else 1) * eps, name
+
+
+def test_both_halves_run_in_every_layer(served: dict[str, int]) -> None:
+    model = build()
+    hfpatch.apply(model, mode="training")
+    gradients(model)
+    assert served == {"front": 2, "back": 2}
+
+
+def test_biases_and_half_of_them(served: dict[str, int]) -> None:
+    model = build(attention_bias=True, mlp_bias=True)
+    model.model.layers[0].self_attn.k_proj.bias.requires_grad_(False)
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    assert_equal(gradients(model), theirs)
+    assert served == {"front": 2, "back": 2}
+
+
+def kept_by(model: Model, layers: int) -> int:
+    """Bytes that autograd keeps, but for parameters."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+    held = []
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own and t.numel() > 1:
+            found[storage.data_ptr()] = storage.nbytes()
+            held.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model.model(input_ids=batch(1, 64), use_cache=False)
+    return sum(found.values())
+
+
+def test_what_is_kept_of_a_layer() -> None:
+    sizes = []
+    for layers in (1, 2):
+        model = build(dtype=torch.bfloat16, num_hidden_layers=layers)
+        hfpatch.apply(model, mode="training")
+        sizes.append(kept_by(model, layers))
+    # input and middle, queries with keys and values, attention's result, gate and up; lse
+    hidden, inner, heads, key_heads, dim = 64, 96, 4, 2, 16
+    columns = 2 * hidden + (heads + 2 * key_heads) * dim + heads * dim + 2 * inner
+    assert sizes[1] - sizes[0] <= 64 * (2 * columns + 4 * heads) + 256
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool, before: bool, served: dict[str, int]) -> None:
+    model = build(dtype=torch.float32)
+    theirs = gradients(model)
+    if before:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    hfpatch.apply(model, mode="training")
+    if not before:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_equal(gradients(model), theirs)
+    assert served == {"front": 4, "back": 4}  # in the forward, and again in the backward
+    kept: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model.model(input_ids=batch(1, 64), use_cache=False)
+    assert max(kept) <= 64 * 64, "no more than a layer's input"
+
+
+def lora(model: Model, **more: Any) -> Model:
+    peft = pytest.importorskip("peft")
+    targets = more.pop("target_modules", ["q_proj", "v_proj", "gate_proj", "down_proj"])
+    wide = more.pop("autocast_adapter_dtype", True)
+    config = peft.LoraConfig(r=4, target_modules=targets, **more)
+    torch.manual_seed(3)
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=wide)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return model.train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
+def test_adapters_put_in_before(
+    options: dict[str, Any], dtype: torch.dtype, served: dict[str, int]
+) -> None:
+    model = lora(build(dtype=dtype), **options)
+    theirs = gradients(model)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 2, [s.reason for s in report.skips]
+    half = dtype == torch.bfloat16
+    assert_equal(gradients(model), theirs, 3e-2 if half else 2e-5)
+    # adapters in fp32 beside bf16 weights, and DoRA, are modules that are called
+    assert served == ({"front": 0, "back": 0} if half or options else {"front": 2, "back": 2})
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "Starcoder2"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_adapters_in_all_products(family: str, trained: bool, served: dict[str, int]) -> None:
+    """Packed weights, an MLP without a gate; with the weights below them trained too, or not."""
+    model = build(family)
+    names = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    model = lora(model, target_modules=sorted(names - {"lm_head"}))
+    if trained:
+        for name, p in model.named_parameters():
+            p.requires_grad_("lm_head" not in name)
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    assert_equal(gradients(model), theirs)
+    assert served == {"front": 2, "back": 2}
+
+
+def test_adapters_under_autocast(served: dict[str, int]) -> None:
+    model = lora(build(dtype=torch.bfloat16))  # its adapters in fp32
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = gradients(model)
+        hfpatch.apply(model, mode="training")
+        assert_equal(gradients(model), theirs, 3e-2)
+    assert served == {"front": 2, "back": 2}
+
+
+def test_adapters_of_other_kinds_and_states(served: dict[str, int]) -> None:
+    """Several at once, one that is off, merged, with dropout: PEFT's own code runs."""
+    model = lora(build(), lora_dropout=0.5)
+    hfpatch.apply(model, mode="training")
+    torch.manual_seed(5)
+    ours = gradients(model)
+    assert served == {"front": 0, "back": 0}
+    hfpatch.restore(model)
+    torch.manual_seed(5)
+    assert_equal(ours, gradients(model))
+    model = lora(build())
+    hfpatch.apply(model, mode="training")
+    with model.disable_adapter():
+        ours = model(input_ids=batch()).logits
+    assert served == {"front": 0, "back": 0}
+    model.merge_adapter()
+    merged = model(input_ids=batch()).logits
+    assert served == {"front": 0, "back": 0}
+    model.unmerge_adapter()
+    whole = model(input_ids=batch()).logits
+    assert served == {"front": 2, "back": 2}
+    hfpatch.restore(model)
+    torch.testing.assert_close(whole, merged, rtol=1e-4, atol=1e-4)
+    with model.disable_adapter():
+        torch.testing.assert_close(ours, model(input_ids=batch()).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_put_in_after() -> None:
+    model = build()
+    hfpatch.apply(model, mode="training")
+    wrapped = lora(model)
+    ours = gradients(wrapped)
+    hfpatch.restore(wrapped)
+    assert_equal(ours, gradients(wrapped))
+
+
+def left_by(model: Model, ids: Tensor) -> int:
+    """Bytes that are allocated after the body's forward and were not before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        hidden = model.get_base_model().model(input_ids=ids, use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    return sum(e.self_cpu_memory_usage for e in found.key_averages())
+
+
+def test_adapters_keep_no_normed_rows_nor_products() -> None:
+    sizes = {}
+    for way in ("eager", "ours"):
+        model = lora(build(dtype=torch.bfloat16), autocast_adapter_dtype=False)
+        if way == "ours":
+            hfpatch.apply(model, mode="training")
+        left_by(model, batch(2, 64))
+        sizes[way] = left_by(model, batch(2, 64))
+    assert 0 < sizes["ours"] < 0.65 * sizes["eager"], sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi"])
+def test_autocast_over_fp32_parameters(
+    family: str, dtype: torch.dtype, served: dict[str, int]
+) -> None:
+    model = build(family)
+
+    def found() -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype):
+            return gradients(model)
+
+    theirs = found()
+    hfpatch.apply(model, mode="training")
+    ours = found()
+    assert served == {"front": 2, "back": 2}
+    hfpatch.restore(model)
+    truth = gradients(model.double())
+    whole = max(t.norm() for t in truth.values())
+    for name, true in truth.items():
+        scale = true.norm() + 1e-2 * whole
+        own, original = ((g[name].double() - true).norm() / scale for g in (ours, theirs))
+        assert ours[name].dtype == torch.float32
+        assert own <= 1.3 * original + torch.finfo(dtype).eps, name
+
+
+def _only_norms(name: str) -> bool:
+    return "norm" in name
+
+
+def _only_the_middle(name: str) -> bool:
+    return "layers.1" in name
+
+
+def _no_embedding(name: str) -> bool:
+    return "embed" not in name
+
+
+def _one_product(name: str) -> bool:
+    return name.endswith("0.self_attn.k_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [_only_norms, _only_the_middle, _no_embedding, _one_product],
+    ids=lambda f: f.__name__,
+)
+def test_frozen_parts(trained: Callable[[str], bool]) -> None:
+    model = build(tie_word_embeddings=False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(trained(name))
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    assert_equal(gradients(model), theirs)
+
+
+def test_padding_and_positions() -> None:
+    mask = torch.ones(2, 13, dtype=torch.int64)
+    mask[1, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for implementation in ("sdpa", "eager"):
+        model = build("Gemma2" if implementation == "eager" else "Llama")
+        model.set_attn_implementation(implementation)
+        inputs = {"attention_mask": mask, "position_ids": positions}
+        theirs = gradients(model, **inputs)
+        hfpatch.apply(model, mode="training")
+        assert_equal(gradients(model, **inputs), theirs)
+
+
+def test_a_cache_is_filled(served: dict[str, int]) -> None:
+    model = build("Qwen3")
+    found = []
+    for _ in range(2):
+        output = model(input_ids=batch(), use_cache=True)
+        found.append([(c.keys.detach(), c.values.detach()) for c in output.past_key_values.layers])
+        if len(found) == 1:
+            hfpatch.apply(model, mode="training")
+    assert served["front"] == 2
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_dropped_attention_weights_leave_the_layer_alone() -> None:
+    model = build(attention_dropout=0.1)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 0
+    assert any("drops weights out" in s.reason for s in report.skips)
+
+
+def test_accumulated_retained_and_second_gradients() -> None:
+    model = build()
+    ids = batch()
+
+    def several(way: str) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def second() -> list[Tensor]:
+        weight = model.model.layers[0].mlp.up_proj.weight
+        model.config._attn_implementation = "eager"
+        y = model.model(input_ids=ids, use_cache=False).last_hidden_state.square().mean()
+        (g,) = torch.autograd.grad(y, weight, create_graph=True)
+        return list(torch.autograd.grad(g.square().sum(), list(model.model.parameters())))
+
+    theirs = several("eager"), second()
+    model.set_attn_implementation("sdpa")
+    hfpatch.apply(model, mode="training")
+    ours = several("ours"), second()
+    for a, b in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
+
+
+def test_somebody_else_in_the_layer_is_heard(served: dict[str, int]) -> None:
+    model = build()
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    heard: list[str] = []
+    first, second = model.model.layers
+
+    def hook(name: str) -> Any:
+        return lambda *_: heard.append(name)
+
+    first.register_forward_hook(hook("layer"))  # fires around whatever forward there is
+    handles = [first.mlp.register_forward_hook(hook("mlp"))]
+    assert_equal(gradients(model), theirs)
+    assert heard == ["mlp", "layer"] and served == {"front": 1, "back": 1}
+    handles[0].remove()
+    handles = [second.self_attn.q_proj.register_forward_hook(hook("q"))]
+    assert_equal(gradients(model), theirs)
+    assert heard[-2:] == ["layer", "q"] and served == {"front": 2, "back": 3}
+    handles[0].remove()
+    own = type(first.mlp).forward
+    first.mlp.forward = lambda x: heard.append("forward") or own(first.mlp, x)
+    assert_equal(gradients(model), theirs)
+    assert heard[-2:] == ["forward", "layer"] and served == {"front": 3, "back": 4}
+
+
+def test_another_attention_function_is_the_one_that_is_called() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = build()
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    calls: list[dict[str, Any]] = []
+    sdpa: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mine(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return sdpa(module, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = mine
+    try:
+        assert_equal(gradients(model), theirs)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert len(calls) == 2 and calls[0]["scaling"] == 16**-0.5 and calls[0]["dropout"] == 0.0
+
+
+def test_compiled_layers_are_the_originals() -> None:
+    model = build()
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    compiled = torch.compile(model, backend="aot_eager")
+    model.zero_grad(set_to_none=True)
+    ids = batch()
+    compiled(input_ids=ids, labels=ids).loss.backward()
+    assert_equal({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, theirs)
+
+
+def test_restored_copied_and_pickled() -> None:
+    model = build()
+    before = {path: dict(m.__dict__) for path, m in model.named_modules()}
+    names = list(model.state_dict())
+    theirs = gradients(model)
+    hfpatch.apply(model, mode="training")
+    assert list(model.state_dict()) == names
+    assert_equal(gradients(copy.deepcopy(model)), theirs)
+    assert_equal(gradients(pickle.loads(pickle.dumps(model))), theirs)
+    assert layers_of(hfpatch.status(model)) == 2
+    hfpatch.restore(model)
+    for path, module in model.named_modules():
+        assert module.__dict__.keys() == before[path].keys(), path
+
+
+def test_inference_mode_has_none() -> None:
+    model = build()
+    assert layers_of(hfpatch.apply(model)) == 0
+    assert layers_of(hfpatch.apply(model, mode="training", exclude="*.layers.0")) == 1
+    assert layers_of(hfpatch.apply(model, mode="training", kernels={"rope": None})) == 0
+    assert layers_of(hfpatch.apply(model, mode="training")) == 2
+
+
+class OtherLayer(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    """Adds something that no description says."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, *args, **kwargs) + 0.1 * hidden_states.tanh()
+
+
+def test_a_layer_that_computes_something_else_keeps_its_forward() -> None:
+    model = build()
+    for one in model.model.layers:
+        one.__class__ = OtherLayer
+    theirs = gradients(model)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 0
+    assert any("OtherLayer" in s.reason for s in report.skips), [s.reason for s in report.skips]
+    assert_equal(gradients(model), theirs)
+
+
+def test_a_number_changed_afterwards_counts() -> None:
+    model = build("Granite", residual_multiplier=0.5, attention_multiplier=0.3)
+    hfpatch.apply(model, mode="training")
+    for one in model.model.layers:
+        one.input_layernorm.variance_epsilon = 0.5
+        one.self_attn.scaling = 0.1
+    ours = gradients(model)
+    hfpatch.restore(model)
+    assert_equal(ours, gradients(model))
+
+
+def test_a_child_that_is_gone_or_built_anew() -> None:
+    model = build()
+    hfpatch.apply(model, mode="training")
+    first = model.model.layers[0]
+    first.mlp.down_proj = nn.Linear(96, 64)
+    first.self_attn = nn.Sequential()
+    with pytest.raises(TypeError):
+        gradients(model)  # the original's own error
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_several_sequences_in_a_row(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mask reaches PyTorch's attention, and gradients are those of the sequences apart."""
+    more = {} if family == "Llama" else {"sliding_window": 4}
+    model = build(family, **more)
+    lengths = [(5, 1, 7), (6, 7)][:rows]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    inputs = {"position_ids": positions, "use_cache": False}
+    inputs["input_ids"] = inputs["labels"] = batch(rows)
+    theirs = gradients(model, **inputs)
+    hfpatch.apply(model, mode="training")
+    masks: list[Any] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def spied(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        masks.append(attn_mask)
+        return plain(q, k, v, attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+    assert_equal(gradients(model, **inputs), theirs)
+    assert len(masks) == 2 * sum(map(len, lengths))
+    assert all(m is None or m.shape[-1] <= 7 for m in masks)
+
+
+def test_a_mask_that_says_more_than_the_positions_is_used() -> None:
+    model = build()
+    hfpatch.apply(model, mode="training")
+    positions = torch.arange(13).expand(2, -1)
+    mask = torch.ones(13, 13, dtype=torch.bool).tril().expand(2, 1, 13, 13).clone()
+    mask[:, :, 9, 3] = False
+    inputs = {"position_ids": positions, "attention_mask": mask}
+    ours = gradients(model, **inputs)
+    hfpatch.restore(model)
+    assert_equal(ours, gradients(model, **inputs))

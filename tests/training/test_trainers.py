@@ -1,0 +1,260 @@
+"""Where people train: transformers' `Trainer`, accelerate, and TRL's trainers, with their own code.
+
+A few steps each, of a tiny model, patched beside unpatched, with the same data and seed.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_layers import build, layers_of, lora
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+import hfpatch
+
+STEPS = 6
+Rows = list[dict[str, Any]]
+
+
+def tokens(count: int, seed: int, least: int = 6, most: int = 16) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int, size: int = 1) -> list[int]:
+        return torch.randint(low, high, (size,), generator=generator).tolist()
+
+    return [number(3, 99, number(least, most)[0]) for _ in range(count)]
+
+
+def arguments(kind: Any, folder: Path, **more: Any) -> Any:
+    return kind(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1,
+        learning_rate=1e-3, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        seed=0, **more,
+    )  # fmt: skip
+
+
+def losses(trainer: Any, name: str = "loss") -> list[float]:
+    trainer.train()
+    found = [e[name] for e in trainer.state.log_history if name in e]
+    assert len(found) == STEPS
+    return found
+
+
+def padded(rows: Rows) -> dict[str, torch.Tensor]:
+    width = max(len(r["input_ids"]) for r in rows)
+    ids = torch.tensor([r["input_ids"] + [0] * (width - len(r["input_ids"])) for r in rows])
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": torch.where(ids == 0, -100, ids),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 1e-4),
+        ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}, 1e-4),
+        ({"gradient_checkpointing": True}, 1e-4),
+        ({"bf16": True}, 3e-2),
+        ({"label_smoothing_factor": 0.1}, 1e-4),
+        ({"optim": "adafactor", "neftune_noise_alpha": None}, 1e-4),
+    ],
+    ids=str,
+)
+def test_trainer(options: dict[str, Any], most: float, tmp_path: Path) -> None:
+    rows = [{"input_ids": t} for t in tokens(32, 1)]
+    found = []
+    for patched in (False, True):
+        model = build()
+        if patched:
+            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        trainer = Trainer(
+            model,
+            arguments(TrainingArguments, tmp_path, **options),
+            train_dataset=rows,  # type: ignore[arg-type]
+            data_collator=padded,
+        )
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], abs=most)
+    assert len(set(found[0])) == STEPS
+
+
+def test_trainer_with_adapters_and_the_callback(tmp_path: Path) -> None:
+    from hfpatch.callbacks import TrainerCallback
+
+    rows = [{"input_ids": t} for t in tokens(32, 1)]
+    found = []
+    for patched in (False, True):
+        callback = TrainerCallback()
+        trainer = Trainer(
+            lora(build()),
+            arguments(TrainingArguments, tmp_path),
+            train_dataset=rows,  # type: ignore[arg-type]
+            data_collator=padded,
+            callbacks=[callback] if patched else [],
+        )
+        found.append(losses(trainer))
+    assert layers_of(callback.report) == 2
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    found = []
+    for patched in (False, True):
+        AcceleratorState._reset_state(True)
+        model = build()
+        if patched:
+            hfpatch.apply(model, mode="training")
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+        found.append([])
+        for step in range(6):
+            with accelerator.accumulate(model):
+                inputs = padded([{"input_ids": t} for t in tokens(2, step)])
+                loss = model(**inputs).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found[-1].append(loss.item())
+    assert found[1] == pytest.approx(found[0], abs=3e-2)
+
+
+# --- TRL ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def words() -> PreTrainedTokenizerFast:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 99)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TRL, with data sets that are not hashed: some pairs of dill and pyarrow cannot."""
+    found, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    numbers = iter(range(1 << 20))
+    for name in ("generate_fingerprint", "update_fingerprint"):
+        for module in (datasets.arrow_dataset, datasets.fingerprint):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *_, **__: f"{next(numbers):016x}")
+    return found
+
+
+def data_of(**columns: list[str]) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_dict(columns)
+
+
+def text(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": True, "max_length": 32},
+        {"padding_free": True, "max_length": None},
+        {"gradient_checkpointing": True, "bf16": True},
+    ],
+    ids=str,
+)
+def test_trl_sft(options: dict[str, Any], words: Any, trl: Any, tmp_path: Path) -> None:
+    data = data_of(text=[text(t) for t in tokens(64, 1)])
+    found = []
+    for patched in (False, True):
+        model = build()
+        if patched:
+            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        args = arguments(
+            trl.SFTConfig, tmp_path, **{"bf16": False, "gradient_checkpointing": False, **options}
+        )
+        trainer = trl.SFTTrainer(model, args, train_dataset=data, processing_class=words)
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], abs=3e-2 if options.get("bf16") else 2e-4)
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_trl_dpo(with_adapters: bool, words: Any, trl: Any, tmp_path: Path) -> None:
+    names = ("prompt", "chosen", "rejected")
+    data = data_of(**{n: [text(t) for t in tokens(32, i)] for i, n in enumerate(names)})
+    found = []
+    for patched in (False, True):
+        model = lora(build()) if with_adapters else build()
+        reference = None if with_adapters else build()
+        if patched:
+            for one in (model, reference):
+                assert one is None or layers_of(hfpatch.apply(one, mode="training")) == 2
+        args = arguments(trl.DPOConfig, tmp_path, bf16=False, gradient_checkpointing=False)
+        trainer = trl.DPOTrainer(model, reference, args, train_dataset=data, processing_class=words)
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], abs=2e-4)
+
+
+def test_trl_grpo(words: Any, trl: Any, tmp_path: Path) -> None:
+    data = data_of(prompt=[text(t) for t in tokens(32, 1)])
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(c.count("1")) for c in completions]
+
+    found = []
+    for patched in (False, True):
+        model = build()
+        if patched:
+            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        args = arguments(
+            trl.GRPOConfig, tmp_path, bf16=False, gradient_checkpointing=False, num_generations=2,
+            max_completion_length=5,
+        )  # fmt: skip
+        trainer = trl.GRPOTrainer(model, reward, args, train_dataset=data, processing_class=words)
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
+# --- somebody else's kernels ----------------------------------------------------------------------
+
+
+def _liger(model: Any) -> None:
+    """As Liger's own code patches an instance: its functions as methods of the modules."""
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    norm.__module__ = "liger_kernel.transformers.rms_norm"
+    sys.modules.setdefault("liger_kernel", types.ModuleType("liger_kernel"))
+    for one in model.model.layers:
+        for module in (one.input_layernorm, one.post_attention_layernorm):
+            module.forward = types.MethodType(norm, module)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_liger_in_the_same_run_wins_and_is_said(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "liger_kernel", raising=False)
+    model = build()
+    if first:
+        _liger(model)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == (0 if first else 2)
+    if not first:
+        _liger(model)
+    said = str(hfpatch.status(model))
+    assert "liger_kernel" in said, said
+    sys.modules.pop("liger_kernel", None)
