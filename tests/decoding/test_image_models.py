@@ -157,7 +157,7 @@ def test_positions_of_several_axes() -> None:
     token = torch.tensor([[9]])
     apart = torch.tensor([12, 12, 13, 14]).reshape(4, 1, 1)
     given: list[dict[str, Any]] = [{"position_ids": apart}, {}]
-    # a prompt's image leaves its mark on the model, which may cost one more proof: the second counts
+    # a prompt with an image may cost one more proof: the second counts
     given += [{"position_ids": torch.full((4, 1, 1), at)} for at in (14, 15)]
     for arguments, served in zip(given, (False, False, None, True), strict=True):
         before = steps_of(patched)
