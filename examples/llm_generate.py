@@ -1,17 +1,22 @@
-"""Chat with SmolLM2-135M-Instruct (real weights), with and without hfpatch's kernels.
+"""Chat with SmolLM2-135M-Instruct (real weights) or a model of yours, with and without hfpatch.
 
-    python examples/llm_generate.py --compare
-    python examples/llm_generate.py --prompt "Why is the sky blue?" --max-new-tokens 128
+    python examples/llm_generate.py --compare --output chat.png
+    python examples/llm_generate.py --prompt "Why is the sky blue?" --max-new-tokens 128 --stream
+    python examples/llm_generate.py --model Qwen/Qwen3-0.6B --batch-size 8 --sample --compare
 
-Decoding is greedy: the same tokens are expected with and without the kernels.
+The same tokens are expected with and without hfpatch: greedy ones, or those of one seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +38,8 @@ from hfpatch.bench.spread import Gain, Spread
 
 TURNS = 5  # timed generations of each way; their median counts, beside its spread
 MEASURED_TOKENS = 64  # at least so many are timed, however short the answer is
+PARTS = 4  # of an answer, whose tokens the table times apart
+SEED = 0
 
 
 @dataclass
@@ -44,7 +51,9 @@ class Run:
         measured_tokens: how many each timed generation made, past that end if need be.
         seconds: of the median generation, the prompt's processing included.
         all_seconds: of every generation.
-        tokens_per_second: measured_tokens / seconds.
+        tokens_per_second: measured_tokens / seconds, of each text.
+        first_token_seconds: until the first token was there, median.
+        ms_a_token: of each further token, in order, medians.
     """
 
     tokens: list[int]
@@ -53,23 +62,50 @@ class Run:
     seconds: float
     all_seconds: list[float]
     tokens_per_second: float
+    first_token_seconds: float
+    ms_a_token: list[float]
+
+
+class Clock:
+    """A streamer that notes when tokens come, of all texts at once."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt:
+            self.times.append(time.perf_counter())
+        self._prompt = False
+
+    def end(self) -> None:
+        pass
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompt", default="What is the capital of France? What is it known for?")
     parser.add_argument("--max-new-tokens", type=at_least(1), default=64)
+    parser.add_argument("--model", help="Hub id or folder (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--batch-size", type=at_least(1), default=1, help="so many answers at once")
+    parser.add_argument("--sample", action="store_true", help=f"draw tokens, with seed {SEED}")
+    parser.add_argument("--stream", action="store_true", help="print the answer as it is made")
+    parser.add_argument("--output", type=Path, help="with --compare: the times as a picture")
     add_way_arguments(parser)
     add_device_arguments(parser)
     args = parser.parse_args(argv)
     if not args.prompt.strip():
         parser.error("argument --prompt: expected some text, got none")
+    if args.stream and args.batch_size > 1:
+        parser.error("argument --stream: expected --batch-size 1, got more than one answer")
+    if args.output is not None and not args.compare:
+        parser.error("argument --output: shows what --compare measures; add --compare")
     resolve_device(parser, args)
     return args
 
 
 class Chat:
-    """Greedy answers to one prompt."""
+    """Answers to one prompt."""
 
     def __init__(self, model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
         self.model, self.tokenizer, self.device = model, tokenizer, args.device
@@ -79,40 +115,61 @@ class Chat:
             return_tensors="pt",
             return_dict=True,
         ).to(args.device)
+        self.rows = args.batch_size
+        self.inputs = {k: v.repeat(self.rows, 1) for k, v in self.inputs.items()}
         self.settings: dict[str, Any] = {
             "max_new_tokens": args.max_new_tokens,
-            "do_sample": False,
+            "do_sample": args.sample,
         }
         if args.compile:
             # A static cache keeps the shapes of all steps equal, so that one graph serves them.
             self.settings |= {"cache_implementation": "static", "disable_compile": True}
 
-    def answer(self) -> list[int]:
-        """The new tokens."""
-        return self._generate(**self.settings)
+    def answer(self, streamed: bool = False) -> list[int]:
+        """The new tokens of all texts, one text after the other."""
+        streamer = None
+        if streamed:
+            from transformers import TextStreamer
 
-    def seconds(self) -> float:
-        """Of `measured_tokens` new tokens, whatever they are."""
-        started = now(self.device)
+            streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        return self._generate(**self.settings, streamer=streamer)
+
+    def seconds(self) -> list[float]:
+        """Until `measured_tokens` new tokens were there, whatever they are, and each of them."""
+        started, clock = now(self.device), Clock()
         count = self.measured_tokens
-        made = self._generate(**self.settings | {"max_new_tokens": count, "min_new_tokens": count})
+        lengths = {"max_new_tokens": count, "min_new_tokens": count}
+        made = self._generate(**self.settings | lengths, streamer=clock)
         seconds = now(self.device) - started
-        assert len(made) == count
-        return seconds
+        assert len(made) == count * self.rows == len(clock.times) * self.rows
+        return [seconds, *(t - started for t in clock.times)]
 
     @property
     def measured_tokens(self) -> int:
         return max(MEASURED_TOKENS, self.settings["max_new_tokens"])
 
     def _generate(self, **settings: Any) -> list[int]:
+        torch.manual_seed(SEED)
         output = self.model.generate(**self.inputs, **settings)
-        return output[0, self.inputs["input_ids"].shape[1] :].tolist()
+        return output[:, self.inputs["input_ids"].shape[1] :].flatten().tolist()
 
-    def run(self, tokens: list[int], times: list[float]) -> Run:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        seconds = statistics.median(times)
+    def run(self, tokens: list[int], times: list[list[float]]) -> Run:
+        first = tokens[: len(tokens) // self.rows]
+        text = self.tokenizer.decode(first, skip_special_tokens=True)
+        all_seconds = [whole for whole, *_ in times]
+        seconds = statistics.median(all_seconds)
         count = self.measured_tokens
-        return Run(tokens, text, count, seconds, times, count / seconds)
+        gaps = [[b - a for a, b in itertools.pairwise(t[1:])] for t in times]
+        return Run(
+            tokens,
+            text,
+            count,
+            seconds,
+            all_seconds,
+            count / seconds,
+            statistics.median(t[1] for t in times),
+            [1e3 * statistics.median(of_one) for of_one in zip(*gaps, strict=True)],
+        )
 
 
 def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], hfpatch.Report]:
@@ -122,7 +179,7 @@ def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], 
     a change of sides would compile again, so all turns of one come before those of the other.
     """
     model = chat.model
-    times: dict[str, list[float]] = {"original": [], "patched": []}
+    times: dict[str, list[list[float]]] = {"original": [], "patched": []}
     if not compare:
         del times["original"]
     answers: dict[str, list[int]] = {}
@@ -143,36 +200,112 @@ def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], 
     return {label: chat.run(answers[label], timed) for label, timed in times.items()}, report
 
 
+def table(runs: dict[str, Run]) -> str:
+    """Time to the first token, and milliseconds a token in the parts of an answer."""
+    count = len(next(iter(runs.values())).ms_a_token)
+    ends = [count * (i + 1) // PARTS for i in range(PARTS)]
+    spans = [(a, b) for a, b in itertools.pairwise([0, *ends]) if b > a]
+    head = [f"tokens {a + 2}-{b + 1}" for a, b in spans]
+    rows = [["", "first token, ms", *(f"{h}, ms each" for h in head)]]
+    for label, run in runs.items():
+        parts = [statistics.median(run.ms_a_token[a:b]) for a, b in spans]
+        rows.append([label, *(f"{x:.2f}" for x in (1e3 * run.first_token_seconds, *parts))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+    )
+
+
+def save_picture(runs: dict[str, Run], title: str, file: Path) -> None:
+    """Milliseconds a token over the answer, and until the first token.
+
+    Raises:
+        SystemExit: matplotlib is not there.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        sys.exit("error: `--output` needs matplotlib; run `pip install matplotlib`")
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (first, each) = pyplot.subplots(
+        1, 2, figsize=(10, 4), width_ratios=[1, 3], layout="constrained"
+    )
+    for label, run in runs.items():
+        (bar,) = first.bar(label, 1e3 * run.first_token_seconds)
+        each.plot(range(2, len(run.ms_a_token) + 2), run.ms_a_token, color=bar.get_facecolor())
+        each.plot([], [], color=bar.get_facecolor(), label=label)
+    first.set_ylabel("ms to the first token")
+    each.set_xlabel("token of the answer")
+    each.set_ylabel("ms")
+    each.set_ylim(bottom=0)
+    each.legend()
+    figure.suptitle(title)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def load_any(name: str | None, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """(model in eval mode, tokenizer).
+
+    Raises:
+        OSError, ValueError: there is none of that name, or it is no language model.
+    """
+    if name is None:
+        return load(dtype, device)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Returns what --json prints."""
     args = parse_arguments(argv)
     out = Output(args.json)
     result: dict[str, Any] = {
-        "model": "SmolLM2-135M-Instruct",
+        "model": args.model or "SmolLM2-135M-Instruct",
         "device": device_name(args.device),
         "dtype": dtype_name(args.dtype),
         "compiled": args.compile,
         "prompt": args.prompt,
         "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size,
+        "sampled": args.sample,
     }
     out.say(f"{result['model']} in {result['dtype']} on {result['device']}\n\n> {args.prompt}\n")
     try:
-        model, tokenizer = load(args.dtype, args.device)
-    except FileNotFoundError as e:
+        model, tokenizer = load_any(args.model, args.dtype, args.device)
+    except (OSError, ValueError) as e:
         sys.exit(f"error: {e}")
 
-    runs, report = measure(Chat(model, tokenizer, args), args.compare, args.compile)
-    out.say(f"{runs['patched'].answer}\n\n{report}\n")
+    chat = Chat(model, tokenizer, args)
+    if args.stream:
+        hfpatch.apply(model)
+        with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+            chat.answer(streamed=True)
+    runs, report = measure(chat, args.compare, args.compile)
+    if not args.stream:
+        out.say(runs["patched"].answer)
+    out.say(f"\n{report}\n")
     for label, run in runs.items():
         out.say(
             f"{label:>8}: {run.measured_tokens} tokens in "
             f"{Spread.of(run.all_seconds).text('s')}, {run.tokens_per_second:.1f} tokens/s"
+            + (f" of each of {args.batch_size} texts" if args.batch_size > 1 else "")
         )
+    out.say(f"\n{table(runs)}\n")
     if args.compare:
         original, patched = runs["original"], runs["patched"]
         result["identical"] = original.tokens == patched.tokens
         gain = Gain.of(original.all_seconds, patched.all_seconds)
         result["speed_up"], result["within_noise"] = gain.ratio, gain.within_noise
+        if args.output is not None:
+            save_picture(runs, f"{result['model']}, {result['device']}", args.output)
+            out.say(f"picture: {args.output}")
+            result["picture"] = str(args.output)
         out.say(
             f"speed-up: {gain}; token sequences {'identical' if result['identical'] else 'differ'}"
         )

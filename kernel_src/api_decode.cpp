@@ -154,15 +154,19 @@ int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
                      : check.indices("ids", ids, 2, shape, &tokens));
   ok = ok && mask_of(check, mask, reader.device(), &args);
   if (!ok) return check.status();
-  if (!logits || logits->ndim != 3 || !logits->shape) {
+  if (!hidden && !logits) {
+    check.fail("`logits` must be a tensor where `hidden` is NULL");
+    return check.status();
+  }
+  if (logits && (logits->ndim != 3 || !logits->shape)) {
     check.fail("`logits` must be a tensor of shape [rows, tokens or 1, vocab]");
     return check.status();
   }
-  args.last_only = logits->shape[1] == 1;
+  args.last_only = logits && logits->shape[1] == 1;
   const int64_t wanted[3] = {args.rows, args.last_only ? 1 : args.tokens, args.vocab};
-  hfp::supported(logits->dtype, &args.logits_type);
+  if (logits) hfp::supported(logits->dtype, &args.logits_type);
   if (args.logits_type != DType::F32) args.logits_type = args.type;
-  ok = check.shaped("logits", logits, 3, wanted, args.logits_type, &out) &&
+  ok = (!logits || check.shaped("logits", logits, 3, wanted, args.logits_type, &out)) &&
        (!hidden || check.shaped("hidden", hidden, 3, states, args.type, &state));
   if (!ok) return check.status();
   const int64_t needed = workspace_of(args, kName);
@@ -170,7 +174,7 @@ int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
   int64_t size = workspace && workspace->ndim == 1 && workspace->shape ? workspace->shape[0] : 0;
   if (size < needed) size = needed;
   ok = check.shaped("workspace", workspace, 1, &size, DType::F32, &scratch) &&
-       reader.apart("logits", out) && reader.apart("workspace", scratch) &&
+       (!logits || reader.apart("logits", out)) && reader.apart("workspace", scratch) &&
        (!hidden || reader.apart("hidden", state));
   if (!ok) return check.status();
   args.logits = out.data;
@@ -181,7 +185,7 @@ int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
   args.embeds = given.data;
   args.positions = reinterpret_cast<const int64_t *>(places.data);
   if (args.on_cpu && !values(check, args)) return check.status();
-  return check.run(out, args, &hfp::cpu::decode_step, HFP_CUDA(decode_step), stream);
+  return check.run(logits ? out : state, args, &hfp::cpu::decode_step, HFP_CUDA(decode_step), stream);
 }
 
 }  // extern "C"

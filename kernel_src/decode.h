@@ -38,7 +38,7 @@ struct DecodeRope {
 
 struct DecodeLayer {
   DecodeNorm before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm;
-  DecodeProduct q, k, v, o, gate, up, down;  // gate.weight null: none
+  DecodeProduct q, k, v, o, gate, up, down;  // gate.weight null: none; up.weight null: no MLP
   const void *sinks;
   int64_t heads, key_heads, dim;
   int64_t rope;  // -1: none
@@ -75,7 +75,7 @@ struct DecodeArgs {
   DecodeProduct head;
   DecodeNorm final_norm;
 
-  void *logits, *hidden;
+  void *logits, *hidden;  // null: not asked for
   float *workspace;
   const int64_t *cache, *ids, *positions;
   const void *embeds;

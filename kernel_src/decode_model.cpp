@@ -215,11 +215,13 @@ bool DecodeModelReader::layer(int64_t i, DecodeSizes *sizes) {
        product(i, "attention.q", place + kQ, heads * dim, x) &&
        product(i, "attention.k", place + kK, key_heads * dim, x) &&
        product(i, "attention.v", place + kV, key_heads * dim, x) &&
-       product(i, "attention.o", place + kO, x, heads * dim) &&
-       product(i, "mlp.up", place + kUp, -1, x);
+       product(i, "attention.o", place + kO, x, heads * dim);
   if (!ok) return false;
-  const int64_t inner = at(place + kUp)->shape[0];
-  ok = product(i, "mlp.down", place + kDown, x, inner) &&
+  // Without any of the three products the layer ends behind attention.
+  const bool half = !at(place + kUp) && !at(place + kGate) && !at(place + kDown);
+  if (!half && !product(i, "mlp.up", place + kUp, -1, x)) return false;
+  const int64_t inner = half ? 0 : at(place + kUp)->shape[0];
+  ok = (half || product(i, "mlp.down", place + kDown, x, inner)) &&
        (!at(place + kGate) || product(i, "mlp.gate", place + kGate, inner, x)) &&
        (!at(place + kSinks) || tensor(i, "attention.sinks", "", at(place + kSinks), 1, heads, 0));
   if (!ok) return false;

@@ -632,7 +632,8 @@ HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLT
  *   embedding [vocab, hidden], head, its bias, the final norm's weight and bias; for each rope the
  *            inverse frequencies, fp32 [pairs]; for each layer HFP_DECODE_TENSORS, each with its
  *            bias behind it: the six norms in the order of above (q's and k's last), q, k, v, o,
- *            gate, up, down; then the sinks [heads]. A gate may be missing
+ *            gate, up, down; then the sinks [heads]. A gate may be missing; where gate, up and down
+ *            are, the layer's result is what the hidden state is behind attention
  * A norm's mode is 0 where there is none, else HFP_DECODE_NORM_RMS or _LAYER, plus
  * HFP_DECODE_NORM_ROUNDED where the normalized value is rounded before it is multiplied with
  * weight + offset. All weights have one dtype; in a half type every result that the layers' own code
@@ -645,8 +646,8 @@ HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLT
  * L + 1 + t. What the addresses lead to cannot be checked: they must be right.
  * ids, positions: int64 [rows, tokens]. embeds: [rows, tokens, hidden], instead of ids, or NULL.
  * mask: bool or uint8 [rows, width], 0 where a key is not to be seen, or NULL; width is at least
- * L + tokens. logits: [rows, tokens or 1, vocab], the weights' dtype or fp32; 1: of the last token.
- * hidden: [rows, tokens, hidden], what the head is given, or NULL.
+ * L + tokens. logits: [rows, tokens or 1, vocab], the weights' dtype or fp32; 1: of the last token;
+ * NULL where only hidden is asked for. hidden: [rows, tokens, hidden], what the head is given, or NULL.
  * workspace: fp32 [hfp_decode_workspace(...) or more], scratch; on CUDA zero before its first use.
  * threads: on the CPU, at most; 0: OpenMP's number. A row's results are the same bits whatever the
  * other rows and the number of threads. On CUDA all but `model`, `threads` and the shapes is read on

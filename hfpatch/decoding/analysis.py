@@ -24,6 +24,7 @@ from hfpatch.decoding.replica import (
     Recording,
     WithoutCasts,
     head_counts,
+    rope_limit,
     same,
     text_config,
 )
@@ -34,6 +35,7 @@ from hfpatch.decoding.rules import (
     NormRule,
     Number,
     Numbers,
+    OpaqueRule,
     Part,
     Recipe,
     RopeRule,
@@ -88,14 +90,22 @@ class Analysis:
 
     def _rope_candidates(self) -> list[RopeRule]:
         found = []
+        limited = rope_limit(text_config(self.replica.config)) is not None
         for path, module in self.replica.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is None or buffer.dim() != 1 or not buffer.is_floating_point():
+                if buffer is None or buffer.is_meta:  # what text has no need of
                     continue
-                if not name.endswith("inv_freq") or "original" in name:
+                if buffer.dim() != 1 or not buffer.is_floating_point():
+                    continue
+                if not name.endswith("inv_freq"):
+                    continue
+                # those that change with the length are read where they do not
+                steady = name.replace("original_", "")
+                kept = steady.replace("inv_freq", "original_inv_freq")
+                if name != (kept if limited and kept in module._buffers else steady):
                     continue
                 # where a module has frequencies of several kinds, each has its own number
-                prefix = name.removesuffix("inv_freq")
+                prefix = steady.removesuffix("inv_freq")
                 numbers = [
                     k
                     for k, v in vars(module).items()
@@ -145,7 +155,11 @@ class Analysis:
         rules: list[LayerRule] = []
         for index, path in enumerate(layers):
             before = zip(layers, rules, strict=False)  # most layers are like one before them
-            likely = (moved(rule, f"{old}.", f"{path}.") for old, rule in before)
+            likely = (
+                moved(rule, f"{old}.", f"{path}.")
+                for old, rule in before
+                if self._may_be_like(rule.mlp, old, path)
+            )
             known = dict.fromkeys(likely)
             rules.append(
                 next((r for r in known if self._explains(r, index, path)), None)
@@ -210,9 +224,10 @@ class Analysis:
         start = run.inputs[attention.q.path]
         before_attention = self._norm_between(x, start, prefix, f"`{path}`: norm before attention")
         a, after_attention = self._normed_after(run.outputs[attention.o.path], prefix)
-        mlp = self._mlp(path, attention)
-        m, after_mlp = self._normed_after(run.outputs[mlp.down.path], prefix)
-        inner = run.inputs[mlp.up.path]
+        mlp = self._mlp_or_opaque(path, attention)
+        given, gives = mlp.paths
+        m, after_mlp = self._normed_after(run.outputs[gives], prefix)
+        inner = run.inputs[given]
         norms = [before_attention, after_attention, None, after_mlp]
         what = f"`{path}`: residual sum"
         around = (path, "")
@@ -232,6 +247,13 @@ class Analysis:
                 raise Unexplained(f"{what}: two different factors")
         return LayerRule(attention, mlp, tuple(norms), parallel, factor)
 
+    def _may_be_like(self, mlp: MlpRule | OpaqueRule, old: str, path: str) -> bool:
+        """Whether what is called as it is is of the same class in both layers."""
+        if isinstance(mlp, MlpRule):
+            return True
+        modules = dict(self.replica.named_modules())
+        return type(modules[mlp.path]) is type(modules.get(path + mlp.path[len(old) :]))
+
     def _explains(self, rule: LayerRule, index: int, path: str) -> bool:
         """Whether a layer like one before gives this one's output, keys and values."""
         try:
@@ -240,7 +262,8 @@ class Analysis:
             return False
         ropes = tuple(r.read(self.replica) for r in self.used_ropes)
         x = self.run.inputs[path]
-        y, k, v = reference.layer_result(x, layer, ropes, self.positions)
+        with WithoutCasts():
+            y, k, v = reference.layer_result(x, layer, ropes, self.positions)
         kept = self.cache.layers[index]
         tail = kept.keys.shape[2]
         return (
@@ -254,6 +277,23 @@ class Analysis:
             if path.startswith(prefix) and same(self.run.inputs[path], y):
                 return self.run.outputs[path], rule
         return y, None
+
+    def _mlp_or_opaque(self, path: str, attention: AttentionRule) -> MlpRule | OpaqueRule:
+        """What a layer's second half is; where that is not known, the one child that may be it."""
+        try:
+            return self._mlp(path, attention)
+        except Unexplained:
+            run, width = self.run, self.run.inputs[path].shape
+            beside = [
+                p
+                for name, _ in self.replica.get_submodule(path).named_children()
+                if (p := f"{path}.{name}") not in (attention.path, *self.norms)
+                and run.calls.get(p) == 1
+                and p in run.outputs
+            ]
+            if len(beside) != 1 or run.outputs[beside[0]].shape != width:
+                raise
+            return OpaqueRule(beside[0])
 
     def _mlp(self, path: str, attention: AttentionRule) -> MlpRule:
         run = self.run

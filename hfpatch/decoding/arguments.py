@@ -6,7 +6,7 @@ import torch
 
 from hfpatch.capi.signatures import CONSTANTS
 from hfpatch.capi.tensors import BFLOAT, CPU, CUDA, FLOAT, INT, UINT, DLTensor, dltensor
-from hfpatch.decoding.spec import Attention, Layer, Model, Norm, Product
+from hfpatch.decoding.spec import Attention, Layer, Model, Norm, Opaque, Product
 
 Tensor = torch.Tensor
 
@@ -93,10 +93,12 @@ class Arguments:
 
     def _layer(self, name: str, layer: Layer, ropes: int) -> None:
         a, mlp = layer.attention, layer.mlp
-        if mlp is None:
-            raise Unsupported(f"`{name}.mlp`: not described")
-        activation = _ACTIVATIONS.get(mlp.activation)
+        if isinstance(mlp, Opaque):
+            raise Unsupported(f"`{name}.mlp`: a module of the model's own, which no kernel calls")
+        # no MLP: any activation
+        activation = _ACTIVATIONS.get("silu" if mlp is None else mlp.activation)
         if activation is None:
+            assert mlp is not None
             raise Unsupported(
                 f"`{name}.mlp.activation`: {mlp.activation!r}, expected one of "
                 f"{', '.join(_ACTIVATIONS)}"
@@ -122,7 +124,8 @@ class Arguments:
             self._numbers += _norm_numbers(norm)
             self._norm(norm)
         self._numbers += [a.scale, a.softcap or 0.0, a.clip or 0.0, layer.residual_multiplier]
-        for product in (a.q, a.k, a.v, a.o, mlp.gate, mlp.up, mlp.down):
+        second = (None, None, None) if mlp is None else (mlp.gate, mlp.up, mlp.down)
+        for product in (a.q, a.k, a.v, a.o, *second):
             self._product(product)
         self.weights.append(a.sinks)
 

@@ -88,6 +88,10 @@ def capacity_for(length: int) -> int:
     return length + length // 8 + _ROOM
 
 
+#: Attributes that a layer has while it is in an arena.
+_OF_AN_ARENA = frozenset({"arena", "index", "first"})
+
+
 class _Viewed:
     """What `ArenaLayer` and `ArenaWindowLayer` share; before the plain class among their bases."""
 
@@ -99,7 +103,11 @@ class _Viewed:
     def in_arena(self: Any, name: str) -> Tensor:
         """The keys or the values as they are now, where they lie."""
         table = self.arena.table
-        first = max(0, table.length - self.sliding_window + 1) if self.is_sliding else 0
+        first = 0
+        if self.is_sliding:
+            first = max(0, table.length - self.sliding_window + 1)
+            if self.record_past:  # what the window has left since then is kept
+                first = self.__dict__.get("first", first)
         memory: Tensor = getattr(table, name)[self.index]
         return memory[:, :, first : table.length]
 
@@ -112,6 +120,7 @@ class _Viewed:
         length = self.arena.length
         self.__class__ = self._plain  # a window layer has another length than its keys
         del self.arena, self.index
+        self.__dict__.pop("first", None)
         self.keys, self.values = keys, values
         if self.is_sliding:
             self.cumulative_length = length
@@ -121,7 +130,7 @@ class _Viewed:
 
     def plain_state(self, memo: dict[int, Any] | None) -> dict[str, Any]:
         """The attributes of a plain layer of the same content; with `memo`, copies of them."""
-        own = {k: v for k, v in vars(self).items() if k not in ("arena", "index")}
+        own = {k: v for k, v in vars(self).items() if k not in _OF_AN_ARENA}
         own = copy.deepcopy(own, memo) if memo is not None else own
         keys, values = self.in_arena("keys"), self.in_arena("values")
         if memo is not None:
@@ -230,6 +239,16 @@ _CLASSES: dict[type, type] = {
 }
 
 
+def is_plain(cache: Any) -> bool:
+    """Whether it is a cache of the only kind that an arena may be made of."""
+    return type(cache) is DynamicCache
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether it is one that nothing was put into yet."""
+    return is_plain(cache) and not cache.get_seq_length()
+
+
 def unfit(cache: Any, model: Model, rows: int) -> str | None:
     """Why a cache is none that a step of `rows` sequences can extend; None if it is one."""
     if type(cache) is not DynamicCache:
@@ -255,14 +274,15 @@ def unfit(cache: Any, model: Model, rows: int) -> str | None:
 def _unfit_layer(layer: Any, attention: Attention, like: Tensor, rows: int) -> str | None:
     if type(layer) not in _CLASSES:
         return f"its cache has a {type(layer).__name__}"
-    if getattr(layer, "record_past", False):
-        return "its cache keeps what its window has left (assisted decoding)"
     length = layer.get_seq_length()
     there = length
     if layer.is_sliding:
         if layer.sliding_window != attention.window:
             return f"its cache's window is {layer.sliding_window}, expected {attention.window}"
         there = min(length, layer.sliding_window - 1)
+        kept = _tensors_of(layer)[0]
+        if layer.record_past and isinstance(kept, Tensor) and kept.dim() == 4:
+            there = min(length, max(there, kept.shape[2]))
     wanted = (rows, attention.key_heads, there, attention.head_dim)
     for t in _tensors_of(layer):
         if type(t) is not Tensor or tuple(t.shape) != wanted or not length:
@@ -289,12 +309,7 @@ def held_arena(cache: Any) -> Arena | None:
         return None
     for index, layer in enumerate(layers):
         held = layer.__dict__
-        if (
-            held.get("arena") is not arena
-            or held["index"] != index
-            or held.get("record_past")
-            or "update" in held
-        ):
+        if held.get("arena") is not arena or held["index"] != index or "update" in held:
             return None
     return arena
 
@@ -337,13 +352,59 @@ def take(cache: Any, tokens: int) -> Arena:
     capacity = capacity_for(length + tokens)
     for index, layer in enumerate(cache.layers):
         new.add(layer, capacity)
+        first = length - _tensors_of(layer)[0].shape[2]
         if isinstance(layer, (ArenaLayer, ArenaWindowLayer)):
             layer.become_plain()
         for name in ("keys", "values", "cumulative_length"):
             layer.__dict__.pop(name, None)
         layer.__class__ = _CLASSES[type(layer)]
         layer.arena, layer.index = new, index
+        if layer.is_sliding and layer.record_past:
+            layer.first = first
     return new
+
+
+def unfit_for_prompt(cache: Any, model: Model) -> str | None:
+    """Why a cache is none that a prompt can begin; None if it is one."""
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        return f"its cache is a {type(cache).__name__}"
+    if len(cache.layers) != len(model.layers):
+        return f"its cache has {len(cache.layers)} layers, expected {len(model.layers)}"
+    for layer, described in zip(cache.layers, model.layers, strict=True):
+        if type(layer) not in _CLASSES or layer.is_initialized or layer.get_seq_length():
+            return "its cache is not empty"
+        if getattr(layer, "record_past", False):
+            return "its cache keeps what its window has left (assisted decoding)"
+        if layer.is_sliding and layer.sliding_window != described.attention.window:
+            return f"its cache's window is {layer.sliding_window}"
+    return None
+
+
+def begin(cache: Any, keys: list[Tensor], values: list[Tensor]) -> None:
+    """Put a prompt's keys and values into a (fit) empty cache.
+
+    Args:
+        keys, values: of each layer, `[rows, key_heads, tokens, head_dim]`.
+
+    Raises:
+        torch.OutOfMemoryError: the cache is as it was.
+    """
+    rows, _, tokens, _ = keys[0].shape
+    new = Arena()
+    new.rows, new.capacity, new.table.length = rows, capacity_for(tokens), tokens
+    for kept, held in ((keys, new.table.keys), (values, new.table.values)):
+        for t in kept:
+            with torch.inference_mode(False):
+                memory = t.new_empty(rows, t.shape[1], new.capacity, t.shape[3])
+                memory[:, :, :tokens] = t
+            held.append(memory)
+    for index, layer in enumerate(cache.layers):
+        empty = keys[index][:, :, :0]
+        layer.lazy_initialization(empty, empty)
+        for name in ("keys", "values", "cumulative_length"):
+            layer.__dict__.pop(name, None)
+        layer.__class__ = _CLASSES[type(layer)]
+        layer.arena, layer.index = new, index
 
 
 def copied(cache: Any, tokens: int) -> Arena:

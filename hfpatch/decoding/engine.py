@@ -42,7 +42,12 @@ def unsupported(
     try:
         if device is not None and torch.device(device).type != model.device.type:
             raise DecodingError(f"`device`: the model lies on {model.device}, expected {device}")
-        _Call(model, rows, tokens, package)
+        if model.whole:
+            Call(model, rows, tokens, package)
+        else:
+            from hfpatch.decoding.halves import HalvesEngine
+
+            HalvesEngine(model, rows, tokens, package=package)
     except DecodingError as e:
         return str(e)
     return None
@@ -69,16 +74,20 @@ class Engine:
     ) -> None:
         self.model, self.rows, self.tokens = model, rows, tokens
         self._device = model.device
-        with torch.inference_mode(False):  # else it could be written to under that mode alone
-            self._call = _Call(model, rows, tokens, package)
-            self._table = _Table(model, rows, tokens)
         #: The step's CUDA graphs, `graph.StepGraphs`; None on a CPU.
         self.graphs: Any = None
+        with torch.inference_mode(False):  # else it could be written to under that mode alone
+            self._build(package)
         self._shape = (rows, tokens)
         self._state = (rows, tokens, model.embedding.shape[1])
         vocab = model.head.weight.shape[0]
         self._logits_shapes = ((rows, tokens, vocab), (rows, 1, vocab))
         self._logits_dtypes = (model.dtype, torch.float32)
+
+    def _build(self, package: ModuleType | None) -> None:
+        model, rows, tokens = self.model, self.rows, self.tokens
+        self._call = Call(model, rows, tokens, package)
+        self._table = Table(model, rows, tokens)
         if model.device.type == "cuda":
             from hfpatch.decoding.graph import StepGraphs
 
@@ -140,11 +149,23 @@ class Engine:
         self._check("logits", logits, self._logits_dtypes, self._logits_shapes)
         if hidden is not None:
             self._check("hidden", hidden, (self.model.dtype,), (state,))
-        self._table.take(cache)
         mask = self._mask(mask, cache.length + self.tokens)
         positions = positions.contiguous()
         ids = None if embeds is not None or ids is None else ids.contiguous()
         embeds = None if embeds is None else embeds.contiguous()
+        self._run(ids, positions, cache, logits, mask, embeds, hidden)
+
+    def _run(
+        self,
+        ids: Tensor | None,
+        positions: Tensor,
+        cache: CacheTable,
+        logits: Tensor,
+        mask: Tensor | None,
+        embeds: Tensor | None,
+        hidden: Tensor | None,
+    ) -> None:
+        self._table.take(cache)
         if self.graphs is not None:
             self.graphs.run(ids, positions, logits, mask, embeds, hidden)
         else:
@@ -192,7 +213,7 @@ class Engine:
         return mask.contiguous()
 
 
-class _Call:
+class Call:
     """`hfp_decode_step` with what does not change from step to step."""
 
     def __init__(
@@ -237,9 +258,13 @@ class _Call:
         self.workspace = torch.zeros(int(found), dtype=torch.float32, device=self.model.device)
         self._workspace_view = describe(self.workspace)
 
+    def share_workspace(self, other: Call) -> None:
+        """Use that of another call of the same device, which is as large or larger."""
+        self.workspace, self._workspace_view = other.workspace, other._workspace_view
+
     def __call__(
         self,
-        logits: Tensor,
+        logits: Tensor | None,
         hidden: Tensor | None,
         table: Tensor,
         ids: Tensor | None,
@@ -273,7 +298,7 @@ class _Call:
             raise DecodingError(self._caller.last_error().partition(": ")[2])
 
 
-class _Table:
+class Table:
     """The C function's `cache`: how many keys there are, and where each layer's lie.
 
     Attributes:

@@ -28,4 +28,6 @@ def notes(model: nn.Module) -> tuple[str, ...]:
     made = f"decoding: {held.steps} steps, {len(held.trusted)} engines"
     if held.loops:
         made += f", {held.loops} calls of `generate` without a wait after each token"
+    if held.prompts_served:
+        made += f", {held.prompts_served} prompts as graphs"
     return (made, *(f"decoding steps not used: {why}" for why in held.reasons))

@@ -16,8 +16,8 @@ from torch import nn
 
 from hfpatch.decoding.analysis import Analysis
 from hfpatch.decoding.likeness import check_likeness
-from hfpatch.decoding.proof import prove, with_rounding
-from hfpatch.decoding.replica import NoReplica, make_replica
+from hfpatch.decoding.proof import Proof, prove, with_rounding
+from hfpatch.decoding.replica import NoReplica, make_replica, rope_limit, text_config
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
 from hfpatch.decoding.surroundings import check_attention, check_cache
@@ -26,10 +26,16 @@ from hfpatch.patches.keys import code_of
 
 @dataclass(frozen=True)
 class Described:
-    """A model's description and the class of what its forward returns."""
+    """A model's description, and what of its forward was proven (see `proof.Proof`)."""
 
     model: Model
-    output: type
+    proof: Proof
+    limit: int | None  # sequences must be shorter: from there on RoPE is another
+
+    @property
+    def output(self) -> type:
+        """The class of what its forward returns."""
+        return self.proof.output
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Proven:
 
     recipe: Recipe
     replica: nn.Module
-    output: type
+    proof: Proof
     live: frozenset[tuple[str, str]]  # attributes that the recipe reads off a model
 
 
@@ -54,7 +60,7 @@ def is_candidate(model: nn.Module) -> bool:
     return (
         callable(getattr(model, "generate", None))
         and callable(getattr(model, "get_output_embeddings", None))
-        and isinstance(getattr(config, "vocab_size", None), int)
+        and isinstance(getattr(text_config(config), "vocab_size", None), int)
         and not getattr(config, "is_encoder_decoder", False)
         and _has_head(model)
     )
@@ -78,8 +84,9 @@ def describe(model: nn.Module) -> Described:
         raise Unexplained(proven)
     check_attention(model)
     check_cache()
-    check_likeness(model, proven.replica, proven.live)
-    return Described(proven.recipe.read(model), proven.output)
+    check_likeness(model, proven.replica, proven.live, proven.recipe.opaque)
+    limit = rope_limit(text_config(model.config))
+    return Described(proven.recipe.read(model), proven.proof, limit)
 
 
 def forget() -> None:
@@ -107,7 +114,7 @@ def _proof_of(model: Any) -> Proven | str:
 
 def _implementation(model: Any) -> str:
     """By what the replica computes attention: in fp64 on a CPU, where flash attention is none."""
-    chosen = getattr(model.config, "_attn_implementation", None) or "eager"
+    chosen = getattr(text_config(model.config), "_attn_implementation", None) or "eager"
     return chosen if chosen in ("eager", "sdpa") else "eager"
 
 
@@ -119,12 +126,12 @@ def _prove(model: nn.Module, implementation: str) -> Proven | str:
         except Exception as e:  # any class's own
             return f"a small model of its class does not run ({type(e).__name__}: {e})"
         recipe = with_rounding(analysis.recipe(), analysis)
-        output = prove(recipe, replica)
+        proof = prove(recipe, replica)
     except (NoReplica, Unexplained) as e:
         return str(e)
     except Exception as e:  # a model of another kind may lack anything
         return f"it could not be examined ({type(e).__name__}: {e})"
-    return Proven(recipe, replica, output, frozenset(_live(recipe)))
+    return Proven(recipe, replica, proof, frozenset(_live(recipe)))
 
 
 def _live(rule: Any) -> set[tuple[str, str]]:

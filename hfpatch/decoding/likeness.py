@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch import swap
+from hfpatch.decoding.replica import NoReplica, of_steps
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.patches.base import class_of
 from hfpatch.patches.keys import (
@@ -27,7 +28,11 @@ from hfpatch.patches.unchanged import is_hooked
 _IDLE = frozenset(
     {
         *("config", "generation_config", "name_or_path", "padding_idx", "warnings_issued"),
-        *("layer_idx", "hf_device_map", "is_loaded_in_8bit"),
+        *("layer_idx", "hf_device_map", "is_loaded_in_8bit", "_is_hf_initialized"),
+        # read where a call brings no positions, and such calls are the original's (Described.axes)
+        "rope_deltas",
+        # of RoPE that changes with the length, which steps are only used before (Described.limit)
+        *("max_seq_len_cached", "long_inv_freq"),
     }
 )
 #: A layer's switch for activation checkpointing, and who does it.
@@ -35,14 +40,32 @@ _CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 _CAPTURING = "transformers.utils.output_capturing"
 
 
-def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[str, str]]) -> None:
+def check_likeness(
+    model: nn.Module,
+    replica: nn.Module,
+    read: frozenset[tuple[str, str]],
+    opaque: tuple[str, ...] = (),
+) -> None:
     """Args:
         read: (path, attribute) of the numbers that are read off the model itself.
+        opaque: paths of modules that are called as they are.
 
     Raises:
         Unexplained: the model differs; the text says where and how.
     """
-    ours, theirs = dict(model.named_modules()), dict(replica.named_modules())
+    try:
+        takes_part = of_steps(model)
+    except NoReplica as e:
+        raise Unexplained(str(e)) from e
+    called = tuple(f"{path}." for path in opaque)
+    ours, theirs = (
+        {
+            path: m
+            for path, m in root.named_modules()
+            if takes_part(path) and not path.startswith(called)
+        }
+        for root in (model, replica)
+    )
     for path in dict.fromkeys((*theirs, *ours)):
         where = f"`{path}`" if path else "the model"
         if path not in theirs or path not in ours:
@@ -64,7 +87,7 @@ def check_likeness(model: nn.Module, replica: nn.Module, read: frozenset[tuple[s
         _check_tensors(where, mine, small)
         _check_attributes(path, where, mine, small, read)
         _check_config(where, model, mine, replica, small)
-    _check_parameters(model)
+    _check_parameters(ours)
 
 
 def check_layer_likeness(
@@ -151,9 +174,15 @@ def _check_tensors(where: str, mine: nn.Module, small: nn.Module) -> None:
                 raise Unexplained(f"{where}: `{name}` has {a.dim()} dimensions, not {b.dim()}")
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(modules: dict[str, nn.Module]) -> None:
     first: Any = None
-    for name, p in model.named_parameters():
+    held = (
+        (f"{path}.{name}".lstrip("."), p)
+        for path, module in modules.items()
+        for name, p in module._parameters.items()
+        if p is not None
+    )
+    for name, p in held:
         first = p if first is None else first
         if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
             raise Unexplained(f"`{name}` is no plain tensor, but a `{type(p.data).__name__}`")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import inspect
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from torch import Tensor
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding import reference
 from hfpatch.decoding.analysis import Analysis
-from hfpatch.decoding.replica import VOCAB, Recording, WithoutCasts, same, text_config
+from hfpatch.decoding.replica import (
+    VOCAB,
+    Recording,
+    WithoutCasts,
+    has_axes,
+    rope_limit,
+    same,
+    text_config,
+)
 from hfpatch.decoding.rules import Recipe, Unexplained
 from hfpatch.decoding.spec import CacheTable, Model
 
@@ -20,20 +29,86 @@ _ROWS, _PROMPT = 3, 11
 _PADDING = (0, 2, 5)
 #: Steps: new tokens of each. The last one is far behind the positions of training.
 _STEPS = (1, 1, 1, 3, 1)
+#: Before `[rows, tokens]` of `position_ids`, where an image's places have several numbers.
+_AXES = (4, 3, 1)
 #: A step's logits may differ by so much: the order of sums, through all layers.
 _TOLERANCE = 1e-7
 
 
-@torch.no_grad()
-def prove(recipe: Recipe, replica: Any) -> type:
-    """Compare logits and cache over several steps, some rows padded on the left.
+@dataclass(frozen=True)
+class Proof:
+    """What steps were proven of.
 
-    Returns:
-        the class of the replica's output
+    Attributes:
+        output: the class of what a forward returns.
+        axes: how many axes `position_ids` may have in front of `[rows, tokens]`, one position of
+            each; 0: that dimension is not there.
+        by_default: whether a call without positions has those that follow the cache.
+        beside: arguments that change nothing.
+    """
+
+    output: type
+    axes: frozenset[int]
+    by_default: bool
+    beside: frozenset[str]
+
+
+def prove(recipe: Recipe, replica: Any) -> Proof:
+    """Compare logits and cache over several steps, some rows padded on the left.
 
     Raises:
         Unexplained: they differ.
     """
+    config = text_config(replica.config)
+    tried = (0, *_AXES) if has_axes(config) else (0,)
+    known = inspect.signature(type(replica).forward).parameters
+    beside = frozenset(_BESIDE).intersection(known)
+    proven: dict[int, tuple[type, bool]] = {}
+    problem: Exception | None = None
+    for taken in dict.fromkeys((beside, frozenset())):
+        for axes in tried:
+            try:
+                proven[axes] = _steps(recipe, replica, axes, taken)
+            except Exception as e:  # any class's own, or other results
+                problem = problem or e
+        if proven:
+            output, by_default = next(iter(proven.values()))
+            # those of several axes go on from where an image left them
+            by_default = by_default and set(proven) == {0}
+            return Proof(output, frozenset(proven), by_default, taken)
+    assert problem is not None
+    raise problem
+
+
+def _of_an_image(rows: int, tokens: int) -> dict[str, Tensor]:
+    """What `generate` hands on from a prompt's image, as it is in a step."""
+    kinds = torch.arange(rows * tokens).reshape(rows, tokens) % 3
+    grid = torch.tensor([[1, 4, 4]])
+    return {
+        "mm_token_type_ids": kinds,
+        "image_grid_thw": grid,
+        "video_grid_thw": grid,
+        "second_per_grid_ts": torch.ones(1),
+    }
+
+
+_BESIDE = tuple(_of_an_image(1, 1))
+
+
+def _given(positions: Tensor, axes: int) -> Tensor:
+    """As a forward is given them: over several axes alike; the first of four is the text's place,
+    which may be another."""
+    if not axes:
+        return positions
+    wide = positions.expand(axes, *positions.shape).clone()
+    if axes == _AXES[0]:
+        wide[0] += 3
+    return wide
+
+
+@torch.no_grad()
+def _steps(recipe: Recipe, replica: Any, axes: int, beside: frozenset[str]) -> tuple[type, bool]:
+    """The output's class, and whether a call without positions has those that follow the cache."""
     from transformers import DynamicCache
 
     described = recipe.read(replica)
@@ -44,17 +119,24 @@ def prove(recipe: Recipe, replica: Any) -> type:
     for row, padding in enumerate(_PADDING):
         mask[row, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    positions[:, -1] += 4 * int(getattr(text_config(replica.config), "max_position_embeddings", 0))
+    config = text_config(replica.config)
+    limit = rope_limit(config)
+    if limit is None:
+        positions[:, -1] += 4 * int(getattr(config, "max_position_embeddings", 0))
+    elif limit <= total + 1:
+        raise Unexplained(f"RoPE: its frequencies are others from {limit} tokens on")
     cache = DynamicCache(config=replica.config)
     length = 0
     table: CacheTable | None = None
     with WithoutCasts():
         for tokens in (_PROMPT, *_STEPS):
             now = slice(length, length + tokens)
+            extra = _of_an_image(_ROWS, tokens) if table is not None else {}
             output = replica(
+                **{k: v for k, v in extra.items() if k in beside},
                 input_ids=ids[:, now],
                 attention_mask=mask[:, : now.stop],
-                position_ids=positions[:, now],
+                position_ids=_given(positions[:, now], axes),
                 use_cache=True,
                 **{caches.NAME: cache},
             )
@@ -66,7 +148,21 @@ def prove(recipe: Recipe, replica: Any) -> type:
                 engine.step(ids[:, now], positions[:, now], table, logits, mask=mask)
                 _compare(table, cache, now, logits, output.logits)
             length = table.length = now.stop
-    return type(output)
+        assert table is not None  # the prompt came first
+        return type(output), not axes and _by_default(described, replica, cache, table)
+
+
+def _by_default(described: Model, replica: Any, cache: Any, table: CacheTable) -> bool:
+    """Whether a step without positions has those that follow the cache."""
+    rows, length = _ROWS, table.length
+    ids = torch.arange(rows)[:, None]
+    output = replica(input_ids=ids, use_cache=True, **{caches.NAME: cache})
+    for memory in (table.keys, table.values):
+        memory[:] = [torch.cat([t, t[:, :, :1]], dim=2) for t in memory]
+    logits = torch.empty(rows, 1, described.head.weight.shape[0]).double()
+    positions = torch.full((rows, 1), length)
+    reference.Reference(described, rows, 1).step(ids, positions, table, logits)
+    return same(logits, output.logits, _TOLERANCE)
 
 
 def _table(described: Model, cache: Any, capacity: int) -> CacheTable:

@@ -209,23 +209,32 @@ class Reference:
             x = embeds
         else:
             assert ids is not None
-            x = F.embedding(ids, m.embedding)
-            if m.embedding_scale != 1.0:
-                x = x * m.embedding_scale
+            x = embedded(ids, m)
         start, end = cache.length, cache.length + x.shape[1]
         for layer, keys, values in zip(m.layers, cache.keys, cache.values, strict=True):
             past = keys[:, :, :start], values[:, :, :start]
             x, k, v = layer_result(x, layer, m.ropes, positions, past, mask)
             keys[:, :, start:end], values[:, :, start:end] = k, v
-        x = normed(x, m.final_norm)
-        if hidden is not None:
-            hidden.copy_(x)
-        y = product(x[:, -logits.shape[1] :], m.head)
-        if m.logit_scale != 1.0:
-            y = y * m.logit_scale
-        if m.logit_softcap is not None:
-            y = torch.tanh(y / m.logit_softcap) * m.logit_softcap
-        logits.copy_(y)
+        finish(x, m, logits, hidden)
+
+
+def embedded(ids: Tensor, model: Model) -> Tensor:
+    """The hidden state [rows, tokens, hidden] that the layers are given."""
+    x = F.embedding(ids, model.embedding)
+    return x if model.embedding_scale == 1.0 else x * model.embedding_scale
+
+
+def finish(x: Tensor, model: Model, logits: Tensor, hidden: Tensor | None) -> None:
+    """Write the logits of the layers' result `x`, and what the final norm gives."""
+    x = normed(x, model.final_norm)
+    if hidden is not None:
+        hidden.copy_(x)
+    y = product(x[:, -logits.shape[1] :], model.head)
+    if model.logit_scale != 1.0:
+        y = y * model.logit_scale
+    if model.logit_softcap is not None:
+        y = torch.tanh(y / model.logit_softcap) * model.logit_softcap
+    logits.copy_(y)
 
 
 def layer_result(
@@ -241,12 +250,7 @@ def layer_result(
     Args:
         past: keys and values before; None: there are none.
         mask: see `Reference.step`.
-
-    Raises:
-        ValueError: the layer has no `mlp`.
     """
-    if layer.mlp is None:
-        raise ValueError("a layer without `mlp` cannot be run whole")
     a, m = layer.attention, layer.residual_multiplier
     start = normed(x, layer.before_attention)
     q, k, v = queries_keys_values(start, a, ropes, positions)
@@ -257,13 +261,18 @@ def layer_result(
     seen = visible(a, length, k.shape[2], mask, x.device)
     h = product(attended(q, keys, values, a, seen), a.o)
     h = normed(h, layer.after_attention)
-    if layer.parallel:
-        second = start if layer.before_mlp is None else normed(x, layer.before_mlp)
-        other = normed(mlp_result(second, layer.mlp), layer.after_mlp)
-        return x + _times(h, m) + _times(other, m), k, v
-    x = x + _times(h, m)
-    h = normed(mlp_result(normed(x, layer.before_mlp), layer.mlp), layer.after_mlp)
-    return x + _times(h, m), k, v
+    return with_mlp(x, x + _times(h, m), layer), k, v
+
+
+def with_mlp(x: Tensor, y: Tensor, layer: Layer) -> Tensor:
+    """A layer's result of its input `x` and of what it is behind attention, `y`."""
+    if layer.mlp is None:
+        return y
+    given = x if layer.parallel else y
+    shared = layer.parallel and layer.before_mlp is None
+    given = normed(given, layer.before_attention if shared else layer.before_mlp)
+    h = mlp_result(given, layer.mlp) if isinstance(layer.mlp, Mlp) else layer.mlp(given)
+    return y + _times(normed(h, layer.after_mlp), layer.residual_multiplier)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 #: Sizes of a replica. `head_dim` is what hidden size over heads is where a configuration has none.
 HEADS, HEAD_DIM, INNER, VOCAB, WINDOW = 4, 32, 96, 128, 9
+#: Sizes of mixtures of experts, under all names that they have, at most.
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), INNER),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+}
 #: Layers up to which a replica is made in full.
 MOST_LAYERS = 256
 
@@ -52,11 +59,19 @@ def shrunk(config: Any) -> Any:
     The relations of sizes stay: one key head, one for each query head or in between; heads that are
     together as wide as the hidden state, or not; window layers, whose window is small.
 
+    Where it holds the text model's as a part, that part is made smaller.
+
     Raises:
         NoReplica: a size is not where configurations have it.
     """
-    if text_config(config) is not config:
-        raise NoReplica("its config holds that of the text model as a part")
+    text = text_config(config)
+    if text is not config:
+        name = next((n for n, value in vars(config).items() if value is text), None)
+        if name is None:
+            raise NoReplica("its config holds that of the text model in a place that is not known")
+        whole = copy.deepcopy(config)
+        setattr(whole, name, shrunk(text))
+        return whole
     small = copy.deepcopy(config)
     heads, key_heads, head_dim = head_counts(config)
     layers = getattr(config, "num_hidden_layers", None)
@@ -77,9 +92,51 @@ def shrunk(config: Any) -> Any:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(config, name, None) is not None:
             setattr(small, name, None)
+    for name, most in _EXPERTS.items():
+        experts = getattr(config, name, None)
+        if type(experts) is int and experts > most:
+            setattr(small, name, most)
     if getattr(config, "sliding_window", None) is not None:
         small.sliding_window = WINDOW
+    for part in rope_parts(small):
+        sections = part.get("mrope_section")  # frequencies of each axis of a position
+        if isinstance(sections, (list, tuple)):
+            part["mrope_section"] = [size * HEAD_DIM // head_dim for size in sections]
+        for name in ("short_factor", "long_factor"):  # one of each frequency
+            if isinstance(factors := part.get(name), (list, tuple)):
+                part[name] = list(factors)[: max(1, len(factors) * HEAD_DIM // head_dim)]
     return small
+
+
+def rope_parts(config: Any) -> list[dict[str, Any]]:
+    """What a configuration says of RoPE: of all layers, or of each kind of them."""
+    found: dict[int, dict[str, Any]] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        whole = getattr(config, name, None)
+        if isinstance(whole, dict):
+            kinds = [part for part in whole.values() if isinstance(part, dict)]
+            found |= {id(part): part for part in (kinds or [whole])}
+    return list(found.values())
+
+
+def has_axes(config: Any) -> bool:
+    """Whether positions may have several axes, an image's rows and columns."""
+    return any("mrope_section" in part for part in rope_parts(config))
+
+
+def rope_limit(config: Any) -> int | None:
+    """The length of a sequence from which on its frequencies, or its queries' factors, are others.
+    None: they stay."""
+    limits = []
+    for part in rope_parts(config):
+        kind = str(part.get("rope_type"))
+        if kind == "longrope" or part.get("llama_4_scaling_beta"):
+            limits.append(part.get("original_max_position_embeddings"))
+        elif "dynamic" in kind:
+            limits.append(getattr(config, "max_position_embeddings", None))
+    if not limits:
+        return None
+    return min(limit if type(limit) is int else 0 for limit in limits)
 
 
 def make_replica(model: nn.Module, implementation: str) -> nn.Module:
@@ -91,13 +148,18 @@ def make_replica(model: nn.Module, implementation: str) -> nn.Module:
         NoReplica: the class does not build one from a small configuration.
     """
     config: Any = shrunk(model.config)
-    config._attn_implementation = implementation
-    if getattr(config, "_experts_implementation", None) is not None:
-        config._experts_implementation = "eager"  # others have no fp64
+    text = text_config(config)
+    text._attn_implementation = implementation
+    if getattr(text, "_experts_implementation", None) is not None:
+        text._experts_implementation = "eager"  # others have no fp64
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), _float32_default():
             torch.manual_seed(0)
-            replica: nn.Module = type(model)(config)
+            replica: nn.Module = (
+                type(model)(config) if text is config else _with_a_decoder(type(model), config)
+            )
+    except NoReplica:
+        raise
     except Exception as e:  # any class's own
         raise NoReplica(
             f"its class builds no small model from its config ({type(e).__name__}: {e})"
@@ -106,8 +168,70 @@ def make_replica(model: nn.Module, implementation: str) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in replica.parameters():
-            parameter.copy_(_random_values(parameter, generator))
+            if not parameter.is_meta:
+                parameter.copy_(_random_values(parameter, generator))
     return replica
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The text model inside of one that takes more than text.
+
+    Raises:
+        NoReplica: there is none of its own.
+    """
+    text = text_config(model.config)
+    found: nn.Module = model.get_decoder()
+    if found is not model and getattr(found, "config", None) is text:
+        return found
+    raise NoReplica("its text model is not a part of it with a configuration of its own")
+
+
+def _with_a_decoder(cls: Any, config: Any) -> nn.Module:
+    """A model of more than text, of which only what text needs has memory: the rest, whatever its
+    size, is on `meta`."""
+    with torch.device("meta"):
+        whole: Any = cls(config)
+    part = decoder_of(whole)
+    path = next(p for p, m in whole.named_modules() if m is part)
+    parent, _, name = path.rpartition(".")
+    setattr(whole.get_submodule(parent), name, type(part)(part.config))
+    head = whole.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise NoReplica("it has no output embeddings")
+    head.to_empty(device="cpu")
+    built: nn.Module = whole
+    _give_memory(built)
+    return built
+
+
+def _give_memory(model: nn.Module) -> None:
+    """To a model's first parameter: where that lies is what transformers calls its device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                own = torch.empty_like(parameter, device="cpu")
+                module._parameters[name] = nn.Parameter(own, requires_grad=False)
+                return
+
+
+def of_steps(model: Any) -> Callable[[str], bool]:
+    """Whether the module at a path takes part in a step over text alone: all do where a model is
+    one of text; else the text model, the head, and what holds them.
+
+    Raises:
+        NoReplica: see `decoder_of`.
+    """
+    if text_config(model.config) is model.config:
+        return lambda path: True
+    decoder, head = decoder_of(model), model.get_output_embeddings()
+    inside = [p for p, m in model.named_modules() if m is decoder or m is head]
+
+    def takes_part(path: str) -> bool:
+        return not path or any(
+            path == p or path.startswith(f"{p}.") or p.startswith(f"{path}.") for p in inside
+        )
+
+    return takes_part
 
 
 @contextmanager

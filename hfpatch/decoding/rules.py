@@ -297,13 +297,34 @@ class MlpRule:
         up, down = self.up.read(model, sizes), self.down.read(model, sizes)
         return spec.Mlp(up, down, self.activation, gate)
 
+    @property
+    def paths(self) -> tuple[str, str]:
+        """Of what is given its input, and of what gives its result."""
+        return self.up.path, self.down.path
+
+
+@dataclass(frozen=True)
+class OpaqueRule:
+    """See `spec.Opaque`."""
+
+    path: str
+
+    def read(self, model: nn.Module, sizes: tuple[int, int, int]) -> spec.Opaque:
+        """The live module."""
+        return spec.Opaque(model.get_submodule(self.path))
+
+    @property
+    def paths(self) -> tuple[str, str]:
+        """Of what is given its input, and of what gives its result."""
+        return self.path, self.path
+
 
 @dataclass(frozen=True)
 class LayerRule:
     """See `spec.Layer`."""
 
     attention: AttentionRule
-    mlp: MlpRule
+    mlp: MlpRule | OpaqueRule
     norms: tuple[NormRule | None, ...]  # before and after attention, before and after the MLP
     parallel: bool
     residual_multiplier: Number
@@ -332,6 +353,11 @@ class Recipe:
     head: str
     logit_scale: Number
     logit_softcap: Number | None
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """The paths of the modules that are called as they are."""
+        return tuple(r.mlp.path for r in self.layers if isinstance(r.mlp, OpaqueRule))
 
     def read(self, model: nn.Module) -> spec.Model:
         """The description, with the model's live tensors.

@@ -102,6 +102,21 @@ class Mlp:
 
 
 @dataclass(frozen=True, eq=False)
+class Opaque:
+    """A layer's second half of which only what it is given and gives is known, such as a mixture of
+    experts: the model's own module, called with `[rows, tokens, hidden]`; of several results the
+    first counts."""
+
+    module: torch.nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The module's result."""
+        y = self.module(x)
+        result: Tensor = y[0] if isinstance(y, tuple) else y
+        return result
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One decoder layer. Every norm may be missing; together they say the placement:
 
@@ -110,12 +125,11 @@ class Layer:
 
     parallel: attention and MLP both start from the layer's input, and x = x + attention + mlp;
     where `before_mlp` is None they share `before_attention`'s result.
-    mlp None: the layer's second half is not described (mixture of experts): only its attention half
-    can be run.
+    mlp None: x behind attention is the layer's result.
     """
 
     attention: Attention
-    mlp: Mlp | None
+    mlp: Mlp | Opaque | None
     before_attention: Norm | None = None
     after_attention: Norm | None = None
     before_mlp: Norm | None = None
@@ -141,6 +155,11 @@ class Model:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is described: no layer calls a module of the model."""
+        return not any(isinstance(layer.mlp, Opaque) for layer in self.layers)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,8 +22,10 @@ from torch.nn.modules import module as module_calls
 
 from hfpatch.announce import announce
 from hfpatch.decoding import cache as caches
+from hfpatch.decoding import prompt as prompts
 from hfpatch.decoding.kept import decoders
 from hfpatch.decoding.layer import Described, describe
+from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.decoding.watch import Watch
 from hfpatch.errors import DecodingError
@@ -32,6 +34,10 @@ from hfpatch.patches.unchanged import calls_otherwise
 
 #: Sequences, and new tokens of each, that an engine is made for.
 MOST_ROWS, MOST_TOKENS = 16, 8
+#: Where short prompts are graphs; elsewhere there is nothing to gain.
+PROMPT_DEVICES = frozenset({"cuda"})
+#: Prompts' graphs that are kept.
+_MOST_PROMPTS = 12
 #: How far the first step may be from the original's, in epsilons of the dtype times the root of
 #: the number of layers; relative to the root of the sum of squares.
 _LIMITS = {torch.float32: 256.0, torch.float16: 8.0, torch.bfloat16: 8.0}
@@ -72,6 +78,11 @@ class Decoder:
         self.engines: dict[tuple[int, int], Any] = {}
         self.trusted: set[tuple[int, int]] = set()
         self.reasons: dict[str, None] = {}  # why calls went to the original
+        self.prompts: dict[tuple[int, int, bool], Any] = {}  # by rows, length and whether masked
+        self.trusted_prompts: set[tuple[int, int, bool]] = set()
+        self.prompts_refused: str | None = None
+        self.prompts_served = 0
+        self.pool: Any = None  # of the prompts' graphs
         self.unlike: str | None = None  # why the model as it is now has no description
         self.steps = 0
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
@@ -91,7 +102,10 @@ class Decoder:
         with self._lock:  # engines have one workspace
             if self._cache is None or self._cache() is not step.cache:
                 self._due, self._cache = True, weakref.ref(step.cache)
-            outcome = self._serve(model, original, step, args, kwargs)
+            if step.ids.shape[1] > MOST_TOKENS or caches.is_empty(step.cache):
+                outcome = self._serve_prompt(model, original, step, args, kwargs)
+            else:
+                outcome = self._serve(model, original, step, args, kwargs)
             if outcome is None:  # a prompt, perhaps
                 self._due = True
         return original(model, *args, **kwargs) if outcome is None else outcome
@@ -104,12 +118,15 @@ class Decoder:
         cache = caches.given(kwargs)
         if type(ids) is not Tensor or cache is None or len(args) > 1:
             return None
-        if ids.dim() != 2 or ids.dtype != torch.int64 or ids.shape[1] > MOST_TOKENS:
+        if ids.dim() != 2 or ids.dtype != torch.int64:
+            return None
+        if ids.shape[1] > MOST_TOKENS and not self._may_be_prompt(ids, cache, kwargs):
             return None
         if not 0 < ids.shape[0] <= MOST_ROWS or not ids.shape[1]:
             return None
+        beside = self.described.proof.beside
         for name, value in kwargs.items():
-            if name not in _TAKEN and value is not None and value is not False:
+            if name not in _TAKEN and name not in beside and not _says_nothing(value):
                 return None
         if any(kwargs.get(n) is not None and kwargs[n] is not True for n in _SWITCHES):
             return None
@@ -128,20 +145,134 @@ class Decoder:
             return None  # the original says what is wrong
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         for t in (mask, positions):
-            if t is not None and (type(t) is not Tensor or t.dim() != 2 or t.device != ids.device):
+            if t is not None and (type(t) is not Tensor or t.device != ids.device):
                 return None
-        if positions is not None and (
-            positions.dtype != torch.int64
-            or positions.shape[1] != ids.shape[1]
-            or positions.shape[0] not in (1, ids.shape[0])
-        ):
+        if mask is not None and mask.dim() != 2:
+            return None
+        if not self._takes_positions(positions, ids):
+            return None
+        if positions is not None and positions.dim() == 3:
+            positions = positions[-1]
+        if not self._within_limit(ids, positions, cache):
             return None
         if mask is not None and (mask.is_floating_point() or mask.shape[0] != ids.shape[0]):
             return None
         config: Any = model.config
+        if getattr(text_config(config), "output_router_logits", False):
+            return None
         if config.output_hidden_states or config.output_attentions or not config.return_dict:
             return None
         return _Step(ids, positions, mask, cache, keep != 1)
+
+    def _may_be_prompt(self, ids: Tensor, cache: Any, kwargs: Any) -> bool:
+        """Whether more tokens than those of a step begin a sequence as `generate` does."""
+        return (
+            self.prompts_refused is None
+            and ids.device.type in PROMPT_DEVICES
+            and kwargs.get("logits_to_keep") == 1
+            and prompts.bucket_for(*ids.shape) is not None
+            and self.described.model.whole
+            and caches.unfit_for_prompt(cache, self.described.model) is None
+        )
+
+    def _takes_positions(self, positions: Tensor | None, ids: Tensor) -> bool:
+        """Whether positions are of a form that steps were proven of."""
+        proof = self.described.proof
+        if positions is None:
+            return bool(proof.by_default)
+        if positions.dtype != torch.int64 or positions.dim() not in (2, 3):
+            return False
+        axes = 0 if positions.dim() == 2 else positions.shape[0]
+        rows, tokens = positions.shape[-2:]
+        if axes not in proof.axes or tokens != ids.shape[1] or rows not in (1, ids.shape[0]):
+            return False
+        # An image's places have several numbers, a text's have one: a GPU is asked, as
+        # transformers' loop asks after each token.
+        return axes < 2 or bool((positions[-3:-1] == positions[-1:]).all())
+
+    def _within_limit(self, ids: Tensor, positions: Tensor | None, cache: Any) -> bool:
+        """Whether a sequence is shorter than where RoPE becomes another. A GPU is asked."""
+        limit = self.described.limit
+        if limit is None or not caches.is_plain(cache):  # another kind is refused later
+            return True
+        end = int(cache.get_seq_length()) + ids.shape[1]
+        return end < limit and (positions is None or int(positions.max()) + 1 < limit)
+
+    # --- a prompt ----------------------------------------------------------------------------
+
+    def _serve_prompt(
+        self, model: nn.Module, original: Forward, step: _Step, args: Any, kwargs: Any
+    ) -> Any:
+        """A prompt's result: a graph's, or the original's beside which that was proven; None:
+        neither ran."""
+        self._due = True
+        if step.all_logits or not self._may_be_prompt(step.ids, step.cache, kwargs):
+            return None
+        rows, tokens = step.ids.shape
+        mask = step.mask
+        if (mask is not None and mask.shape[1] != tokens) or not self._is_current(model):
+            return None
+        if not self._may_be_prompt(step.ids, step.cache, kwargs):  # it may be another model by now
+            return None
+        if mask is not None and bool(mask.all()):  # nothing was queued yet that a GPU waits for
+            mask = None
+        length = prompts.bucket_for(rows, tokens)
+        assert length is not None
+        key = (rows, length, mask is not None)
+        positions = step.positions
+        if positions is None:
+            positions = torch.arange(tokens, device=step.ids.device).unsqueeze(0)
+        try:
+            with _after_the_last(self, step.ids):
+                engine = self._prompt_engine(key)
+                logits, keys, values = engine.run(step.ids, positions, mask)
+                logits = logits.clone()
+                if key in self.trusted_prompts:
+                    caches.begin(step.cache, keys, values)
+                    self.prompts_served += 1
+                    return self._result(logits, step.cache)
+                keys, values = ([t.clone() for t in kept] for kept in (keys, values))
+        except (RuntimeError, DecodingError) as e:  # also: out of memory, what cannot be captured
+            self._refuse_prompts(model, f"{type(e).__name__}: {e}")
+            return None
+        output = original(model, *args, **kwargs)
+        self._due = True
+        if type(output) is not self.described.output or set(output) != _RETURNED:
+            self._refuse_prompts(model, f"it returns a {type(output).__name__} of {sorted(output)}")
+            return output
+        pairs = [("logits", logits, output.logits[:, -1:])]
+        seen = None if mask is None else mask.bool()[:, None, :, None]
+        for index, held in enumerate(output[caches.NAME].layers):
+            for name, kept in (("keys", keys), ("values", values)):
+                theirs = getattr(held, name)
+                mine = kept[index][:, :, tokens - theirs.shape[2] :]
+                if seen is not None:  # nobody sees what padding has
+                    there = seen[:, :, tokens - theirs.shape[2] :]
+                    mine, theirs = (t.masked_fill(~there, 0) for t in (mine, theirs))
+                pairs.append((f"{name} of layer {index}", mine, theirs))
+        why = self._farthest(pairs)
+        if why is None:
+            self.trusted_prompts.add(key)
+        else:
+            self._refuse_prompts(model, f"{tokens} tokens of {rows} rows: {why}")
+        return output
+
+    def _prompt_engine(self, key: tuple[int, int, bool]) -> Any:
+        engine = self.prompts.pop(key, None)
+        if engine is None:
+            if self.pool is None and self.described.model.device.type == "cuda":
+                self.pool = torch.cuda.graph_pool_handle()
+            engine = prompts.PromptEngine(self.described.model, *key, pool=self.pool)
+            while len(self.prompts) >= _MOST_PROMPTS:
+                del self.prompts[next(iter(self.prompts))]
+        self.prompts[key] = engine  # the last one used stands last
+        return engine
+
+    def _refuse_prompts(self, model: nn.Module, why: str) -> None:
+        self.prompts_refused = why
+        self.prompts.clear()
+        self.trusted_prompts.clear()
+        self._say(model, f"its prompts: {why}")
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -153,6 +284,7 @@ class Decoder:
         # cache's end and to a tensor that nobody has, so that one of no use is forgotten.
         rows, tokens = step.ids.shape
         late = step.ids.is_cuda and not self._due and (rows, tokens) in self.trusted
+        late = late and self.described.model.whole  # a module of its own may do anything
         late = late and self.unlike is None and self.watch.in_place()
         if not late and not self._is_current(model):
             return None
@@ -192,7 +324,11 @@ class Decoder:
             return self._serve(model, original, step, args, kwargs)
         arena.table.length += tokens
         self.steps += 1
-        return self.described.output(logits=logits, **{caches.NAME: step.cache})
+        return self._result(logits, step.cache)
+
+    def _result(self, logits: Tensor, cache: Any) -> Any:
+        """What a forward returns."""
+        return self.described.output(logits=logits, **{caches.NAME: cache})
 
     def _is_current(self, model: nn.Module) -> bool:
         """Whether the engines are those of the model as it is; makes them so where they can be."""
@@ -204,6 +340,8 @@ class Decoder:
         ):
             self.engines.clear()
             self.trusted.clear()
+            self.prompts.clear()
+            self.trusted_prompts.clear()
             self.unlike = None
             try:
                 self.described = describe(model)
@@ -264,13 +402,12 @@ class Decoder:
             return
         self.refused = f"its first step with {key[0]} rows of {tokens} tokens: {why}"
         self.engines.clear()
+        self.prompts.clear()
         announce(f"`{type(model).__name__}` decodes as it did: {self.refused}", stacklevel=6)
 
     def _difference(
         self, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
     ) -> str | None:
-        layers = self.described.model.layers
-        limit = _LIMITS[logits.dtype] * torch.finfo(logits.dtype).eps * math.sqrt(len(layers))
         if type(output) is not self.described.output or set(output) != _RETURNED:
             return f"it returns a {type(output).__name__} of {sorted(output)}"
         theirs = output.logits[:, -logits.shape[1] :]
@@ -283,6 +420,13 @@ class Decoder:
                 pairs.append(
                     (f"{name} of layer {index}", mine, getattr(held, name)[:, :, -tokens:])
                 )
+        return self._farthest(pairs)
+
+    def _farthest(self, pairs: list[tuple[str, Tensor, Tensor]]) -> str | None:
+        """The first of (name, ours, the original's) that differ by more than is allowed."""
+        layers = self.described.model.layers
+        dtype = self.described.model.dtype
+        limit = _LIMITS[dtype] * torch.finfo(dtype).eps * math.sqrt(len(layers))
         for name, ours, original in pairs:
             error = (ours.double() - original.double()).norm()
             if not bool(error <= limit * original.double().norm()):
@@ -313,6 +457,12 @@ def _every_module_hooked() -> bool:
     return bool(module_calls._global_forward_hooks or module_calls._global_forward_pre_hooks)
 
 
+def _says_nothing(value: Any) -> bool:
+    """Whether an argument is as if it were not given; `generate` hands on a dictionary of what
+    images gave, which is empty where there are none."""
+    return value is None or value is False or (type(value) is dict and not value)
+
+
 @contextmanager
 def _after_the_last(decoder: Decoder, ids: Tensor) -> Iterator[None]:
     """On a stream that waits for the step before, where that ran on another: engines of a model
@@ -335,8 +485,9 @@ def make_engine(model: Any, rows: int, tokens: int) -> Any:
         DecodingError: there is none for it.
     """
     from hfpatch.decoding.engine import Engine
+    from hfpatch.decoding.halves import HalvesEngine
 
-    return Engine(model, rows, tokens)
+    return (Engine if model.whole else HalvesEngine)(model, rows, tokens)
 
 
 def unsupported(model: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.decoding import cache as caches
+from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.patches.keys import function_in, held_by, helpers_of
 from hfpatch.patches.library import is_own, odd_class
@@ -63,7 +64,7 @@ def check_cache() -> None:
 
 def check_attention(model: Any) -> None:
     """Raises Unexplained where attention is not transformers' own."""
-    name = getattr(model.config, "_attn_implementation", None) or "eager"
+    name = getattr(text_config(model.config), "_attn_implementation", None) or "eager"
     if name not in _KNOWN:
         raise Unexplained(f"its attention is `{name}`, of which nothing is known")
     for function in _attention_of(model)[1:]:
@@ -81,7 +82,7 @@ def _attention_of(model: Any) -> tuple[Any, ...]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = getattr(model.config, "_attn_implementation", None) or "eager"
+    name = getattr(text_config(model.config), "_attn_implementation", None) or "eager"
     tables = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
     return (name, *(t.get(name) for t in tables))
 

@@ -126,8 +126,9 @@ def _versions_of(modules: Iterable[nn.Module]) -> list[int | None]:
     return [
         None if b.is_inference() else b._version
         for m in modules
-        for b in m._buffers.values()
-        if b is not None
+        for name, b in m._buffers.items()
+        # a prompt writes these, which are read from `original_inv_freq` (Described.limit)
+        if b is not None and (name != "inv_freq" or m.__dict__.get("rope_type") != "longrope")
     ]
 
 

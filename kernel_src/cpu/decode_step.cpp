@@ -147,7 +147,8 @@ static void run_layer(const DecodeThread &t, int64_t index, float *stream, float
   float *attention = t.base + b.attention_out;
   product_rows<T>(layer.o, t.base + b.attended, layer.q_width(), rows, 0.0f, attention, width,
                   out.begin, out.end);
-  if (layer.parallel) {
+  const bool half = layer.up.weight == nullptr;
+  if (layer.parallel && !half) {
     if (layer.before_mlp.present()) x = normed<T>(args, layer.before_mlp, stream, given);
     mlp<T>(t, layer, x);
     wait_for_team(*t.team);
@@ -157,6 +158,7 @@ static void run_layer(const DecodeThread &t, int64_t index, float *stream, float
     wait_for_team(*t.team);
     add_rows<T>(stream, normed<T>(args, layer.after_attention, attention, given), layer.multiplier,
                 rows * width);
+    if (half) return;
     mlp<T>(t, layer, normed<T>(args, layer.before_mlp, stream, given));
     wait_for_team(*t.team);
   }
@@ -193,6 +195,7 @@ static void finish(const DecodeThread &t, const float *stream, float *given) {
       store_up_to<T>(static_cast<char *>(args.hidden) + i * size_of(T), load_floats(x + i, n), n);
     }
   }
+  if (!args.logits) return;
   const int64_t step = args.last_only ? args.tokens : 1, rows = queries / step;
   const float *first = x + (step - 1) * width;
   const DecodeProduct &p = args.head;

@@ -157,6 +157,7 @@ class Step {
       : args_(args), buffers_(args), device_(device), stream_(stream) {
     const uintptr_t past = reinterpret_cast<uintptr_t>(args.workspace) % 256;
     base_ = reinterpret_cast<char *>(args.workspace) + (256 - past) % 256;
+    hidden_ = at(buffers_.hidden), middle_ = at(buffers_.middle);
   }
 
   int32_t run() {
@@ -174,7 +175,7 @@ class Step {
     Begin p{};
     p.ids = args_.ids, p.positions = args_.positions;
     p.embeds = args_.embeds, p.embedding = args_.embedding;
-    p.hidden = at(buffers_.hidden);
+    p.hidden = hidden_;
     p.embeddings = args_.embeddings;
     p.columns = width();
     p.scale = args_.embedding_scale;
@@ -263,9 +264,9 @@ class Step {
                                                               : run_plain_attention(args_.type, a, rows, stream_);
   }
 
-  int32_t layer(int64_t index) const {
+  int32_t layer(int64_t index) {
     const DecodeLayer l = args_.layer(index);
-    char *const hidden = at(buffers_.hidden), *const middle = at(buffers_.middle);
+    char *const hidden = hidden_, *const middle = middle_;
     const DecodeProduct *const qkv[] = {&l.q, &l.k, &l.v};
     Product p = product(hidden, qkv, 3, at(buffers_.qkv));
     p.finish.clip = l.clip;
@@ -275,6 +276,10 @@ class Step {
       status = into_stream(l.o, at(buffers_.attended), l.after_attention, l.multiplier, hidden, middle);
     }
     if (status != HFP_OK) return status;
+    if (l.up.weight == nullptr) {  // what it is behind attention is the layer's result
+      hidden_ = middle, middle_ = hidden;
+      return HFP_OK;
+    }
     // Side by side the MLP is given the layer's input too, and the sum is (x + attention) + mlp.
     const void *x = l.parallel ? hidden : middle;
     const DecodeNorm &norm = l.parallel && !l.before_mlp.present() ? l.before_attention : l.before_mlp;
@@ -290,7 +295,7 @@ class Step {
 
   int32_t finish() const {
     const int64_t step = args_.last_only ? args_.tokens : 1;
-    char *x = at(buffers_.hidden);
+    char *x = hidden_;
     DecodeNorm norm = args_.final_norm;
     if (args_.hidden != nullptr) {
       const int32_t status =
@@ -299,6 +304,7 @@ class Step {
       x = static_cast<char *>(args_.hidden);
       norm = {};
     }
+    if (args_.logits == nullptr) return HFP_OK;
     const DecodeProduct *const parts[] = {&args_.head};
     Product p = product(x + (step - 1) * args_.width * size_of(args_.type), parts, 1, args_.logits);
     p.rows = static_cast<int>(args_.queries() / step);
@@ -313,6 +319,7 @@ class Step {
   const Device device_;
   void *const stream_;
   char *base_;
+  char *hidden_, *middle_;  // the residual stream, and what it is behind a layer's attention
 };
 
 }  // namespace

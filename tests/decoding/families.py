@@ -64,6 +64,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 12}),
     "phi3": ("Phi3", {}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    # positions of the tests stay before those from which on the frequencies are others
+    "llama-dynamic-rope": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            "max_position_embeddings": 64,
+        },
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * i for i in range(12)],
+                "long_factor": [2.0 + 0.5 * i for i in range(12)],
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "glm": ("Glm", {"head_dim": 32}),
     "glm4": ("Glm4", {"head_dim": 32}),
     "granite": (
@@ -88,19 +125,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 32}),
 }
 
+#: Families of which the engine runs the layers' attention halves, and modules the rest.
+HALVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 12}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "head_dim": 32,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 32, "sliding_window": 12}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+}
+
 #: Families that no description explains: the class, its configuration, and what names the stage.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4}, "MLP"),
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}, "MLP"),
-    "llama-dynamic-rope": (
-        "Llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-            "max_position_embeddings": 64,
-        },
-        "when decoding",
-    ),
-    "ministral3": ("Ministral3", {"head_dim": 32}, "when decoding"),
     "stablelm-head-norms": ("StableLm", {"qk_layernorm": True}, "attention"),
     "falcon-alibi": ("Falcon", {"alibi": True}, "attention|examined"),
     "gpt-neox": ("GPTNeoX", {}, "attention"),
@@ -110,7 +163,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def make(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A random model of a family, whose norms' weights and biases are not ones and zeros."""
-    cls, own = (FAMILIES.get(name) or REFUSED[name])[:2]
+    cls, own = (FAMILIES.get(name) or HALVES.get(name) or REFUSED[name])[:2]
     torch.manual_seed(0)
     config = getattr(transformers, f"{cls}TextConfig" if cls == "Gemma3" else f"{cls}Config")(
         **{**_SIZES, **own, **more}

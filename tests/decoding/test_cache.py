@@ -25,7 +25,7 @@ LAYERS, HEADS, DIM, WINDOW = 3, 2, 4, 6
 
 _OPERATIONS = (
     *("step", "step", "step", "update", "crop", "reorder", "repeat", "select", "deepcopy"),
-    *("copy", "pickle", "save", "reset", "assign", "one layer"),
+    *("copy", "pickle", "save", "reset", "assign", "one layer", "record", "crop"),
 )
 
 
@@ -76,17 +76,22 @@ def _check_same(plain: DynamicCache, ours: DynamicCache) -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     window=st.booleans(),
+    begun=st.booleans(),
     prompt=st.integers(1, 9),
     rows=st.integers(1, 3),
     moves=st.lists(st.tuples(st.sampled_from(_OPERATIONS), st.integers(0, 1000)), max_size=12),
 )
 def test_any_sequence_of_operations_gives_what_it_gives_a_plain_cache(
-    window: bool, prompt: int, rows: int, moves: list[tuple[str, int]]
+    window: bool, begun: bool, prompt: int, rows: int, moves: list[tuple[str, int]]
 ) -> None:
     plain, ours = _plain(window), _plain(window)
     first = _new(rows, prompt, 0)
     _update(plain, first)
-    _update(ours, first)
+    if begun:  # by a prompt's graph
+        caches.begin(ours, [k for k, _ in first], [v for _, v in first])
+        _check_same(plain, ours)
+    else:
+        _update(ours, first)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # views that somebody holds, and copies
     others: list[tuple[DynamicCache, DynamicCache]] = []
     for move, seed in moves:
@@ -101,15 +106,21 @@ def test_any_sequence_of_operations_gives_what_it_gives_a_plain_cache(
                 _update(ours, new)
         elif move == "crop":
             outcomes = []
+            left = min(layer.keys.shape[2] for layer in plain.layers)
             for cache in (plain, ours):
                 try:
-                    cache.crop(-min(seed % 3, length - 1))
+                    cache.crop(-min(seed % 3, left - 1))
                     outcomes.append("")
                 except RuntimeError as e:  # a window that has left keys behind
                     outcomes.append(str(e))
             assert outcomes[0] == outcomes[1]
             if outcomes[0]:
                 break  # layers of several lengths: of no use to anybody
+        elif move == "record":  # as assisted decoding does
+            for cache in (plain, ours):
+                for layer in cache.layers:
+                    if layer.is_sliding:
+                        layer.activate_past_recording()
         elif move == "reorder":
             order = torch.randint(0, rows, (rows,), generator=torch.Generator().manual_seed(seed))
             plain.reorder_cache(order)

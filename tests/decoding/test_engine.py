@@ -17,8 +17,10 @@ from support import decoders
 from support.decoders import Oracle, Shape, copied, decoder, distance, random_shape, table
 from support.engines import arguments, check, padded
 
-from hfpatch.decoding.engine import Engine, unsupported
-from hfpatch.decoding.spec import CacheTable, Model, Norm, Product
+from hfpatch.decoding import reference
+from hfpatch.decoding.engine import Call, Engine, Table, unsupported
+from hfpatch.decoding.halves import HalvesEngine
+from hfpatch.decoding.spec import CacheTable, Mlp, Model, Norm, Opaque, Product
 from hfpatch.errors import DecodingError
 
 Tensor = torch.Tensor
@@ -309,6 +311,87 @@ def test_results_may_not_lie_in_the_model(kernels_module: ModuleType) -> None:
     assert torch.equal(before, model.embedding)
 
 
+class _Called(torch.nn.Module):
+    """An MLP as a module that gives a tuple."""
+
+    def __init__(self, mlp: Mlp) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return reference.mlp_result(x, self.mlp), None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(16))
+def test_halves(kernels_module: ModuleType, dtype: torch.dtype, seed: int) -> None:
+    """Layers whose second halves are modules give what the same layers give whole; all of them, the
+    last one, or all but it."""
+    shape = random_shape(seed)
+    model = decoder(shape, dtype, seed=seed)
+    count = len(model.layers)
+    opaque = [range(count), range(count - 1, count), range(max(1, count - 1))][seed % 3]
+    layers = [
+        replace(layer, mlp=Opaque(_Called(layer.mlp)))
+        if i in opaque and isinstance(layer.mlp, Mlp)
+        else layer
+        for i, layer in enumerate(model.layers)
+    ]
+    halves = replace(model, layers=tuple(layers))
+    assert unsupported(halves, 2, package=kernels_module) is None and not halves.whole
+    rows, tokens, length = (1, 2, 5)[seed % 3], 1 + seed % 2, LENGTHS[seed % 8]
+    ids, positions = arguments(model, rows, tokens, length, seed)
+    mask = padded(rows, length + tokens, length) if seed % 2 else None
+    results = []
+    for engine in (
+        Engine(model, rows, tokens, package=kernels_module),
+        HalvesEngine(halves, rows, tokens, package=kernels_module),
+    ):
+        assert engine.workspace_bytes > 0 and model.layers[0].attention.q.weight.data_ptr() in (
+            engine.addresses
+        )
+        cache = table(model, rows, length, length + 2 * tokens)
+        found = []
+        for _ in range(2):  # a second step of the same cache
+            logits = torch.empty(rows, tokens, model.head.weight.shape[0], dtype=dtype)
+            hidden = torch.empty(rows, tokens, model.embedding.shape[1], dtype=dtype)
+            now = (
+                None
+                if mask is None
+                else torch.nn.functional.pad(mask, (0, cache.length - length), value=1)
+            )
+            engine.step(ids, positions, cache, logits, now, hidden=hidden)
+            cache.length += tokens
+            found += [logits, hidden]
+        new = slice(length, cache.length)
+        results.append([*found, *(t[:, :, new] for t in (*cache.keys, *cache.values))])
+    bound = 24 * torch.finfo(dtype).eps
+    for whole, ours in zip(*results, strict=True):
+        assert (ours.double() - whole.double()).norm() <= bound * whole.double().norm()
+    with pytest.raises(DecodingError, match="`cache`: expected room"):
+        engine.step(ids, positions, cache, logits, None)
+
+
+def test_a_layer_that_ends_behind_attention(kernels_module: ModuleType) -> None:
+    """Without an MLP; and without logits the hidden state must be asked for."""
+    model = decoder(Shape(), torch.float32)
+    layers = tuple(replace(layer, mlp=None) for layer in model.layers)
+    model = replace(model, layers=layers)
+    ids, positions = arguments(model, 2, 1, 5, 0)
+    cache, other = (table(model, 2, 5, 8) for _ in range(2))
+    logits, wanted = (torch.empty(2, 1, model.head.weight.shape[0]) for _ in range(2))
+    Engine(model, 2, package=kernels_module).step(ids, positions, cache, logits)
+    reference.Reference(model, 2).step(ids, positions, other, wanted)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+    call, entries = Call(model, 2, 1, kernels_module), Table(model, 2, 1)
+    entries.take(cache)
+    with pytest.raises(DecodingError, match="`logits` must be a tensor where `hidden` is NULL"):
+        call(None, None, entries.entries, ids, None, positions, None)
+    hidden = torch.empty(2, 1, model.embedding.shape[1])
+    call(None, hidden, entries.entries, ids, None, positions, None)
+    assert hidden.isfinite().all()
+
+
 def test_bad_models(kernels_module: ModuleType) -> None:
     good = decoder(Shape(), torch.float32)
     layer = good.layers[1]
@@ -319,10 +402,9 @@ def test_bad_models(kernels_module: ModuleType) -> None:
     def attention(**parts: object) -> Model:
         return changed(attention=replace(layer.attention, **parts))  # type: ignore[arg-type]
 
-    assert layer.mlp is not None
+    assert isinstance(layer.mlp, Mlp)
     wrong = Norm("rms", torch.ones(63))
     cases = {
-        r"`layers\[1\].mlp`": changed(mlp=None),
         r"`layers\[1\].mlp.activation`.*'tanh'": changed(mlp=replace(layer.mlp, activation="tanh")),
         r"`layers\[1\].before_mlp.kind`.*'group'": changed(before_mlp=replace(wrong, kind="group")),
         r"`layers\[1\].before_mlp.weight` must have shape \[64\], got \[63\]": changed(
@@ -351,6 +433,8 @@ def test_bad_models(kernels_module: ModuleType) -> None:
             Shape(), torch.float32, "meta"
         ),
     }
+    with pytest.raises(DecodingError, match=r"`layers\[1\].mlp`: a module of the model's own"):
+        Engine(changed(mlp=Opaque(torch.nn.Identity())), 2, package=kernels_module)
     for message, model in cases.items():
         why = unsupported(model, 2, package=kernels_module)
         assert why is not None

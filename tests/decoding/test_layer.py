@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from decoding.families import FAMILIES, REFUSED, make, prompts
+from decoding.families import FAMILIES, HALVES, REFUSED, make, prompts
 from support.nearness import assert_as_near
 from support.steps import WIDE, drawn
 from transformers import AutoModelForCausalLM
@@ -16,6 +18,7 @@ import hfpatch
 from hfpatch.decoding import kept
 from hfpatch.decoding.layer import describe
 from hfpatch.decoding.rules import Unexplained
+from hfpatch.decoding.spec import Opaque
 
 _GREEDY = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
 
@@ -24,7 +27,7 @@ def steps_of(model: torch.nn.Module) -> int:
     return kept.decoders[model].steps
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *HALVES])
 def test_texts_of_a_family_are_the_unpatched_models(name: str) -> None:
     model, inputs = make(name), prompts()
     more = {"return_dict_in_generate": True, "output_logits": True}
@@ -60,7 +63,17 @@ def test_what_is_not_explained_is_left_alone_with_the_stage_named(name: str) -> 
     assert torch.equal(model.generate(**inputs, **_GREEDY), before)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "granite", "glm", "ernie", "olmo2"])
+@pytest.mark.parametrize("name", HALVES)
+def test_what_a_module_of_its_own_computes_is_called(name: str) -> None:
+    """Mixtures of experts: the attention halves are the engine's; dense layers among them whole."""
+    layers = describe(make(name)).model.layers
+    dense = [i for i, layer in enumerate(layers) if not isinstance(layer.mlp, Opaque)]
+    assert dense == ([1] if name == "qwen3-moe" else [])
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma", "gemma3", "granite", "glm", "ernie", "olmo2", "mixtral", "gpt-oss"]
+)
 def test_a_family_in_bf16_is_no_farther_from_fp32(name: str) -> None:
     """Teacher forced: factors and rotations are rounded where the original rounds them."""
     assert_as_near(drawn(name, torch.bfloat16, chosen=WIDE), torch.bfloat16, name)
@@ -71,3 +84,32 @@ def test_a_model_from_a_file_is_explained(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert describe(model).model.dtype == torch.bfloat16
     assert hfpatch.apply(model).swaps[0].op == "decoding"
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic-rope", "phi3-longrope", "ministral3"])
+def test_steps_end_where_rope_becomes_another(name: str) -> None:
+    """Texts that go over the limit, and short ones after long ones, also in turns."""
+    plain, inputs = make(name), prompts(2, 40, 5)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, include=type(patched).__name__)
+    more = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    short = prompts(1, 9)
+    for given, new in ((inputs, 40), (short, 10), (prompts(1, 80), 5), (short, 10)):
+        arguments = {**more, "max_new_tokens": new}
+        assert torch.equal(
+            patched.generate(**given, **arguments), plain.generate(**given, **arguments)
+        )
+    assert 20 < steps_of(patched) < 45, kept.notes(patched)
+
+    def logits(of: Any) -> list[torch.Tensor]:
+        found = []
+        with torch.no_grad():
+            ids = short["input_ids"]
+            cache = of(ids, use_cache=True).past_key_values
+            for i in range(3):  # between two steps of a short text another's long prompt
+                of(prompts(1, 80 + i)["input_ids"])
+                found.append(of(ids[:, i : i + 1], past_key_values=cache).logits)
+        return found
+
+    for a, b in zip(logits(plain), logits(patched), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-3)

@@ -76,3 +76,41 @@ def test_triton_kernels_without_triton(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = run("triton_kernels.py", cwd=tmp_path)
     assert done.returncode == 1 and "Triton is not installed" in done.stderr
+
+
+def test_chat_of_several_texts_that_are_drawn(tmp_path: Path) -> None:
+    result = run_json("llm_generate.py", "--max-new-tokens", "8", "--batch-size", "3", "--sample",
+                      "--compare", "--output", "a/chat.png", cwd=tmp_path)  # fmt: skip
+    assert result["identical"] is True and result["sampled"] is True
+    runs = result["runs"]
+    assert all(len(r["tokens"]) % 3 == 0 and len(r["ms_a_token"]) == 63 for r in runs.values())
+    for timing in runs.values():
+        whole = timing["first_token_seconds"] + sum(timing["ms_a_token"]) / 1e3
+        assert whole == pytest.approx(timing["seconds"], rel=0.5)
+    assert (tmp_path / "a" / "chat.png").stat().st_size > 10_000
+
+
+def test_chat_streamed(tmp_path: Path) -> None:
+    done = run("llm_generate.py", "--max-new-tokens", "6", "--stream", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is" in done.stdout and "first token, ms" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stream", "--batch-size", "2"], "argument --stream: expected --batch-size 1"),
+        (["--output", "a.png"], "argument --output: shows what --compare measures"),
+        (["--batch-size", "0"], "argument --batch-size: expected at least 1, got 0"),
+    ],
+)
+def test_chat_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = run("llm_generate.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_chat_with_a_model_that_is_not_there(tmp_path: Path) -> None:
+    done = run("llm_generate.py", "--model", "./nowhere", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: " in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,270 @@
+"""A short prompt as one CUDA graph: what a description computes, by PyTorch's products and
+attention and hfpatch's kernels, for a length to which prompts are filled up on the right.
+
+A token sees none behind it, so what fills a prompt up changes nothing of it. On a CPU the same
+calls run one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hfpatch.decoding import reference
+from hfpatch.decoding.spec import Attention, Layer, Mlp, Model, Norm, Product, Rope
+from hfpatch.errors import DecodingError, HfpatchError
+
+#: Lengths that prompts are filled up to, and tokens of all rows together at most.
+BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+MOST_TOKENS = 4096
+_GATED = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+
+
+def bucket_for(rows: int, tokens: int) -> int | None:
+    """The length that a prompt is filled up to; None where it is too long."""
+    found = next((b for b in BUCKETS if b >= tokens), None)
+    return None if found is None or rows * found > MOST_TOKENS else found
+
+
+class PromptEngine:
+    """Runs prompts of `rows` sequences of up to `length` tokens.
+
+    It holds the model's tensors as they lie in it.
+
+    Args:
+        model: the description; all of it, no `Opaque`.
+        rows: sequences.
+        length: tokens of each that there is room for.
+        masked: whether prompts have a mask.
+        pool: where a graph's memory comes from, `torch.cuda.graph_pool_handle()`; graphs that never
+            run at the same time may share one.
+        package: the kernels' module; default: the local build.
+
+    Raises:
+        DecodingError: there are no kernels.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rows: int,
+        length: int,
+        masked: bool,
+        pool: Any = None,
+        package: ModuleType | None = None,
+    ) -> None:
+        self.model, self.rows, self.length = model, rows, length
+        self._kernels = _kernels(package)
+        self._head = replace(model, final_norm=None)
+        self._pool = pool
+        device = model.device
+        # zeros are an id and a position like others
+        self._ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._ids)
+        self._last = torch.zeros(1, dtype=torch.int64, device=device)
+        self._mask: Tensor | None = None
+        if masked:
+            self._mask = torch.ones(rows, length, dtype=torch.bool, device=device)
+        self._graph: Any = None
+        self._results: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
+
+    @torch.no_grad()
+    def run(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The last token's logits, and each layer's keys and values.
+
+        Args:
+            ids, positions: int64 `[rows, tokens]`.
+            mask: `[rows, tokens]`, 0 where a key is not seen; where the engine was made for one.
+
+        Returns:
+            logits `[rows, 1, vocab]`; keys and values `[rows, key_heads, tokens, head_dim]`, which
+            hold until the next call.
+        """
+        tokens = ids.shape[1]
+        self._ids[:, :tokens].copy_(ids)
+        self._positions[:, :tokens].copy_(positions)
+        self._last.fill_(tokens - 1)
+        if self._mask is not None and mask is not None:
+            self._mask[:, :tokens].copy_(mask)
+        if self.model.device.type == "cuda":
+            with torch.cuda.device(self.model.device):
+                self._replay()
+        else:
+            self._results = self._computed()
+        assert self._results is not None
+        logits, keys, values = self._results
+        return logits, [k[:, :, :tokens] for k in keys], [v[:, :, :tokens] for v in values]
+
+    def _replay(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise DecodingError("a prompt is a CUDA graph of its own: call it outside of captures")
+        if self._graph is None:
+            self._computed()  # what is made at a first launch cannot be captured
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._results = self._computed()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = graph
+        self._graph.replay()
+
+    # --- what is computed ------------------------------------------------------------------------
+
+    def _computed(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        model = self.model
+        x = reference.embedded(self._ids, model)
+        tables = [self._table(rope) for rope in model.ropes]
+        seen: dict[int | None, Tensor | None] = {}
+        keys, values = [], []
+        for layer in model.layers:
+            a = layer.attention
+            window = None if a.window is None or a.window >= self.length else a.window
+            if window not in seen:
+                seen[window] = self._seen(window)
+            x, k, v = self._layer(x, layer, tables, seen[window])
+            keys.append(k)
+            values.append(v)
+        x = self._normed(x.index_select(1, self._last), model.final_norm)
+        logits = x.new_empty(self.rows, 1, model.head.weight.shape[0])
+        reference.finish(x, self._head, logits, None)
+        return logits, keys, values
+
+    def _seen(self, window: int | None) -> Tensor | None:
+        """Which keys a query sees, `[rows or 1, 1, length, length]`; None: all before it."""
+        if window is None and self._mask is None:
+            return None
+        at = torch.arange(self.length, device=self.model.device)
+        seen = at <= at[:, None]
+        if window is not None:
+            seen = seen & (at > at[:, None] - window)
+        if self._mask is None:
+            return seen[None, None]
+        # what is padding sees itself, so that it is a number
+        return (seen & self._mask[:, None, None]) | (at == at[:, None])
+
+    def _table(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        angles = self._positions[..., None].float() * rope.inv_freq.float()
+        cos, sin = angles.cos() * rope.scaling, angles.sin() * rope.scaling
+        if rope.rounded:
+            cos, sin = cos.to(self.model.dtype), sin.to(self.model.dtype)
+        return cos, sin
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x
+        rounded = norm.rounded and norm.weight is not None and x.dtype != torch.float32
+        if norm.kind == "rms" and not (rounded and norm.offset):
+            cast = "input" if rounded else "none"
+            y: Tensor = self._kernels.rms_norm(
+                x, norm.weight, norm.bias, norm.eps, weight_offset=norm.offset, cast=cast
+            )
+            return y
+        if norm.kind == "layer" and not rounded and not norm.offset:
+            return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+        return reference.normed(x, norm)
+
+    def _layer(
+        self, x: Tensor, layer: Layer, tables: list[tuple[Tensor, Tensor]], seen: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        a, m = layer.attention, layer.residual_multiplier
+        start = self._normed(x, layer.before_attention)
+        q = self._heads(start, a, a.q, a.q_norm, a.heads, tables)
+        k = self._heads(start, a, a.k, a.k_norm, a.key_heads, tables)
+        v = _split(_clipped(reference.product(start, a.v), a), a.key_heads)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        h = reference.product(self._attended(q, k, v, a, seen), a.o)
+        h = self._normed(h, layer.after_attention)
+        y = x + (h if m == 1.0 else h * m)
+        assert isinstance(layer.mlp, Mlp)
+        shared = layer.parallel and layer.before_mlp is None
+        given = start if shared else self._normed(x if layer.parallel else y, layer.before_mlp)
+        h = self._normed(self._mlp(given, layer.mlp), layer.after_mlp)
+        return y + (h if m == 1.0 else h * m), k, v
+
+    def _heads(
+        self,
+        x: Tensor,
+        a: Attention,
+        p: Product,
+        norm: Norm | None,
+        count: int,
+        tables: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Queries or keys, normed and rotated: `[rows, length, count, head_dim]`."""
+        y = _clipped(reference.product(x, p), a)
+        if a.norm_across and not a.norm_after_rope:
+            y = self._normed(y, norm)
+        y = _split(y, count)
+        if not a.norm_across and not a.norm_after_rope:
+            y = self._normed(y, norm)
+        if a.rope is not None:
+            rope = self.model.ropes[a.rope]
+            y = self._kernels.rope(
+                y,
+                *tables[a.rope],
+                seq_dim=1,
+                interleaved=rope.interleaved,
+                rotary_dim=rope.dims,
+                round_products=rope.rounded,
+            )
+        if a.norm_after_rope and norm is not None:
+            if a.norm_across:
+                y = _split(self._normed(y.flatten(2), norm), count)
+            else:
+                y = self._normed(y, norm)
+        return y
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Attention, seen: Tensor | None
+    ) -> Tensor:
+        if a.softcap is not None or a.sinks is not None:
+            if seen is None:
+                at = torch.arange(self.length, device=q.device)
+                seen = (at <= at[:, None])[None, None]
+            return reference.attended(q, k, v, a, seen)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None, scale=a.scale,
+            enable_gqa=a.heads != a.key_heads,
+        )  # fmt: skip
+        return y.transpose(1, 2).flatten(2)
+
+    def _mlp(self, x: Tensor, mlp: Mlp) -> Tensor:
+        if mlp.gate is None or mlp.activation not in _GATED:
+            return reference.mlp_result(x, mlp)
+        gate, up = reference.product(x, mlp.gate), reference.product(x, mlp.up)
+        return reference.product(self._kernels.gated(gate, up, _GATED[mlp.activation]), mlp.down)
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """[..., heads * head_dim] as [..., heads, head_dim]."""
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def _clipped(x: Tensor, a: Attention) -> Tensor:
+    return x if a.clip is None else x.clamp(-a.clip, a.clip)
+
+
+def _kernels(package: ModuleType | None) -> Any:
+    """The kernels' module.
+
+    Raises:
+        DecodingError: there is none.
+    """
+    from hfpatch.sources import local_package
+
+    try:
+        return local_package().module if package is None else package
+    except HfpatchError as e:
+        raise DecodingError(f"no kernels: {e}") from e

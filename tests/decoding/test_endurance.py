@@ -1,0 +1,78 @@
+"""Many tokens and many cycles in one process: memory does not grow."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoding.families import make, prompts
+
+import hfpatch
+from hfpatch.decoding import kept
+
+pytestmark = [
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc"),
+]
+#: What the allocator and the interpreter may hold more at the end, in bytes.
+ROOM = 6 << 20
+
+
+def resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * 4096
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    "cycles", [40, pytest.param(1000, marks=[pytest.mark.exhaustive, pytest.mark.slow])]
+)
+def test_cycles_of_apply_generate_and_restore(cycles: int) -> None:
+    model, inputs = make("llama", num_hidden_layers=2), prompts(2)
+    more: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(**inputs, **more)
+    before = dict(vars(model))
+
+    def cycle() -> None:
+        hfpatch.apply(model)
+        assert torch.equal(model.generate(**inputs, **more), wanted)
+        assert kept.decoders[model].steps > 0
+        hfpatch.restore(model)
+
+    for _ in range(max(8, cycles // 10)):
+        cycle()
+    memory, count = resident(), tensors()
+    for _ in range(cycles):
+        cycle()
+    assert tensors() == count and len(kept.decoders) <= 1
+    assert resident() - memory <= ROOM
+    assert vars(model).keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    "tokens", [4_000, pytest.param(100_000, marks=[pytest.mark.exhaustive, pytest.mark.slow])]
+)
+def test_many_tokens(tokens: int) -> None:
+    model = make("gemma2", num_hidden_layers=2, max_position_embeddings=8192)
+    hfpatch.apply(model)
+    inputs, each = prompts(2), 500
+    more: dict[str, Any] = {"max_new_tokens": each, "do_sample": True, "eos_token_id": None}
+
+    def write(times: int) -> None:
+        for _ in range(times):
+            out = model.generate(**inputs, **more)
+            assert out.shape[1] == inputs["input_ids"].shape[1] + each
+
+    write(max(2, tokens // each // 10))
+    memory, count, steps = resident(), tensors(), kept.decoders[model].steps
+    write(tokens // each)
+    assert kept.decoders[model].steps - steps == tokens // each * (each - 1)
+    assert tensors() == count
+    assert resident() - memory <= ROOM

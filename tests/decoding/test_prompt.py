@@ -1,0 +1,162 @@
+"""Short prompts by the description give what the unpatched model gives.
+
+On the CPU, where they are no graphs and are not used unless a test asks for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from decoding.families import FAMILIES, make, prompts
+from transformers import DynamicCache
+
+import hfpatch
+from hfpatch.decoding import kept, step
+from hfpatch.decoding.prompt import BUCKETS, MOST_TOKENS, bucket_for
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "PROMPT_DEVICES", frozenset({"cpu"}))
+
+
+def served(model: Any) -> int:
+    return int(kept.decoders[model].prompts_served)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_prompts(name: str) -> None:
+    """Of several lengths, padded and not: texts, logits and cache."""
+    plain = make(name)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, include=type(patched).__name__)
+    more: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    more |= {"return_dict_in_generate": True, "output_logits": True}
+    # the first of a length and number of rows is the original's
+    for rows, length, padding in (
+        (1, 20, 0),
+        (1, 30, 0),
+        (2, 17, 3),
+        (2, 31, 5),
+        (1, 5, 0),
+        (1, 9, 0),
+    ):
+        inputs = prompts(rows, length, padding)
+        before = served(patched)
+        wanted, got = (m.generate(**inputs, **more) for m in (plain, patched))
+        assert torch.equal(got.sequences, wanted.sequences), (rows, length)
+        for a, b in zip(wanted.logits, got.logits, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4 * float(a.abs().max()))
+        layers = zip(wanted.past_key_values.layers, got.past_key_values.layers, strict=True)
+        shown = inputs["attention_mask"].bool()
+        for theirs, ours in layers:
+            assert theirs.get_seq_length() == ours.get_seq_length()
+            there = theirs.keys.shape[2]
+            seen = torch.cat([shown, shown.new_ones(rows, 7)], 1)[:, -there:, None]
+            for name_of in ("keys", "values"):
+                a, b = (getattr(o, name_of).transpose(1, 2).flatten(2) for o in (theirs, ours))
+                torch.testing.assert_close(b * seen, a * seen, rtol=1e-3, atol=1e-3)
+        if (rows, length) in ((1, 30), (2, 31), (1, 9)):
+            assert served(patched) == before + 1, kept.notes(patched)
+    assert "prompts as graphs" in kept.notes(patched)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "cohere"])
+def test_half_types_are_no_farther_from_fp32(name: str, dtype: torch.dtype) -> None:
+    plain = make(name, dtype)
+    patched, exact = copy.deepcopy(plain), copy.deepcopy(plain).float()
+    hfpatch.apply(patched, include=type(patched).__name__)
+    errors = [0.0, 0.0]
+    for seed in range(6):
+        torch.manual_seed(seed)
+        ids = torch.randint(3, 300, (2, 25))
+        results = []
+        for model in (exact, plain, patched):
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            results.append(out.logits.double())
+        for i in range(2):
+            errors[i] += float((results[1 + i] - results[0]).square().sum())
+    assert served(patched) == 5
+    assert errors[1] <= 1.2 * errors[0]
+
+
+def test_what_is_no_short_prompt_is_the_originals() -> None:
+    plain = make("llama")
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched)
+    ids = prompts(1, 20, 0)["input_ids"]
+    calls: list[dict[str, Any]] = [
+        {"logits_to_keep": 0},
+        {"logits_to_keep": 2},
+        {"output_hidden_states": True, "logits_to_keep": 1},
+    ]
+    with torch.no_grad():
+        for arguments in calls * 2:
+            results = [
+                m(ids, past_key_values=DynamicCache(config=m.config), **arguments).logits
+                for m in (plain, patched)
+            ]
+            torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
+        lazy = [m(ids, past_key_values=DynamicCache(), logits_to_keep=1) for m in (plain, patched)]
+        torch.testing.assert_close(lazy[1].logits, lazy[0].logits, rtol=1e-3, atol=1e-3)
+    assert served(patched) == 0
+    assert bucket_for(1, 512) == 512 and bucket_for(1, 513) is None
+    assert bucket_for(16, 512) is None and bucket_for(1, 1) == BUCKETS[0]
+    assert all(b * 16 <= MOST_TOKENS for b in BUCKETS if b <= 256)
+
+
+def test_a_changed_weight_counts_at_once() -> None:
+    model = make("llama")
+    hfpatch.apply(model)
+    inputs = prompts(1, 20, 0)
+    more: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    for _ in range(2):
+        model.generate(**inputs, **more)
+    assert served(model) == 1
+    up = model.model.layers[1].mlp.up_proj
+    up.weight = torch.nn.Parameter(torch.randn_like(up.weight))
+    other = copy.deepcopy(model)
+    hfpatch.restore(other)
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **more), other.generate(**inputs, **more))
+    assert served(model) == 2
+
+
+def test_a_prompt_that_fails_is_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    inputs = prompts(1, 20, 0)
+    more: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(**inputs, **more)
+    hfpatch.apply(model)
+    model.generate(**inputs, **more)
+
+    def failing(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(step.prompts.PromptEngine, "run", failing)
+    with pytest.warns(RuntimeWarning, match="its prompts: OutOfMemoryError: no room"):
+        assert torch.equal(model.generate(**inputs, **more), wanted)
+    assert torch.equal(model.generate(**inputs, **more), wanted)
+    assert served(model) == 0 and kept.decoders[model].steps > 10
+
+
+def test_a_prompt_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    inputs = prompts(1, 20, 0)
+    more: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(**inputs, **more)
+    hfpatch.apply(model)
+    mlp = step.prompts.PromptEngine._mlp
+    monkeypatch.setattr(
+        step.prompts.PromptEngine, "_mlp", lambda self, x, m: 1.01 * mlp(self, x, m)
+    )
+    with pytest.warns(RuntimeWarning, match="20 tokens of 1 rows: .* differ"):
+        assert torch.equal(model.generate(**inputs, **more), wanted)
+    assert torch.equal(model.generate(**inputs, **more), wanted)
+    assert served(model) == 0

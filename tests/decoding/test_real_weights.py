@@ -1,0 +1,167 @@
+"""SmolLM2-135M's real weights: the texts that decoding steps write are the original's.
+
+Where they part in a half type, the original's own two best logits lie within that type's noise.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hfpatch
+from hfpatch.decoding import kept
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import _smollm2
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Real English, cut into prompts of so many tokens.
+TEXTS = ("LICENSE", "README.md", "CONTRIBUTING.md", "docs/design.md")
+PROMPT = 128
+
+
+@pytest.fixture(scope="module")
+def plain(kernels_module: object) -> tuple[Any, Any]:
+    try:
+        _smollm2.gguf_file()
+    except FileNotFoundError as e:
+        pytest.skip(str(e))
+    return _smollm2.load(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def patched(plain: tuple[Any, Any]) -> Any:
+    model = copy.deepcopy(plain[0])
+    report = hfpatch.apply(model)
+    assert report.swaps[0].op == "decoding"
+    return model
+
+
+def texts(tokenizer: Any, count: int, length: int = PROMPT) -> torch.Tensor:
+    """[count, length] tokens of different places."""
+    text = "\n".join((ROOT / name).read_text("utf-8") for name in TEXTS)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    step = (len(ids) - length) // count
+    assert step > PROMPT // 4
+    return torch.stack([ids[i * step : i * step + length] for i in range(count)])
+
+
+def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows of several lengths, filled up on the left."""
+    mask = torch.ones_like(ids)
+    for row in range(ids.shape[0]):
+        mask[row, : 11 * row] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def write(model: Any, inputs: dict[str, torch.Tensor], new: int, **more: Any) -> torch.Tensor:
+    torch.manual_seed(11)
+    settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, **more}
+    out: torch.Tensor = model.generate(**inputs, **settings)
+    return out[:, PROMPT:]
+
+
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("count", "new"),
+    [pytest.param(4, 24), pytest.param(50, 64, marks=pytest.mark.exhaustive)],
+)
+def test_texts_in_fp32_are_identical(
+    plain: tuple[Any, Any], patched: Any, count: int, new: int
+) -> None:
+    model, tokenizer = plain
+    ids = texts(tokenizer, count)
+    steps = kept.decoders[patched].steps
+    for i in range(count):
+        one = {"input_ids": ids[i : i + 1], "attention_mask": torch.ones_like(ids[i : i + 1])}
+        assert torch.equal(write(patched, one, new), write(model, one, new)), i
+        if i % 4 == 0:
+            sampled = write(patched, one, new, **SAMPLED)
+            assert torch.equal(sampled, write(model, one, new, **SAMPLED)), i
+    for i in range(0, count - 3, 4):
+        four = padded(ids[i : i + 4])
+        assert torch.equal(write(patched, four, new), write(model, four, new)), i
+    assert kept.decoders[patched].steps - steps > count
+
+
+@torch.no_grad()
+def logits_after(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """Teacher forced, one token after another: [tokens from `first` on, vocab] in fp64."""
+    out = model(ids[:, :first], use_cache=True, logits_to_keep=1)
+    rows = [out.logits[0, -1]]
+    for i in range(first, ids.shape[1] - 1):
+        out = model(ids[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
+        rows.append(out.logits[0, -1])
+    return torch.stack(rows).double()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("count", "new"),
+    [pytest.param(3, 24), pytest.param(20, 64, marks=pytest.mark.exhaustive)],
+)
+def test_texts_in_bf16_part_within_its_noise(plain: tuple[Any, Any], count: int, new: int) -> None:
+    exact, tokenizer = plain
+    half = copy.deepcopy(exact).to(torch.bfloat16)
+    ours = copy.deepcopy(half)
+    assert hfpatch.apply(ours).swaps[0].op == "decoding"
+    ids = texts(tokenizer, count)
+    for i in range(count):
+        one = {"input_ids": ids[i : i + 1], "attention_mask": torch.ones_like(ids[i : i + 1])}
+        wanted, got = write(half, one, new)[0], write(ours, one, new)[0]
+        length = min(len(wanted), len(got))
+        parted = (wanted[:length] != got[:length]).nonzero()
+        if len(parted):
+            at = int(parted[0])
+            text = torch.cat([ids[i], wanted[: at + 1]])[None]
+            truth, theirs = (logits_after(m, text, PROMPT)[-1] for m in (exact, half))
+            best = theirs.topk(2)
+            noise = (theirs - truth).abs().max()
+            assert int(got[at]) in best.indices.tolist(), (i, at)
+            assert best.values[0] - best.values[1] <= 2 * noise, (i, at, best, noise)
+    assert kept.decoders[ours].steps > count
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("count", "new"),
+    [pytest.param(2, 40), pytest.param(20, 100, marks=pytest.mark.exhaustive)],
+)
+def test_perplexity_in_bf16_is_no_farther_from_fp32s(
+    plain: tuple[Any, Any], count: int, new: int
+) -> None:
+    """Teacher forced, over real text that follows the prompts, one step after the other."""
+    exact, tokenizer = plain
+    half = copy.deepcopy(exact).to(torch.bfloat16)
+    ours = copy.deepcopy(half)
+    hfpatch.apply(ours)
+    losses: dict[str, list[torch.Tensor]] = {"exact": [], "half": [], "ours": []}
+    errors = dict.fromkeys(("half", "ours"), 0.0)
+    for text in texts(tokenizer, count, PROMPT + new):
+        truth = None
+        for name, model in (("exact", exact), ("half", half), ("ours", ours)):
+            logits = logits_after(model, text[None], PROMPT)
+            losses[name].append(F.cross_entropy(logits, text[PROMPT:], reduction="none"))
+            if truth is None:
+                truth = logits
+            else:
+                errors[name] += float((logits - truth).square().sum())
+    assert kept.decoders[ours].steps >= count * (new - 2)
+    assert errors["ours"] <= 1.1 * errors["half"], errors
+    true, theirs, mine = (torch.cat(kept_) for kept_ in losses.values())
+    # of so many tokens a mean is known to this, whichever way the errors point
+    spread = (mine - theirs).std() / len(true) ** 0.5
+    farther = (mine - true).mean().abs() - (theirs - true).mean().abs()
+    assert farther <= 2 * spread, (farther, spread)
