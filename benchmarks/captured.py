@@ -1,4 +1,4 @@
-"""Models whose blocks no file was written for: eager, swapped leaves, captured blocks, graphs, peers.
+"""Models whose blocks no file was written for: eager, leaves, captured blocks, graphs, peers.
 
     python benchmarks/captured.py --output benchmarks/results/captured-h100.json
     python benchmarks/captured.py --only bert vit --peers compile liger
@@ -11,6 +11,7 @@ reported, waited for after each call (`ms`), and among queued calls (`queued_ms`
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
@@ -157,7 +158,11 @@ def dinov2_l() -> Made:
     from transformers import Dinov2Config, Dinov2Model
 
     config = Dinov2Config(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, image_size=518, patch_size=14
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        image_size=518,
+        patch_size=14,
     )
     return _pixels(Dinov2Model, config, 16, 224)
 
@@ -328,7 +333,14 @@ def measure(name: str, peers: list[str], rounds: int, seconds: float) -> dict[st
             if way in ("blocks", "graphs"):
                 row[f"candidates {way}"] = sorted(
                     {
-                        (c.class_name, c.state, c.reason[:300], ", ".join(c.found), c.error, c.original)
+                        (
+                            c.class_name,
+                            c.state,
+                            c.reason[:300],
+                            ", ".join(c.found),
+                            c.error,
+                            c.original,
+                        )
                         for c in hfpatch.status(ways.model).plan.candidates
                     }
                 )
@@ -343,7 +355,7 @@ def measure(name: str, peers: list[str], rounds: int, seconds: float) -> dict[st
             ways.enter(way)
             for _ in range(2):
                 ways.run(way)
-            times[way].append(_turn(lambda: ways.run(way), seconds))
+            times[way].append(_turn(functools.partial(ways.run, way), seconds))
     hfpatch.restore(ways.model)
     row["ms"] = {w: min(t[0] for t in ts) for w, ts in times.items()}
     row["queued_ms"] = {w: min(t[1] for t in ts) for w, ts in times.items()}
@@ -352,7 +364,9 @@ def measure(name: str, peers: list[str], rounds: int, seconds: float) -> dict[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", help="cases whose name holds one of these")
     parser.add_argument("--peers", nargs="*", default=[], choices=["compile", "liger"])
     parser.add_argument("--rounds", type=int, default=3)

@@ -52,7 +52,7 @@ def apply(
     strict: bool = False,
     cuda_graphs: bool | int | str = False,
     decoding: str | bool = "auto",
-    blocks: bool = True,
+    blocks: str | bool = "auto",
     gain: str | None = None,
 ) -> Report:
     """Swap the forwards of `model`'s modules for fused kernels, where that is proven equal.
@@ -95,7 +95,8 @@ def apply(
         blocks: fuse whole blocks (the elements of a model's lists of layers) that no file was
             written for: at the first call of a kind what a block computes is captured, rewritten
             and proven on that call's arguments, while the original computes its result. Until then
-            they are `candidates` of the report; `status` says what came of them.
+            they are `candidates` of the report; `status` says what came of them. "auto": those on
+            a GPU; True: those on the CPU too, where it gains little; False: none.
         gain: None: what is known to be faster is swapped. "time": beside that, the original and the
             patched forward of each kind of module are timed on the first calls that come without
             gradients, in turns, and the faster is kept for calls of that size; `status` shows both
@@ -153,7 +154,7 @@ def plan(
     strict: bool = False,
     cuda_graphs: bool | int | str = False,
     decoding: str | bool = "auto",
-    blocks: bool = True,
+    blocks: str | bool = "auto",
     gain: str | None = None,
     device: str | None = None,
 ) -> Plan:
@@ -270,7 +271,7 @@ def _decide(
     settings: Settings,
     cuda_graphs: bool | int | str,
     decoding: str | bool,
-    blocks: bool,
+    blocks: str | bool,
 ) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared], list[str]]:
     """The roots, the plan, what carries it out, and why graphs that were asked for are not made."""
     from hfpatch import graphs
@@ -281,8 +282,8 @@ def _decide(
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
     wanted = offer.check_choice(decoding)
-    if not isinstance(blocks, bool):
-        raise TypeError(f"`blocks` must be True or False, got {blocks!r}")
+    if not isinstance(blocks, bool) and blocks != "auto":
+        raise TypeError(f"`blocks` must be 'auto', True or False, got {blocks!r}")
     name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     no_graphs: list[str] = []
@@ -294,7 +295,7 @@ def _decide(
         prepared = [*(p for p in layers if id(p.module) not in taken), *prepared]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, skips=(*skipped, *decided.skips))
-    candidates = _candidates(roots, settings, prepared) if blocks else []
+    candidates = _candidates(roots, settings, prepared, blocks) if blocks else []
     decided = replace(decided, candidates=tuple(p.swap.now(p.swap.path) for p in candidates))
     if wanted:
         steps, skips = offer.offer(roots, settings, wanted)
@@ -316,12 +317,17 @@ def _decide(
 
 
 def _candidates(
-    roots: list[tuple[str, nn.Module]], settings: Settings, prepared: list[Prepared]
+    roots: list[tuple[str, nn.Module]],
+    settings: Settings,
+    prepared: list[Prepared],
+    blocks: str | bool,
 ) -> list[Any]:
-    """The blocks that are captured at their first call; no more is done for a model without one."""
+    """The blocks that are captured at their first call; by default those that lie on a GPU."""
     from hfpatch.regions.offer import offer
 
-    return offer(roots, settings, prepared)
+    return offer(
+        roots, settings, prepared, frozenset({"cuda"} if blocks == "auto" else {"cpu", "cuda"})
+    )
 
 
 def _remember(roots: list[tuple[str, nn.Module]], decided: Plan) -> None:

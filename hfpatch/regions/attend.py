@@ -37,9 +37,10 @@ def _by_cudnn(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, grouped: bool
 ) -> bool:
     if mask is not None:
-        return False  # PyTorch's choice: a mask of booleans is made numbers for cuDNN at each call
+        return False  # PyTorch's choice: cuDNN is given masks as numbers, made at each call
     key = (
-        q.device.index, q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), causal, grouped,
+        q.device.index, q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        causal, grouped,
         torch.backends.cuda.cudnn_sdp_enabled(),
     )  # fmt: skip
     found = _served.get(key)

@@ -204,7 +204,9 @@ class _Attempt:
             made.__dict__["_modules"] = {
                 n: self._fake_module(c) for n, c in own["_modules"].items()
             }
-            made.__dict__["forward"] = self._calls(Call(path, isinstance(module, nn.Linear)), made, module)
+            made.__dict__["forward"] = self._calls(
+                Call(path, isinstance(module, nn.Linear)), made, module
+            )
             return made  # type: ignore[no-any-return]
         self._read.append(path)
         if leaf is not None:

@@ -131,10 +131,13 @@ def _head(out: Node) -> _Head | None:
         norm, x = node.target, node.args[0]
     else:
         x = node
-        inner = _under_view(node)
-        if inner is not None and isinstance(inner.target, Leaf):
-            if inner.target.formula.op == "rms_norm":
-                norm, across = inner.target, True
+        under = _under_view(node)
+        if (
+            under is not None
+            and isinstance(under.target, Leaf)
+            and under.target.formula.op == "rms_norm"
+        ):
+            norm, across = under.target, True
     if found is None and norm is None:
         return None
     seq_dim = 1 if turns % 2 else 2
@@ -200,7 +203,7 @@ def _fuse_both(graph: Graph, q: _Head, k: _Head) -> str:
 def _fuse_one(graph: Graph, head: _Head) -> str:
     """RoPE of q or k alone; a norm in front of it stays."""
     assert head.rope is not None
-    base, turns = _strip(head.rope.base)
+    base, _ = _strip(head.rope.base)
     seq_dim = head.seq_dim
     source = base if head.norm is not None or head.x is not base else head.x
     with graph.inserting_after(_later(graph, source, head.rope.cos, head.rope.sin)):
@@ -299,7 +302,7 @@ def _piece(node: Node) -> tuple[Node, list[Node], list[Node]] | None:
         if n in inside or n in frontier:
             continue
         made_of = [a for a in n.all_input_nodes if is_tensor(a) or a.target is operator.getitem]
-        tensors = [a for a in n.all_input_nodes]
+        tensors = list(n.all_input_nodes)
         heads = [a for a in made_of if on_heads(a)]
         others = [a for a in tensors if is_tensor(a) and not on_heads(a)]
         if isinstance(n.target, (Call, Leaf, Fused, Attend, CacheUpdate)) or not heads:
@@ -375,9 +378,9 @@ def _base(node: Node) -> Node | None:
             source = source[0]
         if not isinstance(source, Node):
             return None
-        if is_tensor(node) and value(node).dim() == 4 and is_tensor(source):
-            if value(source).dim() == 3:
-                return node  # [B, S, H D] as [B, S, H, D]
+        four = is_tensor(node) and value(node).dim() == 4
+        if four and is_tensor(source) and value(source).dim() == 3:
+            return node  # [B, S, H D] as [B, S, H, D]
         if _is_swap(node):
             return node
         node = source

@@ -74,13 +74,17 @@ _packed: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, ...]]] = weakref.W
 
 
 def offer(
-    roots: Sequence[tuple[str, nn.Module]], settings: Settings, prepared: Sequence[Prepared]
+    roots: Sequence[tuple[str, nn.Module]],
+    settings: Settings,
+    prepared: Sequence[Prepared],
+    devices: frozenset[str],
 ) -> list[Prepared]:
     """The candidates, each with its adapter.
 
     Args:
         roots: (name of the component or "", module) pairs.
         prepared: the swaps of the plan: what they take over is no candidate.
+        devices: types of those that a block may lie on.
     """
     if settings.training or settings.sources.assumed is not None or not settings.verify:
         return []
@@ -101,7 +105,7 @@ def offer(
                 seen.add(id(block))
                 where = ".".join(filter(None, (prefix, path, str(i))))
                 name = class_of(block).__name__
-                if not _may_be(where, name, block, settings):
+                if not _may_be(where, name, block, settings, devices):
                     continue
                 kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources)
                 if kind is not None:
@@ -140,7 +144,9 @@ def _is_block(module: nn.Module) -> bool:
     return layers >= 2 and norms >= 1 and bool(module._modules)
 
 
-def _may_be(path: str, name: str, block: nn.Module, settings: Settings) -> bool:
+def _may_be(
+    path: str, name: str, block: nn.Module, settings: Settings, wanted: frozenset[str]
+) -> bool:
     if settings.include is not None and not matches(settings.include, path, name):
         return False
     if matches(settings.exclude, path, name):
@@ -161,7 +167,7 @@ def _may_be(path: str, name: str, block: nn.Module, settings: Settings) -> bool:
         return False
     devices = {p.device.type for p in block.parameters()}
     dtypes = {p.dtype for p in block.parameters() if p.is_floating_point()}
-    return devices <= {"cpu", "cuda"} and bool(dtypes & set(KERNEL_DTYPES))
+    return devices <= wanted and bool(dtypes & set(KERNEL_DTYPES))
 
 
 def _binder(sources: Sources) -> Bind | None:

@@ -101,7 +101,7 @@ def attention(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
         given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if given.get("dropout_p", 0.0):
             continue
-        q, k, v, mask = (given[n] if n in given else None for n in names[:4])
+        q, k, v, mask = (given.get(n) for n in names[:4])
         grouped = bool(given.get("enable_gqa", False))
         k2, v2 = _unrepeated(k), _unrepeated(v)
         if k2 is not None and v2 is not None and not grouped:
@@ -334,9 +334,9 @@ def projections(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
     """Linear layers of one input, as one product where their weights can be packed."""
     of_input: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        if isinstance(node.target, Call) and node.target.path in linears and len(node.args) == 1:
-            if not node.kwargs and isinstance(node.args[0], Node):
-                of_input.setdefault(node.args[0], []).append(node)
+        is_layer = isinstance(node.target, Call) and node.target.path in linears
+        if is_layer and len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], Node):
+            of_input.setdefault(node.args[0], []).append(node)
     for x, group in of_input.items():
         first = group[0]
         with graph.inserting_before(first):

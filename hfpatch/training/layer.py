@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hfpatch import swap
-from hfpatch.decoding.rules import LayerRule, NormRule, Part
+from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
 from hfpatch.patches.base import Forward, plain, watched
 from hfpatch.patches.unchanged import is_hooked
 from hfpatch.sources import local_package
@@ -56,9 +56,21 @@ class LayerPlan:
 
     def parts(self) -> Iterator[Part]:
         """Its products."""
-        a, m = self.rule.attention, self.rule.mlp
+        a = self.rule.attention
         yield from (a.q, a.k, a.v, a.o)
-        yield from (p for p in (m.gate, m.up, m.down) if p is not None)
+        yield from (p for p in mlp_parts(self.rule) if p is not None)
+
+
+def mlp_of(rule: LayerRule) -> MlpRule:
+    """A layer's gated or plain MLP; `offer` takes no layer with another second half."""
+    assert isinstance(rule.mlp, MlpRule)
+    return rule.mlp
+
+
+def mlp_parts(rule: LayerRule) -> tuple[Part | None, Part, Part]:
+    """The products of a layer's MLP."""
+    m = mlp_of(rule)
+    return m.gate, m.up, m.down
 
 
 def unsupported(plan: LayerPlan) -> str | None:
@@ -196,7 +208,7 @@ class Runner:
 
     def __init__(self, plan: LayerPlan, halves_open: tuple[str, ...] = ()) -> None:
         self.plan, self._open = plan, halves_open
-        rule, a, m = plan.rule, plan.rule.attention, plan.rule.mlp
+        rule, a, m = plan.rule, plan.rule.attention, mlp_of(plan.rule)
         self._attention = _parts(a.path)
         norms = [None if n is None else _Norm(n) for n in (*rule.norms, a.q_norm, a.k_norm)]
         self._norms = norms
@@ -322,7 +334,7 @@ class Runner:
         products: dict[str, Any],
     ) -> Tensor:
         plan = self.plan
-        activation = plan.rule.mlp.activation
+        activation = mlp_of(plan.rule).activation
         before_mlp = norms[2]
         if plan.rule.parallel and before_mlp is None:
             before_mlp = norms[0]
@@ -387,7 +399,7 @@ class Runner:
 
     def _product_of(self, first: Any) -> tuple[Tensor, Callable[[], Tensor]]:
         """The MLP's last product's input, and how to make it again."""
-        activation = self.plan.rule.mlp.activation
+        activation = mlp_of(self.plan.rule).activation
         module = local_package().module
         if isinstance(first, tuple):
             gate, up = first

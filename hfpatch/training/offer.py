@@ -20,7 +20,7 @@ from hfpatch import swap
 from hfpatch.decoding.layer import is_candidate, proof_of
 from hfpatch.decoding.likeness import check_layer_likeness
 from hfpatch.decoding.replica import head_counts, text_config
-from hfpatch.decoding.rules import Unexplained
+from hfpatch.decoding.rules import OpaqueRule, Unexplained
 from hfpatch.errors import HfpatchError
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import class_of
@@ -29,7 +29,7 @@ from hfpatch.proofs import Prepared
 from hfpatch.settings import Settings, matches
 from hfpatch.training import proof
 from hfpatch.training.adapted_by import OP
-from hfpatch.training.layer import LayerPlan, adapter
+from hfpatch.training.layer import LayerPlan, adapter, mlp_parts
 
 _SKIPPED = "decoder layers: "
 # What was proven of a class and configuration: by the replica, dtype and device. The replica of a
@@ -84,12 +84,14 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
     if isinstance(proven, str):
         raise Unexplained(proven)
     recipe, replica = proven.recipe, proven.replica
+    if any(isinstance(rule.mlp, OpaqueRule) for rule in recipe.layers):
+        raise Unexplained("the second half of a layer is a mixture of experts")
     opaque = frozenset(
         part.path
         for rule in recipe.layers
         for part in (
             *(rule.attention.q, rule.attention.k, rule.attention.v, rule.attention.o),
-            *(p for p in (rule.mlp.gate, rule.mlp.up, rule.mlp.down) if p is not None),
+            *(p for p in mlp_parts(rule) if p is not None),
         )
     )
     paths = [proof.layer_path(rule) for rule in recipe.layers]

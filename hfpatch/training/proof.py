@@ -23,7 +23,7 @@ from hfpatch.decoding.analysis import moved
 from hfpatch.decoding.replica import WithoutCasts, same
 from hfpatch.decoding.rules import LayerRule, Number, Recipe, Unexplained
 from hfpatch.training.attend import Argument, Call
-from hfpatch.training.layer import LayerPlan, Runner, unsupported
+from hfpatch.training.layer import LayerPlan, Runner, mlp_parts, unsupported
 from hfpatch.trial import Limits
 
 _ROWS, _TOKENS = 2, 24
@@ -242,7 +242,7 @@ def _argument(name: str, value: Any, module: nn.Module, what: str) -> Argument:
 
 
 def _input(layer: nn.Module, rule: LayerRule, dtype: torch.dtype) -> Tensor:
-    weight: Any = layer.get_submodule(rule.mlp.down.path).weight
+    weight: Any = layer.get_submodule(mlp_parts(rule)[2].path).weight
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(_ROWS, _TOKENS, weight.shape[0], generator=generator, dtype=torch.float64)
     return x.to(dtype)

@@ -167,7 +167,7 @@ class Pair:
         if before:
             before(self.m)
         self.t = copy.deepcopy(self.m)
-        self.report = hfpatch.apply(self.m, decoding=False)
+        self.report = hfpatch.apply(self.m, decoding=False, blocks=True)
         self.fused = None
 
     def call(self, tokens=7, batch=2, context=torch.no_grad, **kw):

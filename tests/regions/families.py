@@ -36,8 +36,7 @@ def _text(name: str, **more: Any) -> Callable[[], Made]:
         config = getattr(transformers, f"{name}Config")
         accepted = config().to_dict()
         config = config(**{k: v for k, v in _TEXT.items() if k in accepted} | more)
-        model = f"{name}Model" if not name.endswith("Text") else f"{name}Model"
-        return getattr(transformers, model)(config), _ids
+        return getattr(transformers, f"{name}Model")(config), _ids
 
     return make
 

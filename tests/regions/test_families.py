@@ -1,4 +1,4 @@
-"""Captured blocks of families that no file names: fused, as near to fp64 as the original, undone."""
+"""Captured blocks of families that no file names: fused, as near to fp64 as eager, undone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_block_is_fused_and_undone(name: str) -> None:
     calls = [inputs(1, 9), inputs(3, 7), inputs(2, 16)]
     before = [run(model, c) for c in calls]
     held = {n: dict(m.__dict__) for n, m in model.named_modules()}
-    report = hfpatch.apply(model, decoding=False)
+    report = hfpatch.apply(model, decoding=False, blocks=True)
     assert {c.state for c in report.plan.candidates} <= {"at its first call", "fused"}
     for _ in range(2):
         for call, expected in zip(calls, before, strict=True):
@@ -59,7 +59,7 @@ def test_as_near_to_fp64_as_the_original(name: str, dtype: torch.dtype) -> None:
         calls = [inputs(2, 8 + i) for i in range(3)]
         exact = copy.deepcopy(model).double()
         theirs = [run(model, c) for c in calls]
-        hfpatch.apply(model, decoding=False)
+        hfpatch.apply(model, decoding=False, blocks=True)
         for call in calls:
             run(model, call)
         for call, eager in zip(calls, theirs, strict=True):
@@ -79,7 +79,7 @@ def test_padding_on_either_side(name: str) -> None:
         mask[1, 5:] = 1 if left else 0
         padded = call | {"attention_mask": mask}
         expected = run(model, padded)
-        hfpatch.apply(model, decoding=False)
+        hfpatch.apply(model, decoding=False, blocks=True)
         for _ in range(2):
             found = run(model, padded)
             kept = mask.bool()
@@ -101,7 +101,7 @@ def test_a_cache_is_filled_as_by_the_original_and_goes_on(name: str) -> None:
         return [first, second], cache
 
     expected, theirs = both()
-    hfpatch.apply(model, decoding=False)
+    hfpatch.apply(model, decoding=False, blocks=True)
     both()
     found, ours = both()
     assert states(model) == {("fused", "")} or name == "gemma3"

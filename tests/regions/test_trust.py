@@ -15,8 +15,8 @@ from torch import nn
 
 import hfpatch
 from hfpatch import swap
-from hfpatch.regions.offer import forget
 from hfpatch.regions.capture import Uncapturable, capture, numbers_of
+from hfpatch.regions.offer import forget
 from hfpatch.regions.structure import take_apart
 
 
@@ -35,7 +35,7 @@ def fused(name: str) -> tuple[Any, dict[str, Any]]:
     """A model whose blocks run fused."""
     model, inputs = build(name)
     call = inputs(2, 9)
-    hfpatch.apply(model, decoding=False)
+    hfpatch.apply(model, decoding=False, blocks=True)
     run(model, call)
     run(model, call)
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
@@ -104,7 +104,7 @@ def test_a_change_after_apply_counts(what: str) -> None:
 def test_dropout_in_training_mode() -> None:
     model, inputs = build("bert")
     call = inputs(2, 9)
-    hfpatch.apply(model)
+    hfpatch.apply(model, blocks=True)
     run(model, call)
     before = run(model, call)
     model.train()
@@ -146,12 +146,15 @@ def test_attentions_that_are_asked_for_are_given() -> None:
     call = {"input_ids": torch.arange(18).reshape(2, 9)}
     asked = call | {"output_attentions": True, "output_hidden_states": True}
     expected = model(**asked)
-    hfpatch.apply(model)
+    hfpatch.apply(model, blocks=True)
     for _ in range(2):
         run(model, call)
     for _ in range(2):
         found = model(**asked)
-        for a, b in ((found.attentions, expected.attentions), (found.hidden_states, expected.hidden_states)):
+        for a, b in (
+            (found.attentions, expected.attentions),
+            (found.hidden_states, expected.hidden_states),
+        ):
             assert len(a) == len(b)
             for x, y in zip(a, b, strict=True):
                 assert (x - y).abs().max() <= 1e-5 * y.abs().max()
@@ -187,12 +190,12 @@ def test_lora_after_apply() -> None:
 def test_left_out_and_switched_off() -> None:
     model, _ = build("llama")
     assert not hfpatch.apply(model, blocks=False).plan.candidates
-    some = hfpatch.apply(model, exclude="layers.1").plan.candidates
+    some = hfpatch.apply(model, blocks=True, exclude="layers.1").plan.candidates
     assert [c.path for c in some] == ["layers.0", "layers.2"]
-    assert not hfpatch.apply(model, exclude="*mlp*").plan.candidates
-    assert not hfpatch.apply(model, mode="training").plan.candidates
-    assert not hfpatch.apply(model, kernels="torch").plan.candidates
-    with pytest.raises(TypeError, match="`blocks` must be True or False, got 3"):
+    assert not hfpatch.apply(model, blocks=True, exclude="*mlp*").plan.candidates
+    assert not hfpatch.apply(model, blocks=True, mode="training").plan.candidates
+    assert not hfpatch.apply(model, blocks=True, kernels="torch").plan.candidates
+    with pytest.raises(TypeError, match="`blocks` must be 'auto', True or False, got 3"):
         hfpatch.apply(model, blocks=3)  # type: ignore[arg-type]
 
 
@@ -200,14 +203,17 @@ def test_a_class_that_is_not_the_library_s_is_no_candidate() -> None:
     model, _ = build("llama")
     cls = type("LlamaDecoderLayer", (type(model.layers[0]),), {})
     model.layers[0].__class__ = cls
-    assert [c.path for c in hfpatch.apply(model).plan.candidates] == ["layers.1", "layers.2"]
+    assert [c.path for c in hfpatch.apply(model, blocks=True).plan.candidates] == [
+        "layers.1",
+        "layers.2",
+    ]
 
 
 def test_plan_does_not_run_or_write() -> None:
-    model, call = build("bert")
+    model, _ = build("bert")
     before = {k: v.clone() for k, v in model.state_dict().items()}
     forget()
-    planned = hfpatch.plan(model)
+    planned = hfpatch.plan(model, blocks=True)
     assert {c.state for c in planned.candidates} == {"at its first call"}
     assert all("forward" not in m.__dict__ for m in model.modules())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -240,7 +246,10 @@ def _captured(code: Callable[..., Any], *args: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "a value decides": (lambda m, x, c: x if x.sum() > 0 else -x, "data-dependent|item|Guard|guard"),
+    "a value decides": (
+        lambda m, x, c: x if x.sum() > 0 else -x,
+        "data-dependent|item|Guard|guard",
+    ),
     "its number in a tensor": (lambda m, x, c: x + torch.tensor(m.layer_idx), "which one it is"),
     "its number as a size": (lambda m, x, c: x.new_ones(m.layer_idx), "which one it is"),
     "random": (lambda m, x, c: x + torch.rand_like(x), "random numbers"),
