@@ -305,7 +305,13 @@ def _apart(modules: Any, gate: str, down: str | None) -> bool:
         m.__dict__["_parameters"].get("weight") if m is not None else None
         for m in (modules[gate], modules[down])
     )
-    return first is not None and last is not None and first.dtype != last.dtype
+    return (
+        first is not None
+        and last is not None
+        and first.is_floating_point()  # whole numbers are a quantized layer's
+        and last.is_floating_point()
+        and first.dtype != last.dtype
+    )
 
 
 def _casts(layer: nn.Module | None) -> bool:
