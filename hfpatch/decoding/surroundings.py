@@ -3,6 +3,7 @@ its configuration. Looked at once a sequence; what of it is another, another pro
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -39,11 +40,16 @@ class Surroundings:
         """Whether anything of it is not what it was."""
         return (
             any(g.get(name) is not value for g, name, value in self._names)
-            or any(getattr(c, name, None) is not value for c, name, value in self._methods)
+            or any(_held_by(c, name) is not value for c, name, value in self._methods)
             or [f.__code__ for f in self._functions] != self._codes
             or _attention_of(model) != self._attention
             or self._read() != self._configs
         )
+
+
+def _held_by(cls: type, name: str) -> Any:
+    """What a class has under a name, not bound: a class method is bound anew at each look."""
+    return inspect.getattr_static(cls, name, None)
 
 
 def _methods_of_caches() -> list[tuple[type, str, Any]]:
@@ -51,7 +57,7 @@ def _methods_of_caches() -> list[tuple[type, str, Any]]:
         (cls, name, value)
         for cls in caches.CLASSES
         for name in dir(cls)
-        if isinstance(function_in(value := getattr(cls, name)), types.FunctionType)
+        if isinstance(function_in(value := inspect.getattr_static(cls, name)), types.FunctionType)
     ]
 
 
