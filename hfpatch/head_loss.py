@@ -58,7 +58,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
     num_items: Tensor | float | None = None,
-    recompute: bool = False,
+    recompute: bool = True,
 ) -> Tensor:
     """`cross_entropy(softcapped(linear(hidden, weight, bias) * scale).float(), target)` in pieces.
 

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from hfpatch import swap
 from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
 from hfpatch.patches.base import Forward, plain, watched
-from hfpatch.patches.unchanged import is_hooked
+from hfpatch.patches.unchanged import is_hooked, layers_replaced
 from hfpatch.sources import local_package
 from hfpatch.training import attend, lora, stages
 from hfpatch.training.remade import kept_as_recipe, saving_is_watched
@@ -532,4 +532,5 @@ def _serves(x: Any, proven: Proven) -> bool:
         (kind, x.dtype, autocast) in proven
         and not watched()
         and not torch._C._len_torch_dispatch_stack()
+        and not layers_replaced()
     )
