@@ -9,7 +9,7 @@ some rows at a time the logits, their gradient in their place, and with it those
 states and the weight. Both are kept in fp32 until the backward multiplies them with what it is
 given and rounds, once; so the weight's is 4 bytes an element from the forward to the backward.
 
-Losses of single rows, and `recompute=True`, make them in the backward:
+Losses of single rows, and `recompute=True`, which is the default, make them in the backward:
 
 - forward: the logits of some rows at a time, and of each row its loss and `lse`, the logarithm of
   its sum of exponentials, which is kept;
@@ -82,7 +82,8 @@ def linear_cross_entropy(
         num_items: what the sum is divided by in place of the rows that count, where gradients are
             accumulated over batches; for ``reduction="mean"``.
         recompute: make the logits once more in the backward, in place of keeping the gradients from
-            the forward on: a third more time, and ``4 * V * H`` bytes less.
+            the forward on: a third more time, and ``4 * V * H`` bytes less. False is not right
+            where all targets are ignored or there are no rows: gradients are NaN elsewhere.
 
     Returns:
         fp32: 0 dimensions, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.
