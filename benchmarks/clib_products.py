@@ -1,6 +1,6 @@
 """libhfpatch's gemm and attention, checked against fp64, and timed beside PyTorch's.
 
-    python benchmarks/clib_products.py LIBRARY [--device cuda] [--json FILE] [--no-check]
+    python benchmarks/clib_products.py LIBRARY [--device cuda] [--output FILE] [--no-check]
 
 On a GPU the peers are torch.matmul (cuBLAS) and scaled_dot_product_attention with cuDNN and with
 FlashAttention; times are CUDA events' over several calls, in turns, the median of 7. On the CPU
@@ -11,7 +11,6 @@ since other work only adds to them. HFPATCH_BLAS=none times our own blocks.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ import torch  # noqa: E402
 from products import Products, cases  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
+from hfpatch.bench import results  # noqa: E402
 from hfpatch.capi.library import Caller  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -165,7 +165,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, help="JSON")
+    parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     args = parser.parse_args()
@@ -174,11 +175,10 @@ def main() -> int:
     )
     library = Caller(args.library)
     p = Products(library, args.device)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     backend = library.size("hfp_gemm_backend", 2 if args.device == "cuda" else 1)
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "gemm_backend": backend,
-                             "threads": torch.get_num_threads(), "failures": [],
-                             "rows": []}  # fmt: skip
+    found = results.head("clib products", torch.device(args.device), args.commit)
+    found |= {"gemm_backend": backend, "threads": torch.get_num_threads(), "failures": []}
+    found["rows"] = []
     print(found)
     if not args.no_check:
         count = 0
@@ -211,8 +211,8 @@ def main() -> int:
         best = min(t for name, t in times.items() if name != "hfpatch")
         print(title, {k: f"{t:.1f} us {flops / t:.1f} TFLOP/s" for k, t in times.items()},
               f"hfpatch/best {times['hfpatch'] / best:.3f}")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    if args.output:
+        results.write(found, args.output)
     return int(bool(found["failures"]))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 import warnings
@@ -29,7 +28,7 @@ import transformers as tr
 
 import hfpatch
 from hfpatch import graphs
-from hfpatch.env import versions
+from hfpatch.bench import results
 
 Inputs = dict[str, Any]
 #: Ways to run a model: the arguments of `apply`; None: not patched.
@@ -411,6 +410,7 @@ def line(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--commit", help="where there is no git")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", help="names that contain this")
@@ -423,7 +423,7 @@ def main() -> None:
     sync: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     begun = time.perf_counter()
     card = torch.cuda.get_device_name() if cuda else "CPU"
-    whole: dict[str, Any] = {"device": card, "versions": versions(), "models": []}
+    whole = results.head("graphs", torch.device(args.device), args.commit) | {"rows": []}
     print(card, torch.__version__, "ms waited for / queued", flush=True)
     with torch.no_grad():
         for subject in Setup(args.device, args.small).subjects():
@@ -440,15 +440,15 @@ def main() -> None:
                 found = {"model": subject.name, "failed": f"{type(e).__name__}: {e}"}
                 print(f"{subject.name:28} FAILED {found['failed'][:300]}", flush=True)
             found["seconds"] = time.perf_counter() - start
-            whole["models"].append(found)
-            args.output.write_text(json.dumps(whole, indent=1))
+            whole["rows"].append(found)
+            results.write(whole, args.output)
             tidy(cuda)
         # Last: once the profiler was attached, every launch in this process takes longer.
         for subject in Setup(args.device, args.small).subjects() if cuda else ():
             named = any(name in subject.name for name in args.profile)
             if named and time.perf_counter() - begun < args.limit:
                 whole.setdefault("kernels", {})[subject.name] = profiled(subject)
-                args.output.write_text(json.dumps(whole, indent=1))
+                results.write(whole, args.output)
                 tidy(cuda)
 
 

@@ -1,11 +1,12 @@
 """Products, attention, pairs and losses of the C interface against formulas in fp64, on any device.
 
-`tests/clib/test_products.py` calls this on the CPU, `tests/gpu/test_cuda_products.py` and
+`tests/kernels/test_c_api_products.py` calls this on CPUs, `tests/gpu/test_cuda_products.py` and
 `benchmarks/clib_products.py` on a GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,7 +133,9 @@ GEMM_SIZES = (
 )  # fmt: skip
 
 
-def gemm_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
+def gemm_cases(
+    p: Products, dtype: torch.dtype, most: float = INF
+) -> Iterator[tuple[str, Callable[[], None]]]:
     def one(m: int, n: int, k: int, ta: int, tb: int) -> None:
         a = p.random(*((k, m) if ta else (m, k)), dtype=dtype)
         b = p.random(*((n, k) if tb else (k, n)), dtype=dtype)
@@ -166,7 +169,7 @@ def gemm_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable[
             truth = a.double() @ b.double().mT
             close(p.gemm(a, b, tb=1), truth, dtype, ("batched", dtype, batch, m, shared))
 
-    for size in GEMM_SIZES:
+    for size in (size for size in GEMM_SIZES if math.prod(size) <= most):
         for ta in (0, 1):
             for tb in (0, 1):
                 args = (*size, ta, tb)
@@ -187,7 +190,9 @@ ATTENTION_SIZES = (
 )  # fmt: skip
 
 
-def attention_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
+def attention_cases(
+    p: Products, dtype: torch.dtype, most: float = INF
+) -> Iterator[tuple[str, Callable[[], None]]]:
     def one(sizes: tuple[int, ...], causal: int) -> None:
         batch, heads, kv_heads, queries, keys, dim, value_dim = sizes
         q = p.random(batch, heads, queries, dim, dtype=dtype)
@@ -224,7 +229,7 @@ def attention_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Call
                 )
                 close_attention((out[:, :, a:b], lse[:, :, a:b]), truth, dtype, ("packed", i))
 
-    for sizes in ATTENTION_SIZES:
+    for sizes in (s for s in ATTENTION_SIZES if s[0] * s[1] * math.prod(s[3:6]) <= most):
         for causal in (0, 1):
             args = (sizes, causal)
             yield f"attention {dtype} {args}", lambda args=args: one(*args)  # type: ignore[misc]
@@ -317,9 +322,10 @@ def other_cases(p: Products, dtype: torch.dtype) -> Iterator[tuple[str, Callable
     yield f"balance {dtype}", balance
 
 
-def cases(p: Products) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every case of every dtype: its name, and what raises where it fails."""
+def cases(p: Products, most: float = INF) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every case of every dtype: its name, and what raises where it fails; those products with at
+    most so many multiplications."""
     for dtype in DTYPES:
         yield from other_cases(p, dtype)
-        yield from gemm_cases(p, dtype)
-        yield from attention_cases(p, dtype)
+        yield from gemm_cases(p, dtype, most)
+        yield from attention_cases(p, dtype, most)

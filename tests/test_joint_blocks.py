@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 import zoo
 from expect import relative_error
+from support.called import calls_seen
 from support.nearness import assert_as_near, draw
 from support.samples import SEEDS, Sample
 from torch import Tensor, nn
@@ -349,20 +348,10 @@ def test_arguments_of_the_attention_go_to_the_original(row: Row) -> None:
         expected = run(row, model, inputs)
         hfpatch.apply(model)
         block: Any = model.get_submodule(row.blocks[0])
-        called: list[bool] = []
-        code = inspect.unwrap(type(block.attn).forward).__code__
-
-        def note(frame: Any, event: str, _: Any) -> None:  # a call of one's own would be noticed
-            if event == "call" and frame.f_code is code and frame.f_locals["self"] is block.attn:
-                called.append(True)
-
-        sys.setprofile(note)
-        try:
+        with calls_seen(block.attn) as called:
             run(row, model, inputs)
             assert not called
             given = run(row, model, inputs | {row.attention_kwargs: {"unknown": 1}})
-        finally:
-            sys.setprofile(None)
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
         # HunyuanVideo's blocks do not get them
         assert bool(called) == (row.zoo != "hunyuan-video")

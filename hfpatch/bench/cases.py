@@ -264,6 +264,20 @@ LOSSES = (
         liger=liger.mean_loss,
         mode="train",
     ),
+    Case(
+        "cross_entropy_log_probs",
+        "logits R V; target R int<V",
+        "logits",
+        lambda k, logits, target: k.cross_entropy_log_probs(logits, target),
+        formulas.losses_and_log_probs,
+    ),
+    Case(
+        "load_balancing_loss",
+        "logits T E",
+        "routers",
+        lambda k, logits: k.load_balancing_loss(logits, formulas.EXPERTS_OF_A_TOKEN),
+        formulas.load_balancing_loss,
+    ),
 )
 
 GRADIENTS = (
@@ -338,6 +352,15 @@ GRADIENTS = (
         mode="backward",
         adjust=lambda g, logits, target, lse: (g, logits, target, logits.float().logsumexp(-1)),
     ),
+    Case(
+        "load_balancing_loss_backward",
+        "grad 1 fp32; logits T E; stats E fp32",
+        "routers",
+        lambda k, *a: k.ops.load_balancing_loss_backward.default(*a, None),
+        lambda logits, stats: formulas.load_balancing_loss(logits).view(1),
+        mode="backward",
+        adjust=lambda g, logits, stats: (g, logits, formulas.balance(logits)),
+    ),
 )
 
 ROWS = (
@@ -378,6 +401,9 @@ ROWS = (
 )
 
 POINTWISE = (
+    Case("add", "a R D; b R D", "wide", lambda k, a, b: k.add(a, b), torch.add),
+    Case("mul", "a R D; b R D", "wide", lambda k, a, b: k.mul(a, b), torch.mul),
+    Case("scale", "x R D", "wide", lambda k, x: k.scale(x, 0.7), lambda x: x * 0.7),
     Case(
         "add_gelu tanh",
         "x R D; bias D",

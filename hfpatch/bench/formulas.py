@@ -199,6 +199,35 @@ def row_losses(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target, reduction="none")
 
 
+def losses_and_log_probs(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row, with the logarithm of its sum, as reinforcement learning asks for them."""
+    wide = logits.float()
+    lse = wide.logsumexp(-1)
+    log_probs = wide - lse.unsqueeze(-1)
+    loss = F.nll_loss(log_probs, target, reduction="none")
+    return loss, lse, log_probs.to(logits.dtype)
+
+
+#: `num_experts_per_tok` of Mixtral.
+EXPERTS_OF_A_TOKEN = 2
+
+
+def load_balancing_loss(logits: Tensor) -> Tensor:
+    """`load_balancing_loss_func` of transformers' `MixtralForCausalLM`, without a mask."""
+    probs = logits.float().softmax(-1)
+    chosen = probs.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
+    shares = F.one_hot(chosen, logits.shape[-1]).float().mean(0)
+    return (shares * probs.mean(0)).sum() * logits.shape[-1]
+
+
+def balance(logits: Tensor) -> Tensor:
+    """What the kernel keeps for the gradient: shares, mean probabilities, tokens."""
+    probs = logits.float().softmax(-1)
+    chosen = probs.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
+    shares = F.one_hot(chosen, logits.shape[-1]).float().mean(0).sum(0)
+    return torch.cat((shares, probs.mean(0), shares.new_tensor([logits.shape[0]])))
+
+
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target)
 

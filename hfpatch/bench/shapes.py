@@ -72,6 +72,7 @@ GPU: dict[str, tuple[Shape, ...]] = {
     "gated norm": _shapes("B S D", (1, 4096, 8192), (1, 32768, 128), (8, 1, 8192)),
     "logits": _shapes("R V", (1, 128256), (2048, 128256), (8192, 32000), (4096, 151936)),
     "logits grad": _shapes("R V", (2048, 128256), (8192, 32000)),
+    "routers": _shapes("T E", (65536, 8), (65536, 64), (16384, 256)),  # 32 layers of 2048 tokens
     "images": _shapes(
         "N C S",
         (2, 320, 16384),  # SDXL's UNet at 1024 px
@@ -100,6 +101,7 @@ CPU: dict[str, tuple[Shape, ...]] = {
     "gated norm": _shapes("B S D", (1, 512, 2048), (1, 4096, 128)),
     "logits": _shapes("R V", (1, 128256), (64, 32000), (32, 128256)),
     "logits grad": _shapes("R V", (64, 32000)),
+    "routers": _shapes("T E", (4096, 8), (4096, 64)),
     "images": _shapes("N C S", (1, 320, 1024), (1, 128, 16384)),
     "videos": _shapes("R D", (8192, 128), (2048, 512)),
     "parameters": _shapes("P N", (8, 1048576), (64, 4096)),

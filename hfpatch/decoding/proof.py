@@ -45,12 +45,14 @@ class Proof:
             each; 0: that dimension is not there.
         by_default: whether a call without positions has those that follow the cache.
         beside: arguments that change nothing.
+        tokenizer: whether the forward has an argument of that name.
     """
 
     output: type
     axes: frozenset[int]
     by_default: bool
     beside: frozenset[str]
+    tokenizer: bool
 
 
 def prove(recipe: Recipe, replica: Any) -> Proof:
@@ -75,7 +77,7 @@ def prove(recipe: Recipe, replica: Any) -> Proof:
             output, by_default = next(iter(proven.values()))
             # those of several axes go on from where an image left them
             by_default = by_default and set(proven) == {0}
-            return Proof(output, frozenset(proven), by_default, taken)
+            return Proof(output, frozenset(proven), by_default, taken, "tokenizer" in known)
     assert problem is not None
     raise problem
 

@@ -126,7 +126,9 @@ class Decoder:
             return None
         beside = self.described.proof.beside
         for name, value in kwargs.items():
-            if name not in _TAKEN and name not in beside and not _says_nothing(value):
+            if name in _TAKEN or name in beside or _says_nothing(value):
+                continue
+            if name != "tokenizer" or not self._is_only_handed_on(value):
                 return None
         if any(kwargs.get(n) is not None and kwargs[n] is not True for n in _SWITCHES):
             return None
@@ -163,6 +165,13 @@ class Decoder:
         if config.output_hidden_states or config.output_attentions or not config.return_dict:
             return None
         return _Step(ids, positions, mask, cache, keep != 1)
+
+    def _is_only_handed_on(self, tokenizer: Any) -> bool:
+        """Whether `generate` gives the tokenizer of its `stop_strings` to a forward that has no
+        argument for it."""
+        from transformers import PreTrainedTokenizerBase
+
+        return isinstance(tokenizer, PreTrainedTokenizerBase) and not self.described.proof.tokenizer
 
     def _may_be_prompt(self, ids: Tensor, cache: Any, kwargs: Any) -> bool:
         """Whether more tokens than those of a step begin a sequence as `generate` does."""

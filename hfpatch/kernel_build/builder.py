@@ -196,12 +196,13 @@ class Builder:
                 command.append(f"-L{self._torch_cuda_stub()}")
             libs = [self.nvcc.root / "lib64", *self.nvcc.root.glob("targets/*/lib")]
             command += ["-ltorch_cuda", *(f"-L{lib}" for lib in libs if lib.is_dir())]
-            command += ["-lcudart_static", *old_glibc(self.cxx, self.cache / "stub")]
+            command.append("-lcudart_static")
         openmp = [*self.torch.lib.glob("libgomp*"), *self.torch.path.glob("../torch.libs/libgomp*")]
         if self.clang or not openmp:
             command.append("-fopenmp")
         # All symbols must resolve, except OpenMP's and Python's: warn and look at the warnings.
-        command += ["-Wl,--as-needed", "-Wl,-z,defs", "-Wl,--warn-unresolved-symbols"]
+        command += ["-Wl,--as-needed", *old_glibc(self.cxx, self.cache / "stub")]
+        command += ["-Wl,-z,defs", "-Wl,--warn-unresolved-symbols"]
         command += ["-Wl,--exclude-libs,ALL", "-Wl,--build-id=none"]
         command.append(f"-Wl,--version-script={self.generated / 'exports.map'}")
         output = run(command, cwd=self.project.root)

@@ -255,9 +255,9 @@ class _CLibrary:
             command.append("-fopenmp")
         if self.nvcc:
             command += [*self._cuda_folders(), "-lcudart_static"]
-            command += old_glibc(self.cxx, scratch / "stub")
+        command += old_glibc(self.cxx, scratch / "stub")
         try:
-            run([*command, "-lm", "-ldl"], cwd=self.root)
+            run([*command, "-lm"], cwd=self.root)
             os.replace(partial, lib / soname)
         finally:
             partial.unlink(missing_ok=True)

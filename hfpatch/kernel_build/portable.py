@@ -47,7 +47,7 @@ EXPORTS = (
     "  __libc_single_threaded; };\n"
 )
 
-# What the static CUDA runtime takes of glibc, by the library that had it before glibc 2.34 moved
+# What the static CUDA runtime, and the search for a BLAS, take of glibc, by the library that had it before glibc 2.34 moved
 # them all into libc under a new version. Linking against stubs of those libraries keeps the old
 # versions, which every glibc still has, so that the result loads on manylinux_2_28 too.
 _PTHREAD = """
@@ -80,6 +80,8 @@ def old_glibc(cxx: str, folder: Path) -> list[str]:
     """What stands for `-ldl -lrt -lpthread`: stubs, written to `folder`, with the versions that old
     systems have."""
     machine = platform.machine()
+    if platform.system() == "Darwin":
+        return []  # all in its libSystem
     if platform.system() != "Linux" or machine not in _OLD_VERSION:
         return ["-ldl", "-lrt", "-lpthread"]
     libraries = []

@@ -1,4 +1,6 @@
-"""Products, attention, pairs and losses of libhfpatch on the CPU; the cases: `products.py`."""
+"""Products of libhfpatch by a BLAS that the system has, or that is asked for.
+
+With its own blocks, and every instruction set: tests/kernels/test_c_api_products.py."""
 
 from __future__ import annotations
 
@@ -24,27 +26,6 @@ def path() -> Path:
     found = c_api.built_library()
     assert found is not None
     return found
-
-
-@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
-def test_every_case_with_every_instruction_set(path: Path, level: str) -> None:
-    """In a process of its own: the instruction set and the BLAS are chosen once. An instruction set
-    that the machine lacks is the next lower one."""
-    code = (
-        "import sys, products; from hfpatch import capi\n"
-        "p = products.Products(capi.Library(sys.argv[1]), 'cpu')\n"
-        "print(sum(1 for _ in map(lambda c: c[1](), products.cases(p))))"
-    )
-    environment = {
-        **os.environ, "HFPATCH_SIMD": level, "HFPATCH_BLAS": "none", "OMP_NUM_THREADS": "2",
-        "OMP_WAIT_POLICY": "passive",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 200
 
 
 BLAS_C = """

@@ -41,6 +41,7 @@ def _dtype_codes() -> dict[torch.dtype, tuple[int, int]]:
     codes = {dtype: (2, bits) for dtype, bits in floats.items()}
     codes.update({dtype: (0, bits) for dtype, bits in ints.items()})
     codes[torch.uint8] = (1, 8)
+    codes[torch.bool] = (6, 8)
     codes[torch.bfloat16] = (4, 16)
     return codes
 

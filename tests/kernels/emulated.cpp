@@ -151,6 +151,8 @@ int main() {
       {"hfp_row_workspace", reading(hfp_row_workspace)},
       {"hfp_sum_partial_rows", reading(hfp_sum_partial_rows)},
       {"hfp_group_parts", reading(hfp_group_parts)},
+      {"hfp_gemm_workspace", reading(hfp_gemm_workspace)},
+      {"hfp_balance_parts", reading(hfp_balance_parts)},
 #define HFP_ROW(name, function, result, schema) {#function, reading(function)},
       HFP_OP_TABLE(HFP_ROW) HFP_LIST_OP_TABLE(HFP_ROW)
 #undef HFP_ROW

@@ -49,6 +49,8 @@ MARGIN, WIDTH, BATCH = 8192, 16, 3
 LOW, HIGH = -(2**63), 2**63 - 1
 #: Numbers that may have any value, or an infinite one.
 FREE_NUMBERS = {"ignore_index", "top_k", "max_norm"}
+#: Arguments that may have these types too, in the words of the faults.
+FREE_TYPES = {("attention", "mask"): {"type 1:8x1", "type 6:8x1"}}
 
 
 class Placed:
@@ -270,7 +272,7 @@ class Call:
         return at >= len(self.outs) or self.outs[at].tensor.numel() > 0
 
     def _may(self, at: int, fault: Fault) -> bool:
-        return False
+        return fault.name in FREE_TYPES.get((self.sample.op, self.names[at]), ())
 
     def reset(self) -> None:
         for placed in self.written:
