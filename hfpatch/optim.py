@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hfpatch.sources import Kernel, local_package
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 
+_GRAD, _IS_NONE = attrgetter("grad"), partial(is_, None)
 _DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 _IS_CPU, _IS_CUDA, _INDEX = attrgetter("is_cpu"), attrgetter("is_cuda"), Tensor.get_device
 _PLAIN = set(PLAIN_TENSORS)
@@ -92,6 +94,48 @@ class _Bucket:
                 values.append(value)
 
 
+class _Kept:
+    """A group's parameters, and their entries in the optimizer's state."""
+
+    def __init__(self, params: _List, entries: list[dict[str, Any]]) -> None:
+        self.params, self.entries = params, entries
+        self.refused = False
+
+    def step(self, group: dict[str, Any], grads: _List) -> bool | None:
+        """Whether it was done; False: this group's tensors are not for one launch; None: not now,
+        but perhaps at another step. Without True nothing has changed."""
+        if tensor_refusal("adamw_step", self.params[0]) is not None:
+            return False
+        calls = local_package().module.calls
+        try:
+            firsts, seconds, steps = (
+                list(map(itemgetter(name), self.entries))
+                for name in ("exp_avg", "exp_avg_sq", "step")
+            )
+            tops = list(map(itemgetter("max_exp_avg_sq"), self.entries)) if group["amsgrad"] else []
+        except KeyError:
+            return False
+        counted = steps[0].is_cpu
+        if not counted:
+            torch._foreach_add_(steps, 1)
+        elif not calls.count(steps, 1.0):
+            return False
+        beta1, beta2 = group["betas"]
+        done: bool | None = calls.over_lists(
+            "adamw_step", self.params, grads, firsts, seconds, tops, (), steps,
+            None, None, None, None, group["lr"], float(beta1), float(beta2), group["eps"],
+            group["weight_decay"], int(group["maximize"]),
+        )  # fmt: skip
+        if done:
+            changed = self.params + firsts + seconds + tops + (steps if counted else [])
+            torch.autograd.graph.increment_version(changed)
+        elif counted:
+            calls.count(steps, -1.0)
+        else:
+            torch._foreach_add_(steps, -1)
+        return done
+
+
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` whose step is one kernel launch over all parameters of a group.
 
@@ -115,6 +159,9 @@ class AdamW(torch.optim.AdamW):
     """
 
     _told = False
+    #: The state after the last step, in its order, and what each group had of it.
+    _seen: tuple[list[Tensor], list[dict[str, Any]]] | None = None
+    _kept: dict[int, _Kept] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -134,13 +181,53 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         reasons: list[str] = []
+        kept = None if torch.compiler.is_compiling() else self._what_is_kept()
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            for group in self.param_groups:
-                self._step_group(group, reasons)
+            for index, group in enumerate(self.param_groups):
+                if kept is None or not self._step_kept(group, kept.get(index)):
+                    self._step_group(group, reasons)
         if reasons and not self._told:
             self._told = True
             _warn("AdamW", reasons)
         return loss
+
+    def _what_is_kept(self) -> dict[int, _Kept] | None:
+        """What each group's parameters have in `state`; None where `state` is not what it was after
+        the step before. Identities alone are compared: a hash of each tensor takes longer."""
+        state, seen = self.state, self._seen
+        if (
+            seen is not None
+            and len(state) == len(seen[0])
+            and all(map(is_, state, seen[0]))
+            and all(map(is_, state.values(), seen[1]))
+        ):
+            return self._kept
+        self._seen, self._kept = (list(state), list(state.values())), {}
+        for index, group in enumerate(self.param_groups):
+            params = list(group["params"])
+            if params and all(p in state and state[p] for p in params):
+                self._kept[index] = _Kept(params, [state[p] for p in params])
+        return None
+
+    def _step_kept(self, group: dict[str, Any], kept: _Kept | None) -> bool:
+        """A step past everything that is asked for each parameter, where all have gradients: one
+        pass of C reads the tensors, and the kernel's own checks refuse what it cannot do."""
+        if kept is None or kept.refused or getattr(self, "found_inf", None) is not None:
+            return False
+        if getattr(self, "grad_scale", None) is not None or isinstance(group["lr"], Tensor):
+            return False
+        params: _List = group["params"]
+        if len(params) != len(kept.params) or not all(map(is_, params, kept.params)):
+            return False
+        grads = list(map(_GRAD, params))
+        if any(map(_IS_NONE, grads)):
+            return False
+        _check_capture(group)
+        if _group_refusal(group) is not None:
+            return False
+        done = kept.step(group, grads)
+        kept.refused = done is False
+        return bool(done)
 
     def _step_group(self, group: dict[str, Any], reasons: list[str]) -> None:
         everything = _Bucket()

@@ -461,3 +461,189 @@ def test_a_model_learns_the_same() -> None:
     assert ours[-1] < ours[0] - 1
     # a relative difference of 2^-24 in a step grows with the steps: 20 x 2^-24 x a few
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- steps in one pass
+
+
+class Passes:
+    """How the steps of an optimizer were made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slow = 0
+        real = optim.AdamW._step_group
+
+        def counted(*args: Any) -> None:
+            self.slow += 1
+            real(*args)
+
+        monkeypatch.setattr(optim.AdamW, "_step_group", counted)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> str:
+        before = self.slow
+        optimizer.step()
+        return "slow" if self.slow > before else "quick"
+
+
+def twins(**hyper: Any) -> tuple[optim.AdamW, optim.AdamW]:
+    """Of equal parameters; the second never in one pass."""
+    found = []
+    for _ in range(2):
+        params = parameters()
+        set_gradients(params, 0, torch.float32)
+        found.append(optim.AdamW(params, **(HYPER | hyper)))
+    found[1]._what_is_kept = lambda: None  # type: ignore[method-assign]
+    return found[0], found[1]
+
+
+def assert_same_bits(quick: optim.AdamW, slow: optim.AdamW) -> None:
+    for ours, theirs in zip(
+        quick.param_groups[0]["params"], slow.param_groups[0]["params"], strict=True
+    ):
+        assert torch.equal(ours, theirs)
+        assert quick.state[ours].keys() == slow.state[theirs].keys()
+        for name, value in quick.state[ours].items():
+            assert torch.equal(value, slow.state[theirs][name]), name
+            assert value._version == slow.state[theirs][name]._version, name
+        assert ours._version == theirs._version
+
+
+@pytest.mark.parametrize("hyper", [{}, {"amsgrad": True}, {"maximize": True}, {"fused": True}])
+def test_from_the_third_step_on_in_one_pass(
+    hyper: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch)
+    quick, slow = twins(**hyper)
+    seen = []
+    for step in range(6):
+        for optimizer in (quick, slow):
+            set_gradients(optimizer.param_groups[0]["params"], step, torch.float32)
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        seen.append(passes.step(quick))
+        assert passes.step(slow) == "slow"
+        assert_same_bits(quick, slow)
+    assert seen == ["slow", "slow", "quick", "quick", "quick", "quick"]
+
+
+def _no_gradient(optimizer: optim.AdamW) -> None:
+    optimizer.param_groups[0]["params"][2].grad = None
+
+
+def _other_state(optimizer: optim.AdamW) -> None:
+    for p, entry in list(optimizer.state.items()):
+        optimizer.state[p] = {name: value.clone() + 1 for name, value in entry.items()}
+
+
+def _one_tensor_of_the_state(optimizer: optim.AdamW) -> None:
+    entry = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    entry["exp_avg"] = entry["exp_avg"] * 0.5
+
+
+def _loaded(optimizer: optim.AdamW) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _another_parameter(optimizer: optim.AdamW) -> None:
+    new = nn.Parameter(torch.linspace(-1, 1, 5))
+    new.grad = torch.ones(5)
+    optimizer.param_groups[0]["params"].append(new)
+
+
+def _a_group_less_one(optimizer: optim.AdamW) -> None:
+    optimizer.param_groups[0]["params"].pop(1)
+
+
+def _learning_rate(optimizer: optim.AdamW) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+
+
+def _weights_moved(optimizer: optim.AdamW) -> None:
+    first = optimizer.param_groups[0]["params"][0]
+    first.data = first.data.t().contiguous().t()
+    assert first.grad is not None
+    first.grad = first.grad.t().contiguous().t()
+
+
+def _strided_gradient(optimizer: optim.AdamW) -> None:
+    first = optimizer.param_groups[0]["params"][0]
+    assert first.grad is not None
+    first.grad = first.grad.t().contiguous().t()
+
+
+def _switches(optimizer: optim.AdamW) -> None:
+    optimizer.param_groups[0].update(maximize=True, weight_decay=0.0, betas=(0.5, 0.6))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _no_gradient, _other_state, _one_tensor_of_the_state, _loaded, _another_parameter,
+        _a_group_less_one, _learning_rate, _weights_moved, _strided_gradient, _switches,
+    ],
+)  # fmt: skip
+def test_what_changes_between_steps(
+    change: Callable[[optim.AdamW], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(monkeypatch)
+    quick, slow = twins()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a gradient's strides are not its parameter's
+        for step in range(8):
+            for optimizer in (quick, slow):
+                set_gradients(optimizer.param_groups[0]["params"], step, torch.float32)
+                if step == 4:
+                    change(optimizer)
+            how = passes.step(quick)
+            slow.step()
+            assert_same_bits(quick, slow)
+            assert step != 3 or how == "quick"
+
+
+def test_a_pass_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that share memory: nothing is written, no step counted, before the slow one."""
+    passes = Passes(monkeypatch)
+    made = twins()
+    for optimizer in made:
+        params = optimizer.param_groups[0]["params"]
+        for step in range(3):
+            set_gradients(params, step, torch.float32)
+            optimizer.step()
+        params[4].data = params[0].data.view(-1)[:1980]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(2):
+            for optimizer in made:
+                params = optimizer.param_groups[0]["params"]
+                set_gradients(params[:4] + params[5:], step, torch.float32)
+                params[4].grad = torch.ones(1980)
+                optimizer.state[params[4]]["exp_avg"] = torch.zeros(1980)
+                optimizer.state[params[4]]["exp_avg_sq"] = torch.zeros(1980)
+                assert passes.step(optimizer) == "slow"
+    assert_same_bits(*made)
+
+
+def test_a_profiler_sees_the_operator() -> None:
+    quick, slow = twins()
+    for step in range(3):
+        for optimizer in (quick, slow):
+            set_gradients(optimizer.param_groups[0]["params"], step, torch.float32)
+            optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        quick.step()
+    assert any("adamw_step" in event.key for event in profile.key_averages())
+    slow.step()
+    assert_same_bits(quick, slow)
+    assert quick._kept is not None and not quick._kept[0].refused
+
+
+def test_copies_of_an_optimizer_keep_nothing() -> None:
+    quick, _ = twins()
+    for _ in range(3):
+        quick.step()
+    other = copy.deepcopy(quick)
+    assert other._kept is None
+    before = [p.detach().clone() for p in quick.param_groups[0]["params"]]
+    set_gradients(other.param_groups[0]["params"], 5, torch.float32)
+    for _ in range(3):
+        other.step()
+    assert all(map(torch.equal, before, quick.param_groups[0]["params"]))

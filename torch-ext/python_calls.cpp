@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string_view>
 #include <utility>
 
@@ -412,6 +413,153 @@ PyObject *guard(PyObject *, PyObject *arguments) {
   return PyCFunction_NewEx(&guarded_method, self.get(), nullptr);
 }
 
+// ---------------------------------------------------------------------------------------------
+// Operators over lists, which write into them and return nothing
+
+// A list's or tuple's tensors, which it keeps alive.
+struct Members {
+  Owned items;
+  std::unique_ptr<DLTensor[]> views;
+  std::unique_ptr<DLTensor *[]> pointers;
+  HfpTensorList tensors = {nullptr, 0};
+
+  bool take(PyObject *sequence) {
+    if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) return false;
+    items.take(PySequence_Tuple(sequence));
+    if (items.get() == nullptr) return false;
+    const Py_ssize_t count = PyTuple_Size(items.get());
+    views = std::make_unique<DLTensor[]>(static_cast<std::size_t>(count));
+    pointers = std::make_unique<DLTensor *[]>(static_cast<std::size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!read(PyTuple_GetItem(items.get(), i), views[i])) return false;
+      pointers[i] = &views[i];
+    }
+    tensors = {pointers.get(), count};
+    return true;
+  }
+};
+
+template <class Op>
+struct ListRunner : Row<Op> {
+  using Table = Row<Op>;
+  using Table::is_list;
+  using Table::kArgs;
+  using Table::kArguments;
+  using Table::kLists;
+  using Table::lists_before;
+
+  Members lists[kLists];
+  DLTensor views[kArguments];
+  bool given[kArguments] = {};
+  double floats[kArguments];
+  int64_t ints[kArguments];
+
+  // False, perhaps with an exception set: not a call for this way.
+  bool take(PyObject *const *args) {
+    for (std::size_t i = 0; i < kArguments; ++i) {
+      if (is_list(i)) {
+        if (!lists[lists_before(i)].take(args[i])) return false;
+      } else if (is_tensor(kArgs[i].kind)) {
+        given[i] = args[i] != Py_None;
+        if (given[i] ? !read(args[i], views[i]) : kArgs[i].kind != Kind::OptionalTensor)
+          return false;
+      } else if (kArgs[i].kind == Kind::Float) {
+        if (!PyFloat_Check(args[i]) && !PyLong_Check(args[i])) return false;
+        floats[i] = PyFloat_AsDouble(args[i]);
+      } else {
+        if (!PyLong_Check(args[i])) return false;
+        ints[i] = PyLong_AsLongLong(args[i]);
+      }
+    }
+    return PyErr_Occurred() == nullptr && lists[0].tensors.count > 0;
+  }
+
+  template <std::size_t I>
+  auto argument() const {
+    if constexpr (kArgs[I].kind == Kind::Float) {
+      return floats[I];
+    } else if constexpr (kArgs[I].kind == Kind::Int) {
+      return ints[I];
+    } else if constexpr (is_list(I)) {
+      const HfpTensorList *list = &lists[lists_before(I)].tensors;
+      return list;
+    } else {
+      const DLTensor *tensor = given[I] ? &views[I] : nullptr;
+      return tensor;
+    }
+  }
+
+  template <std::size_t... I>
+  bool launch(std::index_sequence<I...>) const {
+    int32_t status = HFP_LAUNCH_FAILED;
+    PyThreadState *const thread = PyEval_SaveThread();
+    try {
+      const Launch device(Op::name, lists[0].views[0]);
+      status = Op::function(argument<I>()..., device.stream);
+    } catch (const std::exception &) {  // the operator fails alike, and says so
+    }
+    PyEval_RestoreThread(thread);
+    return status == HFP_OK;
+  }
+};
+
+// 1: done, 0: refused, -1: another name.
+template <class Op>
+int run_lists(PyObject *name, PyObject *const *args, Py_ssize_t count) {
+  if constexpr (Row<Op>::kOutputs == 0) {
+    if (PyUnicode_CompareWithASCIIString(name, Op::name) != 0 || count != static_cast<Py_ssize_t>(Row<Op>::kArguments)) return -1;
+    ListRunner<Op> runner;
+    return runner.take(args) && runner.launch(std::make_index_sequence<Row<Op>::kArguments>{});
+  } else {
+    (void)name, (void)args, (void)count;
+    return -1;
+  }
+}
+
+// over_lists(name, *arguments of the operator) -> True: done, False: refused, and nothing was
+// written; None: something listens to operators, or this is no such operator.
+PyObject *over_lists(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count == 0 || !PyUnicode_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "`name`: expected a string");
+    return nullptr;
+  }
+  int found = -1;
+  if (torch_.api != nullptr && unheard()) {
+#define HFP_RUN(NAME, ...) \
+  if (found < 0) found = run_lists<NAME##_op>(args[0], args + 1, count - 1);
+    HFP_LIST_OP_TABLE(HFP_RUN)
+#undef HFP_RUN
+  }
+  if (PyErr_Occurred() != nullptr) PyErr_Clear();  // the operator says it, if it is an error
+  if (found < 0) {
+    Py_INCREF(Py_None);
+    return Py_None;
+  }
+  return PyBool_FromLong(found);
+}
+
+// count(tensors, by) -> bool: adds a number to step counts, fp32 scalars on the CPU; False: a tensor
+// is none of these, and no count has changed.
+PyObject *count_steps(PyObject *, PyObject *arguments) {
+  PyObject *sequence = nullptr;
+  double by = 0;
+  if (!PyArg_ParseTuple(arguments, "Od", &sequence, &by)) return nullptr;
+  Members steps;
+  bool known = torch_.api != nullptr && steps.take(sequence);
+  for (int64_t i = 0; known && i < steps.tensors.count; ++i) {
+    const DLTensor &t = steps.views[i];
+    known = t.device.device_type == kDLCPU && t.ndim == 0 && t.data != nullptr &&
+            same(t.dtype, {kDLFloat, 32, 1});
+  }
+  if (PyErr_Occurred() != nullptr) PyErr_Clear();
+  for (int64_t i = 0; known && i < steps.tensors.count; ++i) {
+    const DLTensor &t = steps.views[i];
+    *reinterpret_cast<float *>(static_cast<char *>(t.data) + t.byte_offset) +=
+        static_cast<float>(by);
+  }
+  return PyBool_FromLong(known);
+}
+
 // setup(exchange_api, Tensor, Parameter, new_empty_strided, empty_cpu, empty_cuda,
 //       (float32, float16, bfloat16), listeners, _is_any_autocast_enabled, is_autocast_enabled,
 //       forward_ad.__dict__) -> bool
@@ -444,6 +592,9 @@ PyObject *setup(PyObject *, PyObject *arguments) {
 }
 
 PyMethodDef methods[] = {
+    {"over_lists", fastcall(over_lists), METH_FASTCALL,
+     "over_lists(name, *arguments) -> done, refused, or None: not tried"},
+    {"count", count_steps, METH_VARARGS, "count(tensors, by) -> whether they were counted"},
     {"bind", bind, METH_VARARGS, "bind(name, into, codes, operator) -> callable or None"},
     {"guard", guard, METH_VARARGS, "guard(bound, *tensors) -> callable or None"},
     {"setup", setup, METH_VARARGS, "setup(exchange_api, ...) -> whether this torch is known"},

@@ -47,9 +47,10 @@ EXPORTS = (
     "  __libc_single_threaded; };\n"
 )
 
-# What the static CUDA runtime, and the search for a BLAS, take of glibc, by the library that had it before glibc 2.34 moved
-# them all into libc under a new version. Linking against stubs of those libraries keeps the old
-# versions, which every glibc still has, so that the result loads on manylinux_2_28 too.
+# What the static CUDA runtime and the search for a BLAS take of glibc, by the library that had it
+# before glibc 2.34 moved them all into libc under a new version. Linking against stubs of those
+# libraries keeps the old versions, which every glibc still has, so that the result loads on
+# manylinux_2_28 too.
 _PTHREAD = """
     atfork attr_destroy attr_getdetachstate attr_init attr_setdetachstate attr_setstacksize cancel
     condattr_destroy condattr_init condattr_setclock condattr_setpshared create detach getspecific
