@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import proofs
 import pytest
 import torch
+import torch.utils.flop_counter
 from op_samples import BY_ID, DTYPES, FORMULAS, Sample, rows, sample
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -422,3 +423,70 @@ assert torch.equal(a(x), b(x)) and torch.equal(second.calls.guard(a, x)(x), a(x)
 def test_two_copies_of_a_build(tmp_path: Any) -> None:
     """The second must not load its library: the operators are registered already."""
     subprocess.run([sys.executable, "-c", TWO_COPIES, str(tmp_path)], check=True)
+
+
+# ------------------------------------------------------------------------- lists of tensors
+
+
+def lists_of(dtype: torch.dtype = torch.float32) -> list[Any]:
+    """`scale_grads`' arguments."""
+    torch.manual_seed(0)
+    grads = [torch.randn(s).to(dtype) for s in ((3, 5), (), (0,), (70,))]
+    return [grads, torch.tensor([0.5])]
+
+
+@OF_DTYPE
+def test_lists_get_the_same_bits(dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    ours, theirs = lists_of(dtype), lists_of(dtype)
+    assert kernels_module.calls.over_lists("scale_grads", *ours) is True
+    kernels_module.ops.scale_grads.default(*theirs)
+    assert all(map(torch.equal, ours[0], theirs[0]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a[0].append(a[0][0]),
+        lambda a: a[0].append(None),
+        lambda a: a[0].append(torch.ones(3).double()),
+        lambda a: a[0].append(torch.ones(4, 6)[:, ::2]),
+        lambda a: a[0].append(torch.ones(2).to_sparse()),
+        lambda a: a[0].append(torch.ones(2, device="meta")),
+        lambda a: a[0].append(torch.nn.Linear(1, 1).weight.as_subclass(torch.Tensor).expand(2, 1)),
+        lambda a: a[0].clear(),
+        lambda a: a.__setitem__(0, iter(a[0])),
+        lambda a: a.__setitem__(1, None),
+        lambda a: a.__setitem__(1, torch.ones(2)),
+        lambda a: a.__setitem__(1, 0.5),
+        lambda a: a.append(1),
+        lambda a: a.pop(),
+    ],
+)
+def test_lists_that_are_refused(change: Any, kernels_module: ModuleType) -> None:
+    arguments = lists_of()
+    before = [t.clone() for t in arguments[0]]
+    tensors = list(arguments[0])
+    change(arguments)
+    assert not kernels_module.calls.over_lists("scale_grads", *arguments)
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_lists_where_somebody_listens(kernels_module: ModuleType) -> None:
+    over = kernels_module.calls.over_lists
+    assert over("no_such", *lists_of()) is None
+    with torch.profiler.profile():
+        assert over("scale_grads", *lists_of()) is None
+    arguments = lists_of()
+    with torch.utils.flop_counter.FlopCounterMode(display=False):  # a mode of the dispatcher's
+        assert over("scale_grads", *arguments) is None
+    with pytest.raises(TypeError, match="`name`: expected a string"):
+        over(3)
+
+
+def test_step_counts(kernels_module: ModuleType) -> None:
+    count = kernels_module.calls.count
+    steps = [torch.tensor(3.0), torch.tensor(0.0)]
+    assert count(steps, 1.0) and [float(s) for s in steps] == [4, 1]
+    for other in (torch.ones(1), torch.tensor(1), torch.tensor(1.0).double(), None, 2.0):
+        assert not count([*steps, other], 1.0)
+    assert [float(s) for s in steps] == [4, 1]

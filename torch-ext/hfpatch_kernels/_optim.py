@@ -5,7 +5,7 @@ from typing import Iterable, Optional, Sequence, Union
 import torch
 from torch import Tensor
 
-from . import _codes
+from . import _codes, calls
 from ._ops import ops
 
 _adamw_step = ops.adamw_step.default
@@ -68,12 +68,14 @@ def adamw_step(
     if not params and not steps:
         return  # the dispatcher finds no kernel for no tensors
     lr_tensor = lr if isinstance(lr, Tensor) else None
+    arguments = (
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, steps,
+        lr_tensor, clip_coef, grad_scale, found_inf,
+        0.0 if lr_tensor is not None else lr, beta1, beta2, eps, weight_decay, int(maximize),
+    )  # fmt: skip
     with torch.no_grad():
-        _adamw_step(
-            params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, steps,
-            lr_tensor, clip_coef, grad_scale, found_inf,
-            0.0 if lr_tensor is not None else lr, beta1, beta2, eps, weight_decay, int(maximize),
-        )  # fmt: skip
+        if torch.compiler.is_compiling() or not calls.over_lists("adamw_step", *arguments):
+            _adamw_step(*arguments)
         _changed([*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters])
 
 
@@ -116,7 +118,9 @@ def clip_grads(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> 
         RuntimeError: a dtype, device, layout or value that the kernel refuses.
     """
     with torch.no_grad():
-        _clip_grads(grads, total_norm, max_norm)
+        compiling = torch.compiler.is_compiling()
+        if compiling or not calls.over_lists("clip_grads", grads, total_norm, float(max_norm)):
+            _clip_grads(grads, total_norm, max_norm)
         _changed(grads)
 
 
@@ -131,7 +135,8 @@ def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
         RuntimeError: a dtype, device or layout that the kernel refuses.
     """
     with torch.no_grad():
-        _scale_grads(grads, factor)
+        if torch.compiler.is_compiling() or not calls.over_lists("scale_grads", grads, factor):
+            _scale_grads(grads, factor)
         _changed(grads)
 
 
