@@ -49,7 +49,8 @@ def library(kernels_module: ModuleType) -> Library:
     # operators, and this one must not be loaded beside it. In a Hub's cache its file is a digest,
     # so it is known by the operators' namespace.
     namespace = binary.name.partition(".")[0].encode()
-    loaded = [p for p in torch.ops.loaded_libraries if namespace in Path(p).read_bytes()]
+    files = [p for p in torch.ops.loaded_libraries if Path(p).is_file()]
+    loaded = [p for p in files if namespace in Path(p).read_bytes()]
     return Library(loaded[0] if loaded else binary)
 
 
