@@ -117,7 +117,8 @@ def attended(
     """
     batch, _, length, _ = q.shape
     out = None
-    if function is _sdpa() and _is_causal(module, q, k, arguments):
+    alike = q.dtype == k.dtype == v.dtype
+    if alike and function is _sdpa() and _is_causal(module, q, k, arguments):
         scale = arguments.get("scaling")
         if mask is None:
             out = _by_cudnn(q, k, v, scale) if q.is_cuda else None

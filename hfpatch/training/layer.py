@@ -334,10 +334,20 @@ class Runner:
         if q_module is not None and not across:
             q, k = q_module(q), k_module(k)
         if plan.rotary_dim:
-            q, k = local_package().module.rope_qk(
-                q, k, cos, sin, 1, plan.interleaved, plan.rotary_dim, True
-            )
+            q, k = self._turned(q, k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _turned(self, q: Tensor, k: Tensor, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
+        """RoPE. Of two modules one may give a wider dtype, as adapters of some kinds do under
+        autocast."""
+        module, codes = local_package().module, (1, self.plan.interleaved, self.plan.rotary_dim)
+        if q.dtype == k.dtype and cos.dtype in (q.dtype, torch.float32):
+            return module.rope_qk(q, k, cos, sin, *codes, True)  # type: ignore[no-any-return]
+        found = []
+        for t in (q, k):
+            c, s = (cos, sin) if cos.dtype == t.dtype else (cos.float(), sin.float())
+            found.append(module.rope(t, c, s, *codes, True))
+        return found[0], found[1]
 
     def _back(
         self,
@@ -423,7 +433,8 @@ class Runner:
             gate, up = first, None
 
         def make(gate: Any = gate, up: Any = up) -> Tensor:
-            if up is None or activation not in stages.KERNEL_ACTIVATIONS:
+            alike = up is None or up.dtype == gate.dtype  # as of queries and keys
+            if up is None or not alike or activation not in stages.KERNEL_ACTIVATIONS:
                 y = stages.activated(gate, activation)
                 return y if up is None else y * up
             return module.gated(gate, up, activation)  # type: ignore[no-any-return]
