@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hfpatch.errors import HfpatchError
@@ -197,19 +196,19 @@ class _Product(torch.autograd.Function):
         return made
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[3:]
+        graph = torch.is_grad_enabled()  # gradients of these gradients may be asked for
         inputs: list[Any] = [
-            None if t is None else t.detach().requires_grad_(need)
+            None if t is None else t.view_as(t) if graph else t.detach().requires_grad_(need)
             for t, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad():
             y = _Head.of(*inputs).product()
             for name, value in ctx.steps:
                 y = _STEPS[name](y, value)
-        wanted = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(y, wanted, gradient))
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if t is not None and need]
+        found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=graph))
         return None, None, None, *(next(found) if need else None for need in needed)
 
 

@@ -9,7 +9,10 @@ some rows at a time the logits, their gradient in their place, and with it those
 states and the weight. Both are kept in fp32 until the backward multiplies them with what it is
 given and rounds, once; so the weight's is 4 bytes an element from the forward to the backward.
 
-Losses of single rows, and `recompute=True`, which is the default, make them in the backward:
+Losses of single rows make them in the backward, and so does a mean or a sum where the weight's
+gradient would be larger than the logits in fp32, which eager PyTorch keeps (fewer rows than the
+hidden states are wide), and where somebody looks at what autograd saves: activation checkpointing
+throws the first forward's away.
 
 - forward: the logits of some rows at a time, and of each row its loss and `lse`, the logarithm of
   its sum of exponentials, which is kept;
@@ -19,6 +22,8 @@ Losses of single rows, and `recompute=True`, which is the default, make them in 
 
 That is eight products of a token and a weight in place of six (two each for the forward, the hidden
 states' and the weight's gradients), and no memory but the gradients'.
+
+Gradients of gradients, and batches of them (`is_grads_batched`), are PyTorch's own, of all logits.
 """
 
 from __future__ import annotations
@@ -28,13 +33,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hfpatch.errors import TargetOutOfRangeError
 from hfpatch.handover import tensor_refusal
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import local_package
+from hfpatch.training.remade import saving_is_watched
 
 #: Bytes of logits that exist at a time.
 CHUNK_BYTES = 64 << 20
@@ -42,6 +47,8 @@ CHUNK_BYTES = 64 << 20
 ROWS_BYTES = 512 << 20
 #: Rows of a product below which a GPU's products are slow.
 LEAST = 512
+#: Reductions as PyTorch's C++ functions number them.
+_NONE, _SUM = 0, 2
 
 
 def linear_cross_entropy(
@@ -58,7 +65,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     class_weight: Tensor | None = None,
     num_items: Tensor | float | None = None,
-    recompute: bool = True,
+    recompute: bool | None = None,
 ) -> Tensor:
     """`cross_entropy(softcapped(linear(hidden, weight, bias) * scale).float(), target)` in pieces.
 
@@ -81,9 +88,11 @@ def linear_cross_entropy(
             with `z_loss`, PyTorch's operators stand in for the kernel: no more memory, more time.
         num_items: what the sum is divided by in place of the rows that count, where gradients are
             accumulated over batches; for ``reduction="mean"``.
-        recompute: make the logits once more in the backward, in place of keeping the gradients from
-            the forward on: a third more time, and ``4 * V * H`` bytes less. False is not right
-            where all targets are ignored or there are no rows: gradients are NaN elsewhere.
+        recompute: True: make the logits once more in the backward, in place of keeping the
+            gradients from the forward on: a third more time, ``4 * V * H`` bytes less. False: keep
+            them. None: False, but True with fewer than ``H`` rows, where these bytes are more than
+            the logits' in fp32, and where hooks look at what autograd saves, as activation
+            checkpointing's do.
 
     Returns:
         fp32: 0 dimensions, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.
@@ -112,6 +121,8 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _LinearCrossEntropy.apply
     wanted = [t is not None and t.requires_grad for t in (flat, weight, bias)]
+    if recompute is None:
+        recompute = saving_is_watched() or (weight.requires_grad and len(rows) < weight.shape[1])
     if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
         summed: Any = _SummedCrossEntropy.apply
         total: Tensor = summed(flat, weight, bias, rows, options).to(torch.float64)
@@ -204,13 +215,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_hidden, wants_weight, wants_bias = wanted = ctx.needs_input_grad[:3]
+        if _only_by_operators(grad):
+            return (
+                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
+                None,
+                None,
+            )
+        grad = _finite_or_nan(grad)
         grads = Gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias)
-        for part in grads.parts(hidden.element_size()):
-            grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
+        with torch.autocast(hidden.device.type, enabled=False):  # it may be on around a backward
+            for part in grads.parts(hidden.element_size()):
+                grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
         return *grads.results(), None, None
 
 
@@ -231,7 +249,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         own_bias = None if bias is None else bias.to(hidden.dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = hidden.new_empty(hidden.shape, dtype=torch.float32) if wants_hidden else None
-        dw = weight.new_empty(weight.shape, dtype=torch.float32) if wants_weight else None
+        made = weight.new_empty if len(hidden) else weight.new_zeros  # no row, no product
+        dw = made(weight.shape, dtype=torch.float32) if wants_weight else None
         db = weight.new_zeros(len(weight), dtype=torch.float32) if wants_bias else None
         count = max(LEAST, ROWS_BYTES // (len(weight) * hidden.element_size()))
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -256,20 +275,85 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if db is not None:
                 db += z.sum(0, dtype=torch.float32)
             del z
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(dx, dw, db)
+        ctx.options = options
+        # All that PyTorch's own loss keeps, so that writing to one of them is the same error; and
+        # the hidden states are alive anyway.
+        ctx.save_for_backward(hidden, weight, bias, target, dx, dw, db)
         return losses.sum(dtype=torch.float64).to(torch.float32)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = []
-        for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            if d is None:
-                found.append(None)
-                continue
-            found.append(_scaled(d, grad, dtype))
+        hidden, weight, bias, target, dx, dw, db = ctx.saved_tensors
+        if _only_by_operators(grad):
+            wanted = ctx.needs_input_grad[:3]
+            return (
+                *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
+                None,
+                None,
+            )
+        # A row that does not count has the gradient 0 whatever the loss's is, which is infinite
+        # where a mean is one over nothing.
+        counted = target != ctx.options[0]
+        factor = _finite_or_nan(grad)
+        of_rows = torch.where(counted, factor, 0.0)[:, None]
+        of_all = torch.where(counted.any(), factor, 0.0)
+        found = [
+            None if d is None else _scaled(d, by, like.dtype)
+            for d, by, like in ((dx, of_rows, hidden), (dw, of_all, weight), (db, of_all, bias))
+        ]
         return *found, None, None
+
+
+def _only_by_operators(grad: Tensor) -> bool:
+    """In a backward: whether gradients of its results may be asked for, or it is given a batch of
+    gradients at once."""
+    return torch.is_grad_enabled() or "Batched" in str(torch._C._dispatch_keys(grad))
+
+
+def _finite_or_nan(grad: Tensor) -> Tensor:
+    """As far as an infinite gradient of a loss comes in PyTorch: its softmax makes NaN of it."""
+    return torch.where(grad.isfinite(), grad, torch.nan)
+
+
+def _by_operators(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    target: Tensor,
+    options: tuple[int, float, float, float],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """The gradients of hidden, weight and bias by PyTorch's own operators, of all logits at once.
+
+    Args:
+        grad: of the losses of the rows, or of their sum.
+    """
+    ignore_index, smoothing, scale, softcap = options
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
+        # Other tensors of the same values: with tied weights the hidden states are made of the
+        # head's, and what comes to the weight by them is not this function's.
+        own = [None if t is None else t.view_as(t) for t in (hidden, weight, bias)]
+        if not graph:
+            own = [None if t is None else t.detach() for t in own]
+            for t, want in zip(own, wanted, strict=True):
+                if t is not None:
+                    t.requires_grad_(want)
+        x, w, b = own
+        assert x is not None and w is not None
+        logits = F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype))
+        wide = (logits if scale == 1.0 else logits * scale).float()
+        if softcap:
+            wide = softcap * torch.tanh(wide / softcap)
+        # as `torch.nn.functional.cross_entropy` calls it, whose name may be somebody else's by now
+        reduction = _SUM if grad.dim() == 0 else _NONE
+        loss = torch._C._nn.cross_entropy_loss(
+            wide, target, None, reduction, ignore_index, smoothing
+        )
+    inputs = [t for t, want in zip(own, wanted, strict=True) if t is not None and want]
+    found = iter(torch.autograd.grad(loss, inputs, grad, create_graph=graph))
+    return [next(found) if want else None for want in wanted]
 
 
 class Gradients:
@@ -380,14 +464,16 @@ class Gradients:
 
 
 def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`d * factor`, rounded once. Some rows at a time on a GPU: between the product and the cast,
-    each a kernel of its own, they lie in its cache; the kernel that does both is half as fast."""
+    """`d * factor`, rounded once; factor: [] or, of each row, [N, 1]. Some rows at a time on a GPU:
+    between the product and the cast, each a kernel of its own, they lie in its cache; the kernel
+    that does both is half as fast."""
     if not d.is_cuda or dtype == d.dtype or d.dim() != 2:
         return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype))
     result = torch.empty_like(d, dtype=dtype)
     count = max(1, (16 << 20) // (4 * max(1, d.shape[1])))
-    for into, part in zip(torch.split(result, count), torch.split(d, count), strict=True):
-        into.copy_(part * factor)
+    for start in range(0, len(d), count):
+        part = slice(start, start + count)
+        result[part] = d[part] * (factor[part] if factor.dim() else factor)
     return result
 
 

@@ -111,7 +111,9 @@ def loss_and_gradients(
         {"scale": 0.25},
         {"softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
         {"recompute": True},
+        {"recompute": False},
         {"recompute": True, "softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
+        {"recompute": False, "softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
     ],
     ids=str,
 )

@@ -35,29 +35,49 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """A keyword argument of a layer. reaches: whether it reaches the attention function. off:
+    whether it was None or False when that was seen."""
+
+    name: str
+    reaches: bool
+    off: bool
+
+
+@dataclass(frozen=True)
 class Call:
     """How a layer calls its attention function.
 
-    own: arguments that the attention module makes itself. passed: of the layer's own keyword
-    arguments, by name, whether they reach the function; passes_others: whether any other does.
+    own: arguments that the attention module makes itself. passed: the layer's own keyword arguments
+    that were seen. passes_others: whether any other reaches the function, but for what the layer or
+    the attention module takes by its name (named).
     """
 
     own: tuple[Argument, ...]
-    passed: tuple[tuple[str, bool], ...]
+    passed: tuple[Passed, ...]
     passes_others: bool
+    named: frozenset[str]
 
-    def arguments(self, module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The function's keyword arguments; None where it is not known what becomes of one."""
-        found = {a.name: a.value(module) for a in self.own}
+    def reaching(self, given: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What of a layer's keyword arguments reaches the function; None where it is not known
+        what becomes of one."""
+        found = {}
         for name, value in given.items():
-            reaches = next((r for n, r in self.passed if n == name), None)
-            if reaches is None:
-                if not self.passes_others:
+            seen = next((p for p in self.passed if p.name == name), None)
+            if seen is None:
+                if not self.passes_others or name in self.named:
                     return None
-                reaches = True
-            if reaches:
-                found[name] = value
+            elif not seen.reaches:
+                # the layer was seen to do without it, but not with it
+                if seen.off and value is not None and value is not False:
+                    return None
+                continue
+            found[name] = value
         return found
+
+    def arguments(self, module: nn.Module, reaching: Mapping[str, Any]) -> dict[str, Any]:
+        """The function's keyword arguments."""
+        return {a.name: a.value(module) for a in self.own} | dict(reaching)
 
 
 @functools.lru_cache(maxsize=256)
@@ -97,7 +117,8 @@ def attended(
     """
     batch, _, length, _ = q.shape
     out = None
-    if function is _sdpa() and _is_causal(module, q, k, arguments):
+    alike = q.dtype == k.dtype == v.dtype
+    if alike and function is _sdpa() and _is_causal(module, q, k, arguments):
         scale = arguments.get("scaling")
         if mask is None:
             out = _by_cudnn(q, k, v, scale) if q.is_cuda else None

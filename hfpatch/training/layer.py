@@ -27,16 +27,19 @@ from hfpatch.training import attend, lora, stages
 from hfpatch.training.remade import kept_as_recipe, saving_is_watched
 
 _CHECKPOINTED = "forward_with_checkpointing"
+#: What a layer may call its cache: transformers 5.24 calls it `cache`.
+CACHES = ("past_key_values", "cache", "layer_past")
 #: Arguments of a layer that are looked at here; the others go on to its attention function.
-_TAKEN = ("attention_mask", "position_embeddings", "past_key_values")
+TAKEN = ("attention_mask", "position_embeddings", *CACHES)
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """What a layer computes. rule: its paths begin at the layer. classes: of the norms, by path.
     rotary_dim: of its RoPE, 0 for none. halves: whether the second half of a table's columns is the
-    first once more. factor: of the residual sums. fills_cache: whether
-    `past_key_values.update` is given keys and values."""
+    first once more. factor: of the residual sums. cache: the argument whose `update` is given keys
+    and values, or None where that is not known. tells_cache: whether `update` is told the keyword
+    arguments too that reach the attention function."""
 
     rule: LayerRule
     heads: int
@@ -47,7 +50,8 @@ class LayerPlan:
     halves: bool
     factor: float
     call: attend.Call
-    fills_cache: bool
+    cache: str | None
+    tells_cache: bool
 
     def norms(self) -> Iterator[NormRule]:
         """All that it has."""
@@ -183,6 +187,12 @@ class _Norm:
             None if rule.bias is None else p[rule.bias],
         )
 
+    def is_there(self, module: nn.Module) -> bool:
+        """Whether its parameters are the module's own: somebody may have put results of others in
+        their place, as attributes."""
+        p, rule = module._parameters, self.rule
+        return all(name is None or p.get(name) is not None for name in (rule.weight, rule.bias))
+
     def is_plain(self, module: nn.Module, x: Tensor) -> bool:
         return all(
             t is None or (plain(t) and t.dtype == x.dtype and t.device == x.device and t.numel())
@@ -240,6 +250,8 @@ class Runner:
             return None
         if not all(map(is_own, containers)) or not all(m is None or is_own(m) for m in norms):
             return None
+        if not all(n is None or n.is_there(m) for n, m in zip(self._norms, norms, strict=True)):
+            return None
         tables = kwargs.get("position_embeddings")
         cos = sin = None
         if plan.rotary_dim:
@@ -250,19 +262,21 @@ class Runner:
                 return None
             if plan.halves and plan.interleaved and cos.shape[-1] == plan.rotary_dim:
                 cos, sin = (t[..., : plan.rotary_dim // 2] for t in (cos, sin))
-        past = kwargs.get("past_key_values")
-        if past is not None and not plan.fills_cache:
+        if any(kwargs.get(name) is not None for name in CACHES if name != plan.cache):
             return None
+        past = None if plan.cache is None else kwargs.get(plan.cache)
         module: Any = _at(layer, self._attention)
-        given = {name: value for name, value in kwargs.items() if name not in _TAKEN}
-        arguments = plan.call.arguments(module, given)
+        given = {name: value for name, value in kwargs.items() if name not in TAKEN}
+        reaching = plan.call.reaching(given)
         function = attend.function_of(module)
-        if function is None or arguments is None or arguments.get("output_attentions"):
+        if function is None or reaching is None or reaching.get("output_attentions"):
             return None
+        arguments = plan.call.arguments(module, reaching)
         products = {"q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down}
         queries, keys, values = self._front(layer, x, norms, products, cos, sin)
         if past is not None:
-            keys, values = _cached(past, keys, values, module.layer_idx, cos, x)
+            told = {"kwargs": reaching} if plan.tells_cache else {}
+            keys, values = _cached(past, keys, values, module.layer_idx, cos, x, told)
         mask = kwargs.get("attention_mask")
         attended = attend.attended(function, module, queries, keys, values, mask, arguments)
         return self._back(layer, x, attended, norms, products)
@@ -320,10 +334,20 @@ class Runner:
         if q_module is not None and not across:
             q, k = q_module(q), k_module(k)
         if plan.rotary_dim:
-            q, k = local_package().module.rope_qk(
-                q, k, cos, sin, 1, plan.interleaved, plan.rotary_dim, True
-            )
+            q, k = self._turned(q, k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _turned(self, q: Tensor, k: Tensor, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
+        """RoPE. Of two modules one may give a wider dtype, as adapters of some kinds do under
+        autocast."""
+        module, codes = local_package().module, (1, self.plan.interleaved, self.plan.rotary_dim)
+        if q.dtype == k.dtype and cos.dtype in (q.dtype, torch.float32):
+            return module.rope_qk(q, k, cos, sin, *codes, True)  # type: ignore[no-any-return]
+        found = []
+        for t in (q, k):
+            c, s = (cos, sin) if cos.dtype == t.dtype else (cos.float(), sin.float())
+            found.append(module.rope(t, c, s, *codes, True))
+        return found[0], found[1]
 
     def _back(
         self,
@@ -409,7 +433,8 @@ class Runner:
             gate, up = first, None
 
         def make(gate: Any = gate, up: Any = up) -> Tensor:
-            if up is None or activation not in stages.KERNEL_ACTIVATIONS:
+            alike = up is None or up.dtype == gate.dtype  # as of queries and keys
+            if up is None or not alike or activation not in stages.KERNEL_ACTIVATIONS:
                 y = stages.activated(gate, activation)
                 return y if up is None else y * up
             return module.gated(gate, up, activation)  # type: ignore[no-any-return]
@@ -420,14 +445,20 @@ class Runner:
 
 
 def _cached(
-    past: Any, keys: Tensor, values: Tensor, index: int, cos: Tensor | None, x: Tensor
+    past: Any,
+    keys: Tensor,
+    values: Tensor,
+    index: int,
+    cos: Tensor | None,
+    x: Tensor,
+    told: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """What the cache gives for new keys and values. Under autocast the original's RoPE makes the
     keys wide, and it keeps them so."""
     dtype = keys.dtype
     if cos is not None and dtype != x.dtype:
         keys = keys.to(torch.promote_types(dtype, cos.dtype))
-    keys, values = past.update(keys, values, index)
+    keys, values = past.update(keys, values, index, **told)
     return keys.to(dtype), values
 
 
@@ -491,24 +522,31 @@ def adapter(plan: LayerPlan, proven: Proven) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training or torch.is_grad_enabled()) or is_compiling():
             return type(self).forward(self, *args, **kwargs)
-        checkpoints = _checkpoints(type(self).forward)
-        if not (checkpoints and self.training and getattr(self, "gradient_checkpointing", False)):
+        own = type(self).forward
+        if not (
+            _checkpoints(own)
+            and self.training
+            and getattr(self, "gradient_checkpointing", False)
+            # transformers 5.24 asks this; before, it checkpointed without gradients too
+            and (torch.is_grad_enabled() or "is_grad_enabled" not in own.__code__.co_names)
+        ):
             return inside(self, *args, **kwargs)
-        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        caches = () if getattr(self, "_can_checkpoint_with_cache", False) else CACHES
+        dropped = {"use_cache": False} if kwargs.get("use_cache") else {}
+        dropped |= {name: None for name in caches if kwargs.get(name) is not None}
+        if dropped:
             from transformers.modeling_layers import logger
 
+            said = ", ".join(f"`{name}={value}`" for name, value in dropped.items())
             logger.warning_once(
                 f"Caching is incompatible with gradient checkpointing in {type(self).__name__}. "
-                "Setting `use_cache=False`, `past_key_values=None`."
+                f"Setting {said}."
             )
-            kwargs |= {n: v for n, v in _NO_CACHE.items() if n in kwargs}
+            kwargs |= dropped
         function: Any = self._gradient_checkpointing_func
         return function(functools.partial(inside, self, **kwargs), *args)
 
     return forward
-
-
-_NO_CACHE = {"use_cache": False, "past_key_values": None}
 
 
 def _checkpoints(forward: Any) -> bool:

@@ -8,6 +8,7 @@ its parameters, in the model's dtype, where the model is, against the replica's 
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,8 +23,8 @@ from torch.nn import functional as F
 from hfpatch.decoding.analysis import moved
 from hfpatch.decoding.replica import WithoutCasts, same
 from hfpatch.decoding.rules import LayerRule, Number, Recipe, Unexplained
-from hfpatch.training.attend import Argument, Call
-from hfpatch.training.layer import LayerPlan, Runner, mlp_parts, unsupported
+from hfpatch.training.attend import Argument, Call, Passed
+from hfpatch.training.layer import CACHES, LayerPlan, Runner, mlp_parts, unsupported
 from hfpatch.trial import Limits
 
 _ROWS, _TOKENS = 2, 24
@@ -122,8 +123,8 @@ def _plan(
             raise Unexplained(f"`{seen.path}`: it is given no `position_embeddings`")
         first, second = tables[0].chunk(2, -1)
         halves = tables[0].shape[-1] == rotary_dim and torch.equal(first, second)
-    call, fills = _call(rule, seen, replica)
-    plan = LayerPlan(rule, *sizes, rotary_dim, interleaved, halves, factor, call, fills)
+    call, cache, tells = _call(rule, seen, replica)
+    plan = LayerPlan(rule, *sizes, rotary_dim, interleaved, halves, factor, call, cache, tells)
     if (why := unsupported(plan)) is not None:
         raise Unexplained(f"`{seen.path}`: {why}")
     return plan
@@ -165,7 +166,19 @@ def _recorded(layer: nn.Module) -> Iterator[list[Any]]:
             del table[_NAME]
 
 
-def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, bool]:
+def _named(*modules: nn.Module) -> frozenset[str]:
+    """What the forwards of modules take by name."""
+    found: set[str] = set()
+    for module in modules:
+        forward = inspect.unwrap(type(module).forward)
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        found |= {n for n, p in inspect.signature(forward).parameters.items() if p.kind in kinds}
+    return frozenset(found)
+
+
+def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, str | None, bool]:
+    """How the attention function is called; the argument that is the cache, and whether its
+    `update` is told the keyword arguments."""
     from transformers import DynamicCache
 
     what = f"`{seen.path}`: its attention"
@@ -173,7 +186,7 @@ def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, bool]:
     module = layer.get_submodule(rule.attention.path)
     x = _input(layer, rule, torch.float64)
     mask = torch.zeros(_ROWS, 1, _TOKENS, _TOKENS, dtype=torch.float64)
-    given = {n: v for n, v in seen.kwargs.items() if n not in ("attention_mask", "past_key_values")}
+    given = {n: v for n, v in seen.kwargs.items() if n not in ("attention_mask", *CACHES)}
     probe = object()
     passes_others = True
     with torch.no_grad(), WithoutCasts(), _recorded(layer) as calls:
@@ -190,14 +203,15 @@ def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, bool]:
             raise Unexplained(f"{what} is given another module or mask than its layer's")
         if passes_others:
             passes_others = kwargs.pop(_PROBE, None) is probe
-        passed = {}
+        passed = []
         for name, value in given.items():
             if name == "position_embeddings":
                 continue
             reaches = name in kwargs and kwargs[name] is value
             if name in kwargs and not reaches:
                 raise Unexplained(f"{what} is given another `{name}` than the layer")
-            passed[name] = reaches
+            off = (value is None or value is False) and name != "use_cache"  # seen below
+            passed.append(Passed(name, reaches, off))
             kwargs.pop(name, None)
         own = tuple(_argument(name, value, module, what) for name, value in kwargs.items())
         calls.clear()
@@ -211,10 +225,27 @@ def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, bool]:
 
         cache.update = update
         index = getattr(module, "layer_idx", None)
-        if "past_key_values" in seen.kwargs:
-            layer(x, attention_mask=mask, **{**given, "past_key_values": cache})
-    fills = len(kept) == 1 and kept[0][2:] == (index, (), {})
-    return Call(own, tuple(passed.items()), passes_others), fills
+        if "use_cache" in given:
+            given["use_cache"] = True
+        name = next((n for n in CACHES if n in seen.kwargs), None)
+        result = layer(x, attention_mask=mask, **given, **({} if name is None else {name: cache}))
+        if not isinstance(result, Tensor):
+            raise Unexplained(f"{what} returns a `{type(result).__name__}` where a cache is used")
+    tells = False
+    if len(kept) == 1 and kept[0][2:4] == (index, ()):
+        named_too = kept[0][4]
+        told, reaching = named_too.get("kwargs"), [p.name for p in passed if p.reaches]
+        tells = (
+            isinstance(told, dict)
+            and set(told) == set(reaching)
+            and all(told[n] is given[n] for n in reaching)
+        )
+        if named_too and not (tells and len(named_too) == 1):  # more than is known
+            name = None
+    else:
+        name = None
+    call = Call(own, tuple(passed), passes_others, _named(layer, module))
+    return call, name, tells and name is not None
 
 
 def _argument(name: str, value: Any, module: nn.Module, what: str) -> Argument:
@@ -308,7 +339,7 @@ def prove(
                     f"most {allowed:.2g}"
                 )
             worst = max(worst, (error, allowed))
-    if plan.fills_cache and autocast is None:
+    if plan.cache is not None and autocast is None:
         _check_cache(plan, seen, half, x.to(device), kwargs)
     return worst
 
@@ -376,7 +407,7 @@ def _check_cache(
     index = layer.get_submodule(plan.rule.attention.path).layer_idx
     for run in (None, Runner(plan)):
         cache = DynamicCache()
-        given = {**kwargs, "past_key_values": cache}
+        given = {**kwargs, str(plan.cache): cache}
         with torch.no_grad(), _recorded(layer):
             layer(x, **given) if run is None else run(layer, x, given)
         held: Any = cache.layers[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch.training import stages
+from hfpatch.training.attend import Call, Passed
 
 VOCAB = 99
 SMALL: dict[str, Any] = {
@@ -376,6 +378,66 @@ def test_a_cache_is_filled(served: dict[str, int]) -> None:
             hfpatch.apply(model, mode="training")
     assert served["front"] == 2
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_what_a_cache_holds_is_attended_to(family: str) -> None:
+    model = build(family)
+    twin = copy.deepcopy(model)
+    hfpatch.apply(model, mode="training")
+    ids, found = batch(), []
+    for m in (model, twin):
+        cache = transformers.DynamicCache(config=m.config)
+        with torch.no_grad():
+            m(input_ids=ids[:, :6], past_key_values=cache, use_cache=True)
+        found.append(gradients(m, input_ids=ids[:, 6:], labels=ids[:, 6:], past_key_values=cache))
+        assert cache.get_seq_length() == ids.shape[1]
+    assert_equal(*found)
+
+
+def test_a_checkpointed_layer_without_gradients_does_with_the_cache_what_its_class_does() -> None:
+    # transformers 5.24 fills it then, 5.23 does not
+    model = build()
+    twin = copy.deepcopy(model)
+    hfpatch.apply(model, mode="training")
+    found = []
+    for m in (model, twin):
+        m.gradient_checkpointing_enable()
+        cache = transformers.DynamicCache(config=m.config)
+        with torch.no_grad():
+            logits = m(input_ids=batch(), past_key_values=cache, use_cache=True).logits
+        found.append((logits, torch.tensor(cache.get_seq_length())))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "layer_past"])
+def test_a_cache_by_any_name_is_what_it_is_to_the_layer(name: str, served: dict[str, int]) -> None:
+    model = build()
+    twin = copy.deepcopy(model)
+    hfpatch.apply(model, mode="training")
+    x = torch.randn(2, 5, SMALL["hidden_size"], generator=torch.Generator().manual_seed(0))
+    tables = model.model.rotary_emb(x, torch.arange(5)[None])
+    found = []
+    for m in (model, twin):
+        cache = transformers.DynamicCache(config=m.config)
+        layer = m.model.layers[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a deprecated name
+            y = layer(x, position_embeddings=tables, **{name: cache})
+        found.append((y, torch.tensor(cache.get_seq_length())))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_arguments_that_no_layer_was_seen_with() -> None:
+    passed = (Passed("position_ids", True, False), Passed("shift", False, True))
+    call = Call((), passed, True, frozenset({"position_ids", "shift", "bias"}))
+    assert call.reaching({"position_ids": 1, "shift": None, "other": 2}) == {
+        "position_ids": 1,
+        "other": 2,
+    }
+    assert call.reaching({"shift": 0.5}) is None  # seen as None, and it does not go on
+    assert call.reaching({"bias": 0.5}) is None  # the layer takes it and was not seen with it
+    assert Call((), passed, False, frozenset()).reaching({"other": 2}) is None
 
 
 def test_dropped_attention_weights_leave_the_layer_alone() -> None:
