@@ -23,7 +23,8 @@ from hfpatch.patches.base import (
     coded,
     first_argument,
     input_name,
-    plain,
+    is_dense,
+    readable,
     watched,
     weight_dtype,
 )
@@ -95,7 +96,7 @@ class ActivationSubject(Subject):
 
         def compute(module: nn.Module, x: Tensor) -> Tensor:
             h = x if projection is None else module._modules[projection](x)  # type: ignore[misc]
-            if not plain(h):
+            if not readable(h):
                 return aten(h)
             return differentiable(h) if h.requires_grad else call(h)
 
@@ -124,6 +125,7 @@ class ActivationSubject(Subject):
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if (
                 type(x) is Tensor
+                and is_dense(x)
                 and not watched()
                 and contract.takes(x)
                 and x.dim()

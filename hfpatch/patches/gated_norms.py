@@ -19,11 +19,11 @@ from hfpatch.patches.base import (
     Tensor,
     class_of,
     coded,
-    plain,
+    is_dense,
     watched,
 )
 from hfpatch.patches.contract import Contract
-from hfpatch.patches.norms import NormSubject, memory_order
+from hfpatch.patches.norms import NormSubject, fits, memory_order
 from hfpatch.patches.unchanged import settings_of
 from hfpatch.sources import Kernel
 
@@ -132,9 +132,11 @@ class GatedNormSubject(NormSubject):
             if (
                 type(x) is Tensor
                 and type(gate) is Tensor
+                and is_dense(x)
+                and is_dense(gate)
                 and w is not None
                 and weight not in self.__dict__  # it would hide the parameter
-                and plain(w)
+                and fits(w, x)
                 and x.dtype == gate.dtype
                 and x.shape == gate.shape
                 and x.dim() > 1
@@ -142,7 +144,8 @@ class GatedNormSubject(NormSubject):
                 and x.shape[-1] == width
                 and w.shape == x.shape[-1:]
                 and x.device == gate.device
-                and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it
+                # the original keeps it
+                and (x.is_contiguous() or (x.stride(-1) == 1 and memory_order(x) is None))
                 and not watched()
             ):
                 run = None

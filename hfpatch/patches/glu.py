@@ -27,7 +27,9 @@ from hfpatch.patches.base import (
     coded,
     first_argument,
     input_name,
+    is_dense,
     plain,
+    readable,
     watched,
     weight_dtype,
 )
@@ -209,7 +211,7 @@ class GatedSubject(Subject):
                     u = m[up](x)  # type: ignore[misc]
                 h = aten(h) if up is None else aten(h, u)
             elif up is None:
-                run = aten if not plain(h) else differentiable if h.requires_grad else call
+                run = aten if not readable(h) else differentiable if h.requires_grad else call
                 h = run(h)
             else:
                 if not up_first:
@@ -220,7 +222,7 @@ class GatedSubject(Subject):
                     if not may_differ:
                         return NotImplemented
                     run = aten
-                elif not (plain(h) and plain(u)):
+                elif not (readable(h) and readable(u)):
                     run = aten
                 elif h.data_ptr() == u.data_ptr() and h is not x and h.numel():
                     return NotImplemented  # layers with one workspace: the second wrote over it
@@ -276,7 +278,13 @@ class GatedSubject(Subject):
             ):
                 return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
-            if type(x) is Tensor and not watched() and contract.takes(x) and untouched(self):
+            if (
+                type(x) is Tensor
+                and is_dense(x)
+                and not watched()
+                and contract.takes(x)
+                and untouched(self)
+            ):
                 on_cuda = x.is_cuda
                 if autocast("cuda" if on_cuda else "cpu"):
                     key = (x.dtype, weight_dtype(self._modules[gate], x.dtype))

@@ -125,22 +125,21 @@ class _Held:
     It holds no object of a method: an adapter is shared by copies of its module.
     """
 
-    __slots__ = ("_parts", "_same")
+    __slots__ = ("_parts",)
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: Any) -> None:
-        self._same = value if type(value) is functools.partial else self
         self._parts = _parts(value)
 
     def __eq__(self, other: object) -> bool:
-        return other is self._same or bool(_parts(other) == self._parts)
+        return bool(_parts(other) == self._parts)
 
 
 def _parts(value: Any) -> Any:
     if type(value) is types.MethodType:
         return value.__func__
     if type(value) is functools.partial:
-        return value.func, value.args, value.keywords
+        return value.func, value.args, dict(value.keywords)  # which may be written to
     return None
 
 
@@ -246,6 +245,7 @@ def same_parts(
                         or d["_backward_pre_hooks"]
                         or (("forward" in d or "_hf_hook" in d) and is_replaced(module))
                         or "_call_impl" in d
+                        or d.get("_compiled_call_impl") is not None
                         or ("_diffusers_hook" in d and has_diffusers_hook(d))
                     ):
                         return False
@@ -355,6 +355,7 @@ def is_hooked(module: nn.Module) -> bool:
     d = module.__dict__
     return bool(
         "_call_impl" in d
+        or d.get("_compiled_call_impl") is not None  # `module.compile()`, or of somebody's own
         or d.get("_forward_hooks")
         or d.get("_forward_pre_hooks")
         or d.get("_backward_hooks")
