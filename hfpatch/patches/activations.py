@@ -31,7 +31,7 @@ from hfpatch.patches.base import (
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of
 from hfpatch.patches.replicas import random_linear, replicate
-from hfpatch.patches.unchanged import settings_of
+from hfpatch.patches.unchanged import leaf_settings
 from hfpatch.sources import Kernel, torch_kernel
 
 _WIDTH = 64  # of the probe's input
@@ -107,7 +107,7 @@ class ActivationSubject(Subject):
         cpu, cuda = contract.cpu, contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         training, projection = contract.training, self.projection
-        read, settings = settings_of(self.module)
+        read, settings = leaf_settings(self.module)
 
         cls, own = class_of(self.module), coded(original)
         code = own.__code__

@@ -24,7 +24,7 @@ from hfpatch.patches.base import (
 )
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.norms import NormSubject, fits, memory_order
-from hfpatch.patches.unchanged import settings_of
+from hfpatch.patches.unchanged import leaf_settings
 from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.
@@ -105,7 +105,7 @@ class GatedNormSubject(NormSubject):
         cpu: Any = contract.cpu  # of what `entry` gave
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
-        read, settings = settings_of(self.module)
+        read, settings = leaf_settings(self.module, (weight,))
 
         cls, own = class_of(self.module), coded(original)
         code = own.__code__

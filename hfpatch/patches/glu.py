@@ -38,7 +38,7 @@ from hfpatch.patches.gating import dropouts_of, looks_gated, orders, others_of
 from hfpatch.patches.keys import attributes_of, code_of, fingerprint, kept_while_planning
 from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import random_linear, replicate
-from hfpatch.patches.unchanged import Part, hooks_on_all, settings_of
+from hfpatch.patches.unchanged import Part, hooks_on_all, leaf_settings
 from hfpatch.reading.leaf import Unexplained
 from hfpatch.sources import Kernel, torch_kernel
 
@@ -240,8 +240,8 @@ class GatedSubject(Subject):
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         name, act = input_name(self.module), self.act
-        part = None if act is None else Part(self._child(act))
-        read, settings = settings_of(self.module)
+        part = None if act is None else Part(self._child(act), leaf=True)
+        read, settings = leaf_settings(self.module)
         cpu, cuda = contract.cpu, contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         training, gate = contract.training, self.roles.gate

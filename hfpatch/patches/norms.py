@@ -32,7 +32,7 @@ from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, fingerprint, kept_while_planning
 from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import own_copy, random_like, replicate
-from hfpatch.patches.unchanged import settings_of
+from hfpatch.patches.unchanged import leaf_settings
 from hfpatch.reading.leaf import read
 from hfpatch.sources import Kernel
 
@@ -180,10 +180,10 @@ class NormSubject(Subject):
         cpu: Any = contract.cpu  # of what `entry` gave
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
-        read, settings = settings_of(self.module)
+        read, settings = leaf_settings(self.module, (weight, bias))
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
-        missing = object()
+        missing, parameter = object(), nn.Parameter
         guarded: Forward | None = None  # for calls like the last one
         keeps_order = False  # whether it is for rows that lie in order alone
         guards = 0
@@ -222,7 +222,9 @@ class NormSubject(Subject):
                 p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
-                if (w is None or not w.is_neg()) and (b is None or not b.is_neg()):
+                if (w is None or (type(w) is parameter and not w.is_neg())) and (
+                    b is None or (type(b) is parameter and not b.is_neg())
+                ):
                     y = guarded(x, w, b)
                     if y is not NotImplemented:
                         return y
