@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hfpatch.choices import parse_variable
-from hfpatch.files import read_regular
+from hfpatch.files import read_regular, read_start
 from hfpatch.hub import HubOptions
 from hfpatch.text import printable
 
@@ -156,7 +156,7 @@ def _holds_ours(project: Path) -> bool:
         return _has_table(read_regular(project, _LARGEST))
     except (OSError, ValueError, RecursionError):
         try:
-            text = project.read_text(encoding="utf-8", errors="replace")
+            text = read_start(project, _LARGEST).decode("utf-8", errors="replace")
         except OSError:
             return False
         return _OUR_TABLE.search(text) is not None

@@ -25,6 +25,8 @@ def applied(
     verify: bool = True,
     strict: bool = False,
     cuda_graphs: bool | int | str = False,
+    decoding: str | bool = "auto",
+    blocks: str | bool = "auto",
     gain: str | None = None,
 ) -> Iterator[Report]:
     """`hfpatch.apply` inside of a `with` block; behind it the model is as it was before.
@@ -56,6 +58,8 @@ def applied(
         verify=verify,
         strict=strict,
         cuda_graphs=cuda_graphs,
+        decoding=decoding,
+        blocks=blocks,
         gain=gain,
     )
     try:

@@ -16,18 +16,27 @@ def read_regular(path: Path, limit: int) -> bytes:
     Raises:
         OSError: it cannot be read, is something else, or is larger than `limit` bytes.
     """
+    data = read_start(path, limit + 1)
+    if len(data) > limit:
+        raise OSError(f"`{path}` is larger than {limit} bytes")
+    return data
+
+
+def read_start(path: Path, limit: int) -> bytes:
+    """The first `limit` bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is something else.
+    """
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # not every system has each
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"`{path}` is no regular file")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            data = file.read(limit + 1)
+            return file.read(limit)
     finally:
         os.close(descriptor)
-    if len(data) > limit:
-        raise OSError(f"`{path}` is larger than {limit} bytes")
-    return data
 
 
 def strict_json(data: bytes) -> Any:

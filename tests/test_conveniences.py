@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -79,6 +80,39 @@ def test_applied_refuses_what_it_could_not_bring_back(way: str) -> None:
     with pytest.raises(ValueError, match=r"call `hfpatch\.restore` on it first"):
         block.__enter__()
     assert paths(model) == before
+
+
+def test_applied_takes_the_arguments_of_apply() -> None:
+    def arguments(function: Any) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters
+        return {name: p.default for name, p in parameters.items() if name != "model"}
+
+    assert arguments(hfpatch.applied) == arguments(hfpatch.apply)
+
+
+def test_applied_with_decoding_and_blocks() -> None:
+    model = llama().eval()
+    with hfpatch.applied(model, decoding=False) as report:
+        assert not [s for s in report.swaps if s.op == "decoding"]
+        assert "generate" not in model.__dict__
+    with hfpatch.applied(model, decoding=True, blocks=True) as report:
+        assert [s for s in report.swaps if s.op == "decoding"], report
+        assert report.plan.candidates
+        assert "generate" in model.__dict__
+        with hfpatch.applied(model, blocks=False, decoding=False) as inner:
+            assert not inner.plan.candidates and "generate" not in model.__dict__
+        assert hfpatch.status(model).plan.candidates and "generate" in model.__dict__
+    assert not paths(model) and "generate" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [({"blocks": "all"}, TypeError), ({"decoding": "all"}, ValueError)]
+)
+def test_applied_checks_decoding_and_blocks(wrong: dict[str, Any], error: Any) -> None:
+    model = llama()
+    with pytest.raises(error, match=f"`{next(iter(wrong))}` must be"):
+        hfpatch.applied(model, **wrong).__enter__()
+    assert not paths(model)
 
 
 def test_applied_of_a_model_that_fails_leaves_it() -> None:

@@ -99,6 +99,8 @@ def keeps(y: Any) -> str | None:
     if isinstance(y, Tensor) and _holders(y) > _ALONE[0]:
         return "keeps its result, which a later call can overwrite"
     for tensor in _listed(y):
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            return "returned a tensor of inference mode, which autograd cannot use"
         usual = _ALONE[1]
         if tensor._is_view():  # what it is a view of may be nobody else's either
             usual += 1

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hfpatch.foreign.memory import Held, bits
-from hfpatch.foreign.process import Process
+from hfpatch.foreign.process import Process, surroundings
 from hfpatch.patches.keys import fingerprint
 from hfpatch.patches.proving import may_prove
 
@@ -124,11 +124,16 @@ def _copied(inputs: Any, factor: float = 1.0, requires_grad: bool = False) -> An
             return copy.deepcopy(value)
         if type(value) not in (Tensor, nn.Parameter):
             raise Different(f"an input is a {type(value).__name__}, which cannot be copied")
-        held = Held.like(value)
-        if value.is_floating_point() or value.is_complex():
-            held.core.mul_(factor)
-            return held.tensor.requires_grad_(requires_grad)
-        return held.tensor
+        scaled = value.is_floating_point() or value.is_complex()
+        with torch.inference_mode(value.is_inference() and not requires_grad):
+            if value._is_view() or not value.is_contiguous() or value.data_ptr() % 64:
+                held = Held.like(value)
+                core, copied = held.core, held.tensor
+            else:  # nor shall its copy be a view
+                core = copied = value.detach().clone()
+            if scaled:
+                core.mul_(factor)
+        return copied.requires_grad_(requires_grad) if scaled and requires_grad else copied
 
     return pytree.tree_map(one, inputs)
 
@@ -276,8 +281,8 @@ class ForwardWatch:
     original's, beside which the user's runs on copies; later ones are the user's, if it was right.
 
     A kind is the shapes, strides, dtypes, devices and alignment of the tensors, the values of
-    texts and truth values, the types of all else, and the modes of the call and of the module
-    (autocast and the default dtype too).
+    texts and truth values, the types of all else, the thread, and the modes of the call, of the
+    module and of the process. One that raises where it was right before is not used any more.
     """
 
     def __init__(self, name: str, original: Forward, replacement: Forward) -> None:
@@ -292,14 +297,17 @@ class ForwardWatch:
         kind = (
             _kind(args),
             _kind(kwargs),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
             module.training,
             torch._C._is_any_autocast_enabled() and _autocast(),
-            torch.get_default_dtype(),
+            *surroundings(),
         )
         if kind in self._right:
-            return self._replacement(module, *args, **kwargs)
+            try:
+                return self._replacement(module, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as e:  # as it did not when it was asked
+                self._lies(f"it failed ({type(e).__name__}: {e})")
         if kind not in self._refused and not _capturing():
             with may_prove((self, kind)) as may:
                 if may:
@@ -323,9 +331,7 @@ class ForwardWatch:
         except torch.OutOfMemoryError:
             return  # the next call asks again
         except Different as e:
-            self._lied = True
-            self._right.clear()
-            self._warn(f"is not used any more: {e}")
+            self._lies(str(e))
         except Exception as e:  # a module or an input that cannot be copied, or its own
             self._refused.add(kind)
             self._warn(
@@ -336,6 +342,11 @@ class ForwardWatch:
             if len(self._right) >= _KINDS:
                 self._right.clear()
             self._right.add(kind)
+
+    def _lies(self, why: str) -> None:
+        self._lied = True
+        self._right.clear()
+        self._warn(f"is not used any more: {why}")
 
     def _warn(self, what: str) -> None:
         warnings.warn(
@@ -364,6 +375,8 @@ def _kind(value: Any) -> Any:
             value.data_ptr() & 63,
             value.requires_grad,
             value.get_device(),
+            value._is_view(),
+            value.is_inference(),
         )
     if isinstance(value, (tuple, list)):
         return (type(value), *map(_kind, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,15 +22,38 @@ def bits(x: Tensor) -> Tensor:
     return x.view(widths[x.element_size()]) if x.is_floating_point() else x
 
 
+@dataclass(frozen=True, eq=False)
+class _Very:
+    """An object that is equal to itself alone."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Very) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def form(t: Tensor) -> tuple[object, ...]:
     """What of a tensor, beside its elements, a kernel can change in place."""
-    return (t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad)
+    grad = t.grad if t.is_leaf else None
+    hooks: Any = t._backward_hooks
+    return (
+        *(t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad),
+        *(_Very(grad), tuple(map(_Very, (hooks or {}).values()))),
+    )
 
 
 def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage) -> None:
     """Set it back."""
-    shape, stride, offset, _, _, requires_grad = before
+    shape, stride, offset, _, _, requires_grad, grad, hooks = before
     with torch.inference_mode(t.is_inference()), torch.no_grad():
+        if t.is_leaf:
+            t.grad = grad.value  # type: ignore[attr-defined]
+        kept: Any = t._backward_hooks
+        for key in [k for k, hook in (kept or {}).items() if _Very(hook) not in hooks]:  # type: ignore
+            del kept[key]
         t.detach_().requires_grad_(False)
         t.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
         t.requires_grad_(bool(requires_grad))
@@ -110,9 +134,11 @@ class Held:
         )
 
     def fill(self, values: Tensor) -> None:
-        self.core.copy_(values)
+        # past the version that PyTorch counts, as `p.data.copy_` of a model writes: what is kept of
+        # a tensor by its version is stale
+        self.core.data.copy_(values)
 
     def stir(self) -> None:
         """Other contents at the same place: what it holds, the other way round."""
         if self.core.is_floating_point() and self.core.numel():
-            self.core.copy_(self.core.flatten().flip(0).view(self.core.shape) * 0.75)
+            self.core.data.copy_(self.core.flatten().flip(0).view(self.core.shape) * 0.75)

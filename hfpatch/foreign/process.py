@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +62,25 @@ def _restore_numpy(state: Any) -> None:
         numpy: Any = sys.modules["numpy"]
         name, keys, *rest = state
         _set_numpy((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def _numpy_errors() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.geterr()
+
+
+def _restore_numpy_errors(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy"].seterr(**state)
+
+
+def _saving() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _restore_saving(state: Any) -> None:
+    while (held := _saving()) is not None and held != state:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def _environment() -> dict[str, str]:
@@ -190,6 +212,18 @@ _ENTRIES: list[_Entry] = [
     ("Python's random state", random.getstate, random.setstate),
     ("NumPy's random state", _numpy, _restore_numpy),
     ("the environment", _environment, _restore_environment),
+    ("Python's garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    ("the working directory", os.getcwd, os.chdir),
+    ("NumPy's handling of errors", _numpy_errors, _restore_numpy_errors),
+    ("hooks on what autograd saves", _saving, _restore_saving),
+    (
+        "the threads of backwards",
+        torch._C._is_multithreading_enabled,
+        torch._C._set_multithreading_enabled,
+    ),
+    ("the repetition of warnings", torch.is_warn_always_enabled, torch.set_warn_always),
+    ("the level of logging", lambda: logging.root.manager.disable, logging.disable),
+    ("whether oneDNN is used", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     ("the current GPU", _cuda_device, _restore_cuda_device),
     ("the current stream", _cuda_stream, _restore_cuda_stream),
 ]
@@ -221,3 +255,18 @@ def _read(entry: _Entry) -> Any:
         return entry[1]()
     except Exception:  # a switch that this PyTorch lacks, or mixes with a newer one
         return _MISSING
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What of the thread and the process a kernel's results may come to depend on."""
+    return (
+        threading.get_ident(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch._C._len_torch_function_stack(),  # among which is the default device
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch._C._is_any_autocast_enabled(),
+    )

@@ -5,15 +5,22 @@ A function whose key changed is another kernel; one whose key changes from call 
 
 from __future__ import annotations
 
+import array
+import collections
+import contextvars
 import functools
+import random
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from hfpatch.foreign.memory import bits
 from hfpatch.patches.keys import Same, is_transparent, names_of, value_key
 
 #: How deep functions that functions read are followed, and how many values are looked at.
@@ -52,10 +59,22 @@ class _Walk:
             # of Triton's and functools' wrappers the function counts, not what they have compiled
             self.parts.append((name, Same(value)))
             self.visit(name, _wraps(value), depth - 1)
-        elif callable(value) and is_transparent(type(value)) and not isinstance(value, nn.Module):
+        elif (found := _content(value)) is not _NONE:
+            self.parts.append((name, found))
+        elif isinstance(value, nn.Module):
+            self.seen.add(id(value))
+            for key, held in (*value.named_parameters(), *value.named_buffers()):
+                self.visit(f"{name}.{key}", held, 1)
+            self.parts.append((name, Same(value)))
+        elif callable(value) and is_transparent(type(value)):
             self.seen.add(id(value))
             for key, held in vars(value).items():
                 self.visit(f"{name}.{key}", held, depth - 1)
+            self.visit(f"{name}()", type(value), depth)
+        elif slots := _slots(type(value)):
+            self.seen.add(id(value))
+            for key in (*slots, *getattr(value, "__dict__", ())):
+                self.visit(f"{name}.{key}", getattr(value, key, None), depth - 1)
             self.visit(f"{name}()", type(value), depth)
         else:
             if type(value) in (list, tuple, dict, set) and len(value) <= 64:
@@ -100,6 +119,53 @@ class _Walk:
             inner = getattr(held, "__func__", held)
             if isinstance(inner, types.FunctionType) or not hasattr(inner, "__get__"):
                 self.visit(f"{name}.{key}", inner, depth - 1)
+
+
+_NONE = object()
+#: Elements of arrays and tensors that are looked at; of larger tensors it is their version.
+_LARGEST = 1 << 16
+
+
+def _content(value: Any) -> Any:
+    """What a container holds that a call can write to and that is none of Python's plain ones, as a
+    key; `_NONE` for anything else."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.layout is not torch.strided:
+            return _NONE
+        if value.numel() > _LARGEST or type(value) not in (Tensor, nn.Parameter):
+            return _NONE
+        with torch._C.DisableTorchFunction():
+            held = bits(value.detach()).contiguous().view(-1)
+            return value.dtype, tuple(value.shape), held.numpy().tobytes()
+    if isinstance(value, collections.deque):
+        return tuple(map(value_key, value))
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    if isinstance(value, array.array):
+        return value.typecode, value.tobytes()
+    if isinstance(value, threading.local):
+        return value_key(dict(vars(value)))
+    if isinstance(value, contextvars.ContextVar):
+        return value_key(value.get(None))
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes() if value.device.type == "cpu" else _NONE
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.size <= _LARGEST:
+        return _NONE if value.dtype.hasobject else (str(value.dtype), value.shape, value.tobytes())
+    return _NONE
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    """The slots of a class that is written in Python, and of no library's."""
+    if _of_a_library(cls.__module__) or not cls.__flags__ & (1 << 9):
+        return ()
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple(s for s in found if s not in ("__dict__", "__weakref__"))
 
 
 def _wraps(value: Any) -> Any:

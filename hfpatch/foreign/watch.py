@@ -13,8 +13,8 @@ import torch
 
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
-from hfpatch.foreign.memory import Held, form, reform
-from hfpatch.foreign.process import Process
+from hfpatch.foreign.memory import Held, bits, form, reform
+from hfpatch.foreign.process import Process, surroundings
 from hfpatch.patches.proving import may_prove, quietly
 from hfpatch.sources import Kernel
 
@@ -22,6 +22,10 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
 
 _KINDS = 4096  # of calls that are remembered; then all are compared again
+
+
+class NoSecondGradient(RuntimeError):
+    """A user's kernel was to be differentiated twice."""
 
 
 class WrongKernel(Exception):
@@ -61,11 +65,14 @@ class Watched:
 class Watch:
     """One kernel with one set of parameters.
 
-    A kind of call is the shapes, strides, dtypes, devices and alignment of its tensors, and what of
-    it autograd records. The first call of each kind is compared with the formula; its result is
-    used if it is right. A kernel that refuses a kind (it raises) is not asked about it again; one
-    that was wrong once, wrote where it may not, or changed the process, is not called again. What
-    it does not compute the formula does, in PyTorch's operators, and a warning says so.
+    A kind of call is the shapes, strides, dtypes, devices and alignment of its tensors, whether
+    they are views or of inference mode, what of it autograd records, the thread, and what else of
+    the process a kernel may depend on. The first call of each kind is compared with the formula;
+    its result is used if it is right, and so is a second call with other values, after which the
+    first result must be as it was. A kernel that refuses a kind (it raises) is not asked about it
+    again; one that was wrong once, raised later, wrote where it may not, or changed the process, is
+    not called again. What it does not compute the formula does, in PyTorch's operators, and a
+    warning says so.
     """
 
     def __init__(self, watched: Watched, call: Callable[..., Any], asked: Asked) -> None:
@@ -89,13 +96,36 @@ class Watch:
                 t.data_ptr() & 63,
                 t.requires_grad,
                 t.get_device(),
+                t._is_view(),
+                t.is_inference(),
             )
             for t in tensors
         ]
-        kind = (*key, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        if kind in self._right:
-            return self._call(*tensors)
-        return self._new(kind, tensors)
+        kind = (*key, *surroundings())
+        if kind not in self._right:
+            return self._new(kind, tensors)
+        try:
+            y = self._call(*tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # as it did not when it was asked
+            return self._wrong(f"failed ({type(e).__name__}: {e})", tensors)
+        return self._given(y)
+
+    def _given(self, y: Any) -> Any:
+        """A result, whose gradient is not differentiated in its turn: nobody has compared that."""
+        for t in y if isinstance(y, (tuple, list)) else (y,):
+            if t.requires_grad:
+                t.register_hook(self._once)
+        return y
+
+    def _once(self, grad: Tensor) -> None:
+        if torch.is_grad_enabled():  # as `create_graph=True` has it
+            raise NoSecondGradient(
+                f"kernel `{self._of.name}` for `{self._of.op}` has a first gradient alone, and "
+                "this backward was asked to record the second (`create_graph=True`). Leave the op "
+                f"to PyTorch where it is needed: `kernels={{{self._of.op!r}: 'torch'}}`"
+            )
 
     def _new(self, kind: Any, tensors: tuple[Tensor | None, ...]) -> Any:
         if self._lied or kind in self._refused:
@@ -151,7 +181,7 @@ class Watch:
                         why = wrong_gradients(self._asked, self._call, copies, nullcontext)
                         why = why and f"has a gradient that {why}"
                     if why is None and not self._keeps_state:
-                        why = self._again(held, reading)
+                        why = self._again(held, reading, y)
         except torch.OutOfMemoryError:
             return self._asked.formula(tensors)
         if why is not None:
@@ -160,27 +190,37 @@ class Watch:
             if len(self._right) >= _KINDS:
                 self._right.clear()
             self._right.add(kind)
-        return y
+        return self._given(y)
 
     def _judge(self, copies: Tensors, y: Any) -> str | None:
         why = form_of(y, self._asked.formula(copies), copies)
         return why if why is not None else wrong_values(self._asked, copies, y)
 
-    def _again(self, held: Sequence[Held | None], reading: Any) -> str | None:
-        """Where it keeps something of a call: does it compute others, at the same place, afresh?
-        And if that changes again it changes with every call: each is compared from now on."""
+    def _again(self, held: Sequence[Held | None], reading: Any, first: Any) -> str | None:
+        """Does it compute others, at the same place, afresh, and leave its first result as it is?
+        And if what it keeps changes again it changes with every call: each is compared from now
+        on."""
+        results = [t.detach() for t in _tensors(first)]
+        before = [bits(t).clone() for t in results]
         for _ in range(2):
             now = reads.key_of(self._of.fn)
-            if now == reading:
-                return None
-            reading = now
             for h in held:
                 if h is not None:
                     h.stir()
             tensors = [None if h is None else h.tensor for h in held]
-            y = self._call(*tensors)
+            try:
+                y = self._call(*tensors)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as e:
+                return f"failed ({type(e).__name__}: {e}), when it is called again"
             if (why := self._judge(tensors, y)) is not None:
                 return f"{why}, when it is called again"
+            if not all(map(torch.equal, before, map(bits, results))):
+                return "writes to the result of the call before"
+            if now == reading:
+                return None
+            reading = now
         self._keeps_state = reads.key_of(self._of.fn) != reading
         return None
 
@@ -227,3 +267,7 @@ class Watch:
             RuntimeWarning,
             stacklevel=6,
         )
+
+
+def _tensors(y: Any) -> list[Tensor]:
+    return [t for t in (y if isinstance(y, (tuple, list)) else (y,)) if isinstance(t, Tensor)]

@@ -23,14 +23,15 @@ from hfpatch.patches.base import (
     coded,
     first_argument,
     input_name,
-    plain,
+    is_dense,
+    readable,
     watched,
     weight_dtype,
 )
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of
 from hfpatch.patches.replicas import random_linear, replicate
-from hfpatch.patches.unchanged import settings_of
+from hfpatch.patches.unchanged import leaf_settings
 from hfpatch.sources import Kernel, torch_kernel
 
 _WIDTH = 64  # of the probe's input
@@ -95,7 +96,7 @@ class ActivationSubject(Subject):
 
         def compute(module: nn.Module, x: Tensor) -> Tensor:
             h = x if projection is None else module._modules[projection](x)  # type: ignore[misc]
-            if not plain(h):
+            if not readable(h):
                 return aten(h)
             return differentiable(h) if h.requires_grad else call(h)
 
@@ -106,7 +107,7 @@ class ActivationSubject(Subject):
         cpu, cuda = contract.cpu, contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         training, projection = contract.training, self.projection
-        read, settings = settings_of(self.module)
+        read, settings = leaf_settings(self.module)
 
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
@@ -124,6 +125,7 @@ class ActivationSubject(Subject):
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
             if (
                 type(x) is Tensor
+                and is_dense(x)
                 and not watched()
                 and contract.takes(x)
                 and x.dim()

@@ -265,6 +265,18 @@ def plain(x: Any) -> bool:
     return type(x) is nn.Parameter or type(x) is Tensor
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether the memory of a tensor holds its values as they are: no sparse, MKL-DNN or nested
+    one, and none that is read with another sign (`torch._neg_view`, views of such an `.imag`)."""
+    return x.layout is torch.strided and not x.is_nested and not x.is_neg()
+
+
+def readable(x: Any) -> bool:
+    """Whether a kernel of rows may be given what a module inside returned; its result is
+    contiguous, and that of PyTorch's operators lies as their input does."""
+    return plain(x) and is_dense(x) and x.is_contiguous()
+
+
 def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """The one input of a call by position or by its name; None if the call is anything else."""
     if len(args) == 1 and not kwargs:

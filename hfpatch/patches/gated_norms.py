@@ -19,12 +19,12 @@ from hfpatch.patches.base import (
     Tensor,
     class_of,
     coded,
-    plain,
+    is_dense,
     watched,
 )
 from hfpatch.patches.contract import Contract
-from hfpatch.patches.norms import NormSubject, memory_order
-from hfpatch.patches.unchanged import settings_of
+from hfpatch.patches.norms import NormSubject, fits, memory_order
+from hfpatch.patches.unchanged import leaf_settings
 from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.
@@ -105,7 +105,7 @@ class GatedNormSubject(NormSubject):
         cpu: Any = contract.cpu  # of what `entry` gave
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
-        read, settings = settings_of(self.module)
+        read, settings = leaf_settings(self.module, (weight,))
 
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
@@ -132,9 +132,11 @@ class GatedNormSubject(NormSubject):
             if (
                 type(x) is Tensor
                 and type(gate) is Tensor
+                and is_dense(x)
+                and is_dense(gate)
                 and w is not None
                 and weight not in self.__dict__  # it would hide the parameter
-                and plain(w)
+                and fits(w, x)
                 and x.dtype == gate.dtype
                 and x.shape == gate.shape
                 and x.dim() > 1
@@ -142,7 +144,8 @@ class GatedNormSubject(NormSubject):
                 and x.shape[-1] == width
                 and w.shape == x.shape[-1:]
                 and x.device == gate.device
-                and (x.is_contiguous() or memory_order(x) is None)  # the original keeps it
+                # the original keeps it
+                and (x.is_contiguous() or (x.stride(-1) == 1 and memory_order(x) is None))
                 and not watched()
             ):
                 run = None

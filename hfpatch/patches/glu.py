@@ -27,7 +27,9 @@ from hfpatch.patches.base import (
     coded,
     first_argument,
     input_name,
+    is_dense,
     plain,
+    readable,
     watched,
     weight_dtype,
 )
@@ -36,7 +38,7 @@ from hfpatch.patches.gating import dropouts_of, looks_gated, orders, others_of
 from hfpatch.patches.keys import attributes_of, code_of, fingerprint, kept_while_planning
 from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import random_linear, replicate
-from hfpatch.patches.unchanged import Part, hooks_on_all, settings_of
+from hfpatch.patches.unchanged import Part, hooks_on_all, leaf_settings
 from hfpatch.reading.leaf import Unexplained
 from hfpatch.sources import Kernel, torch_kernel
 
@@ -209,7 +211,7 @@ class GatedSubject(Subject):
                     u = m[up](x)  # type: ignore[misc]
                 h = aten(h) if up is None else aten(h, u)
             elif up is None:
-                run = aten if not plain(h) else differentiable if h.requires_grad else call
+                run = aten if not readable(h) else differentiable if h.requires_grad else call
                 h = run(h)
             else:
                 if not up_first:
@@ -220,7 +222,7 @@ class GatedSubject(Subject):
                     if not may_differ:
                         return NotImplemented
                     run = aten
-                elif not (plain(h) and plain(u)):
+                elif not (readable(h) and readable(u)):
                     run = aten
                 elif h.data_ptr() == u.data_ptr() and h is not x and h.numel():
                     return NotImplemented  # layers with one workspace: the second wrote over it
@@ -238,8 +240,8 @@ class GatedSubject(Subject):
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         name, act = input_name(self.module), self.act
-        part = None if act is None else Part(self._child(act))
-        read, settings = settings_of(self.module)
+        part = None if act is None else Part(self._child(act), leaf=True)
+        read, settings = leaf_settings(self.module)
         cpu, cuda = contract.cpu, contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
         training, gate = contract.training, self.roles.gate
@@ -276,7 +278,13 @@ class GatedSubject(Subject):
             ):
                 return type(self).forward(self, *args, **kwargs)
             x = args[0] if len(args) == 1 and not kwargs else first_argument(args, kwargs, name)
-            if type(x) is Tensor and not watched() and contract.takes(x) and untouched(self):
+            if (
+                type(x) is Tensor
+                and is_dense(x)
+                and not watched()
+                and contract.takes(x)
+                and untouched(self)
+            ):
                 on_cuda = x.is_cuda
                 if autocast("cuda" if on_cuda else "cpu"):
                     key = (x.dtype, weight_dtype(self._modules[gate], x.dtype))

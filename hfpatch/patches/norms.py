@@ -24,6 +24,7 @@ from hfpatch.patches.base import (
     first_argument,
     floating_params,
     input_name,
+    is_dense,
     plain,
     watched,
 )
@@ -31,7 +32,7 @@ from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, fingerprint, kept_while_planning
 from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import own_copy, random_like, replicate
-from hfpatch.patches.unchanged import settings_of
+from hfpatch.patches.unchanged import leaf_settings
 from hfpatch.reading.leaf import read
 from hfpatch.sources import Kernel
 
@@ -147,21 +148,26 @@ class NormSubject(Subject):
     ) -> Any:
         """Callables of (x, weight, bias): one Python frame less per call than `compute`; whether
         the original is faster with rows whose elements are apart; and whether the dimensions of its
-        result lie in memory as the input's do.
+        result lie in memory as the input's do: those before the last one, and all of them.
 
         An RMS norm is faster: it multiplies them where they lie. A layer norm copies them too, and
         where autograd records the original would keep more for the gradient than a copy.
         """
         run = kernel.bind(dict(formula.params), training)
         walks_apart = formula.op == "rms_norm" and not training
-        return run, functools.partial(kernel.guard, run), walks_apart, self._keeps_order(replica, x)
+        guard = functools.partial(kernel.guard, run)
+        keeps = (self._keeps(replica, x, -3), self._keeps(replica, x, -1))
+        return run, guard, walks_apart, *keeps
 
-    def _keeps_order(self, replica: nn.Module, x: Tensor) -> bool:
+    def _keeps(self, replica: nn.Module, x: Tensor, dim: int) -> bool:
+        """Whether the result lies as the input does where `dim` and the one before the last were
+        exchanged in memory."""
+        apart = x.transpose(-2, dim).contiguous().transpose(-2, dim)
         try:
-            y = self.run(replica, x.transpose(-2, -3))
+            y = self.run(replica, apart)
         except Exception:  # any class's own: such a call is an error
             return False
-        return bool(y.stride(-2) > y.stride(-3))
+        return bool(y.stride() == apart.stride())
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
         weight, bias, width = self.weight, self.bias, self.width
@@ -174,10 +180,10 @@ class NormSubject(Subject):
         cpu: Any = contract.cpu  # of what `entry` gave
         cuda: Any = contract.cuda
         grad_enabled, autocast = torch.is_grad_enabled, torch.is_autocast_enabled
-        read, settings = settings_of(self.module)
+        read, settings = leaf_settings(self.module, (weight, bias))
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
-        missing = object()
+        missing, parameter = object(), nn.Parameter
         guarded: Forward | None = None  # for calls like the last one
         keeps_order = False  # whether it is for rows that lie in order alone
         guards = 0
@@ -204,26 +210,31 @@ class NormSubject(Subject):
                 unchanged = False
             if (
                 guarded is not None
+                and type(x) is Tensor
                 and not args
                 and not kwargs
                 and unchanged
                 and (weight not in d or not has_weight)  # it would hide the parameter
-                and (
-                    not keeps_order
-                    or type(x) is not Tensor
-                    or x.is_contiguous()
-                    or memory_order(x) is None
-                )
+                and (bias not in d or not has_bias)
+                and (not keeps_order or x.is_contiguous() or memory_order(x) is None)
+                and not x.is_neg()
             ):
                 p = d["_parameters"]
-                y = guarded(x, p.get(weight), p.get(bias))
-                if y is not NotImplemented:
-                    return y
+                w = p.get(weight)
+                b = p.get(bias)
+                if (w is None or (type(w) is parameter and not w.is_neg())) and (
+                    b is None or (type(b) is parameter and not b.is_neg())
+                ):
+                    y = guarded(x, w, b)
+                    if y is not NotImplemented:
+                        return y
             if x is missing:
                 x = first_argument((), kwargs, name)
+                if x is None:
+                    return original(self, **kwargs)
             elif args or kwargs:
                 return original(self, x, *args, **kwargs)
-            if type(x) is Tensor and not watched() and contract.takes(x):
+            if type(x) is Tensor and is_dense(x) and not watched() and contract.takes(x):
                 p = d["_parameters"]
                 w = p.get(weight)
                 b = p.get(bias)
@@ -238,6 +249,8 @@ class NormSubject(Subject):
                     or not (b is None or may_have_bias)
                 ):
                     contract.changed()
+                elif any(t is not None and not fits(t, x) for t in (w, b)):
+                    pass
                 elif (
                     not training
                     and grad_enabled()
@@ -251,7 +264,8 @@ class NormSubject(Subject):
                 elif training and any(t is not None and t.is_inference() for t in (x, w, b)):
                     pass  # autograd cannot save one, which not every original asks of it
                 elif (
-                    x.shape[-1:] == w.shape and (b is None or b.shape == w.shape) and plain(w)
+                    x.shape[-1:] == w.shape
+                    and (b is None or (b.shape == w.shape and b.dtype == w.dtype))
                     if w is not None
                     else x.dim() and (checked_width is None or x.shape[-1] == checked_width)
                 ):  # a norm per head takes rows that are several times as wide as its weight
@@ -268,7 +282,14 @@ class NormSubject(Subject):
                     # be copied first, and the result would lie otherwise than the original's,
                     # which all that follows pays for.
                     if run is not None and (x.is_contiguous() or x.stride(-1) == 1 or not run[2]):
-                        order = memory_order(x) if run[3] and not x.is_contiguous() else None
+                        order = None
+                        if not x.is_contiguous():
+                            order = memory_order(x) if run[3] else None
+                            if x.dim() > 1 and x.stride(-1) != 1:
+                                if run[4]:
+                                    return lying_as(x, run[0](x, w, b))
+                                if suggests_channels_last(x):  # some of PyTorch's keep that alone
+                                    return original(self, x)
                         if order is not None:
                             back = sorted(range(x.dim()), key=order.__getitem__)
                             return run[0](x.permute(order), w, b).permute(back)
@@ -285,9 +306,27 @@ class NormSubject(Subject):
                             keeps_order = run[3]
                             guarded, guards = run[1](x, w, b), guards + 1
                         return run[0](x, w, b)
-            return original(self, **kwargs) if x is None else original(self, x)
+            return original(self, x)
 
         return forward
+
+
+def fits(parameter: Tensor, x: Tensor) -> bool:
+    """Whether a kernel may read a parameter beside `x`; PyTorch's operators for two devices give
+    a tensor without values where one of them is "meta"."""
+    return plain(parameter) and is_dense(parameter) and parameter.device == x.device
+
+
+def lying_as(x: Tensor, y: Tensor) -> Tensor:
+    """`y` with its dimensions in the order in memory in which those of `x` are."""
+    order = sorted(range(x.dim()), key=lambda i: -x.stride(i))
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return y.permute(order).contiguous().permute(back)
+
+
+def suggests_channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
 
 
 def memory_order(x: Tensor) -> list[int] | None:

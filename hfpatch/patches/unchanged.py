@@ -29,6 +29,32 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 _CALLED = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
+def leaf_settings(
+    module: nn.Module, known: Container[str] = ()
+) -> tuple[Callable[[dict[str, Any]], Any], Any]:
+    """The same as `settings_of` of a module whose whole code is stood in for: parameters, buffers
+    and children that its code asks for and that are None must stay so, but for the `known` ones,
+    which are looked at elsewhere."""
+    read, settings = settings_of(module)
+    named = names_read(module)
+    empty = tuple(
+        (kind, name)
+        for kind in ("_parameters", "_buffers", "_modules")
+        for name, value in module.__dict__[kind].items()
+        if value is None and name in named and name not in known
+    )
+    if not empty:
+        return read, settings
+
+    def read_empty(attributes: dict[str, Any]) -> Any:
+        for kind, name in empty:
+            if name in attributes or attributes[kind].get(name) is not None:
+                raise KeyError(name)
+        return read(attributes)
+
+    return read_empty, settings
+
+
 def settings_of(
     module: nn.Module, ignore: Container[str] = ()
 ) -> tuple[Callable[[dict[str, Any]], Any], Any]:
@@ -115,32 +141,36 @@ def _no_settings(attributes: dict[str, Any]) -> None:
 
 
 def _held(value: Any) -> Any:
-    """What a setting is compared with: these are made anew where a module is copied."""
-    return _Held(value) if isinstance(value, (functools.partial, types.MethodType)) else value
+    """What a setting is compared with: some are made anew where a module is copied, and the code
+    of a function or the arguments of a partial can be exchanged in place."""
+    kinds = (functools.partial, types.MethodType, types.FunctionType)
+    return _Held(value) if isinstance(value, kinds) else value
 
 
 class _Held:
-    """Equal to a function with arguments, or a method of whatever object, that is as this one.
+    """Equal to a function, also with arguments, or a method of whatever object, that is as this
+    one.
 
     It holds no object of a method: an adapter is shared by copies of its module.
     """
 
-    __slots__ = ("_parts", "_same")
+    __slots__ = ("_parts",)
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: Any) -> None:
-        self._same = value if type(value) is functools.partial else self
         self._parts = _parts(value)
 
     def __eq__(self, other: object) -> bool:
-        return other is self._same or bool(_parts(other) == self._parts)
+        return bool(_parts(other) == self._parts)
 
 
 def _parts(value: Any) -> Any:
     if type(value) is types.MethodType:
-        return value.__func__
+        return value.__func__, coded(value.__func__).__code__
+    if type(value) is types.FunctionType:
+        return value, value.__code__
     if type(value) is functools.partial:
-        return value.func, value.args, value.keywords
+        return value.func, value.args, dict(value.keywords)  # which may be written to
     return None
 
 
@@ -155,13 +185,14 @@ class Part:
         *,
         called: bool = False,
         ignore: Container[str] = (),
+        leaf: bool = False,
     ) -> None:
         self._path, self._called = path, called
         self._class = class_of(module) if called else type(module)
         self._forward = self._class.forward
         self._coded = coded(self._forward)
         self._code = self._coded.__code__
-        self._read, self._settings = settings_of(module, ignore)
+        self._read, self._settings = leaf_settings(module) if leaf else settings_of(module, ignore)
 
     def is_same(self, root: nn.Module) -> bool:
         """Whether the module at this path below `root` is as it was, and nobody's hook is on it
@@ -246,6 +277,7 @@ def same_parts(
                         or d["_backward_pre_hooks"]
                         or (("forward" in d or "_hf_hook" in d) and is_replaced(module))
                         or "_call_impl" in d
+                        or d.get("_compiled_call_impl") is not None
                         or ("_diffusers_hook" in d and has_diffusers_hook(d))
                     ):
                         return False
@@ -355,6 +387,7 @@ def is_hooked(module: nn.Module) -> bool:
     d = module.__dict__
     return bool(
         "_call_impl" in d
+        or d.get("_compiled_call_impl") is not None  # `module.compile()`, or of somebody's own
         or d.get("_forward_hooks")
         or d.get("_forward_pre_hooks")
         or d.get("_backward_hooks")

@@ -296,7 +296,8 @@ class Interpreter:
                 y = child(x.tensor)
                 if type(y) is not torch.Tensor:
                     raise Unexplained(f"`{name}` returns a {type(y).__name__}")
-                return Traced(y, owned=y is not x.tensor, role=name)
+                # a hook on it may keep what it returns, so nobody may write to that
+                return Traced(y, owned=False, role=name)
         if module._modules:
             raise Unexplained(f"a `{type(module).__name__}` with modules of its own is called")
         return self.forward(module, args, kwargs)

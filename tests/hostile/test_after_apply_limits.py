@@ -5,6 +5,7 @@ Each change leaves the patched module as it was proven, and the next `apply` see
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -152,3 +153,16 @@ def test_a_parameter_written_to_past_pytorch() -> None:
         torch.testing.assert_close(model(x), TorchRMSNorm.forward(model[0], x))
         model[0].weight.numpy()[:] = 3.0
         torch.testing.assert_close(model(x), TorchRMSNorm.forward(model[0], x))
+
+
+def test_a_dict_that_is_copied_by_hand() -> None:
+    module = TorchRMSNorm()
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        assert len(hfpatch.apply(nn.Sequential(module)).swaps) == 1
+        for by_hand in (False, True):
+            other = TorchRMSNorm.__new__(TorchRMSNorm) if by_hand else copy.copy(module)
+            if by_hand:
+                other.__dict__.update(module.__dict__)
+            other._parameters = {"weight": nn.Parameter(2 * module.weight, requires_grad=False)}
+            torch.testing.assert_close(other(x), (1 if by_hand else 2) * module(x))

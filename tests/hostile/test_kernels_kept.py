@@ -166,7 +166,8 @@ def test_the_second_call_of_a_kind_is_the_kernels_alone(monkeypatch: pytest.Monk
     with torch.no_grad():
         for shape in [(2, 64), (2, 64), (3, 64), (2, 64), (3, 64)]:
             model(torch.randn(shape))
-    assert len(compared) == 2
+    # of both kinds the first call, and one with other values behind it
+    assert len(compared) == 4
 
 
 @pytest.mark.parametrize("op", ["norm_modulate", "gate_residual"])

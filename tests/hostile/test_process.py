@@ -5,6 +5,8 @@ The tests of wrong kernels ask `Process` whether anything changed; here it is as
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -102,6 +104,29 @@ CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
     "the environment": (
         lambda: os.environ.update(HFPATCH_A_TEST="1", PATH="/nowhere"),
         lambda: (os.environ["PATH"], os.environ.get("HFPATCH_A_TEST")),
+    ),
+    "Python's garbage collection": (gc.disable, gc.isenabled),
+    "the working directory": (lambda: os.chdir("/"), lambda: os.path.realpath(".")),
+    "NumPy's handling of errors": (lambda: numpy.seterr(all="raise"), numpy.geterr),
+    "hooks on what autograd saves": (
+        lambda: torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t),
+        lambda: torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    ),
+    "the threads of backwards": (
+        lambda: torch._C._set_multithreading_enabled(False),
+        torch._C._is_multithreading_enabled,
+    ),
+    "the repetition of warnings": (
+        lambda: torch.set_warn_always(True),
+        torch.is_warn_always_enabled,
+    ),
+    "the level of logging": (
+        lambda: logging.disable(logging.CRITICAL),
+        lambda: logging.getLogger("any").isEnabledFor(logging.ERROR),
+    ),
+    "whether oneDNN is used": (
+        lambda: torch._C._set_mkldnn_enabled(False),
+        torch._C._get_mkldnn_enabled,
     ),
 }
 #: What PyTorch changes along with it.
