@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph, Node
 
+from hfpatch.attention import attention
 from hfpatch.patches.blocks.projections import gelu_product, is_plain, project
-from hfpatch.regions.attend import attend
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
@@ -60,7 +60,7 @@ class _Writer:
         self._modules = dict(block.named_modules())
         self._names: dict[Node, str] = {}
         self._globals: dict[str, Any] = {
-            "attend": attend,
+            "attention": attention,
             "project": project,
             "linear": linear,
             "linear_gelu": linear_gelu,
@@ -175,8 +175,11 @@ class _Writer:
                 f"{target.approximate!r}, {act})"
             )
         elif isinstance(target, Attend):
-            rest = f"{target.causal}, {target.scale!r}, {target.grouped}"
-            call = f"attend({', '.join(given)}, {rest})"
+            q, k, v, mask = given
+            how = {"mask": mask, "causal": target.causal, "scale": target.scale}
+            how["softcap"] = target.softcap
+            wanted = [f"{n}={h}" for n, h in how.items() if h not in (None, "None", False)]
+            call = f"attention({', '.join([q, k, v, *wanted])})"
         elif isinstance(target, Fused):
             call = f"{self._bound_name(target, 'k')}({', '.join(given)})"
         else:

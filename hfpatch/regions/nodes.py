@@ -123,13 +123,13 @@ class ProjectGelu(Target):
 
 
 class Attend(Target):
-    """Attention of q, k, v [B, H, S, D] and a mask: `scaled_dot_product_attention`."""
+    """`hfpatch.attention.attention` of q, k, v [B, H, S, D] and a mask."""
 
     __name__ = "attend"
 
-    def __init__(self, causal: bool, scale: float | None, grouped: bool) -> None:
-        super().__init__(causal, scale, grouped)
-        self.causal, self.scale, self.grouped = causal, scale, grouped
+    def __init__(self, causal: bool, scale: float | None, softcap: float | None = None) -> None:
+        super().__init__(causal, scale, softcap)
+        self.causal, self.scale, self.softcap = causal, scale, softcap
 
 
 def value(node: Any) -> Any:

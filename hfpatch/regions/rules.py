@@ -7,7 +7,6 @@ is used (`hfpatch.regions.proof`).
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from hfpatch.regions.nodes import (
     same_size,
     value,
 )
+from hfpatch.regions.scores import unrepeated, written_out
 
 aten: Any = torch.ops.aten
 _LAST = 9223372036854775807
@@ -102,40 +102,25 @@ def attention(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
         if given.get("dropout_p", 0.0):
             continue
         q, k, v, mask = (given.get(n) for n in names[:4])
-        grouped = bool(given.get("enable_gqa", False))
-        k2, v2 = _unrepeated(k), _unrepeated(v)
-        if k2 is not None and v2 is not None and not grouped:
-            k, v, grouped = k2, v2, True
+        causal = bool(given.get("is_causal", False))
+        if value(q).dim() != 4 or not _is_aligned(q, k, causal):
+            continue
+        k2, v2 = unrepeated(k), unrepeated(v)
+        if k2 is not None and v2 is not None and not given.get("enable_gqa", False):
+            k, v = k2, v2
         with graph.inserting_before(node):
-            new = graph.call_function(
-                Attend(bool(given.get("is_causal", False)), given.get("scale"), grouped),
-                (q, k, v, mask),
-            )
+            new = graph.call_function(Attend(causal, given.get("scale")), (q, k, v, mask))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         yield "attention"
+    yield from written_out(graph)
 
 
-def _unrepeated(node: Any) -> Node | None:
-    """What [B, H, S, D] keys are before each head is written several times in a row."""
-    if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
-        return None
-    source: Any = node.args[0]
-    if source.target is aten.clone.default:
-        source = source.args[0]
-    if source.target is not aten.expand.default or value(source).dim() != 5:
-        return None
-    one = source.args[0]
-    if one.target is not aten.unsqueeze.default or one.args[1] not in (2, -3):
-        return None
-    base = one.args[0]
-    wide, narrow = value(node).shape, value(base).shape
-    ok = value(base).dim() == 4 and len(wide) == 4
-    many, few = fixed(wide[1]), fixed(narrow[1])
-    if not ok or many is None or not few or many % few:
-        return None
-    return base  # type: ignore[no-any-return]
+def _is_aligned(q: Any, k: Any, causal: bool) -> bool:
+    """Whether both that PyTorch and that hfpatch call causal are one: PyTorch's queries are the
+    first positions, ours the last."""
+    return not causal or same_size(value(q).shape[2], value(k).shape[2])
 
 
 #: Activations of one operator, by their name in `gated`.
@@ -446,7 +431,3 @@ def _works(node: Node) -> bool:
     if isinstance(node.target, Project):
         return True
     return is_tensor(node) or isinstance(value(node), (tuple, list)) or "val" not in node.meta
-
-
-def rounded(x: float) -> float:
-    return round(x, 3 - math.floor(math.log10(abs(x)))) if x else x
