@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from hfpatch.attention import attention
 from hfpatch.patches.blocks.projections import gelu_product, is_plain, project
+from hfpatch.regions.caches import update, update_cross, update_self
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
@@ -65,6 +66,8 @@ class _Writer:
             "linear": linear,
             "linear_gelu": linear_gelu,
             "update": update,
+            "update_self": update_self,
+            "update_cross": update_cross,
         }
         self._bound: dict[Any, str] = {}
         self._places: dict[str, str] = {"": "block"}
@@ -153,9 +156,10 @@ class _Writer:
             self._names[node] = self._bound_name(target.tensor, "t")
             return
         if isinstance(target, CacheUpdate):
-            path, name = target.place
-            number = f"{self._module(path)}.__dict__[{name!r}]"
-            call = f"update(cache, {', '.join(given)}, {number})"
+            path, attribute = target.place
+            number = f"{self._module(path)}.__dict__[{attribute!r}]"
+            name = f"update_{target.which}" if target.which else "update"
+            call = f"{name}(cache, {', '.join(given[:2])}, {number})"
         elif isinstance(target, (Call, Leaf)):
             call = f"{self._module(target.path)}({', '.join([*given, *named])})"
         elif isinstance(target, Project):
@@ -268,8 +272,3 @@ def linear_gelu(module: Any, x: torch.Tensor, approximate: str, act: Any) -> tor
     """GELU of a layer's result, in the product's epilogue where cuBLASLt has it."""
     found = gelu_product(module, x, approximate) if approximate == "tanh" else None
     return act(linear(module, x)) if found is None else found  # type: ignore[no-any-return]
-
-
-def update(cache: Any, keys: Any, values: Any, number: int) -> Any:
-    """The first entries of a cache's layer, as the cache itself takes them."""
-    return cache.update(keys, values, number)

@@ -13,6 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from hfpatch.ops import OPS
+from hfpatch.regions.caches import with_past
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
@@ -159,7 +160,7 @@ class Interpreter:
         if isinstance(target, Leaf):
             return self._leaf(target, args, kwargs)
         if isinstance(target, CacheUpdate):
-            return tuple(args)
+            return with_past(*args)
         return operate(node, values.__getitem__, self._wide)
 
     def _param(self, path: str, name: str) -> Tensor:

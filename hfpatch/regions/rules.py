@@ -27,6 +27,7 @@ from hfpatch.regions.nodes import (
     is_tensor,
     same_size,
     value,
+    without_dead,
 )
 from hfpatch.regions.scores import unrepeated, written_out
 
@@ -44,7 +45,7 @@ def rewrite(graph: Graph, linears: frozenset[str]) -> list[str]:
     found: list[str] = []
     for row in ROWS:
         found += row(graph, linears)
-        graph.eliminate_dead_code()
+        without_dead(graph)
     graph.lint()
     return found
 

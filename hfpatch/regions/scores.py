@@ -115,7 +115,7 @@ def number_of(held: Any) -> float | None:
     if isinstance(held, Node):
         if held.target in (aten.lift_fresh_copy.default, aten._to_copy.default, aten.to.dtype):
             return number_of(held.args[0])
-        if not isinstance(held.target, Constant):
+        if not isinstance(held.target, Constant) or held.target.tensor.numel() != 1:
             return None
         held = held.target.tensor.item()
     if type(held) not in (int, float) or not math.isfinite(held):

@@ -88,6 +88,35 @@ def _swin(**more: Any) -> Made:
     return SwinModel(config), _pixels
 
 
+def _after_encoder(name: str) -> Callable[[], Made]:
+    """A model whose decoder layers have a pair of caches."""
+
+    def make() -> Made:
+        import transformers
+
+        small = {
+            "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+            "num_mel_bins": 8, "max_source_positions": 20, "vocab_size": 199, "pad_token_id": 0,
+            "decoder_start_token_id": 1, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+        }  # fmt: skip
+        config = getattr(transformers, f"{name}Config")
+        accepted = config().to_dict()
+        config = config(**{k: v for k, v in small.items() if k in accepted})
+
+        def inputs(batch: int, tokens: int) -> dict[str, Any]:
+            call = _ids(batch, tokens)
+            given = {"decoder_input_ids": call["input_ids"][:, : tokens // 2 + 1]}
+            if "num_mel_bins" in accepted:
+                generator = torch.Generator().manual_seed(batch)
+                call = {"input_features": torch.randn(batch, 8, 40, generator=generator)}
+            return call | given
+
+        return getattr(transformers, f"{name}Model")(config), inputs
+
+    return make
+
+
 #: Families whose blocks must all be fused.
 FAMILIES: dict[str, Callable[[], Made]] = {
     "llama": _text("Llama"),
@@ -124,6 +153,9 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "siglip": _vision("SiglipVision"),
     "clip": _vision("CLIPVision"),
     "whisper": _whisper,
+    "whisper, both halves": _after_encoder("Whisper"),
+    "bart": _after_encoder("Bart"),
+    "t5, both halves": _after_encoder("T5"),
 }
 
 

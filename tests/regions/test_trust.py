@@ -16,6 +16,7 @@ from torch import nn
 import hfpatch
 from hfpatch import swap
 from hfpatch.regions.capture import Uncapturable, capture, numbers_of
+from hfpatch.regions.nodes import Constant
 from hfpatch.regions.offer import forget
 from hfpatch.regions.structure import take_apart
 
@@ -289,3 +290,13 @@ def test_a_write_to_a_tensor_of_its_own_is_no_write() -> None:
     finally:
         _Toy.forward = own  # type: ignore[method-assign]
     assert not any("_." in str(n.target) for n in found.graph.nodes)
+
+
+def test_a_list_as_an_index_is_a_constant() -> None:
+    own = _Toy.forward
+    try:
+        found = _captured(lambda m, x, c: m.lin(x)[..., [2, 0]] * torch.tensor([1.0, 2.0]))
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+    held = [n.target.tensor for n in found.graph.nodes if isinstance(n.target, Constant)]
+    assert sorted(t.tolist() for t in held) == [[1.0, 2.0], [2, 0]]
