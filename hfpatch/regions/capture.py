@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from hfpatch.patches.base import Formula, class_of
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
@@ -287,11 +287,18 @@ class _Attempt:
         if isinstance(features, int) and x is not None and x.shape[-1] == module.in_features:
             return x.new_empty(*x.shape[:-1], features)  # also a quantized layer, or an adapter's
         try:
-            return type(stand_in).forward(stand_in, *args, **kwargs)
+            with self._env.ignore_fresh_unbacked_symbols():
+                out = type(stand_in).forward(stand_in, *args, **kwargs)
         except Exception:
             if x is None:
                 raise
             return torch.empty_like(x)  # a guess, which the proof has the last word on
+        if x is None:
+            return out
+        # where values decide on a size, the same guess
+        return pytree.tree_map_only(
+            Tensor, lambda t: torch.empty_like(x) if free_unbacked_symbols(t) else t, out
+        )
 
     def _update(self, which: str, place: Any, keys: Any, values: Any, past: Any) -> Any:
         """What records an update of the cache."""

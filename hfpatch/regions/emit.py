@@ -65,17 +65,19 @@ class _Writer:
             "project": project,
             "linear": linear,
             "linear_gelu": linear_gelu,
+            "into": into,
             "update": update,
             "update_self": update_self,
             "update_cross": update_cross,
         }
         self._bound: dict[Any, str] = {}
+        self._last: dict[Node, Node] = {}  # who uses each last
         self._places: dict[str, str] = {"": "block"}
         self._head: list[str] = []
         self._body: list[str] = []
 
     def write(self) -> tuple[Run, str]:
-        last: dict[Node, Node] = {}
+        last = self._last
         for node in self._graph.nodes:
             for used in node.all_input_nodes:
                 last[used] = node
@@ -204,6 +206,8 @@ class _Writer:
 
     def _operator(self, node: Node, given: list[str], named: list[str]) -> str:
         target: Any = node.target
+        if node.meta.get("in_place") and self._last.get(node.args[0]) is node:  # type: ignore[call-overload]
+            return f"into({', '.join([*given, *named])})"
         if target is operator.getitem:
             return f"{given[0]}[{given[1]}]"
         if target is aten.sym_size.int:
@@ -272,3 +276,9 @@ def linear_gelu(module: Any, x: torch.Tensor, approximate: str, act: Any) -> tor
     """GELU of a layer's result, in the product's epilogue where cuBLASLt has it."""
     found = gelu_product(module, x, approximate) if approximate == "tanh" else None
     return act(linear(module, x)) if found is None else found  # type: ignore[no-any-return]
+
+
+def into(x: torch.Tensor, y: torch.Tensor, dim: int = 0, *which: Any) -> torch.Tensor:
+    """`x` with `y` in the place of a slice of it, in the memory of `x`."""
+    aten.slice.Tensor(x, dim, *which).copy_(y)
+    return x

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from hfpatch.regions.functional import is_whole_slice
 from hfpatch.regions.heads import fuse_heads
 from hfpatch.regions.nodes import (
     Attend,
@@ -32,7 +33,6 @@ from hfpatch.regions.nodes import (
 from hfpatch.regions.scores import unrepeated, written_out
 
 aten: Any = torch.ops.aten
-_LAST = 9223372036854775807
 
 
 def rewrite(graph: Graph, linears: frozenset[str]) -> list[str]:
@@ -67,18 +67,12 @@ def without_idle(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
                 and value(x).dim() == value(node).dim()
                 and all(same_size(a, b)
                         for a, b in zip(value(x).shape, value(node).shape, strict=True)))
-            or (target is aten.slice.Tensor and _whole_slice(node))
+            or (target is aten.slice.Tensor and is_whole_slice(node))
         )  # fmt: skip
         if idle:
             node.replace_all_uses_with(x)
             graph.erase_node(node)
     return iter(())
-
-
-def _whole_slice(node: Node) -> bool:
-    args = (*node.args, None, None, 1)[:5] if len(node.args) < 5 else node.args
-    start, end, step = (*node.args[2:], *(None,) * 3)[:3]
-    return start in (None, 0) and (end is None or end == _LAST) and step in (None, 1) and bool(args)
 
 
 def same_shape(a: Node, b: Node) -> bool:
