@@ -31,15 +31,16 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from hfpatch.patches.base import Formula, class_of
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
 from hfpatch.patches.library import is_own, odd_class
 from hfpatch.patches.unchanged import is_bound, is_hooked, is_replaced
+from hfpatch.regions.caches import Noted, stand_in, with_past
 from hfpatch.regions.functional import without_writes
 from hfpatch.regions.listening import is_idle
-from hfpatch.regions.nodes import CacheUpdate, Call, Constant, Leaf, Param
+from hfpatch.regions.nodes import CacheUpdate, Call, Constant, Leaf, Param, without_dead
 from hfpatch.regions.shapes import Shapes, shapes_of
 from hfpatch.regions.structure import Structure, Unstructured, build, take_result
 
@@ -80,6 +81,8 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.Bilinear
 #: Attributes that number a block: which one it is in its list.
 NUMBERS = re.compile(r"^(layer|block)_?(idx|id|index|number|num)$|^(idx|index)$")
 _MOST_WALLS = 6
+#: Numbers that code may write out in its text.
+_MOST_NUMBERS = 64
 
 
 class _Number(int):
@@ -161,12 +164,19 @@ class _Attempt:
             self._mode.from_tensor(t.detach(), source=ConstantSource(f"t{i}"))
             for i, t in enumerate(tensors)
         ]
-        cache = _cache_stand_in(self) if structure.has_cache else None
+        noted = Noted(_Number, Uncapturable, self._update)
         result: list[Structure] = []
 
         def call(*given: Tensor) -> list[Tensor]:
-            args, kwargs = build(structure, given, cache)
+            state = structure.cache
+            count = 0 if state is None else 2 * (state.past + state.kept)
+            own = given[: len(given) - count]
+            cache = None if state is None else stand_in(state, given[len(own) :], noted)
+            args, kwargs = build(structure, own, cache)
             out = type(self._block).forward(self._block, *args, **kwargs)
+            again = state is not None and state.updated is True  # noted already
+            if noted.marked is not ("cross" in noted.updated) and not (noted.marked and again):
+                raise Uncapturable("its code notes an update of its cache that it does not make")
             found, made = take_result(out, cache)
             result.append(found)
             return made
@@ -277,11 +287,25 @@ class _Attempt:
         if isinstance(features, int) and x is not None and x.shape[-1] == module.in_features:
             return x.new_empty(*x.shape[:-1], features)  # also a quantized layer, or an adapter's
         try:
-            return type(stand_in).forward(stand_in, *args, **kwargs)
+            with self._env.ignore_fresh_unbacked_symbols():
+                out = type(stand_in).forward(stand_in, *args, **kwargs)
         except Exception:
             if x is None:
                 raise
             return torch.empty_like(x)  # a guess, which the proof has the last word on
+        if x is None:
+            return out
+        # where values decide on a size, the same guess
+        return pytree.tree_map_only(
+            Tensor, lambda t: torch.empty_like(x) if free_unbacked_symbols(t) else t, out
+        )
+
+    def _update(self, which: str, place: Any, keys: Any, values: Any, past: Any) -> Any:
+        """What records an update of the cache."""
+        with disable_proxy_modes_tracing():
+            out = with_past(keys.contiguous().clone(), values.contiguous().clone(), *(past or ()))
+        given = (keys, values, *(past or ()))
+        return tuple(self.record(CacheUpdate(place, which), given, {}, out))
 
     def record(self, target: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Make `out` the result of a node of `target`."""
@@ -316,7 +340,7 @@ class _Attempt:
             _check_number(node)
             if isinstance(node.target, torch._ops.OpOverload):
                 _check_operator(node)
-        graph.eliminate_dead_code()
+        without_dead(graph)
         return graph
 
 
@@ -332,10 +356,10 @@ def _silenced() -> Iterator[None]:
 
 
 def _number_of(held: Any, node: Node) -> Tensor | None:
-    """The tensor of one element that code makes of a number (`torch.tensor(0.5)`), if this is one:
-    PyTorch copies such a tensor before it lets code have it."""
+    """The tensor that code makes of numbers (`torch.tensor(0.5)`, `x[..., [-2]]`), if this is one:
+    PyTorch copies such a tensor before it lets code have it. On a GPU an index is made there."""
     lifted = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
-    if type(held) is Tensor and held.numel() == 1 and held.device.type == "cpu":
+    if type(held) is Tensor and held.numel() <= _MOST_NUMBERS:
         return held if all(u.target in lifted for u in node.users) else None
     return None
 
@@ -344,7 +368,7 @@ def _check_number(node: Node) -> None:
     """Whether a block's number came into an argument."""
     held = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
     if isinstance(node.target, Constant):
-        held.append(node.target.tensor.item())
+        held += node.target.tensor.flatten().tolist()
     if any(type(h) in (int, float) and h == _NUMBER for h in held):
         _Number(0)._used()
 
@@ -395,34 +419,6 @@ def _odd_holdings(module: nn.Module) -> str | None:
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "has parametrized parameters"
     return None
-
-
-def _cache_stand_in(attempt: _Attempt) -> Any:
-    """A cache whose layer is empty, of which code may call `update` alone."""
-    from transformers import DynamicCache
-
-    class StandIn(DynamicCache):
-        def __init__(self) -> None:
-            """None of a cache's own."""
-
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("update", "__class__", "__init__", "__dict__"):
-                return object.__getattribute__(self, name)
-            raise Uncapturable(f"its code reads `{name}` of its cache")
-
-        def update(self, keys: Any, values: Any, number: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(number, _Number):
-                raise Uncapturable("its code gives its cache another number than the block's own")
-            with disable_proxy_modes_tracing():
-                out = (keys.contiguous().clone(), values.contiguous().clone())
-            target = CacheUpdate(number.place)
-            return tuple(attempt.record(target, (keys, values), {}, out))
-
-        def __len__(self) -> int:
-            raise Uncapturable("its code asks for the length of its cache")
-
-    made: Any = object.__new__(StandIn)
-    return made
 
 
 def _where(e: BaseException) -> str:

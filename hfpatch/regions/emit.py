@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph, Node
 
+from hfpatch.attention import attention
 from hfpatch.patches.blocks.projections import gelu_product, is_plain, project
-from hfpatch.regions.attend import attend
+from hfpatch.regions.caches import update, update_cross, update_self
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
@@ -60,19 +61,23 @@ class _Writer:
         self._modules = dict(block.named_modules())
         self._names: dict[Node, str] = {}
         self._globals: dict[str, Any] = {
-            "attend": attend,
+            "attention": attention,
             "project": project,
             "linear": linear,
             "linear_gelu": linear_gelu,
+            "into": into,
             "update": update,
+            "update_self": update_self,
+            "update_cross": update_cross,
         }
         self._bound: dict[Any, str] = {}
+        self._last: dict[Node, Node] = {}  # who uses each last
         self._places: dict[str, str] = {"": "block"}
         self._head: list[str] = []
         self._body: list[str] = []
 
     def write(self) -> tuple[Run, str]:
-        last: dict[Node, Node] = {}
+        last = self._last
         for node in self._graph.nodes:
             for used in node.all_input_nodes:
                 last[used] = node
@@ -153,9 +158,10 @@ class _Writer:
             self._names[node] = self._bound_name(target.tensor, "t")
             return
         if isinstance(target, CacheUpdate):
-            path, name = target.place
-            number = f"{self._module(path)}.__dict__[{name!r}]"
-            call = f"update(cache, {', '.join(given)}, {number})"
+            path, attribute = target.place
+            number = f"{self._module(path)}.__dict__[{attribute!r}]"
+            name = f"update_{target.which}" if target.which else "update"
+            call = f"{name}(cache, {', '.join(given[:2])}, {number})"
         elif isinstance(target, (Call, Leaf)):
             call = f"{self._module(target.path)}({', '.join([*given, *named])})"
         elif isinstance(target, Project):
@@ -175,8 +181,11 @@ class _Writer:
                 f"{target.approximate!r}, {act})"
             )
         elif isinstance(target, Attend):
-            rest = f"{target.causal}, {target.scale!r}, {target.grouped}"
-            call = f"attend({', '.join(given)}, {rest})"
+            q, k, v, mask = given
+            how = {"mask": mask, "causal": target.causal, "scale": target.scale}
+            how["softcap"] = target.softcap
+            wanted = [f"{n}={h}" for n, h in how.items() if h not in (None, "None", False)]
+            call = f"attention({', '.join([q, k, v, *wanted])})"
         elif isinstance(target, Fused):
             call = f"{self._bound_name(target, 'k')}({', '.join(given)})"
         else:
@@ -197,6 +206,8 @@ class _Writer:
 
     def _operator(self, node: Node, given: list[str], named: list[str]) -> str:
         target: Any = node.target
+        if node.meta.get("in_place") and self._last.get(node.args[0]) is node:  # type: ignore[call-overload]
+            return f"into({', '.join([*given, *named])})"
         if target is operator.getitem:
             return f"{given[0]}[{given[1]}]"
         if target is aten.sym_size.int:
@@ -267,6 +278,7 @@ def linear_gelu(module: Any, x: torch.Tensor, approximate: str, act: Any) -> tor
     return act(linear(module, x)) if found is None else found  # type: ignore[no-any-return]
 
 
-def update(cache: Any, keys: Any, values: Any, number: int) -> Any:
-    """The first entries of a cache's layer, as the cache itself takes them."""
-    return cache.update(keys, values, number)
+def into(x: torch.Tensor, y: torch.Tensor, dim: int = 0, *which: Any) -> torch.Tensor:
+    """`x` with `y` in the place of a slice of it, in the memory of `x`."""
+    aten.slice.Tensor(x, dim, *which).copy_(y)
+    return x

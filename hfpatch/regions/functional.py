@@ -8,17 +8,23 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.regions.nodes import Call, Target
+from hfpatch.regions.nodes import Call, Leaf, Target, same_size, value
+
+aten: Any = torch.ops.aten
 
 
 def without_writes(graph: Graph) -> None:
     """Replace `x.add_(y)` by `x + y`, and `x` by it from there on.
 
     That is right where `x` is a tensor of its own, made by an operator of the graph, and where no
-    view of it that was made before is used after. Any other write stays, and is refused.
+    view of it that was made before is used after. The same of `x[..., a:b] = y`. Any other write
+    stays, and is refused.
     """
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in list(graph.nodes):
+        if node.target is aten.copy_.default and len(node.args) == 2 and not node.kwargs:
+            _scatter(graph, node, order)
+            continue
         pure = _pure(node)
         if pure is None:
             continue
@@ -35,6 +41,80 @@ def without_writes(graph: Graph) -> None:
             if order.get(user, -1) > at:
                 user.replace_input_with(x, new)
         graph.erase_node(node)
+
+
+_SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+
+
+def _scatter(graph: Graph, write: Node, order: dict[Node, int]) -> None:
+    """Replace `x[...] = y` by the whole of `x` with `y` in its place, where that is right."""
+    at = order[write]
+    views: list[Node] = []
+    x: Any = write.args[0]
+    while isinstance(x, Node) and x.target in _SCATTERS:
+        if not is_whole_slice(x):
+            views.append(x)
+        x = x.args[0]
+    source: Any = write.args[1]
+    if not views or not isinstance(x, Node) or not isinstance(source, Node):
+        return
+    if not _alike(views[0], source):
+        return
+    root = x
+    while _is_view(root) and root.op == "call_function" and isinstance(root.args[0], Node):
+        root = root.args[0]
+    if not _is_own(root):
+        return
+    before = _aliases(root, order, at)
+    if any(order.get(u, -1) > at for a in before if a is not x for u in a.users):
+        return  # the memory is read by another way behind the write
+    with graph.inserting_before(write):
+        made = source
+        for view in views:
+            below: Any = view.args[0]
+            target = _SCATTERS[view.target]  # type: ignore[index]
+            made = graph.call_function(target, (below, made, *view.args[1:]))
+            made.meta = dict(below.meta)
+    # nobody reads what was there before: the fused code may write in place, as the original does
+    made.meta["in_place"] = len(views) == 1 and views[0].target is aten.slice.Tensor
+    order[made] = at
+    for user in list(x.users):
+        if order.get(user, -1) > at:
+            user.replace_input_with(x, made)
+    write.replace_all_uses_with(source)
+    graph.erase_node(write)
+
+
+def is_whole_slice(node: Node) -> bool:
+    """Whether it is `x[:]` of a dimension."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    start, end, step = (*node.args[2:], *(None,) * 3)[:3]
+    return start in (None, 0) and (end is None or end == _LAST) and step in (None, 1)
+
+
+_LAST = 9223372036854775807
+
+
+def _alike(a: Node, b: Node) -> bool:
+    x, y = value(a), value(b)
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        return False
+    return (x.dtype, x.dim()) == (y.dtype, y.dim()) and all(map(same_size, x.shape, y.shape))
+
+
+def _aliases(root: Node, order: dict[Node, int], at: int) -> set[Node]:
+    """A tensor and all views of it that were made before a place."""
+    found, left = {root}, [root]
+    while left:
+        for user in left.pop().users:
+            if user not in found and order.get(user, at) < at and _is_view(user):
+                found.add(user)
+                left.append(user)
+    return found
 
 
 def _pure(node: Node) -> Any:
@@ -95,6 +175,8 @@ def _is_own(x: Node) -> bool:
         return False
     if isinstance(x.target, Call):
         return x.target.fresh
+    if isinstance(x.target, Leaf):
+        return True
     if x.target is operator.getitem:  # one of several results: of `topk`, not of `split`
         made: Any = x.args[0]
         return isinstance(made.target, torch._ops.OpOverload) and not _is_view(made)

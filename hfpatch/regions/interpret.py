@@ -13,6 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from hfpatch.ops import OPS
+from hfpatch.regions.caches import with_past
 from hfpatch.regions.nodes import (
     Attend,
     CacheUpdate,
@@ -92,12 +93,21 @@ def _widened(held: Any, wide: torch.dtype) -> Any:
 
 
 def attend_reference(target: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """PyTorch's own attention."""
+    """PyTorch's own attention; capped scores by their formula."""
     if isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask.to(q.dtype)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, 0.0, target.causal, scale=target.scale, enable_gqa=target.grouped
-    )
+    grouped = q.shape[1] != k.shape[1]
+    if target.softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, 0.0, target.causal, scale=target.scale, enable_gqa=grouped
+        )
+    if grouped:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if target.scale is None else target.scale)
+    scores = target.softcap * torch.tanh(scores / target.softcap)
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, -1) @ v
 
 
 class Interpreter:
@@ -150,7 +160,7 @@ class Interpreter:
         if isinstance(target, Leaf):
             return self._leaf(target, args, kwargs)
         if isinstance(target, CacheUpdate):
-            return tuple(args)
+            return with_past(*args)
         return operate(node, values.__getitem__, self._wide)
 
     def _param(self, path: str, name: str) -> Tensor:

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from hfpatch.patches.proving import may_prove, quietly
+from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import KnownLeaf, Uncapturable, capture
 from hfpatch.regions.emit import Bind, Run, emit
-from hfpatch.regions.guard import guard, inside
+from hfpatch.regions.guard import guard
 from hfpatch.regions.nodes import Project
 from hfpatch.regions.proof import Disproved, Evidence, compare, prepare_proof
 from hfpatch.regions.rules import launches, rewrite
@@ -87,28 +88,23 @@ class Kind:
             if type(t) is not Tensor:
                 return None, None, None, None
             sizes.append((t.shape, t.dtype, t.device, t.is_contiguous() or t.stride()))
-        if cache is not None and not self._is_empty(cache, block):
-            return None, None, None, None
+        if cache is not None:
+            found = state_of(cache, block, self.numbers)
+            if isinstance(found, str):
+                self.unfit = found
+                return None, None, None, None
+            state, held = found
+            structure = Structure(structure.shape, state)
+            tensors += held
+            for i, t in enumerate(held):
+                # how a past lies in memory is the cache's affair: it alone reads it
+                lies = (state.past and i < 2) or t.is_contiguous() or t.stride()
+                sizes.append((t.shape, t.dtype, t.device, lies))
         key = (structure, tuple(sizes))
         try:
             return self._known[key], (structure, key), tensors, cache
         except KeyError:
             return self._find(structure, key, tensors), (structure, key), tensors, cache
-
-    def _is_empty(self, cache: Any, block: nn.Module) -> bool:
-        """Whether the cache's layer of this block has no entries yet."""
-        if not self.numbers:
-            return False
-        layers = cache.layers
-        for path, name in self.numbers:
-            number = inside(block, path).__dict__.get(name)
-            if type(number) is not int:
-                return False
-            if number < len(layers):
-                layer = layers[number]
-                if type(layer).__name__ not in _GROWING or layer.get_seq_length():
-                    return False
-        return True
 
     def _find(self, structure: Structure, key: Any, tensors: list[Tensor]) -> Variant | None:
         """A variant that holds for these sizes; remembered, if there is one."""
@@ -194,7 +190,7 @@ class Kind:
             if not same(block):
                 raise Uncapturable("it is in training mode, or something was put around its parts")
             before = launches(captured.graph)
-            proof = prepare_proof(captured, block, tensors)
+            proof = prepare_proof(captured, block, tensors, structure.cache)
             linears = frozenset(
                 p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear)
             )
@@ -221,9 +217,6 @@ class Kind:
 
 class _Undecided(Exception):
     """What came out decides nothing; another call may."""
-
-
-_GROWING = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 
 
 def _kind_of(structure: Structure, key: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from hfpatch.patches.base import Formula
 
@@ -42,7 +42,7 @@ class Param(Target):
 
 
 class Constant(Target):
-    """A tensor of one element that the code makes of a number: no arguments."""
+    """A small tensor that the code makes of numbers: no arguments."""
 
     __name__ = "constant"
 
@@ -75,16 +75,17 @@ class Leaf(Target):
 
 
 class CacheUpdate(Target):
-    """`cache.update(keys, values, number)`: the empty cache's layer gets its first entries.
+    """`cache.update(keys, values, number)`: the cache's layer gets entries.
 
-    `place` is where the block has its number: path of the module, name of the attribute.
+    `place` is where the block has its number: path of the module, name of the attribute. `which` is
+    "", or "self" or "cross" of a cache that is a pair. What the layer held are two arguments more.
     """
 
     __name__ = "cache_update"
 
-    def __init__(self, place: tuple[str, str]) -> None:
-        super().__init__(place)
-        self.place = place
+    def __init__(self, place: tuple[str, str], which: str = "") -> None:
+        super().__init__(place, which)
+        self.place, self.which = place, which
 
 
 class Fused(Target):
@@ -123,13 +124,18 @@ class ProjectGelu(Target):
 
 
 class Attend(Target):
-    """Attention of q, k, v [B, H, S, D] and a mask: `scaled_dot_product_attention`."""
+    """`hfpatch.attention.attention` of q, k, v [B, H, S, D] and a mask."""
 
     __name__ = "attend"
 
-    def __init__(self, causal: bool, scale: float | None, grouped: bool) -> None:
-        super().__init__(causal, scale, grouped)
-        self.causal, self.scale, self.grouped = causal, scale, grouped
+    def __init__(self, causal: bool, scale: float | None, softcap: float | None = None) -> None:
+        super().__init__(causal, scale, softcap)
+        self.causal, self.scale, self.softcap = causal, scale, softcap
+
+
+def without_dead(graph: Graph) -> None:
+    """Drop what nothing reads, but for what is done to a cache."""
+    graph.eliminate_dead_code(lambda n: n.is_impure() or isinstance(n.target, CacheUpdate))
 
 
 def value(node: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from hfpatch.regions.caches import Scratch, State
 from hfpatch.regions.capture import Captured
 from hfpatch.regions.interpret import Interpreter
 from hfpatch.regions.structure import take_result
@@ -55,6 +56,8 @@ class Proof:
     truth: list[Tensor]
     wide: torch.dtype
     rewritten: list[Tensor]
+    cache: State | None = None
+    held: int = 0  # how many of the tensors are the cache's
 
     def run(self, graph: Graph, run: Any) -> Any:
         """Run the rewritten graph in the wide dtype, and the fused block; returns its result.
@@ -65,7 +68,8 @@ class Proof:
         self.rewritten = Interpreter(self.block, self.wide).run(graph, self.tensors)
         before = [t.clone() for t in self.tensors]
         try:
-            ours = run(self.block, list(self.tensors), _Scratch())
+            held = self.tensors[len(self.tensors) - self.held :]
+            ours = run(self.block, list(self.tensors), Scratch(self.cache, held))
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # any kernel's own
@@ -75,14 +79,9 @@ class Proof:
         return ours
 
 
-class _Scratch:
-    """Takes a proof's keys and values in the place of the user's cache."""
-
-    def update(self, keys: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        return keys, values
-
-
-def prepare_proof(captured: Captured, block: nn.Module, tensors: Sequence[Tensor]) -> Proof:
+def prepare_proof(
+    captured: Captured, block: nn.Module, tensors: Sequence[Tensor], cache: State | None
+) -> Proof:
     """Run the graph as it was captured."""
     given = list(tensors)
     half = any(t.dtype in (torch.float16, torch.bfloat16) for t in given) or any(
@@ -97,6 +96,8 @@ def prepare_proof(captured: Captured, block: nn.Module, tensors: Sequence[Tensor
         Interpreter(block, wide).run(captured.graph, given),
         wide,
         [],
+        cache,
+        0 if cache is None else 2 * (cache.past + cache.kept),
     )
 
 

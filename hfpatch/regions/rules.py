@@ -7,7 +7,6 @@ is used (`hfpatch.regions.proof`).
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from hfpatch.regions.functional import is_whole_slice
 from hfpatch.regions.heads import fuse_heads
 from hfpatch.regions.nodes import (
     Attend,
@@ -28,10 +28,11 @@ from hfpatch.regions.nodes import (
     is_tensor,
     same_size,
     value,
+    without_dead,
 )
+from hfpatch.regions.scores import unrepeated, written_out
 
 aten: Any = torch.ops.aten
-_LAST = 9223372036854775807
 
 
 def rewrite(graph: Graph, linears: frozenset[str]) -> list[str]:
@@ -44,7 +45,7 @@ def rewrite(graph: Graph, linears: frozenset[str]) -> list[str]:
     found: list[str] = []
     for row in ROWS:
         found += row(graph, linears)
-        graph.eliminate_dead_code()
+        without_dead(graph)
     graph.lint()
     return found
 
@@ -66,18 +67,12 @@ def without_idle(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
                 and value(x).dim() == value(node).dim()
                 and all(same_size(a, b)
                         for a, b in zip(value(x).shape, value(node).shape, strict=True)))
-            or (target is aten.slice.Tensor and _whole_slice(node))
+            or (target is aten.slice.Tensor and is_whole_slice(node))
         )  # fmt: skip
         if idle:
             node.replace_all_uses_with(x)
             graph.erase_node(node)
     return iter(())
-
-
-def _whole_slice(node: Node) -> bool:
-    args = (*node.args, None, None, 1)[:5] if len(node.args) < 5 else node.args
-    start, end, step = (*node.args[2:], *(None,) * 3)[:3]
-    return start in (None, 0) and (end is None or end == _LAST) and step in (None, 1) and bool(args)
 
 
 def same_shape(a: Node, b: Node) -> bool:
@@ -102,40 +97,25 @@ def attention(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
         if given.get("dropout_p", 0.0):
             continue
         q, k, v, mask = (given.get(n) for n in names[:4])
-        grouped = bool(given.get("enable_gqa", False))
-        k2, v2 = _unrepeated(k), _unrepeated(v)
-        if k2 is not None and v2 is not None and not grouped:
-            k, v, grouped = k2, v2, True
+        causal = bool(given.get("is_causal", False))
+        if value(q).dim() != 4 or not _is_aligned(q, k, causal):
+            continue
+        k2, v2 = unrepeated(k), unrepeated(v)
+        if k2 is not None and v2 is not None and not given.get("enable_gqa", False):
+            k, v = k2, v2
         with graph.inserting_before(node):
-            new = graph.call_function(
-                Attend(bool(given.get("is_causal", False)), given.get("scale"), grouped),
-                (q, k, v, mask),
-            )
+            new = graph.call_function(Attend(causal, given.get("scale")), (q, k, v, mask))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         yield "attention"
+    yield from written_out(graph)
 
 
-def _unrepeated(node: Any) -> Node | None:
-    """What [B, H, S, D] keys are before each head is written several times in a row."""
-    if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
-        return None
-    source: Any = node.args[0]
-    if source.target is aten.clone.default:
-        source = source.args[0]
-    if source.target is not aten.expand.default or value(source).dim() != 5:
-        return None
-    one = source.args[0]
-    if one.target is not aten.unsqueeze.default or one.args[1] not in (2, -3):
-        return None
-    base = one.args[0]
-    wide, narrow = value(node).shape, value(base).shape
-    ok = value(base).dim() == 4 and len(wide) == 4
-    many, few = fixed(wide[1]), fixed(narrow[1])
-    if not ok or many is None or not few or many % few:
-        return None
-    return base  # type: ignore[no-any-return]
+def _is_aligned(q: Any, k: Any, causal: bool) -> bool:
+    """Whether both that PyTorch and that hfpatch call causal are one: PyTorch's queries are the
+    first positions, ours the last."""
+    return not causal or same_size(value(q).shape[2], value(k).shape[2])
 
 
 #: Activations of one operator, by their name in `gated`.
@@ -446,7 +426,3 @@ def _works(node: Node) -> bool:
     if isinstance(node.target, Project):
         return True
     return is_tensor(node) or isinstance(value(node), (tuple, list)) or "val" not in node.meta
-
-
-def rounded(x: float) -> float:
-    return round(x, 3 - math.floor(math.log10(abs(x)))) if x else x

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +26,52 @@ class Shapes:
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph is right for tensors of these sizes."""
+        compiled = self._compiled
+        return self._by_sympy(tensors) if compiled is None else compiled(tensors)
+
+    @cached_property
+    def _compiled(self) -> Callable[[Sequence[Tensor]], bool] | None:
+        """The same as Python: a cache that grows has another size at each call."""
+        import sympy
+        from torch.utils._sympy.printers import PythonPrinter
+
+        names: dict[Any, str] = {}
+        lines: list[str] = []
+        later: list[str] = []
+        printer = PythonPrinter()
+        for i, dims in enumerate(self.dims):
+            lines += [f"s = t[{i}].shape", f"if len(s) != {len(dims)}: return False"]
+            for j, known in enumerate(dims):
+                if isinstance(known, int):
+                    lines.append(f"if s[{j}] != {known}: return False")
+                elif isinstance(known, sympy.Symbol) and known not in names:
+                    names[known] = str(known)
+                    lines += [f"{known} = s[{j}]", f"if {known} < 2: return False"]
+                elif isinstance(known, sympy.Symbol):
+                    lines.append(f"if s[{j}] != {known}: return False")
+                else:
+                    later.append(f"if t[{i}].shape[{j}] != {printer.doprint(known)}: return False")
+        used = set().union(*(g.free_symbols for g in self.guards), set())
+        if not used <= names.keys() or not all(n.isidentifier() for n in names.values()):
+            return None
+        later += [f"if not ({printer.doprint(g)}): return False" for g in self.guards]
+        text = "def hold(t):\n" + "".join(f"    {x}\n" for x in (*lines, *later))
+        scope: dict[str, Any] = {"math": math}
+        try:
+            exec(compile(text + "    return True\n", "<hfpatch sizes>", "exec"), scope)
+        except SyntaxError:  # a function that Python has no name for
+            return None
+        hold = scope["hold"]
+
+        def checked(tensors: Sequence[Tensor]) -> bool:
+            try:
+                return bool(hold(tensors))
+            except (NameError, ZeroDivisionError):
+                return self._by_sympy(tensors)
+
+        return checked
+
+    def _by_sympy(self, tensors: Sequence[Tensor]) -> bool:
         import sympy
 
         bound: dict[Any, int] = {}

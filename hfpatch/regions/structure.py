@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.regions.caches import State, is_cache
+
 Tensor = torch.Tensor
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.Size})
 
@@ -34,10 +36,13 @@ TENSOR, CACHE = _Place("TENSOR"), _Place("CACHE")
 
 @dataclass(frozen=True)
 class Structure:
-    """What stands where; hashable. Plain values are part of it, tensors and caches are places."""
+    """What stands where; hashable. Plain values are part of it, tensors and caches are places.
+
+    `cache` is the state of the block's layer of the cache, whose tensors are the call's last.
+    """
 
     shape: Any
-    has_cache: bool = False
+    cache: State | None = None
 
 
 class _Taken:
@@ -63,16 +68,11 @@ class _Taken:
         if isinstance(value, Tensor):  # a stand-in's
             self.tensors.append(value)
             return TENSOR
-        if value is self.cache or (self.cache is None and is_dynamic_cache(cls)):
+        if value is self.cache or (self.cache is None and is_cache(cls)):
             self.cache = value
             return CACHE
         where = f"argument `{name}`" if isinstance(name, str) else f"argument {name}"
         raise Unstructured(f"its {where} is a `{cls.__name__}`")
-
-
-def is_dynamic_cache(cls: type) -> bool:
-    """Whether a class is transformers' own growing cache."""
-    return cls.__name__ == "DynamicCache" and cls.__module__ == "transformers.cache_utils"
 
 
 def take_apart(
@@ -89,13 +89,13 @@ def take_apart(
         tuple([take(a, i) for i, a in enumerate(args)]),
         tuple([(k, take(v, k)) for k, v in kwargs.items()]),
     )
-    return Structure(shape, taken.cache is not None), taken.tensors, taken.cache
+    return Structure(shape), taken.tensors, taken.cache
 
 
 def take_result(out: Any, cache: Any) -> tuple[Structure, list[Tensor]]:
     """The same of what a block returned."""
     taken = _Taken(cache)
-    return Structure(taken.take(out, "result"), cache is not None), taken.tensors
+    return Structure(taken.take(out, "result")), taken.tensors
 
 
 def build(structure: Structure, tensors: Sequence[Tensor], cache: Any) -> Any:

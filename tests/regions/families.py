@@ -68,14 +68,53 @@ def _whisper() -> Made:
     return model.encoder, inputs
 
 
-def _t5() -> Made:
+def _t5(**more: Any) -> Made:
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(
         d_model=64, d_kv=16, d_ff=96, num_layers=3, num_heads=4, vocab_size=199,
-        feed_forward_proj="gated-gelu",
+        feed_forward_proj="gated-gelu", **more,
     )  # fmt: skip
     return T5EncoderModel(config), _ids
+
+
+def _swin(**more: Any) -> Made:
+    from transformers import SwinConfig, SwinModel
+
+    config = SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
+        **more,
+    )  # fmt: skip
+    return SwinModel(config), _pixels
+
+
+def _after_encoder(name: str) -> Callable[[], Made]:
+    """A model whose decoder layers have a pair of caches."""
+
+    def make() -> Made:
+        import transformers
+
+        small = {
+            "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+            "num_mel_bins": 8, "max_source_positions": 20, "vocab_size": 199, "pad_token_id": 0,
+            "decoder_start_token_id": 1, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+        }  # fmt: skip
+        config = getattr(transformers, f"{name}Config")
+        accepted = config().to_dict()
+        config = config(**{k: v for k, v in small.items() if k in accepted})
+
+        def inputs(batch: int, tokens: int) -> dict[str, Any]:
+            call = _ids(batch, tokens)
+            given = {"decoder_input_ids": call["input_ids"][:, : tokens // 2 + 1]}
+            if "num_mel_bins" in accepted:
+                generator = torch.Generator().manual_seed(batch)
+                call = {"input_features": torch.randn(batch, 8, 40, generator=generator)}
+            return call | given
+
+        return getattr(transformers, f"{name}Model")(config), inputs
+
+    return make
 
 
 #: Families whose blocks must all be fused.
@@ -86,6 +125,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "qwen3": _text("Qwen3"),
     "phi3": _text("Phi3", pad_token_id=0),
     "gemma": _text("Gemma"),
+    "gemma2": _text("Gemma2", sliding_window=6, attn_logit_softcapping=2.0),
     "gemma3": _text("Gemma3Text", sliding_window=6),
     "olmo2": _text("Olmo2"),
     "granite": _text("Granite", residual_multiplier=0.3),
@@ -99,16 +139,23 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "gpt2": _text("GPT2", n_embd=64, n_layer=3, n_head=4),
     "opt": _text("OPT", ffn_dim=96, word_embed_proj_dim=64),
     "bert": _text("Bert"),
+    "bert, eager": _text("Bert", attn_implementation="eager"),
     "roberta": _text("Roberta"),
     "electra": _text("Electra"),
     "modernbert": _text("ModernBert", pad_token_id=0),
     "t5": _t5,
+    "t5, eager": lambda: _t5(attn_implementation="eager"),
+    "swin": _swin,
+    "swin, eager": lambda: _swin(attn_implementation="eager"),
     "vit": _vision("ViT"),
     "deit": _vision("DeiT"),
     "dinov2": _vision("Dinov2"),
     "siglip": _vision("SiglipVision"),
     "clip": _vision("CLIPVision"),
     "whisper": _whisper,
+    "whisper, both halves": _after_encoder("Whisper"),
+    "bart": _after_encoder("Bart"),
+    "t5, both halves": _after_encoder("T5"),
 }
 
 

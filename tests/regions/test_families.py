@@ -11,6 +11,8 @@ from regions.families import FAMILIES, build
 from support.nearness import assert_as_near, draw
 
 import hfpatch
+from hfpatch import swap
+from hfpatch.regions.offer import forget
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -70,7 +72,10 @@ def test_as_near_to_fp64_as_the_original(name: str, dtype: torch.dtype) -> None:
     assert_as_near(draws, dtype, name)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "mixtral", "bert", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma2", "gemma3", "olmo2", "mixtral", "bert", "bert, eager", "t5", "t5, eager"],
+)
 def test_padding_on_either_side(name: str) -> None:
     model, inputs = build(name)
     call = inputs(3, 9)
@@ -88,28 +93,76 @@ def test_padding_on_either_side(name: str) -> None:
         hfpatch.restore(model)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+def steps_of(model: Any, inputs: Any) -> Any:
+    """A prompt, two single tokens, several tokens, a single one: what each gives, and the cache."""
+    prompt = inputs(2, 9)
+    after = "decoder_input_ids" in prompt
+    with torch.no_grad():
+        first = model(**prompt, use_cache=True)
+    cache = first.past_key_values
+    outs = [first[0]]
+    for tokens in (1, 1, 4, 1):
+        ids = inputs(2, tokens + 40)["decoder_input_ids" if after else "input_ids"][:, :tokens]
+        call: dict[str, Any] = {"decoder_input_ids" if after else "input_ids": ids}
+        if after:
+            call["encoder_outputs"] = (first.encoder_last_hidden_state,)
+        with torch.no_grad():
+            outs.append(model(**call, past_key_values=cache, use_cache=True)[0])
+    return outs, cache
+
+
+def layers_of(cache: Any) -> list[Any]:
+    pair = hasattr(cache, "cross_attention_cache")
+    parts = (cache.self_attention_cache, cache.cross_attention_cache) if pair else (cache,)
+    return [layer for part in parts for layer in part.layers]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt2"),
+        *("bart", "whisper, both halves", "t5, both halves"),
+    ],
+)
 def test_a_cache_is_filled_as_by_the_original_and_goes_on(name: str) -> None:
-    from transformers import DynamicCache
-
     model, inputs = build(name)
-    prompt, more = inputs(2, 9), inputs(2, 3)
-
-    def both() -> tuple[list[torch.Tensor], Any]:
-        cache = DynamicCache(config=model.config)
-        first = run(model, prompt | {"past_key_values": cache, "use_cache": True})
-        second = run(model, more | {"past_key_values": cache, "use_cache": True})
-        return [first, second], cache
-
-    expected, theirs = both()
+    expected, theirs = steps_of(model, inputs)
     hfpatch.apply(model, decoding=False, blocks=True)
-    both()
-    found, ours = both()
-    assert states(model) == {("fused", "")} or name == "gemma3"
+    steps_of(model, inputs)
+    found, ours = steps_of(model, inputs)
+    assert states(model) == {("fused", "")}
     for a, b in zip(found, expected, strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
-    assert ours.get_seq_length() == theirs.get_seq_length() == 12
-    for a, b in zip(ours.layers, theirs.layers, strict=True):
+    assert getattr(ours, "is_updated", None) == getattr(theirs, "is_updated", None)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    for a, b in zip(layers_of(ours), layers_of(theirs), strict=True):
         assert a.keys.shape == b.keys.shape and a.keys.is_contiguous() == b.keys.is_contiguous()
         assert (a.keys - b.keys).abs().max() <= 1e-5 * b.keys.abs().max()
         assert (a.values - b.values).abs().max() <= 1e-5 * b.values.abs().max()
+
+
+def test_steps_of_any_length_run_by_one_capture() -> None:
+    forget()
+    model, inputs = build("llama")
+    hfpatch.apply(model, decoding=False, blocks=True)
+    steps_of(model, inputs)
+    steps_of(model, inputs)
+    marks: list[Any] = [swap.swapped(b) for b in model.layers]
+    (kind,) = {id(m.details.kind): m.details.kind for m in marks}.values()
+    lengths = [v for k, found in kind.variants.items() for v in found if k[0].cache.past]
+    assert len(lengths) <= 3  # a token, several tokens; not one for each length of the cache
+
+
+def test_a_static_cache_is_left_to_the_original() -> None:
+    from transformers import StaticCache
+
+    forget()  # kinds are shared with other models of equal code
+    model, inputs = build("llama")
+    call = inputs(2, 9)
+    expected = run(model, call)
+    hfpatch.apply(model, decoding=False, blocks=True)
+    for _ in range(2):
+        cache = StaticCache(model.config, max_cache_len=16)
+        found = run(model, call | {"past_key_values": cache})
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert states(model) == {("left", "its argument `past_key_values` is a `StaticCache`")}

@@ -16,6 +16,8 @@ from torch import nn
 import hfpatch
 from hfpatch import swap
 from hfpatch.regions.capture import Uncapturable, capture, numbers_of
+from hfpatch.regions.interpret import Interpreter
+from hfpatch.regions.nodes import Constant
 from hfpatch.regions.offer import forget
 from hfpatch.regions.structure import take_apart
 
@@ -256,6 +258,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "dropout": (lambda m, x, c: nn.functional.dropout(x, 0.5, True), "random numbers"),
     "writes its input": (lambda m, x, c: x.mul_(2), "writes to a tensor"),
     "writes a parameter": (lambda m, x, c: m.lin.bias.mul_(2) + x, "writes to a tensor"),
+    "writes a slice of its input": (
+        lambda m, x, c: (x[:, 1:].copy_(x[:, :-1]), x)[1],
+        "writes to a tensor",
+    ),
+    "another view is read behind the write": (
+        lambda m, x, c: (y := m.lin(x), z := y.t(), y[:, :2].copy_(x[:, :2]), z)[3],
+        "writes",
+    ),
     "writes through a view": (lambda m, x, c: (y := m.lin(x), y[0].mul_(2), y)[2], "writes"),
     "a plain tensor": (lambda m, x, c: x + m.plain, "Tensor|tensor"),
     "its number": (lambda m, x, c: x * m.layer_idx, "which one it is in its list"),
@@ -289,3 +299,36 @@ def test_a_write_to_a_tensor_of_its_own_is_no_write() -> None:
     finally:
         _Toy.forward = own  # type: ignore[method-assign]
     assert not any("_." in str(n.target) for n in found.graph.nodes)
+
+
+def test_a_list_as_an_index_is_a_constant() -> None:
+    own = _Toy.forward
+    try:
+        found = _captured(lambda m, x, c: m.lin(x)[..., [2, 0]] * torch.tensor([1.0, 2.0]))
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+    held = [n.target.tensor for n in found.graph.nodes if isinstance(n.target, Constant)]
+    assert sorted(t.tolist() for t in held) == [[1.0, 2.0], [2, 0]]
+
+
+def test_writes_to_slices_of_a_tensor_of_its_own() -> None:
+    own = _Toy.forward
+
+    def code(m: Any, x: Any, c: Any) -> Any:
+        y = m.lin(x)
+        z = y.view(2, 2, 2).transpose(1, 2)
+        z[:, 1:] = z[:, :1] * 2
+        z[:, :, 0] = x[:, :2]
+        return z.transpose(1, 2).reshape(2, 4) + 1
+
+    try:
+        found = _captured(code)
+        x = torch.randn(3, 4)[:2]
+        toy = _Toy(code)
+        (out,) = Interpreter(toy, None).run(found.graph, [x])
+        assert torch.equal(out, code(toy, x, None))
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+    names = [str(n.target) for n in found.graph.nodes]
+    assert not any("copy_" in n for n in names)
+    assert "aten.slice_scatter.default" in names and "aten.select_scatter.default" in names
