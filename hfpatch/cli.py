@@ -83,6 +83,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="cpu, cuda, or a GPU by its compute capability such as cuda:9.0; it need not be here: "
         "what is planned for another machine is marked as not proven there",
     )
+    plan.add_argument(
+        "--explain",
+        metavar="PATH",
+        help="of one block, such as model.layers.0: what a call of it becomes. A small copy of the "
+        "model with random weights is called for it",
+    )
+    plan.add_argument("--svg", metavar="FILE", help="of --explain: write a drawing too")
     check.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     check.add_argument(
         "--random-weights",
@@ -201,13 +208,50 @@ def _plan(args: argparse.Namespace, title: str) -> int:
     from hfpatch.report import Report, as_text
     from hfpatch.settings import check_settings
 
+    if args.svg and not args.explain:
+        raise ValueError("`--svg` is of `--explain PATH`: say which block")
     args.model = loading.located(args, weights=False)
     parts = loading.from_config(args, device="meta")
+    if args.explain:
+        return _explain(args, parts)
     settings = check_settings(
         args.mode, _kernels(args), args.include, args.exclude, True, False, _hub(args), args.device
     )
     decided, _ = make_plan(parts, title, settings)
     print(Report(decided, applied=False).to_json() if args.json else as_text(decided, False))
+    return 0
+
+
+def _explain(args: argparse.Namespace, parts: list[tuple[str, Any]]) -> int:
+    import torch
+
+    from hfpatch.coverage.models import small_copy
+    from hfpatch.inputs import sample_inputs
+    from hfpatch.regions.explain import explain
+
+    if args.device != "cpu":
+        raise ValueError(
+            f"`--explain` calls a small copy on the CPU: leave `--device {args.device}` away"
+        )
+    name, path = next(
+        ((n, args.explain.removeprefix(f"{n}.")) for n, _ in parts
+         if n and args.explain.startswith(f"{n}.")),
+        ("", args.explain),
+    )  # fmt: skip
+    model = dict(parts).get(name)
+    if model is None:
+        known = ", ".join(f"{n}.…" for n, _ in parts)
+        raise ValueError(f"`--explain {args.explain}`: of a pipeline, name the part: {known}")
+    torch.manual_seed(0)
+    small = small_copy(model).to(getattr(torch, args.dtype)).eval().requires_grad_(False)
+    found = explain(
+        small, path, sample_inputs(small), f"in a small copy of its {type(model).__name__}"
+    )
+    if args.svg:
+        with open(args.svg, "w", encoding="utf-8") as file:
+            file.write(found.to_svg())
+    text = json.dumps(found.to_dict(), indent=2) if args.json else str(found)
+    print(printable(text, len(text)))
     return 0
 
 

@@ -346,9 +346,9 @@ def _by_operators(
         wide = (logits if scale == 1.0 else logits * scale).float()
         if softcap:
             wide = softcap * torch.tanh(wide / softcap)
-        # as `torch.nn.functional.cross_entropy` calls it, whose name may be somebody else's by now
+        # what `torch.nn.functional.cross_entropy` calls: its name may be somebody else's by now
         reduction = _SUM if grad.dim() == 0 else _NONE
-        loss = torch._C._nn.cross_entropy_loss(
+        loss: Tensor = torch.ops.aten.cross_entropy_loss.default(
             wide, target, None, reduction, ignore_index, smoothing
         )
     inputs = [t for t, want in zip(own, wanted, strict=True) if t is not None and want]

@@ -12,6 +12,7 @@ import pytest
 
 from hfpatch import cli
 from hfpatch.coverage import page
+from hfpatch.coverage.blocks import NOT_RUN
 from hfpatch.coverage.command import rows_of
 
 DATA = Path(__file__).parent / "data" / "coverage.json"
@@ -27,6 +28,8 @@ CLASSES = (
     *("FluxTransformer2DModel", "WanTransformer3DModel", "LTXVideoTransformer3DModel"),
     *("AutoencoderKLWan", "UNet2DConditionModel", "ErnieImageTransformer2DModel"),
 )
+#: Those that are called too, for their blocks: a few seconds each.
+CALLED = ("bert", "vit", "gemma2", "t5", "falcon", "gpt2", "exaone4_5_vision")
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,15 @@ def _counts(rows: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _blocks(rows: dict[str, Any]) -> dict[str, Any]:
+    """The same of blocks, of rows whose model was called when they were committed."""
+    return {
+        name: (row.get("blocks"), sorted(row.get("unfused", {})))
+        for name, row in rows.items()
+        if COMMITTED["models"][name].get("uncalled") != NOT_RUN
+    }
+
+
 def _of_the_versions() -> None:
     for library, known in COMMITTED["versions"].items():
         if version(library) != known:
@@ -55,13 +67,23 @@ def test_a_sample_is_as_committed() -> None:
     only = re.compile(rf"^transformers \w+ \(({kinds})\)$|^diffusers ({classes})$")
     wanted = {n: r for n, r in COMMITTED["models"].items() if only.search(n)}
     assert len(wanted) == len(SAMPLE) + len(CLASSES)
-    assert _counts(rows_of(only)) == _counts(wanted)
+    assert _counts(rows_of(only, called=False)) == _counts(wanted)
+
+
+def test_blocks_of_a_sample_are_as_committed() -> None:
+    _of_the_versions()
+    only = re.compile(rf" \(({'|'.join(CALLED)})\)$| CogView4Transformer2DModel$")
+    wanted = _blocks({n: r for n, r in COMMITTED["models"].items() if only.search(n)})
+    assert len(wanted) == len(CALLED) + 1
+    assert _blocks(rows_of(only)) == wanted
 
 
 @pytest.mark.exhaustive
 def test_all_are_as_committed() -> None:
     _of_the_versions()
-    assert _counts(rows_of(re.compile(""))) == _counts(COMMITTED["models"])
+    found = rows_of(re.compile(""))
+    assert _counts(found) == _counts(COMMITTED["models"])
+    assert _blocks(found) == _blocks(COMMITTED["models"])
 
 
 def test_the_page_is_of_the_data() -> None:
@@ -75,12 +97,16 @@ def test_nothing_is_left_without_a_reason() -> None:
         assert "nothing looks at it" not in str(row.get("left", "")), name
         whole = all(row[k][0] == row[k][1] for k in ("norms", "mlps") if k in row)
         assert whole is not bool(row.get("left")), name
+        fused, called = row.get("blocks", (0, 0))
+        assert (fused == called) is not bool(row.get("unfused")), name
+        assert all(row.get("unfused", {}).values()), name
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["coverage", "--only", r"\(llama\)", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["models"].values()
     assert (row["category"], row["norms"], row["mlps"]) == ("leaves only", [5, 5], [2, 2])
+    assert row["blocks"] == [2, 2]
     assert cli.main(["coverage", "--only", r"\(sam\)"]) == 0
     said = capsys.readouterr().out
     assert "SamLayerNorm: unexplained: " in said

@@ -58,8 +58,11 @@ def run_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def rows_of(only: re.Pattern[str], told: bool = False) -> dict[str, Any]:
-    """The row of each model whose name has `only`; `told`: each is printed when it is known."""
+def rows_of(only: re.Pattern[str], told: bool = False, called: bool = True) -> dict[str, Any]:
+    """The row of each model whose name has `only`; `told`: each is printed when it is known.
+
+    `called`: with its blocks, for which it is called.
+    """
     import diffusers
     import transformers
 
@@ -82,7 +85,7 @@ def rows_of(only: re.Pattern[str], told: bool = False) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # of models that are small, and of what is deprecated
             for name, make in (*of_transformers(), *of_diffusers()):
                 if only.search(name):
-                    rows[name] = row_of(make)
+                    rows[name] = row_of(make, called)
                     if told:
                         print(_line(name, rows[name]), file=sys.stdout, flush=True)
     finally:
@@ -97,5 +100,7 @@ def _line(name: str, row: dict[str, Any]) -> str:
     if "why" in row:
         return f"{name}: {row['category']}: {row['why']}"
     norms, mlps = ("{} of {}".format(*row[kind]) for kind in ("norms", "mlps"))
-    said = f"{name}: {row['category']}, norms {norms}, gated MLPs {mlps}"
-    return "\n".join([said, *(f"    {n}: {why}" for n, why in row.get("left", {}).items())])
+    blocks = "{} of {}".format(*row["blocks"]) if "blocks" in row else row.get("uncalled")
+    said = f"{name}: {row['category']}, norms {norms}, gated MLPs {mlps}, blocks {blocks}"
+    left = (*row.get("left", {}).items(), *row.get("unfused", {}).items())
+    return "\n".join([said, *(f"    {n}: {why}" for n, why in left)])

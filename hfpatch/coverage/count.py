@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.coverage.blocks import blocks_of
 from hfpatch.coverage.models import MOST
 from hfpatch.patches.base import class_of
 from hfpatch.patches.gating import looks_gated
@@ -29,8 +30,9 @@ def is_norm(module: nn.Module) -> bool:
     return not inner and bool(Norms.pattern.search(class_of(module).__name__))
 
 
-def row_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
-    """One model's row: `category`, `norms` and `mlps` as [served, all], `left` by class name.
+def row_of(make: Callable[[], nn.Module], called: bool = True) -> dict[str, Any]:
+    """One model's row: `category`, `norms` and `mlps` as [served, all], `left` by class name, and
+    what `blocks_of` adds where it is `called`.
 
     The model is built on the `meta` device, and planned for the CPU: proofs run on small copies of
     its modules. One whose constructor computes with its tensors is built in memory.
@@ -50,7 +52,9 @@ def row_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
     settings = check_settings("inference", None, None, (), True, False, None, "cpu")
     decided, prepared = make_plan([("", model)], type(model).__name__, settings)
     inside = {id(m) for p in prepared if p.swap.op == "block" for m in p.module.modules()}
-    return counted(model, decided, inside)
+    row = counted(model, decided, inside)
+    del model, prepared
+    return row | (blocks_of(make) if called else {})
 
 
 def _on_meta(model: nn.Module) -> bool:

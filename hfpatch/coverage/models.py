@@ -91,6 +91,48 @@ def shrunk(config: Any) -> Any:
     return config
 
 
+def own_shrunk(config: Any) -> Any:
+    """A transformers configuration with all its own settings, but small numbers.
+
+    Raises:
+        ValueError: its class does not take them together.
+    """
+    small = shrunk(config).to_dict()
+    given = config.to_dict()
+    merged = {k: small[k] if k in _SMALL or _TOKENS.search(k) else v for k, v in given.items()}
+    layers = given.get("num_hidden_layers")
+    for key, value in merged.items():
+        if isinstance(value, list) and isinstance(layers, int) and len(value) == layers:
+            merged[key] = value[: merged["num_hidden_layers"]]  # one for each layer
+    for key in getattr(type(config), "sub_configs", {}):
+        part = getattr(config, key, None)
+        if part is not None and hasattr(part, "to_dict"):
+            merged[key] = own_shrunk(part).to_dict()
+    try:
+        return type(config).from_dict(merged)
+    except Exception as e:  # the class's own rules
+        raise ValueError(f"`{type(config).__name__}` does not go with small numbers: {e}") from e
+
+
+def small_copy(model: nn.Module) -> nn.Module:
+    """A model as this one, of two layers and small sizes, with random weights.
+
+    Of transformers with all other settings of its configuration; of diffusers as its class's
+    defaults say.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    cls: Any = type(model)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_diff_dict"):  # a PretrainedConfig
+        made: nn.Module = cls(own_shrunk(config))
+        return made
+    if config is None:
+        raise ValueError(f"`{cls.__name__}` has no `config` to make a small copy by")
+    return diffusers_model(cls)
+
+
 def of_diffusers() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     import diffusers
     from diffusers import ModelMixin

@@ -7,10 +7,12 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
+from hfpatch.coverage.blocks import STATES, state_of
 from hfpatch.coverage.count import CATEGORIES, is_whole
 
 LIBRARIES = ("transformers", "diffusers")
 KINDS = {"norms": "norms", "mlps": "gated MLPs"}
+BLOCKS = "blocks of a call"
 
 _HEAD = """# Coverage
 
@@ -22,6 +24,10 @@ are norms over rows (by class name, without modules inside; no batch, group and 
 gated MLPs (one to three linear layers, and a product with an activation's result). Plain MLPs, the
 stacked weights of experts, RoPE and attention are not counted: outside of fused blocks nothing
 serves them.
+
+Each model is also called in fp32 with `apply(blocks=True)`: all, some or none of the blocks that
+the call runs are fused, by a file of their own ([families](families.md)) or captured
+([blocks](blocks.md)). Towers that a call with text does not reach have types of their own.
 """
 
 
@@ -37,8 +43,15 @@ def counts_of(rows: dict[str, Any]) -> dict[str, Any]:
             **{c: categories[c] for c in CATEGORIES},
             "all norms and gated MLPs served": sum(map(is_whole, built)),
             **{k: [sum(r[k][i] for r in built) for i in (0, 1)] for k in KINDS},
+            BLOCKS: _blocks(built),
         }
     return found
+
+
+def _blocks(built: list[dict[str, Any]]) -> dict[str, int]:
+    """How many models are in each state."""
+    states = Counter(map(state_of, built))
+    return {s: states[s] for s in STATES}
 
 
 def data(rows: dict[str, Any]) -> str:
@@ -67,12 +80,21 @@ def page(known: dict[str, Any]) -> str:
             left.setdefault(name, []).append(why)
     ordered = sorted(left.items(), key=lambda item: (-len(item[1]), item[0]))
     lines += [f"| {_cell(n)} | {len(whys)} | {_cell(whys[0])} |" for n, whys in ordered]
+    lines += ["", "## Blocks that are not fused", "", "By class, with the reason.", ""]
+    lines += ["| class | models | reason |", "|---|---|---|"]
+    unfused: dict[str, list[str]] = {}
+    for row in rows.values():
+        for name, why in row.get("unfused", {}).items():
+            unfused.setdefault(name, []).append(why)
+    most = sorted(unfused.items(), key=lambda item: (-len(item[1]), item[0]))
+    lines += [f"| {_cell(n)} | {len(whys)} | {_cell(whys[0])} |" for n, whys in most]
     for library in LIBRARIES:
         lines += ["", f"## {library}", ""]
-        lines += ["| model | plan | norms | gated MLPs |", "|---|---|---|---|"]
+        lines += ["| model | plan | norms | gated MLPs | blocks of a call |"]
+        lines += ["|---|---|---|---|---|"]
         lines += [
             f"| {_cell(n.partition(' ')[2])} | {r['category']} | {_of(r, 'norms')} | "
-            f"{_of(r, 'mlps')} |"
+            f"{_of(r, 'mlps')} | {_called(r)} |"
             for n, r in rows.items()
             if n.startswith(library) and r["category"] != CATEGORIES[-1]
         ]
@@ -91,14 +113,18 @@ def summary(counts: dict[str, Any]) -> list[str]:
     for library in LIBRARIES:
         of = counts[library]
         if of["models"]:
-            said = ", ".join(f"{key} {_said(of, key)}" for key in of if key not in KINDS)
+            said = ", ".join(
+                f"{key} {_said(of, key)}" for key in of if key not in KINDS and key != BLOCKS
+            )
             kinds = (f"{name} {_said(of, kind)}" for kind, name in KINDS.items())
-            lines.append(f"{library}: {said}; {', '.join(kinds)}")
+            lines.append(f"{library}: {said}; {', '.join(kinds)}; {BLOCKS}: {_said(of, BLOCKS)}")
     return lines
 
 
 def _said(counts: dict[str, Any], key: str) -> str:
     built = counts["models"] - counts[CATEGORIES[-1]]
+    if key == BLOCKS:
+        return ", ".join(f"{n} {state}" for state, n in counts[key].items())
     if key in KINDS:
         return "{} of {}".format(*counts[key])
     if key.startswith("all "):
@@ -108,6 +134,15 @@ def _said(counts: dict[str, Any], key: str) -> str:
 
 def _of(row: dict[str, Any], kind: str) -> str:
     return "{} of {}".format(*row[kind]) if row[kind][1] else "–"
+
+
+def _called(row: dict[str, Any]) -> str:
+    """The state of a model's blocks, with how many where some are not fused; why it has none."""
+    state = state_of(row)
+    if state in ("some", "none"):
+        return "{}: {} of {}".format(state, *row["blocks"])
+    why = row.get("uncalled") if state == "not called" else None
+    return f"{state}: {_cell(why[:80])}" if why else state
 
 
 def _cell(text: str) -> str:

@@ -63,8 +63,8 @@ class _Walk:
             self.parts.append((name, found))
         elif isinstance(value, nn.Module):
             self.seen.add(id(value))
-            for key, held in (*value.named_parameters(), *value.named_buffers()):
-                self.visit(f"{name}.{key}", held, 1)
+            for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+                self.visit(f"{name}.{key}", tensor, 1)
             self.parts.append((name, Same(value)))
         elif callable(value) and is_transparent(type(value)):
             self.seen.add(id(value))

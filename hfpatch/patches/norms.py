@@ -319,7 +319,8 @@ def fits(parameter: Tensor, x: Tensor) -> bool:
 
 def lying_as(x: Tensor, y: Tensor) -> Tensor:
     """`y` with its dimensions in the order in memory in which those of `x` are."""
-    order = sorted(range(x.dim()), key=lambda i: -x.stride(i))
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda i: -strides[i])
     back = sorted(range(x.dim()), key=order.__getitem__)
     return y.permute(order).contiguous().permute(back)
 

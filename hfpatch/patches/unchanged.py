@@ -109,7 +109,8 @@ def settings_of(
             raise KeyError(*e.args) from e
 
     found = attributes_of_class(cls)
-    inherited_now = tuple(map(_held, found)) if len(others) > 1 else _held(found)
+    # the codes of a class's functions are asked for apart
+    inherited_now = tuple(map(_bare, found)) if len(others) > 1 else _bare(found)
     if codes is not None:
         inherited_now = (inherited_now, codes())
     return read_both, (settings, inherited_now)
@@ -145,6 +146,10 @@ def _held(value: Any) -> Any:
     of a function or the arguments of a partial can be exchanged in place."""
     kinds = (functools.partial, types.MethodType, types.FunctionType)
     return _Held(value) if isinstance(value, kinds) else value
+
+
+def _bare(value: Any) -> Any:
+    return value if isinstance(value, types.FunctionType) else _held(value)
 
 
 class _Held:

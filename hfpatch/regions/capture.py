@@ -22,7 +22,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -31,7 +35,11 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
 
 from hfpatch.patches.base import Formula, class_of
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
@@ -74,6 +82,8 @@ class Captured:
     #: Paths of modules that the graph stands in for, and of those that it calls.
     read: tuple[str, ...]
     called: tuple[str, ...]
+    #: Why a module that is no layer is called as it is, by its path.
+    walls: Mapping[str, str]
 
 
 #: Layers that are called as modules wherever they stand.
@@ -81,6 +91,12 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.Bilinear
 #: Attributes that number a block: which one it is in its list.
 NUMBERS = re.compile(r"^(layer|block)_?(idx|id|index|number|num)$|^(idx|index)$")
 _MOST_WALLS = 6
+#: What is raised where values decide.
+_BY_VALUES = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 
@@ -123,7 +139,7 @@ def capture(
     Raises:
         Uncapturable: the text says where in the code, and why.
     """
-    walls: list[str] = []
+    walls: dict[str, str] = {}
     while True:
         attempt = _Attempt(block, leaves, numbers, walls)
         try:
@@ -138,7 +154,7 @@ def capture(
                 inner = inner.rpartition(".")[0]
             if not inner or len(walls) >= _MOST_WALLS:
                 raise Uncapturable(_where(e)) from e
-            walls.append(inner)  # what cannot be captured is called as it is
+            walls[inner] = _where(e)  # what cannot be captured is called as it is
 
 
 class _Attempt:
@@ -147,7 +163,7 @@ class _Attempt:
         block: nn.Module,
         leaves: Mapping[str, KnownLeaf],
         numbers: Sequence[tuple[str, str]],
-        walls: Sequence[str],
+        walls: Mapping[str, str],
     ) -> None:
         self.inside: list[str] = []  # paths of the modules that were running when it failed
         self._leaves, self._numbers, self._walls = leaves, numbers, walls
@@ -190,6 +206,7 @@ class _Attempt:
             shapes_of(self._env, fakes),
             tuple(self._read),
             tuple(self._called),
+            dict(self._walls),
         )
 
     def _stand_in(self, module: nn.Module, path: str) -> nn.Module:
@@ -276,12 +293,14 @@ class _Attempt:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with disable_proxy_modes_tracing():
-                out = self._result_of(stand_in, module, args, kwargs)
+                out = self._result_of(target, stand_in, module, args, kwargs)
             return self.record(target, args, kwargs, out)
 
         return forward
 
-    def _result_of(self, stand_in: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    def _result_of(
+        self, target: Call | Leaf, stand_in: Any, module: Any, args: Any, kwargs: Any
+    ) -> Any:
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         features = getattr(module, "out_features", None)
         if isinstance(features, int) and x is not None and x.shape[-1] == module.in_features:
@@ -289,8 +308,8 @@ class _Attempt:
         try:
             with self._env.ignore_fresh_unbacked_symbols():
                 out = type(stand_in).forward(stand_in, *args, **kwargs)
-        except Exception:
-            if x is None:
+        except Exception as e:
+            if x is None or (target.path in self._walls and not isinstance(e, _BY_VALUES)):
                 raise
             return torch.empty_like(x)  # a guess, which the proof has the last word on
         if x is None:

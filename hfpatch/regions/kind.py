@@ -6,6 +6,7 @@ the original computes it; from then on such calls of every block of the kind run
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import nn
 
 from hfpatch.patches.proving import may_prove, quietly
 from hfpatch.regions.caches import state_of
-from hfpatch.regions.capture import KnownLeaf, Uncapturable, capture
+from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture
 from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.guard import guard
 from hfpatch.regions.nodes import Project
@@ -172,6 +173,29 @@ class Kind:
                 self._remember(key, variant)
             return once()
 
+    def examine(
+        self,
+        block: nn.Module,
+        args: Any,
+        kwargs: Any,
+        observe: Callable[[Captured, Any], None],
+    ) -> Variant:
+        """What one call becomes, for an explanation: nothing is kept, and no call is served by it.
+
+        Raises:
+            Uncapturable, Disproved: why it is left to its parts.
+        """
+        _, call, tensors, _ = self.lookup(args, kwargs, block)
+        if call is None:
+            raise Uncapturable(self.unfit or "a tensor of the call is of a class of its own")
+        again = copy.deepcopy((args, kwargs))  # the original writes to a cache
+
+        def original() -> Any:
+            return type(block).forward(block, *again[0], **again[1])
+
+        device = tensors[0].device.type
+        return self._prove(block, call[0], tensors, device, original, observe)
+
     def _refuse(self, kinds: Any, key: Any, why: str) -> None:
         self.refused[kinds] = why
         self._remember(key, None)
@@ -183,7 +207,9 @@ class Kind:
         tensors: list[Tensor],
         device: str,
         original: Callable[[], Any],
+        observe: Callable[[Captured, Any], None] | None = None,
     ) -> Variant:
+        """A variant, proven; `observe` is given the rewritten capture and the proof's half."""
         with quietly(device):
             captured = capture(block, structure, tensors, self.leaves, self.numbers)
             same = guard(block, captured.read, captured.called, self.numbers)
@@ -203,6 +229,8 @@ class Kind:
         result = original()
         with quietly(device):
             evidence = compare(proof, ours, result)
+        if observe is not None:
+            observe(captured, proof)
         if evidence is None:
             raise _Undecided("its results were not finite")
         packs = tuple(

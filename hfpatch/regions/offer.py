@@ -135,7 +135,9 @@ def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
             yield path, blocks
 
 
-def _is_block(module: nn.Module) -> bool:
+def _is_block(module: nn.Module | None) -> bool:
+    if module is None:  # a place in a list that is left empty
+        return False
     layers = norms = 0
     for m in module.modules():
         name = type(m).__name__

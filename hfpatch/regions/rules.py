@@ -317,8 +317,9 @@ def projections(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
         is_layer = isinstance(node.target, Call) and node.target.path in linears
         if is_layer and len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], Node):
             of_input.setdefault(node.args[0], []).append(node)
-    for x, group in of_input.items():
+    for group in of_input.values():
         first = group[0]
+        x = first.args[0]  # a layer's product may have been replaced by now
         with graph.inserting_before(first):
             paths = [n.target.path for n in group]  # type: ignore[union-attr]
             both = graph.call_function(Project(*paths), (x,))
@@ -405,7 +406,7 @@ ROWS: Sequence[Row] = (
 
 def launches(graph: Graph) -> int:
     """How many nodes of a graph do work on a GPU: views and sizes are none."""
-    return sum(_works(node) for node in graph.nodes)
+    return sum(is_work(node) for node in graph.nodes)
 
 
 _VIEWS = frozenset(
@@ -420,7 +421,8 @@ _VIEWS = frozenset(
 )
 
 
-def _works(node: Node) -> bool:
+def is_work(node: Node) -> bool:
+    """Whether a node does work on a GPU."""
     if node.op != "call_function" or isinstance(node.target, Param) or node.target in _VIEWS:
         return False
     if isinstance(node.target, Project):

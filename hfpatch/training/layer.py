@@ -250,7 +250,8 @@ class Runner:
             return None
         if not all(map(is_own, containers)) or not all(m is None or is_own(m) for m in norms):
             return None
-        if not all(n is None or n.is_there(m) for n, m in zip(self._norms, norms, strict=True)):
+        pairs: Any = zip(self._norms, norms, strict=True)
+        if not all(n is None or n.is_there(m) for n, m in pairs):
             return None
         tables = kwargs.get("position_embeddings")
         cos = sin = None
@@ -532,8 +533,8 @@ def adapter(plan: LayerPlan, proven: Proven) -> Forward:
         ):
             return inside(self, *args, **kwargs)
         caches = () if getattr(self, "_can_checkpoint_with_cache", False) else CACHES
-        dropped = {"use_cache": False} if kwargs.get("use_cache") else {}
-        dropped |= {name: None for name in caches if kwargs.get(name) is not None}
+        dropped: dict[str, Any] = {"use_cache": False} if kwargs.get("use_cache") else {}
+        dropped |= dict.fromkeys(n for n in caches if kwargs.get(n) is not None)
         if dropped:
             from transformers.modeling_layers import logger
 

@@ -227,8 +227,8 @@ def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, str | None, 
         index = getattr(module, "layer_idx", None)
         if "use_cache" in given:
             given["use_cache"] = True
-        name = next((n for n in CACHES if n in seen.kwargs), None)
-        result = layer(x, attention_mask=mask, **given, **({} if name is None else {name: cache}))
+        holds = next((n for n in CACHES if n in seen.kwargs), None)
+        result = layer(x, attention_mask=mask, **given, **({} if holds is None else {holds: cache}))
         if not isinstance(result, Tensor):
             raise Unexplained(f"{what} returns a `{type(result).__name__}` where a cache is used")
     tells = False
@@ -241,11 +241,11 @@ def _call(rule: LayerRule, seen: Seen, replica: Any) -> tuple[Call, str | None, 
             and all(told[n] is given[n] for n in reaching)
         )
         if named_too and not (tells and len(named_too) == 1):  # more than is known
-            name = None
+            holds = None
     else:
-        name = None
+        holds = None
     call = Call(own, tuple(passed), passes_others, _named(layer, module))
-    return call, name, tells and name is not None
+    return call, holds, tells and holds is not None
 
 
 def _argument(name: str, value: Any, module: nn.Module, what: str) -> Argument:

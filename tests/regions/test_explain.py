@@ -1,0 +1,133 @@
+"""What a captured block became, said and drawn."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from regions.families import build
+
+import hfpatch
+from hfpatch import cli
+from hfpatch.regions.explain import KINDS, Explanation, Step, explain
+
+_SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+def boxes(svg: str) -> list[ET.Element]:
+    return [r for r in ET.fromstring(svg).iter(f"{_SVG}rect") if r.get("class") == "step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "ops"),
+    [
+        ("gemma2", "layers.1", {"rope_qk", "attention", "add_rms_norm", "gated"}),
+        ("bert", "encoder.layer.0", {"attention", "add_layer_norm"}),
+    ],
+)
+def test_a_block_is_explained(name: str, path: str, ops: set[str]) -> None:
+    model, inputs = build(name)
+    call = inputs(2, 9)
+    with torch.no_grad():
+        before = model(**call)[0]
+    held = {n: dict(m.__dict__) for n, m in model.named_modules()}
+    found = explain(model, path, call)
+    assert found.path == path and not found.reason
+    assert found.after < found.before and 0 < found.error < 1e-5 and found.wide < 1e-12
+    assert {s.kind for s in found.steps} <= set(KINDS)
+    assert ops <= {s.title.partition("(")[0] for s in found.steps if s.kind == "op"}
+    for s in found.steps:
+        assert (s.region == 0) is (s.kind in ("wall", "cache"))
+        assert bool(s.why) is (s.kind != "op")
+        assert s.error is None or s.error < 1e-6
+        assert all(-1 <= u < found.steps.index(s) for u in s.uses)
+    measured = [s for s in found.steps if s.title.partition("(")[0] in ops]
+    assert all(s.error is not None for s in measured)
+    layers = [s for s in found.steps if s.kind == "wall"]
+    assert layers and all("Linear" in s.title and s.why == "a layer" for s in layers)
+    with torch.no_grad():
+        assert torch.equal(model(**call)[0], before)
+    assert all(m.__dict__.keys() == held[n].keys() for n, m in model.named_modules())
+
+
+def test_the_drawing() -> None:
+    model, inputs = build("gemma2")
+    found = explain(model, "layers.0", inputs(2, 9))
+    svg = found.to_svg()
+    root = ET.fromstring(svg)
+    assert len(boxes(svg)) == len(found.steps) + 1  # and the arguments
+    regions = [r for r in root.iter(f"{_SVG}rect") if r.get("class") == "region"]
+    assert len(regions) == max(s.region for s in found.steps)
+    lines = list(root.iter(f"{_SVG}path"))
+    assert len(lines) == sum(len(s.uses) for s in found.steps)
+    high, wide = float(root.get("height", 0)), float(root.get("width", 0))
+    for box in boxes(svg):
+        assert float(box.get("y", -1)) + 28 < high and float(box.get("width", -1)) < wide
+    said = "".join(root.itertext())
+    assert "attention(causal=False, softcap=2, a mask)" in said and "<" not in said
+    assert found._repr_svg_() == svg
+
+
+def test_text_of_others_is_escaped_in_the_drawing() -> None:
+    step = Step("wall", 0, '<script>"&', "[1]", (-1,), None, "</svg>\x1b[2J")
+    svg = Explanation("a<b", "C", steps=(step,)).to_svg()
+    said = "".join(ET.fromstring(svg).itertext())
+    assert '<script>"&' in said and "</svg>" in said and "\x1b" not in svg
+
+
+def test_a_block_that_is_left_says_why() -> None:
+    from transformers import StaticCache
+
+    model, inputs = build("llama")
+    cache = StaticCache(model.config, max_cache_len=16)
+    found = explain(model, "layers.0", {**inputs(2, 9), "past_key_values": cache})
+    assert not found.steps and "`StaticCache`" in found.reason
+    assert f"left to its parts: {found.reason}" in str(found)
+    assert "StaticCache" in "".join(ET.fromstring(found.to_svg()).itertext())
+
+
+def test_a_patched_model_stays_patched() -> None:
+    model, inputs = build("llama")
+    hfpatch.apply(model, blocks=True, decoding=False)
+    swaps = hfpatch.status(model).swaps
+    assert explain(model, "layers.2", inputs(2, 9)).steps
+    assert hfpatch.status(model).swaps == swaps
+    hfpatch.restore(model)
+    hfpatch.apply(model, blocks=False, decoding=False)
+    with pytest.raises(ValueError, match="patched with `blocks=False`"):
+        explain(model, "layers.2", inputs(2, 9))
+
+
+def test_no_such_block() -> None:
+    model, inputs = build("llama")
+    with pytest.raises(ValueError, match=r"no block of `layers\.7` .* layers\.0, layers\.1, "):
+        explain(model, "layers.7", inputs(2, 9))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import MistralConfig
+
+    MistralConfig(
+        architectures=["MistralForCausalLM"], hidden_act="gelu", sliding_window=8
+    ).save_pretrained(tmp_path)
+    drawing = tmp_path / "block.svg"
+    command: list[Any] = ["plan", str(tmp_path), "--explain", "model.layers.0"]
+    assert cli.main([*command, "--svg", str(drawing)]) == 0
+    said = capsys.readouterr().out
+    assert "MistralDecoderLayer `model.layers.0`: " in said and "region 3" in said
+    assert "gated(activation=gelu)" in said  # the configuration's own
+    assert "in a small copy of its MistralForCausalLM" in said
+    assert boxes(drawing.read_text(encoding="utf-8"))
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["class_name"] == "MistralDecoderLayer"
+    assert cli.main(["plan", str(tmp_path), "--svg", "x.svg"]) == 2
+    assert "`--svg` is of `--explain PATH`" in capsys.readouterr().err
