@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hfpatch.bench.cases import CASES
 from hfpatch.bench.peers import OURS, PEERS
 from hfpatch.bench.results import Result, read
 from hfpatch.bench.show import best_peer, copy_of, speedup
@@ -60,7 +61,8 @@ def update(root: Path, check: bool) -> int:
         for name, rows in late.items():
             draw(pictures / name, rows, mark(rows))
     for path in pictures.glob("*.svg"):
-        if path.name not in wanted:
+        ours = "<!-- data " in path.read_text(encoding="utf-8")  # others are drawn by hand
+        if ours and path.name not in wanted:
             path.unlink()
     return 0
 
@@ -358,6 +360,10 @@ def _ops(found: Sequence[Result], pictures: bool) -> str:
         drawn.remove(op)  # once, where the op comes first
         return [f"![Bandwidth of {op} by size](images/{slug(op)}.svg)\n"]
 
+    measured = {row["op"] for run in found for row in run["rows"]}
+    if missing := [case.name for case in CASES if case.name not in measured]:
+        named = ", ".join(f"`{name}`" for name in missing)
+        lines.append(f"Not measured on a GPU yet: {named}.\n")
     for op, rows in _groups(result["rows"]):
         lines += [f"### {_op_title(op)}\n", *picture(op), *_op_table(rows)]
     for number, other in enumerate(others):
