@@ -22,11 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -35,11 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    free_unbacked_symbols,
-)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from hfpatch.patches.base import Formula, class_of
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
@@ -91,12 +83,6 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.Bilinear
 #: Attributes that number a block: which one it is in its list.
 NUMBERS = re.compile(r"^(layer|block)_?(idx|id|index|number|num)$|^(idx|index)$")
 _MOST_WALLS = 6
-#: What is raised where values decide.
-_BY_VALUES = (
-    GuardOnDataDependentSymNode,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 
@@ -293,14 +279,12 @@ class _Attempt:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with disable_proxy_modes_tracing():
-                out = self._result_of(target, stand_in, module, args, kwargs)
+                out = self._result_of(stand_in, module, args, kwargs)
             return self.record(target, args, kwargs, out)
 
         return forward
 
-    def _result_of(
-        self, target: Call | Leaf, stand_in: Any, module: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def _result_of(self, stand_in: Any, module: Any, args: Any, kwargs: Any) -> Any:
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         features = getattr(module, "out_features", None)
         if isinstance(features, int) and x is not None and x.shape[-1] == module.in_features:
@@ -308,8 +292,8 @@ class _Attempt:
         try:
             with self._env.ignore_fresh_unbacked_symbols():
                 out = type(stand_in).forward(stand_in, *args, **kwargs)
-        except Exception as e:
-            if x is None or (target.path in self._walls and not isinstance(e, _BY_VALUES)):
+        except Exception:
+            if x is None:
                 raise
             return torch.empty_like(x)  # a guess, which the proof has the last word on
         if x is None:

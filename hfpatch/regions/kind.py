@@ -167,7 +167,8 @@ class Kind:
             except Exception as e:  # any operator's own
                 if failed:
                     raise
-                self._refuse(kinds, key, f"its proof failed: {type(e).__name__}: {e}")
+                said = (str(e).splitlines() or [""])[0]  # further lines hold numbers
+                self._refuse(kinds, key, f"its proof failed: {type(e).__name__}: {said}")
             else:
                 self.variants.setdefault(kinds, []).append(variant)
                 self._remember(key, variant)

@@ -17,8 +17,9 @@ import hfpatch
 from hfpatch import swap
 from hfpatch.regions.capture import Uncapturable, capture, numbers_of
 from hfpatch.regions.interpret import Interpreter
-from hfpatch.regions.nodes import Constant
+from hfpatch.regions.nodes import Constant, Project
 from hfpatch.regions.offer import forget
+from hfpatch.regions.rules import rewrite
 from hfpatch.regions.structure import take_apart
 
 
@@ -332,3 +333,23 @@ def test_writes_to_slices_of_a_tensor_of_its_own() -> None:
     names = [str(n.target) for n in found.graph.nodes]
     assert not any("copy_" in n for n in names)
     assert "aten.slice_scatter.default" in names and "aten.select_scatter.default" in names
+
+
+def test_a_layer_of_a_layer_s_product() -> None:
+    own = _Toy.forward
+    try:
+        found = _captured(lambda m, x, c: m.lin(m.lin(x)) + m.lin(x))
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+    before = {str(n.target) for n in found.graph.nodes}
+    rewrite(found.graph, frozenset({"lin"}))  # it checks the order of its nodes
+    assert before and sum(isinstance(n.target, Project) for n in found.graph.nodes) == 2
+
+
+def test_a_list_with_an_empty_place() -> None:
+    model, inputs = build("llama")
+    model.more = nn.ModuleList([None, nn.Linear(4, 4)])  # type: ignore[list-item]
+    hfpatch.apply(model, decoding=False, blocks=True)
+    run(model, inputs(2, 9))
+    run(model, inputs(2, 9))
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
