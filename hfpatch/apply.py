@@ -96,7 +96,8 @@ def apply(
             written for: at the first call of a kind what a block computes is captured, rewritten
             and proven on that call's arguments, while the original computes its result. Until then
             they are `candidates` of the report; `status` says what came of them. "auto": those on
-            a GPU; True: those on the CPU too, where it gains little; False: none.
+            a GPU, and calls without a cache that has entries; True: those on the CPU too, where it
+            gains little, and all calls; False: none.
         gain: None: what is known to be faster is swapped. "time": beside that, the original and the
             patched forward of each kind of module are timed on the first calls that come without
             gradients, in turns, and the faster is kept for calls of that size; `status` shows both
@@ -325,9 +326,10 @@ def _candidates(
     """The blocks that are captured at their first call; by default those that lie on a GPU."""
     from hfpatch.regions.offer import offer
 
-    return offer(
-        roots, settings, prepared, frozenset({"cuda"} if blocks == "auto" else {"cpu", "cuda"})
-    )
+    # A decoding step takes longer to capture than to run, and nobody has timed what it gains.
+    auto = blocks == "auto"
+    devices = frozenset({"cuda"} if auto else {"cpu", "cuda"})
+    return offer(roots, settings, prepared, devices, past=not auto)
 
 
 def _remember(roots: list[tuple[str, nn.Module]], decided: Plan) -> None:

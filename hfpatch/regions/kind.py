@@ -59,6 +59,8 @@ class Kind:
     leaves: Mapping[str, KnownLeaf]
     numbers: tuple[tuple[str, str], ...]
     bind: Bind
+    #: Whether calls whose cache has entries are captured too.
+    past: bool = True
     variants: dict[Any, list[Variant]] = field(default_factory=dict)
     #: Why calls of a structure are left to the original.
     refused: dict[Any, str] = field(default_factory=dict)
@@ -95,6 +97,9 @@ class Kind:
                 self.unfit = found
                 return None, None, None, None
             state, held = found
+            if state.past and not self.past:
+                self.unfit = "its cache has entries; `blocks=True` captures such calls too"
+                return None, None, None, None
             structure = Structure(structure.shape, state)
             tensors += held
             for i, t in enumerate(held):

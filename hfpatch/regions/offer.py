@@ -78,6 +78,7 @@ def offer(
     settings: Settings,
     prepared: Sequence[Prepared],
     devices: frozenset[str],
+    past: bool,
 ) -> list[Prepared]:
     """The candidates, each with its adapter.
 
@@ -85,6 +86,7 @@ def offer(
         roots: (name of the component or "", module) pairs.
         prepared: the swaps of the plan: what they take over is no candidate.
         devices: types of those that a block may lie on.
+        past: whether calls whose cache has entries are captured too.
     """
     if settings.training or settings.sources.assumed is not None or not settings.verify:
         return []
@@ -107,7 +109,7 @@ def offer(
                 name = class_of(block).__name__
                 if not _may_be(where, name, block, settings, devices):
                     continue
-                kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources)
+                kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources, past)
                 if kind is not None:
                     found.append(_prepare(where, name, block, kind))
     return found
@@ -189,6 +191,7 @@ def _kind_of(
     numbers: tuple[tuple[str, str], ...],
     bind: Bind,
     sources: Sources,
+    past: bool,
 ) -> Kind | None:
     known: dict[str, KnownLeaf] = {}
     parts: list[Any] = []
@@ -218,7 +221,8 @@ def _kind_of(
         ))  # fmt: skip
     versions = tuple(sources.kernel(op, block=True).version for op in _OPS)  # type: ignore[union-attr]
     table = attention_table()
-    key = (tuple(parts), numbers, versions, tuple(chosen_attention(block.modules(), table)))
+    chosen = tuple(chosen_attention(block.modules(), table))
+    key = (tuple(parts), numbers, versions, chosen, past)
     try:
         found = _kinds.get(key)
     except TypeError:  # an attribute that has no key
@@ -226,7 +230,7 @@ def _kind_of(
     if found is None:
         while len(_kinds) >= _MOST_KINDS:
             del _kinds[next(iter(_kinds))]
-        found = _kinds[key] = Kind(class_of(block).__name__, known, numbers, bind)
+        found = _kinds[key] = Kind(class_of(block).__name__, known, numbers, bind, past)
     return found
 
 

@@ -328,7 +328,11 @@ def prove(
                 if not (ours[name] is theirs[name] is true):
                     raise Unexplained(f"`{seen.path}`: gradients of other tensors: `{name}`")
                 continue
-            scale = max(sizes[name], least)
+            # A bias's gradient is a sum over rows, which cancels where keys have it: what is summed
+            # is as large as the weight's, of inputs of size 1.
+            weight = sizes.get(f"{name.removesuffix('.bias')}.weight", 0.0)
+            summed = weight if name.endswith(".bias") else 0.0
+            scale = max(sizes[name], summed, least)
             error, original = (
                 _size(t.double().cpu() - true) / scale for t in (ours[name], theirs[name])
             )

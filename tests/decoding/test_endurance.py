@@ -48,11 +48,16 @@ def test_cycles_of_apply_generate_and_restore(cycles: int) -> None:
 
     for _ in range(max(8, cycles // 10)):
         cycle()
-    memory, count = resident(), tensors()
-    for _ in range(cycles):
-        cycle()
-    assert tensors() == count and len(kept.decoders) <= 1
-    assert resident() - memory <= ROOM
+    # Twice, and the lesser counts: the allocator's or a library's own may grow in one of the two, a
+    # leak in both.
+    grown = []
+    for _ in range(2):
+        memory, count = resident(), tensors()
+        for _ in range(cycles // 2):
+            cycle()
+        assert tensors() == count and len(kept.decoders) <= 1
+        grown.append(resident() - memory)
+    assert min(grown) <= ROOM // 2, grown
     assert vars(model).keys() == before.keys()
 
 
