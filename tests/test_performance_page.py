@@ -33,7 +33,7 @@ NOT_MEASURED = {
 
 
 def test_every_op_is_on_the_page() -> None:
-    """With a table of times, and a picture of its bandwidth; or it says that it was not measured."""
+    """With a table of times and a picture of its bandwidth; or it says that none was measured."""
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     of_gpu = text.partition("## Ops: GPU time")[2].partition("\n## ")[0]
     named = re.search(r"^Not measured on a GPU yet: (.*)\.$", of_gpu, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Calls whose cache has entries: captured where `blocks=True` asks for them, else the original's."""
+"""Calls whose cache has entries: captured where `blocks=True` asks for it, else the original's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_a_call_with_entries(
             )
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     (kind,) = offer._kinds.values()
-    states = {structure.cache.past for structure, *_ in kind.variants if structure.cache is not None}
+    caches_of = [structure.cache for structure, *_ in kind.variants]
+    states = {state.past for state in caches_of if state is not None}
     assert states == ({False, True} if past else {False})
     assert kind.decided and "candidate" not in str(hfpatch.status(patched))
     offer.forget()
