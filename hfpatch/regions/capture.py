@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
 
 from hfpatch.patches.base import Formula, class_of
 from hfpatch.patches.keys import OWNED_BY_WRAPPERS
@@ -83,6 +84,9 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.Bilinear
 #: Attributes that number a block: which one it is in its list.
 NUMBERS = re.compile(r"^(layer|block)_?(idx|id|index|number|num)$|^(idx|index)$")
 _MOST_WALLS = 6
+#: Calls of PyTorch in a block, attributes of tensors counted: the largest of our tests has 700. A
+#: loop over rows would hold up the first call of a model for minutes.
+_MOST_CALLS = 5000
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 
@@ -143,6 +147,22 @@ def capture(
             walls[inner] = _where(e)  # what cannot be captured is called as it is
 
 
+class _Counted(TorchFunctionMode):
+    """Stops code that calls PyTorch very often, as loops over rows or chunks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        if self.calls > _MOST_CALLS:
+            raise Uncapturable(f"it calls PyTorch more than {_MOST_CALLS} times")
+        return func(*args, **(kwargs or {}))
+
+
 class _Attempt:
     def __init__(
         self,
@@ -175,7 +195,8 @@ class _Attempt:
             own = given[: len(given) - count]
             cache = None if state is None else stand_in(state, given[len(own) :], noted)
             args, kwargs = build(structure, own, cache)
-            out = type(self._block).forward(self._block, *args, **kwargs)
+            with _Counted():
+                out = type(self._block).forward(self._block, *args, **kwargs)
             again = state is not None and state.updated is True  # noted already
             if noted.marked is not ("cross" in noted.updated) and not (noted.marked and again):
                 raise Uncapturable("its code notes an update of its cache that it does not make")

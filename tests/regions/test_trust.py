@@ -353,3 +353,24 @@ def test_a_list_with_an_empty_place() -> None:
     run(model, inputs(2, 9))
     run(model, inputs(2, 9))
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+
+
+class Loops(nn.Module):
+    """As recurrent layers go over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        for _ in range(6000):
+            y = y * 1.0
+        return self.down(self.up(y))
+
+
+def test_a_long_loop_is_not_captured() -> None:
+    x = torch.randn(2, 8)
+    structure, tensors, _ = take_apart((x,), {})
+    with pytest.raises(Uncapturable, match="calls PyTorch more than 5000 times"):
+        capture(Loops(), structure, tensors, {}, ())
