@@ -159,7 +159,9 @@ def test_perplexity_in_bf16_is_no_farther_from_fp32s(
             else:
                 errors[name] += float((logits - truth).square().sum())
     assert kept.decoders[ours].steps >= count * (new - 2)
-    assert errors["ours"] <= 1.1 * errors["half"], errors
+    # A text is one draw: its errors pass from token to token. Over texts the quotient of the two is
+    # spread by a fifth.
+    assert errors["ours"] <= (1 + 0.5 / count**0.5) * errors["half"], errors
     true, theirs, mine = (torch.cat(kept_) for kept_ in losses.values())
     # of so many tokens a mean is known to this, whichever way the errors point
     spread = (mine - theirs).std() / len(true) ** 0.5

@@ -174,6 +174,9 @@ def say_the_same_of_lists(
     by_ctypes = library.last_error() if status != CONSTANTS["HFP_OK"] else None
     operator = getattr(kernels_module.ops, sample.op + "_out" * bool(outs)).default
     by_torch = error_of(lambda: operator(*by_operator))
+    overlaps = [str(said).count("must not overlap") for said in (by_torch, by_ctypes)]
+    if overlaps == [1, 1]:  # of several the first in memory is named, and these are copies
+        return
     assert by_torch == by_ctypes
     if by_ctypes is None:
         for a, b in zip(by_c, by_operator, strict=True):
