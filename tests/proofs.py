@@ -185,9 +185,29 @@ def canaries(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, widt
             assert torch.equal(bits(t), bits(before[k])), f"{sample.id}: wrote to `{k}`"
 
 
+def refused_in_place(
+    sample: Sample, kernels: Any, dtype: torch.dtype, device: str, width: int
+) -> None:
+    """The first result in the memory of each input but `c`: an error, and nothing is written."""
+    for name, spec in sample.tensors.items():
+        if name == "c" or spec.dtype is not None:
+            continue
+        tensors = sample.make(dtype, width=width, device=device)
+        outs = sample.call_all(kernels, tensors, width)
+        target, size = tensors[name].flatten(), outs[0].numel()
+        if target.numel() < size:
+            continue
+        before = target.clone()
+        outs[0] = target[:size].view(outs[0].shape)
+        with pytest.raises(RuntimeError, match=rf"`out` must not overlap `{name}`"):
+            sample.call_out(kernels, outs, tensors, width)
+        assert_same_bits([target], [before], f"{sample.id}: `{name}` was written")
+
+
 def in_place(sample: Sample, kernels: Any, dtype: torch.dtype, device: str, width: int) -> int:
     """Each output over each input of its shape and dtype: the same bits; how many there are."""
     if sample.op in READ_AGAIN:
+        refused_in_place(sample, kernels, dtype, device, width)
         return 0
     expected = sample.call_all(kernels, sample.make(dtype, width=width, device=device), width)
     found = 0

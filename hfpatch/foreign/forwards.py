@@ -333,6 +333,8 @@ class ForwardWatch:
         except Different as e:
             self._lies(str(e))
         except Exception as e:  # a module or an input that cannot be copied, or its own
+            if len(self._refused) >= _KINDS:
+                self._refused.clear()
             self._refused.add(kind)
             self._warn(
                 f"could not be compared with the original for a call ({e}); such calls use "

@@ -168,6 +168,8 @@ class Watch:
             failure = e
         why = self._left(before, tensors, forms, held)
         if failure is not None and why is None:
+            if len(self._refused) >= _KINDS:
+                self._refused.clear()
             self._refused.add(kind)
             self._warn(f"failed ({type(failure).__name__}: {failure}) with", tensors)
             return self._asked.formula(tensors)

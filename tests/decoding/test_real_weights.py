@@ -137,12 +137,13 @@ def test_texts_in_bf16_part_within_its_noise(plain: tuple[Any, Any], count: int,
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("count", "new"),
-    [pytest.param(2, 40), pytest.param(20, 100, marks=pytest.mark.exhaustive)],
+    [pytest.param(6, 30), pytest.param(20, 100, marks=pytest.mark.exhaustive)],
 )
 def test_perplexity_in_bf16_is_no_farther_from_fp32s(
     plain: tuple[Any, Any], count: int, new: int
 ) -> None:
-    """Teacher forced, over real text that follows the prompts, one step after the other."""
+    """Teacher forced, over real text that follows the prompts, one step after the other. A text is
+    one draw, for an error passes from token to token."""
     exact, tokenizer = plain
     half = copy.deepcopy(exact).to(torch.bfloat16)
     ours = copy.deepcopy(half)
@@ -159,9 +160,7 @@ def test_perplexity_in_bf16_is_no_farther_from_fp32s(
             else:
                 errors[name] += float((logits - truth).square().sum())
     assert kept.decoders[ours].steps >= count * (new - 2)
-    # A text is one draw: its errors pass from token to token. Over texts the quotient of the two is
-    # spread by a fifth.
-    assert errors["ours"] <= (1 + 0.5 / count**0.5) * errors["half"], errors
+    assert errors["ours"] <= 1.1 * errors["half"], errors
     true, theirs, mine = (torch.cat(kept_) for kept_ in losses.values())
     # of so many tokens a mean is known to this, whichever way the errors point
     spread = (mine - theirs).std() / len(true) ** 0.5
