@@ -13,6 +13,7 @@ import c_api
 import torch
 from torch import Tensor
 
+from hfpatch.capi.signatures import CONSTANTS
 from hfpatch.ops import OPS as FORMULAS
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -45,6 +46,7 @@ def shared(*shape: int | str, **options: Any) -> Spec:
 
 def _resolve(value: Any, width: int) -> Any:
     sizes = {"D": width, "2D": 2 * width, "4D": 4 * width, "D/2": width // 2}
+    sizes["experts"] = min(width, CONSTANTS["HFP_MAX_EXPERTS"])
     return sizes.get(value, value) if isinstance(value, str) else value
 
 
@@ -331,7 +333,7 @@ SAMPLES = [
         softcap=30.0,
     ),
     sample(
-        "load_balancing_loss", logits=rows("D"), mask=rows(dtype=F32, dense=True), k=3,
+        "load_balancing_loss", logits=rows("experts"), mask=rows(dtype=F32, dense=True), k=3,
         constant=("mask",),
     ),
     sample(

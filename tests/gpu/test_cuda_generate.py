@@ -55,7 +55,7 @@ def test_a_family(device: str, family: str) -> None:
                 texts.append(model.generate(**inputs, max_new_tokens=20, eos_token_id=end, **more))
             assert torch.equal(texts[1], texts[0])
     # Phi-3 prepares its inputs by code of its own, so that transformers' loop stays
-    assert loops_of(patched) >= 6 or family == "phi3"
+    assert loops_of(patched) >= 6 or family.startswith("phi3")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,7 +22,7 @@ from test_fuzz import (
     say_the_same,
     say_the_same_of_lists,
 )
-from test_proofs import compiles_once
+from test_proofs import compiles_once, opchecked
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -41,13 +41,12 @@ SHAPES = [
 def test_opcheck(name: str, dtype: torch.dtype, kernels_module: ModuleType) -> None:
     """In every layout."""
     sample = BY_ID[name]
-    operator = getattr(kernels_module.ops, sample.op).default
     tensors = sample.make(dtype, device="cuda")
-    torch.library.opcheck(operator, sample.arguments(tensors))
+    opchecked(sample, tensors, kernels_module)
     for layout in proofs.LAYOUTS:
         strided = proofs.laid_out(sample, tensors, layout)
         if strided is not None:
-            torch.library.opcheck(operator, sample.arguments(strided))
+            opchecked(sample, strided, kernels_module)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -21,6 +21,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,9 @@ def _at(arguments: list[Any], place: Place) -> Any:
 class Call:
     """One valid call by ctypes, and copies of it with faults."""
 
+    #: Arguments, by place, that may be of any size.
+    any_size: AbstractSet[int] = frozenset()
+
     def __init__(self, sample: Sample, dtype: torch.dtype, kernels: Any, device: str) -> None:
         tensors = sample.make(dtype, BATCH, WIDTH, device)
         results = sample.call_all(kernels, tensors, WIDTH)
@@ -209,6 +213,9 @@ class Call:
         self.meant = sample.meant([o.tensor for o in outs])
         self._take(sample, outs, sample.arguments(tensors, WIDTH))
         self.written = outs
+        self.any_size = set()
+        if device != "cpu":  # a product's workspace there may have any size
+            self.any_size = {i for i, r in enumerate(sample.results) if r == "product_workspace"}
 
     def _take(self, sample: Any, outs: list[Placed], inputs: tuple[Any, ...]) -> None:
         self.sample, self.op, self.outs = sample, sample.schema, outs
@@ -272,6 +279,8 @@ class Call:
         return at >= len(self.outs) or self.outs[at].tensor.numel() > 0
 
     def _may(self, at: int, fault: Fault) -> bool:
+        if at in self.any_size and fault.name == "size 0":
+            return True
         return fault.name in FREE_TYPES.get((self.sample.op, self.names[at]), ())
 
     def reset(self) -> None:
