@@ -5,7 +5,8 @@
 
 Random weights in bf16, real shapes; inputs are random. Each way's outputs are compared with eager's
 before anything is timed. Ways run in turns; of each the least of the medians of its turns is
-reported, waited for after each call (`ms`), and among queued calls (`queued_ms`).
+reported, waited for after each call (`ms`), and among queued calls (`queued_ms`). Liger, which
+replaces functions of transformers, has a process of its own, with eager beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -258,20 +261,6 @@ class _Ways:
         }
         if "compile" in peers:
             self.ways["compile"] = (torch.compile(model, dynamic=False), None)  # type: ignore[assignment]
-        if "liger" in peers:
-            self._add_liger()
-
-    def _add_liger(self) -> None:
-        import copy
-
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        try:
-            twin = copy.deepcopy(self.model)
-            _apply_liger_kernel_to_instance(model=twin)
-            self.ways["liger"] = (twin, None)
-        except Exception as e:  # it has no kernels for this type
-            self.row["liger"] = f"{type(e).__name__}: {e}"
 
     def run(self, name: str) -> torch.Tensor:
         with torch.no_grad():
@@ -308,6 +297,56 @@ def _turn(run: Callable[[], Any], seconds: float) -> tuple[float, float]:
         run()
     _sync()
     return statistics.median(waited) * 1e3, (time.perf_counter() - started) / count * 1e3
+
+
+def with_liger(name: str, rounds: int, seconds: float) -> dict[str, Any]:
+    """Liger's times, and eager's beside them: in this process alone, since it replaces functions of
+    transformers for all models. It knows causal models; the inner one is called, as in other ways.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model, inputs = CASES[name]()
+
+    def run() -> None:
+        with torch.no_grad():
+            model(**inputs)
+
+    def least() -> tuple[float, float]:
+        run()
+        times = [_turn(run, seconds) for _ in range(rounds)]
+        return min(t[0] for t in times), min(t[1] for t in times)
+
+    eager = least()
+    holder: Any = model
+    try:
+        with torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(model.config)
+        if type(getattr(causal, "model", None)) is type(model):
+            causal.model = model
+            holder = causal
+    except ValueError:  # no causal model of this type
+        pass
+    before = [type(m).forward for m in model.modules()], [m.forward for m in model.modules()]
+    _apply_liger_kernel_to_instance(model=holder)
+    after = [type(m).forward for m in model.modules()], [m.forward for m in model.modules()]
+    if before == after:
+        raise ValueError(f"it has no kernels for `{model.config.model_type}`")
+    liger = least()
+    return {"liger": liger, "eager": eager}
+
+
+def _liger_apart(name: str, rounds: int, seconds: float, row: dict[str, Any]) -> None:
+    """Put what `with_liger` finds into a row."""
+    command = [sys.executable, __file__, "--liger-alone", name, "--rounds", str(rounds)]
+    done = subprocess.run([*command, "--seconds", str(seconds)], capture_output=True, text=True)
+    if done.returncode != 0:
+        row["liger"] = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+        return
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    row["ms"]["liger"], row["queued_ms"]["liger"] = found["liger"]
+    row["eager_beside_liger"] = found["eager"]
 
 
 def measure(name: str, peers: list[str], rounds: int, seconds: float) -> dict[str, Any]:
@@ -360,6 +399,15 @@ def measure(name: str, peers: list[str], rounds: int, seconds: float) -> dict[st
     row["ms"] = {w: min(t[0] for t in ts) for w, ts in times.items()}
     row["queued_ms"] = {w: min(t[1] for t in ts) for w, ts in times.items()}
     row["median_ms"] = {w: statistics.median(t[0] for t in ts) for w, ts in times.items()}
+    if "liger" in peers:
+        del truth, out, first
+        model = ways.model
+        ways.ways.clear()
+        del ways, model
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+        _liger_apart(name, rounds, seconds, row)
     return {"case": name, **row}
 
 
@@ -373,7 +421,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.15, help="of each turn")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit")
+    parser.add_argument("--liger-alone", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.liger_alone:
+        print(json.dumps(with_liger(args.liger_alone, args.rounds, args.seconds)))
+        return 0
     rows = []
     for name in CASES:
         if args.only and not any(o in name for o in args.only):

@@ -119,7 +119,22 @@ def attention_calls(
     lse = p.empty(batch, heads, queries)
     calls: dict[str, Any] = {
         "hfpatch": prepared(
-            p, "hfp_attention", out, lse, q, k, v, None, None, None, None, dim**-0.5, int(causal), 0
+            p,
+            "hfp_attention",
+            out,
+            lse,
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            None,
+            dim**-0.5,
+            int(causal),
+            0,
+            0,
+            0.0,
         )
     }
     options = {"is_causal": causal, "enable_gqa": kv_heads != heads}

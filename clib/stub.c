@@ -32,7 +32,7 @@ const char *hfp_last_error(void) { return message; }
 int32_t hfp_abi_version(void) { return HFP_ABI_VERSION; }
 
 const char *hfp_build_info(void) {
-  return "{\"abi\": 2, \"devices\": [], \"cuda_archs\": [], \"compiler\": \"\", \"simd\": \"none\", \"openmp\": false, \"stub\": true}";
+  return "{\"abi\": 3, \"devices\": [], \"cuda_archs\": [], \"compiler\": \"\", \"simd\": \"none\", \"openmp\": false, \"stub\": true}";
 }
 
 int32_t hfp_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *weight, const DLTensor *bias, double eps, double weight_offset, int64_t cast, void *stream) {
@@ -631,7 +631,7 @@ int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DLTensor *a, 
   return missing("hfp_gemm_batched" HFP_WHY);
 }
 
-int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLTensor *k, const DLTensor *v, const DLTensor *mask, const DLTensor *q_starts, const DLTensor *k_starts, const DLTensor *k_lengths, double scale, int64_t causal, int64_t most_queries, void *stream) {
+int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLTensor *k, const DLTensor *v, const DLTensor *mask, const DLTensor *q_starts, const DLTensor *k_starts, const DLTensor *k_lengths, double scale, int64_t causal, int64_t most_queries, int64_t window, double softcap, void *stream) {
   (void)out;
   (void)lse;
   (void)q;
@@ -644,6 +644,8 @@ int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLT
   (void)scale;
   (void)causal;
   (void)most_queries;
+  (void)window;
+  (void)softcap;
   (void)stream;
   return missing("hfp_attention" HFP_WHY);
 }

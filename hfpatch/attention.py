@@ -8,6 +8,7 @@ them:
   choosing it by the `sdpa_kernel` context takes 20 us of host time per call;
 - PyTorch's flash attention with a window, which skips what the window hides; with a mask the same
   takes 2.4 times as long as without one;
+- our own for capped scores in half types, of which PyTorch has no fused one;
 - what PyTorch chooses. Grouped heads are given to it as they are, but where it would fall back to
   its unfused formula for them.
 
@@ -24,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
+from hfpatch.config import attention_choice
+from hfpatch.errors import KernelLoadError
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.blocks import flash3
 from hfpatch.patches.blocks.memo import keep_for_capture, stream_of
@@ -119,7 +122,10 @@ def _choose(
     free = not grad and not is_compiling()
     eager = free and q.is_cuda
     if softcap is not None:
+        own = _own_kernel(q, k, v, mask) if eager else None
         kernel: _Kernel = partial(_formula, causal=causal, window=window, softcap=softcap)
+        if own is not None:
+            kernel = partial(_own, own, causal=causal, window=window, softcap=softcap)
     elif mask is None and (window is not None or (causal and q.shape[2] != k.shape[2])):
         # PyTorch's own `is_causal` means the first positions, and knows no window
         flash = eager and _flash_serves(q, k, v)
@@ -133,6 +139,28 @@ def _choose(
     if free and mask is None and flash3.pays(q.shape, k.shape, causal, window):
         return partial(_flash3, causal=causal, window=window, softcap=softcap, other=kernel)
     return kernel
+
+
+def _own_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
+    """The raw operator of our `attention` into given memory, if there is one for these."""
+    if (
+        attention_choice() is not None
+        or not q.dtype == k.dtype == v.dtype
+        or q.dtype not in _FUSED
+        or any(t.dim() != 4 or t.stride(-1) != 1 for t in (q, k, v))
+        or not 0 < max(q.shape[-1], v.shape[-1]) <= 256
+        or (mask is not None and mask.dim() not in (2, 4))
+        or torch.cuda.get_device_capability(q.device)[0] < 8  # no tensor cores for it before
+    ):
+        return None
+    from hfpatch.sources import local_package  # it loads kernels
+
+    try:
+        package = local_package()
+    except (KernelLoadError, ValueError):  # the report has said so
+        return None
+    kernel = package.kernel("attention")
+    return kernel.raw_into if kernel.refuses("cuda") is None else None
 
 
 def worth_cudnn(q: Tensor, k: Tensor, causal: bool = False) -> bool:
@@ -272,6 +300,31 @@ def _masked(
     else:
         mask = mask.masked_fill(~seen, float("-inf"))
     return _torch(q, k, v, mask)(q, k, v, mask, scale)
+
+
+def _own(
+    operator: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+) -> Tensor:
+    if mask is not None and mask.dim() == 4:
+        mask = mask.expand(-1, -1, q.shape[2], k.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    batch, heads, queries, _ = q.shape
+    # the heads of a position side by side, as the product behind it reads them
+    out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    operator(
+        out, lse, q, k, v, mask, None, None, None, scale, int(causal), 0, window or 0, softcap
+    )  # fmt: skip
+    return out
 
 
 def _formula(

@@ -99,6 +99,28 @@ bool matrix(Check &check, const Tensor &t, int32_t first, int64_t rows, int64_t 
   return true;
 }
 
+// What cuBLASLt takes: rows that lie one after the other. Of expanded rows of a single product's `a` and
+// `c` gemm.cu makes products of their own.
+bool rows_for_cublas(Check &check, const GemmArgs &g, const Tensor &out, const Tensor &a, const Tensor &b,
+                     const Tensor &c) {
+  if (g.k == 0) return true;
+  const bool single = g.batch == 1 && !g.a_transposed && (g.a_row < g.k || (g.c && g.c_row < g.n));
+  const auto apart = [&](const Tensor &t, int64_t row, int64_t columns) {
+    if (row >= columns) return true;
+    return check.fail("`%s` must have rows that lie one after the other on CUDA, got a stride of %lld for"
+                      " %lld columns; copy it", t.name, static_cast<long long>(row),
+                      static_cast<long long>(columns));
+  };
+  const int64_t batch = single ? g.m : g.batch;
+  if (batch > INT32_MAX) {
+    return check.fail("`a` must have fewer than 2^31 batches, or expanded rows, on CUDA, got %lld",
+                      static_cast<long long>(batch));
+  }
+  return apart(b, g.b_row, g.b_transposed ? g.k : g.n) &&
+         (single || (apart(a, g.a_row, g.a_transposed ? g.m : g.k) && apart(out, g.out_row, g.n) &&
+                     (!g.c || apart(c, g.c_row, g.n))));
+}
+
 int32_t gemm(const char *function, int32_t first, DLTensor *out, DLTensor *workspace,
              const DLTensor *a, const DLTensor *b, const DLTensor *c, double alpha, double beta,
              int64_t transpose_a, int64_t transpose_b, void *stream) {
@@ -161,6 +183,7 @@ int32_t gemm(const char *function, int32_t first, DLTensor *out, DLTensor *works
   args.b_transposed = transpose_b != 0;
   args.alpha = static_cast<float>(alpha);
   args.beta = static_cast<float>(beta);
+  if (!on_cpu && !rows_for_cublas(check, args, o, left, right, added)) return check.status();
   return check.run(o, args, &hfp::cpu::gemm, HFP_CUDA(gemm), stream);
 }
 
@@ -278,7 +301,8 @@ int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DLTensor *a, 
 int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLTensor *k,
                       const DLTensor *v, const DLTensor *mask, const DLTensor *q_starts,
                       const DLTensor *k_starts, const DLTensor *k_lengths, double scale,
-                      int64_t causal, int64_t most_queries, void *stream) {
+                      int64_t causal, int64_t most_queries, int64_t window, double softcap,
+                      void *stream) {
   Check check("hfp_attention");
   Tensor o, l, query, key, value, starts, key_starts, lengths;
   bool ok = check.input("q", q, &query, nullptr) && check.input("k", k, &key, nullptr) &&
@@ -286,7 +310,7 @@ int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLT
             check.same_type(query, value) && dimensions(check, query, 4, "[B, H, S, D]") &&
             dimensions(check, key, 4, "[B, G, L, D]") && dimensions(check, value, 4, "[B, G, L, E]") &&
             check.number("scale", scale, -FLT_MAX, "finite") && flag(check, "causal", causal) &&
-            head_dim(check, query) && head_dim(check, value) &&
+            check.number("softcap", softcap, 0.0, ">= 0 (0: none)") && head_dim(check, query) && head_dim(check, value) &&
             same_size(check, key, 3, "columns, as `q`,", q->shape[3]) &&
             same_size(check, key, 0, "samples, as `q`,", q->shape[0]) &&
             same_size(check, value, 0, "samples, as `q`,", q->shape[0]) &&
@@ -320,6 +344,11 @@ int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLT
   if (most_queries < 0 || (most_queries != 0 && !q_starts)) {
     check.fail("`most_queries` must be >= 0, and 0 without `q_starts`, got %lld",
                static_cast<long long>(most_queries));
+    return check.status();
+  }
+  if (window < 0 || (window != 0 && !causal)) {
+    check.fail("`window` must be >= 0, and 0 without `causal`, got %lld",
+               static_cast<long long>(window));
     return check.status();
   }
   int64_t samples = args.batch;
@@ -369,6 +398,8 @@ int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLT
   args.k_lengths = reinterpret_cast<const int64_t *>(lengths.data);
   args.scale = static_cast<float>(scale);
   args.causal = causal != 0;
+  args.window = window < args.keys ? window : 0;
+  args.softcap = static_cast<float>(softcap);
   return check.run(o, args, &hfp::cpu::attention, HFP_CUDA(attention), stream);
 }
 

@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 /* Bumped when a function changes; adding one is compatible. */
-#define HFP_ABI_VERSION 2
+#define HFP_ABI_VERSION 3
 
 #if defined(_WIN32)
 #define HFP_EXPORT __declspec(dllexport)
@@ -558,7 +558,7 @@ HFP_EXPORT int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DL
                                     int64_t transpose_a, int64_t transpose_b, void *stream);
 
 /*
- * Attention: out = softmax(scale * q k^T + mask) v for each head, blocks of keys at a time (Dao et al.,
+ * Attention: out = softmax(capped(scale * q k^T) + mask) v for each head, blocks of keys at a time (Dao et al.,
  * arXiv:2205.14135), so that no matrix of scores exists; lse = log of the sum of exp of a query's
  * scores, with scale and mask. q: [B, H, S, D]; k: [B, G, L, D]; v: [B, G, L, E]; out: [B, H, S, E],
  * whose heads and rows may be strided as those of the inputs; lse: fp32 [B, H, S]. G divides H: each head of k and v serves
@@ -573,6 +573,8 @@ HFP_EXPORT int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DL
  *              other in q [1, H, S, D] and k, v [1, G, L, ...]; sample n has the rows from starts[n] to
  *              starts[n + 1] - 1, of q at most most_queries (0: S). Then there is no mask, and
  *              k_lengths is [N]. What no sample has is not written
+ *   window     0; or with `causal`: of the keys that a query sees, it sees this many, the last ones
+ *   softcap    0; or the c of capped(s) = c tanh(s / c)
  * Lengths and starts are not known before the launch: they are cut to what the tensors hold. A query
  * that sees nothing gets 0, and lse -inf. fp32 inside; on CUDA the weights of half types are rounded to
  * the dtype before they are multiplied with v.
@@ -581,7 +583,8 @@ HFP_EXPORT int32_t hfp_gemm_batched(DLTensor *out, DLTensor *workspace, const DL
 HFP_EXPORT int32_t hfp_attention(DLTensor *out, DLTensor *lse, const DLTensor *q, const DLTensor *k,
                                  const DLTensor *v, const DLTensor *mask, const DLTensor *q_starts,
                                  const DLTensor *k_starts, const DLTensor *k_lengths, double scale,
-                                 int64_t causal, int64_t most_queries, void *stream);
+                                 int64_t causal, int64_t most_queries, int64_t window,
+                                 double softcap, void *stream);
 
 /*
  * hfp_cross_entropy, and besides the logarithm of every token's probability: log_probs = z - lse, in the
@@ -799,7 +802,7 @@ HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor 
     "Tensor a, Tensor b, Tensor? c, float alpha, float beta, int transpose_a, int transpose_b")    \
   X(attention, hfp_attention, "attended, rows",                                                    \
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? q_starts, Tensor? k_starts, "             \
-    "Tensor? k_lengths, float scale, int causal, int most_queries")                                \
+    "Tensor? k_lengths, float scale, int causal, int most_queries, int window, float softcap")                                \
   X(cross_entropy_log_probs, hfp_cross_entropy_log_probs, "rows, rows, =logits",                   \
     "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap")        \
   X(load_balancing_loss, hfp_load_balancing_loss, "scalar, balance, balance_partials",             \

@@ -62,7 +62,9 @@ struct AttentionArgs {
   const int64_t *q_starts, *k_starts;  // [batch + 1], both or neither: packed
   const int64_t *k_lengths;            // [batch], or null
   int64_t most_queries;                // of a sample
+  int64_t window;  // 0: none; else `causal`
   float scale;
+  float softcap;   // 0: none
   bool causal;
 };
 

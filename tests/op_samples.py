@@ -322,11 +322,12 @@ SAMPLES = [
     ),
     sample(
         "attention", q=rows(4, 5, 34), k=rows(2, 7, 34), v=rows(2, 7, 6), mask=shared(5, 7),
-        scale=0.2, causal=0, most_queries=0, constant=("mask",), differentiable=False,
+        scale=0.2, causal=0, most_queries=0, window=0, softcap=1.5, constant=("mask",),
+        differentiable=False,
     ),
     sample(
         "attention", "causal", q=rows(2, 7, 34), k=rows(2, 7, 34), v=rows(2, 7, 6), scale=0.2,
-        causal=1, most_queries=0, differentiable=False,
+        causal=1, most_queries=0, window=3, softcap=0.0, differentiable=False,
     ),
     sample(
         "cross_entropy_log_probs", logits=X, target=TARGET, ignore_index=4, label_smoothing=0.1,

@@ -67,25 +67,31 @@ class Products:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
         starts: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None,
         scale: float | None = None, causal: int = 0, most: int = 0, out: Tensor | None = None,
+        window: int = 0, softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if out is None:
             out = self.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
         lse = self.empty(*q.shape[:-1])
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         packed = starts or (None, None)
-        self.call("attention", out, lse, q, k, v, mask, *packed, lengths, scale, causal, most)
+        self.call(
+            "attention", out, lse, q, k, v, mask, *packed, lengths, scale, causal, most, window,
+            softcap,
+        )  # fmt: skip
         return out, lse
 
 
 def attention_formula(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: int,
-    lengths: Tensor | None = None,
+    lengths: Tensor | None = None, window: int = 0, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """In fp64, with a matrix of scores."""
     heads = q.shape[1] // k.shape[1]
     q = q.double()
     k, v = (t.double().repeat_interleave(heads, 1) for t in (k, v))
     scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -INF)
     elif mask is not None:
@@ -98,6 +104,8 @@ def attention_formula(
         hidden = column >= length
         if causal:
             hidden = hidden | (column > row + length - queries)
+            if window:
+                hidden = hidden | (column <= row + length - queries - window)
         scores[sample] = scores[sample].masked_fill(hidden, -INF)
     lse = scores.logsumexp(-1)
     weights = (scores - torch.where(lse.isinf(), 0, lse)[..., None]).exp()
@@ -198,9 +206,14 @@ def attention_cases(
         q = p.random(batch, heads, queries, dim, dtype=dtype)
         k = p.random(batch, kv_heads, keys, dim, dtype=dtype)
         v = p.random(batch, kv_heads, keys, value_dim, dtype=dtype)
+        # as models write it: the least number of the dtype, in some rows for all keys
+        least = p.random(batch, 1, queries, keys) > 0.3
+        least[..., ::3, :] = True
+        least = least.float() * torch.finfo(torch.bfloat16).min
         masks = (
             None, p.random(batch, 1, queries, keys), p.random(1, 1, 1, keys, dtype=dtype),
             p.random(batch, heads, queries, keys) > -0.5, p.random(queries, keys) > 1.2,
+            least,
         )  # fmt: skip
         for mask in masks:
             for some in (False, True):
@@ -209,12 +222,32 @@ def attention_cases(
                 found = p.attention(q, k, v, mask, lengths=lengths, causal=causal)
                 truth = attention_formula(q, k, v, mask, dim**-0.5, causal, lengths)
                 kind = None if mask is None else (tuple(mask.shape), mask.dtype)
+                if mask is least:  # whose sums of exponentials are about that number
+                    close(found[0], truth[0], dtype, (dtype, sizes, causal, "least", lengths), 2.0)
+                    continue
                 close_attention(found, truth, dtype, (dtype, sizes, causal, kind, lengths))
         turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
         out = p.empty(batch, queries, heads, value_dim, dtype=dtype).transpose(1, 2)
         scale = -(dim**-0.5)
         found = p.attention(*turned, out=out, scale=scale)
         close_attention(found, attention_formula(q, k, v, None, scale, 0), dtype, ("views", sizes))
+
+    def narrow(sizes: tuple[int, ...], window: int, softcap: float) -> None:
+        batch, heads, kv_heads, queries, keys, dim, value_dim = sizes
+        q = p.random(batch, heads, queries, dim, dtype=dtype)
+        k = p.random(batch, kv_heads, keys, dim, dtype=dtype)
+        v = p.random(batch, kv_heads, keys, value_dim, dtype=dtype)
+        lengths = torch.randint(keys + 2, (batch,), generator=p.generator).to(p.device)
+        bias = p.random(batch, heads, queries, keys, dtype=dtype)
+        for mask, some, scale in ((None, None, 0.3), (None, lengths, -0.3), (bias, None, 0.3)):
+            options = {"window": window, "softcap": softcap}
+            found = p.attention(q, k, v, mask, lengths=some, scale=scale, causal=1, **options)
+            truth = attention_formula(q, k, v, mask, scale, 1, some, **options)
+            close_attention(found, truth, dtype, (dtype, sizes, window, softcap, some))
+        one = p.attention(q[..., -1:, :], k, v, scale=0.3, causal=1, window=window, softcap=softcap)
+        all_of = p.attention(q, k, v, scale=0.3, causal=1, window=window, softcap=softcap)
+        if queries > 1 and heads == kv_heads and p.device == "cpu":
+            close(one[0], all_of[0][..., -1:, :].double(), dtype, ("alone", sizes))
 
     def packed(causal: int) -> None:
         q = p.random(1, 4, 20, 16, dtype=dtype)
@@ -233,6 +266,12 @@ def attention_cases(
         for causal in (0, 1):
             args = (sizes, causal)
             yield f"attention {dtype} {args}", lambda args=args: one(*args)  # type: ignore[misc]
+        for window, softcap in ((1, 0.0), (37, 1.5), (0, 0.7), (128, 50.0), (10**6, 0.0)):
+            options = (sizes, window, softcap)
+            yield (
+                f"attention {dtype} {options}",
+                lambda options=options: narrow(*options),  # type: ignore[misc]
+            )
     for causal in (0, 1):
         yield f"attention packed {dtype} {causal}", lambda causal=causal: packed(causal)  # type: ignore[misc]
 

@@ -9,7 +9,7 @@ import "unsafe"
 
 // The choices of integer arguments.
 const (
-	AbiVersion        = 2
+	AbiVersion        = 3
 	ActGeluErf        = 0
 	ActGeluSigmoid    = 2
 	ActGeluTanh       = 1
@@ -431,9 +431,9 @@ func GemmBatched(out *Tensor, workspace *Tensor, a *Tensor, b *Tensor, c *Tensor
 }
 
 // Attention is hfp_attention.
-func Attention(out *Tensor, lse *Tensor, q *Tensor, k *Tensor, v *Tensor, mask *Tensor, qStarts *Tensor, kStarts *Tensor, kLengths *Tensor, scale float64, causal int64, mostQueries int64, stream Stream) error {
+func Attention(out *Tensor, lse *Tensor, q *Tensor, k *Tensor, v *Tensor, mask *Tensor, qStarts *Tensor, kStarts *Tensor, kLengths *Tensor, scale float64, causal int64, mostQueries int64, window int64, softcap float64, stream Stream) error {
 	var message message
-	status := C.go_hfp_attention(message.c(), out.view(), out.pointer(), lse.view(), lse.pointer(), q.view(), q.pointer(), k.view(), k.pointer(), v.view(), v.pointer(), mask.view(), mask.pointer(), qStarts.view(), qStarts.pointer(), kStarts.view(), kStarts.pointer(), kLengths.view(), kLengths.pointer(), C.double(scale), C.int64_t(causal), C.int64_t(mostQueries), unsafe.Pointer(stream))
+	status := C.go_hfp_attention(message.c(), out.view(), out.pointer(), lse.view(), lse.pointer(), q.view(), q.pointer(), k.view(), k.pointer(), v.view(), v.pointer(), mask.view(), mask.pointer(), qStarts.view(), qStarts.pointer(), kStarts.view(), kStarts.pointer(), kLengths.view(), kLengths.pointer(), C.double(scale), C.int64_t(causal), C.int64_t(mostQueries), C.int64_t(window), C.double(softcap), unsafe.Pointer(stream))
 	return message.check(status)
 }
 

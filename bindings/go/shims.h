@@ -604,7 +604,7 @@ static int32_t go_hfp_gemm_batched(char *message, const int64_t *out_view, void 
   return hfp_go_status(message, hfp_gemm_batched(out_there ? &out : NULL, workspace_there ? &workspace : NULL, a_there ? &a : NULL, b_there ? &b : NULL, c_there ? &c : NULL, alpha, beta, transpose_a, transpose_b, stream));
 }
 
-static int32_t go_hfp_attention(char *message, const int64_t *out_view, void *out_data, const int64_t *lse_view, void *lse_data, const int64_t *q_view, void *q_data, const int64_t *k_view, void *k_data, const int64_t *v_view, void *v_data, const int64_t *mask_view, void *mask_data, const int64_t *q_starts_view, void *q_starts_data, const int64_t *k_starts_view, void *k_starts_data, const int64_t *k_lengths_view, void *k_lengths_data, double scale, int64_t causal, int64_t most_queries, void *stream) {
+static int32_t go_hfp_attention(char *message, const int64_t *out_view, void *out_data, const int64_t *lse_view, void *lse_data, const int64_t *q_view, void *q_data, const int64_t *k_view, void *k_data, const int64_t *v_view, void *v_data, const int64_t *mask_view, void *mask_data, const int64_t *q_starts_view, void *q_starts_data, const int64_t *k_starts_view, void *k_starts_data, const int64_t *k_lengths_view, void *k_lengths_data, double scale, int64_t causal, int64_t most_queries, int64_t window, double softcap, void *stream) {
   DLTensor out;
   const int out_there = hfp_go_tensor(&out, out_view, out_data);
   DLTensor lse;
@@ -623,7 +623,7 @@ static int32_t go_hfp_attention(char *message, const int64_t *out_view, void *ou
   const int k_starts_there = hfp_go_tensor(&k_starts, k_starts_view, k_starts_data);
   DLTensor k_lengths;
   const int k_lengths_there = hfp_go_tensor(&k_lengths, k_lengths_view, k_lengths_data);
-  return hfp_go_status(message, hfp_attention(out_there ? &out : NULL, lse_there ? &lse : NULL, q_there ? &q : NULL, k_there ? &k : NULL, v_there ? &v : NULL, mask_there ? &mask : NULL, q_starts_there ? &q_starts : NULL, k_starts_there ? &k_starts : NULL, k_lengths_there ? &k_lengths : NULL, scale, causal, most_queries, stream));
+  return hfp_go_status(message, hfp_attention(out_there ? &out : NULL, lse_there ? &lse : NULL, q_there ? &q : NULL, k_there ? &k : NULL, v_there ? &v : NULL, mask_there ? &mask : NULL, q_starts_there ? &q_starts : NULL, k_starts_there ? &k_starts : NULL, k_lengths_there ? &k_lengths : NULL, scale, causal, most_queries, window, softcap, stream));
 }
 
 static int32_t go_hfp_cross_entropy_log_probs(char *message, const int64_t *loss_view, void *loss_data, const int64_t *lse_view, void *lse_data, const int64_t *log_probs_view, void *log_probs_data, const int64_t *logits_view, void *logits_data, const int64_t *target_view, void *target_data, int64_t ignore_index, double label_smoothing, double softcap, void *stream) {

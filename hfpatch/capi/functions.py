@@ -1196,6 +1196,8 @@ class Library(Caller):
         scale: float,
         causal: int,
         most_queries: int,
+        window: int,
+        softcap: float,
         stream: int | None = None,
     ) -> None:
         """`hfp_attention` of docs/c-api.md.
@@ -1216,6 +1218,8 @@ class Library(Caller):
             scale,
             causal,
             most_queries,
+            window,
+            softcap,
             stream,
         )
 

@@ -5,10 +5,10 @@ Written by `python bindings/generate` from kernel_src/hfpatch.h; do not edit.
 
 from __future__ import annotations
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 CONSTANTS: dict[str, int] = {
-    "HFP_ABI_VERSION": 2,
+    "HFP_ABI_VERSION": 3,
     "HFP_ACT_COUNT": 5,
     "HFP_ACT_GELU_ERF": 0,
     "HFP_ACT_GELU_SIGMOID": 2,
@@ -738,6 +738,8 @@ SIGNATURES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("float", "scale"),
             ("int", "causal"),
             ("int", "most_queries"),
+            ("int", "window"),
+            ("float", "softcap"),
             ("stream", "stream"),
         ),
     ),

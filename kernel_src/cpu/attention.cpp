@@ -65,6 +65,14 @@ HFP_INLINE float mask_value(const AttentionArgs &a, int64_t element) {
   return load_any(a.mask_type, at(a.mask, element, a.mask_type), 1)[0];
 }
 
+// sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
+HFP_INLINE vf tanh_of(vf x) {
+  const vf size = x < 0 ? -x : x;
+  const vf e = exp_nonpositive(-2.0f * size);
+  const vf y = (1.0f - e) / (1.0f + e);
+  return x < 0 ? -y : y;
+}
+
 HFP_INLINE bool any_lane(vi v) {
   int32_t any = 0;
   for (int k = 0; k < kLanes; ++k) any |= v[k];
@@ -95,12 +103,12 @@ static void attention_panel(const AttentionArgs &a, const Panel &p) {
   alignas(64) float keys[kKeyFloats + kMostKeys * 16 + kWidestHead * kShortRows];
   alignas(64) float values[kKeyFloats + kMostKeys * 16 + kWidestHead * kShortRows];
   const int64_t key_row = dim + 16, value_row = padded + 16;
-  int32_t seen[kWidth];  // keys that a query sees
+  int32_t seen[kWidth], lows[kWidth];  // a query sees the keys from its low on, before its seen
   int64_t masks[kWidth];
   const char *k = at(a.k, p.batch * a.k_batch + p.kv_head * a.k_head + sample.k_begin * a.k_row, T);
   const char *v = at(a.v, p.batch * a.v_batch + p.kv_head * a.v_head + sample.k_begin * a.v_row, T);
 
-  int32_t all = 0;
+  int32_t all = 0, begin = INT32_MAX;
   for (int64_t lane = 0; lane < kWidth; ++lane) {
     const bool inside = lane < p.count;
     const int64_t row = p.first + (inside ? lane : 0);
@@ -113,6 +121,9 @@ static void attention_panel(const AttentionArgs &a, const Panel &p) {
     if (!inside) visible = 0;
     seen[lane] = static_cast<int32_t>(visible);
     all = seen[lane] > all ? seen[lane] : all;
+    const int64_t hidden = a.window > 0 && visible > a.window ? visible - a.window : 0;
+    lows[lane] = static_cast<int32_t>(hidden);
+    if (inside) begin = lows[lane] < begin ? lows[lane] : begin;
     masks[lane] = p.batch * a.mask_batch + head * a.mask_head + query * a.mask_row;
     const char *from = at(a.q, p.batch * a.q_batch + head * a.q_head +
                                    (sample.q_begin + query) * a.q_row, T);
@@ -123,13 +134,15 @@ static void attention_panel(const AttentionArgs &a, const Panel &p) {
       for (int64_t j = 0; j < n; ++j) q[(d + j) * kWidth + lane] = x[j];
     }
   }
-  vi limit[kVectors];
+  vi limit[kVectors], low_key[kVectors];
   __builtin_memcpy(limit, seen, sizeof limit);
+  __builtin_memcpy(low_key, lows, sizeof low_key);
   for (int64_t i = 0; i < padded * kWidth; ++i) sum[i] = 0;
   vf top[kVectors], total[kVectors];
   for (int x = 0; x < kVectors; ++x) top[x] = splat(low), total[x] = vf{};
 
-  for (int64_t first = 0; first < all; first += most) {
+  // From a whole block on: then a query's bits do not depend on which others share its panel.
+  for (int64_t first = begin / most * most; first < all; first += most) {
     const int64_t count = all - first < most ? all - first : most;
     const int64_t whole = (count + kShortRows - 1) / kShortRows * kShortRows;
     for (int64_t n = 0; n < whole; ++n) {
@@ -158,6 +171,7 @@ static void attention_panel(const AttentionArgs &a, const Panel &p) {
 #pragma GCC unroll 2
         for (int x = 0; x < kVectors; ++x) {
           vf score = s[r][x];
+          if (a.softcap > 0) score = a.softcap * tanh_of(score * (1.0f / a.softcap));
           if (a.mask && key < all) {
             if (a.mask_row == 0 && a.mask_head == 0) {
               score += mask_value(a, masks[0] + key * a.mask_col);
@@ -169,6 +183,7 @@ static void attention_panel(const AttentionArgs &a, const Panel &p) {
             }
           }
           score = limit[x] > key ? score : splat(low);
+          if (a.window > 0) score = low_key[x] > key ? splat(low) : score;
           highest[x] = score > highest[x] ? score : highest[x];
           __builtin_memcpy(weights + (n + r) * kWidth + x * kLanes, &score, sizeof score);
         }

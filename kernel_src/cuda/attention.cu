@@ -53,11 +53,12 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
     }
     q[r * kDim + d] = x;
   }
-  int limit[kPlainRows];
+  int limit[kPlainRows], low[kPlainRows];
 #pragma unroll
   for (int r = 0; r < kPlainRows; ++r) {
     const int64_t row = unit.first + warp * kPlainRows + r;
     limit[r] = row < unit.rows ? unit.limit(a, row) : 0;
+    low[r] = unit.floor_of(a, limit[r]);
   }
   float sum[kPlainRows][kColumns] = {}, top[kPlainRows], total[kPlainRows] = {};
 #pragma unroll
@@ -68,7 +69,8 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
   const T *k = static_cast<const T *>(a.k) + unit.k_offset(a);
   const T *v = static_cast<const T *>(a.v) + unit.v_offset(a);
 
-  for (int first = 0; first < all; first += kPlainKeys) {
+  const int begin = unit.begin(a, kPlainWarps * kPlainRows, kPlainKeys);
+  for (int first = begin; first < all; first += kPlainKeys) {
     const int count = min(kPlainKeys, all - first);
     __syncthreads();
     for (int i = threadIdx.x; i < kPlainKeys * dim; i += kPlainThreads) {
@@ -87,10 +89,11 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
     const int key = first + lane;
 #pragma unroll
     for (int r = 0; r < kPlainRows; ++r) {
+      if (a.softcap > 0.0f) s[r] = a.softcap * tanhf(s[r] / a.softcap);
       if (a.mask != nullptr && key < limit[r]) {
         s[r] += mask_value(a, masks[warp * kPlainRows + r] + key * a.mask_col);
       }
-      if (key >= limit[r]) s[r] = -INFINITY;
+      if (key >= limit[r] || key < low[r]) s[r] = -INFINITY;
       float most = s[r];
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) {

@@ -1,6 +1,8 @@
 // attention.cuh: what the kernels of hfp_attention share: which rows a CTA has, where they lie, launching.
 #pragma once
 
+#include <cfloat>
+
 #include "../products.h"
 #include "common.cuh"
 
@@ -53,6 +55,15 @@ struct AttentionUnit {
     const int64_t seen = query + 1 + sample.keys - sample.queries;
     return static_cast<int>(seen < 0 ? 0 : seen < sample.keys ? seen : sample.keys);
   }
+  // The first key that a row sees, of a window; `limit` is how many keys it saw without one.
+  __device__ static int floor_of(const AttentionArgs &a, int limit) {
+    return a.window > 0 && limit > a.window ? limit - static_cast<int>(a.window) : 0;
+  }
+  // The first key that any of this CTA's rows sees, in whole blocks: then a row's bits do not depend on
+  // which rows share its CTA.
+  __device__ int begin(const AttentionArgs &a, int block_rows, int block_keys) const {
+    return floor_of(a, fewest(a, block_rows)) / block_keys * block_keys;
+  }
   // The most and the fewest that any of this CTA's rows sees.
   __device__ int most(const AttentionArgs &a, int block_rows) const {
     if (!a.causal) return static_cast<int>(sample.keys);
@@ -68,6 +79,14 @@ struct AttentionUnit {
   }
 };
 
+// 1 - 2 / (exp(2 x) + 1): as near as the exponential of the hardware; `x` in units of 1 / log2(e).
+__device__ __forceinline__ float tanh_of_log2(float x) {
+  float e, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(2.0f * x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(e + 1.0f));
+  return fmaf(-2.0f, inverse, 1.0f);
+}
+
 __device__ __forceinline__ float mask_value(const AttentionArgs &a, int64_t element) {
   if (a.mask_bits) {
     return static_cast<const uint8_t *>(a.mask)[element] != 0 ? 0.0f : -INFINITY;
@@ -75,6 +94,13 @@ __device__ __forceinline__ float mask_value(const AttentionArgs &a, int64_t elem
   float value[1];
   load_any(value, a.mask, a.mask_type, element);
   return value[0];
+}
+
+// A score in units of 1 / log2(e), and the mask's value. The least number of a dtype, as models write it in
+// place of -infinity, stays one: a query that has nothing else weighs all keys the same.
+__device__ __forceinline__ float masked(float score, float mask) {
+  const float sum = fmaf(mask, 1.4426950408889634f, score);
+  return sum == -INFINITY && mask != -INFINITY && score != -INFINITY ? -FLT_MAX : sum;
 }
 
 template <class Kernel, class... Options>

@@ -214,12 +214,12 @@ __device__ __forceinline__ float power_of_two(float x) {
 // The warp that copies: tile 2 j is block j of the keys, tile 2 j + 1 of the values.
 template <class T, int kDim>
 __device__ __forceinline__ void produce(const AttentionArgs &a, const AttentionUnit &unit, char *ring,
-                                        uint32_t full, uint32_t empty, int all) {
+                                        uint32_t full, uint32_t empty, int begin, int all) {
   using S = Shape<kDim>;
   constexpr int kChunks = kDim / 8, kRowsAtOnce = 32 / kChunks < 1 ? 1 : 32 / kChunks;
   const int lane = threadIdx.x % 32;
   const int row = lane / kChunks, chunk = lane % kChunks;
-  const int tiles = 2 * ((all + kKeys - 1) / kKeys);
+  const int tiles = all > begin ? 2 * ((all - begin + kKeys - 1) / kKeys) : 0;
   const T *of_k = static_cast<const T *>(a.k) + unit.k_offset(a) + chunk * 8;
   const T *of_v = static_cast<const T *>(a.v) + unit.v_offset(a) + chunk * 8;
   const bool k_there = chunk * 8 < a.dim, v_there = chunk * 8 < a.value_dim;
@@ -229,9 +229,9 @@ __device__ __forceinline__ void produce(const AttentionArgs &a, const AttentionU
     if (tile >= kSlots) wait(empty + slot * 8, (tile / kSlots + 1) & 1);
     const bool values = (tile & 1) != 0;
     const int64_t step = values ? a.v_row : a.k_row;
-    const T *from = (values ? of_v : of_k) + (tile / 2 * kKeys + row) * step;
+    const T *from = (values ? of_v : of_k) + (begin + tile / 2 * kKeys + row) * step;
     const bool column = values ? v_there : k_there;
-    const int left = all - tile / 2 * kKeys;
+    const int left = all - begin - tile / 2 * kKeys;
     char *to = ring + slot * S::kSlotBytes + panel;
 #pragma unroll 4
     for (int r = row; r < kKeys; r += kRowsAtOnce, from += kRowsAtOnce * step) {
@@ -281,16 +281,16 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
     }
   }
   __syncthreads();
-  const int all = unit.most(a, S::kQueries);
+  const int all = unit.most(a, S::kQueries), begin = unit.begin(a, S::kQueries, kKeys);
   const int group = threadIdx.x / 128;
   if (group == S::kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
-    if (threadIdx.x % 128 < 32) produce<T, kDim>(a, unit, ring, full, empty, all);
+    if (threadIdx.x % 128 < 32) produce<T, kDim>(a, unit, ring, full, empty, begin, all);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
 
-  const int fewest = unit.fewest(a, S::kQueries);
+  const int fewest = unit.fewest(a, S::kQueries), highest_low = unit.floor_of(a, all);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   char *own = aligned + group * S::kGroupBytes;
   for (int i = threadIdx.x % 128; i < 64 * kDim / 8; i += 128) {
@@ -308,24 +308,26 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
 
   // Accumulators: rows 16 warp + lane / 4 (+ 8), columns 2 (lane % 4) (+ 1) of every 8.
   const int first_row = group * 64 + warp * 16 + lane / 4;
-  int limit[2];
+  int limit[2], low[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int64_t row = unit.first + first_row + h * 8;
     limit[h] = row < unit.rows ? unit.limit(a, row) : 0;
+    low[h] = unit.floor_of(a, limit[h]);
   }
   constexpr float kLog2E = 1.4426950408889634f;
-  const bool scaled_first = a.mask != nullptr || !(a.scale > 0.0f);
-  const float first_scale = a.scale * kLog2E;
+  const bool capped = a.softcap > 0.0f;
+  const bool scaled_first = capped || a.mask != nullptr || !(a.scale > 0.0f);
+  const float first_scale = a.scale * kLog2E, cap_scale = capped ? first_scale / a.softcap : 0.0f;
   const float scale = scaled_first ? 1.0f : first_scale;
   float out[kDim / 2], top[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kDim / 2; ++i) out[i] = 0.0f;
   const uint32_t q_at = shared_address(own), ring_at = shared_address(ring);
 
-  const int steps = (all + kKeys - 1) / kKeys;
+  const int steps = (all - begin + kKeys - 1) / kKeys;
   for (int j = 0; j < steps; ++j) {
-    const int first = j * kKeys, k_slot = 2 * j % kSlots, v_slot = k_slot + 1;
+    const int first = begin + j * kKeys, k_slot = 2 * j % kSlots, v_slot = k_slot + 1;
     const uint32_t parity = (2 * j / kSlots) & 1;
     float s[kKeys / 2];
     wait(full + k_slot * 8, parity);
@@ -341,16 +343,22 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
     hold(s);
     if (lane == 0) arrive(empty + k_slot * 8);
 
-    if (scaled_first || first + kKeys > fewest) {
+    if (capped) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        s[i] = a.softcap * kLog2E * tanh_of_log2(s[i] * cap_scale);
+      }
+    }
+    if (scaled_first || first + kKeys > fewest || first < highest_low) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         const int key = first + i / 4 * 8 + (lane & 3) * 2 + (i & 1), h = i / 2 & 1;
         float x = s[i];
-        if (scaled_first) x *= first_scale;
-        if (key >= limit[h]) {
+        if (scaled_first && !capped) x *= first_scale;
+        if (key >= limit[h] || key < low[h]) {
           x = -INFINITY;
         } else if (a.mask != nullptr) {
-          x = fmaf(mask_value(a, masks[first_row + h * 8] + key * a.mask_col), kLog2E, x);
+          x = masked(x, mask_value(a, masks[first_row + h * 8] + key * a.mask_col));
         }
         s[i] = x;
       }

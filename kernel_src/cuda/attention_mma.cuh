@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
   const T *k = static_cast<const T *>(a.k) + unit.k_offset(a);
   const T *v = static_cast<const T *>(a.v) + unit.v_offset(a);
   const int all = unit.most(a, S::kQueries), fewest = unit.fewest(a, S::kQueries);
+  const int begin = unit.begin(a, S::kQueries, kKeys), highest_low = unit.floor_of(a, all);
 
 #pragma unroll 4
   for (int i = threadIdx.x; i < S::kQueries * kChunks; i += S::kThreads) {
@@ -141,28 +142,30 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
       masks[r] = unit.first + r < unit.rows ? unit.mask_offset(a, unit.first + r) : 0;
     }
   }
-  if (all > 0) {
-    copy_block<T, kDim>(k_shared, k, a.k_row, 0, all, dim, aligned);
-    copy_block<T, kDim>(v_shared, v, a.v_row, 0, all, value_dim, aligned);
+  if (all > begin) {
+    copy_block<T, kDim>(k_shared, k, a.k_row, begin, all, dim, aligned);
+    copy_block<T, kDim>(v_shared, v, a.v_row, begin, all, value_dim, aligned);
   }
   end_copies();
 
   // Accumulators of tile t: rows warp_row + 16 t + lane / 4 (+ 8), columns 2 (lane % 4) (+ 1).
   const int warp_row = warp * kTiles * 16;
-  int limit[kTiles][2];
+  int limit[kTiles][2], low[kTiles][2];
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int64_t row = unit.first + warp_row + t * 16 + h * 8 + lane / 4;
       limit[t][h] = row < unit.rows ? unit.limit(a, row) : 0;
+      low[t][h] = unit.floor_of(a, limit[t][h]);
     }
   }
   constexpr float kLog2E = 1.4426950408889634f;
-  // Scores stay as they are, and are scaled in the exponent; with a mask, or a scale that would turn
-  // their order around, they are scaled first.
-  const bool scaled_first = a.mask != nullptr || !(a.scale > 0.0f);
-  const float first_scale = a.scale * kLog2E;
+  // Scores stay as they are, and are scaled in the exponent; with a cap, a mask, or a scale that would
+  // turn their order around, they are scaled first.
+  const bool capped = a.softcap > 0.0f;
+  const bool scaled_first = capped || a.mask != nullptr || !(a.scale > 0.0f);
+  const float first_scale = a.scale * kLog2E, cap_scale = capped ? first_scale / a.softcap : 0.0f;
   const float scale = scaled_first ? 1.0f : first_scale;
 
   float out[kTiles][kDim / 8][4];
@@ -182,9 +185,12 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
   const int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;  // of k
   const int v_row = (lane & 7) + (lane >> 3 & 1) * 8, v_chunk = lane >> 4;  // of v
 
-  const int steps = (all + kKeys - 1) / kKeys;
+  // What a mask adds to hide a key, and scores beside which it leaves nothing.
+  constexpr float kHidden = -1e30f, kLeastScore = -1e29f;
+  bool loaded = false;
+  const int steps = (all - begin + kKeys - 1) / kKeys;
   for (int j = 0; j < steps; ++j) {
-    const int first = j * kKeys;
+    const int first = begin + j * kKeys;
     const uint32_t stage = static_cast<uint32_t>((j & 1) * kBlockBytes);
     if (j + 1 < steps) {
       const int next = ((j + 1) & 1) * kBlockBytes;
@@ -195,9 +201,30 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     } else {
       wait_for_copies<0>();
     }
-    __syncthreads();
+    // A block whose keys the mask hides from all of the CTA's queries, as half of them are where it is a
+    // causal mask: weights of 0, as soon as each query has seen a key that it does not hide.
+    bool seen = a.mask == nullptr;
+    if (!seen) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), h = i / 2;
+            if (key >= limit[t][h] || key < low[t][h]) continue;
+            const int64_t row = masks[warp_row + t * 16 + h * 8 + lane / 4];
+            const float value = mask_value(a, row + key * a.mask_col);
+            const float hidden = top[t][h] > kLeastScore ? kHidden : -INFINITY;
+            seen |= !(value <= hidden);
+          }
+        }
+      }
+    }
+    if (__syncthreads_or(seen) == 0) continue;
     if constexpr (S::kKeepQ) {
-      if (j == 0) {
+      if (!loaded) {
+        loaded = true;
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -243,7 +270,19 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
       }
     }
 
-    if (scaled_first || first + kKeys > fewest) {
+    if (capped) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            s[t][n][i] = a.softcap * kLog2E * tanh_of_log2(s[t][n][i] * cap_scale);
+          }
+        }
+      }
+    }
+    if (scaled_first || first + kKeys > fewest || first < highest_low) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -252,11 +291,11 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
           for (int i = 0; i < 4; ++i) {
             const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), h = i / 2;
             float x = s[t][n][i];
-            if (scaled_first) x *= first_scale;
-            if (key >= limit[t][h]) {
+            if (scaled_first && !capped) x *= first_scale;
+            if (key >= limit[t][h] || key < low[t][h]) {
               x = -INFINITY;
             } else if (a.mask != nullptr) {
-              x = fmaf(mask_value(a, masks[warp_row + t * 16 + h * 8 + lane / 4] + key * a.mask_col), kLog2E, x);
+              x = masked(x, mask_value(a, masks[warp_row + t * 16 + h * 8 + lane / 4] + key * a.mask_col));
             }
             s[t][n][i] = x;
           }

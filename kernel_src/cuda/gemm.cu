@@ -177,12 +177,6 @@ int32_t gemm(const GemmArgs &given, int device, void *stream) {
   if (guard.status() != cudaSuccess) return check(guard.status(), "gemm");
   const auto on = static_cast<cudaStream_t>(stream);
   if (g.k == 0) return scaled(g, on);
-  if (g.batch > INT32_MAX || g.a_row < (g.a_transposed ? g.m : g.k) ||
-      g.b_row < (g.b_transposed ? g.k : g.n) || g.out_row < g.n || (g.c && g.c_row < g.n)) {
-    return set_error(HFP_INVALID_ARGUMENT,
-                     "gemm: on CUDA `a`, `b`, `c` and `out` must have rows that lie one after the"
-                     " other, and fewer than 2^31 batches; copy what is expanded");
-  }
   const Library *l = cublaslt::library();
   if (!l) {
     return set_error(HFP_NOT_AVAILABLE,

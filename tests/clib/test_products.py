@@ -104,7 +104,7 @@ def test_refusals_of_attention(path: Path) -> None:
     library = capi.Library(path)
     q, k = torch.ones(2, 6, 3, 8), torch.ones(2, 4, 5, 8)
     out, lse = torch.zeros(2, 6, 3, 8), torch.zeros(2, 6, 3)
-    rest = (None, None, None, None, 1.0, 0, 0)
+    rest = (None, None, None, None, 1.0, 0, 0, 0, 0.0)
     assert refused(library, "hfp_attention", out, lse, q, k, k, *rest) == (
         "hfp_attention: `k` must have a number of heads that divides the 6 of `q`, got shape "
         "[2, 4, 5, 8]"
@@ -116,7 +116,7 @@ def test_refusals_of_attention(path: Path) -> None:
         "last two, got [2, 1, 3, 4]"
     )
     starts = torch.tensor([0, 3])
-    args = (None, starts, None, None, 1.0, 0, 0)
+    args = (None, starts, None, None, 1.0, 0, 0, 0, 0.0)
     assert "must be given together" in refused(library, "hfp_attention", out, lse, q, k, k, *args)
     long = torch.ones(2, 6, 3, 264)
     assert "must have heads of 1 to 256 columns" in refused(
@@ -128,5 +128,5 @@ def test_attention_of_numpy_arrays(path: Path) -> None:
     library = capi.Library(path)
     q = np.ones((1, 2, 3, 4), np.float32)
     out, lse = np.empty_like(q), np.empty((1, 2, 3), np.float32)
-    library.attention(out, lse, q, q, q, None, None, None, None, 0.5, 0, 0)
+    library.attention(out, lse, q, q, q, None, None, None, None, 0.5, 0, 0, 0, 0.0)
     assert np.allclose(out, 1) and np.allclose(lse, 2 + np.log(3))

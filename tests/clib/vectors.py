@@ -177,7 +177,12 @@ def _product(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
 
 
 def _attention(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:
-    return list(attention_formula(t["q"], t["k"], t["v"], t.get("mask"), p["scale"], p["causal"]))
+    return list(
+        attention_formula(
+            t["q"], t["k"], t["v"], t.get("mask"), p["scale"], p["causal"],
+            window=p["window"], softcap=p["softcap"],
+        )
+    )  # fmt: skip
 
 
 def _log_probs(t: dict[str, Tensor], p: dict[str, Any]) -> list[Tensor]:

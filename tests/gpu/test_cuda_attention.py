@@ -48,10 +48,14 @@ def test_is_the_formula(size: tuple[int, ...], dtype: torch.dtype) -> None:
     k, v = (t.transpose(1, 2) for t in kv.unbind(2))
     seen = torch.rand(batch, 1, 1, keys, device="cuda") > 0.3
     seen[..., 0] = True
+    late = torch.full((1, 1, queries, keys), torch.finfo(dtype).min, device="cuda", dtype=dtype)
+    late = late.triu(1 + keys - queries)  # a causal mask, as models write it
     bias = torch.randn(1, heads, queries, keys, device="cuda").to(dtype)
     for how in (
         {}, {"causal": True}, {"causal": True, "window": 19, "scale": 0.1}, {"mask": seen},
         {"mask": bias}, {"causal": True, "mask": seen}, {"causal": True, "softcap": 5.0},
+        {"softcap": 5.0, "mask": seen}, {"softcap": 5.0, "mask": bias, "scale": 0.3},
+        {"softcap": 5.0, "mask": late}, {"causal": True, "softcap": 5.0, "window": 19},
     ):  # fmt: skip
         truth = exact(q, k, v, **how)
         for _ in range(2):
@@ -72,6 +76,7 @@ def test_kernels_on_hopper() -> None:
         ({"causal": True}, "_cudnn"),
         ({"causal": True, "window": 512}, "_flash"),
         ({"causal": True, "window": 2048}, "_cudnn"),
+        ({"causal": True, "softcap": 30.0}, "_own"),
     ):
         module._kernels.clear()  # a window that hides nothing is the same call as none
         attention(q, k, k, **how)

@@ -49,7 +49,7 @@ OK, INVALID = CONSTANTS["HFP_OK"], CONSTANTS["HFP_INVALID_ARGUMENT"]
 MARGIN, WIDTH, BATCH = 8192, 16, 3
 LOW, HIGH = -(2**63), 2**63 - 1
 #: Numbers that may have any value, or an infinite one.
-FREE_NUMBERS = {"ignore_index", "top_k", "max_norm"}
+FREE_NUMBERS = {"ignore_index", "top_k", "max_norm", "window"}
 #: Arguments that may have these types too, in the words of the faults.
 FREE_TYPES = {("attention", "mask"): {"type 1:8x1", "type 6:8x1"}}
 

@@ -101,8 +101,10 @@ def attention(
     q_starts: Optional[Tensor] = None,
     k_starts: Optional[Tensor] = None,
     most_queries: int = 0,
+    window: Optional[int] = None,
+    softcap: float = 0.0,
 ) -> Tuple[Tensor, Tensor]:
-    """``softmax(scale * q @ k.mT + mask) @ v`` for each head, without a matrix of scores.
+    """``softmax(capped(scale * q @ k.mT) + mask) @ v`` for each head, without a matrix of scores.
 
     Blocks of keys at a time (Dao et al., arXiv:2205.14135), fp32 inside; on CUDA the weights of
     half types are rounded to the dtype before they are multiplied with ``v``. There is no gradient.
@@ -122,6 +124,9 @@ def attention(
             ``q`` ``[1, H, S, D]`` and ``k``, ``v`` ``[1, G, L, ...]``; where each begins.
         k_starts: int64 ``[N + 1]``.
         most_queries: with ``q_starts``, the most queries of a sample; 0: as many as there are.
+        window: with ``causal``, how many keys a query sees at most: the last ones, its own
+            included.
+        softcap: 0, or the ``c`` of ``capped(s) = c * tanh(s / c)``.
 
     Returns:
         ``[B, H, S, E]`` in the dtype of ``q``, and the logarithm of the sum of ``exp`` of each
@@ -138,8 +143,9 @@ def attention(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _attention(
-        q, k, v, mask, q_starts, k_starts, k_lengths, scale, int(causal), most_queries
-    )
+        q, k, v, mask, q_starts, k_starts, k_lengths, scale, int(causal), most_queries,
+        window or 0, softcap,
+    )  # fmt: skip
     if q_starts is not None:
         _clear_unused(out, lse, q_starts)
     return out, lse

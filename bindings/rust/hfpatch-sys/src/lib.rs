@@ -42,7 +42,7 @@ pub struct HfpTensorList {
     pub count: i64,
 }
 
-pub const HFP_ABI_VERSION: i32 = 2;
+pub const HFP_ABI_VERSION: i32 = 3;
 pub const HFP_ACT_COUNT: i64 = 5;
 pub const HFP_ACT_GELU_ERF: i64 = 0;
 pub const HFP_ACT_GELU_SIGMOID: i64 = 2;
@@ -601,6 +601,8 @@ unsafe extern "C" {
         scale: f64,
         causal: i64,
         most_queries: i64,
+        window: i64,
+        softcap: f64,
         stream: *mut c_void,
     ) -> i32;
     pub fn hfp_cross_entropy_log_probs(

@@ -1386,6 +1386,8 @@ pub fn attention(
     scale: f64,
     causal: i64,
     most_queries: i64,
+    window: i64,
+    softcap: f64,
     stream: Stream,
 ) -> Result<()> {
     let mut out = out.raw();
@@ -1411,6 +1413,8 @@ pub fn attention(
             scale,
             causal,
             most_queries,
+            window,
+            softcap,
             stream.0,
         )
     })

@@ -474,6 +474,8 @@ pub fn call(name: &str, c: &Call) -> Result<()> {
             c.float(9),
             c.int(10),
             c.int(11),
+            c.int(12),
+            c.float(13),
             stream,
         ),
         "hfp_cross_entropy_log_probs" => cross_entropy_log_probs(
