@@ -105,12 +105,21 @@ __device__ __forceinline__ void copy_block(char *to, const T *from, int64_t row,
   }
 }
 
+// What a mask adds to hide a key, and scores beside which it leaves nothing.
+constexpr float kHidden = -1e30f, kLeastScore = -1e29f;
+
+__device__ __forceinline__ bool hides(float mask, float top) {
+  return mask <= (top > kLeastScore ? kHidden : -INFINITY);
+}
+
 #endif
 
-template <class T, int kDim>
+// kGeneral: with a mask, a cap or a window. `pairs`: the mask has the dtype of q, and two keys of it can be
+// read at once; of long heads a block's are read while the one before is computed.
+template <class T, int kDim, bool kGeneral>
 __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     attention_mma_kernel(const __grid_constant__ AttentionArgs a, int64_t blocks, bool aligned,
-                         bool paired) {
+                         bool paired, bool pairs) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   using S = MmaShape<kDim>;
   constexpr int kTiles = S::kTiles, kChunks = S::kChunks, kKeys = S::kKeys;
@@ -128,7 +137,8 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
   const T *k = static_cast<const T *>(a.k) + unit.k_offset(a);
   const T *v = static_cast<const T *>(a.v) + unit.v_offset(a);
   const int all = unit.most(a, S::kQueries), fewest = unit.fewest(a, S::kQueries);
-  const int begin = unit.begin(a, S::kQueries, kKeys), highest_low = unit.floor_of(a, all);
+  const int begin = kGeneral ? unit.begin(a, S::kQueries, kKeys) : 0;
+  const int highest_low = kGeneral ? unit.floor_of(a, all) : 0;
 
 #pragma unroll 4
   for (int i = threadIdx.x; i < S::kQueries * kChunks; i += S::kThreads) {
@@ -137,7 +147,7 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     const T *row = static_cast<const T *>(a.q) + unit.q_offset(a, there ? unit.first + r : 0);
     copy_chunk(q_shared + place<kChunks>(r, c), row, c * 8, dim, there, aligned);
   }
-  if (a.mask != nullptr) {
+  if (kGeneral && a.mask != nullptr && !pairs) {
     for (int r = threadIdx.x; r < S::kQueries; r += S::kThreads) {
       masks[r] = unit.first + r < unit.rows ? unit.mask_offset(a, unit.first + r) : 0;
     }
@@ -150,21 +160,20 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
 
   // Accumulators of tile t: rows warp_row + 16 t + lane / 4 (+ 8), columns 2 (lane % 4) (+ 1).
   const int warp_row = warp * kTiles * 16;
-  int limit[kTiles][2], low[kTiles][2];
+  int limit[kTiles][2];
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int64_t row = unit.first + warp_row + t * 16 + h * 8 + lane / 4;
       limit[t][h] = row < unit.rows ? unit.limit(a, row) : 0;
-      low[t][h] = unit.floor_of(a, limit[t][h]);
     }
   }
   constexpr float kLog2E = 1.4426950408889634f;
   // Scores stay as they are, and are scaled in the exponent; with a cap, a mask, or a scale that would
   // turn their order around, they are scaled first.
-  const bool capped = a.softcap > 0.0f;
-  const bool scaled_first = capped || a.mask != nullptr || !(a.scale > 0.0f);
+  const bool capped = kGeneral && a.softcap > 0.0f;
+  const bool scaled_first = kGeneral ? capped || a.mask != nullptr || !(a.scale > 0.0f) : !(a.scale > 0.0f);
   const float first_scale = a.scale * kLog2E, cap_scale = capped ? first_scale / a.softcap : 0.0f;
   const float scale = scaled_first ? 1.0f : first_scale;
 
@@ -185,8 +194,33 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
   const int b_row = (lane & 7) + (lane >> 4) * 8, b_chunk = lane >> 3 & 1;  // of k
   const int v_row = (lane & 7) + (lane >> 3 & 1) * 8, v_chunk = lane >> 4;  // of v
 
-  // What a mask adds to hide a key, and scores beside which it leaves nothing.
-  constexpr float kHidden = -1e30f, kLeastScore = -1e29f;
+  constexpr bool kAhead = kGeneral && kTiles == 1;  // with more, registers are short
+  uint32_t held[kGeneral ? kTiles : 1][kGeneral ? kKeys / 8 : 1][2];  // pairs of a block of the mask
+  const auto fetch = [&](int first) {
+    if (!kGeneral || !pairs) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int64_t row = unit.first + warp_row + t * 16 + h * 8 + lane / 4;
+        const T *from = static_cast<const T *>(a.mask) + (row < unit.rows ? unit.mask_offset(a, row) : 0);
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          const int key = first + n * 8 + (lane & 3) * 2;
+          held[t][n][h] = key < limit[t][h] ? *reinterpret_cast<const uint32_t *>(from + key) : 0u;
+        }
+      }
+    }
+  };
+  // Element i of what `fetch` read; else from where it lies.
+  const auto mask_of = [&](int t, int n, int i, int key) {
+    if (pairs) {
+      const float2 both = unpack<T>(held[t][n][i / 2]);
+      return i & 1 ? both.y : both.x;
+    }
+    return mask_value(a, masks[warp_row + t * 16 + i / 2 * 8 + lane / 4] + key * a.mask_col);
+  };
+  if constexpr (kAhead) fetch(begin);
   bool loaded = false;
   const int steps = (all - begin + kKeys - 1) / kKeys;
   for (int j = 0; j < steps; ++j) {
@@ -203,25 +237,32 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     }
     // A block whose keys the mask hides from all of the CTA's queries, as half of them are where it is a
     // causal mask: weights of 0, as soon as each query has seen a key that it does not hide.
-    bool seen = a.mask == nullptr;
-    if (!seen) {
+    if constexpr (kGeneral) {
+      // A block whose keys the mask hides from all of the CTA's queries, as half of them are where it is a
+      // causal mask: weights of 0, as soon as each query has seen a key that it does not hide.
+      bool seen = a.mask == nullptr;
+      if (!seen) {
+        if constexpr (!kAhead) fetch(first);
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
+        for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
+          for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), h = i / 2;
-            if (key >= limit[t][h] || key < low[t][h]) continue;
-            const int64_t row = masks[warp_row + t * 16 + h * 8 + lane / 4];
-            const float value = mask_value(a, row + key * a.mask_col);
-            const float hidden = top[t][h] > kLeastScore ? kHidden : -INFINITY;
-            seen |= !(value <= hidden);
+            for (int i = 0; i < 4; ++i) {
+              const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), h = i / 2;
+              if (key >= limit[t][h] || key < unit.floor_of(a, limit[t][h])) continue;
+              seen |= !hides(mask_of(t, n, i, key), top[t][h]);
+            }
           }
         }
       }
+      if (__syncthreads_or(seen) == 0) {
+        if constexpr (kAhead) fetch(first + kKeys);
+        continue;
+      }
+    } else {
+      __syncthreads();
     }
-    if (__syncthreads_or(seen) == 0) continue;
     if constexpr (S::kKeepQ) {
       if (!loaded) {
         loaded = true;
@@ -282,6 +323,7 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
         }
       }
     }
+    if (kGeneral && !kAhead) fetch(first);  // again: it is in the cache
     if (scaled_first || first + kKeys > fewest || first < highest_low) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
@@ -292,16 +334,17 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
             const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), h = i / 2;
             float x = s[t][n][i];
             if (scaled_first && !capped) x *= first_scale;
-            if (key >= limit[t][h] || key < low[t][h]) {
+            if (key >= limit[t][h] || (kGeneral && key < unit.floor_of(a, limit[t][h]))) {
               x = -INFINITY;
-            } else if (a.mask != nullptr) {
-              x = masked(x, mask_value(a, masks[warp_row + t * 16 + h * 8 + lane / 4] + key * a.mask_col));
+            } else if (kGeneral && a.mask != nullptr) {
+              x = masked(x, mask_of(t, n, i, key));
             }
             s[t][n][i] = x;
           }
         }
       }
     }
+    if constexpr (kAhead) fetch(first + kKeys);
 
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
@@ -415,8 +458,12 @@ int32_t launch_mma(const AttentionArgs &a, cudaStream_t stream) {
   if (kDim <= 128 && aligned && rows > S::kQueries / 2 && has_hopper_attention()) {
     return attention_hopper(a, paired, stream);
   }
-  return launch_attention(a, attention_mma_kernel<T, kDim>, S::kQueries, S::kThreads, S::kBytes, stream,
-                          aligned, paired);
+  const bool pairs = a.mask != nullptr && !a.mask_bits && a.mask_type == a.type && a.mask_col == 1 &&
+                     reinterpret_cast<uint64_t>(a.mask) % 4 == 0 &&
+                     (a.keys | a.mask_row | a.mask_head | a.mask_batch) % 2 == 0;
+  const bool general = a.mask != nullptr || a.softcap > 0.0f || a.window > 0;
+  const auto kernel = general ? attention_mma_kernel<T, kDim, true> : attention_mma_kernel<T, kDim, false>;
+  return launch_attention(a, kernel, S::kQueries, S::kThreads, S::kBytes, stream, aligned, paired, pairs);
 }
 
 }  // namespace

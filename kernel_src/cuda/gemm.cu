@@ -4,6 +4,7 @@
 // what it answered is kept, for a few shapes per thread: asking takes longer than a small product.
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include "../products.h"
 #include "common.cuh"
@@ -23,11 +24,15 @@ struct Key {
   int64_t aligned[4];
 };
 
+// Some answers cannot be carried out, as where two batches of one matrix are the same memory: then the next.
+constexpr int kAnswers = 4;
+
 struct Plan {
   Key key = {};
   bool made = false;
   Object product = nullptr, a = nullptr, b = nullptr, c = nullptr, out = nullptr;
-  Heuristic found = {};
+  Heuristic found[kAnswers] = {};  // the best first
+  int answers = 0;
 
   void clear() {
     if (const Library *l = product || a || b || c || out ? cublaslt::library() : nullptr) {
@@ -107,13 +112,13 @@ int make(const Library &l, cublaslt::Handle handle, const GemmArgs &g, Plan *pla
       then(l.preference_set(preference, cublaslt::kAlignments + i, &at_least, sizeof at_least));
     }
   }
-  int count = 0;
+  plan->answers = 0;
   if (status == 0) {
-    then(l.heuristic(handle, plan->product, plan->b, plan->a, plan->c, plan->out, preference, 1,
-                     &plan->found, &count));
+    then(l.heuristic(handle, plan->product, plan->b, plan->a, plan->c, plan->out, preference, kAnswers,
+                     plan->found, &plan->answers));
   }
   if (preference) l.preference_destroy(preference);
-  if (status == 0 && count == 0) status = 15;  // CUBLAS_STATUS_NOT_SUPPORTED
+  if (status == 0 && plan->answers == 0) status = 15;  // CUBLAS_STATUS_NOT_SUPPORTED
   return status;
 }
 
@@ -205,11 +210,15 @@ int32_t gemm(const GemmArgs &given, int device, void *stream) {
     plan.made = true;
   }
   const float beta = g.c ? g.beta : 0.0f;
-  const int status =
-      l->multiply(handle, plan.product, &g.alpha, g.b, plan.b, g.a, plan.a, &beta, g.c ? g.c : g.out,
-                  plan.c, g.out, plan.out, &plan.found.algorithm, g.workspace,
-                  static_cast<std::size_t>(g.workspace_bytes), on);
-  if (status == 0) return HFP_OK;
+  int status = 0;
+  for (int i = 0; i < plan.answers; ++i) {
+    status = l->multiply(handle, plan.product, &g.alpha, g.b, plan.b, g.a, plan.a, &beta,
+                         g.c ? g.c : g.out, plan.c, g.out, plan.out, &plan.found[i].algorithm,
+                         g.workspace, static_cast<std::size_t>(g.workspace_bytes), on);
+    if (status != 0) continue;
+    if (i > 0) std::swap(plan.found[0], plan.found[i]);
+    return HFP_OK;
+  }
   return set_error(HFP_LAUNCH_FAILED, "gemm: cublasLtMatmul failed with status %d", status);
 }
 
