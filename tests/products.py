@@ -108,7 +108,7 @@ def attention_formula(
                 hidden = hidden | (column <= row + length - queries - window)
         scores[sample] = scores[sample].masked_fill(hidden, -INF)
     lse = scores.logsumexp(-1)
-    weights = (scores - torch.where(lse.isinf(), 0, lse)[..., None]).exp()
+    weights = torch.where(lse.isneginf()[..., None], 0, scores.softmax(-1))
     return weights @ v, lse
 
 

@@ -363,7 +363,7 @@ def _ops(found: Sequence[Result], pictures: bool) -> str:
     measured = {row["op"] for run in found for row in run["rows"]}
     if missing := [case.name for case in CASES if case.name not in measured]:
         named = ", ".join(f"`{name}`" for name in missing)
-        lines.append(f"Not measured on a GPU yet: {named}.\n")
+        lines.append(f"Not measured on this GPU: {named}.\n")
     for op, rows in _groups(result["rows"]):
         lines += [f"### {_op_title(op)}\n", *picture(op), *_op_table(rows)]
     for number, other in enumerate(others):

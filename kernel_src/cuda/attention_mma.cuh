@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     for (int r = threadIdx.x; r < S::kQueries; r += S::kThreads) {
       masks[r] = unit.first + r < unit.rows ? unit.mask_offset(a, unit.first + r) : 0;
     }
+    __syncthreads();  // all threads read them before the first block has arrived
   }
   if (all > begin) {
     copy_block<T, kDim>(k_shared, k, a.k_row, begin, all, dim, aligned);

@@ -165,6 +165,22 @@ int32_t scaled(const GemmArgs &g, cudaStream_t stream) {
 
 int64_t gemm_backend() { return cublaslt::library() ? HFP_GEMM_CUBLASLT : HFP_GEMM_NONE; }
 
+// One product after the other, where cuBLASLt has no algorithm for all at once.
+static int32_t one_by_one(const GemmArgs &g, int device, void *stream) {
+  const int64_t size = size_of(g.type);
+  for (int64_t i = 0; i < g.batch; ++i) {
+    const auto at = [&](const void *p, int64_t step) {
+      return p ? static_cast<const char *>(p) + i * step * size : nullptr;
+    };
+    GemmArgs one = g;
+    one.batch = 1;
+    one.out = const_cast<char *>(at(g.out, g.out_batch));
+    one.a = at(g.a, g.a_batch), one.b = at(g.b, g.b_batch), one.c = at(g.c, g.c_batch);
+    if (const int32_t status = gemm(one, device, stream)) return status;
+  }
+  return HFP_OK;
+}
+
 int32_t gemm(const GemmArgs &given, int device, void *stream) {
   GemmArgs g = given;
   // Rows that lie over each other, as those of an expanded tensor, are products of their own.
@@ -219,6 +235,7 @@ int32_t gemm(const GemmArgs &given, int device, void *stream) {
     if (i > 0) std::swap(plan.found[0], plan.found[i]);
     return HFP_OK;
   }
+  if (g.batch > 1) return one_by_one(g, device, stream);
   return set_error(HFP_LAUNCH_FAILED, "gemm: cublasLtMatmul failed with status %d", status);
 }
 
