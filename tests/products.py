@@ -210,7 +210,17 @@ def attention_cases(
         least = p.random(batch, 1, queries, keys) > 0.3
         least[..., ::3, :] = True
         least = least.float() * torch.finfo(torch.bfloat16).min
+        # causal, with padding on the left: whole blocks hidden, others as they are
+        shown = torch.ones(batch, 1, queries, keys, dtype=torch.bool, device=p.device)
+        shown = shown.tril(keys - queries)
+        shown[0, ..., : keys // 3] = False
+        wide = dtype if dtype == torch.bfloat16 else F32
+        triangles = [
+            shown, (~shown).to(wide) * torch.finfo(torch.bfloat16).min,
+            torch.zeros_like(shown, dtype=dtype).masked_fill(~shown, -INF),
+        ]  # fmt: skip
         masks = (
+            *(triangles if keys >= 200 else ()),
             None, p.random(batch, 1, queries, keys), p.random(1, 1, 1, keys, dtype=dtype),
             p.random(batch, heads, queries, keys) > -0.5, p.random(queries, keys) > 1.2,
             least,
@@ -222,7 +232,8 @@ def attention_cases(
                 found = p.attention(q, k, v, mask, lengths=lengths, causal=causal)
                 truth = attention_formula(q, k, v, mask, dim**-0.5, causal, lengths)
                 kind = None if mask is None else (tuple(mask.shape), mask.dtype)
-                if mask is least:  # whose sums of exponentials are about that number
+                # whose sums of exponentials are about that number
+                if mask is least or mask is triangles[1]:
                     close(found[0], truth[0], dtype, (dtype, sizes, causal, "least", lengths), 2.0)
                     continue
                 close_attention(found, truth, dtype, (dtype, sizes, causal, kind, lengths))

@@ -149,9 +149,9 @@ def stops(driver: Driver) -> dict[str, Any]:
         found[name] = rows
         refused = driver.step(name, "profile", "--out", out)
         driver.want(name, "status of profile", refused["status"], 3)
-    out = str(where / "no-ncu")
+    out = str(where / "no-ncu")  # large: a launch is a third of a copy of 8 MB
     driver.step("no-ncu", "init", str(HERE / "synthetic" / "copy.cu"), "--ref", ref,
-                "--iterations", "1", "--size", "n=1000000", "--out", out)  # fmt: skip
+                "--iterations", "1", "--size", "n=67108864", "--out", out)  # fmt: skip
     driver.step("no-ncu", "check", "--out", out)
     tools = driver.work / "tools"
     tools.mkdir(exist_ok=True)

@@ -31,7 +31,12 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    free_unbacked_symbols,
+)
 from torch.overrides import TorchFunctionMode
 
 from hfpatch.patches.base import Formula, class_of
@@ -163,6 +168,20 @@ class _Counted(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _what_varies(
+    tensor: Tensor, tensors: Sequence[Tensor]
+) -> StatelessSymbolicContext[Any, Any] | None:
+    """Sizes that may differ between calls: all, except for the columns of a table, as of RoPE's
+    angles. Code reads how many there are, to rotate as many columns of a head."""
+    if not tensor.is_floating_point() or tensor.dim() not in (2, 3):
+        return None
+    if any(tensor.shape[-1] in t.shape[:-1] for t in tensors):
+        return None  # a mask, whose columns are keys
+    last = tensor.dim() - 1
+    sizes = [DimDynamic.DUCK] * last + [DimDynamic.STATIC]
+    return StatelessSymbolicContext(dynamic_sizes=sizes)
+
+
 class _Attempt:
     def __init__(
         self,
@@ -183,7 +202,11 @@ class _Attempt:
 
     def run(self, structure: Structure, tensors: Sequence[Tensor]) -> Captured:
         fakes = [
-            self._mode.from_tensor(t.detach(), source=ConstantSource(f"t{i}"))
+            self._mode.from_tensor(
+                t.detach(),
+                source=ConstantSource(f"t{i}"),
+                symbolic_context=_what_varies(t, tensors),
+            )
             for i, t in enumerate(tensors)
         ]
         noted = Noted(_Number, Uncapturable, self._update)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from hfpatch.regions.nodes import (
     Param,
     fixed,
     is_tensor,
-    same_size,
     value,
 )
 
@@ -36,7 +35,10 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Rope:
-    """What a piece of a graph computes: `rope(base, cos, sin, …)`."""
+    """What a piece of a graph computes: `rope(base, cos, sin, …)`.
+
+    `halves`: of the tables the first half of the columns, which hold each angle once.
+    """
 
     base: Node
     cos: Node
@@ -44,6 +46,7 @@ class _Rope:
     interleaved: bool
     rotary_dim: int
     rounds: bool
+    halves: bool
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,7 @@ def _alike(q: _Head, k: _Head) -> bool:
             return False
     a, b = q.rope, k.rope
     if a is not None and b is not None:
-        return (a.cos, a.sin, a.interleaved, a.rotary_dim, a.rounds) == (
-            *(b.cos, b.sin, b.interleaved, b.rotary_dim, b.rounds),
-        )
+        return replace(a, base=b.base) == b
     return True
 
 
@@ -178,7 +179,7 @@ def _fuse_both(graph: Graph, q: _Head, k: _Head) -> str:
     with graph.inserting_before(anchor):
         xs = [_plain_input(graph, h) for h in (q, k)]
         rot = _rope_params(q.rope) if q.rope is not None else {}
-        tables = (q.rope.cos, q.rope.sin) if q.rope is not None else (None, None)
+        tables = _tables(graph, q.rope) if q.rope is not None else (None, None)
         if q.norm is not None and k.norm is not None:
             weights = [
                 None if h.norm.params[0] is None  # type: ignore[union-attr]
@@ -210,10 +211,21 @@ def _fuse_one(graph: Graph, head: _Head) -> str:
         anchor = graph.call_function(operator.getitem, ((None,), 0))
     with graph.inserting_before(anchor):
         params = {"seq_dim": seq_dim, **_rope_params(head.rope)}
-        one = graph.call_function(Fused("rope", params), (source, head.rope.cos, head.rope.sin))
+        one = graph.call_function(Fused("rope", params), (source, *_tables(graph, head.rope)))
         _put(graph, head, one)
     graph.erase_node(anchor)
     return "rope"
+
+
+def _tables(graph: Graph, found: _Rope) -> tuple[Node, Node]:
+    """What the op is given as tables."""
+    if not found.halves:
+        return found.cos, found.sin
+    cut: list[Node] = []
+    for table in (found.cos, found.sin):
+        last, half = value(table).dim() - 1, value(table).shape[-1] // 2
+        cut.append(graph.call_function(aten.slice.Tensor, (table, last, 0, half)))
+    return cut[0], cut[1]
 
 
 def _rope_params(found: _Rope) -> dict[str, Any]:
@@ -266,16 +278,17 @@ def _rope_of(node: Any) -> _Rope | None:
         n.target is aten.mul.Tensor and value(n).dtype == value(base).dtype != torch.float32
         for n in inside
     )
+    halves = any(_half_of(a) is not None for n in inside for a in n.all_input_nodes)
     for interleaved in (False, True):
         for swapped in (False, True):
             for share in (1, 2):  # the tables hold each angle twice, or once
                 dims = rotary * share
-                if dims > width or dims % 2:
+                if dims > width or dims % 2 or (halves and share == 2):
                     continue
                 cos, sin = tables[::-1] if swapped else tables
-                if _gives(node, base, cos, sin, inside, interleaved, dims, share):
+                if _gives(node, base, cos, sin, interleaved, dims, share, halves):
                     whole = 0 if dims == width else dims
-                    return _Rope(base, cos, sin, interleaved, whole, rounds)
+                    return _Rope(base, cos, sin, interleaved, whole, rounds, halves)
     return None
 
 
@@ -289,7 +302,9 @@ def _piece(node: Node) -> tuple[Node, list[Node], list[Node]] | None:
         """Whether a node depends on a projection."""
         if n not in known:
             known[n] = isinstance(n.target, (Call, Leaf, Fused)) or any(
-                on_heads(a) for a in n.all_input_nodes if is_tensor(a)
+                on_heads(a)
+                for a in n.all_input_nodes
+                if is_tensor(a) or isinstance(value(a), (tuple, list))  # as of `unbind`
             )
         return known[n]
 
@@ -315,11 +330,8 @@ def _piece(node: Node) -> tuple[Node, list[Node], list[Node]] | None:
         for other in others:
             tables[_table(other)] = None
         left += heads
-    bases = {_base(f) for f in frontier}
-    if len(bases) != 1 or node in frontier:
-        return None
-    base = bases.pop()
-    if base is None or value(base).dim() != 4:
+    base = _base(list(frontier))
+    if base is None or node in frontier:
         return None
     # what lies between the base and the frontier are views of it
     members = {n for n in order if n in inside} | _between(base, frontier)
@@ -349,10 +361,29 @@ _TABLE_VIEWS = (
 
 
 def _table(node: Node) -> Node:
-    """A table as the block was given it, [B, S, W] or [S, W], behind unsqueezes."""
+    """A table as the block was given it, [B, S, W] or [S, W], behind unsqueezes; also that of which
+    the first half of the columns is repeated."""
+    half = _half_of(node)
+    if half is not None:
+        node = half
     while node.target in _TABLE_VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+def _half_of(node: Node) -> Node | None:
+    """The table of which a node is `table[..., : width // 2].repeat_interleave(2, -1)`."""
+    if node.target is not aten.repeat_interleave.self_int:
+        return None
+    cut, times, dim = (*node.args, None)[:3]
+    if not isinstance(cut, Node) or cut.target is not aten.slice.Tensor or times != 2:
+        return None
+    table, last = cut.args[0], value(cut).dim() - 1
+    if not isinstance(table, Node) or dim not in (-1, last) or cut.args[1] not in (-1, last):
+        return None
+    width, kept = fixed(value(table).shape[-1]), fixed(value(cut).shape[-1])
+    starts = len(cut.args) < 3 or cut.args[2] in (None, 0)
+    return table if width is not None and kept == width // 2 and starts else None
 
 
 _PIECE_VIEWS = frozenset(
@@ -367,23 +398,36 @@ _PIECE_VIEWS = frozenset(
 )
 
 
-def _base(node: Node) -> Node | None:
-    """The whole heads that a piece of them was cut from: the first 4-D tensor below views that cut
-    the last dimension alone."""
-    while True:
-        if node.target not in _PIECE_VIEWS:
+#: Of these the rotation is, as far as its kernel goes, that of what they are made of.
+_SAME_VALUES = (
+    *(aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default),
+)
+
+
+def _base(frontier: list[Node]) -> Node | None:
+    """The whole heads that pieces were cut from: the last 4-D tensor of which all are views."""
+    chains = [_made_of(f) for f in frontier]
+    shared = set(chains[0]).intersection(*chains[1:]) if chains else set()
+    for node in chains[0] if chains else ():
+        if node not in shared or node.target in _SAME_VALUES:
+            continue
+        if is_tensor(node) and value(node).dim() == 4:
             return node
+    return None
+
+
+def _made_of(node: Node) -> list[Node]:
+    """A node and those that it is a view or a copy of, one after the other."""
+    chain = [node]
+    while node.target in _PIECE_VIEWS:
         source = node.args[0]
         if isinstance(source, (list, tuple)):
             source = source[0]
         if not isinstance(source, Node):
-            return None
-        four = is_tensor(node) and value(node).dim() == 4
-        if four and is_tensor(source) and value(source).dim() == 3:
-            return node  # [B, S, H D] as [B, S, H, D]
-        if _is_swap(node):
-            return node
+            break
         node = source
+        chain.append(node)
+    return chain
 
 
 def _between(base: Node, frontier: Any) -> set[Node]:
@@ -404,10 +448,10 @@ def _gives(
     base: Node,
     cos: Node,
     sin: Node,
-    inside: list[Node],
     interleaved: bool,
     dims: int,
     share: int,
+    halves: bool,
 ) -> bool:
     """Whether the piece computes this form, in fp64 on random numbers."""
     sizes = Sizes()
@@ -415,30 +459,25 @@ def _gives(
     x = torch.randn(sizes.shape(value(base)), generator=generator, dtype=torch.float64)
     shape = sizes.shape(value(cos))
     angles = torch.randn(*shape[:-1], dims // 2, generator=generator, dtype=torch.float64)
-    if share == 1:
+    if halves:  # what the others are must not matter
+        angles = torch.cat((angles, torch.randn_like(angles)), -1)
+    elif share == 1:
         angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     given = {base: x, cos: angles.cos(), sin: angles.sin()}
     try:
         theirs = evaluate(node, given, sizes)
     except Exception:  # an operator that the interpreter cannot run so: no such form
         return False
-    heads = value(node).shape
-    seq_dim = 1 if _same(heads, value(base).shape) and _tokens_first(base) else 2
-    try:
-        ours = rope(
-            x, given[cos], given[sin], seq_dim, interleaved, dims if dims < x.shape[-1] else 0
-        )
-    except Exception:
-        return False
-    if ours.shape != theirs.shape:
-        ours = ours.transpose(1, 2)
-    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() < 1e-9)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _tokens_first(base: Node) -> bool:
-    """Whether a 4-D tensor of heads is [B, S, H, D], as a view of a projection is."""
-    return not _is_swap(base)
+    rotary = dims if dims < x.shape[-1] else 0
+    columns = dims // 2 if halves else None
+    c, d = given[cos][..., :columns], given[sin][..., :columns]
+    for seq_dim in (1, 2):  # sizes differ, so that one of them fits
+        try:
+            ours = rope(x, c, d, seq_dim, interleaved, rotary)
+        except Exception:  # the tables do not fit
+            continue
+        if ours.shape != theirs.shape:
+            ours = ours.transpose(1, 2)
+        if ours.shape == theirs.shape and bool((ours - theirs).abs().max() < 1e-9):
+            return True
+    return False

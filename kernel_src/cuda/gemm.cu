@@ -4,7 +4,6 @@
 // what it answered is kept, for a few shapes per thread: asking takes longer than a small product.
 #include <cstring>
 #include <mutex>
-#include <utility>
 
 #include "../products.h"
 #include "common.cuh"
@@ -24,15 +23,11 @@ struct Key {
   int64_t aligned[4];
 };
 
-// Some answers cannot be carried out, as where two batches of one matrix are the same memory: then the next.
-constexpr int kAnswers = 4;
-
 struct Plan {
   Key key = {};
   bool made = false;
   Object product = nullptr, a = nullptr, b = nullptr, c = nullptr, out = nullptr;
-  Heuristic found[kAnswers] = {};  // the best first
-  int answers = 0;
+  Heuristic found = {};
 
   void clear() {
     if (const Library *l = product || a || b || c || out ? cublaslt::library() : nullptr) {
@@ -60,10 +55,13 @@ Plan &plan_of(const Key &key) {
   return plan;
 }
 
-int64_t alignment(const void *p) {
-  const uint64_t address = reinterpret_cast<uint64_t>(p);
+// That of all rows: cuBLASLt asks for the pointers', but chooses kernels that misread rows of `out` where
+// those of `c` are aligned better.
+int64_t alignment(const void *p, DType type, int64_t row, int64_t batch_step) {
+  const int64_t steps = (row | batch_step) * size_of(type);
+  const uint64_t all = reinterpret_cast<uint64_t>(p) | static_cast<uint64_t>(steps);
   int64_t bytes = 256;
-  while (bytes > 1 && address % static_cast<uint64_t>(bytes) != 0) bytes /= 2;
+  while (bytes > 1 && all % static_cast<uint64_t>(bytes) != 0) bytes /= 2;
   return bytes;
 }
 
@@ -84,7 +82,8 @@ int matrix(const Library &l, Object *to, DType type, int64_t rows, int64_t cols,
   return l.matrix_set(*to, cublaslt::kBatchOffset, &step, sizeof step);
 }
 
-int make(const Library &l, cublaslt::Handle handle, const GemmArgs &g, Plan *plan) {
+int make(const Library &l, cublaslt::Handle handle, const GemmArgs &g, const int64_t (&aligned)[4],
+         Plan *plan) {
   int status = l.product_create(&plan->product, cublaslt::kComputeFloat32, cublaslt::kFloat32);
   const int32_t transposed[2] = {g.b_transposed ? 1 : 0, g.a_transposed ? 1 : 0};
   const auto then = [&](int next) { status = status != 0 ? status : next; };
@@ -106,19 +105,18 @@ int make(const Library &l, cublaslt::Handle handle, const GemmArgs &g, Plan *pla
   if (status == 0) {
     then(l.preference_set(preference, cublaslt::kMaxWorkspace, &bytes, sizeof bytes));
     then(l.preference_set(preference, cublaslt::kReductions, &reductions, sizeof reductions));
-    const void *const pointers[4] = {g.b, g.a, g.c ? g.c : g.out, g.out};
     for (int i = 0; i < 4; ++i) {
-      const uint32_t at_least = static_cast<uint32_t>(alignment(pointers[i]));
+      const uint32_t at_least = static_cast<uint32_t>(aligned[i]);
       then(l.preference_set(preference, cublaslt::kAlignments + i, &at_least, sizeof at_least));
     }
   }
-  plan->answers = 0;
+  int answers = 0;
   if (status == 0) {
-    then(l.heuristic(handle, plan->product, plan->b, plan->a, plan->c, plan->out, preference, kAnswers,
-                     plan->found, &plan->answers));
+    then(l.heuristic(handle, plan->product, plan->b, plan->a, plan->c, plan->out, preference, 1,
+                     &plan->found, &answers));
   }
   if (preference) l.preference_destroy(preference);
-  if (status == 0 && plan->answers == 0) status = 15;  // CUBLAS_STATUS_NOT_SUPPORTED
+  if (status == 0 && answers == 0) status = 15;  // CUBLAS_STATUS_NOT_SUPPORTED
   return status;
 }
 
@@ -165,22 +163,6 @@ int32_t scaled(const GemmArgs &g, cudaStream_t stream) {
 
 int64_t gemm_backend() { return cublaslt::library() ? HFP_GEMM_CUBLASLT : HFP_GEMM_NONE; }
 
-// One product after the other, where cuBLASLt has no algorithm for all at once.
-static int32_t one_by_one(const GemmArgs &g, int device, void *stream) {
-  const int64_t size = size_of(g.type);
-  for (int64_t i = 0; i < g.batch; ++i) {
-    const auto at = [&](const void *p, int64_t step) {
-      return p ? static_cast<const char *>(p) + i * step * size : nullptr;
-    };
-    GemmArgs one = g;
-    one.batch = 1;
-    one.out = const_cast<char *>(at(g.out, g.out_batch));
-    one.a = at(g.a, g.a_batch), one.b = at(g.b, g.b_batch), one.c = at(g.c, g.c_batch);
-    if (const int32_t status = gemm(one, device, stream)) return status;
-  }
-  return HFP_OK;
-}
-
 int32_t gemm(const GemmArgs &given, int device, void *stream) {
   GemmArgs g = given;
   // Rows that lie over each other, as those of an expanded tensor, are products of their own.
@@ -212,11 +194,14 @@ int32_t gemm(const GemmArgs &given, int device, void *stream) {
              g.a_batch, g.b_batch, g.c ? g.c_batch : 0, g.workspace_bytes, 0, {}};
   key.options = (device * 4 + static_cast<int64_t>(g.type)) * 8 + (g.a_transposed ? 4 : 0) +
                 (g.b_transposed ? 2 : 0) + (g.c ? 1 : 0);
-  key.aligned[0] = alignment(g.a), key.aligned[1] = alignment(g.b);
-  key.aligned[2] = g.c ? alignment(g.c) : 0, key.aligned[3] = alignment(g.out);
+  const bool many = g.batch > 1;
+  key.aligned[0] = alignment(g.b, g.type, g.b_row, many ? g.b_batch : 0);
+  key.aligned[1] = alignment(g.a, g.type, g.a_row, many ? g.a_batch : 0);
+  key.aligned[3] = alignment(g.out, g.type, g.out_row, many ? g.out_batch : 0);
+  key.aligned[2] = g.c ? alignment(g.c, g.type, g.c_row, many ? g.c_batch : 0) : key.aligned[3];
   Plan &plan = plan_of(key);
   if (!plan.made) {
-    const int status = make(*l, handle, g, &plan);
+    const int status = make(*l, handle, g, key.aligned, &plan);
     if (status != 0) {
       plan.clear();
       return set_error(HFP_LAUNCH_FAILED,
@@ -226,16 +211,10 @@ int32_t gemm(const GemmArgs &given, int device, void *stream) {
     plan.made = true;
   }
   const float beta = g.c ? g.beta : 0.0f;
-  int status = 0;
-  for (int i = 0; i < plan.answers; ++i) {
-    status = l->multiply(handle, plan.product, &g.alpha, g.b, plan.b, g.a, plan.a, &beta,
-                         g.c ? g.c : g.out, plan.c, g.out, plan.out, &plan.found[i].algorithm,
-                         g.workspace, static_cast<std::size_t>(g.workspace_bytes), on);
-    if (status != 0) continue;
-    if (i > 0) std::swap(plan.found[0], plan.found[i]);
-    return HFP_OK;
-  }
-  if (g.batch > 1) return one_by_one(g, device, stream);
+  const int status = l->multiply(handle, plan.product, &g.alpha, g.b, plan.b, g.a, plan.a, &beta,
+                                 g.c ? g.c : g.out, plan.c, g.out, plan.out, &plan.found.algorithm,
+                                 g.workspace, static_cast<std::size_t>(g.workspace_bytes), on);
+  if (status == 0) return HFP_OK;
   return set_error(HFP_LAUNCH_FAILED, "gemm: cublasLtMatmul failed with status %d", status);
 }
 

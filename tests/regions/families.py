@@ -134,6 +134,8 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "stablelm": _text("StableLm"),
     "glm4": _text("Glm4", pad_token_id=0),
     "ernie": _text("Ernie4_5"),
+    "helium": _text("Helium", pad_token_id=0),
+    "gpt-neox": _text("GPTNeoX"),  # rotates a quarter of packed heads
     "smollm3": _text("SmolLM3", pad_token_id=0),
     "mixtral": _text("Mixtral", num_local_experts=4),
     "gpt2": _text("GPT2", n_embd=64, n_layer=3, n_head=4),

@@ -52,6 +52,26 @@ def test_every_block_is_fused_and_undone(name: str) -> None:
         assert m.__dict__.keys() == held[n].keys(), n
 
 
+#: How heads are rotated: in halves or pairs, a part of them, out of packed products, behind norms, in
+#: fp32, by tables that hold each angle once.
+ROTATED = {
+    **dict.fromkeys(("llama", "cohere", "ernie", "glm4", "gpt-neox", "helium"), "rope_qk"),
+    **dict.fromkeys(("modernbert", "phi3", "stablelm"), "rope_qk"),
+    **dict.fromkeys(("qwen3", "gemma3", "olmo2"), "qk_norm_rope"),
+}
+
+
+@pytest.mark.parametrize("name", list(ROTATED))
+def test_rotations_are_found(name: str) -> None:
+    """With one row of positions for all of a batch, as models make them."""
+    model, inputs = build(name, torch.bfloat16)
+    hfpatch.apply(model, decoding=False, blocks=True)
+    run(model, inputs(3, 9))
+    candidates = hfpatch.status(model).plan.candidates
+    assert all(ROTATED[name] in c.found for c in candidates), candidates
+    assert all(c.after <= 14 for c in candidates)
+
+
 # a mixture of experts chooses other experts in fp64 where two are as good
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n != "mixtral"])
