@@ -39,8 +39,24 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
             row["bytes"] += sum(t.numel() * t.element_size() for t in tensors.values())
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            row["flops"] += float(count(*args, **kwargs, out_val=result))
+            given = _ungrouped(args) if "scaled_dot_product" in func._schema.name else args
+            row["flops"] += float(count(*given, **kwargs, out_val=result))
         return result
+
+
+def _ungrouped(args: Any) -> tuple[Any, ...]:
+    """Of attention: PyTorch's formula wants as many heads of keys as of queries."""
+
+    def is_heads(held: Any) -> bool:
+        return isinstance(held, torch.Tensor) and held.dim() == 4
+
+    most = max((t.shape[1] for t in args[:4] if is_heads(t)), default=0)
+    return tuple(
+        torch.empty((a.shape[0], most, *a.shape[2:]), dtype=a.dtype, device="meta")
+        if i < 4 and is_heads(a) and a.shape[1] and most % a.shape[1] == 0
+        else a
+        for i, a in enumerate(args)
+    )
 
 
 def _views(func: Any) -> bool:

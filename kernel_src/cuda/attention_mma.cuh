@@ -6,6 +6,7 @@
 #include "async_copy.cuh"
 #include "attention.cuh"
 #include "attention_hopper.h"
+#include "attention_mask.cuh"
 
 namespace hfp::cuda {
 namespace {
@@ -105,102 +106,20 @@ __device__ __forceinline__ void copy_block(char *to, const T *from, int64_t row,
   }
 }
 
-// Values of a mask from `key` on; where there is no key, 0.
-template <class T>
-__device__ __forceinline__ void mask_of_eight(float (&value)[8], const AttentionArgs &a, int64_t row,
-                                              int key, int end, bool chunks) {
-  if (chunks && key + 8 <= end) {
-    const uint4 words = *reinterpret_cast<const uint4 *>(static_cast<const T *>(a.mask) + row + key);
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 both = unpack<T>(word[i]);
-      value[2 * i] = both.x, value[2 * i + 1] = both.y;
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    value[i] = key + i < end ? mask_value(a, row + (key + i) * a.mask_col) : 0.0f;
-  }
-}
-
-// What a mask does to each block of keys, for all queries of a CTA. A mask that says what is causal, or
-// which keys are padding, hides whole blocks and leaves others alone: the first are not computed, and of
-// the others the mask is not read again.
-template <int kQueries, int kKeys>
-struct MaskBlocks {
-  static constexpr int kWords = 128, kMost = kWords * 32;  // blocks; of more keys nothing is known
-  static constexpr float kHidden = -1e30f;  // what models add to hide a key, or less
-  int64_t row[kQueries];                    // where a row of the mask begins
-  int limit[kQueries];
-  uint32_t shown[kWords], changed[kWords];  // a bit for each block
-  int blind;  // a query to which all keys are hidden weighs them the same: then none is left out
-
-  __device__ bool is_set(const uint32_t (&bits)[kWords], int block) const {
-    return bits[block / 32] >> (block % 32) & 1u;
-  }
-
-  template <class T>
-  __device__ void read(const AttentionArgs &a, const AttentionUnit &unit, int begin, int end,
-                       bool chunks) {
-    constexpr int kWarps = 4, kRows = kQueries / kWarps, kLanes = kKeys / 8;  // of a block
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t saw = 0, must = 0;  // a bit for each row of the warp
-    for (int r = 0; r < kRows; ++r) {
-      const int most = limit[warp * kRows + r];
-      if (most > AttentionUnit::floor_of(a, most)) must |= 1u << r;
-    }
-    for (int at = begin; at < end; at += 256) {
-      const int key = at + lane * 8;
-      bool any = false, other = false;
-#pragma unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const int most = limit[warp * kRows + r], least = AttentionUnit::floor_of(a, most);
-        float value[8];
-        mask_of_eight<T>(value, a, row[warp * kRows + r], key, end, chunks);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const bool there = key + i < most && key + i >= least;
-          const bool seen = there && !(value[i] <= kHidden);
-          any |= seen;
-          other |= there && value[i] != 0.0f;
-          saw |= seen ? 1u << r : 0u;
-        }
-      }
-      const uint32_t anys = __ballot_sync(0xffffffffu, any), others = __ballot_sync(0xffffffffu, other);
-      if (lane == 0) {
-        uint32_t first = 0, second = 0;
-#pragma unroll
-        for (int b = 0; b < 32 / kLanes; ++b) {
-          const uint32_t lanes = ((1u << kLanes) - 1) << (b * kLanes);
-          first |= anys & lanes ? 1u << b : 0u;
-          second |= others & lanes ? 1u << b : 0u;
-        }
-        const int block = (at - begin) / kKeys;
-        atomicOr(&shown[block / 32], first << (block % 32));
-        atomicOr(&changed[block / 32], second << (block % 32));
-      }
-    }
-    saw = __reduce_or_sync(0xffffffffu, saw);
-    if (lane == 0 && (must & ~saw) != 0) blind = 1;
-  }
-};
-
 #endif
 
-// kGeneral: with a mask, a cap or a window. The mask has the dtype of q, and may be read so many keys at a
-// time: 8, 2 (`pairs`; of long heads a block's are read while the one before is computed) or 1.
+// kGeneral: with a mask, a cap or a window. Of long heads a block of the mask, if two keys of it may be read
+// at once, is read while the block before is computed.
 template <class T, int kDim, bool kGeneral>
 __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     attention_mma_kernel(const __grid_constant__ AttentionArgs a, int64_t blocks, bool aligned,
-                         bool paired, int mask_keys) {
+                         bool paired, MaskReads reads) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   using S = MmaShape<kDim>;
   constexpr int kTiles = S::kTiles, kChunks = S::kChunks, kKeys = S::kKeys;
   constexpr int kBlockBytes = kKeys * kDim * 2;
   extern __shared__ __align__(128) char memory[];
-  using Blocks = MaskBlocks<S::kQueries, kKeys>;
+  using Blocks = MaskBlocks<S::kQueries, kKeys, S::kWarps>;
   __shared__ __align__(16) char mask_memory[kGeneral ? sizeof(Blocks) : 1];
   Blocks &mask = *reinterpret_cast<Blocks *>(mask_memory);
   char *q_shared = memory, *k_shared = memory + S::kQueries * kDim * 2;
@@ -224,38 +143,15 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
     const T *row = static_cast<const T *>(a.q) + unit.q_offset(a, there ? unit.first + r : 0);
     copy_chunk(q_shared + place<kChunks>(r, c), row, c * 8, dim, there, aligned);
   }
-  const bool masks = kGeneral && a.mask != nullptr, pairs = kGeneral && mask_keys >= 2;
+  const bool masks = kGeneral && a.mask != nullptr, pairs = kGeneral && reads.pairs;
   const int steps = (all - begin + kKeys - 1) / kKeys;
-  // A few blocks are sooner computed than looked at.
-  const bool known = masks && steps > 4 && steps <= Blocks::kMost;
+  const bool known = masks && Blocks::looks_at(steps);
   if constexpr (kGeneral) {
-    if (masks) {
-      for (int r = threadIdx.x; r < S::kQueries; r += S::kThreads) {
-        const bool there = unit.first + r < unit.rows;
-        mask.row[r] = there ? unit.mask_offset(a, unit.first + r) : 0;
-        mask.limit[r] = there ? unit.limit(a, unit.first + r) : 0;
-      }
-      for (int i = threadIdx.x; i < Blocks::kWords; i += S::kThreads) mask.shown[i] = mask.changed[i] = 0;
-      if (threadIdx.x == 0) mask.blind = 0;
-      __syncthreads();
-    }
-    if (known) {
-      mask.template read<T>(a, unit, begin, all, mask_keys >= 8);
-      __syncthreads();
-    }
+    if (masks) mask.template begin<T>(a, unit, begin, all, known, reads.eight);
   }
   // The block from `j` on that is computed next, and whether the mask changes its scores.
-  const auto next_of = [&](int j) {
-    if constexpr (kGeneral) {
-      if (known && !mask.blind) {
-        while (j < steps && !mask.is_set(mask.shown, j)) ++j;
-      }
-    }
-    return j;
-  };
-  const auto changes = [&](int j) {
-    return masks && !(known && j < steps && !mask.is_set(mask.changed, j));
-  };
+  const auto next_of = [&](int j) { return known ? mask.next(j, steps) : j; };
+  const auto changes = [&](int j) { return masks && !(known && !mask.is_set(mask.changed, j)); };
   int j = next_of(0);
   if (j < steps) {
     copy_block<T, kDim>(k_shared, k, a.k_row, begin + j * kKeys, all, dim, aligned);
@@ -279,7 +175,8 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
   // turn their order around, they are scaled first.
   const bool capped = kGeneral && a.softcap > 0.0f;
   const bool scaled_first = kGeneral ? capped || a.mask != nullptr || !(a.scale > 0.0f) : !(a.scale > 0.0f);
-  const float first_scale = a.scale * kLog2E, cap_scale = capped ? first_scale / a.softcap : 0.0f;
+  const float first_scale = a.scale * kLog2E, factor_first = scaled_first && !capped ? first_scale : 1.0f;
+  const float cap_scale = capped ? first_scale / a.softcap : 0.0f;
   const float scale = scaled_first ? 1.0f : first_scale;
 
   float out[kTiles][kDim / 8][4];
@@ -315,22 +212,6 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
         }
       }
     }
-  };
-  // Element i of tile t and eight keys n.
-  const auto mask_of = [&](int t, int n, int i, int key) {
-    if constexpr (kAhead) {
-      if (pairs) {
-        const float2 both = unpack<T>(held[n][i / 2]);
-        return i & 1 ? both.y : both.x;
-      }
-    }
-    const int64_t row = mask.row[warp_row + t * 16 + i / 2 * 8 + lane / 4];
-    if (pairs) {
-      const T *from = static_cast<const T *>(a.mask) + row + (key & ~1);
-      const float2 both = unpack<T>(*reinterpret_cast<const uint32_t *>(from));
-      return i & 1 ? both.y : both.x;
-    }
-    return mask_value(a, row + key * a.mask_col);
   };
   fetch(j);
   bool loaded = false;
@@ -408,25 +289,21 @@ __global__ void __launch_bounds__(MmaShape<kDim>::kThreads)
         }
       }
     }
-    if (scaled_first || first + kKeys > fewest || first < highest_low) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), h = i / 2;
-            float x = s[t][n][i];
-            if (scaled_first && !capped) x *= first_scale;
-            if (key >= limit[t][h] || (kGeneral && key < unit.floor_of(a, limit[t][h]))) {
-              x = -INFINITY;
-            } else if (kGeneral && changed) {
-              x = masked(x, mask_of(t, n, i, key));
-            }
-            s[t][n][i] = x;
-          }
-        }
-      }
+    for (int t = 0; t < kTiles; ++t) {
+      int low[2] = {0, 0};
+      if (kGeneral) low[0] = unit.floor_of(a, limit[t][0]), low[1] = unit.floor_of(a, limit[t][1]);
+      finish_scores<kKeys / 8>([&](int n, int i) -> float & { return s[t][n][i]; },
+                               [&](int n, int h) {
+                                 if constexpr (kAhead) {
+                                   if (pairs) return unpack<T>(held[n][h]);
+                                 }
+                                 const int key = first + n * 8 + (lane & 3) * 2;
+                                 const int64_t row = mask.row[warp_row + t * 16 + h * 8 + lane / 4];
+                                 return mask_pair<T>(a, row, key, limit[t][h], pairs);
+                               },
+                               first + (lane & 3) * 2, limit[t], low, factor_first, kGeneral && changed,
+                               first + kKeys > fewest || first < highest_low);
     }
     fetch(after);
 
@@ -540,19 +417,13 @@ int32_t launch_mma(const AttentionArgs &a, cudaStream_t stream) {
                       (a.value_dim | a.out_batch | a.out_head | a.out_row) % 2 == 0;
   // With few rows most of its 192 queries would be none.
   const int64_t rows = a.heads / a.kv_heads * a.most_queries;
-  if (kDim <= 128 && aligned && rows > S::kQueries / 2 && has_hopper_attention()) {
+  if (aligned && rows > S::kQueries / 2 && has_hopper_attention()) {
     return attention_hopper(a, paired, stream);
   }
-  const bool same = a.mask != nullptr && !a.mask_bits && a.mask_type == a.type && a.mask_col == 1;
-  const int64_t steps = a.mask_row | a.mask_head | a.mask_batch;
-  const uint64_t at = reinterpret_cast<uint64_t>(a.mask);
-  const int mask_keys = !same || a.keys % 2 != 0            ? 1
-                        : at % 16 == 0 && steps % 8 == 0 ? 8
-                        : at % 4 == 0 && steps % 2 == 0  ? 2
-                                                         : 1;
   const bool general = a.mask != nullptr || a.softcap > 0.0f || a.window > 0;
   const auto kernel = general ? attention_mma_kernel<T, kDim, true> : attention_mma_kernel<T, kDim, false>;
-  return launch_attention(a, kernel, S::kQueries, S::kThreads, S::kBytes, stream, aligned, paired, mask_keys);
+  return launch_attention(a, kernel, S::kQueries, S::kThreads, S::kBytes, stream, aligned, paired,
+                          mask_reads(a));
 }
 
 }  // namespace

@@ -86,6 +86,15 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def _of_texts(states: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Keys or values, [B, H, S, D], with 0 where a text is padded."""
+    mask = inputs["attention_mask"].bool()
+    states = states.clone()
+    padded = ~mask.repeat_interleave(states.shape[0] // mask.shape[0], 0)
+    states[:, :, : mask.shape[1]].masked_fill_(padded[:, None, :, None], 0)
+    return states
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ends", [False, True], ids=["to the length", "to an end"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
@@ -116,8 +125,10 @@ def test_a_mode(device: str, family: str, mode: str, ends: bool) -> None:
     assert got.past_key_values.get_seq_length() == wanted.past_key_values.get_seq_length()
     layers = zip(wanted.past_key_values.layers, got.past_key_values.layers, strict=True)
     for theirs, ours in layers:
-        torch.testing.assert_close(ours.keys, theirs.keys, rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(ours.values, theirs.values, rtol=2e-3, atol=2e-3)
+        for a, b in ((theirs.keys, ours.keys), (theirs.values, ours.values)):
+            if device != "cpu":  # what a query that sees nothing gets depends on PyTorch's kernel
+                a, b = _of_texts(a, inputs), _of_texts(b, inputs)
+            torch.testing.assert_close(b, a, rtol=2e-3, atol=2e-3)
     assert torch.equal(ours_after, after)
     assert torch.equal(run(patched)[0], wanted.sequences)  # as a tensor
 

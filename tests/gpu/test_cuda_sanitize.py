@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -129,6 +130,33 @@ def test_every_kernel_over_lists(
                 host.all = memory.cpu()
                 host.assert_bands(name)
         assert_same_bits(*twice, f"{name} {dtype} {len(shapes)} tensors, shift {shift}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_attention_of_many_rows(dim: int, dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """By wgmma, with blocks of keys that a mask hides, shows, and changes."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 200, dim, generator=generator).to(dtype)
+    k, v = torch.randn(2, 1, 1, 700, dim, generator=generator).to(dtype)
+    hidden = torch.full((200, 700), -torch.inf, dtype=dtype).triu(501)
+    for mask in (None, hidden, hidden == 0):
+        operator = partial(kernels_module.ops.attention.default, q.cuda(), k.cuda(), v.cuda())
+        given = None if mask is None else mask.cuda()
+        twice = [
+            [t.cpu() for t in operator(given, None, None, None, dim**-0.5, 1, 0, 0, 0.0)]
+            for _ in range(2)
+        ]
+        assert_same_bits(*twice, f"attention {dtype} {dim}")
+
+
+def test_products_of_nothing(kernels_module: ModuleType) -> None:
+    """Sums of no products are what is added to them."""
+    a, b, c = torch.zeros(5, 0), torch.zeros(0, 7), torch.ones(5, 7)
+    for dtype in DTYPES:
+        one, two, three = (t.to(dtype).cuda() for t in (a, b, c))
+        out = kernels_module.ops.gemm.default(one, two, three, 1.0, 2.0, 0, 0)[0]
+        assert torch.equal(out.cpu(), 2 * c.to(dtype))
 
 
 def test_rows_that_divide_in_three_places(kernels_module: ModuleType) -> None:
