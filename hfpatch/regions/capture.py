@@ -44,7 +44,7 @@ from hfpatch.patches.keys import OWNED_BY_WRAPPERS
 from hfpatch.patches.library import is_own, odd_class
 from hfpatch.patches.unchanged import is_bound, is_hooked, is_replaced
 from hfpatch.regions.caches import Noted, stand_in, with_past
-from hfpatch.regions.functional import without_writes
+from hfpatch.regions.functional import in_known_forms, without_writes
 from hfpatch.regions.listening import is_idle
 from hfpatch.regions.nodes import CacheUpdate, Call, Constant, Leaf, Param, without_dead
 from hfpatch.regions.shapes import Shapes, shapes_of
@@ -173,8 +173,12 @@ def _what_varies(
 ) -> StatelessSymbolicContext[Any, Any] | None:
     """Sizes that may differ between calls: all, except for the columns of a table, as of RoPE's
     angles. Code reads how many there are, to rotate as many columns of a head."""
-    if not tensor.is_floating_point() or tensor.dim() not in (2, 3):
+    if not tensor.is_floating_point() or not 2 <= tensor.dim() <= 4:
         return None
+    if tensor.dim() == 4:  # [1, S, 1, W], of all heads; another one is a mask, or an image
+        tokens = {t.shape[1] for t in tensors if t.dim() == 3 and t.shape[1] > 1}
+        if tensor.shape[2] != 1 or tensor.shape[1] not in tokens:
+            return None
     if any(tensor.shape[-1] in t.shape[:-1] for t in tensors):
         return None  # a mask, whose columns are keys
     last = tensor.dim() - 1
@@ -383,6 +387,8 @@ class _Attempt:
                 node.replace_all_uses_with(param)
                 graph.erase_node(node)
         without_writes(graph)
+        without_dead(graph)
+        in_known_forms(graph)
         for node in graph.nodes:
             _check_number(node)
             if isinstance(node.target, torch._ops.OpOverload):

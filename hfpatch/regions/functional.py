@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.regions.nodes import Call, Leaf, Target, same_size, value
+from hfpatch.regions.nodes import Call, Leaf, Target, fixed, same_size, value
 
 aten: Any = torch.ops.aten
 
@@ -72,7 +72,7 @@ def _scatter(graph: Graph, write: Node, order: dict[Node, int]) -> None:
     if any(order.get(u, -1) > at for a in before if a is not x for u in a.users):
         return  # the memory is read by another way behind the write
     with graph.inserting_before(write):
-        made = source
+        made = _as(graph, source, value(x).dtype)
         for view in views:
             below: Any = view.args[0]
             target = _SCATTERS[view.target]  # type: ignore[index]
@@ -103,7 +103,60 @@ def _alike(a: Node, b: Node) -> bool:
     x, y = value(a), value(b)
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         return False
-    return (x.dtype, x.dim()) == (y.dtype, y.dim()) and all(map(same_size, x.shape, y.shape))
+    return x.dim() == y.dim() and all(map(same_size, x.shape, y.shape))
+
+
+def _as(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    """A node in a dtype."""
+    if value(node).dtype == dtype:
+        return node
+    made = graph.call_function(aten.to.dtype, (node, dtype))
+    made.meta = {"val": value(node).to(dtype)}
+    return made
+
+
+def in_known_forms(graph: Graph) -> None:
+    """Forms that the rules know: a cast by its dtype; one slice of a table for all that take it; a
+    stack in place of a tensor whose even and odd columns are written."""
+    slices: dict[tuple[Any, ...], Node] = {}
+    for node in list(graph.nodes):
+        if node.target is aten.type_as.default and not node.kwargs:
+            with graph.inserting_before(node):
+                cast = _as(graph, node.args[0], value(node).dtype)  # type: ignore[arg-type]
+            node.replace_all_uses_with(cast)
+            graph.erase_node(node)
+        elif node.target is aten.slice.Tensor and node.args[0].op == "placeholder":  # type: ignore[union-attr]
+            first = slices.setdefault(tuple(node.args), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+        elif node.target is aten.slice_scatter.default:
+            _as_stack(graph, node)
+
+
+def _as_stack(graph: Graph, node: Node) -> None:
+    """`x[..., 0::2] = a; x[..., 1::2] = b` as `stack((a, b), -1).flatten(-2)`."""
+    under: Any = node.args[0]
+    if under.target is not aten.slice_scatter.default or set(under.users) != {node}:
+        return
+    last = value(node).dim() - 1
+    width = fixed(value(node).shape[-1])
+    parts: list[Node] = []
+    for write, start in ((under, 0), (node, 1)):
+        dim, begin, end, step = (*write.args[2:], *(None,) * 4)[:4]
+        if dim not in (-1, last) or (begin or 0) != start or step != 2 or end not in (None, _LAST):
+            return
+        parts.append(write.args[1])  # type: ignore[arg-type]
+    if width is None or width % 2:
+        return
+    with graph.inserting_before(node):
+        stack = graph.call_function(aten.stack.default, (parts, -1))
+        stack.meta = {"val": torch.stack([value(p) for p in parts], -1)}
+        flat = graph.call_function(aten.flatten.using_ints, (stack, last, last + 1))
+        flat.meta = {"val": value(node)}
+    node.replace_all_uses_with(flat)
+    for gone in (node, under):
+        graph.erase_node(gone)
 
 
 def _aliases(root: Node, order: dict[Node, int], at: int) -> set[Node]:

@@ -26,6 +26,7 @@ from hfpatch.regions.nodes import (
     Param,
     fixed,
     is_tensor,
+    same_size,
     value,
 )
 
@@ -159,6 +160,8 @@ def _alike(q: _Head, k: _Head) -> bool:
     """Whether one op takes both."""
     if (q.seq_dim, q.across) != (k.seq_dim, k.across):
         return False
+    if not same_size(value(q.x).shape[q.seq_dim], value(k.x).shape[k.seq_dim]):
+        return False  # keys of another text
     if (q.norm is None) != (k.norm is None) or (q.rope is None) != (k.rope is None):
         return False
     if q.norm is not None and k.norm is not None:
@@ -249,6 +252,9 @@ def _plain_input(graph: Graph, head: _Head) -> Node:
 def _put(graph: Graph, head: _Head, result: Node) -> None:
     """Use the op's result, [B, S, H, D] or [B, H, S, D], for what attention is given."""
     result.meta = dict(head.x.meta)
+    if value(head.x).dtype != value(head.out).dtype:  # the rotation was followed by a cast
+        result = graph.call_function(aten.to.dtype, (result, value(head.out).dtype))
+        result.meta = dict(head.x.meta)
     if head.seq_dim == 1:
         result = graph.call_function(aten.transpose.int, (result, 1, 2))
     result.meta = dict(head.out.meta)
