@@ -179,7 +179,8 @@ def _what_varies(
         tokens = {t.shape[1] for t in tensors if t.dim() == 3 and t.shape[1] > 1}
         if tensor.shape[2] != 1 or tensor.shape[1] not in tokens:
             return None
-    if any(tensor.shape[-1] in t.shape[:-1] for t in tensors):
+    held = {t.shape[-2] for t in tensors if t.dim() == 4} | {0}  # tokens of a cache
+    if any(tensor.shape[-1] - n in t.shape[:-1] for t in tensors for n in held):
         return None  # a mask, whose columns are keys
     last = tensor.dim() - 1
     sizes = [DimDynamic.DUCK] * last + [DimDynamic.STATIC]
