@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.regions.nodes import Call, Leaf, Target, fixed, same_size, value
+from hfpatch.regions.nodes import Call, Constant, Leaf, Target, fixed, same_size, value
 
 aten: Any = torch.ops.aten
 
@@ -117,7 +117,8 @@ def _as(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 def in_known_forms(graph: Graph) -> None:
     """Forms that the rules know: a cast by its dtype; one slice of a table for all that take it; a
-    stack in place of a tensor whose even and odd columns are written."""
+    slice for an index that is a list of one number; a stack in place of a tensor whose even and odd
+    columns are written."""
     slices: dict[tuple[Any, ...], Node] = {}
     for node in list(graph.nodes):
         if node.target is aten.type_as.default and not node.kwargs:
@@ -132,6 +133,41 @@ def in_known_forms(graph: Graph) -> None:
                 graph.erase_node(node)
         elif node.target is aten.slice_scatter.default:
             _as_stack(graph, node)
+        elif node.target is aten.index.Tensor:
+            _as_slice(graph, node)
+
+
+def _as_slice(graph: Graph, node: Node) -> None:
+    """`x[..., [-2], :]` as `x[..., -2:-1, :]`, which copies nothing."""
+    x, where = node.args[:2]
+    given = [(dim, index) for dim, index in enumerate(where) if index is not None]  # type: ignore[arg-type, var-annotated]
+    if len(given) != 1 or not isinstance(x, Node):
+        return
+    dim, index = given[0]
+    while index.target in _COPIES and isinstance(index.args[0], Node):
+        index = index.args[0]
+    if not isinstance(index.target, Constant) or index.target.tensor.shape != (1,):
+        return
+    if index.target.tensor.dtype not in (torch.int64, torch.int32):
+        return
+    at, size = int(index.target.tensor[0]), fixed(value(x).shape[dim])
+    if size is None or not -size <= at < size:
+        return
+    if any(n.meta.get("in_place") for n in graph.nodes):
+        return  # what was a tensor of its own may be written to
+    with graph.inserting_before(node):
+        end = at + 1 if at != -1 else _LAST
+        made = graph.call_function(aten.slice.Tensor, (x, dim, at, end))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+#: Of a constant, on its way to where it is used.
+_COPIES = (
+    *(aten.lift_fresh_copy.default, aten.lift_fresh.default, aten._to_copy.default),
+    *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
+)
 
 
 def _as_stack(graph: Graph, node: Node) -> None:

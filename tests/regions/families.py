@@ -135,6 +135,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "glm4": _text("Glm4", pad_token_id=0),
     "ernie": _text("Ernie4_5"),
     "helium": _text("Helium", pad_token_id=0),
+    "falcon": _text("Falcon"),  # keys are picked by a list of one number
     "gpt-neox": _text("GPTNeoX"),  # rotates a quarter of packed heads
     "smollm3": _text("SmolLM3", pad_token_id=0),
     "mixtral": _text("Mixtral", num_local_experts=4),

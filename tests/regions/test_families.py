@@ -55,7 +55,9 @@ def test_every_block_is_fused_and_undone(name: str) -> None:
 #: How heads are rotated: in halves or pairs, a part of them, out of packed products, behind norms,
 #: in fp32, by tables that hold each angle once.
 ROTATED = {
-    **dict.fromkeys(("llama", "cohere", "ernie", "glm4", "gpt-neox", "helium"), "rope_qk"),
+    **dict.fromkeys(
+        ("llama", "cohere", "ernie", "falcon", "glm4", "gpt-neox", "helium"), "rope_qk"
+    ),
     **dict.fromkeys(("modernbert", "phi3", "stablelm"), "rope_qk"),
     **dict.fromkeys(("qwen3", "gemma3", "olmo2"), "qk_norm_rope"),
 }
