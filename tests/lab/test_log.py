@@ -154,8 +154,10 @@ def test_what_is_shipped() -> None:
         assert e.gain is None or (e.outcome != "failure" or e.gain <= 1)
         if "us before" in e.metrics and e.gain is not None:
             ratio = e.metrics["us before"] / e.metrics["us after"]
-            noise = e.metrics.get("noise", 0.0)  # the median of ratios is no ratio of medians
-            assert ratio == pytest.approx(e.gain, rel=max(1e-3, noise))
+            # Of the lab's own, which know their noise, the gain is the median of the rounds' ratios:
+            # no ratio of medians, where the clock moves between rounds.
+            bound = max(0.02, e.metrics["noise"]) if "noise" in e.metrics else 1e-3
+            assert ratio == pytest.approx(e.gain, rel=bound)
     counts = stats(found)
     assert {"H100", "H200"} <= set(counts["chip"])
     assert {"memory", "compute", "latency", "occupancy"} <= set(counts["bottleneck"])
