@@ -154,7 +154,7 @@ def test_what_is_shipped() -> None:
         assert e.gain is None or (e.outcome != "failure" or e.gain <= 1)
         if "us before" in e.metrics and e.gain is not None:
             ratio = e.metrics["us before"] / e.metrics["us after"]
-            # Of the lab's own, which know their noise, the gain is the median of the rounds' ratios:
+            # Of the lab, which knows its noise, the gain is the median of the rounds' ratios:
             # no ratio of medians, where the clock moves between rounds.
             bound = max(0.02, e.metrics["noise"]) if "noise" in e.metrics else 1e-3
             assert ratio == pytest.approx(e.gain, rel=bound)
