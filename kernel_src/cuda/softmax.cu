@@ -279,8 +279,13 @@ __device__ __forceinline__ void add_whole_vector(Online &own, const Vec<T, kVect
   own.most = high;
 }
 
-// A warp's part stays in its registers: all of a row is on its way at once. Two CTAs of 64 registers
-// a thread fill an SM. Parts and sums are those of softmax_parts_kernel, and so are the bits.
+// CTAs on an SM: of half types two of 64 registers a thread, of fp32, whose parts are twice as large,
+// one of 128. Smaller CTAs of a cluster are more.
+template <class T>
+inline constexpr int kHeldCtas = sizeof(T) == 2 ? 2 : 1;
+
+// A warp's part stays in its registers: all of a row is on its way at once. Parts and sums are those
+// of softmax_parts_kernel, and so are the bits.
 template <class T, bool kScaled>
 struct HeldPart {
   static constexpr int N = kVectorOf<T>;
@@ -329,7 +334,7 @@ struct HeldPart {
 
 // A CTA per row and a warp per part.
 template <class T, bool kScaled>
-__global__ void __launch_bounds__(kPartThreads, 2)
+__global__ void __launch_bounds__(kPartThreads, kHeldCtas<T>)
     softmax_held_parts_kernel(const __grid_constant__ SoftmaxParams p) {
   wait_for_previous();
   __shared__ float2 all[kHeldParts];
@@ -349,7 +354,8 @@ __global__ void __launch_bounds__(kPartThreads, 2)
 
 // A cluster per row and a warp per part. kDense: in 48 registers, of up to kDenseThreads a CTA.
 template <class T, bool kScaled, bool kDense>
-__global__ void __launch_bounds__(kDense ? kDenseThreads : kPartThreads, kDense ? 3 : 2)
+__global__ void __launch_bounds__(kDense ? kDenseThreads : kPartThreads,
+                                  kDense ? 3 : kHeldCtas<T>)
     softmax_cluster_kernel(const __grid_constant__ SoftmaxParams p) {
 #if __CUDA_ARCH__ >= 900
   __shared__ PartResults<2> all;
@@ -412,7 +418,8 @@ __global__ void __launch_bounds__(kSplitThreads)
 template <class T, bool kScaled>
 bool launch_held_parts(SoftmaxParams &p, int device, void *stream, int32_t *status) {
   constexpr const char *op = "softmax";
-  if (p.parts.count <= kHeldParts && !split_rows(p.x_rows.rows, p.x_rows.cols)) {
+  if (sizeof(T) == 2 && p.parts.count <= kHeldParts &&
+      !split_rows(p.x_rows.rows, p.x_rows.cols)) {
     const int64_t bytes = kVectorBytes * p.vectors;
     p.rows_ahead =
         p.x_rows.rows < kSoftmaxAheadRows ? 0 : static_cast<int>((kSoftmaxAheadBytes + bytes - 1) / bytes);
@@ -422,7 +429,7 @@ bool launch_held_parts(SoftmaxParams &p, int device, void *stream, int32_t *stat
   }
   const ClusterPlan plan = plan_cluster(p.parts.count);
   void (*kernel)(SoftmaxParams) = &softmax_cluster_kernel<T, kScaled, false>;
-  if constexpr (!kScaled) {  // with a scale it would spill
+  if constexpr (!kScaled && sizeof(T) == 2) {  // with a scale it would spill
     if (dense_cluster(plan, p.x_rows.rows)) kernel = &softmax_cluster_kernel<T, kScaled, true>;
   }
   return launch_row_clusters(kernel, plan, p, device, stream, op, status);
@@ -454,7 +461,7 @@ int32_t launch_typed(SoftmaxParams &p, int device, void *stream) {
     return launch_rows(&softmax_held_kernel<T, kAligned, kMask, kCta, 4>, cta, p, stream, op);
   }
   p.parts = parts_of(p.x_rows.cols);
-  if constexpr (kAligned && !kMask && sizeof(T) == 2) {
+  if constexpr (kAligned && !kMask) {
     int32_t status = HFP_OK;
     if (p.scale == 1.0f ? launch_held_parts<T, false>(p, device, stream, &status)
                         : launch_held_parts<T, true>(p, device, stream, &status)) {
