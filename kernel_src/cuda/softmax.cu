@@ -4,8 +4,8 @@
 // into parts: a warp finds the maximum of a part and its sum of exp(z - maximum), rescaling as it
 // goes on (Milakov & Gimelshein, arXiv:1805.02867); then the row is read again, from L2 mostly. One
 // CTA takes all parts of a row, or, where rows are few, many CTAs share them. Up to 32768 aligned
-// columns of a half type each warp of one CTA keeps its part, up to 262144 each warp of a cluster of
-// CTAs (sm_90), and nothing is read again.
+// columns of a half type each warp of one CTA keeps its part, up to 262144 (of fp32 too) each warp of
+// a cluster of CTAs (sm_90), and nothing is read again.
 #include "ordered.cuh"
 #include "row_cluster.cuh"
 
