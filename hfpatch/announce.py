@@ -53,6 +53,8 @@ def what_was_lost(
     if decided.swaps:
         return [_stay(decided, without)] if without else []
     if not decided.skips:
+        if decided.candidates:
+            return []  # its blocks are proven at their first call
         if any(isinstance(root, jit.ScriptModule) for _, root in roots):
             why = "it is a ScriptModule, whose forwards cannot be replaced; patch the model that "
             why += "it was made from, before torch.jit"

@@ -29,6 +29,7 @@ from hfpatch.sources import Kernel, Sources
 _OPS = (
     *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "gelu", "silu"),
     *("rope", "rope_qk", "qk_norm_rope", "norm_modulate", "gate_residual"),
+    *("mul_add", "add_gelu", "add_silu"),
 )
 #: Kinds that are kept when no model has them any more.
 _MOST_KINDS = 256
@@ -121,7 +122,8 @@ def _inside(block: nn.Module, blocks: set[int]) -> bool:
 
 def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     """The innermost lists of blocks: of modules that have norms and several layers each. A list of
-    several classes inside of a block is its parts, not blocks."""
+    several classes inside of a block is its parts, not blocks, and so is one that has less than half
+    of a block's layers."""
     lists = {
         path: list(m)
         for path, m in root.named_modules()
@@ -130,6 +132,13 @@ def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     for path in [p for p, held in lists.items() if len({type(m) for m in held}) > 1]:
         if any(path.startswith(f"{other}.") for other in lists if other != path):
             del lists[path]
+    for path, blocks in list(lists.items()):
+        prefix = f"{path}." if path else ""
+        inner = [m for other, held in lists.items() if other != path and other.startswith(prefix)
+                 for m in held]  # fmt: skip
+        if inner and 2 * len(_layers_of(inner)) < len(_layers_of(blocks)):
+            for other in [p for p in lists if p != path and p.startswith(prefix)]:
+                del lists[other]
     for path, blocks in lists.items():
         if not any(
             other != path and other.startswith(f"{path}." if path else "") for other in lists
@@ -137,15 +146,18 @@ def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
             yield path, blocks
 
 
+def _layers_of(modules: Sequence[nn.Module]) -> set[int]:
+    return {
+        id(m) for held in modules for m in held.modules()
+        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    }  # fmt: skip
+
+
 def _is_block(module: nn.Module | None) -> bool:
     if module is None:  # a place in a list that is left empty
         return False
-    layers = norms = 0
-    for m in module.modules():
-        name = type(m).__name__
-        layers += isinstance(m, nn.Linear) or name == "Conv1D"
-        norms += "norm" in name.lower() and not m._modules
-    return layers >= 2 and norms >= 1 and bool(module._modules)
+    norms = sum("norm" in type(m).__name__.lower() and not m._modules for m in module.modules())
+    return len(_layers_of([module])) >= 2 and norms >= 1 and bool(module._modules)
 
 
 def _may_be(

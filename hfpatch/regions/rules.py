@@ -300,6 +300,57 @@ def modulated_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
             break
 
 
+def modulation(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """`x * a + b` of values per column: what modulates something else than a norm."""
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        for product, shift in (node.args, node.args[::-1]):
+            if not is_tensor(product) or not _is_modulation(shift, node):
+                continue
+            if product.target is not aten.mul.Tensor or len(product.users) > 1:  # type: ignore[union-attr]
+                continue
+            pairs = (product.args, product.args[::-1])  # type: ignore[union-attr]
+            pair = next(((x, a) for x, a in pairs if is_tensor(x) and same_shape(x, node)  # type: ignore[arg-type]
+                         and _is_modulation(a, node)), None)  # fmt: skip
+            if pair is None:
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(Fused("mul_add", {"cast": "input"}), (*pair, shift))
+            _replace(graph, node, new)
+            yield "mul_add"
+            break
+
+
+def biased_activation(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """GELU or SiLU of `x + bias`, where no product's epilogue adds the bias."""
+    for node in list(graph.nodes):
+        act = activation_of(node)
+        if act is None or act[0] not in _BIASED:
+            continue
+        total = act[1]
+        if total.target is not aten.add.Tensor or total.kwargs or len(total.users) > 1:
+            continue
+        pairs = (total.args, total.args[::-1])
+        pair = next(((x, b) for x, b in pairs if is_tensor(x) and same_shape(x, total)  # type: ignore[arg-type]
+                     and _is_modulation(b, total) and value(b).dim() == 1), None)  # fmt: skip
+        if pair is None:
+            continue
+        op, params = _BIASED[act[0]]
+        with graph.inserting_before(node):
+            new = graph.call_function(Fused(op, params), pair)
+        _replace(graph, node, new)
+        yield op
+
+
+_BIASED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gelu": ("add_gelu", {"approximate": "none"}),
+    "gelu_tanh": ("add_gelu", {"approximate": "tanh"}),
+    "gelu_sigmoid": ("add_gelu", {"approximate": "sigmoid"}),
+    "silu": ("add_silu", {}),
+}
+
+
 def _less_one(node: Any) -> Node | None:
     """`scale` of `1 + scale`."""
     if not isinstance(node, Node) or node.target is not aten.add.Tensor or node.kwargs:
@@ -397,8 +448,10 @@ ROWS: Sequence[Row] = (
     modulated_norm,
     scaled_residual,
     residual_norm,
+    modulation,
     projections,
     gelu_epilogue,
+    biased_activation,
     activations,
     norms,
 )

@@ -88,6 +88,23 @@ def _swin(**more: Any) -> Made:
     return SwinModel(config), _pixels
 
 
+def _mobilebert() -> Made:
+    from transformers import MobileBertConfig, MobileBertModel
+
+    config = MobileBertConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=199, embedding_size=32, intra_bottleneck_size=32,
+    )  # fmt: skip
+    return MobileBertModel(config), _ids
+
+
+def _convnext() -> Made:
+    from transformers import ConvNextV2Config, ConvNextV2Model
+
+    config = ConvNextV2Config(hidden_sizes=[16, 24], depths=[2, 2], num_stages=2, image_size=32)
+    return ConvNextV2Model(config), _pixels
+
+
 def _after_encoder(name: str) -> Callable[[], Made]:
     """A model whose decoder layers have a pair of caches."""
 
@@ -145,12 +162,14 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "bert, eager": _text("Bert", attn_implementation="eager"),
     "roberta": _text("Roberta"),
     "electra": _text("Electra"),
+    "mobilebert": _mobilebert,  # no norms: a factor and a term a column
     "modernbert": _text("ModernBert", pad_token_id=0),
     "t5": _t5,
     "t5, eager": lambda: _t5(attn_implementation="eager"),
     "swin": _swin,
     "swin, eager": lambda: _swin(attn_implementation="eager"),
     "vit": _vision("ViT"),
+    "convnextv2": _convnext,
     "deit": _vision("DeiT"),
     "dinov2": _vision("Dinov2"),
     "siglip": _vision("SiglipVision"),

@@ -1,0 +1,109 @@
+"""Which ways of writing a formula become one op, and which do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from regions.families import build
+from torch import nn
+
+import hfpatch
+from hfpatch.regions.capture import capture
+from hfpatch.regions.interpret import Interpreter
+from hfpatch.regions.nodes import Fused
+from hfpatch.regions.rules import rewrite
+from hfpatch.regions.structure import take_apart
+
+Tensor = torch.Tensor
+D = 16
+
+
+class _Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.weight, self.bias = (nn.Parameter(torch.randn(D, generator=g)) for _ in range(2))
+        self.one = nn.Parameter(torch.randn(1, generator=g))
+        self.eval().requires_grad_(False)
+
+
+def ops_of(code: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> list[str]:
+    """The ops that a forward of `(self, x [B, T, D], y like x, per sample [B, 1, D])` becomes; what
+    they give is what the code gives."""
+    toy = type("Toy", (_Toy,), {"forward": code})().to(dtype)
+    g = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(s, generator=g).to(dtype) for s in ((3, 5, D), (3, 5, D), (3, 1, D))]
+    structure, taken, _ = take_apart(tensors, {})
+    found = capture(toy, structure, taken, {}, ())
+    rewrite(found.graph, frozenset())
+    wide = [t.double() for t in tensors]
+    (out,) = Interpreter(toy, torch.float64).run(found.graph, wide)
+    torch.testing.assert_close(out, toy.double()(*wide))
+    return [n.target.op for n in found.graph.nodes if isinstance(n.target, Fused)]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (lambda s, x, y, m: x * s.weight + s.bias, ["mul_add"]),
+        (lambda s, x, y, m: s.bias + s.weight * x, ["mul_add"]),
+        (lambda s, x, y, m: x * (1 + m) + m, ["mul_add"]),
+        (lambda s, x, y, m: (x + y) * s.weight + m, ["mul_add"]),
+        (lambda s, x, y, m: x + s.weight * y, ["gate_residual"]),
+        (lambda s, x, y, m: x * y + s.bias, []),  # no factor a column
+        (lambda s, x, y, m: x * s.weight + y[:, :1], ["mul_add"]),
+        (lambda s, x, y, m: x * s.one + s.bias, []),
+        (lambda s, x, y, m: x * s.weight + m[:1, 0], ["mul_add"]),
+        (lambda s, x, y, m: (x * s.weight).add(s.bias, alpha=2), []),
+        (lambda s, x, y, m: (p := x * s.weight) + s.bias + p, []),  # the product is read twice
+        (lambda s, x, y, m: x * s.weight - s.bias, []),
+        (lambda s, x, y, m: m * s.weight + x[:, :1], []),  # the same values, at another place
+    ],
+)
+def test_products_and_sums(code: Callable[..., Tensor], expected: list[str]) -> None:
+    found = ops_of(code)
+    if not expected:
+        assert "mul_add" not in found
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (lambda s, x, y, m: F.gelu(x + s.bias), ["add_gelu"]),
+        (lambda s, x, y, m: F.gelu(s.bias + x, approximate="tanh"), ["add_gelu"]),
+        (lambda s, x, y, m: F.silu(x + s.bias), ["add_silu"]),
+        (lambda s, x, y, m: F.relu(x + s.bias), []),
+        (lambda s, x, y, m: F.gelu(x + m), []),  # a bias a sample
+        (lambda s, x, y, m: F.gelu(x + s.one), []),
+        (lambda s, x, y, m: F.gelu(x + y), []),
+        (lambda s, x, y, m: F.gelu(h := x + s.bias) + h, []),
+        (lambda s, x, y, m: F.silu(x + s.bias) * y, ["gated"]),
+    ],
+)
+def test_biases_and_activations(code: Callable[..., Tensor], expected: list[str]) -> None:
+    assert ops_of(code) == expected
+
+
+def test_another_dtype_stays_what_it_is() -> None:
+    """A wider bias makes a wider sum."""
+
+    def code(s: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return F.gelu(x + s.bias.float()) + (x * s.weight.float() + s.bias.float())
+
+    assert ops_of(code, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize(("name", "op"), [("mobilebert", "mul_add"), ("convnextv2", "mul_add")])
+def test_models_that_have_them(name: str, op: str, kernels_module: object) -> None:
+    model, inputs = build(name)
+    hfpatch.apply(model, decoding=False, blocks=True)
+    with torch.no_grad():
+        model(**inputs(2, 9))
+    candidates = hfpatch.status(model).plan.candidates
+    assert candidates and all(op in c.found and c.state == "fused" for c in candidates), candidates
