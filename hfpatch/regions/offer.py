@@ -122,8 +122,8 @@ def _inside(block: nn.Module, blocks: set[int]) -> bool:
 
 def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     """The innermost lists of blocks: of modules that have norms and several layers each. A list of
-    several classes inside of a block is its parts, not blocks, and so is one that has less than half
-    of a block's layers."""
+    several classes inside of a block is its parts, not blocks, and so is one that has less than
+    half of a block's layers."""
     lists = {
         path: list(m)
         for path, m in root.named_modules()
