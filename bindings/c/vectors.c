@@ -7,7 +7,8 @@
  * Prints the cases that fail and how many there are. A call that is refused must not have written
  * anything. Compiled with HFP_COUNT_ALLOCATIONS, every call is made twice, and the second one must
  * not allocate (but those over lists, once, 64 bytes for each tensor of the call); what OpenMP's runtime allocates
- * for its threads it does in the first one.
+ * for its threads it does in the first one. Compiled with HFP_CUDA, every tensor is one of cuda:0, in
+ * memory that the host reads too.
  */
 #include <math.h>
 #include <stdio.h>
@@ -15,6 +16,7 @@
 #include <string.h>
 
 #include "hfpatch.h"
+#include "place.h"
 
 #define MAX_TENSORS 256
 #define MAX_VALUES 32
@@ -139,7 +141,7 @@ static void view(char *parts, void *data, DLDataType dtype) {
   t->shape = integers(sizes, t->ndim);
   t->strides = integers(strides, t->ndim);
   t->dtype = dtype;
-  t->device.device_type = kDLCPU;
+  t->device.device_type = PLACE;
   t->data = (char *)data + strtoll(offset, NULL, 10) * (dtype.bits / 8);
   memory[tensor_count++] = data;
 }
@@ -173,7 +175,7 @@ static void tensor(char *rest) {
   dtype.code = (uint8_t)strtol(at, &at, 10);
   dtype.bits = (uint8_t)strtol(at, &at, 10);
   size = strtoll(at, &at, 10);
-  data = get((size_t)size);
+  data = get_shared((size_t)size);
   bytes_of(strrchr(rest, ' ') + 1, data);
   memory_size[tensor_count] = (size_t)size;
   view(at + 3, data, dtype);
@@ -219,6 +221,7 @@ static int allocates(void) {
 static int wrong(int stub) {
   char *before = copied();
   const int got = dispatch(function, &call);
+  finish(call.stream);
   const int wrote = got != HFP_OK && changed(before);
   free(before);
   if (wrote) {
@@ -254,7 +257,7 @@ static void forget(void) {
   for (int i = 0; i < tensor_count; ++i) {
     int shared = 0;
     for (int j = 0; j < i; ++j) shared |= memory[j] == memory[i];
-    if (!shared) free(memory[i]);
+    if (!shared) free_shared(memory[i]);
     free(tensors[i].shape);
     free(tensors[i].strides);
   }

@@ -1,4 +1,4 @@
-// attention_hopper.cu: attention of half types with wgmma (sm_90a). A warp copies blocks of keys and of
+// attention_hopper.cu: attention of half types with wgmma (sm_90a). A warpgroup copies blocks of keys and of
 // values, in turns, into a ring in shared memory; two or three warpgroups of 64 queries each take them from
 // there, each at its own pace, so that one multiplies while another one computes exponentials. Blocks that
 // a mask hides are left out. Shah et al., arXiv:2407.08608.
@@ -23,7 +23,7 @@ struct Shape {
   static constexpr int kKeys = kDim == 256 ? 64 : 128;  // of a block
   static constexpr int kGroups = kDim == 64 ? 3 : 2;  // warpgroups
   static constexpr int kQueries = kGroups * 64;
-  static constexpr int kThreads = kGroups * 128 + 128;  // one more warpgroup, whose first warp copies
+  static constexpr int kThreads = kGroups * 128 + 128;  // one more warpgroup, which copies
   // Registers of a thread: at the start 128 or 168, then the copying warpgroup gives some of its own to the
   // others. Who asks for more than the CTA began with waits forever.
   static constexpr int kStartRegisters = kDim == 64 ? 128 : 168;
@@ -311,16 +311,16 @@ __device__ __forceinline__ float power_of_two(float x) {
   return y;
 }
 
-// The warp that copies: tile 2 n is the n-th block of the keys, tile 2 n + 1 of the values.
+// The warpgroup that copies: tile 2 n is the n-th block of the keys, tile 2 n + 1 of the values. One warp
+// alone would be too slow for those that multiply.
 template <class T, int kDim, class Next>
 __device__ __forceinline__ void produce(const AttentionArgs &a, const AttentionUnit &unit, char *ring,
                                         uint32_t full, uint32_t empty, int begin, int all, int steps,
                                         Next next_of) {
   using S = Shape<kDim>;
   constexpr int kKeys = S::kKeys, kSlots = S::kSlots;
-  constexpr int kChunks = kDim / 8, kRowsAtOnce = 32 / kChunks < 1 ? 1 : 32 / kChunks;
-  const int lane = threadIdx.x % 32;
-  const int row = lane / kChunks, chunk = lane % kChunks;
+  constexpr int kChunks = kDim / 8, kRowsAtOnce = 128 / kChunks;
+  const int row = threadIdx.x % 128 / kChunks, chunk = threadIdx.x % kChunks;
   const T *of_k = static_cast<const T *>(a.k) + unit.k_offset(a) + chunk * 8;
   const T *of_v = static_cast<const T *>(a.v) + unit.v_offset(a) + chunk * 8;
   const bool k_there = chunk * 8 < a.dim, v_there = chunk * 8 < a.value_dim;
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
   const uint32_t full = shared_address(barriers), empty = full + kSlots * 8;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; ++i) {
-      init_barrier(full + i * 8, 32);
+      init_barrier(full + i * 8, 128);
       init_barrier(empty + i * 8, S::kGroups * 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -391,9 +391,7 @@ __global__ void __launch_bounds__(Shape<kDim>::kThreads, 1)
   const int group = threadIdx.x / 128;
   if (group == S::kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
-    if (threadIdx.x % 128 < 32) {
-      produce<T, kDim>(a, unit, ring, full, empty, begin, all, steps, next_of);
-    }
+    produce<T, kDim>(a, unit, ring, full, empty, begin, all, steps, next_of);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));

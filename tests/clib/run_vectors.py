@@ -1,6 +1,8 @@
 """The vectors through `hfpatch.capi`, without torch and without NumPy.
 
-python run_vectors.py FILE LIBRARY FOLDER_OF_CAPI [stub]
+python run_vectors.py FILE LIBRARY FOLDER_OF_CAPI [stub | CUDA_RUNTIME]
+
+CUDA_RUNTIME: a libcudart; tensors are then those of cuda:0, in memory that the host reads too.
 """
 
 from __future__ import annotations
@@ -16,11 +18,36 @@ from typing import Any
 FORMATS = {(2, 32): "f", (2, 16): "e", (2, 64): "d", (0, 64): "q"}
 
 
+class Cuda:
+    """Memory of cuda:0 that the host reads too."""
+
+    def __init__(self, runtime: str) -> None:
+        self._runtime = ctypes.CDLL(runtime)
+
+    def checked(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"CUDA: status {status}")
+
+    def copied(self, data: bytes) -> Any:
+        found = ctypes.c_void_p()
+        wanted = ctypes.c_size_t(max(len(data), 1))
+        self.checked(self._runtime.cudaMallocManaged(ctypes.byref(found), wanted, 1))
+        memory = (ctypes.c_char * max(len(data), 1)).from_address(found.value or 0)
+        memory[: len(data)] = data
+        return memory
+
+    def finish(self) -> None:
+        self.checked(self._runtime.cudaDeviceSynchronize())
+
+    def free(self, memory: Any) -> None:
+        self.checked(self._runtime.cudaFree(ctypes.c_void_p(ctypes.addressof(memory))))
+
+
 class Run:
     """One case while its lines come."""
 
-    def __init__(self, capi: Any, name: str) -> None:
-        self.capi, self.name = capi, name
+    def __init__(self, capi: Any, name: str, cuda: Cuda | None = None) -> None:
+        self.capi, self.name, self.cuda = capi, name, cuda
         self.function = self.message = ""
         self.status = 0
         self.memory: list[Any] = []
@@ -33,7 +60,8 @@ class Run:
         strides = list(map(int, parts[1].split()))
         address = ctypes.addressof(memory) + int(parts[2]) * kind[1] // 8
         self.memory.append(memory)
-        self.views.append((self.capi.dltensor(address, shape, kind, strides), kind))
+        device = (1, 0) if self.cuda is None else (2, 0)
+        self.views.append((self.capi.dltensor(address, shape, kind, strides, device), kind))
 
     def line(self, word: str, rest: str) -> None:
         if word == "function":
@@ -42,7 +70,10 @@ class Run:
             head, *parts = rest.split(" | ")
             _, code, bits, size = map(int, head.split())
             data = bytes.fromhex(parts[3].replace("-", ""))
-            memory = (ctypes.c_char * max(size, 1)).from_buffer_copy(data or b"\0")
+            if self.cuda is None:
+                memory = (ctypes.c_char * max(size, 1)).from_buffer_copy(data or b"\0")
+            else:
+                memory = self.cuda.copied(data)
             self.view(memory, (code, bits), parts)
         elif word == "view":
             head, *parts = rest.split(" | ")
@@ -80,6 +111,8 @@ class Run:
     def wrong(self, library: Any, stub: bool) -> str:
         """What is not as expected; "" if all is."""
         status = library.status(self.function, *self.arguments, None)
+        if self.cuda is not None:
+            self.cuda.finish()
         said = library.last_error() if status else ""
         if stub:
             right = f"{self.function}: this is the stub of libhfpatch, "
@@ -100,17 +133,21 @@ def main(path: str, library_path: str, folder: str, mode: str = "") -> int:
     sys.path.insert(0, folder)
     capi = importlib.import_module("capi")
     library = capi.Library(library_path)
+    cuda = None if mode in ("", "stub") else Cuda(mode)
     count = failed = 0
-    run = Run(capi, "")
+    run = Run(capi, "", cuda)
     for line in Path(path).read_text().splitlines():
         word, _, rest = line.partition(" ")
         if word == "case":
-            run = Run(capi, rest)
+            run = Run(capi, rest, cuda)
         elif word == "end":
             count += 1
             if why := run.wrong(library, mode == "stub"):
                 failed += 1
                 print(f"FAIL {run.name}: {why}")
+            if cuda is not None:
+                for memory in {ctypes.addressof(m): m for m in run.memory}.values():
+                    cuda.free(memory)
         else:
             run.line(word, rest)
     print(f"{count} cases, {failed} failed")
