@@ -10,8 +10,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_table_is_the_files() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/captured-h100.json").read_text("utf-8"))
-    rows = {r["case"]: r["ms"] for r in measured["rows"]}
+    """A case that was measured again stands with its later figures, but for Liger's."""
+    rows: dict[str, dict[str, float]] = {}
+    for name in ("captured-h100.json", "captured-h100-2.json"):
+        measured = json.loads((ROOT / "benchmarks/results" / name).read_text("utf-8"))
+        for row in measured["rows"]:
+            rows[row["case"]] = rows.get(row["case"], {}) | row["ms"]
     page = (ROOT / "docs/blocks.md").read_text("utf-8")
     found = re.findall(
         r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+|–) \|$", page, re.M
