@@ -84,3 +84,36 @@ def test_kernels_on_hopper() -> None:
         if getattr(chosen, "func", None) is module._flash3:
             chosen = chosen.keywords["other"]
         assert getattr(chosen, "func", chosen).__name__ == expected
+
+
+def test_masks_of_long_heads_on_hopper() -> None:
+    """By our own kernel, where no switch of PyTorch's is set and the layout is its kind."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    q = torch.randn(2, 300, 8, 256, device="cuda").half().transpose(1, 2)
+    k, v = (torch.randn(2, 410, 4, 256, device="cuda").half().transpose(1, 2) for _ in range(2))
+    seen = torch.rand(2, 1, 300, 410, device="cuda") > 0.5
+    bias = torch.randn(8, 300, 410, device="cuda").half()[None]
+
+    def chosen(*call: Any, mask: Tensor) -> str:
+        module._kernels.clear()
+        out = attention(*call, mask=mask)
+        if call[0].dtype == torch.half:
+            truth = exact(*call, mask=mask)
+            assert (out.float() - truth).norm() <= 2e-3 * truth.norm()
+        (kernel,) = module._kernels.values()
+        return str(getattr(kernel, "func", kernel).__name__)
+
+    for mask in (seen, seen[:1], seen[:, :, :1], bias, bias[:, :1], seen[0, 0]):
+        assert chosen(q, k, v, mask=mask) == "_own"
+    assert chosen(q[..., :64], k[..., :64], v[..., :64], mask=seen) == "kernel"
+    assert chosen(q[:, :, :100], k, v, mask=seen[:, :, :100]) == "kernel"
+    odd = torch.randn(2, 8, 300, 260, device="cuda").half()[..., :256]
+    assert chosen(odd, k, v, mask=seen) == "kernel"
+    assert chosen(q.float(), k.float(), v.float(), mask=seen) != "_own"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert chosen(q, k, v, mask=seen) != "_own"
+    late = seen.clone()
+    late[1, :, 7] = False  # a query that sees nothing
+    out = attention(q, k, v, mask=late)
+    assert bool(out.isfinite().all()) and not bool(out[1, :, 7].any())
