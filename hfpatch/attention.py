@@ -8,9 +8,9 @@ them:
   choosing it by the `sdpa_kernel` context takes 20 us of host time per call;
 - PyTorch's flash attention with a window, which skips what the window hides; with a mask the same
   takes 2.4 times as long as without one;
-- our own for capped scores in half types, of which PyTorch has no fused one, and on Hopper for heads of
-  more than 128 columns with a mask, which cuDNN's does not take: 69 us where PyTorch's takes 133 (a
-  window of 512 of 2048 positions, 4 heads of 256, H100);
+- our own for capped scores in half types, of which PyTorch has no fused one, and on Hopper for
+  heads of more than 128 columns with a mask, which cuDNN's does not take: 69 us where PyTorch's
+  takes 133 (a window of 512 of 2048 positions, 4 heads of 256, H100);
 - what PyTorch chooses. Grouped heads are given to it as they are, but where it would fall back to
   its unfused formula for them.
 
@@ -168,7 +168,7 @@ def _own_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
 
 
 def _own_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
-    """Our operator where it is faster than what PyTorch has for a mask: by wgmma, for long heads."""
+    """Our operator where it is faster than what PyTorch has for a mask: wgmma, for long heads."""
     if (
         not (_flash_enabled() and _efficient_enabled() and _cudnn_enabled())  # a user's choice
         or max(q.shape[-1], v.shape[-1]) <= 128

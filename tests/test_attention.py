@@ -188,6 +188,33 @@ class Kernels:
         return str(chosen.__qualname__.partition(".")[0])
 
 
+def test_masks_of_long_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's kernel does not take them; ours does, on Hopper, unless a user's switch is set."""
+    monkeypatch.setattr(module, "_own_kernel", lambda *tensors: "operator")
+
+    def chosen(
+        capability: tuple[int, int] = (9, 0), dim: int = 256, queries: int = 2048, **how: Any
+    ) -> bool:
+        Kernels(monkeypatch, capability)
+        dtype = torch.bfloat16
+        q = torch.empty(1, queries, 8, how.get("width", dim), dtype=dtype, device="meta")
+        q = q[..., :dim].transpose(1, 2)
+        k = torch.empty(1, 4, 2048, dim, dtype=dtype, device="meta")
+        mask = torch.empty(1, 1, queries, 2048, dtype=how.get("mask", torch.bool), device="meta")
+        grad = how.get("grad", False)
+        kernel: Any = module._choose(q, k, k, mask, False, None, None, grad)
+        return getattr(kernel, "func", None) is module._own
+
+    assert chosen() and chosen(mask=torch.bfloat16) and chosen(dim=136)
+    assert not chosen(capability=(8, 0)) and not chosen(capability=(10, 0))
+    assert not chosen(dim=128) and not chosen(queries=1) and not chosen(mask=torch.float32)
+    assert not chosen(width=257) and not chosen(grad=True)
+    for switch in ("_flash_enabled", "_efficient_enabled", "_cudnn_enabled"):
+        with monkeypatch.context() as context:
+            context.setattr(module, switch, lambda: False)
+            assert not chosen()
+
+
 def test_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernels(monkeypatch)
     assert kernel(32, 8, 2048, 2048, causal=True) == "_cudnn"
