@@ -90,6 +90,8 @@ def part_of(progress: Any) -> Any:
     base: Any = utils.tqdm  # type: ignore[attr-defined]
 
     class Part(base):  # type: ignore[misc]
+        monitor_interval = 0  # else tqdm starts a thread for the class, which never ends
+
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})
 

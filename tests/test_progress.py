@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ def test_parts_move_the_whole(terminal: Terminal) -> None:
                 part.update(50)
         assert whole.n == 100
     assert "file" not in terminal.getvalue()
+
+
+def test_parts_leave_no_thread_behind(terminal: Terminal) -> None:
+    """tqdm starts one for each class that has a monitor of its own."""
+    before = set(threading.enumerate())
+    for _ in range(3):
+        with progress.part_of(progress._Nothing())(total=1) as part:
+            part.update(1)
+    assert set(threading.enumerate()) == before
 
 
 def test_a_command_is_quiet_in_a_pipe(tmp_path: Path) -> None:
