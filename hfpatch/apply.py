@@ -296,8 +296,9 @@ def _decide(
         prepared = [*(p for p in layers if id(p.module) not in taken), *prepared]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, skips=(*skipped, *decided.skips))
-    candidates = _candidates(roots, settings, prepared, blocks) if blocks else []
-    decided = replace(decided, candidates=tuple(p.swap.now(p.swap.path) for p in candidates))
+    candidates, notes = _candidates(roots, settings, prepared, blocks) if blocks else ([], [])
+    marks = tuple(p.swap.now(p.swap.path) for p in candidates)
+    decided = replace(decided, candidates=marks, notes=(*decided.notes, *notes))
     if wanted:
         steps, skips = offer.offer(roots, settings, wanted)
         taken = {id(p.module) for p in prepared}
@@ -322,8 +323,9 @@ def _candidates(
     settings: Settings,
     prepared: list[Prepared],
     blocks: str | bool,
-) -> list[Any]:
-    """The blocks that are captured at their first call; by default those that lie on a GPU."""
+) -> tuple[list[Any], list[str]]:
+    """The blocks that are captured at their first call, by default those that lie on a GPU; and
+    notes on those that are not."""
     from hfpatch.regions.offer import offer
 
     # A decoding step takes longer to capture than to run, and nobody has timed what it gains.

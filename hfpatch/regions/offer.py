@@ -80,8 +80,8 @@ def offer(
     prepared: Sequence[Prepared],
     devices: frozenset[str],
     past: bool,
-) -> list[Prepared]:
-    """The candidates, each with its adapter.
+) -> tuple[list[Prepared], list[str]]:
+    """The candidates, each with its adapter; and notes on classes whose blocks are none.
 
     Args:
         roots: (name of the component or "", module) pairs.
@@ -90,15 +90,16 @@ def offer(
         past: whether calls whose cache has entries are captured too.
     """
     if settings.training or settings.sources.assumed is not None or not settings.verify:
-        return []
+        return [], []
     taken = {id(p.module) for p in prepared if p.leaf is None and p.swap.op != "decoding"}
     blocks = {id(p.module) for p in prepared if p.swap.op == "block" or p.block is not None}
     leaves = {id(p.module): KnownLeaf(*p.leaf) for p in prepared if p.leaf is not None}
     leaves |= {id(p.act[0]): KnownLeaf(p.act[1], None, None) for p in prepared if p.act is not None}
     bind = _binder(settings.sources)
     if bind is None:
-        return []
+        return [], []
     found: list[Prepared] = []
+    foreign: dict[type, list[str]] = {}
     seen: set[int] = set()
     for prefix, root in roots:
         for path, group in _lists(root):
@@ -110,10 +111,19 @@ def offer(
                 name = class_of(block).__name__
                 if not _may_be(where, name, block, settings, devices):
                     continue
+                if odd_class(class_of(block)) is not None:
+                    foreign.setdefault(class_of(block), []).append(where)
+                    continue
                 kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources, past)
                 if kind is not None:
                     found.append(_prepare(where, name, block, kind))
-    return found
+    notes = [
+        f"blocks are not captured, `{paths[0]}`"
+        + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        + f": {odd_class(cls)}; their norms and activations are looked at one by one"
+        for cls, paths in foreign.items()
+    ]
+    return found, notes
 
 
 def _inside(block: nn.Module, blocks: set[int]) -> bool:
@@ -171,7 +181,7 @@ def _may_be(
            for p, m in block.named_modules() if p):  # fmt: skip
         return False  # a part of it shall stay as it is
     cls = class_of(block)
-    if type(block) is not cls or odd_class(cls) is not None:
+    if type(block) is not cls:
         return False
     if swap.foreign_forward(block) is not None:
         return False

@@ -374,3 +374,23 @@ def test_a_long_loop_is_not_captured() -> None:
     structure, tensors, _ = take_apart((x,), {})
     with pytest.raises(Uncapturable, match="calls PyTorch more than 5000 times"):
         capture(Loops(), structure, tensors, {}, ())
+
+
+def test_a_class_that_is_not_the_librarys_is_left_and_noted() -> None:
+    """What its code does was not read by anybody; its norms are swapped as ever."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class Block(LlamaDecoderLayer):
+        pass
+
+    model, inputs = build("llama")
+    for layer in model.layers[1:]:
+        layer.__class__ = Block
+    call = inputs(2, 9)
+    expected = run(model, call)
+    report = hfpatch.apply(model, decoding=False, blocks=True)
+    assert [c.path for c in report.plan.candidates] == ["layers.0"]
+    (note,) = (n for n in report.notes if n.startswith("blocks are not captured"))
+    assert "`layers.1` and 1 more" in note and "Block" in note
+    assert any(s.path == "layers.1.input_layernorm" for s in report.swaps)
+    torch.testing.assert_close(run(model, call), expected)
