@@ -36,7 +36,7 @@ from _smollm2 import load
 import hfpatch
 from hfpatch.bench.spread import Gain, Spread
 
-TURNS = 5  # timed generations of each way; their median counts, beside its spread
+TURNS = 5  # timed generations of each way by default; their median counts, beside its spread
 MEASURED_TOKENS = 64  # at least so many are timed, however short the answer is
 PARTS = 4  # of an answer, whose tokens the table times apart
 SEED = 0
@@ -91,6 +91,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample", action="store_true", help=f"draw tokens, with seed {SEED}")
     parser.add_argument("--stream", action="store_true", help="print the answer as it is made")
     parser.add_argument("--output", type=Path, help="with --compare: the times as a picture")
+    parser.add_argument(
+        "--turns", type=at_least(1), default=TURNS, help="timed answers of each way"
+    )
     add_way_arguments(parser)
     add_device_arguments(parser)
     args = parser.parse_args(argv)
@@ -172,7 +175,9 @@ class Chat:
         )
 
 
-def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], hfpatch.Report]:
+def measure(
+    chat: Chat, compare: bool, compiled: bool, turns: int
+) -> tuple[dict[str, Run], hfpatch.Report]:
     """The answers by label, and what was patched; the model is patched in the end.
 
     Original and patched take turns, so that both meet the same neighbours on the machine. Compiled,
@@ -183,7 +188,7 @@ def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], 
     if not compare:
         del times["original"]
     answers: dict[str, list[int]] = {}
-    for turn in range(1 if compiled else TURNS):
+    for turn in range(1 if compiled else turns):
         for label, timed in times.items():
             if label == "original":
                 hfpatch.restore(model)
@@ -196,7 +201,7 @@ def measure(chat: Chat, compare: bool, compiled: bool) -> tuple[dict[str, Run], 
                 answers[label] = chat.answer()  # also warms up
                 if compiled:
                     chat.seconds()  # compiles for the lengths that are timed
-            timed += [chat.seconds() for _ in range(TURNS if compiled else 1)]
+            timed += [chat.seconds() for _ in range(turns if compiled else 1)]
     return {label: chat.run(answers[label], timed) for label, timed in times.items()}, report
 
 
@@ -286,7 +291,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         hfpatch.apply(model)
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
             chat.answer(streamed=True)
-    runs, report = measure(chat, args.compare, args.compile)
+    runs, report = measure(chat, args.compare, args.compile, args.turns)
     if not args.stream:
         out.say(runs["patched"].answer)
     out.say(f"\n{report}\n")

