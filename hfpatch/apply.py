@@ -91,7 +91,9 @@ def apply(
         decoding: "auto": the decoding steps of a model that generates text (one new token of up
             to 16 sequences, as `generate` asks for) are computed by one call of an engine each,
             where what the model computes is proven; on a GPU as a CUDA graph. True: the same, and
-            a warning where they stay as they are. False: they stay as they are.
+            a warning where they stay as they are. "int8": on a CPU, with copies of the weights that
+            are rounded to 8 bits (a scale a row): less memory is read, and texts are no longer the
+            original's. False: they stay as they are.
         blocks: fuse whole blocks (the elements of a model's lists of layers) that no file was
             written for: at the first call of a kind what a block computes is captured, rewritten
             and proven on that call's arguments, while the original computes its result. Until then

@@ -27,6 +27,7 @@ struct DecodeNorm {
 struct DecodeProduct {
   const void *weight, *bias;
   int64_t out, in, stride;  // stride: of a row, in elements
+  bool bytes;  // rows of `in` 8-bit integers, each row's fp32 scale behind them
 };
 
 struct DecodeRope {

@@ -7,11 +7,19 @@ namespace hfp {
 
 namespace {
 
+constexpr int64_t kScaleBytes = 4;  // behind a row of 8-bit integers
+
+bool of_bytes(const DLTensor *w) {
+  return w && w->dtype.code == kDLInt && w->dtype.bits == 8 && w->dtype.lanes == 1;
+}
+
 DecodeProduct product_of(const HfpTensorList &model, int64_t place) {
   const DLTensor *w = model.tensors[place];
   if (!w) return {};
   const int64_t stride = w->strides && w->shape[0] > 1 ? w->strides[0] : w->shape[1];
-  return {data_of(w), data_of(model.tensors[place + 1]), w->shape[0], w->shape[1], stride};
+  const bool bytes = of_bytes(w);
+  const int64_t in = w->shape[1] - (bytes ? kScaleBytes : 0);
+  return {data_of(w), data_of(model.tensors[place + 1]), w->shape[0], in, stride, bytes};
 }
 
 DecodeNorm norm_of(const HfpTensorList &model, int64_t place, int64_t mode, const float *numbers) {
@@ -163,9 +171,38 @@ bool DecodeModelReader::norm(int64_t layer, const char *part, int64_t mode, int6
   return number(layer, part, numbers[kEps], 0) && number(layer, part, numbers[kOffset], -INFINITY);
 }
 
+bool DecodeModelReader::byte_rows(int64_t layer, const char *part, const DLTensor *w, int64_t out,
+                                  int64_t in) {
+  const bool there = w->data && w->device.device_type == kDLCPU && device_.device_type == kDLCPU;
+  const bool shaped = w->ndim == 2 && w->shape && (out < 0 ? w->shape[0] > 0 : w->shape[0] == out) &&
+                      w->shape[1] == in + kScaleBytes;
+  if (there && shaped &&
+      (!w->strides || (w->strides[1] == 1 && (w->shape[0] == 1 || w->strides[0] >= w->shape[1])))) {
+    return true;
+  }
+  const DecodeName name(layer, part, "weight");
+  if (!there) {
+    return check_.fail("`%s` must be on the CPU with all of the model where it is int8, got another"
+                       " device; give it in the dtype of `embedding`",
+                       name.text);
+  }
+  if (!shaped) {
+    return check_.fail("`%s` must have shape [%lld, %lld + 4] where it is int8 (-1: any size above 0),"
+                       " got %s",
+                       name.text, static_cast<long long>(out), static_cast<long long>(in),
+                       w->shape ? ShapeText(*w).text : "none");
+  }
+  return check_.fail("`%s` must have contiguous rows that do not overlap, got another layout; copy it",
+                     name.text);
+}
+
 bool DecodeModelReader::product(int64_t layer, const char *part, int64_t place, int64_t out,
                                 int64_t in) {
-  if (!tensor(layer, part, "weight", at(place), 2, out, in)) return false;
+  const DLTensor *w = at(place);
+  if (of_bytes(w) ? !byte_rows(layer, part, w, out, in)
+                  : !tensor(layer, part, "weight", w, 2, out, in)) {
+    return false;
+  }
   return !at(place + 1) || tensor(layer, part, "bias", at(place + 1), 1, at(place)->shape[0], 0);
 }
 

@@ -61,6 +61,8 @@ class DecodeModelReader {
   bool norm(int64_t layer, const char *part, int64_t mode, int64_t place, int64_t width,
             const float *numbers);
   bool product(int64_t layer, const char *part, int64_t place, int64_t out, int64_t in);
+  // A weight of 8-bit integers.
+  bool byte_rows(int64_t layer, const char *part, const DLTensor *w, int64_t out, int64_t in);
   bool layer(int64_t i, DecodeSizes *sizes);
   bool number(int64_t layer, const char *name, float value, float least);
   bool choice(int64_t layer, const char *name, int64_t value, int64_t low, int64_t high);

@@ -621,7 +621,9 @@ HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLT
  * call. Not an operator: nothing differentiates it.
  *
  * `model` says what the model is, and holds its weights. Its tensors, in this order, NULL for what
- * the model has not; weights of products are [out, in], their rows contiguous:
+ * the model has not; weights of products are [out, in], their rows contiguous. On the CPU any of them
+ * may be int8 [out, in + 4]: a row of 8-bit integers, and in its last four bytes the fp32 that they
+ * are multiplied with:
  *   plan     int64 on the CPU: layers, ropes, the final norm's mode; for each rope: interleaved,
  *            rounded; for each layer HFP_DECODE_PLAN numbers: the modes of the norms before and
  *            after attention, before and after the MLP, of q and of k; heads, key heads, head_dim,

@@ -16,6 +16,7 @@ _DTYPES = {
     torch.bfloat16: (BFLOAT, 16),
     torch.int64: (INT, 64),
     torch.uint8: (UINT, 8),
+    torch.int8: (INT, 8),
     torch.bool: (UINT, 8),
 }
 _ACTIVATIONS = {

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The steps that `apply(decoding=…)` asked for: on devices of these types, with weights as they
+    are or of 8 bits."""
+
+    devices: frozenset[str]
+    eight_bits: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.devices)
+
 
 #: By model; the values are `hfpatch.decoding.step.Decoder`.
 decoders: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -26,6 +40,8 @@ def notes(model: nn.Module) -> tuple[str, ...]:
     if held.refused is not None:
         return (f"decoding: left as it was: {held.refused}",)
     made = f"decoding: {held.steps} steps, {len(held.trusted)} engines"
+    if held.choice.eight_bits:
+        made += ", weights of 8 bits"
     if held.loops:
         made += f", {held.loops} calls of `generate` without a wait after each token"
     if held.prompts_served:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch import swap
+from hfpatch.decoding.kept import Choice
 from hfpatch.decoding.layer import describe, is_candidate
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.ops import OPS
@@ -17,42 +18,47 @@ from hfpatch.proofs import Prepared
 from hfpatch.settings import Settings, matches
 
 OP = "decoding"
-DEVICES = frozenset({"cpu", "cuda"})
+#: By what `apply(decoding=…)` is given.
+CHOICES = {
+    "auto": Choice(frozenset({"cpu", "cuda"})),
+    "int8": Choice(frozenset({"cpu"}), eight_bits=True),
+    True: Choice(frozenset({"cpu", "cuda"})),
+    False: Choice(frozenset()),
+}
 #: What the reason of a skip of it begins with.
 _SKIPPED = "decoding: "
 
 
-def check_choice(value: Any) -> frozenset[str]:
-    """The types of devices on which steps are to be served.
+def check_choice(value: Any) -> Choice:
+    """The steps that are to be served.
 
     Raises:
-        TypeError, ValueError: it is neither "auto" nor a bool.
+        TypeError, ValueError: it is neither "auto" nor "int8" nor a bool.
     """
-    if isinstance(value, bool):
-        return DEVICES if value else frozenset()
-    if not isinstance(value, str):
-        raise TypeError(f"`decoding` must be 'auto', True or False, got {value!r}")
-    if value != "auto":
-        raise ValueError(f"`decoding` must be 'auto', True or False, got {value!r}")
-    return DEVICES
+    if not isinstance(value, (bool, str)):
+        raise TypeError(f"`decoding` must be 'auto', 'int8', True or False, got {value!r}")
+    if value not in CHOICES:
+        raise ValueError(f"`decoding` must be 'auto', 'int8', True or False, got {value!r}")
+    return CHOICES[value]
 
 
 def missed(value: Any, skips: Iterable[Skip]) -> Iterator[str]:
-    """What to warn of where `decoding=True` asked for more than there is."""
-    for skip in skips if value is True else ():
+    """What to warn of where `decoding=True` or "int8" asked for more than there is."""
+    for skip in skips if value is True or value == "int8" else ():
         if skip.reason.startswith(_SKIPPED) and skip.kind != "excluded":
             reason = skip.reason.removeprefix(_SKIPPED)
-            yield f"`decoding=True`: the steps of `{skip.class_name}` stay as they are: {reason}"
+            which = f"the steps of `{skip.class_name}` stay as they are"
+            yield f"`decoding={value!r}`: {which}: {reason}"
 
 
 def offer(
-    roots: Sequence[tuple[str, nn.Module]], settings: Settings, devices: frozenset[str]
+    roots: Sequence[tuple[str, nn.Module]], settings: Settings, choice: Choice
 ) -> tuple[list[Prepared], list[Skip]]:
     """The models that generate text, each with the swap of its forward or why it has none.
 
     Args:
         roots: (name of the component or "", module) pairs.
-        devices: the types that were asked for.
+        choice: what was asked for.
     """
     prepared: list[Prepared] = []
     skips: list[Skip] = []
@@ -64,7 +70,7 @@ def offer(
         class_name = class_of(root).__name__
         if settings.include is not None and not matches(settings.include, name, class_name):
             continue
-        outcome = _decide(name, class_name, root, settings, devices)
+        outcome = _decide(name, class_name, root, settings, choice)
         if isinstance(outcome, Skip):
             skips.append(outcome)
         else:
@@ -73,7 +79,7 @@ def offer(
 
 
 def _decide(
-    name: str, class_name: str, root: nn.Module, settings: Settings, devices: frozenset[str]
+    name: str, class_name: str, root: nn.Module, settings: Settings, choice: Choice
 ) -> Prepared | Skip:
     def skip(kind: str, reason: str) -> Skip:
         return Skip(name, class_name, kind, _SKIPPED + reason)
@@ -94,6 +100,8 @@ def _decide(
     from hfpatch.decoding import loop, step  # they import transformers
 
     device = described.model.device
+    if choice.eight_bits and device.type != "cpu":
+        return skip("unsupported", f"weights of 8 bits are for a CPU, the model lies on {device}")
     if (why := step.unsupported(described.model)) is not None:
         kind = "unavailable" if "no decoding kernels" in why else "unsupported"
         return skip(kind, why)
@@ -101,7 +109,8 @@ def _decide(
         name,
         class_name,
         OP,
-        f"decoding steps of up to {step.MOST_ROWS} rows in one call",
+        f"decoding steps of up to {step.MOST_ROWS} rows in one call"
+        + (", weights of 8 bits" if choice.eight_bits else ""),
         "local",
         "",
         (device.type,),
@@ -110,12 +119,12 @@ def _decide(
     )
 
     def make() -> Any:
-        step.keep(root, described, devices)
-        return step.adapter(type(root).forward, devices)
+        step.keep(root, described, choice)
+        return step.adapter(type(root).forward, choice)
 
     def over(forward: Any) -> Any:
-        step.keep(root, described, devices)
-        return step.adapter(forward, devices)
+        step.keep(root, described, choice)
+        return step.adapter(forward, choice)
 
     own = loop.method_for(root)
     brings = {} if own is None else {"generate": own}

@@ -34,7 +34,8 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """`x @ weight.T + bias`. weight: [out, in], rows contiguous (row stride may be larger than in).
+    """`x @ weight.T + bias`. weight: [out, in], rows contiguous (row stride may be larger than in),
+    or of 8 bits, as `quantized.rows_of_bytes` makes it.
 
     Packed projections are several products whose weights are views of one tensor.
     """

@@ -23,8 +23,9 @@ from torch.nn.modules import module as module_calls
 from hfpatch.announce import announce
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding import prompt as prompts
-from hfpatch.decoding.kept import decoders
+from hfpatch.decoding.kept import Choice, decoders
 from hfpatch.decoding.layer import Described, describe
+from hfpatch.decoding.quantized import eight_bits, weights_of
 from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.decoding.watch import Watch
@@ -41,6 +42,9 @@ _MOST_PROMPTS = 12
 #: How far the first step may be from the original's, in epsilons of the dtype times the root of
 #: the number of layers; relative to the root of the sum of squares.
 _LIMITS = {torch.float32: 256.0, torch.float16: 8.0, torch.bfloat16: 8.0}
+#: The same, relative, with weights of 8 bits, which somebody asked for: far above what they cost (a
+#: few hundredths), and far below what a mistake would.
+_BYTES_LIMIT = 0.2
 #: Arguments of a call that a step serves where they are as `generate` gives them.
 _TAKEN = frozenset(
     {
@@ -66,11 +70,8 @@ class _Step:
 class Decoder:
     """One model's engines, and whether they may be used."""
 
-    def __init__(
-        self, described: Described | str, model: nn.Module, devices: frozenset[str]
-    ) -> None:
-        #: The types of devices on which steps were asked for.
-        self.devices = devices
+    def __init__(self, described: Described | str, model: nn.Module, choice: Choice) -> None:
+        self.choice = choice
         #: Why it is left alone for good.
         self.refused = described if isinstance(described, str) else None
         self.described: Any = described
@@ -83,6 +84,8 @@ class Decoder:
         self.prompts_refused: str | None = None
         self.prompts_served = 0
         self.pool: Any = None  # of the prompts' graphs
+        self._bytes: Any = None  # the description with weights of 8 bits
+        self._written: list[int] = []  # how often the weights had been written to when it was made
         self.unlike: str | None = None  # why the model as it is now has no description
         self.steps = 0
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
@@ -136,7 +139,7 @@ class Decoder:
         if type(keep) is not int or not (keep == 0 or keep == 1 or keep >= ids.shape[1]):
             return None
         like = self.described.model.embedding
-        if ids.device.type not in self.devices:
+        if ids.device.type not in self.choice.devices:
             return None
         if ids.device != like.device or watched() or torch.is_autocast_enabled(like.device.type):
             return None
@@ -344,9 +347,14 @@ class Decoder:
         if (why := self.watch.wrapped(model)) is not None:
             self._say(model, why)
             return False
+        if self._bytes is not None and _written(self.described.model) != self._written:
+            self._bytes = None  # copies of weights that are others by now
+            self.engines.clear()
+            self.trusted.clear()
         if not (self.watch.in_place() and self.watch.same_parts()) or (
             self._due and self.watch.changed(model)
         ):
+            self._bytes = None
             self.engines.clear()
             self.trusted.clear()
             self.prompts.clear()
@@ -372,12 +380,21 @@ class Decoder:
         key = (rows, tokens)
         if key not in self.engines:
             try:
-                self.engines[key] = make_engine(self.described.model, rows, tokens)
-            except DecodingError as e:
+                self.engines[key] = make_engine(self._computed(), rows, tokens)
+            except (DecodingError, ValueError) as e:
                 self.engines[key] = None
                 if tokens == 1:
                     self._say(model, f"no engine for {rows} rows: {e}")
         return self.engines[key]
+
+    def _computed(self) -> Any:
+        """The description that engines are made of."""
+        if not self.choice.eight_bits:
+            return self.described.model
+        if self._bytes is None:
+            self._written = _written(self.described.model)
+            self._bytes = eight_bits(self.described.model)
+        return self._bytes
 
     def _run(self, engine: Any, step: _Step, arena: caches.Arena) -> Tensor:
         rows, tokens = step.ids.shape
@@ -436,6 +453,8 @@ class Decoder:
         layers = self.described.model.layers
         dtype = self.described.model.dtype
         limit = _LIMITS[dtype] * torch.finfo(dtype).eps * math.sqrt(len(layers))
+        if self.choice.eight_bits:
+            limit = max(limit, _BYTES_LIMIT)
         for name, ours, original in pairs:
             error = (ours.double() - original.double()).norm()
             if not bool(error <= limit * original.double().norm()):
@@ -506,16 +525,16 @@ def unsupported(model: Any) -> str | None:
     return engine.unsupported(model, 1)
 
 
-def adapter(original: Forward, devices: frozenset[str]) -> Forward:
-    """The forward that replaces a model's own: steps by an engine on devices of these types, all
-    else by `original`."""
+def adapter(original: Forward, choice: Choice) -> Forward:
+    """The forward that replaces a model's own: the steps that were asked for by an engine, all else
+    by `original`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(self, *args, **kwargs)
         held = decoders.get(self)
         if held is None:  # a copy of a patched model
-            held = decoders[self] = Decoder(_describe(self), self, devices)
+            held = decoders[self] = Decoder(_describe(self), self, choice)
         return held.run(self, original, args, kwargs)
 
     return forward
@@ -528,7 +547,11 @@ def _describe(model: nn.Module) -> Described | str:
         return str(e)
 
 
-def keep(model: nn.Module, described: Described, devices: frozenset[str]) -> None:
-    """What the calls of `model` will use, which was found while it was planned; on these types of
-    devices."""
-    decoders[model] = Decoder(described, model, devices)
+def keep(model: nn.Module, described: Described, choice: Choice) -> None:
+    """What the calls of `model` will use, which was found while it was planned."""
+    decoders[model] = Decoder(described, model, choice)
+
+
+def _written(model: Any) -> list[int]:
+    """How often each weight was written to, as far as PyTorch counts that."""
+    return [-1 if w.is_inference() else w._version for w in weights_of(model)]

@@ -8,8 +8,42 @@ namespace hfp {
 namespace cpu {
 namespace HFP_SIMD {
 
+// Weights in the model's dtype.
+template <DType T>
+struct Stored {
+  static constexpr int64_t kBytes = size_of(T);
+  static constexpr bool kScaled = false;
+  HFP_INLINE vf get(const char *p) { return load<T>(p); }
+  HFP_INLINE vf some(const char *p, int64_t n) { return load_n<T>(p, n); }
+};
+
+// Weights of 8 bits: w[n] = integers * scale, the scale behind the row.
+struct Bytes {
+  static constexpr int64_t kBytes = 1;
+  static constexpr bool kScaled = true;
+  HFP_INLINE vf get(const char *p) {
+#if HFP_SIMD_LEVEL == 2
+    return (vf)_mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+#elif HFP_SIMD_LEVEL == 1
+    return (vf)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+#else
+    typedef int8_t vb __attribute__((vector_size(kLanes)));
+    vb v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vf);
+#endif
+  }
+  HFP_INLINE vf some(const char *p, int64_t n) {
+    char all[kLanes] = {};
+    __builtin_memcpy(all, p, static_cast<size_t>(n));
+    return get(all);
+  }
+};
+
 // out[m * pitch + n] = x[m] . w[n] for N rows of w and M of x.
-template <DType T, int N, int M>
+template <class W, int N, int M>
 HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t x_step,
                           int64_t columns, float *out, int64_t pitch) {
   // Short rows end before the processor has seen that they are read in order: the next ones are asked for.
@@ -24,9 +58,9 @@ HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t
     }
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      const char *p = w + n * w_step + k * size_of(T);
+      const char *p = w + n * w_step + k * W::kBytes;
       __builtin_prefetch(p + ahead);
-      const vf weight = load<T>(p);
+      const vf weight = W::get(p);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) sum[n][m] = fma(weight, given[m], sum[n][m]);
     }
@@ -35,7 +69,7 @@ HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t
     const int64_t left = columns - k;
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
-      const vf weight = load_n<T>(w + n * w_step + k * size_of(T), left);
+      const vf weight = W::some(w + n * w_step + k * W::kBytes, left);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const char *p = reinterpret_cast<const char *>(x + m * x_step + k);
@@ -51,7 +85,7 @@ HFP_INLINE void dot_block(const char *w, int64_t w_step, const float *x, int64_t
 }
 
 // All rows of x; as many of each at a time as there are registers for.
-template <DType T, int N>
+template <class W, int N>
 static void dot_rows(const char *w, int64_t w_step, const float *x, int64_t x_step, int64_t rows,
                      int64_t columns, float *out, int64_t pitch) {
 #if defined(__x86_64__) && HFP_SIMD_LEVEL < 2
@@ -61,32 +95,59 @@ static void dot_rows(const char *w, int64_t w_step, const float *x, int64_t x_st
 #endif
   int64_t m = 0;
   if constexpr (N > 4) {  // for one row; the others in two halves
-    if (rows == 1) return dot_block<T, N, 1>(w, w_step, x, x_step, columns, out, pitch);
-    dot_rows<T, N / 2>(w, w_step, x, x_step, rows, columns, out, pitch);
-    dot_rows<T, N / 2>(w + N / 2 * w_step, w_step, x, x_step, rows, columns, out + N / 2, pitch);
+    if (rows == 1) return dot_block<W, N, 1>(w, w_step, x, x_step, columns, out, pitch);
+    dot_rows<W, N / 2>(w, w_step, x, x_step, rows, columns, out, pitch);
+    dot_rows<W, N / 2>(w + N / 2 * w_step, w_step, x, x_step, rows, columns, out + N / 2, pitch);
   } else {
     for (; m + kMost <= rows; m += kMost) {
-      dot_block<T, N, kMost>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
+      dot_block<W, N, kMost>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
     }
     for (; m < rows; ++m) {
-      dot_block<T, N, 1>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
+      dot_block<W, N, 1>(w, w_step, x + m * x_step, x_step, columns, out + m * pitch, pitch);
     }
   }
 }
 
 constexpr int64_t kDotRows = 8;  // rows of a weight at a time
 
+// Of rows [n, n + count) of a weight, at most kDotRows, with all rows of x; no bias.
+template <class W>
+static void dots_of(const DecodeProduct &p, int64_t n, int64_t count, const float *x, int64_t x_step,
+                    int64_t rows, float *out, int64_t pitch) {
+  const int64_t step = p.stride * W::kBytes;
+  const char *w = static_cast<const char *>(p.weight) + n * step;
+  if (count == kDotRows) {
+    dot_rows<W, kDotRows>(w, step, x, x_step, rows, p.in, out, pitch);
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      dot_rows<W, 1>(w + i * step, step, x, x_step, rows, p.in, out + i, pitch);
+    }
+  }
+  if constexpr (W::kScaled) {
+    for (int64_t i = 0; i < count; ++i) {
+      float scale;
+      __builtin_memcpy(&scale, w + i * step + p.in, sizeof scale);
+      for (int64_t m = 0; m < rows; ++m) out[m * pitch + i] *= scale;
+    }
+  }
+}
+
+template <DType T>
+static void dots(const DecodeProduct &p, int64_t n, int64_t count, const float *x, int64_t x_step,
+                 int64_t rows, float *out, int64_t pitch) {
+  if (p.bytes) return dots_of<Bytes>(p, n, count, x, x_step, rows, out, pitch);
+  dots_of<Stored<T>>(p, n, count, x, x_step, rows, out, pitch);
+}
+
 // Rows [begin, end) of the product, bias added, rounded; clip 0: none. out[m * pitch + n].
 template <DType T>
 static void product_rows(const DecodeProduct &p, const float *x, int64_t x_step, int64_t rows,
                          float clip, float *out, int64_t pitch, int64_t begin, int64_t end) {
-  const int64_t step = p.stride * size_of(T);
-  const char *w = static_cast<const char *>(p.weight);
   int64_t n = begin;
-  for (; n + kDotRows <= end; n += kDotRows) {
-    dot_rows<T, kDotRows>(w + n * step, step, x, x_step, rows, p.in, out + n, pitch);
+  for (; n < end; n += kDotRows) {
+    const int64_t count = end - n < kDotRows ? end - n : kDotRows;
+    dots<T>(p, n, count, x, x_step, rows, out + n, pitch);
   }
-  for (; n < end; ++n) dot_rows<T, 1>(w + n * step, step, x, x_step, rows, p.in, out + n, pitch);
   const char *bias = static_cast<const char *>(p.bias);
   if (T == DType::F32 && !bias && clip == 0.0f) return;
   for (int64_t m = 0; m < rows; ++m) {

@@ -199,25 +199,16 @@ static void finish(const DecodeThread &t, const float *stream, float *given) {
   const int64_t step = args.last_only ? args.tokens : 1, rows = queries / step;
   const float *first = x + (step - 1) * width;
   const DecodeProduct &p = args.head;
-  const char *w = static_cast<const char *>(p.weight), *bias = static_cast<const char *>(p.bias);
+  const char *bias = static_cast<const char *>(p.bias);
   constexpr int64_t kAtOnce = 4;  // rows of x
   const Share share(vocab, t.index, t.size, kDotRows);
   for (int64_t n = share.begin; n < share.end; n += kDotRows) {
     const int64_t count = share.end - n < kDotRows ? share.end - n : kDotRows;
-    const char *from = w + n * p.stride * size_of(T);
     for (int64_t m = 0; m < rows; m += kAtOnce) {
       const int64_t some = rows - m < kAtOnce ? rows - m : kAtOnce;
       const float *given_rows = first + m * step * width;
       float y[kAtOnce * kDotRows];
-      if (count == kDotRows) {
-        dot_rows<T, kDotRows>(from, p.stride * size_of(T), given_rows, step * width, some, width, y,
-                              kDotRows);
-      } else {
-        for (int64_t i = 0; i < count; ++i) {
-          dot_rows<T, 1>(from + i * p.stride * size_of(T), p.stride * size_of(T), given_rows,
-                         step * width, some, width, y + i, kDotRows);
-        }
-      }
+      dots<T>(p, n, count, given_rows, step * width, some, y, kDotRows);
       for (int64_t r = 0; r < some; ++r) {
         float *row = y + r * kDotRows;
         for (int64_t i = 0; bias && i < count; ++i) {

@@ -166,3 +166,16 @@ def test_perplexity_in_bf16_is_no_farther_from_fp32s(
     spread = (mine - theirs).std() / len(true) ** 0.5
     farther = (mine - true).mean().abs() - (theirs - true).mean().abs()
     assert farther <= 2 * spread, (farther, spread)
+
+
+@pytest.mark.slow
+def test_weights_of_8_bits_find_a_text_as_likely(plain: tuple[Any, Any]) -> None:
+    model, tokenizer = plain
+    ids = texts(tokenizer, 3, 60)
+    found = []
+    for choice in (False, "int8"):
+        hfpatch.apply(model, decoding=choice)
+        sums = [F.cross_entropy(logits_after(model, row[None], 8), row[8:]).item() for row in ids]
+        found.append(sum(sums) / len(sums))
+        hfpatch.restore(model)
+    assert 1 < found[0] < 5 and 0 < abs(found[1] - found[0]) < 0.02 * found[0], found

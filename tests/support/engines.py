@@ -43,9 +43,12 @@ def check(
     cache: CacheTable,
     mask: Tensor | None,
     seed: int,
+    like: Model | None = None,
 ) -> None:
-    """Logits, the hidden state and the cache against fp64, and what must not be written."""
-    model, dtype = engine.model, engine.model.dtype
+    """Logits, the hidden state and the cache against fp64, and what must not be written; `like`:
+    the model that it computes, if that is not the engine's own."""
+    model = engine.model if like is None else like
+    dtype = model.dtype
     rows, tokens = ids.shape
     before, end = copied(cache), cache.length + tokens
     vocab, width = model.head.weight.shape[0], model.embedding.shape[1]

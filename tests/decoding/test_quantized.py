@@ -1,0 +1,205 @@
+"""Steps with weights of 8 bits, for those who ask for them: right for the weights that they have,
+and near the model's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from decoding.families import make, prompts
+from support.decoders import decoder, random_shape, table
+from support.engines import SMALL, arguments, check, padded
+
+import hfpatch
+from hfpatch.decoding import kept
+from hfpatch.decoding.engine import Engine, unsupported
+from hfpatch.decoding.quantized import eight_bits, rows_of_bytes, weights_of
+from hfpatch.decoding.spec import Layer, Mlp, Model, Product
+
+Tensor = torch.Tensor
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rows_of_numbers(rows: Tensor) -> Tensor:
+    """The weight [out, in] that such rows stand for, in fp32."""
+    scale = rows[:, -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return rows[:, :-4].float() * scale
+
+
+def as_numbers(model: Model) -> Model:
+    """The model that one with weights of 8 bits is, in numbers."""
+
+    def product(p: Product) -> Product:
+        return replace(p, weight=rows_of_numbers(p.weight))
+
+    def layer(one: Layer) -> Layer:
+        a, mlp = one.attention, one.mlp
+        attention = replace(a, q=product(a.q), k=product(a.k), v=product(a.v), o=product(a.o))
+        if isinstance(mlp, Mlp):
+            gate = None if mlp.gate is None else product(mlp.gate)
+            mlp = replace(mlp, gate=gate, up=product(mlp.up), down=product(mlp.down))
+        return replace(one, attention=attention, mlp=mlp)
+
+    return replace(model, layers=tuple(map(layer, model.layers)), head=product(model.head))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 1), (5, 7), (8, 64), (1, 33)], ids=str)
+def test_a_weight_is_rounded_by_half_a_step_at_most(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight = torch.randn(shape[0] * 2, shape[1], generator=torch.Generator().manual_seed(0))
+    weight = (weight * torch.logspace(-3, 3, len(weight))[:, None]).to(dtype)[::2]  # strided
+    weight[0] = 0
+    rows = rows_of_bytes(weight)
+    assert rows.dtype == torch.int8 and rows.shape == (shape[0], shape[1] + 4)
+    step = weight.float().abs().amax(1, keepdim=True) / 127
+    off = (rows_of_numbers(rows) - weight.float()).abs()
+    assert bool((off <= 0.501 * step).all()) and not bool(rows_of_numbers(rows)[0].any())
+    greatest = weight.float().abs().argmax(1, keepdim=True)
+    torch.testing.assert_close(
+        rows_of_numbers(rows).gather(1, greatest), weight.float().gather(1, greatest)
+    )
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(number: float) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        rows_of_bytes(torch.tensor([[1.0, number]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_decoders(kernels_module: ModuleType, dtype: torch.dtype, seed: int) -> None:
+    model = eight_bits(decoder(random_shape(seed), dtype, seed=seed))
+    rows, tokens, length = (1, 2, 3, 5, 16)[seed % 5], 1 + seed % 4, (0, 5, 64, 130)[seed % 4]
+    ids, positions = arguments(model, rows, tokens, length, seed)
+    mask = padded(rows, length + tokens, length) if seed % 3 == 0 else None
+    cache = table(model, rows, length, length + tokens + 2)
+    engine = Engine(model, rows, tokens, package=kernels_module)
+    check(engine, ids, positions, cache, mask, seed, as_numbers(model))
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_every_kernel(kernels_module: ModuleType, name: str) -> None:
+    shape, rows, tokens, length, masked = SMALL[name]
+    model = eight_bits(decoder(shape, torch.float32, seed=3))
+    ids, positions = arguments(model, rows, tokens, length)
+    mask = padded(rows, length + tokens, length) if masked else None
+    engine = Engine(model, rows, tokens, package=kernels_module)
+    cache = table(model, rows, length, length + tokens)
+    check(engine, ids, positions, cache, mask, 0, as_numbers(model))
+
+
+@pytest.mark.parametrize("level", ["avx2", "baseline"])
+def test_other_instruction_sets(kernels_dir: Path, level: str) -> None:
+    code = (
+        "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', "
+        f"{str(Path(__file__))!r}, '-k', 'random_decoders']))"
+    )
+    environment = os.environ | {"HFPATCH_SIMD": level, "HFPATCH_TEST_BUILD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w[:, :-1].contiguous(), r"`head.weight` must have shape \[-1, \d+ \+ 4\]"),
+        (lambda w: w.t().contiguous().t(), "`head.weight` must have contiguous rows"),
+        (lambda w: w.to(torch.int16), "`head.weight`"),
+        (lambda w: w.view(torch.uint8), "`head.weight`"),
+    ],
+)
+def test_bad_weights_are_named(kernels_module: ModuleType, change: Any, said: str) -> None:
+    model = eight_bits(decoder(random_shape(0), torch.float32))
+    model = replace(model, head=replace(model.head, weight=change(model.head.weight)))
+    found = unsupported(model, 1, package=kernels_module)
+    assert found is not None
+    assert re.search(said, found), found
+
+
+# -------------------------------------------------------------------------------------------------
+# Models
+
+
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    """Teacher forced, token by token."""
+    with torch.no_grad():
+        out = model(ids[:, :4], use_cache=True, logits_to_keep=1)
+        rows = [out.logits[:, -1]]
+        for i in range(4, ids.shape[1]):
+            out = model(ids[:, i : i + 1], past_key_values=out.past_key_values, use_cache=True)
+            rows.append(out.logits[:, -1])
+    return torch.stack(rows).double()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "phi3", "mixtral"])
+def test_a_model(name: str, kernels_module: ModuleType) -> None:
+    model = make(name)
+    ids = torch.arange(12)[None] % 7 + 3
+    original = logits_of(model, ids)
+    report = hfpatch.apply(model, decoding="int8")
+    (entry,) = (s for s in report.swaps if s.op == "decoding")
+    assert entry.formula == "decoding steps of up to 16 rows in one call, weights of 8 bits"
+    found = logits_of(model, ids)
+    relative = ((found - original)[1:].norm() / original[1:].norm()).item()
+    assert 1e-5 < relative < 0.1, "0 would mean that the weights are the model's own"
+    (note,) = (n for n in hfpatch.status(model).notes if n.startswith("decoding: "))
+    assert note.endswith("weights of 8 bits") and kept.decoders[model].steps >= 6
+    hfpatch.restore(model)
+    assert torch.equal(logits_of(model, ids), original)
+
+
+def test_generate_takes_them(kernels_module: ModuleType) -> None:
+    model = make("llama")
+    hfpatch.apply(model, decoding="int8")
+    settings = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    first = model.generate(**prompts(3), **settings)
+    assert torch.equal(model.generate(**prompts(3), **settings), first)
+    assert kept.decoders[model].steps >= 12
+
+
+def test_weights_that_change_are_rounded_again(kernels_module: ModuleType) -> None:
+    model = make("llama")
+    ids = torch.arange(10)[None] + 3
+    hfpatch.apply(model, decoding="int8")
+    logits_of(model, ids)
+    held = kept.decoders[model]
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(3)
+    logits_of(model, ids)  # its first step is the original's, beside which the engine is judged
+    found, steps = logits_of(model, ids), held.steps
+    fresh = make("llama")
+    with torch.no_grad():
+        fresh.model.layers[0].mlp.down_proj.weight.mul_(3)
+    hfpatch.apply(fresh, decoding="int8")
+    logits_of(fresh, ids)
+    assert torch.equal(found, logits_of(fresh, ids)) and steps > 6
+    assert len(weights_of(held.described.model)) == 4 * 7 + 1
+
+
+@pytest.mark.parametrize("choice", ["int4", "8", ""])
+def test_another_choice_is_refused(choice: str) -> None:
+    model = make("llama")
+    with pytest.raises(ValueError, match="`decoding` must be 'auto', 'int8', True or False"):
+        hfpatch.apply(model, decoding=choice)
+    assert not hfpatch.status(model).swaps
+
+
+def test_where_there_are_none_a_warning_says_why(kernels_module: ModuleType) -> None:
+    model = make("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda m, a, y: y * 2)
+    with pytest.warns(RuntimeWarning, match="`decoding='int8'`: the steps of `LlamaForCausalLM`"):
+        hfpatch.apply(model, decoding="int8")
