@@ -2,15 +2,12 @@
 
 python benchmarks/attention_masks.py --output benchmarks/results/attention-masks-h100.json
 
-GPU time of one of ten calls in a CUDA graph, the median of five; host time of one of 50 calls.
+In turns; GPU time in CUDA graphs, host time of a call.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +16,7 @@ import torch
 
 from hfpatch import attention as attend
 from hfpatch.bench import results
+from hfpatch.bench.timing import Replay, host_times, interleaved
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -100,32 +98,6 @@ def mask_of(case: Case) -> Tensor | None:
     return seen.expand(size)
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Microseconds of the GPU and of the host."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
-    graph.replay()
-    gpu = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        gpu.append(begin.elapsed_time(end) * 100)
-    start = time.perf_counter()
-    for _ in range(50):
-        call()
-    host = (time.perf_counter() - start) / 50 * 1e6
-    torch.cuda.synchronize()
-    return statistics.median(gpu), host
-
-
 def measured(case: Case) -> dict[str, Any]:
     q = torch.randn(case.batch, case.queries, case.heads, case.dim, device="cuda", dtype=BF16)
     k, v = (
@@ -139,10 +111,12 @@ def measured(case: Case) -> dict[str, Any]:
     chosen = attend._choose(q, k, v, mask, case.causal, None, None, False)
     found: dict[str, Any] = {"case": case.model, **case._asdict()}
     found["chosen"] = getattr(getattr(chosen, "func", chosen), "__name__", "")
-    for name, kernel in (("own", ours), ("chosen us", chosen)):
-        us, host = timed(partial(kernel, q, k, v, mask, None))
-        found[name.removesuffix(" us") + "_us"] = round(us, 1)
-        found[name.removesuffix(" us") + "_host_us"] = round(host, 1)
+    calls = {n: partial(way, q, k, v, mask, None) for n, way in (("own", ours), ("chosen", chosen))}
+    stream = torch.cuda.Stream()
+    replays = {name: Replay([call], stream, 2000.0) for name, call in calls.items()}
+    gpu, host = interleaved(replays), host_times(calls, calls=20, rounds=3)
+    for name in calls:
+        found |= {f"{name}_us": gpu[name], f"{name}_host_us": host[name]}
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,15 +16,39 @@ SCALE_BYTES = 4
 
 def eight_bits(model: Model) -> Model:
     """The same model; each product's weight is a copy as `rows_of_bytes` makes it. Embedding, norms
-    and biases stay the model's own tensors, and where a layer calls a module of the model, which
-    PyTorch does, the head too: PyTorch multiplies with it."""
-    head = _product(model.head) if model.whole else model.head
-    return replace(model, layers=tuple(map(_layer, model.layers)), head=head)
+    and biases stay the model's own tensors."""
+    return with_weights(model, rows_of_bytes)
 
 
 def weights_of(model: Model) -> list[Tensor]:
     """The weights that `eight_bits` makes copies of."""
-    return [p.weight for p in _products(model)]
+    found: list[Tensor] = []
+
+    def note(weight: Tensor) -> Tensor:
+        found.append(weight)
+        return weight
+
+    with_weights(model, note)
+    return found
+
+
+def with_weights(model: Model, change: Callable[[Tensor], Tensor]) -> Model:
+    """The same model with the weights of its products changed; not the head's where a layer calls a
+    module of the model: PyTorch multiplies with it there."""
+
+    def product(p: Product) -> Product:
+        return replace(p, weight=change(p.weight))
+
+    def layer(one: Layer) -> Layer:
+        a, mlp = one.attention, one.mlp
+        attention = replace(a, q=product(a.q), k=product(a.k), v=product(a.v), o=product(a.o))
+        if isinstance(mlp, Mlp):
+            gate = None if mlp.gate is None else product(mlp.gate)
+            mlp = replace(mlp, gate=gate, up=product(mlp.up), down=product(mlp.down))
+        return replace(one, attention=attention, mlp=mlp)
+
+    head = product(model.head) if model.whole else model.head
+    return replace(model, layers=tuple(map(layer, model.layers)), head=head)
 
 
 def rows_of_bytes(weight: Tensor) -> Tensor:
@@ -45,25 +69,3 @@ def rows_of_bytes(weight: Tensor) -> Tensor:
         rows[:, :-SCALE_BYTES] = integers.clamp_(-127, 127)
         rows[:, -SCALE_BYTES:] = scale.contiguous().view(torch.int8)
         return rows
-
-
-def _products(model: Model) -> Iterator[Product]:
-    for layer in model.layers:
-        a, mlp = layer.attention, layer.mlp
-        yield from (a.q, a.k, a.v, a.o)
-        if isinstance(mlp, Mlp):
-            yield from (p for p in (mlp.gate, mlp.up, mlp.down) if p is not None)
-    yield model.head
-
-
-def _product(product: Product) -> Product:
-    return replace(product, weight=rows_of_bytes(product.weight))
-
-
-def _layer(layer: Layer) -> Layer:
-    a, mlp = layer.attention, layer.mlp
-    attention = replace(a, q=_product(a.q), k=_product(a.k), v=_product(a.v), o=_product(a.o))
-    if isinstance(mlp, Mlp):
-        gate = None if mlp.gate is None else _product(mlp.gate)
-        mlp = replace(mlp, gate=gate, up=_product(mlp.up), down=_product(mlp.down))
-    return replace(layer, attention=attention, mlp=mlp)

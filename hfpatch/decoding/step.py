@@ -85,7 +85,8 @@ class Decoder:
         self.prompts_served = 0
         self.pool: Any = None  # of the prompts' graphs
         self._bytes: Any = None  # the description with weights of 8 bits
-        self._written: list[int] = []  # how often the weights had been written to when it was made
+        self._copied: list[Tensor] = []  # what those are copies of
+        self._written: list[int] = []  # how often that had been written to when they were made
         self.unlike: str | None = None  # why the model as it is now has no description
         self.steps = 0
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
@@ -347,8 +348,8 @@ class Decoder:
         if (why := self.watch.wrapped(model)) is not None:
             self._say(model, why)
             return False
-        if self._bytes is not None and _written(self.described.model) != self._written:
-            self._bytes = None  # copies of weights that are others by now
+        if _written(self._copied) != self._written:  # they are copies of others by now
+            self._bytes = None
             self.engines.clear()
             self.trusted.clear()
         if not (self.watch.in_place() and self.watch.same_parts()) or (
@@ -392,7 +393,8 @@ class Decoder:
         if not self.choice.eight_bits:
             return self.described.model
         if self._bytes is None:
-            self._written = _written(self.described.model)
+            self._copied = weights_of(self.described.model)
+            self._written = _written(self._copied)
             self._bytes = eight_bits(self.described.model)
         return self._bytes
 
@@ -552,6 +554,6 @@ def keep(model: nn.Module, described: Described, choice: Choice) -> None:
     decoders[model] = Decoder(described, model, choice)
 
 
-def _written(model: Any) -> list[int]:
-    """How often each weight was written to, as far as PyTorch counts that."""
-    return [-1 if w.is_inference() else w._version for w in weights_of(model)]
+def _written(weights: list[Tensor]) -> list[int]:
+    """How often each was written to, as far as PyTorch counts that."""
+    return [-1 if w.is_inference() else w._version for w in weights]

@@ -99,7 +99,7 @@ def offer(
     if bind is None:
         return [], []
     found: list[Prepared] = []
-    foreign: dict[type, list[str]] = {}
+    foreign: dict[str, list[str]] = {}  # by the reason
     seen: set[int] = set()
     for prefix, root in roots:
         for path, group in _lists(root):
@@ -111,8 +111,8 @@ def offer(
                 name = class_of(block).__name__
                 if not _may_be(where, name, block, settings, devices):
                     continue
-                if odd_class(class_of(block)) is not None:
-                    foreign.setdefault(class_of(block), []).append(where)
+                if (why := odd_class(class_of(block))) is not None:
+                    foreign.setdefault(why, []).append(where)
                     continue
                 kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources, past)
                 if kind is not None:
@@ -120,8 +120,8 @@ def offer(
     notes = [
         f"blocks are not captured, `{paths[0]}`"
         + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-        + f": {odd_class(cls)}; their norms and activations are looked at one by one"
-        for cls, paths in foreign.items()
+        + f": {why}; their norms and activations are looked at one by one"
+        for why, paths in foreign.items()
     ]
     return found, notes
 
@@ -143,12 +143,11 @@ def _lists(root: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
         if any(path.startswith(f"{other}.") for other in lists if other != path):
             del lists[path]
     for path, blocks in list(lists.items()):
-        prefix = f"{path}." if path else ""
-        inner = [m for other, held in lists.items() if other != path and other.startswith(prefix)
-                 for m in held]  # fmt: skip
+        below = [p for p in lists if p != path and p.startswith(f"{path}." if path else "")]
+        inner = [block for p in below for block in lists[p]]
         if inner and 2 * len(_layers_of(inner)) < len(_layers_of(blocks)):
-            for other in [p for p in lists if p != path and p.startswith(prefix)]:
-                del lists[other]
+            for p in below:
+                del lists[p]
     for path, blocks in lists.items():
         if not any(
             other != path and other.startswith(f"{path}." if path else "") for other in lists

@@ -224,25 +224,35 @@ def residual_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
         yield op
 
 
+def _product_and_term(node: Node) -> Iterator[tuple[Node, Node]]:
+    """The ways to read a node as `product + term`, whose product nobody else reads."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return
+    for product, term in (node.args, node.args[::-1]):
+        if not (is_tensor(product) and is_tensor(term)):
+            continue
+        if product.target is aten.mul.Tensor and len(product.users) == 1:  # type: ignore[union-attr]
+            yield product, term  # type: ignore[misc]
+
+
+def _factor_and_scaled(product: Node, like: Node) -> tuple[Node, Node] | None:
+    """`factor` and `y` of `factor * y`: values per column, and a tensor of this shape."""
+    for y, factor in (product.args, product.args[::-1]):
+        if is_tensor(y) and same_shape(y, like) and _is_modulation(factor, like):  # type: ignore[arg-type]
+            return factor, y  # type: ignore[return-value]
+    return None
+
+
 def scaled_residual(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
     """`x + gate * y`: gates of AdaLN, LayerScale."""
     for node in list(graph.nodes):
-        if node.target is not aten.add.Tensor or node.kwargs:
-            continue
-        for x, product in (node.args, node.args[::-1]):
-            if not (is_tensor(x) and is_tensor(product) and same_shape(x, node)):  # type: ignore[arg-type]
-                continue
-            if product.target is not aten.mul.Tensor or len(product.users) > 1:  # type: ignore[union-attr]
-                continue
-            pairs = (product.args, product.args[::-1])  # type: ignore[union-attr]
-            pair = next(((y, g) for y, g in pairs if is_tensor(y) and same_shape(y, node)  # type: ignore[arg-type]
-                         and _is_modulation(g, node)), None)  # fmt: skip
+        for product, x in _product_and_term(node):
+            pair = _factor_and_scaled(product, node) if same_shape(x, node) else None
             if pair is None:
                 continue
-            y, gate = pair
             with graph.inserting_before(node):
                 op = Fused("gate_residual", {"cast": "input"})
-                new = graph.call_function(op, (x, gate, y))
+                new = graph.call_function(op, (x, *pair))
             _replace(graph, node, new)
             yield "gate_residual"
             break
@@ -266,15 +276,11 @@ def _is_modulation(node: Any, like: Node) -> bool:
 def modulated_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
     """`norm(x) * (1 + scale) + shift` (AdaLN)."""
     for node in list(graph.nodes):
-        if node.target is not aten.add.Tensor or node.kwargs:
-            continue
-        for product, shift in (node.args, node.args[::-1]):
-            if not is_tensor(product) or not _is_modulation(shift, node):
-                continue
-            if product.target is not aten.mul.Tensor or len(product.users) > 1:  # type: ignore[union-attr]
+        for product, shift in _product_and_term(node):
+            if not _is_modulation(shift, node):
                 continue
             found = None
-            for normed, one in (product.args, product.args[::-1]):  # type: ignore[union-attr]
+            for normed, one in (product.args, product.args[::-1]):
                 scale = _less_one(one)
                 if scale is None or not isinstance(normed, Node) or len(normed.users) > 1:
                     continue
@@ -303,20 +309,14 @@ def modulated_norm(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
 def modulation(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
     """`x * a + b` of values per column: what modulates something else than a norm."""
     for node in list(graph.nodes):
-        if node.target is not aten.add.Tensor or node.kwargs:
-            continue
-        for product, shift in (node.args, node.args[::-1]):
-            if not is_tensor(product) or not _is_modulation(shift, node):
-                continue
-            if product.target is not aten.mul.Tensor or len(product.users) > 1:  # type: ignore[union-attr]
-                continue
-            pairs = (product.args, product.args[::-1])  # type: ignore[union-attr]
-            pair = next(((x, a) for x, a in pairs if is_tensor(x) and same_shape(x, node)  # type: ignore[arg-type]
-                         and _is_modulation(a, node)), None)  # fmt: skip
+        for product, shift in _product_and_term(node):
+            pair = _factor_and_scaled(product, node) if _is_modulation(shift, node) else None
             if pair is None:
                 continue
+            factor, x = pair
             with graph.inserting_before(node):
-                new = graph.call_function(Fused("mul_add", {"cast": "input"}), (*pair, shift))
+                op = Fused("mul_add", {"cast": "input"})
+                new = graph.call_function(op, (x, factor, shift))
             _replace(graph, node, new)
             yield "mul_add"
             break

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,7 @@ import pytest
 import torch
 from support import decoders
 from support.decoders import Oracle, Shape, copied, decoder, distance, random_shape, table
-from support.engines import arguments, check, padded
+from support.engines import arguments, check, padded, pass_held_to
 
 from hfpatch.decoding import reference
 from hfpatch.decoding.engine import Call, Engine, Table, unsupported
@@ -466,16 +463,7 @@ def test_changed_weights_are_seen(kernels_module: ModuleType) -> None:
 @pytest.mark.parametrize("level", ["baseline", "avx2"])
 def test_other_instruction_sets(kernels_dir: Path, level: str) -> None:
     """The same checks in a process that takes a lower instruction set."""
-    code = (
-        "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', "
-        f"{str(Path(__file__))!r}, '-k', 'random_decoders or row_does_not or threads_change']))"
-    )
-    environment = os.environ | {"HFPATCH_SIMD": level, "HFPATCH_TEST_BUILD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    pass_held_to(level, Path(__file__), "random_decoders or row_does_not or threads_change")
 
 
 def test_the_oracle_reads_the_grammar() -> None:

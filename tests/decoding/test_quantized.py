@@ -3,10 +3,7 @@ and near the model's own."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +13,13 @@ import pytest
 import torch
 from decoding.families import make, prompts
 from support.decoders import decoder, random_shape, table
-from support.engines import SMALL, arguments, check, padded
+from support.engines import SMALL, arguments, check, padded, pass_held_to
 
 import hfpatch
 from hfpatch.decoding import kept
 from hfpatch.decoding.engine import Engine, unsupported
-from hfpatch.decoding.quantized import eight_bits, rows_of_bytes, weights_of
-from hfpatch.decoding.spec import Layer, Mlp, Model, Product
+from hfpatch.decoding.quantized import eight_bits, rows_of_bytes, weights_of, with_weights
+from hfpatch.decoding.spec import Model
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,19 +33,7 @@ def rows_of_numbers(rows: Tensor) -> Tensor:
 
 def as_numbers(model: Model) -> Model:
     """The model that one with weights of 8 bits is, in numbers."""
-
-    def product(p: Product) -> Product:
-        return replace(p, weight=rows_of_numbers(p.weight))
-
-    def layer(one: Layer) -> Layer:
-        a, mlp = one.attention, one.mlp
-        attention = replace(a, q=product(a.q), k=product(a.k), v=product(a.v), o=product(a.o))
-        if isinstance(mlp, Mlp):
-            gate = None if mlp.gate is None else product(mlp.gate)
-            mlp = replace(mlp, gate=gate, up=product(mlp.up), down=product(mlp.down))
-        return replace(one, attention=attention, mlp=mlp)
-
-    return replace(model, layers=tuple(map(layer, model.layers)), head=product(model.head))
+    return with_weights(model, rows_of_numbers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -101,16 +86,7 @@ def test_every_kernel(kernels_module: ModuleType, name: str) -> None:
 
 @pytest.mark.parametrize("level", ["avx2", "baseline"])
 def test_other_instruction_sets(kernels_dir: Path, level: str) -> None:
-    code = (
-        "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', "
-        f"{str(Path(__file__))!r}, '-k', 'random_decoders']))"
-    )
-    environment = os.environ | {"HFPATCH_SIMD": level, "HFPATCH_TEST_BUILD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    pass_held_to(level, Path(__file__), "random_decoders")
 
 
 @pytest.mark.parametrize(
@@ -203,3 +179,20 @@ def test_where_there_are_none_a_warning_says_why(kernels_module: ModuleType) -> 
     model.model.layers[0].mlp.register_forward_hook(lambda m, a, y: y * 2)
     with pytest.warns(RuntimeWarning, match="`decoding='int8'`: the steps of `LlamaForCausalLM`"):
         hfpatch.apply(model, decoding="int8")
+
+
+def test_a_weight_that_is_mended_is_taken_up(kernels_module: ModuleType) -> None:
+    """While it is not finite there is nothing to round, and the original serves."""
+    model = make("llama")
+    weight = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        held, weight[0, 0] = weight[0, 0].clone(), float("inf")
+    hfpatch.apply(model, decoding="int8")
+    ids = torch.arange(10)[None] + 3
+    with pytest.warns(RuntimeWarning, match="a weight holds a number that is not finite"):
+        logits_of(model, ids)
+    assert kept.decoders[model].steps == 0
+    with torch.no_grad():
+        weight[0, 0] = held
+    logits_of(model, ids)
+    assert kept.decoders[model].steps > 3

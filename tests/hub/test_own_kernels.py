@@ -1,5 +1,5 @@
-"""Our own kernels as a kernel project: what build.toml names and the build of this run, published,
-and tested as everybody gets them."""
+"""Our own kernels as a kernel project: built from what build.toml names, in an empty folder,
+published, and tested as everybody gets them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from machine import failures
 from own_project import ROOT, copy_project
 from server import HubServer
 
+from hfpatch import kernel_build
 from hfpatch.kernel_project.project import Project, ProjectError
 from hfpatch.kernel_project.publish import check_client, plan_publication, publish
 
@@ -32,33 +33,48 @@ print(k.ops.silu.default._schema.name)
 """
 
 
-def take_build(project: Path, backends: Sequence[str], kernels_dir: Path) -> list[str]:
-    """The project's `build/`, a copy of this run's; the ids of its variants."""
+has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
+brought = os.environ.get("HFPATCH_TEST_BUILD") == "0"  # see tests/conftest.py
+
+
+def build(project: Path, backends: Sequence[str]) -> tuple[list[str], Path]:
+    """Make the project's `build/`: compiled here, or hfpatch/_kernels as it is.
+
+    Returns:
+        The ids of the variants, those of the last backend last; where their objects are.
+    """
+    if not brought:
+        built = kernel_build.build(project, project, backends, archs="native", verbose=False)
+        return [variant.id for variant in built], project / ".cache" / "kernel_build"
     ids = []
     for backend in backends:
         name = {"cpu": "*-cpu-*", "cuda": "*-cu[0-9]*"}[backend]
-        found = list((kernels_dir / "build").glob(name))
-        assert len(found) == 1, f"{kernels_dir}: expected one {backend} build, got {found}"
+        found = list((ROOT / "hfpatch" / "_kernels" / "build").glob(name))
+        assert len(found) == 1, f"hfpatch/_kernels: expected one {backend} build, got {found}"
         target = project / "build" / found[0].name
         shutil.copytree(found[0], target, ignore=shutil.ignore_patterns("__pycache__"))
         ids.append(json.loads((target / "metadata.json").read_text())["id"])
-    return ids
+    return ids, ROOT / ".cache" / "kernel_build"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    torch.cuda.is_available() and not (has_nvcc or brought), reason="a GPU, and no nvcc"
+)
 @pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_published_kernels_pass_the_same_tests(
-    share: int, hub: HubServer, kernels_dir: Path, tmp_path: Path
+    share: int, hub: HubServer, tmp_path: Path
 ) -> None:
     """The tests of the operators, one of so many, with the package that `get_kernel` downloads:
-    those of the GPU where there is one, else those of the CPU."""
+    those of the GPU where there is one, else those of the CPU. Compiles everything, which takes
+    minutes, unless a build was brought along."""
     backends = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     project = copy_project(tmp_path / "project", "cpu", "cuda")
     for name in ("CARD.md", "flake.nix"):
         shutil.copy2(ROOT / name, project / name)
-    ids = take_build(project, backends, kernels_dir)
-    assert failures(project, ROOT / ".cache" / "kernel_build") == []
+    ids, objects = build(project, backends)
+    assert failures(project, objects) == []
     plan = plan_publication(Project.open(project), REPO)
     try:
         check_client()

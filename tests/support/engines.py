@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +38,20 @@ def padded(rows: int, keys: int, length: int) -> Tensor:
         if length > 20:
             mask[row, 11 + row % 5] = 0
     return mask
+
+
+def pass_held_to(level: str, file: Path, which: str) -> None:
+    """The tests of `file` that `-k which` takes pass in a process with that instruction set."""
+    code = (
+        "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', "
+        f"{str(file)!r}, '-k', {which!r}]))"
+    )
+    environment = os.environ | {"HFPATCH_SIMD": level, "HFPATCH_TEST_BUILD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 def check(
