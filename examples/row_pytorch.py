@@ -3,7 +3,7 @@
     python examples/row_pytorch.py FILE TOKEN
 
 One row of a tiny language model: the token's embedding, an RMSNorm, a gated MLP with a residual,
-the logits, and five tokens drawn from them. FILE is a safetensors file; one that is not there is
+the logits, and five tokens drawn from them; on the CPU, and on a GPU if there is one. FILE is a safetensors file; one that is not there is
 written first, with random weights (examples/row.safetensors was).
 """
 
@@ -36,6 +36,19 @@ def random_weights() -> dict[str, torch.Tensor]:
     }
 
 
+def run(w: dict[str, torch.Tensor], token: int) -> None:
+    x = w["embed"][token]
+    normed = torch.nn.functional.rms_norm(x, x.shape, w["norm"], eps=1e-6)
+    inner = torch.nn.functional.silu(w["gate"] @ normed) * (w["up"] @ normed)
+    y = x + w["down"] @ inner
+    logits = w["head"] @ y
+    seeds = torch.arange(5, device=x.device)
+    tokens = sample(logits.expand(5, -1), seeds, temperature=0.8, top_k=10, top_p=0.95)
+    print("y      ", *(f"{v:.4f}" for v in y[:4].tolist()))
+    print("logits ", *(f"{v:.4f}" for v in logits[:4].tolist()))
+    print("tokens ", *tokens.tolist())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
@@ -43,17 +56,13 @@ def main() -> None:
     args = parser.parse_args()
     if not args.file.exists():
         save_file(random_weights(), args.file)
-    w = load_file(args.file)
-    x = w["embed"][args.token]
-    normed = torch.nn.functional.rms_norm(x, x.shape, w["norm"], eps=1e-6)
-    inner = torch.nn.functional.silu(w["gate"] @ normed) * (w["up"] @ normed)
-    y = x + w["down"] @ inner
-    logits = w["head"] @ y
-    seeds = torch.arange(5)
-    tokens = sample(logits.expand(5, -1), seeds, temperature=0.8, top_k=10, top_p=0.95)
-    print("y      ", *(f"{v:.4f}" for v in y[:4].tolist()))
-    print("logits ", *(f"{v:.4f}" for v in logits[:4].tolist()))
-    print("tokens ", *tokens.tolist())
+    weights = load_file(args.file)
+    print("cpu")
+    run(weights, args.token)
+    there = torch.cuda.is_available()
+    print("cuda:0" if there else "cuda:0  not run: PyTorch finds no GPU")
+    if there:
+        run({name: w.to("cuda:0") for name, w in weights.items()}, args.token)
 
 
 if __name__ == "__main__":

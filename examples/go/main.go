@@ -1,9 +1,9 @@
 // One row of a tiny language model with libhfpatch: the token's embedding, an RMSNorm, a gated MLP
-// with a residual, the logits, and five tokens drawn from them.
+// with a residual, the logits, and five tokens drawn from them; on the CPU, and on a GPU if there is one.
 //
 //	go run . ../row.safetensors 7
 //
-// It prints what examples/row_pytorch.py prints. The products of matrices and the row are loops here.
+// It prints what examples/row_pytorch.py prints.
 package main
 
 import (
@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"runtime"
 	"strconv"
 
 	"hfpatch"
@@ -20,16 +21,6 @@ import (
 type matrix struct {
 	data  []float32
 	shape []int64
-}
-
-func (m matrix) product(x []float32) []float32 {
-	out := make([]float32, m.shape[0])
-	for i := range out {
-		for k, value := range x {
-			out[i] += m.data[i*len(x)+k] * value
-		}
-	}
-	return out
 }
 
 // load reads a safetensors file: 8 bytes with the size of the header, the header as JSON, the data.
@@ -68,13 +59,6 @@ func load(path string) (map[string]matrix, error) {
 	return found, nil
 }
 
-// row is one of Go's slices as a tensor.
-func row(data []float32) *hfpatch.Tensor {
-	t, err := hfpatch.New(data, hfpatch.Float32, int64(len(data)))
-	check(err)
-	return t
-}
-
 func check(err error) {
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "row:", err)
@@ -82,52 +66,90 @@ func check(err error) {
 	}
 }
 
+// product is m x + c, where c may be nil; m is a linear layer's weight, [outputs, inputs].
+func product(m matrix, x, c *array[float32]) *array[float32] {
+	outputs, inputs := m.shape[0], m.shape[1]
+	size, err := hfpatch.GemmWorkspace(1, 1, outputs, inputs, device().Type)
+	check(err)
+	out, scratch := zeros(outputs), zeros(size)
+	defer scratch.free()
+	weight := put(m.data, hfpatch.Float32)
+	defer weight.free()
+	var added *hfpatch.Tensor
+	beta := 0.0
+	if c != nil {
+		added, beta = c.view(0, []int64{1, outputs}, nil), 1
+	}
+	check(hfpatch.Gemm(out.view(0, []int64{1, outputs}, nil), scratch.view(0, []int64{size}, nil),
+		x.view(0, []int64{1, inputs}, nil), weight.view(0, m.shape, nil), added, 1, beta, 0, 1, nil))
+	return out
+}
+
+func run(w map[string]matrix, token int64) {
+	width := w["embed"].shape[1]
+	x := put(w["embed"].data[token*width:(token+1)*width], hfpatch.Float32)
+	defer x.free()
+	norm := put(w["norm"].data, hfpatch.Float32)
+	defer norm.free()
+	normed := zeros(width)
+	defer normed.free()
+	check(hfpatch.RmsNorm(normed.all(), x.all(), norm.all(), nil, 1e-6, 0, hfpatch.CastInput, nil))
+
+	// In the place of the first.
+	inner, upper := product(w["gate"], normed, nil), product(w["up"], normed, nil)
+	defer inner.free()
+	defer upper.free()
+	gated := inner.all()
+	check(hfpatch.Gated(gated, gated, upper.all(), hfpatch.ActSilu, nil))
+
+	y := product(w["down"], inner, x)
+	defer y.free()
+	logits := product(w["head"], y, nil)
+	defer logits.free()
+
+	// Five rows with the same logits: the stride of the rows is 0.
+	z := logits.view(0, []int64{5, int64(len(logits.data))}, []int64{0, 1})
+	seeds := put([]int64{0, 1, 2, 3, 4}, hfpatch.Int64)
+	defer seeds.free()
+	tokens := put(make([]int64, 5), hfpatch.Int64)
+	defer tokens.free()
+	check(hfpatch.Sample(tokens.all(), z, seeds.all(), nil, nil, nil, nil, nil, 0.8, 10, 0.95, 0, nil))
+
+	for _, printed := range []struct {
+		name  string
+		array *array[float32]
+	}{{"y", y}, {"logits", logits}} {
+		v := printed.array.read()
+		fmt.Printf("%-7s %.4f %.4f %.4f %.4f\n", printed.name, v[0], v[1], v[2], v[3])
+	}
+	drawn := fmt.Sprint(tokens.read())
+	fmt.Println("tokens ", drawn[1:len(drawn)-1])
+}
+
 func main() {
+	// CUDA's context is the thread's.
+	runtime.LockOSThread()
 	if len(os.Args) != 3 {
 		check(fmt.Errorf("usage: row FILE TOKEN"))
 	}
 	w, err := load(os.Args[1])
 	check(err)
-	token, err := strconv.Atoi(os.Args[2])
+	token, err := strconv.ParseInt(os.Args[2], 10, 64)
 	check(err)
 	for _, name := range []string{"embed", "norm", "gate", "up", "down", "head"} {
 		if _, there := w[name]; !there {
 			check(fmt.Errorf("%s: no tensor %s", os.Args[1], name))
 		}
 	}
-	width := int(w["embed"].shape[1])
-	if token < 0 || token >= int(w["embed"].shape[0]) {
+	if token < 0 || token >= w["embed"].shape[0] {
 		check(fmt.Errorf("no such token: %d", token))
 	}
-
-	x := w["embed"].data[token*width : (token+1)*width]
-	normed := make([]float32, width)
-	check(hfpatch.RmsNorm(row(normed), row(x), row(w["norm"].data), nil, 1e-6, 0,
-		hfpatch.CastInput, nil))
-
-	// In the place of the first.
-	inner, upper := w["gate"].product(normed), w["up"].product(normed)
-	gated := row(inner)
-	check(hfpatch.Gated(gated, gated, row(upper), hfpatch.ActSilu, nil))
-
-	y := w["down"].product(inner)
-	for i := range y {
-		y[i] += x[i]
+	fmt.Println("cpu")
+	run(w, token)
+	if err := useCUDA(); err != nil {
+		fmt.Println("cuda:0  not run:", err)
+		return
 	}
-	logits := w["head"].product(y)
-
-	// Five rows with the same logits: the stride of the rows is 0.
-	shape := []int64{5, int64(len(logits))}
-	z, err := hfpatch.Strided(logits, hfpatch.Float32, shape, []int64{0, 1})
-	check(err)
-	seeds, err := hfpatch.New([]int64{0, 1, 2, 3, 4}, hfpatch.Int64, 5)
-	check(err)
-	tokens := make([]int64, 5)
-	drawn, err := hfpatch.New(tokens, hfpatch.Int64, 5)
-	check(err)
-	check(hfpatch.Sample(drawn, z, seeds, nil, nil, nil, nil, nil, 0.8, 10, 0.95, 0, nil))
-
-	fmt.Printf("y       %.4f %.4f %.4f %.4f\n", y[0], y[1], y[2], y[3])
-	fmt.Printf("logits  %.4f %.4f %.4f %.4f\n", logits[0], logits[1], logits[2], logits[3])
-	fmt.Println("tokens ", fmt.Sprint(tokens)[1:len(fmt.Sprint(tokens))-1])
+	fmt.Println("cuda:0")
+	run(w, token)
 }
