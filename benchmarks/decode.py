@@ -128,7 +128,7 @@ def gpu_ms(model: Any, rows: int) -> float | None:
     engine = kept.decoders[model].engines[rows, 1]
     if engine.graphs is None:
         return None
-    graph = engine.graphs.recorded[-1]
+    graph = engine.graphs.made[-1]
     times = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -42,6 +42,40 @@ def abandon(graph: Any, pool: Any, stream: Any) -> bool:
     return True
 
 
+def recorded(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """What `work` launches on the current device, as a graph; nothing of it runs.
+
+    Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache first.
+
+    Args:
+        work: called once, on a stream of its own.
+        pool: where the graph's memory comes from, `torch.cuda.graph_pool_handle()`. PyTorch takes
+            no graph into one that its last graph has left.
+
+    Raises:
+        Exception: of `work`, or what CUDA says of the capture. PyTorch is then as it was before.
+    """
+    graph = torch.cuda.CUDAGraph()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # what `work` said counts
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    except BaseException:
+        abandon(graph, pool, stream)
+        raise
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
 class _Told(threading.local):
     capturing: bool | None = None  # what transformers is told in this thread; None: as it is
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hfpatch.captures import recorded
 from hfpatch.errors import DecodingError
 
 Tensor = torch.Tensor
@@ -47,7 +48,7 @@ class StepGraphs:
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
 
     @property
-    def recorded(self) -> list[torch.cuda.CUDAGraph]:
+    def made(self) -> list[torch.cuda.CUDAGraph]:
         """The graphs, in the order in which they were made."""
         return list(self._graphs.values())
 
@@ -141,16 +142,7 @@ class StepGraphs:
         self, result: Tensor, mask: Tensor | None, embeds: Tensor | None, hidden: Tensor | None
     ) -> torch.cuda.CUDAGraph:
         """The same launches as a graph. They are not run: neither cache nor counters change."""
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            # not `torch.cuda.graph`, which collects garbage and empties the allocator's cache first
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch(result, mask is not None, embeds is not None, hidden)
-            finally:
-                graph.capture_end()
-        return graph
+        return recorded(lambda: self._launch(result, mask is not None, embeds is not None, hidden))
 
 
 def _own(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hfpatch.captures import recorded
 from hfpatch.decoding import reference
 from hfpatch.decoding.spec import Attention, Layer, Mlp, Model, Norm, Product, Rope
 from hfpatch.errors import DecodingError, HfpatchError
@@ -97,7 +98,7 @@ class PromptEngine:
             with torch.cuda.device(self.model.device):
                 self._replay()
         else:
-            self._results = self._computed()
+            self._compute()
         assert self._results is not None
         logits, keys, values = self._results
         return logits, [k[:, :, :tokens] for k in keys], [v[:, :, :tokens] for v in values]
@@ -106,19 +107,12 @@ class PromptEngine:
         if torch.cuda.is_current_stream_capturing():
             raise DecodingError("a prompt is a CUDA graph of its own: call it outside of captures")
         if self._graph is None:
-            self._computed()  # what is made at a first launch cannot be captured
-            graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._results = self._computed()
-                finally:
-                    graph.capture_end()
-            torch.cuda.current_stream().wait_stream(stream)
-            self._graph = graph
+            self._compute()  # what is made at a first launch cannot be captured
+            self._graph = recorded(self._compute, self._pool)
         self._graph.replay()
+
+    def _compute(self) -> None:
+        self._results = self._computed()
 
     # --- what is computed ------------------------------------------------------------------------
 

@@ -281,10 +281,14 @@ class Decoder:
         self.prompts[key] = engine  # the last one used stands last
         return engine
 
-    def _refuse_prompts(self, model: nn.Module, why: str) -> None:
-        self.prompts_refused = why
+    def _forget_prompts(self) -> None:
         self.prompts.clear()
         self.trusted_prompts.clear()
+        self.pool = None  # PyTorch takes no new graph into a pool that its last one has left
+
+    def _refuse_prompts(self, model: nn.Module, why: str) -> None:
+        self.prompts_refused = why
+        self._forget_prompts()
         self._say(model, f"its prompts: {why}")
 
     # --- a step ------------------------------------------------------------------------------
@@ -358,8 +362,7 @@ class Decoder:
             self._bytes = None
             self.engines.clear()
             self.trusted.clear()
-            self.prompts.clear()
-            self.trusted_prompts.clear()
+            self._forget_prompts()
             self.unlike = None
             try:
                 self.described = describe(model)
@@ -430,7 +433,7 @@ class Decoder:
             return
         self.refused = f"its first step with {key[0]} rows of {tokens} tokens: {why}"
         self.engines.clear()
-        self.prompts.clear()
+        self._forget_prompts()
         announce(f"`{type(model).__name__}` decodes as it did: {self.refused}", stacklevel=6)
 
     def _difference(

@@ -13,6 +13,7 @@ from decoding.test_image_models import MODELS, asked
 from decoding.test_image_models import make as make_image_model
 
 import hfpatch
+from hfpatch.captures import recorded
 from hfpatch.decoding import kept
 
 pytestmark = [pytest.mark.gpu]
@@ -86,3 +87,60 @@ def test_texts_about_an_image(name: str) -> None:
     for image, rows in ((True, 1), (False, 2), (True, 2)):
         compare(models, on(asked(name, rows, image)))
     assert kept.decoders[models[1]].steps >= 18, kept.notes(models[1])
+
+
+def test_prompts_beside_blocks_that_move_weights() -> None:
+    """All of a model is patched: its blocks pack weights at a later call, the graphs that read
+    where they were go, and new ones are made."""
+    plain = make("llama").cuda()
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched)
+    for length in (100, 20, 100, 30, 100, 20, 500, 100):
+        compare((plain, patched), on(prompts(1, length)), max_new_tokens=3, output_logits=False)
+    held = kept.decoders[patched]
+    assert held.prompts_refused is None and held.prompts_served >= 2, kept.notes(patched)
+
+
+def test_graphs_after_others_that_are_gone() -> None:
+    """Settings that change drop all graphs; those that follow have memory of their own."""
+    plain, patched = pair(make("llama"))
+    held = kept.decoders[patched]
+    for _ in range(3):
+        for _ in range(2):
+            compare((plain, patched), on(prompts(1, 20)))
+        for model in (plain, patched):
+            model.model.layers[0].input_layernorm.variance_epsilon *= 2
+    assert held.prompts_refused is None and held.prompts_served >= 3, kept.notes(patched)
+
+
+def test_a_capture_that_fails_leaves_nothing() -> None:
+    """Numbers at random, the allocator and the next capture are as before."""
+    x = torch.zeros(4, device="cuda")
+
+    def fails() -> None:
+        x.add_(1)
+        x.sum().item()
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            recorded(fails, torch.cuda.graph_pool_handle())
+
+    def divides() -> None:
+        _ = 1 // 0
+
+    with pytest.raises(ZeroDivisionError):
+        recorded(divides)
+    torch.randn(3, device="cuda")
+    before = torch.cuda.memory_reserved()
+    del_me = torch.empty(2**26, device="cuda")
+    del del_me
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+    def adds() -> None:
+        x.add_(1)
+
+    graph = recorded(adds, torch.cuda.graph_pool_handle())
+    x.zero_()
+    graph.replay()
+    assert x.tolist() == [1.0] * 4
