@@ -228,6 +228,8 @@ def _flash_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> _Kernel:
     """PyTorch's choice for calls such as this."""
     grouped = q.shape[1] != k.shape[1]
+    if mask is not None and q.is_cuda and not _aligned(q, k, v):
+        return _aligning
     if grouped and mask is not None and q.is_cuda and _unfused(q, k, v, mask):
         return _expanding
     attend = F.scaled_dot_product_attention
@@ -236,6 +238,27 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = 
         return attend(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
     return kernel
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether rows begin at 16 bytes. PyTorch's kernel for masks (2.11) does not look at that: it
+    reads other rows, or ends in "misaligned address"."""
+    return all(
+        t.stride(-1) == 1 and not any(s * t.element_size() % 16 for s in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+def _aligning(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Rows that are copied to where a kernel may read them."""
+    q, k, v = (
+        t if _aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)
+    )
+    if not _aligned(q, k, v):  # rows of an odd size: PyTorch fills them up itself
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, 0.0, False, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return _torch(q, k, v, mask)(q, k, v, mask, scale)
 
 
 def _expanding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

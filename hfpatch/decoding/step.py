@@ -223,15 +223,22 @@ class Decoder:
             return None
         rows, tokens = step.ids.shape
         mask = step.mask
-        if (mask is not None and mask.shape[1] != tokens) or not self._is_current(model):
-            return None
-        if not self._may_be_prompt(step.ids, step.cache, kwargs):  # it may be another model by now
+        if mask is not None and mask.shape[1] != tokens:
             return None
         if mask is not None and bool(mask.all()):  # nothing was queued yet that a GPU waits for
             mask = None
         length = prompts.bucket_for(rows, tokens)
         assert length is not None
         key = (rows, length, mask is not None)
+        # as in a step: a GPU gets its work first, where what it reads is in place
+        late = step.ids.is_cuda and key in self.trusted_prompts and self.unlike is None
+        late = late and self.watch.in_place()
+        if not late and not (
+            self._is_current(model)
+            # it may be another model by now
+            and self._may_be_prompt(step.ids, step.cache, kwargs)
+        ):
+            return None
         positions = step.positions
         if positions is None:
             positions = torch.arange(tokens, device=step.ids.device).unsqueeze(0)
@@ -240,6 +247,11 @@ class Decoder:
                 engine = self._prompt_engine(key)
                 logits, keys, values = engine.run(step.ids, positions, mask)
                 logits = logits.clone()
+                if late:
+                    if not self._is_current(model):
+                        return None
+                    if key not in self.trusted_prompts:  # it is another model by now
+                        return self._serve_prompt(model, original, step, args, kwargs)
                 if key in self.trusted_prompts:
                     caches.begin(step.cache, keys, values)
                     self.prompts_served += 1

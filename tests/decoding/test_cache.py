@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from decoding.families import make, prompts
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -81,6 +81,13 @@ def _check_same(plain: DynamicCache, ours: DynamicCache) -> None:
     rows=st.integers(1, 3),
     moves=st.lists(st.tuples(st.sampled_from(_OPERATIONS), st.integers(0, 1000)), max_size=12),
 )
+@example(
+    window=True,
+    begun=False,
+    prompt=6,
+    rows=1,
+    moves=[("record", 0), ("crop", 1), ("crop", 0), ("step", 0)],
+)
 def test_any_sequence_of_operations_gives_what_it_gives_a_plain_cache(
     window: bool, begun: bool, prompt: int, rows: int, moves: list[tuple[str, int]]
 ) -> None:
@@ -95,6 +102,8 @@ def test_any_sequence_of_operations_gives_what_it_gives_a_plain_cache(
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # views that somebody holds, and copies
     others: list[tuple[DynamicCache, DynamicCache]] = []
     for move, seed in moves:
+        if len({layer.get_seq_length() for layer in plain.layers}) > 1:
+            break  # cropped to where a window had left keys behind: no step is made (`unfit`)
         length = plain.get_seq_length()
         rows = plain.layers[0].keys.shape[0] if length else rows
         if move in ("step", "update") or not length:

@@ -109,10 +109,15 @@ def test_masks_of_long_heads_on_hopper() -> None:
     assert chosen(q[..., :64], k[..., :64], v[..., :64], mask=seen) == "kernel"
     assert chosen(q[:, :, :100], k, v, mask=seen[:, :, :100]) == "kernel"
     odd = torch.randn(2, 8, 300, 260, device="cuda").half()[..., :256]
-    assert chosen(odd, k, v, mask=seen) == "kernel"
+    assert chosen(odd, k, v, mask=seen) == "_aligning"
     assert chosen(q.float(), k.float(), v.float(), mask=seen) != "_own"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert chosen(q, k, v, mask=seen) != "_own"
+    for dim in (64, 80, 100, 128):  # rows that begin at no multiple of 16 bytes
+        odd = torch.randn(2, 8, 300, dim + 1, device="cuda").half()[..., :dim]
+        call = odd, k[..., :dim], v[..., :dim]
+        assert chosen(*call, mask=seen) == "_aligning"
+        assert chosen(odd, odd, odd, mask=seen[..., :300]) == "_aligning"
     late = seen.clone()
     late[1, :, 7] = False  # a query that sees nothing
     out = attention(q, k, v, mask=late)
