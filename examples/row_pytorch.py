@@ -3,8 +3,9 @@
     python examples/row_pytorch.py FILE TOKEN
 
 One row of a tiny language model: the token's embedding, an RMSNorm, a gated MLP with a residual,
-the logits, and five tokens drawn from them; on the CPU, and on a GPU if there is one. FILE is a safetensors file; one that is not there is
-written first, with random weights (examples/row.safetensors was).
+the logits, and five tokens drawn from them; on the CPU, and on a GPU if there is one. FILE is a
+safetensors file; one that is not there is written first, with random weights
+(examples/row.safetensors was).
 """
 
 from __future__ import annotations

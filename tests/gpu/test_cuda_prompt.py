@@ -96,7 +96,7 @@ def test_prompts_beside_blocks_that_move_weights() -> None:
     patched = copy.deepcopy(plain)
     hfpatch.apply(patched)
     for length in (100, 20, 100, 30, 100, 20, 500, 100):
-        compare((plain, patched), on(prompts(1, length)), max_new_tokens=3, output_logits=False)
+        compare((plain, patched), on(prompts(1, length)), max_new_tokens=3)
     held = kept.decoders[patched]
     assert held.prompts_refused is None and held.prompts_served >= 2, kept.notes(patched)
 
