@@ -22,6 +22,7 @@ from support.nearness import Draw
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.patches.blocks import ltx_vae
 
 NAME = "LTXVideoResnetBlock3d"
 
@@ -193,3 +194,19 @@ def test_a_table_that_is_taken_away_is_the_originals() -> None:
     hfpatch.restore(plain)
     x = draw(2, 24, 3, 4, 5)
     assert torch.equal(model(x), plain(x))
+
+
+def test_a_small_video_on_a_cpu_keeps_its_layout() -> None:
+    """PyTorch convolves one in planes: fused, it would be put into rows and back for each. Larger
+    ones, and several, are convolved in rows."""
+    block = zoo.randomize_(resnet(in_channels=32)()).eval().requires_grad_(False)
+    original = copy.deepcopy(block)
+    hfpatch.apply(block)
+    with mock.patch.object(ltx_vae, "_with_room", side_effect=ltx_vae._with_room) as fused:
+        small = draw(1, 32, 2, 4, 6)
+        assert torch.equal(block(small), original(small)) and not fused.called
+        several = draw(2, 32, 2, 4, 6)
+        assert relative_error(block(several), original(several)) < 1e-5 and fused.call_count == 2
+        large = draw(1, 32, 9, 80, 6)
+        assert relative_error(block(large), original(large)) < 1e-5 and fused.call_count == 4
+        torch.compile(block, backend="eager")(large)

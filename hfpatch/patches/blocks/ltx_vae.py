@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from hfpatch.patches.base import Forward, Subject, Tensor
 from hfpatch.patches.blocks.parts import BlockFamily, ModelBlock, small
@@ -114,6 +115,7 @@ class LtxResnetSubject(LtxVaePart):
                 inputs.ndim != 5
                 or (table is not None) != modulated
                 or (modulated and not _is_per_sample(temb, inputs))
+                or not (_takes_rows(block.conv1, inputs) and _takes_rows(block.conv2, inputs))
             ):
                 return type(block).forward(block, inputs, temb, generator)  # type: ignore[no-any-return]
             shift1 = scale1 = shift2 = scale2 = None
@@ -176,7 +178,7 @@ class LtxConvSubject(LtxVaePart):
 
         def fused(block: Any, hidden_states: Tensor) -> Tensor:
             x = hidden_states
-            if x.ndim != 5 or x.is_contiguous() or not _is_rows(x):
+            if x.ndim != 5 or x.is_contiguous() or not (_is_rows(x) and _takes_rows(block, x)):
                 return type(block).forward(block, x)  # type: ignore[no-any-return]
             padded, inner = _with_room(block, _rows(x))
             inner.copy_(_rows(x))
@@ -239,6 +241,7 @@ class LtxUpsamplerSubject(LtxVaePart):
                 or not is_plain_convolution(conv, hidden_states)
                 or conv.groups != 1
                 or conv.out_channels % count
+                or not _takes_rows(block.conv, hidden_states)
             ):
                 return type(block).forward(block, hidden_states)  # type: ignore[no-any-return]
             rows = hidden_states.permute(0, 2, 3, 4, 1)  # in any layout: it is copied anyway
@@ -286,6 +289,22 @@ def _added_frames(conv: Any) -> tuple[int, int]:
     """How often a `LTXVideoCausalConv3d` repeats the first and the last frame."""
     size = conv.kernel_size[0]
     return (size - 1, 0) if conv.is_causal else ((size - 1) // 2, (size - 1) // 2)
+
+
+def _takes_rows(conv: Any, video: Tensor) -> bool:
+    """Whether PyTorch convolves such a video in channels-last memory. On a CPU it does not if the
+    video is small: it would be put into planes again before each convolution."""
+    inner = conv.conv
+    if video.device.type != "cpu" or is_compiling() or not is_plain_convolution(inner, video):
+        return True
+    b, _, t, h, w = video.shape
+    # what it will be given, in no memory: the choice is by sizes
+    like = video.new_empty(()).expand(b, inner.in_channels, t + sum(_added_frames(conv)), h, w)
+    chosen = torch._C._select_conv_backend(
+        like, inner.weight, None, inner.stride, inner.padding, inner.dilation, False, (0, 0, 0),
+        inner.groups, None,
+    )  # fmt: skip
+    return chosen.name != "Slow3d"
 
 
 def _with_room(conv: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
