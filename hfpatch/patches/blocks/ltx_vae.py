@@ -293,9 +293,11 @@ def _added_frames(conv: Any) -> tuple[int, int]:
 
 def _takes_rows(conv: Any, video: Tensor) -> bool:
     """Whether PyTorch convolves such a video in channels-last memory. On a CPU it does not if the
-    video is small: it would be put into planes again before each convolution."""
+    video is small and fp32: it would be put into planes again before each convolution."""
     inner = conv.conv
-    if video.device.type != "cpu" or is_compiling() or not is_plain_convolution(inner, video):
+    if video.device.type != "cpu" or video.dtype != torch.float32 or is_compiling():
+        return True
+    if not is_plain_convolution(inner, video):
         return True
     b, _, t, h, w = video.shape
     # what it will be given, in no memory: the choice is by sizes
