@@ -84,7 +84,7 @@ def chat(flags: list[str]) -> Gain:
 
 def decoding(args: argparse.Namespace, out: Output) -> Gain:
     precision = dtype_name(args.dtype)
-    out.say(f"\nLTX-Video's VAE in {precision}, 9 frames of 128 x 192, random weights\n")
+    out.say(f"\nLTX-Video's VAE in {precision}, 9 frames of 256 x 384, random weights\n")
     done = decode(args.device, args.dtype)
     out.say(done.report)
     gain = Gain.of(done.before, done.after)
