@@ -251,9 +251,7 @@ def _aligned(*tensors: Tensor) -> bool:
 
 def _aligning(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Rows that are copied to where a kernel may read them."""
-    q, k, v = (
-        t if _aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)
-    )
+    q, k, v = (t if _aligned(t) else t.contiguous() for t in (q, k, v))
     if not _aligned(q, k, v):  # rows of an odd size: PyTorch fills them up itself
         return F.scaled_dot_product_attention(
             q, k, v, mask, 0.0, False, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

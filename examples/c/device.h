@@ -35,9 +35,10 @@ static inline const char *device_use_cuda(void) {
                    {"cuMemFree_v2", &cuda.free},
                    {"cuMemcpyHtoD_v2", &cuda.write},
                    {"cuMemcpyDtoH_v2", &cuda.read}};
-  void *context, *driver = dlopen("libcuda.so.1", RTLD_NOW);
+  void *context, *driver;
   int count = 0;
   if (!strstr(hfp_build_info(), "\"cuda\"")) return "this libhfpatch was built without CUDA";
+  driver = dlopen("libcuda.so.1", RTLD_NOW);
   if (!driver) return "no NVIDIA driver";
   for (size_t i = 0; i < sizeof functions / sizeof *functions; ++i) {
     void *found = dlsym(driver, functions[i].name);

@@ -231,8 +231,7 @@ class Decoder:
         assert length is not None
         key = (rows, length, mask is not None)
         # as in a step: a GPU gets its work first, where what it reads is in place
-        late = step.ids.is_cuda and key in self.trusted_prompts and self.unlike is None
-        late = late and self.watch.in_place()
+        late = key in self.trusted_prompts and self.unlike is None and self.watch.in_place()
         if not late and not (
             self._is_current(model)
             # it may be another model by now
@@ -247,17 +246,21 @@ class Decoder:
                 engine = self._prompt_engine(key)
                 logits, keys, values = engine.run(step.ids, positions, mask)
                 logits = logits.clone()
-                if late:
-                    if not self._is_current(model):
-                        return None
-                    if key not in self.trusted_prompts:  # it is another model by now
-                        return self._serve_prompt(model, original, step, args, kwargs)
-                if key in self.trusted_prompts:
-                    caches.begin(step.cache, keys, values)
-                    self.prompts_served += 1
-                    return self._result(logits, step.cache)
-                keys, values = ([t.clone() for t in kept] for kept in (keys, values))
         except (RuntimeError, DecodingError) as e:  # also: out of memory, what cannot be captured
+            self._refuse_prompts(model, f"{type(e).__name__}: {e}")
+            return None
+        if late:
+            if not self._is_current(model):
+                return None
+            if key not in self.trusted_prompts:  # it is another model by now
+                return self._serve_prompt(model, original, step, args, kwargs)
+        try:
+            if key in self.trusted_prompts:
+                caches.begin(step.cache, keys, values)
+                self.prompts_served += 1
+                return self._result(logits, step.cache)
+            keys, values = ([t.clone() for t in kept] for kept in (keys, values))
+        except RuntimeError as e:  # out of memory
             self._refuse_prompts(model, f"{type(e).__name__}: {e}")
             return None
         output = original(model, *args, **kwargs)

@@ -160,3 +160,32 @@ def test_a_prompt_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(model.generate(**inputs, **more), wanted)
     assert torch.equal(model.generate(**inputs, **more), wanted)
     assert served(model) == 0
+
+
+def test_settings_are_looked_at_before_a_prompt_counts() -> None:
+    """They are while it is computed: what was computed by other ones is forgotten, and what the
+    original then says of its call is its own."""
+    plain = make("llama")
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, include=type(patched).__name__)
+    held = kept.decoders[patched]
+    arguments: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    arguments |= {"return_dict_in_generate": True, "output_logits": True}
+    for served in (1, 2):
+        for model in (plain, patched):
+            model.model.layers[0].input_layernorm.variance_epsilon += 0.5
+        for _ in range(2):  # proven, then served
+            wanted, got = (m.generate(**prompts(1, 20), **arguments) for m in (plain, patched))
+            torch.testing.assert_close(got.logits[0], wanted.logits[0], rtol=1e-3, atol=1e-4)
+        assert held.prompts_served == served, kept.notes(patched)
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("mine")
+
+    patched.model.layers[0].mlp.forward = fails
+    with pytest.raises(RuntimeError, match="mine"):
+        patched.generate(**prompts(1, 20), **arguments)
+    del patched.model.layers[0].mlp.forward
+    assert held.prompts_refused is None
+    patched.generate(**prompts(1, 20), **arguments)
+    assert held.prompts_served == 3 and held.prompts_refused is None, kept.notes(patched)
