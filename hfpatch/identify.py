@@ -35,7 +35,8 @@ def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formul
             f"`{name}` computes something else for small or large inputs",
             trial.reading.found,
         )
-    if (why := _of_other_ranks(trial, matches[0])) is not None:
+    why = _of_other_widths(trial, matches[0])
+    if why is not None or (why := _of_other_ranks(trial, matches[0])) is not None:
         return Refusal("mismatch", f"`{name}` {why}", trial.reading.found)
     return trial, matches
 
@@ -91,7 +92,59 @@ def _holds_far_out(trial: Trial, formula: Formula) -> bool:
     original = subject.run(trial.module, x)
     compute = subject.compute(reference_kernel(formula.op), formula)
     truth = compute(trial.wide, x.double())
-    return error_of(original, truth, torch.float32) <= LIMITS.formula_fp32
+    if error_of(original, truth, torch.float32) > LIMITS.formula_fp32:
+        return False
+    return all(_holds_with_parameters(trial, formula, by) for by in _SCALES)
+
+
+#: Powers of two, which no dtype rounds.
+_SCALES = (2.0**-20, 2.0**10)
+
+
+def _holds_with_parameters(trial: Trial, formula: Formula, by: float) -> bool:
+    """Whether the formula explains the original with its own parameters so many times as large."""
+    own = trial.subject.own_parameters(trial.module)
+    if not own:
+        return True
+    wide = {n: trial.wide._parameters[n] for n in own}
+    compute = trial.subject.compute(reference_kernel(formula.op), formula)
+    try:
+        for name, p in own.items():
+            trial.module._parameters[name] = nn.Parameter(p * by, requires_grad=False)
+            trial.wide._parameters[name] = nn.Parameter(p.double() * by, requires_grad=False)
+        original = trial.subject.run(trial.module, trial.x)
+        truth = compute(trial.wide, trial.x.double())
+        return error_of(original, truth, torch.float32) <= LIMITS.formula_fp32
+    finally:
+        trial.module._parameters.update(own)
+        trial.wide._parameters.update(wide)
+
+
+def _of_other_widths(trial: Trial, formula: Formula) -> str | None:
+    """How the original treats rows of another width than the proof's, where nothing of its own
+    says how wide they are: its code may have a width of its own."""
+    subject = trial.subject
+    if not subject.any_width:
+        return None
+    compute = subject.compute(reference_kernel(formula.op), formula)
+    width = trial.x.shape[-1]
+    for other in (width - 32, 2 * width):
+        x = trial.x.repeat(*([1] * (trial.x.dim() - 1)), 2)[..., :other]
+        try:
+            subject.read(trial.module, x)
+            got = subject.run(trial.module, x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:
+            return f"takes no rows of {other} elements, or not as those of {width}: {e}"
+        truth = compute(trial.wide, x.double())
+        if (
+            not isinstance(got, Tensor)
+            or got.shape != truth.shape
+            or not error_of(got, truth, got.dtype) <= LIMITS.formula_fp32
+        ):
+            return f"computes something else of rows of {other} elements than of {width}"
+    return None
 
 
 #: Dimensions before the last one of further samples: no batch, one row, images, videos, none.
@@ -176,6 +229,13 @@ def fits_of(
         if candidate.dtype != trial.original.dtype:
             continue
         error = error_of(trial.original, trial.truth(formula), candidate.dtype)
+        # what the original does not round to half on its way, no kernel may
+        if (
+            error
+            <= LIMITS.formula_fp32
+            < error_of(candidate, trial.truth(formula), candidate.dtype)
+        ):
+            continue
         if error <= formula_limit(trial, candidate.dtype):
             fits[formula] = int((candidate != trial.original).sum())
     if fits:

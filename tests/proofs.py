@@ -265,6 +265,16 @@ def repeat(operator: Any, arguments: Sequence[Any], times: int) -> None:
         operator(*arguments)
 
 
+def kept_by_launches(calls: int) -> int:
+    """Bytes that so many launches of PyTorch's leave behind."""
+    x = torch.zeros(8, device="cuda")
+    host = bytes_in_use()
+    for _ in range(calls):
+        x.neg_()
+    torch.cuda.synchronize()
+    return bytes_in_use() - host
+
+
 def assert_no_growth(calling: Callable[[int], None], calls: int, what: str) -> None:
     """`calling(calls)` leaves no memory behind. What leaks is 16 bytes or more a time on the host,
     512 on a GPU, and does so each time: on the host others take memory too, once."""
@@ -284,6 +294,10 @@ def assert_no_growth(calling: Callable[[int], None], calls: int, what: str) -> N
         grown.append(bytes_in_use() - host)
         if grown[-1] < 8 * calls:
             return
+    # A profiler that ran in this process goes on to note each launch; a call has a few of them.
+    kept = kept_by_launches(calls) if torch.cuda.is_initialized() else 0
+    if kept > 8 * calls and min(grown) < 8 * calls + 4 * kept:
+        return
     raise AssertionError(f"{what}: {grown} bytes in {calls} calls each")
 
 

@@ -609,11 +609,14 @@ def test_bare_in_a_repl_they_are_the_table() -> None:
 
 
 def test_import_is_light() -> None:
+    """Beside PyTorch's own import, whose time tells how fast this machine is: 0.1 s of 1.5."""
     code = """
-import sys, time, torch
+import sys, time
 start = time.process_time()  # of this process alone, however busy the machine is
+import torch
+between = time.process_time()
 import hfpatch
-took = time.process_time() - start
+took = (time.process_time() - between) / (between - start)
 heavy = {"transformers", "diffusers", "kernels", "accelerate", "rich"} & sys.modules.keys()
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
@@ -627,4 +630,4 @@ print(took)
         )
         for _ in range(5)
     ]
-    assert min(times) < 0.1, times
+    assert min(times) < 0.12, times

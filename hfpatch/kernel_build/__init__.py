@@ -15,6 +15,8 @@ It needs the standard library only (and ``tomli`` on Python 3.10), never torch o
 - ``CUDA_HOME``: the CUDA toolkit (default: the one of ``nvcc`` on ``PATH``).
 - ``HFPATCH_CUDA_ARCHS``: ``native`` (default where there is a GPU), ``all`` (else), ``none`` or a
   list: ``8.0;9.0+PTX``.
+- ``HFPATCH_CUDA_QUICK=1``: CUDA code compiles in a seventh of the time and is slow to run, for a
+  machine without a GPU that only looks whether it compiles (CUDA 13 and later).
 - ``HFPATCH_TORCH_DIR``: the ``torch`` package directory to compile against.
 - ``MAX_JOBS``: how many compilers run at once (default: the number of CPUs).
 """

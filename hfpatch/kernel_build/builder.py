@@ -15,8 +15,8 @@ from typing import Any
 from .commands import run, write
 from .errors import KernelBuildError, ToolchainMissing
 from .estimate import cost
-from .flags import CXX_FLAGS, arch_label, host_flags, nvcc_flags
-from .objects import Objects, Unit
+from .flags import CXX_FLAGS, QUICK_FLAGS, arch_label, host_flags, nvcc_flags, quick
+from .objects import Objects, Unit, other_builds
 from .portable import EXPORTS, PORTABLE_CPP, PORTABLE_H, old_glibc
 from .project import Project
 from .toolchain import cuda_archs, find_cxx, find_nvcc, find_torch, jobs, python_headers
@@ -67,6 +67,7 @@ class Builder:
         self.archs = cuda_archs(archs, self.nvcc) if self.nvcc else []
         if self.nvcc and not self.archs:
             raise ToolchainMissing("no CUDA architecture to build for (none asked, or no GPU here)")
+        self.quick = self.nvcc is not None and quick(self.nvcc.version)
         self.python_headers = python_headers()
         self.cxx_version = run([self.cxx, "--version"]).splitlines()[0]
         self.clang = "clang" in self.cxx_version
@@ -110,6 +111,8 @@ class Builder:
         flags = [*CXX_FLAGS, *self.archs, self.cxx_version, self.torch.version]
         flags.append(f"nvcc: {self.nvcc and self.nvcc.release}")
         flags.append(f"python headers: {bool(self.python_headers)}")
+        if self.quick:
+            flags.append("quick")
         sha.update("\0".join(flags).encode())
         return sha.hexdigest()[:10]
 
@@ -177,11 +180,14 @@ class Builder:
     def _nvcc_command(self, section: dict[str, Any], src: str) -> list[str]:
         assert self.nvcc is not None
         command = [self.nvcc.path, *nvcc_flags(self.cxx, self._host_flags(), self.archs, src)]
+        command += QUICK_FLAGS if self.quick else []
         return command + list(section.get("cuda-flags", []))
 
     def objects(self) -> Objects:
         tools = f"{self.cxx_version}\0{self.torch.version}\0{self.nvcc}"
-        return Objects(self.units(), self.project.root, tools, self.say)
+        others = other_builds(self.cache.parent.parent, self.cache)
+        root = self.project.root
+        return Objects(self.units(), root, tools, self.say, self.cxx_version, others)
 
     def link(self, objects: Sequence[Path], target: Path) -> None:
         """The shared library `target`.

@@ -22,8 +22,8 @@ from typing import Any
 from .commands import run, search, write
 from .errors import KernelBuildError, ToolchainMissing
 from .estimate import cost
-from .flags import arch_label, host_flags, nvcc_flags
-from .objects import Objects, Unit
+from .flags import QUICK_FLAGS, arch_label, host_flags, nvcc_flags, quick
+from .objects import Objects, Unit, other_builds
 from .portable import PORTABLE_H, old_glibc
 from .project import read_project
 from .toolchain import cuda_archs, find_cxx, find_nvcc
@@ -203,7 +203,9 @@ class _CLibrary:
     def _objects(self, cache: Path) -> Objects:
         write(cache / "portable.h", PORTABLE_H)
         tools = f"{self.cxx_version}\0{self.nvcc}"
-        return Objects(self._units(cache), self.root, tools, self.say)
+        shared = self.root / ".cache"
+        others = other_builds(shared, cache) if cache.is_relative_to(shared) else []
+        return Objects(self._units(cache), self.root, tools, self.say, self.cxx_version, others)
 
     def _units(self, cache: Path) -> list[Unit]:
         host = host_flags("clang" in self.cxx_version)
@@ -222,6 +224,7 @@ class _CLibrary:
                 target = cache / (src.replace("/", "-") + ".o")
                 if src.endswith(".cu") and self.nvcc:
                     command = [self.nvcc.path, *nvcc_flags(self.cxx, host, self.archs, src)]
+                    command += QUICK_FLAGS if quick(self.nvcc.version) else []
                     command += section.get("cuda-flags", [])
                     label = f"nvcc {Path(src).name} ({arch_label(self.archs)})"
                 elif src.endswith(".cpp"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 CXX_FLAGS = (
@@ -17,6 +18,16 @@ CXX_FLAGS = (
 def host_flags(clang: bool) -> list[str]:
     """Those of the C++ compiler."""
     return [f for f in CXX_FLAGS if not (clang and f == "-fno-gnu-unique")]
+
+
+#: CUDA code compiled in a seventh of the time, and slow to run: nvcc's own words for it.
+QUICK_FLAGS = ("--Ofast-compile=max",)
+
+
+def quick(nvcc: tuple[int, int]) -> bool:
+    """Whether ``HFPATCH_CUDA_QUICK`` asks for quick builds, for machines that only look whether
+    CUDA sources compile; with an nvcc of that version, which must know them."""
+    return os.environ.get("HFPATCH_CUDA_QUICK", "0") not in ("", "0") and nvcc >= (13, 0)
 
 
 #: Ends the names of files whose kernels need what only sm_90a has: they are compiled for it where

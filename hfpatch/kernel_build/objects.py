@@ -1,4 +1,8 @@
-"""Sources compiled at once, and only those that changed."""
+"""Sources compiled at once, and only those that changed.
+
+An object that another build of the project has is taken from there: the CPU's kernels are part of
+the build for CUDA and of the C library too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,19 +35,33 @@ class Unit:
     cost: float = 0.0  # see `estimate.cost`
 
 
+#: Macros that builds set each to something else, and few sources read.
+_MACROS = ("CPU_KERNEL", "CUDA_KERNEL", "HFP_CUDA_ARCHS", "TORCH_TARGET_VERSION")
+
+
 class Objects:
     """The objects of `units`, compiled in the directory `root`.
 
-    `tools`: what else they depend on, such as versions of compilers; `say` gets a line for each.
+    `tools`: what else they depend on, such as versions of compilers; `say` gets a line for each;
+    `cxx_version` of the C++ compiler; `others`: folders of other builds, which may have the same
+    objects.
     """
 
     def __init__(
-        self, units: Sequence[Unit], root: Path, tools: str, say: Callable[[str], None]
+        self,
+        units: Sequence[Unit],
+        root: Path,
+        tools: str,
+        say: Callable[[str], None],
+        cxx_version: str = "",
+        others: Sequence[Path] = (),
     ) -> None:
         self.units = units
         self.root = root
         self.tools = tools
         self.say = say
+        self.cxx_version = cxx_version
+        self.others = others
 
     def compile(self) -> list[Path]:
         """Their paths, in the order of `units`.
@@ -94,7 +113,7 @@ class Objects:
 
     def _compile_unit(self, unit: Unit) -> bool:
         """Returns whether a compiler ran: an object is reused while its command and files last."""
-        if self._fresh(unit):
+        if self._fresh(unit) or self._borrowed(unit):
             return False
         state = unit.object.with_suffix(".json")
         state.unlink(missing_ok=True)
@@ -113,8 +132,64 @@ class Objects:
         # A file that was written meanwhile may have been read before: compiled again next time.
         key = None if self._changed_since(start, deps) else self._key(unit, deps)
         record = {"key": key, "deps": deps, "kernels": parse_ptxas(said)}
+        record["shared"] = None if key is None else self._shared_key(unit, deps)
         write(state, json.dumps(record))
         return True
+
+    def _borrowed(self, unit: Unit) -> bool:
+        """Whether another build had this object, which is copied then."""
+        for folder in self.others:
+            there = folder / unit.object.name
+            state = there.with_suffix(".json")
+            try:
+                text = state.read_text(encoding="utf-8")
+                record = json.loads(text)
+                # what was generated there is looked at here
+                deps = [d.replace(str(folder), str(unit.object.parent)) for d in record["deps"]]
+                key = record.get("shared")
+                if key is None or key != self._shared_key(unit, deps):
+                    continue
+                partial = unit.object.with_suffix(f".{os.getpid()}.o")
+                shutil.copyfile(there, partial)
+                if state.read_text(encoding="utf-8") != text:  # compiled anew meanwhile
+                    partial.unlink()
+                    continue
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            own = unit.object.with_suffix(".json")
+            own.unlink(missing_ok=True)
+            os.replace(partial, unit.object)
+            record = {"key": self._key(unit, deps), "deps": deps, "kernels": [], "shared": key}
+            write(own, json.dumps(record))
+            return True
+        return False
+
+    def _shared_key(self, unit: Unit, deps: Sequence[str]) -> str | None:
+        """Of an object, whichever build made it; None where builds differ in more than what this
+        source does not read."""
+        folder = str(unit.object.parent)  # and of generated headers
+        if not unit.object.name.endswith(".cpp.o") or not self.cxx_version:
+            return None
+        sha = hashlib.sha256(self.cxx_version.encode())
+        paths = [self.root / dep for dep in deps]
+        for dep, path in zip(deps, paths, strict=True):
+            content = path.read_bytes() if path.is_file() else b""
+            if any(macro.encode() in content for macro in _MACROS):
+                return None
+            sha.update(dep.replace(folder, "@").encode() + b"\0" + content)
+        words = iter(unit.command[:-2])  # without -o and the object
+        for word in words:
+            if word == "-isystem":
+                at = next(words)
+                if any(path.is_relative_to(at) for path in paths):
+                    return None
+            elif word.startswith("-ffile-prefix-map=") and not any(
+                str(path).startswith(word.split("=")[1]) for path in paths
+            ):
+                pass  # of headers that it does not include
+            elif not word.startswith(tuple(f"-D{macro}" for macro in _MACROS)):
+                sha.update(word.replace(folder, "@").encode() + b"\0")
+        return sha.hexdigest()
 
     def resources(self) -> list[dict[str, Any]]:
         """What ptxas said of every kernel when it was compiled; see `parse_ptxas`."""
@@ -136,6 +211,12 @@ class Objects:
             sha.update(dep.encode() + b"\0")
             sha.update(path.read_bytes() if path.is_file() else b"")
         return sha.hexdigest()
+
+
+def other_builds(cache: Path, own: Path) -> list[Path]:
+    """Folders of objects except `own` under `cache`, the project's, which nobody else writes to."""
+    found = [*cache.glob("kernel_build/*"), *cache.glob("clib/*")]
+    return sorted(folder for folder in found if folder.is_dir() and folder != own)
 
 
 def _parse_depfile(text: str) -> list[str]:

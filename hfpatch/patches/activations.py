@@ -93,9 +93,16 @@ class ActivationSubject(Subject):
         aten = replace(torch_kernel(formula.op), widens=kernel.widens).bind(dict(formula.params))
         differentiable = call if training else aten
         projection = self.projection
+        # of the code's casts that are none where the projection keeps to one dtype
+        casts = self.casts and projection is not None and kernel.widens is None
 
-        def compute(module: nn.Module, x: Tensor) -> Tensor:
-            h = x if projection is None else module._modules[projection](x)  # type: ignore[misc]
+        def compute(module: nn.Module, x: Tensor) -> Any:
+            m = module._modules
+            if casts and weight_dtype(m[projection], x.dtype) != x.dtype:  # type: ignore[index]
+                return NotImplemented
+            h = x if projection is None else m[projection](x)  # type: ignore[misc]
+            if casts and h.dtype != x.dtype:
+                return NotImplemented
             if not readable(h):
                 return aten(h)
             return differentiable(h) if h.requires_grad else call(h)
@@ -149,7 +156,10 @@ class ActivationSubject(Subject):
                     if run is None:
                         run = contract.late(x, key)
                 if run is not None:
-                    return run(self, x)
+                    y = run(self, x)
+                    if y is not NotImplemented:
+                        return y
+                    contract.odd_projections()
             return original(self, *args, **kwargs)
 
         return forward

@@ -80,6 +80,8 @@ class Subject(ABC):
     live: tuple[str, ...] = ()
     #: Whether what it computes may depend on the width of its input (a norm of that one width).
     fixed_width = False
+    #: Whether the code that was read last casts anything, or would where dtypes were others.
+    casts = False
     #: Whether its adapter computes the formula by other operators where autograd records, also in
     #: `mode="inference"`.
     differentiates = False
@@ -118,6 +120,15 @@ class Subject(ABC):
     def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
         """A random input for the replica that tells the candidates apart."""
 
+    @property
+    def any_width(self) -> bool:
+        """Whether rows of any width are taken, as nothing of the module's says which."""
+        return False
+
+    def own_parameters(self, replica: nn.Module) -> dict[str, nn.Parameter]:
+        """Of a replica, those that the formula has beside those of children that are called."""
+        return {n: p for n, p in replica._parameters.items() if p is not None}
+
     def far_inputs(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Like `x`, which `inputs` made, with rows of every scale at which fp32 holds powers of
         three: a small term shows at one of them."""
@@ -155,6 +166,7 @@ class Subject(ABC):
                 raise Unexplained(
                     f"it has {count} operations of the kind of {_KINDS[kind]}, its formula {most}"
                 )
+        self.casts = reading.counts.get("cast", 0) > 0
         if (why := self.misread(reading.calls)) is not None:
             raise Unexplained(f"it {why}")
         return reading
@@ -274,7 +286,7 @@ def is_dense(x: Tensor) -> bool:
 def readable(x: Any) -> bool:
     """Whether a kernel of rows may be given what a module inside returned; its result is
     contiguous, and that of PyTorch's operators lies as their input does."""
-    return plain(x) and is_dense(x) and x.is_contiguous()
+    return plain(x) and is_dense(x) and x.is_contiguous() and x.dtype in KERNEL_DTYPES
 
 
 def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -287,11 +299,12 @@ def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> 
 
 
 def input_name(module: nn.Module) -> str:
-    """Name of the first parameter of the class's forward."""
+    """Name of the first parameter of the class's forward; "" where it has none."""
     code = getattr(type(module).forward, "__code__", None)
-    if code is None or code.co_argcount < 2:
+    if code is None:
         return "x"
-    return str(code.co_varnames[1])
+    by_name = code.co_argcount > 1 and code.co_posonlyargcount < 2
+    return str(code.co_varnames[1]) if by_name else ""
 
 
 def weight_dtype(layer: Any, otherwise: torch.dtype) -> torch.dtype:

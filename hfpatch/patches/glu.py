@@ -199,11 +199,17 @@ class GatedSubject(Subject):
         up_first = self.up_first  # of the code that was read last: this module's
         may_differ = kernel.widens is not None  # autocast casts in linear layers, not in others
 
+        # of the code's casts that are none where the layers keep to one dtype
+        casts = self.casts and not may_differ
+        first = [n for n in (gate, up) if n is not None]
+
         def compute(module: nn.Module, x: Tensor) -> Any:
             m = module._modules
+            if casts and any(weight_dtype(m[n], x.dtype) != x.dtype for n in first):
+                return NotImplemented
             u: Any = m[up](x) if up_first else None  # type: ignore[index,misc]
             h = m[gate](x)  # type: ignore[misc]
-            if not isinstance(h, Tensor):
+            if not isinstance(h, Tensor) or (casts and h.dtype != x.dtype):
                 return NotImplemented
             if widened and not _casts(m[down]):  # type: ignore[index]
                 h = h.float()
@@ -211,6 +217,8 @@ class GatedSubject(Subject):
                     u = m[up](x)  # type: ignore[misc]
                 h = aten(h) if up is None else aten(h, u)
             elif up is None:
+                if h.shape[-1] % 2:
+                    return NotImplemented
                 run = aten if not readable(h) else differentiable if h.requires_grad else call
                 h = run(h)
             else:
@@ -234,7 +242,9 @@ class GatedSubject(Subject):
             if down is None:
                 return h
             last: Any = m[down]
-            return last(h.to(weight_dtype(last, h.dtype)) if cast_down else h)
+            wanted = weight_dtype(last, h.dtype) if cast_down or casts else h.dtype
+            y = last(h.to(wanted) if cast_down else h)
+            return NotImplemented if casts and y.dtype != wanted else y
 
         return compute
 

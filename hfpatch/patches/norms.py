@@ -90,6 +90,10 @@ class NormSubject(Subject):
             result.sort(key=lambda f: f.op != "layer_norm")
         return result
 
+    @property
+    def any_width(self) -> bool:
+        return self.width is None
+
     def combos(self) -> list[Combo]:
         if self._param(self.weight) is None:
             return [Combo(x, None) for x in KERNEL_DTYPES]
@@ -170,7 +174,7 @@ class NormSubject(Subject):
         return bool(y.stride() == apart.stride())
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
-        weight, bias, width = self.weight, self.bias, self.width
+        weight, bias, width = self.weight, self.bias, self.width  # which the code may name
         checked_width = width if self._param(weight) is None else None
         has_weight, has_bias = (self._param(n) is not None for n in (weight, bias))
         # one that is given to a module without that name may be ignored by its class
@@ -247,6 +251,7 @@ class NormSubject(Subject):
                     or (w is None) is has_weight  # a parametrization's: no kernel knows it
                     or (b is None and has_bias)
                     or not (b is None or may_have_bias)
+                    or (w is not None and w.dim() == 1 and width not in (None, w.shape[0]))
                 ):
                     contract.changed()
                 elif any(t is not None and not fits(t, x) for t in (w, b)):

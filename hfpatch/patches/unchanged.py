@@ -34,7 +34,7 @@ def leaf_settings(
 ) -> tuple[Callable[[dict[str, Any]], Any], Any]:
     """The same as `settings_of` of a module whose whole code is stood in for: parameters, buffers
     and children that its code asks for and that are None must stay so, but for the `known` ones,
-    which are looked at elsewhere."""
+    which are looked at elsewhere; and children that it has must stay there."""
     read, settings = settings_of(module)
     named = names_read(module)
     empty = tuple(
@@ -43,12 +43,16 @@ def leaf_settings(
         for name, value in module.__dict__[kind].items()
         if value is None and name in named and name not in known
     )
-    if not empty:
+    there = tuple(name for name, child in module._modules.items() if child is not None)
+    if not empty and not there:
         return read, settings
 
     def read_empty(attributes: dict[str, Any]) -> Any:
         for kind, name in empty:
             if name in attributes or attributes[kind].get(name) is not None:
+                raise KeyError(name)
+        for name in there:
+            if attributes["_modules"].get(name) is None:
                 raise KeyError(name)
         return read(attributes)
 

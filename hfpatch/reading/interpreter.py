@@ -87,10 +87,15 @@ class Interpreter:
     def forward(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What the class's forward of `module` returns."""
         surroundings.check_class(type(module))
-        for name in ("forward", "_call_impl", "__call__"):
-            if name in module.__dict__:
-                raise Unexplained(f"`{type(module).__name__}` has a `{name}` of its own")
-        return self.function(_member(type(module), "forward"), [module, *args], kwargs)
+        member = _member(type(module), "forward")
+        if module is self.module or any(module is c for c in self.module._modules.values()):
+            for name in ("forward", "_call_impl", "__call__"):
+                if name in module.__dict__:
+                    raise Unexplained(f"`{type(module).__name__}` has a `{name}` of its own")
+        else:  # a global one, at which no call looks
+            surroundings.check_uncalled(module)
+            self.found += [(module, None, None), (type(module), "forward", member)]
+        return self.function(member, [module, *args], kwargs)
 
     def function(self, function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What a Python function returns, read from its source."""
@@ -155,8 +160,10 @@ class Interpreter:
         for base in type(module).__mro__:
             if name in base.__dict__:
                 member = base.__dict__[name]
-                if isinstance(member, property):
+                if type(member) is property:
                     return self.function(member.fget, [module], {})
+                if hasattr(type(member), "__set__") or hasattr(type(member), "__delete__"):
+                    raise Unexplained(f"`{base.__name__}.{name}` is a descriptor")
                 if name not in held:
                     return self._bind(member, module, f"{base.__name__}.{name}")
                 break

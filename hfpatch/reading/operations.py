@@ -109,6 +109,8 @@ def elementwise(function: Callable[..., Tensor], *keywords: str) -> Operation:
         if kinds := kinds_of(*(given[k] for k in settings)) - FIXED:
             raise Unexplained(f"`{name}` is set by the {', '.join(sorted(kinds))} of its input")
         values = _numeric(name, operands, width)
+        if kinds_of(given.get("inplace", False)):
+            raise Unexplained(f"`{name}` writes in place or not by what its input is")
         if plain_of(given.get("inplace", False)):
             written(name, operands[0])
         _count(*_COUNTED.get(name, ()))
@@ -177,6 +179,7 @@ def _reduction(function: Callable[..., Tensor], *keywords: str) -> Operation:
 def _cast(width: int | None, args: Arguments, given: Keywords) -> Any:
     """`x.to(...)`, to a floating dtype or the device of something."""
     _only("to", given, "dtype", "device", "non_blocking")
+    _count("cast")
     x, *targets = args
     targets += [given[k] for k in ("dtype", "device") if k in given]
     y = x.tensor
@@ -439,6 +442,8 @@ def read_off(tensor: Traced, name: str) -> Any:
     if name not in kinds:
         verb = "called, which no formula has" if callable(getattr(t, name, None)) else "read"
         raise Unexplained(f"`{name}` of a tensor is {verb}")
+    if name == "dtype":
+        _count("cast")  # it may decide about one
     return Fact(getattr(t, name), frozenset({kinds[name]}))
 
 
@@ -466,6 +471,10 @@ def ask(tensor: Traced, name: str, args: Arguments) -> Any:
 
 def index(shape: Fact, at: Any) -> Fact:
     """`shape[at]`: only the last size is the same from either side of any number of dimensions."""
+    if isinstance(at, slice) and kinds_of(at.start, at.stop):
+        raise Unexplained("it takes sizes of its input by what another property of it says")
+    if isinstance(at, Fact):
+        raise Unexplained("it takes a size of its input by what another property of it says")
     if shape.kinds < {"lead", "width"}:
         return Fact(shape.value[at], shape.kinds)
     if at == -1:

@@ -175,8 +175,9 @@ class Scope:
         if free == {"rank"}:
             self.reader.by_rank, free = True, frozenset()
         taken = bool(plain_of(value)) if not free or free == {"width"} else False
-        # of another width the original says so, and so does the kernel
-        if free and not (free == {"width"} and raises[1 if taken else 0]):
+        # of another width the original says so, and so does the kernel where there can be one alone
+        fixed = self.reader.width is not None or bool(self.reader.live)
+        if free and not (free == {"width"} and fixed and raises[1 if taken else 0]):
             raise Unexplained(f"it branches on {_described(free)}")
         return taken
 
@@ -263,7 +264,8 @@ class Scope:
                 self.reader.uses(method)
             return on_tensors(self.reader.width, values, {})
         bare = [plain_of(v) for v in values]
-        if not all(map(is_plain, bare)) or any(isinstance(v, str) for v in bare):
+        unknown = any(isinstance(v, Fact) and v.value is None for v in values)
+        if unknown or not all(map(is_plain, bare)) or any(isinstance(v, str) for v in bare):
             raise Unexplained(f"the operator `{name}` is applied to other things than numbers")
         return fact(on_numbers(*bare), kinds_of(*values))
 
@@ -388,6 +390,8 @@ class Scope:
         wanted = classes if isinstance(classes, tuple) else (classes,)
         if not all(c in (torch.Tensor, nn.Parameter, int, float, str, tuple, list) for c in wanted):
             raise Unexplained("it asks for the class of something")
+        if nn.Parameter in wanted and isinstance(value, Traced):
+            raise Unexplained("it asks whether a tensor is a parameter, which may change")
         return isinstance(plain_of(value), wanted)
 
     def _super(self) -> Super:

@@ -39,6 +39,7 @@ _NEVER = (
     torch.jit.is_tracing,  # type: ignore[attr-defined]
     torch.jit.is_scripting,  # type: ignore[attr-defined]
 )
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLASS_HOOKS = ("__call__", "_call_impl", "__getattr__", "__getattribute__", "__setattr__")
 
 
@@ -134,18 +135,42 @@ def check_autocast_off(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
     """Raise unless a `with` statement does nothing but to switch autocast off."""
     known = {torch.autocast, torch.amp.autocast}
     of_transformers = getattr(sys.modules.get("transformers.utils.generic"), "maybe_autocast", None)
-    off = plain_of(kwargs.get("enabled", True)) is False
+    enabled = kwargs.get("enabled", True)  # a property of the input is a `Fact`
+    off = enabled is False
     if not (off and (function in known or (of_transformers and function is of_transformers))):
         raise Unexplained("a `with` statement is in it")
 
 
+def check_uncalled(module: nn.Module) -> None:
+    """Raise where calling a module runs more than its class's forward: somebody's hook or own."""
+    held = module.__dict__
+    for name in ("forward", "_call_impl", "__call__"):
+        if name in held:
+            raise Unexplained(f"`{type(module).__name__}` has a `{name}` of its own")
+    if held.get("_compiled_call_impl") is not None or any(held.get(n) for n in _HOOKS):
+        raise Unexplained(f"a `{type(module).__name__}` that is called has a hook on it")
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether `check_uncalled` lets it pass."""
+    try:
+        check_uncalled(module)
+    except Unexplained:
+        return False
+    return True
+
+
 def held(found: Sequence[tuple[Any, Any, Any]]) -> bool:
-    """Whether all that was found by name is still there."""
+    """Whether all that was found by name is still there, and modules among it without hooks."""
     for where, name, value in found:
         if isinstance(where, types.CellType):
             with contextlib.suppress(ValueError):
                 if where.cell_contents is value:
                     continue
+            return False
+        if isinstance(where, nn.Module):  # one that was found by a name, and is called
+            if is_bare(where):
+                continue
             return False
         if isinstance(where, type):
             if getattr(where, name, where) is value:

@@ -9,7 +9,8 @@ struct Slope {
   vf value, slope;  // act(x), act'(x)
 };
 
-// x sigmoid(z) and its derivative s + x dz s (1 - s), with 1 - s not by subtraction.
+// x sigmoid(z) and its derivative s + s x (1 - s) dz, with 1 - s not by subtraction; in this order
+// finite where x dz is not.
 template <bool Half>
 HFP_INLINE Slope sigmoid_slope(vf x, vf z, vf dz) {
   vf e;
@@ -18,7 +19,7 @@ HFP_INLINE Slope sigmoid_slope(vf x, vf z, vf dz) {
   const vf r = 1.0f / (1.0f + e);
   const vf s = (z < 0.0f ? e : splat(1.0f)) * r;
   const vf rest = (z < 0.0f ? splat(1.0f) : e) * r;
-  return {x * s, s * fma(x * dz, rest, splat(1.0f))};
+  return {x * s, fma(x * s * rest, dz, s)};
 }
 
 // T is the dtype that the result will be rounded to.

@@ -9,7 +9,8 @@ struct Slope {
   float value, slope;  // act(x), act'(x)
 };
 
-// x sigmoid(z) and its derivative s (1 + x dz (1 - s)); 1 - s from e directly, since it cancels.
+// x sigmoid(z) and its derivative s + s x (1 - s) dz, in this order finite where x dz is not; 1 - s
+// from e directly, since it cancels.
 // e = exp(-z) is infinite for z < -88: s and 1 - s are then 0 and 1.
 template <bool kAccurate>
 __device__ __forceinline__ Slope sigmoid_slope(float x, float z, float dz) {
@@ -23,7 +24,7 @@ __device__ __forceinline__ Slope sigmoid_slope(float x, float z, float dz) {
     s = fast_reciprocal(1.0f + e);
   }
   const float rest = z < -80.0f ? 1.0f : e * s;
-  return {x * s, s * fmaf(x * dz, rest, 1.0f)};
+  return {x * s, fmaf(x * s * rest, dz, s)};
 }
 
 template <int kActivation, bool kAccurate>

@@ -20,7 +20,7 @@ from hfpatch.kernel_build import KernelBuildError, ToolchainMissing, toolchain
 from hfpatch.kernel_build import __main__ as command
 from hfpatch.kernel_build.builder import Builder
 from hfpatch.kernel_build.commands import run
-from hfpatch.kernel_build.objects import Objects, Unit
+from hfpatch.kernel_build.objects import Objects, Unit, other_builds
 from hfpatch.kernel_build.toolchain import Nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,6 +231,58 @@ def test_undefined_symbol_is_found_at_link_time(tmp_path: Path) -> None:
     assert not list((tmp_path / "out" / "build").glob("torch-*"))
 
 
+def builds_of(root: Path, name: str, *extra: str) -> tuple[Objects, list[str]]:
+    """Of two sources, of which the second reads a macro; and the lines of those compiled."""
+    folder = root / ".cache" / "kernel_build" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    header = folder / "generated.h"
+    header.write_text("#define SEVEN 7\n")
+    cxx = toolchain.find_cxx()
+    common = (cxx, "-O1", "-include", str(header), f"-D{name.upper()}_KERNEL", *extra)
+    units = [
+        Unit(file, (*common, "-c", file, "-o", str(folder / f"{file}.o")), folder / f"{file}.o")
+        for file in ("plain.cpp", "asks.cpp")
+    ]
+    said: list[str] = []
+    others = other_builds(root / ".cache", folder)
+    return Objects(units, root, name, said.append, "g++ 12", others), said
+
+
+def compiled(objects: Objects, said: list[str]) -> list[str]:
+    """The files for which a compiler ran, in alphabetical order."""
+    said.clear()
+    objects.compile()
+    done = [line.split(" ", 1)[1] for line in said if line.startswith("[")]
+    return sorted(line.split()[0] for line in done if not line.endswith("up to date"))
+
+
+def test_another_builds_object_is_taken_where_it_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "plain.cpp").write_text("int plain() { return SEVEN; }\n")
+    (tmp_path / "asks.cpp").write_text(
+        "#ifdef CUDA_KERNEL\nint asks() { return 2; }\n#else\nint asks() { return 1; }\n#endif\n"
+    )
+    cpu, cpu_said = builds_of(tmp_path, "cpu")
+    for path in (*tmp_path.glob("*.cpp"), cpu.units[0].object.parent / "generated.h"):
+        os.utime(path, (1e9, 1e9))  # what is written during a build is compiled again
+    assert compiled(cpu, cpu_said) == ["asks.cpp", "plain.cpp"]
+
+    cuda, said = builds_of(tmp_path, "cuda")
+    header = cuda.units[0].object.parent / "generated.h"
+    os.utime(header, (1e9, 1e9))
+    assert compiled(cuda, said) == ["asks.cpp"]
+    assert cuda.units[0].object.read_bytes() == cpu.units[0].object.read_bytes()
+    assert cuda.units[1].object.read_bytes() != cpu.units[1].object.read_bytes()
+    assert compiled(cuda, said) == []  # up to date the next time
+
+    header.write_text("#define SEVEN 8\n")  # this build's own: not what the other one has
+    os.utime(header, (1e9, 1e9))
+    assert compiled(cuda, said) == ["asks.cpp", "plain.cpp"]
+    assert cuda.units[0].object.read_bytes() != cpu.units[0].object.read_bytes()
+
+    other, said = builds_of(tmp_path, "other", "-DMORE")
+    assert compiled(other, said) == ["asks.cpp", "plain.cpp"]
+
+
 @pytest.mark.parametrize("how", ["CXX", "PATH"])
 def test_no_compiler(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
@@ -425,12 +477,13 @@ def test_native_without_a_gpu_means_none(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(not has_nvcc, reason="no nvcc")
 def test_cuda_sources_compile(tmp_path: Path) -> None:
-    (built,) = kernel_build.build(ROOT, tmp_path, ("cuda",), archs="9.0", verbose=False)
+    """Those of `make test`, whose objects are used where they are up to date."""
+    (built,) = kernel_build.build(ROOT, tmp_path, ("cuda",), archs="8.0;9.0", verbose=False)
     parsed = parse_variant(built.name)
     assert isinstance(parsed, ArchVariant)
     assert parsed.arch.backend.name == "cuda"
     metadata = Metadata.read_from_file(built.path / "metadata.json")
-    assert metadata.backend.archs == ["9.0"]
+    assert metadata.backend.archs == ["8.0", "9.0"]
     assert metadata.digest is not None
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, built.path))
     (library,) = built.path.glob("*.abi3.so")
