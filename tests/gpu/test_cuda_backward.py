@@ -403,3 +403,15 @@ def test_graph_and_second_launch(kernels_module: ModuleType) -> None:
         graph.replay()
         expected = operator(seed, x, w, None, 1e-6, 0.0, 1, 1)
         assert torch.equal(captured[0], expected[0]) and torch.equal(captured[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_near_the_largest_number(dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """1.702 x is infinite there, and the gradient is 0 or 1."""
+    x = torch.tensor([-2.5e38, -2.1e38, -3.0, 0.5, 4.0, 2.1e38, 2.5e38] * 64, device="cuda")
+    x = x.to(dtype).reshape(7, 64)
+    gradients = []
+    for act in (lambda t: kernels_module.gelu(t, "sigmoid"), lambda t: t * (1.702 * t).sigmoid()):
+        t = x.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(act(t).float().nan_to_num().sum(), t)[0])
+    torch.testing.assert_close(*gradients)
