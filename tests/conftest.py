@@ -141,7 +141,7 @@ def arrange(items: list[pytest.Item], config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
-) -> Generator[None]:
+) -> Generator[None, None, None]:
     thin_out(items)
     yield  # `-m` and `-k`
     if PUBLISHED:  # those that call the package; models are patched with the in-tree build
@@ -174,6 +174,23 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> None:
     """A GPU test draws the same whatever ran before it in its process, so a failure comes again."""
     if "gpu" in request.keywords and torch.cuda.is_available():
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + SEED)
+
+
+#: Folders of tests of numbers, which are added up otherwise with more threads: these have them all.
+_THREADED = ("kernels", "clib", "gpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """The models of the other tests are tiny: threads wait for each other longer than they work,
+    most of all where processes share the processors. `make test-cpus` says how many there are."""
+    before = torch.get_num_threads()
+    one = "OMP_NUM_THREADS" not in os.environ and request.path.parent.name not in _THREADED
+    if one:
+        torch.set_num_threads(1)
+    yield
+    if one:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
