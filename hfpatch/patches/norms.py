@@ -251,11 +251,12 @@ class NormSubject(Subject):
                     or (w is None) is has_weight  # a parametrization's: no kernel knows it
                     or (b is None and has_bias)
                     or not (b is None or may_have_bias)
-                    or (w is not None and w.dim() == 1 and width not in (None, w.shape[0]))
                 ):
                     contract.changed()
                 elif any(t is not None and not fits(t, x) for t in (w, b)):
                     pass
+                elif w is not None and w.dim() == 1 and width not in (None, w.shape[0]):
+                    contract.changed()
                 elif (
                     not training
                     and grad_enabled()
