@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import hfpatch
 from hfpatch.bench.spread import Gain, Spread
+from hfpatch.foreign.memory import bits
 from hfpatch.inputs import Inputs, NoInputs, cast, sample_inputs
 from hfpatch.inputs.of_pipelines import pipeline_inputs
 
@@ -72,7 +73,7 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
         if patched is not None:
             ran = _with_decoders(ran, report, model)
     finally:
-        same = all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+        same = all(torch.equal(bits(v), bits(state[k])) for k, v in model.state_dict().items())
         restored = hfpatch.restore(model)
     result |= {
         "swapped": len(report.swaps),
@@ -105,7 +106,7 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
             result,
             NOT_COMPARED,
             f"{len(missed)} of {len(report.swaps)} swapped modules were not called by the inputs "
-            f"that were made, `{missed[0]}` among them",
+            f"that were made, `{missed[0] or result['part']}` among them",
         )
     if how.timed:
         result["time"] = _timed(model, inputs, how)
@@ -142,8 +143,8 @@ def check_pipeline(pipeline: Any, how: How) -> tuple[dict[str, Any], Any]:
 
 
 def _settle(result: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
-    """The status; a failure stays one."""
-    if result["status"] != FAILED or status == FAILED:
+    """The status; a failure stays one, and the first reason for what was not compared."""
+    if status == FAILED or result["status"] == PASSED:
         result |= {"status": status, "reason": reason}
     return result
 
@@ -355,6 +356,8 @@ def _apart(
     result["relative difference"] = worst
     if not finite:
         _settle(result, FAILED, "NaN or infinity where the original has none, or none where it has")
+    elif before and not any(bool(t.isfinite().any()) for t in before if t.numel()):
+        _settle(result, NOT_COMPARED, "the original's outputs are NaN or infinite, all of them")
     elif dtype is not None and not worst < APART[dtype]:
         _settle(result, FAILED, f"outputs differ by {worst:.2e} of the largest value")
 

@@ -73,7 +73,7 @@ class Choices:
 
 def require_op(op: str) -> None:
     """Raises ValueError if there is no such op."""
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise ValueError(
             f"unknown op `{op}`.{meant(op, OPS)} The ops are: {', '.join(sorted(OPS))}"
         )

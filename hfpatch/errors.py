@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hfpatch.text import printable
 
+#: What somebody else's code may end in and is its failure: `sys.exit()` too, but not Ctrl-C.
+FAILURES = (Exception, SystemExit, GeneratorExit)
+
 
 class HfpatchError(RuntimeError):
     """Base of every error that hfpatch raises for something that went wrong while it worked."""

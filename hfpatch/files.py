@@ -29,6 +29,8 @@ def read_start(path: Path, limit: int) -> bytes:
         OSError: it cannot be read, or is something else.
     """
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # not every system has each
+    if "\0" in str(path):
+        raise OSError(f"{str(path)!r} is no path: it has a zero byte")
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hfpatch.errors import KernelLoadError
+from hfpatch.errors import FAILURES, KernelLoadError
 
 #: What transformers and diffusers say where a model has no file of weights.
 _NO_WEIGHTS = (
@@ -220,7 +220,7 @@ def explained(model: str) -> Iterator[None]:
         yield
     except (_Explained, KernelLoadError):
         raise
-    except Exception as e:
+    except FAILURES as e:  # the model's own code may end in `sys.exit()`
         said = f"`{model}` could not be built: {reason(e)}"
         if any(words in str(e) for words in _NO_WEIGHTS):
             said += "; without its weights, with random ones: --random-weights"

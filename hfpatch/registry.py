@@ -94,7 +94,8 @@ def register(
         return Registration(lambda: sources.unregister_kernel(added))
     if class_name is None:
         raise ValueError("`register` needs a `class_name` pattern, or `op=` and `kernel=`")
-    if not isinstance(class_name, str | re.Pattern):
+    bare = getattr(class_name, "pattern", class_name)  # a compiled one may be of bytes
+    if not isinstance(bare, str):
         raise TypeError(f"`class_name` must be a regular expression, a str, got {class_name!r}")
     try:
         pattern = re.compile(class_name)
@@ -115,6 +116,8 @@ def register(
         if sample is not None:
             raise ValueError("`sample=` belongs to `forward=`: a family makes its own inputs")
         families = {f.name: f for f in own_families()}
+        if not isinstance(family, str | None):
+            raise TypeError(f"`family` must be a str, got {family!r}")
         if family not in families:
             raise ValueError(
                 f"`family` must be one of {', '.join(map(repr, sorted(families)))}, got {family!r}"

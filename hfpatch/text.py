@@ -16,6 +16,15 @@ def printable(text: str, longest: int = _LONGEST) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def told(e: BaseException) -> str:
+    """An error of somebody else's code, its type first; its words may be anything."""
+    try:
+        words = str(e)
+    except Exception as again:  # its own `__str__`
+        words = f"its words cannot be had: {type(again).__name__}"
+    return f"{type(e).__name__}: {printable(words)}"
+
+
 def meant(name: object, names: Iterable[str]) -> str:
     """Return " Did you mean `rms_norm`?", or "" where no name is near, to end a sentence with."""
     near = difflib.get_close_matches(str(name).lower(), list(names), 1, 0.6)

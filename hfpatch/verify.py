@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hfpatch.errors import FAILURES
 from hfpatch.foreign.battery import challenge
 from hfpatch.foreign.compare import Asked
 from hfpatch.foreign.memory import bits
@@ -19,6 +20,7 @@ from hfpatch.foreign.watch import Watched
 from hfpatch.patches.base import Formula, Forward, Subject, Tensor
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, reference_kernel
+from hfpatch.text import told
 from hfpatch.trial import LIMITS, Trial, error_of, formula_limit, kernel_slack, seeded
 
 
@@ -38,8 +40,8 @@ def verify_values(
             y = compute(trial.module, trial.x)
     except torch.OutOfMemoryError:
         raise
-    except Exception as e:
-        return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
+    except FAILURES as e:
+        return Refusal("rejected", f"{what} failed with {trial.combo}: {told(e)}")
     finally:
         changed = process.changed() if process is not None else ()
     if changed:
@@ -151,8 +153,8 @@ def verify_gradients(
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as e:
-        return Refusal("rejected", f"{what} failed with {trial.combo}: {type(e).__name__}: {e}")
+    except FAILURES as e:
+        return Refusal("rejected", f"{what} failed with {trial.combo}: {told(e)}")
     for name, their in theirs.items():
         our, true = ours[name], truth[name]
         if their is None or our is None or true is None:

@@ -195,6 +195,23 @@ def test_swapped_modules_that_nothing_called(monkeypatch: pytest.MonkeyPatch) ->
     assert result["reason"].startswith("6 of 8 swapped modules were not called by the inputs")
 
 
+def test_a_class_without_a_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What all models of a family derive from, and nobody calls."""
+    config = {**zoo.ENTRIES["llama"].build().config.to_dict(), "dtype": "float32"}
+    config["architectures"] = ["LlamaPreTrainedModel"]
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    found = Checked(capsys, tmp_path)
+    assert found.status == 3 and found.rows[0]["status"] == "not compared"
+
+
+def test_outputs_that_are_all_nan() -> None:
+    model = zoo.ENTRIES["llama"].build()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    result, _ = check.check_model("", model, check.How())
+    assert result["status"] == "not compared" and "NaN or infinite" in result["reason"]
+
+
 def test_decoding_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.ENTRIES["llama"].build()
     result, report = check.check_model("", model, check.How())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "own/config.json": json.dumps(
             {"architectures": ["Own"], "auto_map": {"AutoModel": "modeling_own.Own"}}
         ),
+        "leaves/config.json": json.dumps(
+            {"architectures": ["Own"], "auto_map": {"AutoModel": "modeling_leaves.Own"}}
+        ),
+        "leaves/modeling_leaves.py": "raise SystemExit(0)\n",
+        "lablist/lab.json": "[]",
         "odd/config.json": json.dumps({"architectures": 5, "auto_map": {"AutoModel": 5}}),
         "zero/config.json": json.dumps(
             {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}
@@ -105,6 +111,8 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan none", 2, "`architectures` []", "no class of this transformers version"),
     ("plan own", 2, "`own` is of a class that is in no library", "add --trust-remote-code"),
     ("plan own --trust-remote-code", 2, "`own` could not be built", "modeling_own.py"),
+    ("plan leaves --trust-remote-code", 2, "could not be built", "SystemExit"),
+    ("lab check --out lablist", 3, "`lablist/lab.json`", "holds a list, expected an object"),
     ("plan odd --trust-remote-code", 2, "`architectures` 5", "no class of this transformers"),
     ("plan zero", 2, "`zero` could not be built", "ZeroDivisionError"),
     ("plan vae", 2, "`NoSuchVae`", "is not a diffusers model"),
@@ -370,6 +378,10 @@ CALLS: list[tuple[Any, dict[str, Any], type[Exception], str, str]] = [
     (R, {}, ValueError, "`class_name`", "or `op=` and `kernel=`"),
     (R, {"class_name": "("}, ValueError, "'('", "not a regular expression"),
     (R, {"class_name": 5, "family": "norm"}, TypeError, "got 5", "a regular expression, a str"),
+    (R, {"class_name": re.compile(b"x"), "family": "norm"}, TypeError, "b'x'", "a str"),
+    (R, {"class_name": "X", "family": ["norm"]}, TypeError, "`family`", "must be a str"),
+    (R, {**OP, "op": ["silu"]}, ValueError, "unknown op `['silu']`", "The ops are"),
+    (A, {"hub": {1: 2, "x": 3}}, ValueError, "no option 1", "trust_remote_code"),
     (R, {"class_name": "X"}, ValueError, "got None", "'norm'"),
     (R, {"class_name": "X", "family": "norms"}, ValueError, "got 'norms'", "'norm'"),
     (R, {"class_name": "X", "forward": silu}, TypeError, "`sample`", "must both be callable"),

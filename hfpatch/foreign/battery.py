@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
 from hfpatch.foreign.device import waits, wrong_on_streams
 from hfpatch.foreign.process import Process
 from hfpatch.foreign.samples import Sample, samples_of
 from hfpatch.patches.keys import Same
+from hfpatch.text import told
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
@@ -160,10 +162,10 @@ class _Inquiry:
                     y = self._call(*tensors)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as e:
+            except FAILURES as e:
                 self._left_alone(sample)
                 if must:
-                    raise _Wrong(f"failed: {type(e).__name__}: {e}") from e
+                    raise _Wrong(f"failed: {told(e)}") from e
                 return
             self._left_alone(sample)
             if (why := form_of(y, expected, tensors)) is not None:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from hfpatch.errors import FAILURES
 from hfpatch.foreign.memory import bits
 from hfpatch.foreign.samples import ROWWISE
 from hfpatch.ops import OPS
+from hfpatch.text import told
 from hfpatch.trial import LIMITS
 
 Tensor = torch.Tensor
@@ -76,6 +78,8 @@ def form_of(y: Any, expected: Any, tensors: Tensors) -> str | None:
         return next((why for why in whys if why is not None), None)
     if type(y) is not Tensor:
         return f"returned {_describe(y)}, expected a tensor"
+    if y.layout != torch.strided or y.is_nested or y.is_neg() or y.is_conj() or y.is_quantized:
+        return "returned a tensor whose memory does not hold its values"
     if y.shape != expected.shape:
         return f"returned shape {list(y.shape)}, expected {list(expected.shape)}"
     if y.dtype != expected.dtype:
@@ -95,7 +99,11 @@ def form_of(y: Any, expected: Any, tensors: Tensors) -> str | None:
 
 def keeps(y: Any) -> str | None:
     """Why a result without a gradient, that the caller has one name for, is not the caller's alone:
-    somebody else holds it, or its memory; or None."""
+    somebody else holds it, or its memory; or None. One that is no tensor is `form_of`'s to tell."""
+    if any(type(t) is not Tensor or t.layout != torch.strided or t.is_nested for t in _listed(y)):
+        return None
+    if any(t.requires_grad for t in _listed(y)):
+        return "returned a tensor that requires a gradient where none is recorded"
     if isinstance(y, Tensor) and _holders(y) > _ALONE[0]:
         return "keeps its result, which a later call can overwrite"
     for tensor in _listed(y):
@@ -305,22 +313,30 @@ def _off(a: Tensor, b: Tensor, eps: float, floor: float) -> Tensor:
 # ------------------------------------------------------------------------------ gradients
 
 
+#: Gradients of a result: see `_upstream`.
+_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large")
+
+
 def wrong_gradients(
     asked: Asked, fn: Callable[..., Any], tensors: Tensors, context: Callable[[], Any]
 ) -> str | None:
     """Differentiate `fn` and the formula by every floating tensor, and by some of them alone; with
-    dense, with repeated and with transposed gradients of the result. Why they differ, or None.
+    dense, repeated and transposed gradients of the result, with that of a sum and with large ones.
+    Why they differ, or None.
 
     Nothing that backward is given or was left by forward may be written to, nor may a second
     backward through the same graph give something else.
     """
     floating = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point()]
     wanted = [floating, *([[i] for i in floating] if len(floating) > 1 else [])]
+    if len(floating) > 2:  # some are frozen
+        wanted += [[i for i in floating if i != frozen] for frozen in floating]
     for places in wanted:
-        for kind in ("dense", "repeated", "transposed") if places is floating else ("dense",):
+        for kind in _UPSTREAMS if places is floating else ("dense",):
             why = _wrong_gradient(asked, fn, tensors, places, kind, context)
             if why is not None:
-                names = "" if places is floating else f" by argument {places[0]} alone"
+                which = " and ".join(map(str, places))
+                names = "" if places is floating else f" by argument {which} alone"
                 return f"{why} ({kind} gradient of its result{names})"
     return None
 
@@ -364,8 +380,8 @@ def _wrong_gradient(
             again = torch.autograd.grad(_listed(y), wants, ups, allow_unused=True)
     except torch.OutOfMemoryError:
         raise
-    except Exception as e:
-        return f"failed: {type(e).__name__}: {e}"
+    except FAILURES as e:
+        return f"failed: {told(e)}"
     if kind == "dense" and any(not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)):
         return "writes to the gradient of its result, which others may read"
     for a, b in zip(befores, our_in, strict=True):
@@ -424,6 +440,8 @@ def _differentiate_fused(
 def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
     """A gradient of `y`, the same whatever its dtype."""
     generator = torch.Generator().manual_seed(11 + seed)
+    if kind == "summed":  # as `y.sum().backward()` gives it
+        return torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
     if kind == "repeated":  # as `y.sum(0).backward()` gives it
         row = torch.randn(y.shape[-1:], generator=generator, device="cpu")
         return row.bfloat16().to(y.device).to(y.dtype).expand(y.shape)
@@ -432,6 +450,8 @@ def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
         drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)
     else:
         drawn = torch.randn(y.shape, generator=generator, device="cpu")
+    if kind == "large" and y.dtype != torch.float16:  # as a loss that is scaled gives it
+        drawn = drawn * 2.0**20
     return drawn.bfloat16().to(y.device).to(y.dtype)
 
 

@@ -13,10 +13,12 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
+from hfpatch.errors import FAILURES
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.patches.keys import fingerprint
 from hfpatch.patches.proving import may_prove
+from hfpatch.text import told
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
@@ -306,8 +308,8 @@ class ForwardWatch:
                 return self._replacement(module, *args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as e:  # as it did not when it was asked
-                self._lies(f"it failed ({type(e).__name__}: {e})")
+            except FAILURES as e:  # as it did not when it was asked
+                self._lies(f"it failed ({told(e)})")
         if kind not in self._refused and not _capturing():
             with may_prove((self, kind)) as may:
                 if may:
@@ -332,12 +334,12 @@ class ForwardWatch:
             return  # the next call asks again
         except Different as e:
             self._lies(str(e))
-        except Exception as e:  # a module or an input that cannot be copied, or its own
+        except FAILURES as e:  # a module or an input that cannot be copied, or its own
             if len(self._refused) >= _KINDS:
                 self._refused.clear()
             self._refused.add(kind)
             self._warn(
-                f"could not be compared with the original for a call ({e}); such calls use "
+                f"could not be compared with the original for a call ({told(e)}); such calls use "
                 "the original"
             )
         else:

@@ -257,6 +257,26 @@ def _read(entry: _Entry) -> Any:
         return _MISSING
 
 
+def matmul_precision() -> str | None:
+    """`torch.get_float32_matmul_precision()`, or None where somebody set another precision of the
+    newer kind (`torch.backends.cuda.matmul.fp32_precision`): PyTorch refuses to tell then."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _products() -> Any:
+    """How exact products of fp32 are, by whichever switches were used."""
+    old = matmul_precision()
+    if old is not None:
+        return old
+    return tuple(
+        getattr(of, "fp32_precision", None)
+        for of in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    )
+
+
 def surroundings() -> tuple[Any, ...]:
     """What of the thread and the process a kernel's results may come to depend on."""
     return (
@@ -267,6 +287,6 @@ def surroundings() -> tuple[Any, ...]:
         torch._C._len_torch_function_stack(),  # among which is the default device
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _products(),
         torch._C._is_any_autocast_enabled(),
     )

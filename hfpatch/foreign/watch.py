@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
 from hfpatch.foreign.memory import Held, bits, form, reform
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.patches.proving import may_prove, quietly
 from hfpatch.sources import Kernel
+from hfpatch.text import told
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
@@ -108,8 +110,8 @@ class Watch:
             y = self._call(*tensors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as e:  # as it did not when it was asked
-            return self._wrong(f"failed ({type(e).__name__}: {e})", tensors)
+        except FAILURES as e:  # as it did not when it was asked
+            return self._wrong(f"failed ({told(e)})", tensors)
         return self._given(y)
 
     def _given(self, y: Any) -> Any:
@@ -159,19 +161,19 @@ class Watch:
         ]
         before = Process.now()
         y: Any = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             y = self._call(*tensors)
         except torch.OutOfMemoryError:
             raise
-        except Exception as e:
+        except FAILURES as e:
             failure = e
         why = self._left(before, tensors, forms, held)
         if failure is not None and why is None:
             if len(self._refused) >= _KINDS:
                 self._refused.clear()
             self._refused.add(kind)
-            self._warn(f"failed ({type(failure).__name__}: {failure}) with", tensors)
+            self._warn(f"failed ({told(failure)}) with", tensors)
             return self._asked.formula(tensors)
         try:
             if why is None:
@@ -214,8 +216,8 @@ class Watch:
                 y = self._call(*tensors)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as e:
-                return f"failed ({type(e).__name__}: {e}), when it is called again"
+            except FAILURES as e:
+                return f"failed ({told(e)}), when it is called again"
             if (why := self._judge(tensors, y)) is not None:
                 return f"{why}, when it is called again"
             if not all(map(torch.equal, before, map(bits, results))):

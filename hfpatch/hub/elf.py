@@ -7,8 +7,10 @@ says the same of a build before it is published.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -17,12 +19,16 @@ MAGIC = b"\x7fELF"
 _LOAD, _DYNAMIC, _STACK = 1, 2, 0x6474E551  # types of segments
 _EXECUTE, _WRITE = 1, 2  # a segment's flags
 _NEEDED, _STRTAB, _SYMTAB, _RELA, _RELASZ, _STRSZ = 1, 5, 6, 7, 8, 10
+_REL, _PLTRELSZ, _PLTREL, _JMPREL, _RELR, _FLAGS_1 = 17, 2, 20, 23, 36, 0x6FFFFFFB
+_WIDE = 0x2 | 0x400  # of FLAGS_1: symbols for all others, and before all others
 _RPATH, _TEXTREL, _RUNPATH, _FLAGS = 15, 22, 29, 30
 _INIT, _FINI, _PREINIT_ARRAY = 12, 13, 32
 _ARRAYS = {25: 27, 26: 28}  # constructors and destructors: the tag of the array to its size's
 _LOADERS = {0x6FFFFEFC: "AUDIT", 0x6FFFFEFB: "DEPAUDIT",
             0x7FFFFFFD: "AUXILIARY", 0x7FFFFFFF: "FILTER"}  # fmt: skip
 _RELATIVE = {62: 8, 183: 1027}  # a machine's number of "an address in this library"
+_LOCAL, _HIDDEN, _PROTECTED = 0, 2, 3  # of a symbol: its binding, its visibility
+_PAGE = 4096
 _LARGEST = 64 << 20  # bytes of a table
 
 
@@ -88,6 +94,8 @@ def _examine(file: BinaryIO) -> Loading:
         problems.append("asks for a stack that can be executed")
     if any(s.type == _LOAD and s.flags & _EXECUTE and s.flags & _WRITE for s in segments):
         problems.append("has memory that can be written and executed")
+    if _overlap([s for s in segments if s.type == _LOAD]):
+        raise ValueError("its headers are damaged (one segment is mapped over another)")
     dynamic = [s for s in segments if s.type == _DYNAMIC]
     if len(dynamic) != 1:
         raise ValueError("it has no dynamic section")
@@ -95,10 +103,21 @@ def _examine(file: BinaryIO) -> Loading:
     return Loading((*problems, *found), constructors)
 
 
+def _overlap(loaded: list[_Segment]) -> bool:
+    """Whether two segments have a page in common: of what is read here the loader would see one."""
+    pages = sorted((s.address // _PAGE, -(-(s.address + s.memory) // _PAGE)) for s in loaded)
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(pages))
+
+
 def _dynamic(
     file: BinaryIO, machine: int, section: _Segment, segments: list[_Segment]
 ) -> tuple[list[str], int]:
-    data = _at(file, section.offset, section.size)
+    # the loader takes it from where it is in memory, and to its end there
+    if section.size != section.memory:
+        raise ValueError("its headers are damaged (the dynamic section has two sizes)")
+    data = _read(file, segments, section.address, section.size)
+    if data != _at(file, section.offset, section.size):
+        raise ValueError("its headers are damaged (the dynamic section is at two places)")
     tags: list[tuple[int, int]] = []
     for at in range(0, len(data) - 15, 16):
         tag, value = struct.unpack_from("<QQ", data, at)
@@ -110,17 +129,21 @@ def _dynamic(
 
     def text(offset: int) -> str:
         end = strings.find(b"\0", offset)
-        return strings[offset : end if end >= 0 else None][:200].decode("utf-8", "replace")
+        if offset >= len(strings) or end < 0:  # the loader reads on behind the table
+            raise ValueError("its headers are damaged (a name is outside of its table)")
+        return strings[offset:end].decode("utf-8", "replace")
 
     problems = []
     for tag, value in tags:
         if tag in (_RPATH, _RUNPATH):
             name = "RPATH" if tag == _RPATH else "RUNPATH"
-            problems.append(f"has libraries looked for in `{text(value)}` ({name})")
+            problems.append(f"has libraries looked for in `{text(value)[:200]}` ({name})")
         elif tag == _NEEDED and "/" in text(value):
-            problems.append(f"loads the file `{text(value)}`")
+            problems.append(f"loads the file `{text(value)[:200]}`")
         elif tag in _LOADERS:
-            problems.append(f"has the loader take `{text(value)}` ({_LOADERS[tag]})")
+            problems.append(f"has the loader take `{text(value)[:200]}` ({_LOADERS[tag]})")
+        elif tag == _FLAGS_1 and value & _WIDE:
+            problems.append("puts its functions in the place of other libraries' (FLAGS_1)")
         elif tag == _TEXTREL or (tag == _FLAGS and value & 4):
             problems.append("has its code written to as it is loaded (TEXTREL)")
         elif tag == _PREINIT_ARRAY:
@@ -137,7 +160,7 @@ def _dynamic(
         if array in known:
             entries = known.get(size, 0) // 8
             count += entries if array == 25 else 0
-            problems += _outside(file, machine, known, segments, code, known[array], entries)
+            problems += _outside(file, machine, known, segments, code, text, known[array], entries)
     return list(dict.fromkeys(problems)), count
 
 
@@ -147,19 +170,25 @@ def _outside(
     known: dict[int, int],
     segments: list[_Segment],
     code: list[_Segment],
+    text: Callable[[int], str],
     array: int,
     entries: int,
 ) -> Iterator[str]:
     """Constructors that are not functions of the library itself."""
-    targets = {}
-    if _RELA in known:
-        table = _read(file, segments, known[_RELA], known.get(_RELASZ, 0))
+    targets: dict[int, int | None] = {}
+    # a list of relative addresses is written where the array's own words are: what is there counts
+    if _REL in known or known.get(_PLTREL, _RELA) != _RELA:
+        raise ValueError("its headers are damaged (relocations of another machine's kind)")
+    for where, length in ((_RELA, _RELASZ), (_JMPREL, _PLTRELSZ)):
+        if where not in known:
+            continue
+        table = _read(file, segments, known[where], known.get(length, 0))
         for place, info, addend in struct.iter_unpack("<QQq", table[: len(table) // 24 * 24]):
             if array <= place < array + 8 * entries:
                 if info & 0xFFFFFFFF == _RELATIVE.get(machine):
                     targets[place] = addend
                 else:
-                    targets[place] = _own_symbol(file, known, segments, info >> 32)
+                    targets[place] = _own_symbol(file, known, segments, text, info >> 32)
     written = _read(file, segments, array, 8 * entries)
     for i, (value,) in enumerate(struct.iter_unpack("<Q", written)):
         target = targets.get(array + 8 * i, value)
@@ -170,14 +199,34 @@ def _outside(
 
 
 def _own_symbol(
-    file: BinaryIO, known: dict[int, int], segments: list[_Segment], index: int
+    file: BinaryIO,
+    known: dict[int, int],
+    segments: list[_Segment],
+    text: Callable[[int], str],
+    index: int,
 ) -> int | None:
     """The address of a symbol that the library defines; None for another's."""
     if _SYMTAB not in known or index == 0:
         return None
     symbol = _read(file, segments, known[_SYMTAB] + 24 * index, 24)
+    info, other = symbol[4], symbol[5]
     section, address = struct.unpack_from("<HQ", symbol, 6)
-    return int(address) if section else None
+    if not section:
+        return None
+    if info >> 4 != _LOCAL and other & 3 not in (_HIDDEN, _PROTECTED):
+        (name,) = struct.unpack_from("<I", symbol)
+        if _in_the_process(text(name)):  # the loader takes that one
+            return None
+    return int(address)
+
+
+def _in_the_process(name: str) -> bool:
+    """Whether the program, or a library that all others see, has a symbol of that name."""
+    try:
+        ctypes.CDLL(None)[name]
+    except (AttributeError, ValueError):
+        return False
+    return True
 
 
 def _at(file: BinaryIO, offset: int, size: int) -> bytes:

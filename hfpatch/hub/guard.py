@@ -178,8 +178,32 @@ def _may_answer(origin: _Origin, endpoint: _Origin) -> bool:
     reach a service of this machine or network, nor be read on its way."""
     if origin == endpoint or endpoint.here:
         return origin == endpoint or origin.here
-    inside = origin.here or _address(origin.host, "is_private") or "." not in origin.host
-    return origin.scheme == "https" and not inside
+    return origin.scheme == "https" and not _inside(origin.host)
+
+
+#: Ends of names that only a network's own servers know.
+_INSIDE = (
+    ".local",
+    ".localdomain",
+    ".localhost",
+    ".internal",
+    ".intranet",
+    ".lan",
+    ".home",
+    ".arpa",
+)
+
+
+def _inside(host: str) -> bool:
+    """Whether a name or address may be one of this machine or its network. Numbers count as such
+    however they are written: systems read `127.1` and `0x7f.0.0.1` as addresses too."""
+    host = host.lower().rstrip(".")
+    if "." not in host and ":" not in host:
+        return True
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return host.endswith(_INSIDE) or host.rsplit(".", 1)[1][:1].isdigit()
 
 
 def _check_file(guard: Guard, path: str, response: Any) -> None:

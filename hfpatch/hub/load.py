@@ -84,7 +84,7 @@ def _surroundings(options: HubOptions) -> tuple[str, ...]:
     if options.lockfile is not None:
         try:
             locked = hashlib.sha256(read_regular(options.lockfile, LARGEST_LOCK)).hexdigest()
-        except OSError:  # the error is the resolver's to tell
+        except (OSError, ValueError):  # the error is the resolver's to tell
             locked = "unreadable"
     local = os.environ.get("LOCAL_KERNELS", "")
     return constants.ENDPOINT, str(cache_dir()), local, locked

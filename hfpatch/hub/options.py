@@ -59,7 +59,7 @@ class HubOptions:
         if not isinstance(value, Mapping):
             raise TypeError(f"`hub` must be None, a dict or HubOptions, got {type(value).__name__}")
         names = [f.name for f in fields(cls) if f.name != "refused"]
-        unknown = sorted(set(value) - set(names))
+        unknown = sorted(set(value) - set(names), key=str)
         if unknown:
             raise ValueError(
                 f"`hub` has no option {unknown[0]!r}; the options are: {', '.join(names)}"

@@ -53,9 +53,8 @@ class Proposal:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
         weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-        self.dtype = getattr(model, "dtype", None) or (
-            torch.float32 if weight is None else weight.dtype
-        )
+        own = None if weight is None else getattr(model, "dtype", None)
+        self.dtype = own or (torch.float32 if weight is None else weight.dtype)
         self.device = torch.device("cpu") if weight is None else weight.device
         self._generator = torch.Generator().manual_seed(seed + 1)
 

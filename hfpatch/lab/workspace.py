@@ -64,6 +64,8 @@ class Lab:
             raise Refused(f"`{root}` has no lab: make one with `hfpatch lab init … --out`") from e
         except ValueError as e:
             raise Refused(f"`{root}/lab.json` is no JSON: {e}") from e
+        if not isinstance(data, dict):
+            raise Refused(f"`{root}/lab.json` holds a {type(data).__name__}, expected an object")
         if data.get("schema") != SCHEMA:
             raise Refused(
                 f"`{root}/lab.json` has schema {data.get('schema')!r}, expected {SCHEMA}: it is of "

@@ -13,6 +13,8 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfpatch.foreign.process import matmul_precision
+
 # The default dtype, the filters of warnings and the random state are the process's. Reentrant: what
 # is proven may call a module that makes a proof of its own.
 _lock = threading.RLock()
@@ -63,7 +65,7 @@ def _undisturbed() -> Iterator[None]:
     dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
+    precision = matmul_precision()
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if initialized else []
     with torch.random.fork_rng(devices):
@@ -80,7 +82,7 @@ def _undisturbed() -> Iterator[None]:
                 or torch.is_deterministic_algorithms_warn_only_enabled() != warns
             ):
                 torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-            if torch.get_float32_matmul_precision() != precision:
+            if precision is not None and matmul_precision() != precision:
                 torch.set_float32_matmul_precision(precision)
 
 

@@ -250,7 +250,10 @@ def test_who_may_send_a_file() -> None:
         assert may(good)
     for bad in ("http://huggingface.co", "http://cdn-lfs.hf.co", "https://127.0.0.1", "https://[::1]",
                 "https://localhost", "https://10.0.0.1", "https://192.168.0.1", "https://router",
-                "https://169.254.169.254", "file:///etc/passwd", "https://", "x"):  # fmt: skip
+                "https://169.254.169.254", "file:///etc/passwd", "https://", "x", "https://127.1",
+                "https://localhost.", "https://127.0.0.1.", "https://0x7f.0.0.1", "https://10.1",
+                "https://192.168.1", "https://100.64.0.1", "https://localhost.localdomain",
+                "https://metadata.google.internal", "https://2130706433"):  # fmt: skip
         assert not may(bad)
 
 
@@ -269,7 +272,11 @@ def test_escape_sequences(
     clean(withstood(SPEC, "owned"))
     toy.put("toy/failing", package(f"def silu(x): raise RuntimeError({ESCAPES!r})\n"))
     m = model()
-    clean(str(hfpatch.apply(m, kernels={"silu": "toy/failing@v1"})))
+    report = hfpatch.apply(m, kernels={"silu": "toy/failing@v1"})
+    clean(str(report))
+    assert report.skips
+    for skip in report.skips:
+        clean(skip.reason)
     toy.put("toy/kernel", evil(id=f"x{ESCAPES}"))
     clean(withstood(SPEC))
     problem = json.dumps({"error": ESCAPES}).encode()

@@ -1,0 +1,177 @@
+"""Kernels whose gradient is wrong where a loss gives another gradient than a random one, that
+return what is no result, or end the process: each call ends in the formula's result. And a process
+whose precision of products was set by PyTorch's newer switches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfpatch
+
+WIDTH = 64
+
+
+def right(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+def of_gradient(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A layer norm whose backward is given another gradient."""
+
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return change(grad)
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        y: Tensor = Changed.apply(right(x, w, b, eps))
+        return y
+
+    return kernel
+
+
+def where_frozen(which: tuple[bool, ...]) -> Callable[..., Tensor]:
+    """Wrong where these of x, weight and bias need gradients, and no others."""
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        needs = tuple(bool(t is not None and t.requires_grad) for t in (x, w, b))
+        y = right(x, w, b, eps)
+        return y + (y - y.detach()) if needs == which else y
+
+    return kernel
+
+
+def gradients(model: nn.Module, x: Tensor, scale: float) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    loss = model(x).sum() if scale == 0 else (model(x).square() * scale).sum()
+    return list(torch.autograd.grad(loss, wanted))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scale", "frozen"),
+    [
+        (of_gradient(lambda g: g * 0.5 if g.stride(-1) == 0 else g), 0.0, ()),
+        (of_gradient(lambda g: g.clamp(-6e4, 6e4)), 65536.0, ()),
+        (where_frozen((True, True, False)), 1.0, ("bias",)),
+        (where_frozen((True, False, True)), 1.0, ("weight",)),
+        (where_frozen((False, True, True)), 1.0, ()),
+    ],
+    ids=["of-a-sum", "large", "frozen-bias", "frozen-weight", "frozen-input"],
+)
+def test_a_gradient_that_no_random_one_shows(
+    kernel: Callable[..., Tensor], scale: float, frozen: tuple[str, ...]
+) -> None:
+    model, twin = nn.Sequential(nn.LayerNorm(WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH))
+    for each in (model, twin):
+        for name in frozen:
+            getattr(each[0], name).requires_grad_(False)
+    torch.manual_seed(0)
+    x = torch.randn(6, WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hfpatch.apply(model, mode="training", kernels={"layer_norm": kernel})
+        for ours, theirs in zip(gradients(model, x, scale), gradients(twin, x, scale), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+
+
+class Ugly(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def leaves() -> None:
+    raise SystemExit(3)
+
+
+def ugly() -> None:
+    raise Ugly
+
+
+def generator_exit() -> None:
+    raise GeneratorExit
+
+
+def noisy() -> None:
+    raise ValueError("\x1b[31mred\u202e\0")
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "none": lambda y: None,
+    "numpy": lambda y: y.numpy(),
+    "sparse": lambda y: y.to_sparse(),
+    "nested": lambda y: torch.nested.nested_tensor([y[0], y[0]]),
+    "negative": lambda y: torch._neg_view(-y),
+    "requires grad": lambda y: y.clone().requires_grad_(),
+    "list": lambda y: [y],
+    "exits": lambda y: leaves(),
+    "generator exit": lambda y: generator_exit(),
+    "ugly": lambda y: ugly(),
+    "noisy": lambda y: noisy(),
+}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("what", RESULTS)
+def test_what_is_no_result(what: str, later: bool) -> None:
+    """`later`: for another number of rows than a proof has."""
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Any:
+        y = right(x, w, b, eps)
+        return RESULTS[what](y) if not later or x.numel() == 41 * WIDTH else y
+
+    torch.manual_seed(0)
+    model, twin = nn.Sequential(nn.LayerNorm(WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH))
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        report = hfpatch.apply(model, kernels={"layer_norm": kernel})
+        for rows in (5, 41, 41):
+            x = torch.randn(rows, WIDTH)
+            y = model(x)
+            torch.testing.assert_close(y, twin(x))
+            assert not y.requires_grad
+    texts = [str(w.message) for w in said] + [s.reason for s in report.skips]
+    assert any("kernel" in text for text in texts)
+    assert not any(c in text for text in texts for c in "\x1b\u202e\0")
+
+
+PRECISION = """
+import warnings, torch, hfpatch
+from torch import nn
+warnings.simplefilter("error")
+def mine(x, w=None, b=None, eps=1e-5):
+    return nn.functional.layer_norm(x, x.shape[-1:], w, b, eps)
+def model():
+    return nn.Sequential(nn.LayerNorm(64)).requires_grad_(False)
+users = model()
+assert hfpatch.apply(users, kernels={"layer_norm": mine}).swaps
+users(torch.randn(3, 64))
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+x = torch.randn(5, 64)
+torch.testing.assert_close(users(x), nn.functional.layer_norm(x, (64,)))
+for kernels in ("local", {"layer_norm": mine}):
+    assert hfpatch.apply(model(), kernels=kernels).swaps, kernels
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+assert hfpatch.apply(model(), kernels="local").swaps
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+"""
+
+
+def test_precision_by_the_newer_switches(kernels_module: object) -> None:
+    """PyTorch then refuses to tell the older one."""
+    done = subprocess.run([sys.executable, "-c", PRECISION], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
