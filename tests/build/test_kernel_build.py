@@ -476,6 +476,7 @@ def test_native_without_a_gpu_means_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_nvcc, reason="no nvcc")
+@pytest.mark.timeout(1800)  # where nothing was built before
 def test_cuda_sources_compile(tmp_path: Path) -> None:
     """Those of `make test`, whose objects are used where they are up to date."""
     (built,) = kernel_build.build(ROOT, tmp_path, ("cuda",), archs="8.0;9.0", verbose=False)
