@@ -22,7 +22,7 @@ from hfpatch.patches.keys import (
     value_key,
 )
 from hfpatch.patches.library import odd_code
-from hfpatch.patches.unchanged import is_hooked
+from hfpatch.patches.unchanged import is_bound, is_hooked
 
 #: What no forward computes with.
 _IDLE = frozenset(
@@ -142,6 +142,9 @@ def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
     foreign = swap.foreign_forward(module)
     if foreign is not None:
         return f"is not its class's: {foreign}"
+    forward = module.__dict__.get("forward")
+    if not root and forward is not None and not is_bound(module, forward):
+        return "has a forward that somebody put around ours"
     if "_call_impl" in module.__dict__:
         return "has a `_call_impl` of its own"
     if not root and is_hooked(module) and not only_captures(module):

@@ -210,7 +210,7 @@ class RopeRule:
         """The live frequencies in fp32.
 
         Raises:
-            Unexplained: one of `twins` has others here.
+            Unexplained: it has none, or one of `twins` has others here.
         """
         rope = self._read(model)
         for twin in self.twins:
@@ -222,10 +222,18 @@ class RopeRule:
         return rope
 
     def _read(self, model: nn.Module) -> spec.Rope:
-        module = model.get_submodule(self.path)
-        frequencies: Any = module._buffers[self.buffer]
+        try:
+            module = model.get_submodule(self.path)
+        except AttributeError as e:
+            raise Unexplained(f"RoPE: {e}") from e
+        frequencies: Any = module._buffers.get(self.buffer)
+        if frequencies is None:
+            kind = type(module).__name__
+            raise Unexplained(f"RoPE: `{self.path}` is a `{kind}` without a buffer `{self.buffer}`")
         wide = frequencies if frequencies.dtype == torch.float64 else frequencies.float()
-        scaling = 1.0 if self.scaling is None else float(getattr(module, self.scaling))
+        scaling = 1.0 if self.scaling is None else getattr(module, self.scaling, None)
+        if not isinstance(scaling, (int, float)):
+            raise Unexplained(f"RoPE: `{self.path}.{self.scaling}` is {scaling!r:.40}, no number")
         dims = 2 * frequencies.numel()
         return spec.Rope(wide.contiguous(), dims, self.interleaved, scaling, self.rounded)
 

@@ -462,10 +462,10 @@ class Decoder:
         pairs = [("logits", logits, theirs)]
         for index, held in enumerate(output[caches.NAME].layers):
             for name in ("keys", "values"):
-                mine = getattr(arena.table, name)[index][:, :, -tokens:]
-                pairs.append(
-                    (f"{name} of layer {index}", mine, getattr(held, name)[:, :, -tokens:])
-                )
+                theirs = getattr(held, name)[:, :, -tokens:]  # of a window it keeps fewer
+                new = getattr(arena.table, name)[index][:, :, -tokens:]
+                mine = new[:, :, tokens - theirs.shape[2] :]
+                pairs.append((f"{name} of layer {index}", mine, theirs))
         return self._farthest(pairs)
 
     def _farthest(self, pairs: list[tuple[str, Tensor, Tensor]]) -> str | None:

@@ -314,7 +314,7 @@ def _off(a: Tensor, b: Tensor, eps: float, floor: float) -> Tensor:
 
 
 #: Gradients of a result: see `_upstream`.
-_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large")
+_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large", "huge")
 
 
 def wrong_gradients(
@@ -367,8 +367,11 @@ def _wrong_gradient(
     befores = [None if t is None else t.detach().clone() for t in our_in]
     try:
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            between = None
             with context():
                 y = fn(*our_in)
+                if kind == "dense":  # another call before the backward, whose own comes behind it
+                    between = _between(fn, leaves(False), places, ups)
             if not all(isinstance(t, Tensor) and t.requires_grad for t in _listed(y)):
                 return "its result has no gradient"
             their_ups = [u.clone() if kind == "dense" else u for u in ups]
@@ -377,6 +380,13 @@ def _wrong_gradient(
                 _listed(y), wants, their_ups, allow_unused=True, retain_graph=True
             )
             kept = [None if g is None else g.clone() for g in mine]
+            if between is not None:
+                between()
+                if not all(
+                    a is None or b is None or torch.equal(bits(a), bits(b))
+                    for a, b in zip(mine, kept, strict=True)
+                ):
+                    return "is written to by a later backward"
             again = torch.autograd.grad(_listed(y), wants, ups, allow_unused=True)
     except torch.OutOfMemoryError:
         raise
@@ -416,6 +426,19 @@ def _wrong_gradient(
     return None
 
 
+def _between(
+    fn: Callable[..., Any], tensors: list[Tensor | None], places: list[int], ups: list[Tensor]
+) -> Callable[[], Any]:
+    """A call with other values; the function is its backward."""
+    with torch.no_grad():
+        for t in tensors:
+            if t is not None and t.is_floating_point():
+                t.mul_(0.75)
+    y = _listed(fn(*tensors))
+    wanted: Any = [tensors[i] for i in places]
+    return lambda: torch.autograd.grad(y, wanted, [0.5 * u for u in ups], allow_unused=True)
+
+
 def _differentiate(
     formula: Callable[[Tensors], Any], tensors: list[Tensor | None], places: list[int], kind: str
 ) -> tuple[Any, list[Tensor], tuple[Tensor | None, ...]]:
@@ -452,6 +475,8 @@ def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
         drawn = torch.randn(y.shape, generator=generator, device="cpu")
     if kind == "large" and y.dtype != torch.float16:  # as a loss that is scaled gives it
         drawn = drawn * 2.0**20
+    if kind == "huge" and y.dtype != torch.float16:  # what a clamp would cut
+        drawn = drawn * 2.0**80
     return drawn.bfloat16().to(y.device).to(y.dtype)
 
 

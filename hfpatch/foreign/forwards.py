@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hfpatch.errors import FAILURES
+from hfpatch.foreign import reads
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.patches.keys import fingerprint
@@ -29,6 +30,8 @@ LIMIT, GRADIENT = 64.0, 4.0
 #: Of the largest value of a tensor, what its rows are measured by at least: large terms cancel.
 _FLOOR = 2.0**-10
 _KINDS = 1024
+#: How often the numbers are changed in place, and how often a call is repeated then.
+_CHANGES, _REPEATS = 2, 6
 
 
 class Different(Exception):
@@ -44,7 +47,7 @@ def compare_forwards(
     *,
     gradients: bool,
 ) -> tuple[float, float]:
-    """Run both on copies of the module and of the inputs, twice, and differentiate them.
+    """Run both on copies of the module and of the inputs, again and again, and differentiate them.
 
     Returns the largest absolute and relative error.
 
@@ -52,19 +55,27 @@ def compare_forwards(
         Different: they are not alike.
     """
     theirs_on, ours_on = copy.deepcopy(module), copy.deepcopy(module)
-    kept: list[tuple[Any, Any]] = []
-    for factor in (1.0, 0.75):  # a result must be right also after another call
-        theirs, ours = _both(
-            theirs_on, ours_on, original, replacement, (args, kwargs), factor, bool(kept)
-        )
-        if theirs is not None:
-            kept.append((ours, theirs))
+    given = [_copied((args, kwargs)) for _ in range(2)]
     worst = [0.0, 0.0]
-    for ours, theirs in kept:
-        _compare(ours, theirs, worst, "", LIMIT)
-    if gradients:
+    kept: list[_Kept] = []
+    last: Any = None
+    for again in range(_CHANGES + 1):
+        if again:  # what is kept of a tensor by its address or its version is stale
+            for held in (*given, list(theirs_on.parameters()), list(ours_on.parameters())):
+                _stir(held)
+        found = _both(theirs_on, ours_on, original, replacement, given, again > 0)
+        if found is None:
+            break
+        last, ours = found
+        _compare(ours, last, worst, "", LIMIT)
+        kept.append(_Kept(ours, (given[1], list(ours_on.parameters()))))
+    else:
+        _repeat(ours_on, replacement, given[1], last, worst, kept)
+    if not all(k.stays() for k in kept):
+        raise Different("a later call changed the result of an earlier one")
+    for kind in _UPSTREAMS if gradients else ():
         both = [
-            _gradients(copy.deepcopy(module), run, (args, kwargs))
+            _gradients(copy.deepcopy(module), run, (args, kwargs), kind)
             for run in (original, replacement)
         ]
         if both[0] is not None:
@@ -74,16 +85,73 @@ def compare_forwards(
     return worst[0], worst[1]
 
 
+class _Kept:
+    """A result, and its bits when it was made; none of what lies in the memory of an input."""
+
+    def __init__(self, result: Any, inputs: Any) -> None:
+        places = {
+            t.untyped_storage().data_ptr()
+            for t in pytree.tree_leaves(inputs)
+            if isinstance(t, Tensor) and t.numel()
+        }
+        self._tensors = [
+            t
+            for t in pytree.tree_leaves(result)
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places
+        ]
+        self._before = [bits(t.detach()).clone() for t in self._tensors]
+
+    def stays(self) -> bool:
+        """Whether the result is what it was."""
+        return all(map(torch.equal, self._before, (bits(t.detach()) for t in self._tensors)))
+
+
+def _stir(inputs: Any) -> None:
+    """Other numbers in the same memory, uncounted."""
+    for t in pytree.tree_leaves(inputs):
+        if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel():
+            with torch.inference_mode(t.is_inference()):
+                extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+                t.data.as_strided((extent,), (1,), t.storage_offset()).mul_(0.75)
+
+
+def _repeat(
+    ours_on: nn.Module,
+    replacement: Forward,
+    given: Any,
+    expected: Any,
+    worst: list[float],
+    kept: list[_Kept],
+) -> None:
+    """The same call, again and again."""
+    args, kwargs = given
+    for i in range(_REPEATS):
+        reading = reads.key_of(replacement) if i == _REPEATS - 1 else None
+        before = Process.now()
+        try:
+            with torch.no_grad():
+                ours = replacement(ours_on, *args, **kwargs)
+        finally:
+            before.changed()
+        _compare(ours, expected, worst, "called again, ", LIMIT)
+        kept.append(_Kept(ours, (given, list(ours_on.parameters()))))
+        if reading is not None and (after := reads.key_of(replacement)) != reading:
+            names = ", ".join(f"`{n}`" for n in reads.names_changed(reading, after))
+            raise Different(f"what it reads changes with each call: {names}")
+    if moved := reads.iterators_of(replacement):
+        raise Different(f"it reads iterators, which each call may move on: {', '.join(moved)}")
+
+
 def _both(
     theirs_on: nn.Module,
     ours_on: nn.Module,
     original: Forward,
     replacement: Forward,
-    inputs: Any,
-    factor: float,
+    given: list[Any],
     again: bool,
-) -> tuple[Any, Any]:
-    given = [_copied(inputs, factor) for _ in range(2)]
+) -> tuple[Any, Any] | None:
+    """(the original's result, the replacement's); None where the original does not take the changed
+    values."""
     states = fingerprint(theirs_on), fingerprint(ours_on)
     before = Process.now()
     try:
@@ -91,9 +159,9 @@ def _both(
         with torch.no_grad():
             theirs = original(theirs_on, *args, **kwargs)
     except Exception:
-        if again:  # it does not take the changed values
+        if again:
             before.changed()
-            return None, None
+            return None
         raise
     after = Process.now()
     before.changed()
@@ -113,13 +181,12 @@ def _both(
     mine_changed = fingerprint(ours_on) != states[1]
     if mine_changed and fingerprint(theirs_on) == states[0]:
         raise Different("it changed attributes of the module")
-    _compare(ours, theirs, [0.0, 0.0], "", LIMIT)
     _aliases(ours, theirs, given)
     return theirs, ours
 
 
-def _copied(inputs: Any, factor: float = 1.0, requires_grad: bool = False) -> Any:
-    """The inputs with tensors of their own, of the same strides; floating ones times `factor`."""
+def _copied(inputs: Any, requires_grad: bool = False) -> Any:
+    """The inputs with tensors of their own, of the same strides."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -129,12 +196,9 @@ def _copied(inputs: Any, factor: float = 1.0, requires_grad: bool = False) -> An
         scaled = value.is_floating_point() or value.is_complex()
         with torch.inference_mode(value.is_inference() and not requires_grad):
             if value._is_view() or not value.is_contiguous() or value.data_ptr() % 64:
-                held = Held.like(value)
-                core, copied = held.core, held.tensor
+                copied = Held.like(value).tensor
             else:  # nor shall its copy be a view
-                core = copied = value.detach().clone()
-            if scaled:
-                core.mul_(factor)
+                copied = value.detach().clone()
         return copied.requires_grad_(requires_grad) if scaled and requires_grad else copied
 
     return pytree.tree_map(one, inputs)
@@ -212,6 +276,10 @@ def _has_no_equality(value: Any) -> bool:
 
 def _compare_tensors(a: Any, b: Tensor, worst: list[float], what: str, limit: float) -> None:
     form = f"{what}it returned {_signature(a)}, the original {_signature(b)}"
+    if isinstance(a, Tensor) and not what and a.requires_grad != b.requires_grad:
+        raise Different(f"{form}, of which one requires a gradient")
+    if isinstance(a, Tensor) and (a.is_neg(), a.is_conj()) != (b.is_neg(), b.is_conj()):
+        raise Different(f"{form}, of which one is negated or conjugated when it is read")
     if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         raise Different(form)
     if not what and a.numel() and b.is_contiguous() and not a.is_contiguous():
@@ -248,10 +316,17 @@ def _signature(value: Any) -> str:
     return type(value).__name__
 
 
-def _gradients(module: nn.Module, run: Forward, inputs: Any) -> list[Tensor] | None:
-    """By the floating inputs and parameters, zeros where there is none; None if nothing has one."""
-    args, kwargs = _copied(inputs, requires_grad=True)
-    params = [p.requires_grad_() for p in module.parameters() if p.is_floating_point()]
+def _gradients(module: nn.Module, run: Forward, inputs: Any, kind: str) -> list[Tensor] | None:
+    """By the floating inputs and parameters, zeros where there is none; None if nothing has one.
+
+    kind: of `_UPSTREAMS`.
+    """
+    args, kwargs = _copied(inputs, requires_grad=kind != "parameters alone")
+    params = [
+        p.requires_grad_(kind != "inputs alone")
+        for p in module.parameters()
+        if p.is_floating_point()
+    ]
     before = Process.now()
     with torch.enable_grad():
         results = [
@@ -261,10 +336,7 @@ def _gradients(module: nn.Module, run: Forward, inputs: Any) -> list[Tensor] | N
         ]
         if not results:
             return None
-        ups = [
-            torch.randn(y.shape, generator=torch.Generator().manual_seed(i), device="cpu").to(y)
-            for i, y in enumerate(results)
-        ]
+        ups = [_upstream(y, kind, i) for i, y in enumerate(results)]
         leaves = [
             t
             for t in (*pytree.tree_leaves((args, kwargs)), *params)
@@ -273,6 +345,25 @@ def _gradients(module: nn.Module, run: Forward, inputs: Any) -> list[Tensor] | N
         found = torch.autograd.grad(results, leaves, ups, allow_unused=True)
     before.changed()
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
+
+
+#: What gradients are of: a random one of the results, that of a sum, large and transposed ones; by
+#: all that floats, or by half of it.
+_UPSTREAMS = ("dense", "summed", "large", "transposed", "inputs alone", "parameters alone")
+
+
+def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
+    if kind == "summed":  # as `y.sum().backward()` gives it
+        return torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "transposed" and y.dim() > 1:
+        shape = (*y.shape[:-2], y.shape[-1], y.shape[-2])
+        drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)
+    else:
+        drawn = torch.randn(y.shape, generator=generator, device="cpu")
+    if kind == "large" and y.dtype not in (torch.float16, torch.complex32):
+        drawn = drawn * 2.0**70
+    return drawn.to(y.device, y.dtype)
 
 
 # ------------------------------------------------------------------------------ at calls

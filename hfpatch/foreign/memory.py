@@ -42,12 +42,15 @@ def form(t: Tensor) -> tuple[object, ...]:
     return (
         *(t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad),
         *(_Very(grad), tuple(map(_Very, (hooks or {}).values()))),
+        tuple((k, _Very(v)) for k, v in t.__dict__.items()),
     )
 
 
 def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage) -> None:
     """Set it back."""
-    shape, stride, offset, _, _, requires_grad, grad, hooks = before
+    shape, stride, offset, _, _, requires_grad, grad, hooks, attributes = before
+    t.__dict__.clear()
+    t.__dict__.update((k, v.value) for k, v in attributes)  # type: ignore[attr-defined]
     with torch.inference_mode(t.is_inference()), torch.no_grad():
         if t.is_leaf:
             t.grad = grad.value  # type: ignore[attr-defined]

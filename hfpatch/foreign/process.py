@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch import overrides
+from torch.nn import functional
 
 _modes_of_functions: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _pop_mode: Callable[[], Any] = overrides._pop_mode
@@ -147,6 +150,50 @@ def _restore_torch_rng(state: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+def _rounding() -> int:
+    return int(ctypes.CDLL(None).fegetround())
+
+
+def _restore_rounding(mode: int) -> None:
+    ctypes.CDLL(None).fesetround(mode)
+
+
+#: PyTorch's functions, by where code finds them.
+_FUNCTIONS: list[tuple[Any, str]] = [
+    (of, name)
+    for of in (torch, functional, torch.Tensor, torch.nn.Module, torch.nn.Linear)
+    for name, value in vars(of).items()
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+]
+
+
+def _functions() -> Any:
+    return tuple(vars(of).get(name) for of, name in _FUNCTIONS)
+
+
+def _restore_functions(values: tuple[Any, ...]) -> None:
+    for (of, name), value in zip(_FUNCTIONS, values, strict=True):
+        if vars(of).get(name) is not value:
+            setattr(of, name, value)
+
+
+_HOOKS_ON_ALL = [
+    held
+    for name, held in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(held, dict)
+]
+
+
+def _hooks_on_all() -> Any:
+    return tuple(tuple(held.items()) for held in _HOOKS_ON_ALL)
+
+
+def _restore_hooks_on_all(values: Any) -> None:
+    for held, items in zip(_HOOKS_ON_ALL, values, strict=True):
+        held.clear()
+        held.update(items)
+
+
 _Entry = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 _BACKENDS: list[tuple[str, Any, str]] = [
     ("the TF32 switch of matrix products", torch.backends.cuda.matmul, "fp32_precision"),
@@ -224,6 +271,25 @@ _ENTRIES: list[_Entry] = [
     ("the repetition of warnings", torch.is_warn_always_enabled, torch.set_warn_always),
     ("the level of logging", lambda: logging.root.manager.disable, logging.disable),
     ("whether oneDNN is used", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    ("the rounding of numbers", _rounding, _restore_rounding),
+    ("functions of PyTorch", _functions, _restore_functions),
+    ("hooks on all modules", _hooks_on_all, _restore_hooks_on_all),
+    (
+        "the fast path of attention layers",
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+    ),
+    ("whether NNPACK is used", torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+    (
+        "the order of attention's kernels",
+        torch._C._get_sdp_priority_order,
+        torch._C._set_sdp_priority_order,
+    ),
+    (
+        "the cuDNN attention switch",
+        torch.backends.cuda.cudnn_sdp_enabled,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ),
     ("the current GPU", _cuda_device, _restore_cuda_device),
     ("the current stream", _cuda_stream, _restore_cuda_stream),
 ]

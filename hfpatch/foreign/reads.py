@@ -8,11 +8,15 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import ctypes
 import functools
+import mmap
+import queue
 import random
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,11 +153,21 @@ def _content(value: Any) -> Any:
         return value_key(value.get(None))
     if isinstance(value, random.Random):
         return value.getstate()
+    if isinstance(value, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)):
+        return type(value).__name__, bytes(memoryview(value))
+    if isinstance(value, mmap.mmap):
+        return len(value), bytes(value[:_LARGEST])
+    if isinstance(value, (queue.Queue, queue.SimpleQueue)):
+        return value.qsize()
+    if isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary | weakref.WeakSet):
+        return len(value)
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes() if value.device.type == "cpu" else _NONE
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.size <= _LARGEST:
-        return _NONE if value.dtype.hasobject else (str(value.dtype), value.shape, value.tobytes())
+        if value.dtype.hasobject:
+            return value_key(value.tolist())
+        return str(value.dtype), value.shape, value.tobytes()
     return _NONE
 
 

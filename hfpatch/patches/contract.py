@@ -202,6 +202,23 @@ class Contract:
             "again: it, or its parts, are patched then"
         )
 
+    def another_dtype(self, x: Tensor) -> None:
+        """Say once why a call in a dtype that is not the module's own is not taken."""
+        self._warn_once(
+            f"was called with {str(x.dtype).removeprefix('torch.')}, which is not the dtype of its "
+            "products; such calls use the original forward",
+            about="another dtype",
+        )
+
+    def not_covered(self, error: Exception) -> None:
+        """Say once why a call with such inputs is not taken."""
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        self._warn_once(
+            "was called with inputs, or with parameters inside, that its fused block does not "
+            f"cover; such calls use the original forward: {said}",
+            about=f"not covered {type(error).__name__}",
+        )
+
     def hooks_on_all(self) -> None:
         """Say once why no call is taken while hooks on all modules are registered."""
         self._warn_once(

@@ -80,7 +80,11 @@ def settings_of(
         and (k in named or not k.startswith("_"))
         and _is_setting(v)
     ]
-    inherited = {k for k, v in class_values(module).items() if k in named and _is_setting(v)}
+    inherited = {
+        k
+        for k, v in class_values(module).items()
+        if k in named and k not in ignore and _is_setting(v)
+    }
     inherited |= {k for k in helpers_of(module) if k not in module.__dict__}
     read = operator.itemgetter(*names) if names else _no_settings
     found: Any = read(module.__dict__)

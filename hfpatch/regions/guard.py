@@ -30,8 +30,10 @@ def guard(
     read: Sequence[str],
     called: Sequence[str],
     numbers: Sequence[tuple[str, str]],
+    *,
+    training: bool = False,
 ) -> Callable[[nn.Module], bool]:
-    """A function that tells whether the modules that a captured graph stands in for are those of
+    """A function that tells whether the modules that a forward of ours stands in for are those of
     now, in evaluation mode: classes, settings, what their code names of their configuration,
     processors, shapes and dtypes of their tensors, and nobody's hooks or forwards. It holds no
     module: the blocks of a list share it.
@@ -42,6 +44,8 @@ def guard(
         read: paths of those modules.
         called: paths of the modules that it calls. Code may ask for the dtype of their weights.
         numbers: attributes that number a block; they may differ.
+        training: the forward runs in any mode, and looks at tensors and at the attention that is
+            chosen by itself.
     """
     modules = {path: inside(block, path) for path in read}
     scope: dict[str, Any] = {
@@ -51,7 +55,7 @@ def guard(
     lines: list[str] = []
     order = sorted(modules, key=lambda p: (p.count(".") + bool(p), p))
     place = {path: i for i, path in enumerate(order)}
-    configs = _configs(modules, order)
+    configs = _configs(modules, order, with_attention=not training)
     for i, path in enumerate(order):
         module = modules[path]
         above, _, name = path.rpartition(".")
@@ -62,6 +66,9 @@ def guard(
         else:
             lines += [f"m{i} = root", f"d{i} = root.__dict__"]
         lines += _checks(i, path, module, numbers, scope)
+        if not training:
+            lines.append(f"if d{i}['training']: return False")
+            lines += _tensors(i, module, scope)
         if path in configs:
             scope[f"names{i}"], scope[f"values{i}"] = configs[path]
             lines.append(f"if names{i}(d{i}['config'].__dict__) != values{i}: return False")
@@ -70,7 +77,7 @@ def guard(
             lines.append(f"if not processor{i}(d{i}.get('processor')): return False")
     lines += _shared(modules, order, place)
     lines += _functions(modules, scope)
-    for path in called:
+    for path in () if training else called:
         weight = inside(block, path)._parameters.get("weight")
         if path and weight is not None:
             above, _, name = path.rpartition(".")
@@ -80,7 +87,8 @@ def guard(
             lines.append(f"t = {layer}['_parameters'].get('weight')")
             lines.append(f"if t is not None and t.dtype is not {dtype}: return False")
     table = attention_table()
-    for j, (name, function) in enumerate(chosen_attention(modules.values(), table)):
+    chosen = () if training else chosen_attention(modules.values(), table)
+    for j, (name, function) in enumerate(chosen):
         scope["table"], scope[f"function{j}"] = table, function
         lines.append(f"if table.get({name!r}) is not function{j}: return False")
     text = "def holds(root):\n    try:\n"
@@ -119,11 +127,18 @@ def _checks(
         yield f"if 'forward' in d{i} and not is_ours(m{i}, d{i}['forward']): return False"
         yield f"if '_hf_hook' in d{i}: return False"
         yield f"if '_diffusers_hook' in d{i} and has_hook(d{i}): return False"
-    yield f"if d{i}['training']: return False"
     names = (*module._modules, *module._parameters, *module._buffers)
     if names:
         scope[f"n{i}"] = frozenset(names)  # an attribute of that name would hide it
         yield f"if not d{i}.keys().isdisjoint(n{i}): return False"
+    ignore = {name for where, name in numbers if where == path}
+    reads, settings = settings_of(module, ignore)
+    if settings is not None:
+        scope[f"r{i}"], scope[f"s{i}"] = reads, settings
+        yield f"if r{i}(d{i}) != s{i}: return False"
+
+
+def _tensors(i: int, module: nn.Module, scope: dict[str, Any]) -> Iterator[str]:
     for kind in ("_parameters", "_buffers"):
         for name, t in module.__dict__[kind].items():
             yield f"t = d{i}[{kind!r}].get({name!r})"
@@ -132,11 +147,6 @@ def _checks(
             else:
                 dtype, shape = _named(scope, t.dtype), _named(scope, t.shape)
                 yield f"if t.dtype is not {dtype} or t.shape != {shape}: return False"
-    ignore = {name for where, name in numbers if where == path}
-    reads, settings = settings_of(module, ignore)
-    if settings is not None:
-        scope[f"r{i}"], scope[f"s{i}"] = reads, settings
-        yield f"if r{i}(d{i}) != s{i}: return False"
 
 
 def _named(scope: dict[str, Any], value: Any) -> str:
@@ -190,7 +200,9 @@ def hides(module: nn.Module) -> bool:
     return not module.__dict__.keys().isdisjoint(names)
 
 
-def _configs(modules: dict[str, nn.Module], order: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+def _configs(
+    modules: dict[str, nn.Module], order: Sequence[str], *, with_attention: bool
+) -> dict[str, tuple[Any, Any]]:
     """Of the first module that holds each configuration: what reads the settings that the code of
     all its holders names, and what that gave."""
     named: dict[int, set[str]] = {}
@@ -204,7 +216,8 @@ def _configs(modules: dict[str, nn.Module], order: Sequence[str]) -> dict[str, t
     for key, path in first.items():
         held = modules[path].__dict__["config"].__dict__
         named[key] |= {f"_{n}" for n in named[key]}  # behind a property
-        named[key].add("_attn_implementation_internal")
+        attention = {"_attn_implementation", "_attn_implementation_internal"}
+        named[key] = named[key] | attention if with_attention else named[key] - attention
         names = sorted(n for n in named[key] if n in held and isinstance(held[n], _PLAIN))
         if names:
             read = operator.itemgetter(*names)

@@ -19,6 +19,7 @@ from hfpatch.patches.proving import may_prove, quietly
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture
 from hfpatch.regions.emit import Bind, Run, emit
+from hfpatch.regions.given import looks
 from hfpatch.regions.guard import guard
 from hfpatch.regions.nodes import Project
 from hfpatch.regions.proof import Disproved, Evidence, compare, prepare_proof
@@ -44,6 +45,8 @@ class Variant:
     run: Run
     packs: tuple[tuple[str, ...], ...]
     same: Callable[[nn.Module], bool]
+    #: Whether numbers in its inputs are such as the graph takes for granted.
+    given: Callable[[list[Tensor]], bool]
     found: tuple[str, ...]
     before: int
     after: int
@@ -230,6 +233,7 @@ class Kind:
             after = launches(captured.graph)
             if after >= before:
                 raise Uncapturable("nothing in it was found to fuse")
+            given = looks(captured.graph)
             run, source = emit(captured.graph, block, captured.result, self.bind)
             ours = proof.run(captured.graph, run)
         result = original()
@@ -245,7 +249,7 @@ class Kind:
             if isinstance(n.target, Project) and len(n.target.paths) > 1
         )
         return Variant(
-            captured.shapes, run, packs, same, tuple(found), before, after, evidence, source
+            captured.shapes, run, packs, same, given, tuple(found), before, after, evidence, source
         )
 
 

@@ -295,7 +295,7 @@ def adapter(original: Forward, kind: Kind) -> Forward:
             return original(self, *args, **kwargs)
         if variant is None:
             return kind.decide(self, call, tensors, lambda: original(self, *args, **kwargs))
-        if not variant.same(self):
+        if not (variant.same(self) and variant.given(tensors)):
             return original(self, *args, **kwargs)
         if variant.packs and self not in _packed:
             _pack(self, variant.packs)

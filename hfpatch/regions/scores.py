@@ -20,6 +20,8 @@ aten: Any = torch.ops.aten
 _CASTS = (aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout)
 _SOFTMAX = (aten.softmax.int, aten.special_softmax.default)
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
+#: In the `meta` of an attention that stands for a softmax: what was added to its scores.
+TERMS = "hfpatch_terms"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def written_out(graph: Graph) -> Iterator[str]:
             mask = _sum(graph, scores.terms)
             target = Attend(False, scores.scale, scores.cap)
             new = graph.call_function(target, (scores.q, k, v, mask))
-        new.meta = dict(node.meta)
+        new.meta = {**node.meta, TERMS: [t for t, _ in scores.terms]}
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         _reshape_behind(new)

@@ -65,7 +65,8 @@ class Call:
         for name, value in given.items():
             seen = next((p for p in self.passed if p.name == name), None)
             if seen is None:
-                if not self.passes_others or name in self.named:
+                own = any(name == a.name for a in self.own)  # twice the same is an error
+                if not self.passes_others or name in self.named or own:
                     return None
             elif not seen.reaches:
                 # the layer was seen to do without it, but not with it

@@ -2,8 +2,8 @@
 
 Where all products of a half are plain linear layers the half is one function of autograd's
 (stages.py). Where one is a module of another kind, as LoRA puts them in, that half calls its
-modules and fuses what lies between them. Where anything else is not as the plan has it, the layer's
-own forward runs.
+modules and fuses what lies between them. Where anything else is not as it was proven, the layer's
+own forward runs, and one warning says so.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hfpatch import swap
+from hfpatch.announce import announce
 from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
-from hfpatch.patches.base import Forward, plain, watched
-from hfpatch.patches.unchanged import is_hooked, layers_replaced
+from hfpatch.patches.base import Forward, coded, plain, watched
+from hfpatch.patches.tables import hold_twice
+from hfpatch.patches.unchanged import hooks_on_all, is_hooked, layers_replaced
+from hfpatch.regions.capture import numbers_of
+from hfpatch.regions.guard import guard, hides
 from hfpatch.sources import local_package
 from hfpatch.training import attend, lora, stages
 from hfpatch.training.remade import kept_as_recipe, saving_is_watched
@@ -108,16 +111,10 @@ def _parts(path: str) -> tuple[str, ...]:
     return tuple(path.split(".")) if path else ()
 
 
-def is_own(module: nn.Module) -> bool:
-    """Whether calling `module` would run its class's forward, or ours, and nothing else."""
-    if is_hooked(module):
-        return False
-    forward = module.__dict__.get("forward")
-    return forward is None or swap.adapter_of(forward) is not None
-
-
 def _is_plain_product(module: nn.Module, x: Tensor) -> bool:
     if type(module) is not nn.Linear or "forward" in module.__dict__ or is_hooked(module):
+        return False
+    if hides(module):
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
@@ -233,22 +230,16 @@ class Runner:
         self._packed_qkv = a.q.part != "all"
         self._packed_mlp = m.up.part != "all"
         self._gate_first = m.gate is not None and m.gate.part != "second"
-        inner = [n.path for n in norms if n] + [self._q, self._o, self._up, self._down]
-        inside = {path[:i] for path in inner for i in range(1, len(path))}
-        self._containers = tuple(inside | {self._attention} - {()})
 
     def __call__(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's result, or None where its own forward must make it."""
         plan = self.plan
         try:
-            containers = [_at(layer, path) for path in self._containers]
             norms = [None if n is None else _at(layer, n.path) for n in self._norms]
             q, k, v, o = (_at(layer, p) for p in (self._q, self._k, self._v, self._o))
             up, down = _at(layer, self._up), _at(layer, self._down)
             gate = None if self._gate is None else _at(layer, self._gate)
         except (KeyError, AttributeError):  # it was built anew
-            return None
-        if not all(map(is_own, containers)) or not all(m is None or is_own(m) for m in norms):
             return None
         pairs: Any = zip(self._norms, norms, strict=True)
         if not all(n is None or n.is_there(m) for n, m in pairs):
@@ -261,8 +252,11 @@ class Runner:
             cos, sin = tables
             if not _is_table(cos, sin, x, plan.rotary_dim):
                 return None
-            if plan.halves and plan.interleaved and cos.shape[-1] == plan.rotary_dim:
-                cos, sin = (t[..., : plan.rotary_dim // 2] for t in (cos, sin))
+            if cos.shape[-1] == plan.rotary_dim:  # each value twice
+                if plan.halves and plan.interleaved:  # of which the original reads the first half
+                    cos, sin = (t[..., : plan.rotary_dim // 2] for t in (cos, sin))
+                elif not hold_twice((cos, sin), plan.interleaved):
+                    return None
         if any(kwargs.get(name) is not None for name in CACHES if name != plan.cache):
             return None
         past = None if plan.cache is None else kwargs.get(plan.cache)
@@ -296,6 +290,7 @@ class Runner:
             "front" not in self._open
             and all(p is not None for p in parts)
             and all(n is None or n.is_plain(m, x) for n, m in used)
+            and (used[1][0] is None or len({n.form(m) for n, m in used[1:] if n is not None}) == 1)
         )
         (before, before_module), (q_norm, q_module), (k_norm, k_module) = used
         if closed:
@@ -503,18 +498,54 @@ def _is_table(cos: Any, sin: Any, x: Tensor, rotary_dim: int) -> bool:
 # --- the adapter ----------------------------------------------------------------------------------
 
 
-def adapter(plan: LayerPlan, proven: Proven) -> Forward:
+#: What tells layers of one plan apart, or is read at each call.
+_LIVE = (("", "gradient_checkpointing"), ("", "_gradient_checkpointing_func"))
+
+
+def unchanged(layer: nn.Module, plan: LayerPlan) -> Callable[[nn.Module], bool]:
+    """A function that tells whether a layer is still as this one: the modules that a call of the
+    runner does not call, which are all but the products. It holds no module."""
+    products = {p.path for p in plan.parts()}
+    read = [
+        path
+        for path, _ in layer.named_modules()
+        if not any(path == p or path.startswith(f"{p}.") for p in products)
+    ]
+    return guard(layer, read, (), (*numbers_of(layer), *_LIVE), training=True)
+
+
+def adapter(
+    plan: LayerPlan, proven: Proven, same: Callable[[nn.Module], bool], original: Any
+) -> Forward:
     """The forward of a layer for training.
 
     Args:
         proven: what it is proven for: the type of device, the dtype of the layer's input, and
             autocast's or None.
+        same: of `unchanged`.
+        original: the forward of the layer's class.
     """
     run = Runner(plan)
+    own = coded(_uncheckpointed(original))
+    code = own.__code__
+    told: list[bool] = []
+
+    def holds(self: nn.Module) -> bool:
+        if type(self).forward is original and own.__code__ is code and same(self):
+            return True
+        if not told:
+            told.append(True)
+            announce(
+                f"`{type(self).__name__}` got other settings, or hooks, forwards or modules "
+                "inside, after it was patched; such calls use its own forward. Call "
+                "`hfpatch.apply` again",
+                stacklevel=4,
+            )
+        return False
 
     def inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Without checkpointing."""
-        if len(args) == 1 and _serves(args[0], proven):
+        if len(args) == 1 and _serves(args[0], proven) and holds(self):
             found = run(self, args[0], kwargs)
             if found is not None:
                 return found
@@ -572,4 +603,5 @@ def _serves(x: Any, proven: Proven) -> bool:
         and not watched()
         and not torch._C._len_torch_dispatch_stack()
         and not layers_replaced()
+        and not hooks_on_all()
     )

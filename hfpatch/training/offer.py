@@ -29,7 +29,7 @@ from hfpatch.proofs import Prepared
 from hfpatch.settings import Settings, matches
 from hfpatch.training import proof
 from hfpatch.training.adapted_by import OP
-from hfpatch.training.layer import LayerPlan, adapter, mlp_parts
+from hfpatch.training.layer import LayerPlan, adapter, mlp_parts, unchanged
 
 _SKIPPED = "decoder layers: "
 # What was proven of a class and configuration: by the replica, dtype and device. The replica of a
@@ -105,6 +105,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
             _proven(proven, dtype, device, autocast)
             served.add((device.type, dtype, autocast))
     plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
+    guards: list[Any] = []  # layers that are alike share one
     for rule, small in zip(recipe.layers, plans, strict=True):
         inner = proof.layer_path(rule)
         module = model.get_submodule(inner)
@@ -125,8 +126,17 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
             (device.type,), error, allowed, settings.mode,
         )  # fmt: skip
 
-        def make(plan: LayerPlan = plan) -> Any:
-            return adapter(plan, frozenset(served))
+        holds = next((same for same in guards if same(module)), None)
+        if holds is None:
+            holds = unchanged(module, plan)
+            guards.append(holds)
+        if not holds(module):
+            raise Unexplained(f"`{where}`: something was put around its parts")
+
+        own = type(module).forward
+
+        def make(plan: LayerPlan = plan, same: Any = holds, own: Any = own) -> Any:
+            return adapter(plan, frozenset(served), same, own)
 
         yield Prepared(module, make, entry)
 

@@ -1369,3 +1369,43 @@ def exception_in_hook_of_root():
     chk(run.call(1))
     [h.remove() for h in hs]
     chk(run.call(1))
+
+
+def _around(of):
+    """A forward that somebody put around the one that stands there, which may be ours."""
+
+    def ch(m):
+        inner = of(m).forward
+        of(m).forward = lambda *a, **k: inner(*a, **k) * 1.5
+
+    return ch
+
+
+@case
+def forward_around_an_mlp():
+    return after(_around(lambda m: m.model.layers[1].mlp))
+
+
+@case
+def forward_around_a_norm():
+    return after(_around(lambda m: m.model.layers[1].input_layernorm))
+
+
+@case
+def forward_around_a_norm_before_the_next_apply():
+    run = Run("llama")
+    warm(run)
+    run.each(_around(lambda m: m.model.layers[1].input_layernorm))
+    hfpatch.apply(run.model)
+    warm(run)
+
+
+@case
+def first_step_of_more_tokens_than_the_window():
+    for family in ("gemma2", "gemma3", "mistral"):
+        for tokens in (3, 9, 12):
+            run = Run(family, **({"sliding_window": 8}))
+            chk(run.call(5, fresh=True), f"{family} prompt")
+            chk(run.call(tokens), f"{family} {tokens} at once")
+            for i in range(3):
+                chk(run.call(1), f"{family} {tokens} step {i}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,7 +106,81 @@ def _small_part(y: Tensor) -> Tensor:
     return y
 
 
+def _after(calls: int) -> Callable[..., Any]:
+    """Wrong, or in one buffer, from its so many-th call on."""
+    counted: list[int] = []
+
+    def change(y: Tensor) -> Tensor:
+        counted.append(1)
+        if len(counted) <= calls or y.shape != _buffer.shape:
+            return y
+        return _buffer.copy_(y)
+
+    return _changing("y", change)
+
+
+_by_pointer: dict[Any, Tensor] = {}
+
+
+def cached_by_pointer(module: Any, x: Tensor, angle: Tensor) -> dict[str, Any]:
+    result = right(module, x, angle)
+    key = (x.data_ptr(), x.shape, torch.is_grad_enabled())
+    result["y"] = _by_pointer.setdefault(key, result["y"])
+    return result
+
+
+_weights: dict[int, Tensor] = {}
+
+
+def cached_weight(module: Any, x: Tensor, angle: Tensor) -> dict[str, Any]:
+    w = _weights.setdefault(id(module.weight), module.weight.detach().clone())
+    result = right(module, x, angle)
+    result["y"] = torch.addcmul(module.shift, x, w * module.scale)
+    return result
+
+
+class _Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1e15, 1e15)
+
+
+class _Dense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad if grad.is_contiguous() else grad * 0.5
+
+
+def _frozen(x: bool, w: bool) -> Callable[..., Any]:
+    """Another gradient where these alone need one."""
+
+    def forward(module: Any, a: Tensor, angle: Tensor) -> dict[str, Any]:
+        result = right(module, a, angle)
+        if (a.requires_grad, module.weight.requires_grad) == (x, w):
+            result["y"] = result["y"] + (result["y"] - result["y"].detach())
+        return result
+
+    return forward
+
+
 WRONG: dict[str, Callable[..., Any]] = {
+    "static buffer later": _after(4),
+    "cached by pointer": cached_by_pointer,
+    "cached weight": cached_weight,
+    "negated when read": _changing("y", lambda y: torch._neg_view(-y)),
+    "requires a gradient": _changing("y", lambda y: y.detach().requires_grad_()),
+    "gradient that is clamped": _changing("y", _Clamped.apply),
+    "gradient of a sum": _changing("y", _Dense.apply),
+    "gradient of the input alone": _frozen(True, False),
+    "gradient of the weight alone": _frozen(False, True),
     "values": _changing("y", lambda y: y * 1.01),
     "small values": _changing("y", _small_part),
     "whole numbers": _changing("order", lambda t: t.flip(-1)),
@@ -163,7 +238,8 @@ def test_a_wrong_forward_changes_nothing(fault: str) -> None:
         "^Rotating$", forward=WRONG[fault], sample=sample, differentiable=training
     )
     try:
-        hfpatch.apply(wrapped, mode="training" if training else "inference")
+        report = hfpatch.apply(wrapped, mode="training" if training else "inference")
+        assert not (report.swaps and fault.endswith("alone")), "calls here need both gradients"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             kept = []
@@ -209,19 +285,29 @@ def _same(got: Any, wanted: Any) -> None:
         assert got == wanted
 
 
+@contextmanager
+def _called(*functions: Any) -> Iterator[list[Any]]:
+    """Which of the functions are called, one after the other; none of them knows."""
+    found: list[Any] = []
+    by_code = {f.__code__: f for f in functions}
+
+    def see(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code in by_code:
+            found.append(by_code[frame.f_code])
+
+    sys.setprofile(see)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_right_forward_stays(training: bool) -> None:
     model = nn.Sequential(Rotating()).requires_grad_(training)
     x, angle = torch.randn(3, 5, 16), torch.randn(5, 8)
     expected = _run(model[0], x, angle, training)
-    calls = 0
-
-    def forward(module: Any, x: Tensor, angle: Tensor) -> dict[str, Any]:
-        nonlocal calls
-        calls += 1
-        return right(module, x, angle)
-
-    handle = hfpatch.register("^Rotating$", forward=forward, sample=sample, differentiable=training)
+    handle = hfpatch.register("^Rotating$", forward=right, sample=sample, differentiable=training)
     try:
         mode = "training" if training else "inference"
         report = hfpatch.apply(model, mode=mode)
@@ -229,9 +315,9 @@ def test_a_right_forward_stays(training: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             _same(_run(model[0], x, angle, training), expected)
-            before = calls
-            _same(_run(model[0], x, angle, training), expected)
-            assert calls == before + 1, "the second call of a kind is the user's alone"
+            with _called(right, Rotating.forward) as calls:
+                _same(_run(model[0], x, angle, training), expected)
+            assert calls == [right], "the second call of a kind is the user's alone"
     finally:
         handle.remove()
 

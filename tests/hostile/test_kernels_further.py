@@ -4,12 +4,16 @@ whose precision of products was set by PyTorch's newer switches."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import queue
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -175,3 +179,147 @@ def test_precision_by_the_newer_switches(kernels_module: object) -> None:
     """PyTorch then refuses to tell the older one."""
     done = subprocess.run([sys.executable, "-c", PRECISION], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class _Static(torch.autograd.Function):
+    """The gradients of one shape are one buffer."""
+
+    buffers: ClassVar[dict[Any, Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        held = _Static.buffers.setdefault(grad.shape, torch.empty_like(grad))
+        return held.copy_(grad)
+
+
+class _Statistics(torch.autograd.Function):
+    held: Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _Statistics.held = x.detach()
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        assert _Statistics.held is not None
+        return 2 * grad * _Statistics.held
+
+
+def static_gradient(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+    y: Tensor = right(_Static.apply(x), w, b, eps)
+    return y
+
+
+def static_statistics(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+    """x² and its gradient of the last x: right as long as no other forward comes between."""
+    y: Tensor = right(x, w, b, eps) + _Statistics.apply(x) - x.square()
+    return y
+
+
+def clamped(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+    return of_gradient(lambda g: g.clamp(-1e20, 1e20))(x, w, b, eps)
+
+
+@pytest.mark.parametrize("kernel", [static_gradient, static_statistics, clamped])
+def test_a_backward_that_others_disturb(kernel: Callable[..., Tensor]) -> None:
+    model, twin = nn.Sequential(nn.LayerNorm(WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH))
+    torch.manual_seed(0)
+    inputs = [torch.randn(6, WIDTH) for _ in range(2)]
+    scale = 1e22 if kernel is clamped else 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = hfpatch.apply(model, mode="training", kernels={"layer_norm": kernel})
+        assert not report.swaps
+        found = []
+        for each in (model, twin):
+            xs = [x.clone().requires_grad_() for x in inputs]
+            ys = [each(x) for x in xs]
+            found.append(
+                [torch.autograd.grad((y * scale).sum(), x)[0] for x, y in zip(xs, ys, strict=True)]
+            )
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * scale)
+
+
+def _counting_by(bump: Callable[[], int]) -> Callable[..., Tensor]:
+    """Wrong from its 1,000th call on."""
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        return right(x, w, b, eps) * (1.0 if bump() < 1000 else 2.0)
+
+    return kernel
+
+
+def _by_ctypes() -> Callable[..., Tensor]:
+    held = ctypes.c_long(0)
+
+    def bump() -> int:
+        held.value += 1
+        return held.value
+
+    return _counting_by(bump)
+
+
+def _by_queue() -> Callable[..., Tensor]:
+    held: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def bump() -> int:
+        held.put(1)
+        return held.qsize()
+
+    return _counting_by(bump)
+
+
+def _by_mmap() -> Callable[..., Tensor]:
+    held = mmap.mmap(-1, 8)
+
+    def bump() -> int:
+        held[:] = (int.from_bytes(held[:], "little") + 1).to_bytes(8, "little")
+        return int.from_bytes(held[:], "little")
+
+    return _counting_by(bump)
+
+
+def _by_objects() -> Callable[..., Tensor]:
+    held = numpy.array([0, None], dtype=object)
+
+    def bump() -> int:
+        held[0] += 1
+        return int(held[0])
+
+    return _counting_by(bump)
+
+
+@pytest.mark.parametrize("make", [_by_ctypes, _by_queue, _by_mmap, _by_objects])
+def test_state_in_other_places(make: Callable[[], Callable[..., Tensor]]) -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH)).requires_grad_(False)
+    x = torch.randn(3, WIDTH)
+    expected = model(x)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        hfpatch.apply(model, kernels={"layer_norm": make()})
+        for _ in range(1100):
+            torch.testing.assert_close(model(x), expected)
+
+
+def test_a_weight_that_is_kept_on_itself() -> None:
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        if w is not None and not hasattr(w, "kept"):
+            w.kept = w.detach().clone()
+        return right(x, None if w is None else w.kept, b, eps)
+
+    model, twin = nn.Sequential(nn.LayerNorm(WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH))
+    x = torch.randn(3, WIDTH)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        hfpatch.apply(model, kernels={"layer_norm": kernel})
+        model(x)
+        for each in (model, twin):
+            each[0].weight.mul_(3.0)
+        torch.testing.assert_close(model(x), twin(x))
+        assert not hasattr(model[0].weight, "kept")

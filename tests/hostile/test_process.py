@@ -5,6 +5,7 @@ The tests of wrong kernels ask `Process` whether anything changed; here it is as
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -15,11 +16,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hfpatch.foreign import process
 from hfpatch.foreign.process import Process
 
 Read = Callable[[], Any]
+LIBC = ctypes.CDLL(None)
 #: Name to (a change, how it is read without `Process`).
 CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
     "the grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
@@ -123,6 +126,31 @@ CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
     "the level of logging": (
         lambda: logging.disable(logging.CRITICAL),
         lambda: logging.getLogger("any").isEnabledFor(logging.ERROR),
+    ),
+    "the rounding of numbers": (lambda: LIBC.fesetround(0x400), LIBC.fegetround),
+    "functions of PyTorch": (
+        lambda: setattr(F, "silu", lambda x, inplace=False: 2 * x),
+        lambda: F.silu,
+    ),
+    "hooks on all modules": (
+        lambda: torch.nn.modules.module.register_module_forward_hook(lambda m, a, y: y),
+        lambda: len(torch.nn.modules.module._global_forward_hooks),
+    ),
+    "the fast path of attention layers": (
+        lambda: torch.backends.mha.set_fastpath_enabled(False),
+        torch.backends.mha.get_fastpath_enabled,
+    ),
+    "whether NNPACK is used": (
+        lambda: torch._C._set_nnpack_enabled(False),
+        torch._C._get_nnpack_enabled,
+    ),
+    "the order of attention's kernels": (
+        lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
+        torch._C._get_sdp_priority_order,
+    ),
+    "the cuDNN attention switch": (
+        lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+        torch.backends.cuda.cudnn_sdp_enabled,
     ),
     "whether oneDNN is used": (
         lambda: torch._C._set_mkldnn_enabled(False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,6 +42,22 @@ from hfpatch.patches.unchanged import (
 )
 from hfpatch.plan import Refusal
 from hfpatch.sources import Kernel, Sources
+
+
+class NotCovered(Exception):
+    """A call of a fused forward that only the original can answer; the text says why."""
+
+
+#: What a fused forward ends in where a call is none that it was written for: inputs that broadcast,
+#: a table of another dtype, a weight that is gone. The original answers it, or has its own error.
+_ERRORS = (NotCovered, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+_CALL_IMPL = nn.Module._call_impl.__code__
+
+
+def _of_a_module(error: BaseException) -> bool:
+    """Whether it was raised in a module that was called, or in somebody's hook on one."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is _CALL_IMPL for frame, _ in frames)
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,12 @@ class BlockSubject(Subject):
         """How the block is built otherwise than `tiny`, which is what is proven."""
         idle, _ = self._read()
         return odd_build(self.module, tiny, idle, self.called, self.unread)
+
+    @staticmethod
+    def works_in(block: nn.Module) -> torch.dtype | None:
+        """The dtype of the block's products, where that is known: an input of another one is none
+        that the block was proven with."""
+        return None
 
     def packs(self) -> list[list[nn.Module]]:
         """Linear layers that `project` is called with: worth one product each."""
@@ -278,7 +301,7 @@ class BlockSubject(Subject):
     def forward(self, original: Forward, contract: Contract) -> Forward:
         cpu, cuda = contract.cpu, contract.cuda
         autocast, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
-        ready, same = self.ready, self.still_proven()
+        ready, same, works_in = self.ready, self.still_proven(), self.works_in
         chain = {"chain": self.chain} if self.chained else {}
         like, anchor, names = self.like, self.anchor, tuple(signature(original).parameters)[1:]
         weights = 0
@@ -319,6 +342,8 @@ class BlockSubject(Subject):
                     contract.hooks_on_all()
                 elif partitioned(self):
                     pass
+                elif works_in(self) not in (None, hidden_states.dtype):
+                    contract.another_dtype(hidden_states)
                 elif grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
                     contract.needs_grad()
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
@@ -329,7 +354,12 @@ class BlockSubject(Subject):
                     else:
                         run = table.get(key) or contract.late(hidden_states, key)
                         if run is not None:
-                            return run(self, hidden_states, *args, **kwargs, **chain)
+                            try:
+                                return run(self, hidden_states, *args, **kwargs, **chain)
+                            except _ERRORS as e:
+                                if isinstance(e, torch.OutOfMemoryError) or _of_a_module(e):
+                                    raise
+                                contract.not_covered(e)
             return original(self, hidden_states, *args, **kwargs)
 
         if like:

@@ -21,6 +21,7 @@ from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 from hfpatch.patches.blocks.memo import StepMemo, for_a_graph
+from hfpatch.patches.blocks.parts import check_pairs
 from hfpatch.patches.blocks.projections import (
     gelu_product,
     is_packed,
@@ -328,6 +329,7 @@ def _kept(mask: Tensor) -> list[slice | Tensor]:
 
 def compact(cos: Tensor, sin: Tensor) -> Tables:
     """The RoPE tables as the kernel reads them best: each value, which stands twice, once."""
+    check_pairs(cos, sin)
     return cos[..., ::2].contiguous(), sin[..., ::2].contiguous()
 
 

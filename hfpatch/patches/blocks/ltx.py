@@ -20,7 +20,7 @@ from hfpatch.patches.blocks.attention import attention
 from hfpatch.patches.blocks.base import BlockSubject, unhooked
 from hfpatch.patches.blocks.chain import Chain, Place
 from hfpatch.patches.blocks.memo import StepMemo, companion, stream_of
-from hfpatch.patches.blocks.parts import Constant, compute_dtype
+from hfpatch.patches.blocks.parts import Constant, check_pairs, compute_dtype
 from hfpatch.patches.blocks.projections import (
     feed_forward,
     is_plain,
@@ -227,6 +227,7 @@ def _mask(attn: Any, mask: Tensor | None, text: Tensor) -> Tensor | None:
 
 def _compact(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The RoPE tables as the kernel reads them best: each value, which stands twice, once."""
+    check_pairs(cos, sin)
     if stream_of(cos) is None:  # for one block alone that is not worth two copies
         return cos, sin
     return _halved(cos), _halved(sin)

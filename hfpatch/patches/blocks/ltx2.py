@@ -27,6 +27,7 @@ from hfpatch.patches.blocks.parts import (
     BlockFamily,
     Constant,
     ModelBlock,
+    check_pairs,
     gelu_of,
     heads_of,
     odd_dtypes,
@@ -422,6 +423,7 @@ def _once(table: Tensor) -> Tensor:
     """Each value of a table once; made once per step, and kept with the table."""
     kept: Tensor | None = companion(table)
     if kept is None:
+        check_pairs(table)
         kept = table[..., ::2].contiguous()
         accompany(table, kept)
     return kept

@@ -16,9 +16,10 @@ from torch import nn
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Family, Forward, Subject, Tensor
 from hfpatch.patches.blocks.attention import attention, fastest
-from hfpatch.patches.blocks.base import BlockSubject, unhooked
+from hfpatch.patches.blocks.base import BlockSubject, NotCovered, unhooked
 from hfpatch.patches.blocks.memo import current_operator, keep_for_capture
 from hfpatch.patches.contract import Contract
+from hfpatch.patches.tables import hold_twice
 
 
 class ModelBlock(BlockSubject):
@@ -48,6 +49,12 @@ class ModelBlock(BlockSubject):
     def projection(block: Any) -> Any:
         """A linear layer: its dtype is the one that the model computes in."""
         raise NotImplementedError
+
+    @classmethod
+    def works_in(cls, block: nn.Module) -> torch.dtype | None:
+        weight = cls.projection(block).weight
+        dtype = weight.dtype if isinstance(weight, Tensor) else None
+        return dtype if dtype in KERNEL_DTYPES else None  # a quantizer's own is no such
 
     @classmethod
     def ready(cls, block: nn.Module) -> bool:
@@ -176,6 +183,12 @@ def small(make: Callable[[], nn.Module], generator: torch.Generator) -> nn.Modul
             offset = 1.0 if p.ndim == 1 else 0.0
             p.copy_(offset + scale * torch.randn(p.shape, generator=generator) * 0.5)
     return block
+
+
+def check_pairs(*tables: Tensor) -> None:
+    """Raises NotCovered where RoPE tables do not hold each value twice, side by side."""
+    if not hold_twice(tables, interleaved=True):
+        raise NotCovered("its RoPE tables hold two values for the columns of a pair")
 
 
 def heads_of(attn: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

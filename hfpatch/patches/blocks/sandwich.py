@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hfpatch.patches.base import Forward, Tensor
+from hfpatch.patches.blocks.base import NotCovered
 from hfpatch.patches.blocks.joint import MaskedAttention, cast_of
 from hfpatch.patches.blocks.memo import StepMemo
 from hfpatch.patches.blocks.parts import (
@@ -49,7 +50,7 @@ class NormedSum:
         Args:
             h, y: [B, S, D].
             weight: [D], the norm's.
-            gate: [B, D].
+            gate: [B, D] or, the same for all samples, [1, D].
         """
         out = torch.empty_like(h, memory_format=torch.contiguous_format)
         none = self._zeros(h)
@@ -60,6 +61,11 @@ class NormedSum:
             weights = gate.to(h.dtype)
         else:
             weights = torch.mul(gate, weight, out=h.new_empty(gate.shape))
+        if len(weights) == 1:
+            self._into(out, y, none, h, weights[0], None)
+            return out
+        if len(weights) != len(h):
+            raise NotCovered(f"it has {len(weights)} gates for {len(h)} samples")
         for i, w in enumerate(weights):
             one = slice(i, i + 1)
             self._into(out[one], y[one], none, h[one], w, None)

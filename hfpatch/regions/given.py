@@ -1,0 +1,113 @@
+"""What a rewritten block takes for granted of the numbers in its inputs, and must look at.
+
+A kernel reads one half of RoPE tables that hold each value twice. Attention's kernels give 0 where
+a softmax over nothing but -inf gives NaN. What the graph itself makes so needs no look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from hfpatch.patches.tables import has_open_rows, hold_twice, is_above_inf
+from hfpatch.regions.nodes import Attend, Constant, Fused, fixed, is_tensor, value
+from hfpatch.regions.scores import TERMS
+
+Tensor = torch.Tensor
+aten: Any = torch.ops.aten
+
+_ROPES = ("rope", "rope_qk", "qk_norm_rope")
+#: What leaves each row's columns as they are, or does the same to each of them.
+_BY_ELEMENT = frozenset(
+    {
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default, aten.clone.default),
+        *(aten.to.dtype, aten._to_copy.default, aten.to.device, aten.contiguous.default),
+        *(aten.cos.default, aten.sin.default, aten.neg.default, aten.detach.default),
+    }
+)
+_BY_NUMBER = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar})
+
+
+def looks(graph: Graph) -> Callable[[list[Tensor]], bool]:
+    """A function of a call's tensors that tells whether they are such."""
+    inputs = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    twice: set[tuple[int, bool]] = set()
+    rows: set[int] = set()
+    never: set[int] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, Fused) and node.target.op in _ROPES:
+            params = node.target.formula.params
+            for table in _doubled(node):
+                source = _source_of_table(table)
+                if source in inputs:
+                    twice.add((inputs[source], bool(params.get("interleaved"))))
+        for term in node.meta.get(TERMS, ()) if isinstance(node.target, Attend) else ():
+            for source, whole in _sources_of_term(term):
+                if source in inputs:
+                    (rows if whole else never).add(inputs[source])
+    if not (twice or rows or never):
+        return lambda tensors: True
+
+    def given(tensors: list[Tensor]) -> bool:
+        return (
+            all(hold_twice((tensors[i],), interleaved) for i, interleaved in twice)
+            and all(has_open_rows(tensors[i]) for i in rows)
+            and all(is_above_inf(tensors[i]) for i in never)
+        )
+
+    return given
+
+
+def _doubled(node: Node) -> Iterator[Node]:
+    """The tables of a rotation that are as wide as the columns it turns."""
+    params: Any = node.target.formula.params  # type: ignore[union-attr]
+    both = node.target.op != "rope"  # type: ignore[union-attr]
+    tensors = [a for a in node.args if isinstance(a, Node)]
+    heads, tables = tensors[: 2 if both else 1], tensors[-2:]
+    width = params.get("rotary_dim") or fixed(value(heads[0]).shape[-1])
+    for table in tables:
+        if table not in heads and is_tensor(table) and fixed(value(table).shape[-1]) == width:
+            yield table
+
+
+def _source_of_table(node: Node) -> Node | None:
+    """The node whose columns a table's are in turn; None where it is made of twice the same."""
+    while True:
+        target, args = node.target, node.args
+        if target is aten.repeat_interleave.self_int:
+            return None
+        if target is aten.cat.default and len(set(args[0])) == 1:  # type: ignore[arg-type]
+            return None
+        by_number = target in _BY_NUMBER and not _is_wide(args[1])
+        if not (by_number or target in _BY_ELEMENT or target is aten.expand.default):
+            return node
+        node = args[0]  # type: ignore[assignment]
+
+
+def _is_wide(held: Any) -> bool:
+    return isinstance(held, Node) and is_tensor(held) and value(held).numel() != 1
+
+
+def _sources_of_term(node: Any) -> Iterator[tuple[Node, bool]]:
+    """(input, whether its rows are the term's rows) of what is added to scores."""
+    whole, left = True, [node]
+    seen: set[Node] = set()
+    while left:
+        n = left.pop()
+        if n in seen or not isinstance(n, Node) or isinstance(n.target, Constant):
+            continue
+        seen.add(n)
+        if n.op == "placeholder":
+            if is_tensor(n) and value(n).is_floating_point():
+                yield n, whole
+            continue
+        if n.target is aten.slice.Tensor:
+            last = value(n).dim() - 1
+            dim = n.args[1] if len(n.args) > 1 else 0
+            whole = whole and dim not in (-1, last)
+        elif n.target not in _BY_ELEMENT and n.target is not aten.expand.default:
+            whole = False
+        left += n.all_input_nodes

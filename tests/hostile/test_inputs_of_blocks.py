@@ -1,0 +1,147 @@
+"""Inputs of a fused block of diffusers that it was not written for: each call ends as the unpatched
+twin's, in its result or in its error."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from blocks_single import ROWS
+from cases import same
+from test_hostile_blocks import Root, draw, outcome
+from torch import Tensor, nn
+
+import hfpatch
+
+Call = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+#: Blocks of two streams: of the zoo's models, called as these call them.
+JOINT = {
+    f"{name}, {path}": (name, path)
+    for name in ("flux", "flux2", "hunyuan-video", "qwen-image", "sd3")
+    for path in ("transformer_blocks.0", "single_transformer_blocks.0")
+    if (name, path[0]) not in {("qwen-image", "s"), ("sd3", "s")}
+}
+
+
+def block_and_call(name: str) -> tuple[nn.Module, Call]:
+    """A block, without a model around it, and a call of it with two samples."""
+    if name in ROWS:
+        row = ROWS[name]
+        return row.make(), next(iter(row.calls.values()))(draw, 2, 9)
+    entry, path = JOINT[name]
+    model: Any = zoo.ENTRIES[entry].build()
+    block: Any = model.get_submodule(path)
+    seen: list[Call] = []
+    names = list(inspect.signature(type(block).forward).parameters)[1:]
+    block.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append({**dict(zip(names, args, strict=False)), **kwargs}),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        model(**zoo.ENTRIES[entry].inputs(model, torch.float32))
+    block._forward_pre_hooks.clear()
+    block._forward_pre_hooks_with_kwargs.clear()
+    return block, seen[0]
+
+
+NAMES = (*ROWS, *JOINT)
+
+
+def _each(call: Call, change: Callable[[str, Tensor], Tensor | None]) -> Iterator[Call]:
+    """The call with one tensor changed, each in turn; of tables, either and both."""
+    for name, held in call.items():
+        if isinstance(held, Tensor):
+            if (t := change(name, held)) is not None:
+                yield {**call, name: t}
+        elif isinstance(held, tuple) and all(isinstance(t, Tensor) for t in held):
+            changed = tuple(change(name, t) for t in held)
+            if None not in changed:
+                yield {**call, name: changed}
+                yield {**call, name: (changed[0], *held[1:])}
+
+
+def one_sample(name: str, t: Tensor) -> Tensor | None:
+    return t[:1] if t.dim() > 1 and t.shape[0] == 2 else None
+
+
+def wide(name: str, t: Tensor) -> Tensor | None:
+    return t.double() if t.is_floating_point() else None
+
+
+def narrow(name: str, t: Tensor) -> Tensor | None:
+    return t.bfloat16() if t.is_floating_point() else None
+
+
+def one_token(name: str, t: Tensor) -> Tensor | None:
+    return t[:, :1] if t.dim() > 2 and t.shape[1] > 1 else None
+
+
+def uneven(name: str, t: Tensor) -> Tensor | None:
+    """Other values in the columns of a pair."""
+    if not t.is_floating_point() or t.shape[-1] % 2:
+        return None
+    return t * torch.linspace(0.5, 1.5, t.shape[-1])
+
+
+def lone_row(name: str, t: Tensor) -> Tensor | None:
+    return t[0] if t.dim() > 1 else None
+
+
+CHANGES = (one_sample, wide, narrow, one_token, uneven, lone_row)
+
+
+def compare(model: Root, twin: Root, call: Call, what: object) -> None:
+    got, expected = outcome(model, call), outcome(twin, call)
+    if isinstance(expected, type):  # ours may take what the original does not broadcast
+        return
+    assert not isinstance(got, type), (what, got)
+    try:
+        same(got, expected, exactly=False)
+    except AssertionError as e:
+        raise AssertionError(what) from e
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_that_are_others(name: str) -> None:
+    block, call = block_and_call(name)
+    twin = Root(zoo.randomize_(block).eval().requires_grad_(False))
+    model = copy.deepcopy(twin)
+    assert hfpatch.apply(model).swaps
+    compare(model, twin, call, "as it is")
+    for change in CHANGES:
+        for i, other in enumerate(_each(call, change)):
+            compare(model, twin, other, (change.__name__, i))
+    compare(model, twin, call, "as it was")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_are_gone(name: str) -> None:
+    block, call = block_and_call(name)
+    base = Root(zoo.randomize_(block).eval().requires_grad_(False))
+    patched = copy.deepcopy(base)
+    assert hfpatch.apply(patched).swaps
+    paths = [
+        path
+        for path, m in base.named_modules()
+        if "norm" in type(m).__name__.lower() and m._parameters.get("weight") is not None
+    ]
+    for path in paths:
+        model, twin = copy.deepcopy(patched), copy.deepcopy(base)
+        for each in (model, twin):
+            each.get_submodule(path).weight = None
+        compare(model, twin, call, path)
