@@ -137,6 +137,7 @@ def test_a_function_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert row.failed and "NaN" in row.problem
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_compiled_ways_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

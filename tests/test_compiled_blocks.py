@@ -356,7 +356,9 @@ def live_tensors() -> list[torch.Tensor]:
     return [t for t in gc.get_objects() if type(t) is torch.Tensor]
 
 
-@pytest.mark.parametrize("name", ["ltx", "wan", "flux"])
+@pytest.mark.parametrize(
+    "name", ["ltx", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("wan", "flux"))]
+)
 def test_nothing_is_kept_of_a_call(name: str) -> None:
     """A pool of CUDA graphs gets its memory back, and no buffer is taken for another one."""
     entry = zoo.ENTRIES[name]

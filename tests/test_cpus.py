@@ -17,7 +17,14 @@ REPORT = "import torch as t; print(t.backends.cpu.get_cpu_capability(), t.get_nu
 
 @pytest.mark.usefixtures("kernels_module")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [n for n in cpus.SETTINGS if n != "1-thread"])  # baseline has one
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("baseline", "avx2") else pytest.mark.exhaustive)
+        for n in cpus.SETTINGS
+        if n != "1-thread"  # baseline has one
+    ],
+)
 def test_order_of_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # the build was brought up to date here, and the other process is no worker of pytest-xdist
     monkeypatch.setenv("HFPATCH_TEST_BUILD", "0")

@@ -98,6 +98,7 @@ def test_shards_share_the_tests(folder: Path) -> None:
     assert parts[0] and parts[1]
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_dies_does_not_end_the_run(folder: Path) -> None:
     """The one that takes its place finds the same tests, though the results have grown."""
     options = ["--results", str(folder / "results"), "-n", "1", "--maxschedchunk", "1"]

@@ -93,6 +93,7 @@ def test_perplexity_is_equal(tokens: int, smollm2: tuple[Any, Any]) -> None:
     assert abs(got - expected) / expected < 1e-4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_bf16_logits_are_no_farther_from_fp32(tokens: int, smollm2: tuple[Any, Any]) -> None:

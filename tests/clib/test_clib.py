@@ -61,6 +61,11 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
+def test_no_source_has_a_warning(tmp_path: Path) -> None:
+    c_api.build(tmp_path, flags=c_api.WARNINGS)
+
+
 def said(*command: str | Path, **options: object) -> str:
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr

@@ -78,6 +78,7 @@ def test_triton_kernels_without_triton(tmp_path: Path, monkeypatch: pytest.Monke
     assert done.returncode == 1 and "Triton is not installed" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_chat_of_several_texts_that_are_drawn(tmp_path: Path) -> None:
     texts = ("--max-new-tokens", "8", "--batch-size", "3", "--sample", "--output", "a/chat.png")
     result = run_json("llm_generate.py", *texts, "--compare", "--turns", "1", cwd=tmp_path)

@@ -35,6 +35,7 @@ assert len(calls) == 2 and "kernels--me--my-kernel" in kernel.__file__, (calls, 
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # some fifteen processes that import torch, and two builds
 def test_from_nothing_to_the_hub(hub: HubServer, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_the_scaffolds_tests_can_fail(project: Path, tmp_path: Path) -> None:
         assert f"FAILED tests/test_ops.py::{name}" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_row_scaffold_passes_its_own_tests_and_they_can_fail(tmp_path: Path) -> None:
     """A reduction, an operator in place, no weight and one of another dtype."""
     root = new_project(NAME, tmp_path, "me/my-kernel", "row")
@@ -112,7 +113,9 @@ def test_the_row_scaffold_serves_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_nvcc, reason="no nvcc")
-@pytest.mark.parametrize("template", ["elementwise", "row"])
+@pytest.mark.parametrize(
+    "template", [pytest.param("elementwise", marks=pytest.mark.exhaustive), "row"]
+)
 def test_the_scaffolds_cuda_half_compiles(template: str, tmp_path: Path) -> None:
     """And keeps to the Hub's demands, checked from the outside."""
     from machine import failures

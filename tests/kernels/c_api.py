@@ -193,13 +193,14 @@ def compile_sources(folder: Path, compiler: str, jobs: int = 2) -> list[Path]:
     return objects
 
 
-#: What the library is compiled with besides, wherever a test builds it.
+#: What the library is compiled with besides, in a test of its own: such objects are no other
+#: build's.
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
 
 def build(folder: Path, **options: Any) -> Path:
     """libhfpatch, in `folder`; its objects are kept. The path of the library."""
-    options = {"kind": "cpu", "flags": WARNINGS, "verbose": False, **options}
+    options = {"kind": "cpu", "verbose": False, **options}
     lock = ROOT / ".cache" / "clib.lock"
     lock.parent.mkdir(exist_ok=True)
     with open(lock, "w") as file:

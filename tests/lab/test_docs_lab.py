@@ -19,6 +19,7 @@ def blocks() -> Iterator[tuple[str, str]]:
     yield from re.findall(r"^```(\w+(?: [\w-]+)?)\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_module: object

@@ -66,6 +66,7 @@ def commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Commands:
     return Commands(tmp_path / "lab", tmp_path / "log.jsonl", capsys)
 
 
+@pytest.mark.exhaustive
 def test_the_loop_of_a_file(commands: Commands, tmp_path: Path) -> None:
     """Each step is refused before its time; a wrong version is a failure; the best one is named."""
     kernel, ref = tmp_path / "double.cpp", tmp_path / "ref.py"
@@ -193,6 +194,7 @@ def test_an_op(commands: Commands, kernels_module: object) -> None:
     assert commands("record")["outcome"] in ("failure", "neutral", "success")
 
 
+@pytest.mark.exhaustive
 def test_a_fused_block(commands: Commands, tmp_path: Path, kernels_module: object) -> None:
     folder = str(check_cases.write("zoo-llama", tmp_path))
     words = ("--model", folder, "--random-weights", "--iterations", "1", "--device", "cpu")
