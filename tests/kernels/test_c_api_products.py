@@ -5,7 +5,6 @@ The cases: products.py.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import products
