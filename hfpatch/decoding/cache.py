@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hfpatch.decoding.prompt import Kept
 from hfpatch.decoding.spec import Attention, CacheTable, Model
 
 #: What a call of a model, and its output, call the cache. transformers 5.24 renamed it, and takes
@@ -380,31 +381,77 @@ def unfit_for_prompt(cache: Any, model: Model) -> str | None:
     return None
 
 
-def begin(cache: Any, keys: list[Tensor], values: list[Tensor]) -> None:
+def begin(cache: Any, kept: Kept) -> None:
     """Put a prompt's keys and values into a (fit) empty cache.
-
-    Args:
-        keys, values: of each layer, `[rows, key_heads, tokens, head_dim]`.
 
     Raises:
         torch.OutOfMemoryError: the cache is as it was.
     """
-    rows, _, tokens, _ = keys[0].shape
     new = Arena()
-    new.rows, new.capacity, new.table.length = rows, capacity_for(tokens), tokens
-    for kept, held in ((keys, new.table.keys), (values, new.table.values)):
-        for t in kept:
-            with torch.inference_mode(False):
-                memory = t.new_empty(rows, t.shape[1], new.capacity, t.shape[3])
-                memory[:, :, :tokens] = t
-            held.append(memory)
+    with torch.inference_mode(False):
+        memory = _memory_for(kept)
+    count = len(memory) // 2
+    new.table.keys += memory[:count]
+    new.table.values += memory[count:]
+    new.rows, new.capacity, new.table.length = memory[0].shape[0], memory[0].shape[2], kept.tokens
+    plain: dict[type, dict[str, Any]] = {}
     for index, layer in enumerate(cache.layers):
-        empty = keys[index][:, :, :0]
-        layer.lazy_initialization(empty, empty)
+        _initialize(layer, memory[index][:, :, :0], plain)
         for name in ("keys", "values", "cumulative_length"):
             layer.__dict__.pop(name, None)
         layer.__class__ = _CLASSES[type(layer)]
         layer.arena, layer.index = new, index
+
+
+#: Bytes that the memory of each layer begins at a multiple of.
+_ALIGNED = 256
+
+
+def _memory_for(kept: Kept) -> list[Tensor]:
+    """Memory with room for more, of each layer's keys and then values; one allocation and one copy
+    where all are of one size, as the first token waits for them."""
+    capacity = capacity_for(kept.tokens)
+    if kept.whole is None:
+        found = []
+        for t in kept.each():
+            memory = t.new_empty(t.shape[0], t.shape[1], capacity, t.shape[3])
+            memory[:, :, : kept.tokens] = t
+            found.append(memory)
+        return found
+    count, rows, _, heads, dim = kept.whole.shape
+    step = _ALIGNED // kept.whole.element_size()
+    size = -(-rows * heads * capacity * dim // step) * step
+    flat = kept.whole.new_empty(count, size)
+    strides = (size, heads * capacity * dim, dim, capacity * dim, 1)
+    there = flat.as_strided((count, rows, kept.tokens, heads, dim), strides)
+    there.copy_(kept.whole[:, :, : kept.tokens])
+    shape = (count, rows, heads, capacity, dim)
+    return list(flat.as_strided(shape, (size, *_dense(shape)[1:])).unbind(0))
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return tuple(strides)
+
+
+def _initialize(layer: Any, empty: Tensor, plain: dict[type, dict[str, Any]]) -> None:
+    """What a first update does before it takes keys: tensors of no elements, which go again. The
+    second layer of a class is given what the first one got, where that is nothing else."""
+    got = plain.get(type(layer))
+    if got is not None:
+        layer.__dict__.update(got)
+        return
+    before = dict(layer.__dict__)
+    layer.lazy_initialization(empty, empty)
+    now = layer.__dict__
+    changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
+    changed.pop("keys", None)
+    changed.pop("values", None)
+    if all(isinstance(v, (bool, torch.dtype, torch.device)) for v in changed.values()):
+        plain[type(layer)] = changed
 
 
 def copied(cache: Any, tokens: int) -> Arena:

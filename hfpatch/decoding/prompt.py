@@ -7,7 +7,7 @@ calls run one by one.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +24,29 @@ from hfpatch.errors import DecodingError, HfpatchError
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 MOST_TOKENS = 4096
 _GATED = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A prompt's keys and values.
+
+    whole: `[2 layers, rows, length, heads, head_dim]`, the keys of all layers and then the values;
+        None where layers differ in size.
+    parts: of each layer, in the same order, `[rows, heads, length, head_dim]`; empty where there is
+        a whole.
+    tokens: how many of `length` are the prompt's.
+    """
+
+    whole: Tensor | None
+    parts: tuple[Tensor, ...]
+    tokens: int
+
+    def each(self) -> list[Tensor]:
+        """Of each layer, the keys of all and then the values: `[rows, heads, tokens, head_dim]`."""
+        parts = self.parts
+        if self.whole is not None:
+            parts = self.whole.transpose(2, 3).unbind(0)
+        return [t[:, :, : self.tokens] for t in parts]
 
 
 def bucket_for(rows: int, tokens: int) -> int | None:
@@ -72,21 +95,18 @@ class PromptEngine:
         if masked:
             self._mask = torch.ones(rows, length, dtype=torch.bool, device=device)
         self._graph: Any = None
-        self._results: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
+        self._results: tuple[Tensor, Kept] | None = None
 
     @torch.no_grad()
-    def run(
-        self, ids: Tensor, positions: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """The last token's logits, and each layer's keys and values.
+    def run(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> tuple[Tensor, Kept]:
+        """The last token's logits, and all keys and values.
 
         Args:
             ids, positions: int64 `[rows, tokens]`.
             mask: `[rows, tokens]`, 0 where a key is not seen; where the engine was made for one.
 
         Returns:
-            logits `[rows, 1, vocab]`; keys and values `[rows, key_heads, tokens, head_dim]`, which
-            hold until the next call.
+            logits `[rows, 1, vocab]`, and what was kept, which holds until the next call.
         """
         tokens = ids.shape[1]
         self._ids[:, :tokens].copy_(ids)
@@ -100,8 +120,8 @@ class PromptEngine:
         else:
             self._compute()
         assert self._results is not None
-        logits, keys, values = self._results
-        return logits, [k[:, :, :tokens] for k in keys], [v[:, :, :tokens] for v in values]
+        logits, kept = self._results
+        return logits, replace(kept, tokens=tokens)
 
     def _replay(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -116,7 +136,7 @@ class PromptEngine:
 
     # --- what is computed ------------------------------------------------------------------------
 
-    def _computed(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _computed(self) -> tuple[Tensor, Kept]:
         model = self.model
         x = reference.embedded(self._ids, model)
         tables = [self._table(rope) for rope in model.ropes]
@@ -133,7 +153,12 @@ class PromptEngine:
         x = self._normed(x.index_select(1, self._last), model.final_norm)
         logits = x.new_empty(self.rows, 1, model.head.weight.shape[0])
         reference.finish(x, self._head, logits, None)
-        return logits, keys, values
+        parts = (*keys, *values)
+        if len({t.shape for t in parts}) > 1:
+            return logits, Kept(None, parts, self.length)
+        # as products and kernels leave them: one launch
+        whole = torch.stack([t.transpose(1, 2) for t in parts])
+        return logits, Kept(whole, (), self.length)
 
     def _seen(self, window: int | None) -> Tensor | None:
         """Which keys a query sees, `[rows or 1, 1, length, length]`; None: all before it."""

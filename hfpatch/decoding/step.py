@@ -244,7 +244,7 @@ class Decoder:
         try:
             with _after_the_last(self, step.ids):
                 engine = self._prompt_engine(key)
-                logits, keys, values = engine.run(step.ids, positions, mask)
+                logits, kept = engine.run(step.ids, positions, mask)
                 logits = logits.clone()
         except (RuntimeError, DecodingError) as e:  # also: out of memory, what cannot be captured
             self._refuse_prompts(model, f"{type(e).__name__}: {e}")
@@ -256,10 +256,10 @@ class Decoder:
                 return self._serve_prompt(model, original, step, args, kwargs)
         try:
             if key in self.trusted_prompts:
-                caches.begin(step.cache, keys, values)
+                caches.begin(step.cache, kept)
                 self.prompts_served += 1
                 return self._result(logits, step.cache)
-            keys, values = ([t.clone() for t in kept] for kept in (keys, values))
+            ours = [t.clone() for t in kept.each()]
         except RuntimeError as e:  # out of memory
             self._refuse_prompts(model, f"{type(e).__name__}: {e}")
             return None
@@ -270,10 +270,12 @@ class Decoder:
             return output
         pairs = [("logits", logits, output.logits[:, -1:])]
         seen = None if mask is None else mask.bool()[:, None, :, None]
-        for index, held in enumerate(output[caches.NAME].layers):
-            for name, kept in (("keys", keys), ("values", values)):
+        layers = output[caches.NAME].layers
+        keys, values = ours[: len(layers)], ours[len(layers) :]
+        for index, held in enumerate(layers):
+            for name, of_all in (("keys", keys), ("values", values)):
                 theirs = getattr(held, name)
-                mine = kept[index][:, :, tokens - theirs.shape[2] :]
+                mine = of_all[index][:, :, tokens - theirs.shape[2] :]
                 if seen is not None:  # nobody sees what padding has
                     there = seen[:, :, tokens - theirs.shape[2] :]
                     mine, theirs = (t.masked_fill(~there, 0) for t in (mine, theirs))

@@ -4,8 +4,9 @@ its configuration. Looked at once a sequence; what of it is another, another pro
 from __future__ import annotations
 
 import inspect
+import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,8 @@ class Surroundings:
     def __init__(self, model: nn.Module) -> None:
         self._names = list({(id(g), n): (g, n, g[n]) for g, n in _names_of(model)}.values())
         self._methods = _methods_of_caches()
+        self._functions_of_caches = _functions_by_class(self._methods)
+        self._others = [m for m in self._methods if not _is_found_as_it_is(m[2])]
         # a code can be exchanged in the function that has it
         found = (*(v for _, _, v in self._names), *(v for _, _, v in self._methods))
         self._functions = [f for v in found if isinstance(f := function_in(v), types.FunctionType)]
@@ -40,7 +43,8 @@ class Surroundings:
         """Whether anything of it is not what it was."""
         return (
             any(g.get(name) is not value for g, name, value in self._names)
-            or any(_held_by(c, name) is not value for c, name, value in self._methods)
+            or any(read(cls) != found for cls, read, found in self._functions_of_caches)
+            or any(_held_by(c, name) is not value for c, name, value in self._others)
             or [f.__code__ for f in self._functions] != self._codes
             or _attention_of(model) != self._attention
             or self._read() != self._configs
@@ -48,8 +52,26 @@ class Surroundings:
 
 
 def _held_by(cls: type, name: str) -> Any:
-    """What a class has under a name, not bound: a class method is bound anew at each look."""
+    """What a class has under a name, not bound."""
     return inspect.getattr_static(cls, name, None)
+
+
+def _is_found_as_it_is(value: Any) -> bool:
+    """Whether a class gives what it holds: a class method is bound anew at each look."""
+    return isinstance(value, (types.FunctionType, property))
+
+
+def _functions_by_class(
+    methods: list[tuple[type, str, Any]],
+) -> list[tuple[type, Callable[[type], Any], Any]]:
+    """(class, what reads its functions and properties, what that gives now)."""
+    found = []
+    for cls in dict.fromkeys(c for c, _, _ in methods):
+        names = [n for c, n, value in methods if c is cls and _is_found_as_it_is(value)]
+        if names:
+            read: Callable[[type], Any] = operator.attrgetter(*names)
+            found.append((cls, read, read(cls)))
+    return found
 
 
 def _methods_of_caches() -> list[tuple[type, str, Any]]:

@@ -43,7 +43,8 @@ class Watch:
         self._note_wrappers()
         modules = (*inside, model)
         self._classes = list(map(_class_of, modules))
-        self._held = list(map(_held_of, modules))
+        self._held = _held_by(modules)  # held, so that an id stays its own
+        self._held_ids = list(map(id, self._held))
         self._versions = _versions_of(modules)
         self._settings = [settings_of(m) for m in modules]
         self._surroundings = Surroundings(model)
@@ -75,12 +76,7 @@ class Watch:
         modules = (*self._inside, model)
         if list(map(_class_of, modules)) != self._classes:
             return True
-        held = map(_held_of, modules)
-        if any(
-            a is not b
-            for now, old in zip(held, self._held, strict=True)
-            for a, b in zip(now, old, strict=True)
-        ):
+        if list(map(id, _held_by(modules))) != self._held_ids:
             return True
         if _versions_of(modules) != self._versions:
             return True
@@ -89,7 +85,7 @@ class Watch:
                 read(m.__dict__) != settings
                 for m, (read, settings) in zip(modules, self._settings, strict=True)
             )
-        except KeyError:  # one was deleted
+        except (AttributeError, KeyError):  # one was deleted
             return True
 
     def trains(self) -> bool:
@@ -115,10 +111,15 @@ def _class_of(module: nn.Module) -> tuple[Any, ...]:
     return cls, cls.forward, getattr(cls.forward, "__code__", None), cls.__call__, cls._call_impl
 
 
-def _held_of(module: nn.Module) -> tuple[Any, ...]:
-    """What hooks, children and tensors are put into, and the configuration."""
-    d = module.__dict__
-    return tuple(map(d.get, ("_modules", "_parameters", "_buffers", *_HOOKS, "config")))
+_CONTAINERS = operator.itemgetter("_modules", "_parameters", "_buffers", *_HOOKS)
+
+
+def _held_by(modules: Iterable[nn.Module]) -> list[Any]:
+    """What hooks, children and tensors are put into, and the configurations."""
+    dicts = [m.__dict__ for m in modules]
+    found = list(itertools.chain.from_iterable(map(_CONTAINERS, dicts)))
+    found += [d.get("config") for d in dicts]
+    return found
 
 
 def _versions_of(modules: Iterable[nn.Module]) -> list[int | None]:
