@@ -68,6 +68,7 @@ def compare_forwards(
             break
         last, ours = found
         _compare(ours, last, worst, "", LIMIT)
+        _aliases(ours, last, given)
         kept.append(_Kept(ours, (given[1], list(ours_on.parameters()))))
     else:
         _repeat(ours_on, replacement, given[1], last, worst, kept)
@@ -181,7 +182,6 @@ def _both(
     mine_changed = fingerprint(ours_on) != states[1]
     if mine_changed and fingerprint(theirs_on) == states[0]:
         raise Different("it changed attributes of the module")
-    _aliases(ours, theirs, given)
     return theirs, ours
 
 

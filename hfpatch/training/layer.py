@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from hfpatch.announce import announce
 from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
-from hfpatch.patches.base import Forward, coded, plain, watched
+from hfpatch.patches.base import Forward, class_of, coded, plain, watched
 from hfpatch.patches.tables import hold_twice
 from hfpatch.patches.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
@@ -531,7 +531,8 @@ def adapter(
     told: list[bool] = []
 
     def holds(self: nn.Module) -> bool:
-        if type(self).forward is original and own.__code__ is code and same(self):
+        # that of FSDP's class is wrapped anew by transformers
+        if class_of(self).forward is original and own.__code__ is code and same(self):
             return True
         if not told:
             told.append(True)

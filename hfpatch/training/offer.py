@@ -133,7 +133,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         if not holds(module):
             raise Unexplained(f"`{where}`: something was put around its parts")
 
-        own = type(module).forward
+        own = class_of(module).forward
 
         def make(plan: LayerPlan = plan, same: Any = holds, own: Any = own) -> Any:
             return adapter(plan, frozenset(served), same, own)

@@ -342,8 +342,6 @@ class BlockSubject(Subject):
                     contract.hooks_on_all()
                 elif partitioned(self):
                     pass
-                elif works_in(self) not in (None, hidden_states.dtype):
-                    contract.another_dtype(hidden_states)
                 elif grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
                     contract.needs_grad()
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
@@ -351,6 +349,8 @@ class BlockSubject(Subject):
                     device, table = ("cuda", cuda) if hidden_states.is_cuda else ("cpu", cpu)
                     if autocast(device):  # asked first: no proof is made under it
                         contract.not_under_autocast()
+                    elif works_in(self) not in (None, hidden_states.dtype):
+                        contract.another_dtype(hidden_states)
                     else:
                         run = table.get(key) or contract.late(hidden_states, key)
                         if run is not None:
