@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import hfpatch
 from hfpatch.decoding import cache as caches
-from hfpatch.decoding.prompt import Kept
 from hfpatch.decoding import kept
+from hfpatch.decoding.prompt import Kept
 
 LAYERS, HEADS, DIM, WINDOW = 3, 2, 4, 6
 
