@@ -201,7 +201,7 @@ class _CLibrary:
         return folder
 
     def _objects(self, cache: Path) -> Objects:
-        write(cache / "portable.h", PORTABLE_H)
+        write(cache / "generated" / "portable.h", PORTABLE_H)  # as in the other builds
         tools = f"{self.cxx_version}\0{self.nvcc}"
         shared = self.root / ".cache"
         others = other_builds(shared, cache) if cache.is_relative_to(shared) else []
@@ -210,7 +210,7 @@ class _CLibrary:
     def _units(self, cache: Path) -> list[Unit]:
         host = host_flags("clang" in self.cxx_version)
         host += [f"-ffile-prefix-map={self.root}=.", *self.flags]
-        cxx = [self.cxx, *host, "-include", str(cache / "portable.h")]
+        cxx = [self.cxx, *host, "-include", str(cache / "generated" / "portable.h")]
         if self.kind == "stub":
             target = cache / "stub.o"
             # As C++, so that one compiler is enough.
