@@ -168,6 +168,11 @@ class Objects:
         """Of an object, whichever build made it; None where builds differ in more than what this
         source does not read."""
         folder = str(unit.object.parent)  # and of generated headers
+
+        def said(word: str) -> bytes:
+            """Without where it is: paths in objects begin at the project."""
+            return word.replace(folder, "@").replace(str(self.root), "@root").encode() + b"\0"
+
         if not unit.object.name.endswith(".cpp.o") or not self.cxx_version:
             return None
         sha = hashlib.sha256(self.cxx_version.encode())
@@ -176,7 +181,7 @@ class Objects:
             content = path.read_bytes() if path.is_file() else b""
             if any(macro.encode() in content for macro in _MACROS):
                 return None
-            sha.update(dep.replace(folder, "@").encode() + b"\0" + content)
+            sha.update(said(dep) + content)
         words = iter(unit.command[:-2])  # without -o and the object
         for word in words:
             if word == "-isystem":
@@ -188,7 +193,7 @@ class Objects:
             ):
                 pass  # of headers that it does not include
             elif not word.startswith(tuple(f"-D{macro}" for macro in _MACROS)):
-                sha.update(word.replace(folder, "@").encode() + b"\0")
+                sha.update(said(word))
         return sha.hexdigest()
 
     def resources(self) -> list[dict[str, Any]]:

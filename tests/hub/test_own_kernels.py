@@ -37,6 +37,16 @@ has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
 brought = os.environ.get("HFPATCH_TEST_BUILD") == "0"  # see tests/conftest.py
 
 
+def lend_objects(project: Path) -> None:
+    """Give a copy of the project the C++ objects of the build here, which it may take."""
+    here = ROOT / ".cache" / "kernel_build" / "cpu"
+    there = project / ".cache" / "kernel_build" / "lent"
+    if here.is_dir():
+        shutil.copytree(here, there)
+        for record in there.glob("*.json"):
+            record.write_text(record.read_text().replace(str(here), str(there)))
+
+
 def build(project: Path, backends: Sequence[str]) -> tuple[list[str], Path]:
     """Make the project's `build/`: compiled here, or hfpatch/_kernels as it is.
 
@@ -44,6 +54,7 @@ def build(project: Path, backends: Sequence[str]) -> tuple[list[str], Path]:
         The ids of the variants, those of the last backend last; where their objects are.
     """
     if not brought:
+        lend_objects(project)
         built = kernel_build.build(project, project, backends, archs="native", verbose=False)
         return [variant.id for variant in built], project / ".cache" / "kernel_build"
     ids = []
