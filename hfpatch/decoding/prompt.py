@@ -142,12 +142,14 @@ class PromptEngine:
         tables = [self._table(rope) for rope in model.ropes]
         seen: dict[int | None, Tensor | None] = {}
         keys, values = [], []
-        for layer in model.layers:
+        start = self._normed(x, model.layers[0].before_attention)
+        for layer, following in zip(model.layers, (*model.layers[1:], None), strict=True):
             a = layer.attention
             window = None if a.window is None or a.window >= self.length else a.window
             if window not in seen:
                 seen[window] = self._seen(window)
-            x, k, v = self._layer(x, layer, tables, seen[window])
+            norm = None if following is None else following.before_attention
+            x, start, k, v = self._layer(x, start, layer, norm, tables, seen[window])
             keys.append(k)
             values.append(v)
         x = self._normed(x.index_select(1, self._last), model.final_norm)
@@ -183,34 +185,109 @@ class PromptEngine:
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
             return x
-        rounded = norm.rounded and norm.weight is not None and x.dtype != torch.float32
-        if norm.kind == "rms" and not (rounded and norm.offset):
-            cast = "input" if rounded else "none"
+        if (cast := self._cast(norm, x)) is not None:
             y: Tensor = self._kernels.rms_norm(
                 x, norm.weight, norm.bias, norm.eps, weight_offset=norm.offset, cast=cast
             )
             return y
+        rounded = norm.rounded and norm.weight is not None and x.dtype != torch.float32
         if norm.kind == "layer" and not rounded and not norm.offset:
             return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
         return reference.normed(x, norm)
 
+    def _cast(self, norm: Norm, x: Tensor) -> str | None:
+        """How an RMS norm's kernel rounds; None: it has no kernel."""
+        rounded = norm.rounded and norm.weight is not None and x.dtype != torch.float32
+        if norm.kind != "rms" or (rounded and norm.offset):
+            return None
+        return "input" if rounded else "none"
+
+    def _added(self, x: Tensor, h: Tensor, norm: Norm | None, m: float) -> tuple[Tensor, Tensor]:
+        """`x + m h`, and the norm of that: one launch, where there is a kernel for both."""
+        cast = None if norm is None or m != 1.0 or h.dtype != x.dtype else self._cast(norm, x)
+        if cast is None or norm is None:
+            x = x + (h if m == 1.0 else h * m)
+            return x, self._normed(x, norm)
+        y, x = self._kernels.add_rms_norm(
+            h, x, norm.weight, norm.bias, norm.eps, weight_offset=norm.offset, cast=cast
+        )
+        return x, y
+
     def _layer(
-        self, x: Tensor, layer: Layer, tables: list[tuple[Tensor, Tensor]], seen: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        x: Tensor,
+        start: Tensor,
+        layer: Layer,
+        following: Norm | None,
+        tables: list[tuple[Tensor, Tensor]],
+        seen: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The layer's result, the norm `following` of that; keys and values.
+
+        Args:
+            start: `x`, as the layer's first norm leaves it.
+        """
         a, m = layer.attention, layer.residual_multiplier
-        start = self._normed(x, layer.before_attention)
-        q = self._heads(start, a, a.q, a.q_norm, a.heads, tables)
-        k = self._heads(start, a, a.k, a.k_norm, a.key_heads, tables)
+        q, k = self._queries_and_keys(start, a, tables)
         v = _split(_clipped(reference.product(start, a.v), a), a.key_heads)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         h = reference.product(self._attended(q, k, v, a, seen), a.o)
         h = self._normed(h, layer.after_attention)
-        y = x + (h if m == 1.0 else h * m)
+        if layer.parallel:
+            given = start if layer.before_mlp is None else self._normed(x, layer.before_mlp)
+            x = x + (h if m == 1.0 else h * m)
+        else:
+            x, given = self._added(x, h, layer.before_mlp, m)
         assert isinstance(layer.mlp, Mlp)
-        shared = layer.parallel and layer.before_mlp is None
-        given = start if shared else self._normed(x if layer.parallel else y, layer.before_mlp)
         h = self._normed(self._mlp(given, layer.mlp), layer.after_mlp)
-        return y + (h if m == 1.0 else h * m), k, v
+        return *self._added(x, h, following, m), k, v
+
+    def _queries_and_keys(
+        self, x: Tensor, a: Attention, tables: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Normed and rotated, `[rows, length, count, head_dim]`: by one launch, where their norms
+        are alike."""
+        norms = (a.q_norm, a.k_norm)
+        if a.rope is not None and not a.norm_after_rope and not a.norm_across:
+            q, k = (_clipped(reference.product(x, p), a) for p in (a.q, a.k))
+            q, k = _split(q, a.heads), _split(k, a.key_heads)
+            turn = self._turn(a)
+            if norms == (None, None):
+                found: tuple[Tensor, Tensor] = self._kernels.rope_qk(q, k, *tables[a.rope], **turn)
+                return found
+            form = self._shared_form(norms, x)
+            if form is not None:
+                weights = [None if n is None else n.weight for n in norms]
+                turned: tuple[Tensor, Tensor] = self._kernels.qk_norm_rope(
+                    q, k, *weights, *tables[a.rope], **form, **turn
+                )
+                return turned
+        return (
+            self._heads(x, a, a.q, a.q_norm, a.heads, tables),
+            self._heads(x, a, a.k, a.k_norm, a.key_heads, tables),
+        )
+
+    def _shared_form(self, norms: tuple[Norm | None, Norm | None], x: Tensor) -> Any:
+        """The parameters of two norms that one kernel computes, or None."""
+        q, k = norms
+        if q is None or k is None or q.bias is not None or k.bias is not None:
+            return None
+        if (q.kind, q.eps, q.offset, q.rounded) != (k.kind, k.eps, k.offset, k.rounded):
+            return None
+        cast = self._cast(q, x)
+        if cast is None or (q.weight is None) != (k.weight is None):
+            return None
+        return {"eps": q.eps, "weight_offset": q.offset, "cast": cast}
+
+    def _turn(self, a: Attention) -> dict[str, Any]:
+        assert a.rope is not None
+        rope = self.model.ropes[a.rope]
+        return {
+            "seq_dim": 1,
+            "interleaved": rope.interleaved,
+            "rotary_dim": rope.dims,
+            "round_products": rope.rounded,
+        }
 
     def _heads(
         self,
@@ -229,15 +306,7 @@ class PromptEngine:
         if not a.norm_across and not a.norm_after_rope:
             y = self._normed(y, norm)
         if a.rope is not None:
-            rope = self.model.ropes[a.rope]
-            y = self._kernels.rope(
-                y,
-                *tables[a.rope],
-                seq_dim=1,
-                interleaved=rope.interleaved,
-                rotary_dim=rope.dims,
-                round_products=rope.rounded,
-            )
+            y = self._kernels.rope(y, *tables[a.rope], **self._turn(a))
         if a.norm_after_rope and norm is not None:
             if a.norm_across:
                 y = _split(self._normed(y.flatten(2), norm), count)
