@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hfpatch import loading, setup_kernels
 from hfpatch.bench import command as bench
+from hfpatch.bench.output import require_writable
 from hfpatch.coverage import command as coverage
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
@@ -210,6 +212,10 @@ def _plan(args: argparse.Namespace, title: str) -> int:
 
     if args.svg and not args.explain:
         raise ValueError("`--svg` is of `--explain PATH`: say which block")
+    if args.explain is not None and not args.explain.strip():
+        raise ValueError("`--explain` is empty: expected the path of a block, as `layers.0`")
+    if args.svg:
+        require_writable(Path(args.svg))
     args.model = loading.located(args, weights=False)
     parts = loading.from_config(args, device="meta")
     if args.explain:

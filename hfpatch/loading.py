@@ -68,6 +68,8 @@ def _config_file(model: str, subfolder: str | None, name: str) -> dict[str, Any]
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as e:
+        raise ValueError(f"`{file}` is not read: its JSON is nested too deeply") from e
     except ValueError as e:
         raise ValueError(f"`{file}` is not JSON: {e}") from e
     if not isinstance(found, dict):
@@ -177,6 +179,11 @@ def from_config(args: argparse.Namespace, device: str) -> list[tuple[str, Any]]:
     for name, entry in index.items():
         if not (isinstance(entry, list) and len(entry) == 2 and entry[0]):
             continue
+        if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+            raise ValueError(
+                f"`{args.model}`: its model_index.json names a part {name!r}, expected the name of "
+                "a folder beside it"
+            )
         source = str(root) if root.is_dir() else args.model
         config = _config_file(source, name, "config.json")
         if config is not None and ("_class_name" in config or "architectures" in config):

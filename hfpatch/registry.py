@@ -84,6 +84,8 @@ def register(
         TypeError: `kernel` or `forward` is not callable, or `class_name`, `name` or `devices` are
             no strings.
     """
+    if not isinstance(differentiable, bool):
+        raise TypeError(f"`differentiable` must be a bool, got {differentiable!r:.60}")
     if op is not None or kernel is not None:
         others = (class_name, family, forward, sample)
         if op is None or kernel is None or name is None or any(o is not None for o in others):

@@ -57,6 +57,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "transformer": ["diffusers", "LTXVideoTransformer3DModel"],
             }
         ),
+        "up/model_index.json": json.dumps({"../llama": ["transformers", "LlamaForCausalLM"]}),
+        "deep/config.json": "[" * 100_000,
         "file.txt": "x",
         "makes.py": "import torch\n\n\ndef number():\n    return 3\n\n\ndef raises():\n"
         "    raise OSError('no luck')\n\n\ndef bare():\n    return torch.nn.Linear(2, 2)\n",
@@ -125,6 +127,10 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ),
     ("plan llama --subfolder text", 2, "--subfolder text", "`llama` has no model of that name"),
     ("plan llama/config.json --subfolder x", 2, "--subfolder x", "a part is taken of a pipeline's"),
+    ("plan up", 2, "names a part '../llama'", "expected the name of a folder"),
+    ("plan deep", 2, "deep/config.json`", "nested too deeply"),
+    ("plan llama --explain ''", 2, "`--explain` is empty", "expected the path of a block"),
+    ("plan llama --explain x --svg full", 2, "`full` is a folder", "expected a file's name"),
     # plan: options
     ("plan llama --dtype float64", 2, "invalid choice: 'float64'", "'bfloat16'"),
     ("plan llama --dtype", 2, "argument --dtype", "expected one argument"),
@@ -243,6 +249,8 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("kernel make", 2, "invalid choice: 'make'", "'new', 'build'"),
     ("kernel new", 2, "required: name", "usage: hfpatch kernel new"),
     ("kernel new Bad_Name", 2, "`Bad_Name` is not a kernel's name", "e.g. `my-kernel`"),
+    (f"kernel new {'a' * 300}", 2, "has 300 characters", "has at most 96"),
+    ("lab list --most -1", 2, "argument --most", "expected at least 1"),
     ("kernel new a", 2, "`a` is not a kernel's name", "at least two characters"),
     ("kernel new ../up", 2, "`../up` is not a kernel's name", "e.g. `my-kernel`"),
     ("kernel new full", 2, "`full` exists already", "take another name, or remove it"),
@@ -376,6 +384,7 @@ CALLS: list[tuple[Any, dict[str, Any], type[Exception], str, str]] = [
     (P, {"device": "gpu"}, ValueError, "got 'gpu'", "such as 'cuda:9.0'"),
     (P, {"device": 9.0}, TypeError, "`device`", "got float"),
     (R, {}, ValueError, "`class_name`", "or `op=` and `kernel=`"),
+    (R, {"class_name": "X", "family": "norm", "differentiable": "no"}, TypeError, "'no'", "a bool"),
     (R, {"class_name": "("}, ValueError, "'('", "not a regular expression"),
     (R, {"class_name": 5, "family": "norm"}, TypeError, "got 5", "a regular expression, a str"),
     (R, {"class_name": re.compile(b"x"), "family": "norm"}, TypeError, "b'x'", "a str"),

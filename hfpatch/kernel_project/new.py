@@ -25,6 +25,8 @@ TEMPLATE_NAMES = tuple(_FOLDERS)
 #: Files that are called otherwise here, so that no tool takes them for this repository's.
 _RENAMED = {"gitignore": ".gitignore"}
 _NAME = re.compile(r"^[a-z][-a-z0-9]*[a-z0-9]$")
+#: Characters that the Hub takes.
+_LONGEST = 96
 _REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 
@@ -92,6 +94,10 @@ def check_name(name: str) -> None:
         raise ProjectError(
             f"`{name}` is not a kernel's name: expected lower-case letters, digits and dashes, a "
             "letter first and at least two characters, e.g. `my-kernel`"
+        )
+    if len(name) > _LONGEST:
+        raise ProjectError(
+            f"`{name[:20]}…` has {len(name)} characters; a repository's name has at most {_LONGEST}"
         )
     if keyword.iskeyword(module) or module in sys.stdlib_module_names or module == "torch":
         raise ProjectError(

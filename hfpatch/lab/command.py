@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recommend.add_argument("--backend", help="default: the lab's")
     recommend.add_argument("--chip", help="H100, sm_90, cpu; default: the lab's")
     recommend.add_argument("--bottleneck", choices=("memory", "compute", "latency", "occupancy"))
-    recommend.add_argument("--most", type=int, default=5, help="of each list")
+    recommend.add_argument("--most", type=_count, default=5, help="of each list")
     _add_log(recommend)
     write = add("hypothesis", "write down the one change that comes next, and why")
     write.add_argument("--change", action="append", required=True, help="exactly one")
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = add("list", "the experience log", lab=False)
     for step in (search, listing):
         step.add_argument("--outcome", choices=("success", "failure", "neutral"))
-        step.add_argument("--most", type=int, default=20)
+        step.add_argument("--most", type=_count, default=20)
     merge = add("merge", "add another log's entries to yours", lab=False)
     sync = add("sync", "make your log and another file have the same entries", lab=False)
     for step in (merge, sync):
@@ -101,6 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stats = add("stats", "counts of the log", lab=False)
     for step in (search, listing, merge, sync, stats):
         _add_log(step)
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    found = int(text)
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {found}")
+    return found
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
@@ -237,6 +245,8 @@ def _size(text: str) -> dict[str, float]:
             sep = ""
         if not sep or not name.strip():
             raise ValueError(f"--size {text}: expected names with numbers, such as N=1000,M=3")
+        if not 0 < number < float("inf"):
+            raise ValueError(f"--size {text}: expected names with numbers above 0, got {value!r}")
         whole = number.is_integer() and "." not in value and "e" not in value.lower()
         found[name.strip()] = int(number) if whole else number
     return found
