@@ -19,6 +19,7 @@ MOST = 60_000_000
 #: What makes a configuration of transformers small, where it has such a number.
 _SMALL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim"), 64),
+    **dict.fromkeys(("emb_dim",), 64),
     **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim"), 96),
     **dict.fromkeys(("decoder_ffn_dim", "feed_forward_size", "dim_feedforward"), 96),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -30,7 +31,11 @@ _SMALL = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
-    "vocab_size": 199,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 199),
+    **dict.fromkeys(("n_group", "num_expert_group"), 2),
+    **dict.fromkeys(("topk_group", "topk_groups"), 1),
+    "hidden_size_per_layer_input": 16,
+    "rotary_dim": 8,
     "max_position_embeddings": 128,
     "image_size": 32,
     "patch_size": 8,
@@ -72,8 +77,11 @@ def shrunk(config: Any) -> Any:
     for key, value in given.items():
         if key in _SMALL and isinstance(value, int) and not isinstance(value, bool):
             small[key] = min(value, _SMALL[key])
+        elif key == "num_experts_per_tok" and value is None:  # which no router takes
+            small[key] = _SMALL[key]
         elif _TOKENS.search(key) and isinstance(value, int) and value >= 199:
             small[key] = 7
+    _fit(given, small)
     parts = {
         key: shrunk(part)
         for key in getattr(cls, "sub_configs", {})
@@ -89,6 +97,32 @@ def shrunk(config: Any) -> Any:
         if key not in parts:
             setattr(config, key, value)
     return config
+
+
+#: Numbers that are one, where a configuration has them equal.
+_EQUAL = (
+    *(("num_attention_heads", "num_key_value_heads"), ("n_heads", "num_key_value_heads")),
+    ("qk_rope_head_dim", "head_dim"),
+)
+
+
+def _fit(given: dict[str, Any], small: dict[str, Any]) -> None:
+    """Make small numbers go together as the given ones do."""
+    for first, second in _EQUAL:
+        if first in small and second in small and given[first] == given[second]:
+            small[second] = small[first]
+    for key, value in given.items():
+        if not isinstance(value, dict) or not isinstance(value.get("mrope_section"), list):
+            continue
+        sections = value["mrope_section"]
+        wide, narrow = given.get("head_dim"), small.get("head_dim")
+        if not (wide and narrow):
+            wide = given.get("hidden_size", 0) // given.get("num_attention_heads", 1)
+            narrow = small.get("hidden_size", 0) // small.get("num_attention_heads", 1)
+        if wide and narrow and sections:
+            total = sum(sections) * narrow // wide
+            scaled = [max(1, n * narrow // wide) for n in sections[1:]]
+            small[key] = {**value, "mrope_section": [total - sum(scaled), *scaled]}
 
 
 def own_shrunk(config: Any) -> Any:
