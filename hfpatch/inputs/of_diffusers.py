@@ -14,6 +14,8 @@ from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal
 _TEXT = 7
 #: The parts of a video in latents: frames, rows, columns.
 _FRAMES, _ROWS, _COLUMNS = 3, 4, 6
+#: Of a configuration's `sample_size`, what is taken as a side: sound has tens of thousands.
+_LARGEST_SIDE = 512
 #: Configurations' names for the width of a prompt's embedding, the most particular first.
 _WIDTHS = (
     "caption_channels", "cap_feat_dim", "encoder_hid_dim", "joint_attention_dim", "text_dim",
@@ -103,7 +105,11 @@ def _shapes(p: Proposal) -> Iterator[tuple[tuple[int, ...], tuple[int, int, int]
     columns = p.sizes.get("width", _COLUMNS * patch)
     chosen = bool(p.sizes.used & {"height", "width"})
     size = _get(p, "sample_size")
-    side = size if isinstance(size, int) and not chosen else None
+    side = size if isinstance(size, int) and size <= _LARGEST_SIDE and not chosen else None
+    if "1D" in own:  # sound
+        length = size if isinstance(size, int) and size <= _LARGEST_SIDE else 256
+        yield (channels, p.sizes.get("width", length)), (1, 1, length)
+        return
     high, wide, frame_count = rows // patch, columns // patch, _FRAMES
     tokens = p.has("img_ids") or p.has("img_shapes") or (p.has("num_frames") and p.has("width"))
     flat = (1, high, wide)

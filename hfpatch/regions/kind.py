@@ -31,6 +31,8 @@ Tensor = torch.Tensor
 
 #: Captures of a kind; calls of further structures or sizes run the original.
 _MOST_VARIANTS = 12
+#: Captures of one structure that differ in their number of operators, as a loop over time has it.
+_MOST_COUNTS = 3
 #: Sizes that are remembered, of a long-lived server.
 _MOST_SIZES = 4096
 #: Proofs that found numbers which decide nothing (NaN, no memory), before it is given up.
@@ -137,6 +139,10 @@ class Kind:
         kinds = _kind_of(structure, key)
         if kinds in self.refused or len(self.decided) >= _MOST_VARIANTS:
             self._remember(key, None)
+            return original()
+        counts = {v.before for v in self.variants.get(kinds, ())}
+        if len(counts) >= _MOST_COUNTS:
+            self._refuse(kinds, key, "its code takes another number of operators at each size")
             return original()
         device = tensors[0].device.type if tensors else "cpu"
         if device == "cuda" and torch.cuda.is_current_stream_capturing():
