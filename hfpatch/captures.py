@@ -4,6 +4,7 @@ what transformers does differently in one."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -42,6 +43,19 @@ def abandon(graph: Any, pool: Any, stream: Any) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Nothing is freed by Python's collector in a capture: what it finds may hold graphs or memory
+    of the GPU, whose release CUDA allows in no capture and answers by ending it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def recorded(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     """What `work` launches on the current device, as a graph; nothing of it runs.
 
@@ -60,7 +74,7 @@ def recorded(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), without_collection():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 work()

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hfpatch import gain, graph_caches, swap
 from hfpatch.announce import announce
-from hfpatch.captures import abandon, masks_as_outside
+from hfpatch.captures import abandon, masks_as_outside, without_collection
 from hfpatch.graph_keys import (
     ADDRESSES,
     PLAIN,
@@ -262,7 +262,7 @@ def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _
         try:
             replayed = Replayed(answers)
             reading = nullcontext() if _compiled(model) else _reading(replayed)
-            with Capture() as capture, record, reading:
+            with Capture() as capture, without_collection(), record, reading:
                 output = original(model, *static_args, **static_kwargs)
                 replayed.finish()
         except BaseException:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
-from hfpatch import graphs
+from hfpatch import captures, graphs
 from hfpatch.attention import worth_cudnn
 from hfpatch.graph_keys import NotCapturable, call_key, model_signature, rebuild_call
 from hfpatch.graphs import ModelGraphs
@@ -562,3 +562,16 @@ def test_bad_arguments() -> None:
         hfpatch.apply(model, cuda_graphs=-1)
     with pytest.raises(ValueError, match="needs mode='inference'"):
         hfpatch.apply(model, cuda_graphs=True, mode="training")
+
+
+def test_no_garbage_is_collected_in_a_capture() -> None:
+    """It may hold memory of the GPU, whose release ends the capture."""
+    for on in (True, False):
+        (gc.enable if on else gc.disable)()
+        try:
+            with contextlib.suppress(ValueError), captures.without_collection():
+                assert not gc.isenabled()
+                raise ValueError
+            assert gc.isenabled() == on
+        finally:
+            gc.enable()

@@ -12,7 +12,7 @@ import zoo
 from expect import assert_same_dicts, snapshot
 
 import hfpatch
-from hfpatch import graphs
+from hfpatch import captures, graphs
 
 pytestmark = pytest.mark.gpu
 NAMES = ["ltx", "wan", "sd15-unet", "flux", "sd3"]
@@ -250,3 +250,36 @@ def test_two_streams_take_turns() -> None:
             results.append(entry.run(model, inputs))
     torch.cuda.synchronize()
     assert all(torch.equal(r, expected) for r in results)
+
+
+class _Cycle:
+    """Garbage that only Python's collector finds, with a graph and its memory."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        held: list[torch.Tensor] = []
+        self.graph = captures.recorded(lambda: held.append(torch.ones(1 << 20, device="cuda") * 2))
+        self.held = held
+
+
+def test_garbage_with_graphs_does_not_end_a_capture() -> None:
+    before = gc.get_threshold()
+    try:
+        for _ in range(3):
+            gc.disable()
+            for _ in range(4):
+                _Cycle()
+            gc.enable()
+            gc.set_threshold(1)
+            kept: list[object] = []
+
+            def work(kept: list[object] = kept) -> None:
+                x = torch.ones(8, device="cuda")
+                for _ in range(50):
+                    kept.append([x + 1])
+
+            captures.recorded(work).replay()
+            torch.cuda.synchronize()
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
