@@ -227,6 +227,8 @@ class Decoder:
             return None
         if mask is not None and bool(mask.all()):  # nothing was queued yet that a GPU waits for
             mask = None
+        if mask is not None and not bool(mask[:, -1].all()):
+            return None  # padded on the right: what follows is read off a token that is padding
         length = prompts.bucket_for(rows, tokens)
         assert length is not None
         key = (rows, length, mask is not None)

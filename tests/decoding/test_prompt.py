@@ -189,3 +189,21 @@ def test_settings_are_looked_at_before_a_prompt_counts() -> None:
     assert held.prompts_refused is None
     patched.generate(**prompts(1, 20), **arguments)
     assert held.prompts_served == 3 and held.prompts_refused is None, kept.notes(patched)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_padding_on_either_side_and_holes(name: str) -> None:
+    """What follows a prompt that is padded on the right is read off a token that is padding."""
+    plain = make(name)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched)
+    ids = prompts(2, 13)["input_ids"]
+    masks = torch.ones(4, 2, 13, dtype=torch.int64)
+    masks[1, 0, :3] = masks[2, 0, 10:] = masks[3, 0, 4:6] = 0
+    for mask in masks[[0, 1, 1, 2, 3, 3, 2, 1, 0]]:
+        wanted, got = (
+            m.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            for m in (plain, patched)
+        )
+        assert torch.equal(got, wanted), mask
+    assert kept.decoders[patched].prompts_served >= 2
