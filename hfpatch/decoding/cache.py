@@ -142,7 +142,10 @@ class _Viewed:
         return own
 
     def __copy__(self) -> Any:
-        return _plain_layer(self._plain, self.plain_state(None))
+        # of memory of its own: a plain layer's tensors are never written to again
+        state = self.plain_state(None)
+        state |= {k: state[k].clone() for k in ("keys", "values")}
+        return _plain_layer(self._plain, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _plain_layer(self._plain, self.plain_state(memo))

@@ -54,7 +54,9 @@ def _look(t: Tensor, what: Any, ask: Callable[[Tensor], Tensor]) -> bool:
     key = (id(t), what)
     held = _known.get(key)
     counted = version(t)
-    if held is not None and held[0]() is t and held[1] == counted:
+    # of tensors of inference mode, whose writes are not counted, on a GPU the first look must do
+    known = counted is not None or t.is_cuda
+    if known and held is not None and held[0]() is t and held[1] == counted:
         return held[2]
     if t.is_cuda and (for_a_graph() or torch.cuda.is_current_stream_capturing()):
         return True  # the run before, which was no recording, was looked at

@@ -9,7 +9,7 @@ own forward runs, and one warning says so.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -409,16 +409,16 @@ class Runner:
         n = s if before_module is None else before_module(s)
         with _again(n, before, before_module, s):
             first = up(n) if gate is None or self._packed_mlp else (gate(n), up(n))
-        p, make = self._product_of(first)
-        with _kept(p, make):
+        p, make, of = self._product_of(first)
+        with _kept(p, make, of):
             y = down(p)
         y = y if after_mlp is None else after_mlp(y)
         y = y if plan.factor == 1.0 else y * plan.factor
         result: Tensor = x + h + y if plan.rule.parallel else s + y
         return result
 
-    def _product_of(self, first: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-        """The MLP's last product's input, and how to make it again."""
+    def _product_of(self, first: Any) -> tuple[Tensor, Callable[[], Tensor], list[Tensor | None]]:
+        """The MLP's last product's input, how to make it again, and of what."""
         activation = mlp_of(self.plan.rule).activation
         module = local_package().module
         if isinstance(first, tuple):
@@ -437,7 +437,7 @@ class Runner:
 
         p = make()
         parts = [None if t is None else t.detach() for t in (gate, up)]
-        return p, lambda: make(*parts)
+        return p, lambda: make(*parts), parts
 
 
 def _cached(
@@ -464,18 +464,18 @@ def _computed_in(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _kept(made: Tensor, make: Callable[[], Tensor]) -> Any:
+def _kept(made: Tensor, make: Callable[[], Tensor], of: Sequence[Tensor | None]) -> Any:
     if not torch.is_grad_enabled() or saving_is_watched() or not made.is_contiguous():
         return nullcontext()
-    return kept_as_recipe(made, make)
+    return kept_as_recipe(made, make, [t for t in of if t is not None])
 
 
 def _again(n: Tensor, norm: _Norm | None, module: Any, x: Tensor) -> Any:
     """A context in which `n`, the norm of `x`, is kept as a recipe."""
     if norm is None or not norm.is_plain(module, x) or not x.is_contiguous():
         return nullcontext()
-    form, own = norm.form(module), x.detach()
-    return _kept(n, lambda: stages.normed(own, form, *norm.tensors(module)))
+    form, own, weights = norm.form(module), x.detach(), norm.tensors(module)
+    return _kept(n, lambda: stages.normed(own, form, *weights), (own, *weights))
 
 
 def _is_table(cos: Any, sin: Any, x: Tensor, rotary_dim: int) -> bool:
@@ -596,6 +596,8 @@ def _uncheckpointed(forward: Any) -> Any:
 
 def _serves(x: Any, proven: Proven) -> bool:
     if type(x) is not Tensor or x.dim() != 3 or not x.numel() or x.stride(-1) != 1:
+        return False
+    if x.is_inference() and torch.is_grad_enabled():  # autograd may not save it
         return False
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

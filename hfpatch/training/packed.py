@@ -50,6 +50,8 @@ def sequences_of(mask: Any, positions: Any, window: Any, rows: int) -> Sequences
         return None
     if window is not None and type(window) is not int:
         return None
+    if mask.is_inference():  # whose writes are not counted: nothing is remembered of it
+        return _sequences(mask, positions, window)
     known = _seen.get(id(mask))
     if known is not None and known[0]() is mask and known[1] == (mask._version, window):
         return known[2]

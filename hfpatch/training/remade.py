@@ -6,7 +6,7 @@ runs, and saves its input. `kept_as_recipe` puts a recipe in that input's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 class _Recipe:
     """Makes a tensor again once; all views of it that were saved share the result."""
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Tensor], of: Sequence[Tensor]) -> None:
+        self._make, self._of = make, of
+        self._versions = [None if t.is_inference() else t._version for t in of]
         self._made: Tensor | None = None
         self._left = 0
 
@@ -26,6 +27,9 @@ class _Recipe:
 
     def take(self) -> Tensor:
         if self._made is None:
+            for t, before in zip(self._of, self._versions, strict=True):
+                if before is not None and t._version != before:
+                    raise _written(t, before)
             with torch.no_grad():
                 self._made = self._make()
         made = self._made
@@ -35,16 +39,25 @@ class _Recipe:
         return made
 
 
+def _written(t: Tensor, before: int) -> RuntimeError:
+    return RuntimeError(
+        "a tensor that the backward needs was modified by an inplace operation: it is at version "
+        f"{t._version}, expected {before}"
+    )
+
+
 class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
     """What autograd saves of `made` inside this context is how it was made.
 
     Args:
         made: a dense tensor.
-        make: computes it anew, of tensors that are kept anyway and do not change meanwhile.
+        make: computes it anew.
+        of: what that reads: tensors that are kept anyway. If one was written to, the backward is an
+            error.
     """
 
-    def __init__(self, made: Tensor, make: Callable[[], Tensor]) -> None:
-        recipe = _Recipe(make)
+    def __init__(self, made: Tensor, make: Callable[[], Tensor], of: Sequence[Tensor]) -> None:
+        recipe = _Recipe(make, of)
         storage, count = made.untyped_storage()._cdata, made.numel()
         offset, dtype = made.storage_offset(), made.dtype
 
@@ -57,16 +70,14 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
             ):
                 recipe.expect()
                 return recipe, saved.shape, saved.stride(), None
-            return None, saved, saved._version, saved.device
+            counted = None if saved.is_inference() else saved._version
+            return None, saved, counted, saved.device
 
         def unpack(packed: Any) -> Tensor:
             first, second, third, _ = packed
             if first is None:
-                if second._version != third:
-                    raise RuntimeError(
-                        "a tensor that the backward needs was modified by an inplace operation: "
-                        f"it is at version {second._version}, expected {third}"
-                    )
+                if third is not None and second._version != third:
+                    raise _written(second, third)
                 return second  # type: ignore[no-any-return]
             return first.take().as_strided(second, third)  # type: ignore[no-any-return]
 

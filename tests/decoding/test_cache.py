@@ -267,3 +267,15 @@ def test_a_cache_that_is_none_of_its_own_goes_to_the_original(kind: str) -> None
     else:
         assert torch.allclose(got[0], wanted[0], rtol=1e-3, atol=1e-4) and got[1] == wanted[1]
     assert kept.decoders[model].steps == 0
+
+
+def test_a_copied_layer_is_nobody_elses() -> None:
+    ours = _plain(False)
+    _update(ours, _new(1, 5, 0))
+    caches.take(ours, 1)
+    held = [copy.copy(layer) for layer in ours.layers]
+    before = [layer.keys.clone() for layer in held]
+    for layer in held:
+        layer.keys.zero_()
+    again = [layer.keys for layer in ours.layers]
+    assert all(map(torch.equal, again, before))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.test_layers import assert_equal, build, gradients, layers_of
+from training.test_layers import assert_equal, batch, build, gradients, layers_of
 
 import hfpatch
 
@@ -290,3 +290,41 @@ def test_an_argument_of_attention_that_a_layer_is_given(name: str) -> None:
         except Exception as e:
             got.append(type(e))
     assert got[0] == got[1]
+
+
+@pytest.mark.parametrize("what", ["the layer's input", "its norm's weight"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_was_written_to_before_the_backward_is_an_error(what: str, adapted: bool) -> None:
+    """Also where tensors are made again of it: never another gradient."""
+    model = build()
+    if adapted:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+        model = peft.get_peft_model(model, config)
+    hfpatch.apply(model, mode="training")
+    layer = next(m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer")
+    loss = model(input_ids=batch(), labels=batch(), output_hidden_states=True)
+    with torch.no_grad():
+        if what == "the layer's input":
+            loss.hidden_states[0].mul_(0.5)
+        else:
+            layer.input_layernorm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.loss.backward()
+
+
+def test_tensors_of_inference_mode() -> None:
+    """A mask of packed rows made there, and embeddings that gradients are asked of."""
+    model, twin = build(), build()
+    hfpatch.apply(model, mode="training")
+    positions = torch.cat((torch.arange(6), torch.arange(7)))[None].repeat(2, 1)
+    with torch.inference_mode():
+        ours, theirs = (m(input_ids=batch(), position_ids=positions).logits for m in (model, twin))
+        embeds = model.model.embed_tokens(batch())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    found = []
+    for each in (model, twin):
+        each.zero_grad(set_to_none=True)
+        each(inputs_embeds=embeds, labels=batch()).loss.backward()
+        found.append({n: p.grad for n, p in each.named_parameters() if p.grad is not None})
+    assert_equal(found[0], found[1])
