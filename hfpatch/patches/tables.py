@@ -23,18 +23,18 @@ _MOST = 64
 def hold_twice(tables: Sequence[Tensor], interleaved: bool) -> bool:
     """Whether each value of RoPE tables, [..., D], stands twice, as the kernels read them: in
     columns i and i + D / 2 or, `interleaved`, in columns 2i and 2i + 1."""
-    return all(_look(t, interleaved, _adjacent if interleaved else _halves) for t in tables)
+    return _look(tables, interleaved, _adjacent if interleaved else _halves)
 
 
-def has_open_rows(mask: Tensor) -> bool:
-    """Whether no row of an additive mask, [..., keys], is -inf throughout: softmax makes NaN of
+def rows_are_open(masks: Sequence[Tensor]) -> bool:
+    """Whether no row of additive masks, [..., keys], is -inf throughout: softmax makes NaN of
     such a row, and attention's kernels 0."""
-    return _look(mask, "rows", _rows)
+    return _look(masks, "rows", lambda t: ~t.isneginf().all(-1).any())
 
 
-def is_above_inf(mask: Tensor) -> bool:
-    """Whether nowhere in an additive mask is -inf."""
-    return _look(mask, "inf", lambda t: ~t.isneginf().any())
+def without_inf(masks: Sequence[Tensor]) -> bool:
+    """Whether nowhere in additive masks is -inf."""
+    return _look(masks, "inf", lambda t: ~t.isneginf().any())
 
 
 def _halves(t: Tensor) -> Tensor:
@@ -46,23 +46,27 @@ def _adjacent(t: Tensor) -> Tensor:
     return (t[..., ::2] == t[..., 1::2]).all()
 
 
-def _rows(mask: Tensor) -> Tensor:
-    return ~mask.isneginf().all(-1).any()
-
-
-def _look(t: Tensor, what: Any, ask: Callable[[Tensor], Tensor]) -> bool:
-    key = (id(t), what)
-    held = _known.get(key)
-    counted = version(t)
-    # of tensors of inference mode, whose writes are not counted, on a GPU the first look must do
-    known = counted is not None or t.is_cuda
-    if known and held is not None and held[0]() is t and held[1] == counted:
-        return held[2]
-    if t.is_cuda and (for_a_graph() or torch.cuda.is_current_stream_capturing()):
+def _look(tensors: Sequence[Tensor], what: Any, ask: Callable[[Tensor], Tensor]) -> bool:
+    """Whether `ask` says so of all; those that were not looked at are waited for together."""
+    unknown = []
+    for t in tensors:
+        held = _known.get((id(t), what))
+        counted = version(t)
+        # of tensors of inference mode, whose writes are not counted, a GPU's first look must do
+        may_hold = counted is not None or t.is_cuda
+        if may_hold and held is not None and held[0]() is t and held[1] == counted:
+            if not held[2]:
+                return False
+        else:
+            unknown.append(t)
+    if not unknown:
+        return True
+    if unknown[0].is_cuda and (for_a_graph() or torch.cuda.is_current_stream_capturing()):
         return True  # the run before, which was no recording, was looked at
     with torch.no_grad():
-        found = bool(ask(t))
+        found = torch.stack([ask(t) for t in unknown]).tolist()
     if len(_known) >= _MOST:
         _known.clear()
-    _known[key] = weakref.ref(t), counted, found
-    return found
+    for t, answer in zip(unknown, found, strict=True):
+        _known[id(t), what] = weakref.ref(t), version(t), answer
+    return all(found)

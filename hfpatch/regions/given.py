@@ -7,12 +7,14 @@ a softmax over nothing but -inf gives NaN. What the graph itself makes so needs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.patches.tables import has_open_rows, hold_twice, is_above_inf
+from hfpatch.patches.tables import hold_twice, rows_are_open, without_inf
+from hfpatch.regions.capture import Uncapturable
 from hfpatch.regions.nodes import Attend, Constant, Fused, fixed, is_tensor, value
 from hfpatch.regions.scores import TERMS
 
@@ -32,33 +34,36 @@ _BY_NUMBER = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.
 
 
 def looks(graph: Graph) -> Callable[[list[Tensor]], bool]:
-    """A function of a call's tensors that tells whether they are such."""
+    """A function of a call's tensors that tells whether they are such.
+
+    Raises:
+        Uncapturable: of tables that are made in the block it cannot be told.
+    """
     inputs = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    twice: set[tuple[int, bool]] = set()
+    twice: dict[bool, set[int]] = {False: set(), True: set()}  # by whether pairs are interleaved
     rows: set[int] = set()
     never: set[int] = set()
     for node in graph.nodes:
         if isinstance(node.target, Fused) and node.target.op in _ROPES:
-            params = node.target.formula.params
+            interleaved = bool(node.target.formula.params.get("interleaved"))
             for table in _doubled(node):
                 source = _source_of_table(table)
                 if source in inputs:
-                    twice.add((inputs[source], bool(params.get("interleaved"))))
+                    twice[interleaved].add(inputs[source])
+                elif source is not None:
+                    raise Uncapturable(f"it makes its RoPE tables by `{source.target}`")
         for term in node.meta.get(TERMS, ()) if isinstance(node.target, Attend) else ():
             for source, whole in _sources_of_term(term):
                 if source in inputs:
                     (rows if whole else never).add(inputs[source])
-    if not (twice or rows or never):
-        return lambda tensors: True
-
-    def given(tensors: list[Tensor]) -> bool:
-        return (
-            all(hold_twice((tensors[i],), interleaved) for i, interleaved in twice)
-            and all(has_open_rows(tensors[i]) for i in rows)
-            and all(is_above_inf(tensors[i]) for i in never)
-        )
-
-    return given
+    asked: list[tuple[Callable[[list[Tensor]], bool], set[int]]] = [
+        (partial(hold_twice, interleaved=False), twice[False]),
+        (partial(hold_twice, interleaved=True), twice[True]),
+        (rows_are_open, rows),
+        (without_inf, never),
+    ]
+    questions = [(ask, tuple(of)) for ask, of in asked if of]
+    return lambda tensors: all(ask([tensors[i] for i in of]) for ask, of in questions)
 
 
 def _doubled(node: Node) -> Iterator[Node]:

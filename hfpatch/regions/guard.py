@@ -77,7 +77,7 @@ def guard(
             lines.append(f"if not processor{i}(d{i}.get('processor')): return False")
     lines += _shared(modules, order, place)
     lines += _functions(modules, scope)
-    for path in () if training else called:
+    for path in called:
         weight = inside(block, path)._parameters.get("weight")
         if path and weight is not None:
             above, _, name = path.rpartition(".")
