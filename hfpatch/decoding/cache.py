@@ -422,22 +422,11 @@ def _memory_for(kept: Kept) -> list[Tensor]:
             found.append(memory)
         return found
     count, rows, _, heads, dim = kept.whole.shape
-    step = _ALIGNED // kept.whole.element_size()
-    size = -(-rows * heads * capacity * dim // step) * step
-    flat = kept.whole.new_empty(count, size)
-    strides = (size, heads * capacity * dim, dim, capacity * dim, 1)
-    there = flat.as_strided((count, rows, kept.tokens, heads, dim), strides)
-    there.copy_(kept.whole[:, :, : kept.tokens])
-    shape = (count, rows, heads, capacity, dim)
-    return list(flat.as_strided(shape, (size, *_dense(shape)[1:])).unbind(0))
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.insert(0, strides[0] * n)
-    return tuple(strides)
+    used, step = rows * heads * capacity * dim, _ALIGNED // kept.whole.element_size()
+    flat = kept.whole.new_empty(count, -(-used // step) * step)
+    memory = flat[:, :used].view(count, rows, heads, capacity, dim)
+    memory[:, :, :, : kept.tokens] = kept.whole[:, :, : kept.tokens].transpose(2, 3)
+    return list(memory.unbind(0))
 
 
 def _initialize(layer: Any, empty: Tensor, plain: dict[type, dict[str, Any]]) -> None:
