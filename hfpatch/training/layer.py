@@ -515,7 +515,11 @@ def unchanged(layer: nn.Module, plan: LayerPlan) -> Callable[[nn.Module], bool]:
 
 
 def adapter(
-    plan: LayerPlan, proven: Proven, same: Callable[[nn.Module], bool], original: Any
+    plan: LayerPlan,
+    proven: Proven,
+    same: Callable[[nn.Module], bool],
+    original: Any,
+    told: list[bool],
 ) -> Forward:
     """The forward of a layer for training.
 
@@ -524,11 +528,11 @@ def adapter(
             autocast's or None.
         same: of `unchanged`.
         original: the forward of the layer's class.
+        told: not empty once it was said that a layer of the model is another; its layers share it.
     """
     run = Runner(plan)
     own = coded(_uncheckpointed(original))
     code = own.__code__
-    told: list[bool] = []
 
     def holds(self: nn.Module) -> bool:
         # that of FSDP's class is wrapped anew by transformers

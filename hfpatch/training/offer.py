@@ -106,6 +106,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
             served.add((device.type, dtype, autocast))
     plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
     guards: list[Any] = []  # layers that are alike share one
+    told: list[bool] = []
     for rule, small in zip(recipe.layers, plans, strict=True):
         inner = proof.layer_path(rule)
         module = model.get_submodule(inner)
@@ -136,7 +137,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         own = class_of(module).forward
 
         def make(plan: LayerPlan = plan, same: Any = holds, own: Any = own) -> Any:
-            return adapter(plan, frozenset(served), same, own)
+            return adapter(plan, frozenset(served), same, own, told)
 
         yield Prepared(module, make, entry)
 

@@ -219,7 +219,8 @@ def test_norms_of_two_eps_before_apply(which: str) -> None:
 def test_a_change_is_announced_once() -> None:
     model = build()
     hfpatch.apply(model, mode="training")
-    model.model.layers[0].mlp.act_fn = nn.Tanh()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Tanh()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         gradients(model)
