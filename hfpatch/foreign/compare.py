@@ -313,7 +313,7 @@ def _off(a: Tensor, b: Tensor, eps: float, floor: float) -> Tensor:
 # ------------------------------------------------------------------------------ gradients
 
 
-#: Gradients of a result: see `_upstream`.
+#: Gradients of a result: see `upstream`.
 _UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large", "huge")
 
 
@@ -444,7 +444,7 @@ def _differentiate(
 ) -> tuple[Any, list[Tensor], tuple[Tensor | None, ...]]:
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
         y = formula(tensors)
-        ups = [_upstream(t, kind, i) for i, t in enumerate(_listed(y))]
+        ups = [upstream(t, kind, i) for i, t in enumerate(_listed(y))]
         wanted: Any = [tensors[i] for i in places]
         found = torch.autograd.grad(_listed(y), wanted, ups, allow_unused=True)
     return y, ups, found
@@ -460,7 +460,7 @@ def _differentiate_fused(
         return None
 
 
-def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
+def upstream(y: Tensor, kind: str, seed: int) -> Tensor:
     """A gradient of `y`, the same whatever its dtype."""
     generator = torch.Generator().manual_seed(11 + seed)
     if kind == "summed":  # as `y.sum().backward()` gives it

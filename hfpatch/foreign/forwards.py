@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
+from hfpatch.foreign.compare import upstream
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.patches.keys import fingerprint
@@ -336,7 +337,7 @@ def _gradients(module: nn.Module, run: Forward, inputs: Any, kind: str) -> list[
         ]
         if not results:
             return None
-        ups = [_upstream(y, kind, i) for i, y in enumerate(results)]
+        ups = [upstream(y, kind, i) for i, y in enumerate(results)]
         leaves = [
             t
             for t in (*pytree.tree_leaves((args, kwargs)), *params)
@@ -347,23 +348,8 @@ def _gradients(module: nn.Module, run: Forward, inputs: Any, kind: str) -> list[
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
 
 
-#: What gradients are of: a random one of the results, that of a sum, large and transposed ones; by
-#: all that floats, or by half of it.
-_UPSTREAMS = ("dense", "summed", "large", "transposed", "inputs alone", "parameters alone")
-
-
-def _upstream(y: Tensor, kind: str, seed: int) -> Tensor:
-    if kind == "summed":  # as `y.sum().backward()` gives it
-        return torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
-    generator = torch.Generator().manual_seed(seed)
-    if kind == "transposed" and y.dim() > 1:
-        shape = (*y.shape[:-2], y.shape[-1], y.shape[-2])
-        drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)
-    else:
-        drawn = torch.randn(y.shape, generator=generator, device="cpu")
-    if kind == "large" and y.dtype not in (torch.float16, torch.complex32):
-        drawn = drawn * 2.0**70
-    return drawn.to(y.device, y.dtype)
+#: What gradients are of (see `upstream`), by all that floats or, of a dense one, by half of it.
+_UPSTREAMS = ("dense", "summed", "huge", "transposed", "inputs alone", "parameters alone")
 
 
 # ------------------------------------------------------------------------------ at calls
