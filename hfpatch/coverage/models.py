@@ -19,7 +19,7 @@ MOST = 60_000_000
 #: What makes a configuration of transformers small, where it has such a number.
 _SMALL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim"), 64),
-    **dict.fromkeys(("emb_dim",), 64),
+    "emb_dim": 64,
     **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim"), 96),
     **dict.fromkeys(("decoder_ffn_dim", "feed_forward_size", "dim_feedforward"), 96),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -33,7 +33,7 @@ _SMALL = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 199),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
-    **dict.fromkeys(("topk_group", "topk_groups"), 1),
+    "topk_group": 1,
     "hidden_size_per_layer_input": 16,
     "rotary_dim": 8,
     "max_position_embeddings": 128,
@@ -101,10 +101,7 @@ def shrunk(config: Any) -> Any:
 
 
 #: Numbers that are one, where a configuration has them equal.
-_EQUAL = (
-    *(("num_attention_heads", "num_key_value_heads"), ("n_heads", "num_key_value_heads")),
-    ("qk_rope_head_dim", "head_dim"),
-)
+_EQUAL = (("num_attention_heads", "num_key_value_heads"), ("qk_rope_head_dim", "head_dim"))
 
 
 def _fit(given: dict[str, Any], small: dict[str, Any]) -> None:
