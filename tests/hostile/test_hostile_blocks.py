@@ -334,6 +334,15 @@ def outcome(model: nn.Module, call: dict[str, Any]) -> Any:
         return type(e)
 
 
+def assert_alike(got: Any, expected: Any, what: object) -> None:
+    """Of two outcomes, the second of which is a result."""
+    assert not isinstance(got, type), (what, got)
+    try:
+        same(got, expected, exactly=False)
+    except AssertionError as e:
+        raise AssertionError(what) from e
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", NAMES)

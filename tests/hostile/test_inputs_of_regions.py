@@ -156,3 +156,20 @@ def test_rows_that_see_nothing(name: str, implementation: str) -> None:
         call = {**inputs(name), "attention_mask": _mask(kind)}
         for _ in range(2):
             chk(same(run(model, call), run(twin, call)), kind)
+
+
+def test_a_loop_over_time_is_captured_a_few_times_alone() -> None:
+    """Its code takes more operators at each length: a capture would be made for each."""
+    config = tf.JambaConfig(
+        **{**SIZES, "num_key_value_heads": 2}, num_experts=1, num_experts_per_tok=1,
+        attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_d_conv=2,
+        mamba_dt_rank=4, use_mamba_kernels=False,
+    )  # fmt: skip
+    model = randomize(tf.JambaModel(config))
+    twin = copy.deepcopy(model)
+    hfpatch.apply(model, blocks=True, decoding=False)
+    for tokens in range(4, 12):
+        call = {"input_ids": torch.arange(3, 3 + tokens)[None], "use_cache": False}
+        chk(same(run(model, call), run(twin, call)), f"{tokens} tokens")
+    reasons = [c.reason for c in hfpatch.status(model).plan.candidates]
+    assert any("another number of operators at each size" in reason for reason in reasons), reasons

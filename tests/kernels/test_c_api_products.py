@@ -5,6 +5,7 @@ The cases: products.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import products
@@ -20,6 +21,8 @@ from test_c_api import (
 
 #: Multiplications of a product in an emulator, which takes a hundred times as long.
 MOST = 3e5 if EMULATED else 3e7
+#: Of `make test-all`.
+WHOLE = 3e5 if EMULATED else math.inf
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,8 +47,9 @@ class ByFunction:
         return int(getattr(self.lib.dll, function)(*arguments))
 
 
-def test_every_case(lib):
-    cases = list(products.cases(products.Products(ByFunction(lib), "cpu"), MOST))
+@pytest.mark.parametrize("most", [MOST, pytest.param(WHOLE, marks=pytest.mark.exhaustive)])
+def test_every_case(lib, most):
+    cases = list(products.cases(products.Products(ByFunction(lib), "cpu"), most))
     assert len(cases) > (100 if EMULATED else 200)
     for _, check in cases:
         check()

@@ -239,6 +239,10 @@ def test_bad_usage(commands: Commands, tmp_path: Path) -> None:
         (("--iterations", "1"), "expected one of"),
         ((str(tmp_path / "k.txt"), *ref, "--iterations", "1"), "expected a .cu, .c, .cpp or .py"),
         ((str(kernel), *ref, "--iterations", "1", "--size", "n"), "names with numbers"),
+        *(
+            ((str(kernel), *ref, "--iterations", "1", "--size", f"n={n}"), "numbers above 0")
+            for n in ("0", "-3", "nan", "inf")
+        ),
         ((str(kernel), *ref, "--iterations", "1", "--device", "cuda"), "runs on the CPU"),
         (("--op", "no_op", "--iterations", "1"), "no such op; there are: rms_norm"),
         (("--region", "a.b", "--iterations", "1"), "name it by --model"),
