@@ -109,6 +109,11 @@ class Kernel:
             return None
         return self.calls.guard(bound, *tensors)  # type: ignore[no-any-return]
 
+    def of_module(self, guarded: Callable[..., Any], *what: Any) -> Callable[[Any, Any], Any]:
+        """What `guard` returned, called with a module and its input; `calls.of_module` says how."""
+        assert self.calls is not None
+        return self.calls.of_module(guarded, *what)  # type: ignore[no-any-return]
+
     def bind_into(self, outputs: int, params: dict[str, Any]) -> Callable[..., None]:
         """A callable of the `outputs` tensors to write, then of the op's tensors; inference only.
 

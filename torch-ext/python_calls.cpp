@@ -414,6 +414,103 @@ PyObject *guard(PyObject *, PyObject *arguments) {
 }
 
 // ---------------------------------------------------------------------------------------------
+// A module whose forward is one guarded operator of its input and its parameters
+
+// Whether the dimensions before the last lie in memory as they come. Those of stride 0 lie anywhere.
+bool in_order(const DLTensor &x) {
+  int64_t before = INT64_MAX;
+  for (int32_t i = 0; i + 1 < x.ndim; ++i) {
+    if (x.shape[i] <= 1 || x.strides[i] <= 0) continue;
+    if (x.strides[i] > before) return false;
+    before = x.strides[i];
+  }
+  return true;
+}
+
+// What `of_module` was given, in its order; the names and what is said of them are tuples.
+enum Of { kGuarded, kClass, kForward, kCoded, kCode, kRead, kSettings, kNames, kThere, kInOrder, kOf };
+
+bool negative(PyObject *tensor) {
+  return is_true(Owned(PyObject_CallFunctionObjArgs(torch_.is_neg, tensor, nullptr)));
+}
+
+// The guarded operator's result; null, perhaps with an exception set: not a call for this way.
+PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *x) {
+  const auto of = [self](Of what) { return PyTuple_GetItem(self, what); };
+  if (reinterpret_cast<PyObject *>(Py_TYPE(module)) != of(kClass)) return nullptr;
+  if (reinterpret_cast<PyObject *>(Py_TYPE(x)) != torch_.tensor || negative(x)) return nullptr;
+  if (PyObject_IsTrue(of(kInOrder)) != 0) {
+    DLTensor view;
+    if (!read(x, view) || !in_order(view)) return nullptr;
+  }
+  // its class, or the code of its class, was patched
+  if (Owned(PyObject_GetAttr(of(kClass), torch_.forward)).get() != of(kForward)) return nullptr;
+  if (Owned(PyObject_GetAttr(of(kCoded), torch_.code)).get() != of(kCode)) return nullptr;
+  const Owned attributes(PyObject_GetAttr(module, torch_.dict));
+  if (attributes.get() == nullptr || !PyDict_Check(attributes.get())) return nullptr;
+  if (of(kRead) != Py_None) {
+    const Owned settings(PyObject_CallFunctionObjArgs(of(kRead), attributes.get(), nullptr));
+    if (settings.get() == nullptr ||
+        PyObject_RichCompareBool(settings.get(), of(kSettings), Py_EQ) != 1)
+      return nullptr;
+  }
+  const Owned parameters =
+      kept(PyDict_GetItemWithError(attributes.get(), torch_.parameters));
+  if (parameters.get() == nullptr || !PyDict_Check(parameters.get())) return nullptr;
+
+  PyObject *args[kMaxArguments] = {x};
+  const Py_ssize_t count = PyTuple_Size(of(kNames));
+  bool known = true;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject *name = PyTuple_GetItem(of(kNames), i);
+    // an attribute of that name hides the parameter
+    const bool there = PyTuple_GetItem(of(kThere), i) == Py_True;
+    known = known && !(there && PyDict_Contains(attributes.get(), name) != 0);
+    PyObject *found = known ? PyDict_GetItemWithError(parameters.get(), name) : nullptr;
+    args[1 + i] = found != nullptr ? found : Py_None;
+    Py_INCREF(args[1 + i]);
+    if (args[1 + i] == Py_None) continue;
+    known = reinterpret_cast<PyObject *>(Py_TYPE(found)) == torch_.parameter && !negative(found);
+  }
+  PyObject *result = nullptr;
+  if (known && PyErr_Occurred() == nullptr) result = call_guarded(
+      PyCFunction_GetSelf(of(kGuarded)), args, 1 + count);
+  for (Py_ssize_t i = 0; i < count; ++i) Py_DECREF(args[1 + i]);
+  return result;
+}
+
+PyObject *call_module(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  if (count == 2) {
+    if (PyObject *result = call_unchanged(self, args[0], args[1])) return result;
+  }
+  if (PyErr_Occurred() != nullptr) PyErr_Clear();
+  Py_INCREF(Py_NotImplemented);
+  return Py_NotImplemented;
+}
+
+PyMethodDef module_method = {"call_module", fastcall(call_module), METH_FASTCALL,
+                             "Of a module and its input: the guarded call, or NotImplemented."};
+
+// of_module(guarded, cls, forward, coded, code, read, settings, names, there, in_order) -> callable
+// of (module, x). What it was given is its `__self__`, where Python's collector sees it.
+PyObject *of_module(PyObject *, PyObject *arguments) {
+  PyObject *guarded = PyTuple_Size(arguments) == kOf ? PyTuple_GetItem(arguments, kGuarded) : nullptr;
+  const bool known = guarded != nullptr && PyCFunction_Check(guarded) &&
+                     PyCapsule_IsValid(PyCFunction_GetSelf(guarded), kCapsule) &&
+                     PyTuple_Check(PyTuple_GetItem(arguments, kNames)) &&
+                     PyTuple_Check(PyTuple_GetItem(arguments, kThere)) &&
+                     PyTuple_Size(PyTuple_GetItem(arguments, kNames)) < kMaxArguments &&
+                     PyTuple_Size(PyTuple_GetItem(arguments, kNames)) ==
+                         PyTuple_Size(PyTuple_GetItem(arguments, kThere));
+  if (!known) {
+    PyErr_SetString(PyExc_TypeError,
+                    "`of_module`: expected what `guard` returned, then what its docstring says");
+    return nullptr;
+  }
+  return PyCFunction_NewEx(&module_method, arguments, nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------
 // Operators over lists, which write into them and return nothing
 
 // A list's or tuple's tensors, which it keeps alive.
@@ -584,7 +681,12 @@ PyObject *setup(PyObject *, PyObject *arguments) {
       Py_INCREF(object);
     given.current_level = PyUnicode_InternFromString("_current_level");
     given.requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (given.current_level == nullptr || given.requires_grad == nullptr) return nullptr;
+    given.forward = PyUnicode_InternFromString("forward");
+    given.code = PyUnicode_InternFromString("__code__");
+    given.dict = PyUnicode_InternFromString("__dict__");
+    given.parameters = PyUnicode_InternFromString("_parameters");
+    given.is_neg = PyObject_GetAttrString(given.tensor, "is_neg");
+    if (PyErr_Occurred() != nullptr) return nullptr;
     given.api = api;
     torch_ = given;
   }
@@ -597,6 +699,7 @@ PyMethodDef methods[] = {
     {"count", count_steps, METH_VARARGS, "count(tensors, by) -> whether they were counted"},
     {"bind", bind, METH_VARARGS, "bind(name, into, codes, operator) -> callable or None"},
     {"guard", guard, METH_VARARGS, "guard(bound, *tensors) -> callable or None"},
+    {"of_module", of_module, METH_VARARGS, "of_module(guarded, ...) -> callable of (module, x)"},
     {"setup", setup, METH_VARARGS, "setup(exchange_api, ...) -> whether this torch is known"},
     {nullptr, nullptr, 0, nullptr}};
 

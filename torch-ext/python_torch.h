@@ -47,6 +47,8 @@ struct Torch {
   PyObject *autocast_anywhere = nullptr, *autocast_enabled = nullptr;
   PyObject *forward_ad = nullptr;  // dict of the module: `_current_level` >= 0 in a dual level
   PyObject *current_level = nullptr, *requires_grad = nullptr;  // names of attributes
+  PyObject *forward = nullptr, *code = nullptr, *dict = nullptr, *parameters = nullptr;
+  PyObject *is_neg = nullptr;  // `Tensor.is_neg`, a function of a tensor
 };
 
 Torch torch_;
@@ -65,6 +67,11 @@ class Owned {
  private:
   PyObject *object_;
 };
+
+Owned kept(PyObject *borrowed) {
+  Py_XINCREF(borrowed);
+  return Owned(borrowed);
+}
 
 bool is_true(const Owned &answer) {  // an error counts as true
   return answer.get() == nullptr || PyObject_IsTrue(answer.get()) != 0;

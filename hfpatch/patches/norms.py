@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -32,7 +31,7 @@ from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, fingerprint, kept_while_planning
 from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import own_copy, random_like, replicate
-from hfpatch.patches.unchanged import leaf_settings
+from hfpatch.patches.unchanged import leaf_settings, no_settings
 from hfpatch.reading.leaf import read
 from hfpatch.sources import Kernel
 
@@ -159,7 +158,11 @@ class NormSubject(Subject):
         """
         run = kernel.bind(dict(formula.params), training)
         walks_apart = formula.op == "rms_norm" and not training
-        guard = functools.partial(kernel.guard, run)
+
+        def guard(tensors: tuple[Tensor | None, ...], *of_module: Any) -> Forward | None:
+            guarded = kernel.guard(run, *tensors)
+            return None if guarded is None else kernel.of_module(guarded, *of_module)
+
         keeps = (self._keeps(replica, x, -3), self._keeps(replica, x, -1))
         return run, guard, walks_apart, *keeps
 
@@ -187,19 +190,22 @@ class NormSubject(Subject):
         read, settings = leaf_settings(self.module, (weight, bias))
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
-        missing, parameter = object(), nn.Parameter
-        guarded: Forward | None = None  # for calls like the last one
-        keeps_order = False  # whether it is for rows that lie in order alone
+        missing = object()
+        quick: Forward | None = None  # for calls like the last one; it sees what has changed
         guards = 0
 
         # Norms are called hundreds of times per step and last microseconds: this is written for
         # few frames, few attribute look-ups and no work that a plain call does not need.
         def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
-            nonlocal guarded, guards, keeps_order
+            nonlocal quick, guards
             # Inductor fuses a norm with its neighbours. Exports without dynamo are told by their
             # tensors, below: `is_compiling` would take three times as long.
             if is_dynamo_compiling():
                 return original(self, *(() if x is missing else (x,)), *args, **kwargs)
+            if quick is not None and not args and not kwargs:
+                y = quick(self, x)
+                if y is not NotImplemented:
+                    return y
             # its class is another one, or was patched
             if (
                 (type(self) is not cls and class_of(self) is not cls)
@@ -212,26 +218,6 @@ class NormSubject(Subject):
                 unchanged = read(d) == settings
             except KeyError:  # one was deleted, or is a parameter now
                 unchanged = False
-            if (
-                guarded is not None
-                and type(x) is Tensor
-                and not args
-                and not kwargs
-                and unchanged
-                and (weight not in d or not has_weight)  # it would hide the parameter
-                and (bias not in d or not has_bias)
-                and (not keeps_order or x.is_contiguous() or memory_order(x) is None)
-                and not x.is_neg()
-            ):
-                p = d["_parameters"]
-                w = p.get(weight)
-                b = p.get(bias)
-                if (w is None or (type(w) is parameter and not w.is_neg())) and (
-                    b is None or (type(b) is parameter and not b.is_neg())
-                ):
-                    y = guarded(x, w, b)
-                    if y is not NotImplemented:
-                        return y
             if x is missing:
                 x = first_argument((), kwargs, name)
                 if x is None:
@@ -309,8 +295,11 @@ class NormSubject(Subject):
                             and p.get(bias) is b
                             and guards < _MAX_GUARDS
                         ):
-                            keeps_order = run[3]
-                            guarded, guards = run[1](x, w, b), guards + 1
+                            reads = None if read is no_settings else read
+                            what = (type(self), original, own, code, reads, settings)
+                            of_parameters = (weight, bias), (has_weight, has_bias)
+                            quick = run[1]((x, w, b), *what, *of_parameters, run[3])
+                            guards += 1
                         return run[0](x, w, b)
             return original(self, x)
 

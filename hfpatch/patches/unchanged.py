@@ -86,7 +86,7 @@ def settings_of(
         if k in named and k not in ignore and _is_setting(v)
     }
     inherited |= {k for k in helpers_of(module) if k not in module.__dict__}
-    read = operator.itemgetter(*names) if names else _no_settings
+    read = operator.itemgetter(*names) if names else no_settings
     found: Any = read(module.__dict__)
     settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
     if above := overridden(module):
@@ -145,8 +145,8 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, *_CALLED, types.MethodType))
 
 
-def _no_settings(attributes: dict[str, Any]) -> None:
-    return None
+def no_settings(attributes: dict[str, Any]) -> None:
+    """Reads the settings of a module that has none."""
 
 
 def _held(value: Any) -> Any:
@@ -255,7 +255,7 @@ def same_parts(
                 places[path[:-1]],
                 path[-1] if path else None,
                 *(
-                    (None, False, None, None, None, _no_settings, None)
+                    (None, False, None, None, None, no_settings, None)
                     if part is None
                     else (
                         *(part._class, part._called, part._forward, part._coded, part._code),

@@ -289,6 +289,120 @@ def test_guard(kernels_module: ModuleType) -> None:
     assert seen.names == []
 
 
+class Norm(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(weight), None
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _of_module(kernels: ModuleType, module: Norm, guarded: Any, in_order: bool = True) -> Any:
+    def read(attributes: dict[str, Any]) -> Any:
+        return attributes["eps"]
+
+    forward = Norm.forward
+    return kernels.calls.of_module(
+        guarded, Norm, forward, forward, forward.__code__, read, 1e-6,
+        ("weight", "bias"), (True, False), in_order,
+    )  # fmt: skip
+
+
+def test_of_module(kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guarded call of a module's own parameters, for as long as the module is what it was."""
+    call, x, w = _rms_norm(kernels_module)
+    guarded = kernels_module.calls.guard(call, x, w, None)
+    module = Norm(w)
+    quick = _of_module(kernels_module, module, guarded)
+    expected = call(x, w, None)
+
+    @torch.no_grad()
+    def takes(x: Any = x, *more: Any) -> bool:
+        y = quick(module, x, *more)
+        assert y is NotImplemented or torch.equal(y, call(x, w, None))
+        return y is not NotImplemented
+
+    assert takes() and takes(x[:1]) and not takes(x.bfloat16()) and not takes(x, None)
+    assert quick(module, x) is NotImplemented  # the weight wants a gradient
+    assert quick() is NotImplemented and quick(x, module) is NotImplemented
+    for stranger in (None, 3, torch.nn.Parameter(x), x.as_subclass(Logged), x.to_sparse()):
+        assert not takes(stranger)
+    assert not takes(torch._neg_view(x))
+    wide = torch.randn(4, 6, x.shape[-1])
+    assert takes(wide) and takes(wide[:, ::2]) and takes(wide[1:2].transpose(0, 1))
+    assert takes(wide[:1].expand(4, -1, -1)) and not takes(wide.transpose(0, 1))
+    with torch.no_grad():
+        in_any_order = _of_module(kernels_module, module, guarded, False)
+        swapped = wide.transpose(0, 1)
+        assert torch.equal(in_any_order(module, swapped), call(swapped, w, None))
+
+    module.eps = 1e-5
+    assert not takes()
+    del module.eps  # reading it raises
+    assert not takes()
+    module.eps = 1e-6
+    module.__dict__["weight"] = w  # hides the parameter
+    assert not takes()
+    del module.__dict__["weight"]
+    module.__dict__["bias"] = w  # of a name that the class did not have
+    assert takes()
+    module._parameters["bias"] = torch.nn.Parameter(w)
+    assert not takes()
+    module._parameters["bias"] = None
+    module._parameters["weight"] = w.clone()  # no parameter
+    assert not takes()
+    module._parameters["weight"] = torch.nn.Parameter(torch._neg_view(-w))
+    assert not takes()
+    module._parameters["weight"] = torch.nn.Parameter(w.bfloat16())
+    assert not takes()
+    del module._parameters["weight"]
+    assert not takes()
+    module._parameters["weight"] = torch.nn.Parameter(w.clone())
+    assert takes()
+
+    class Other(Norm):
+        pass
+
+    module.__class__ = Other
+    assert not takes()
+    module.__class__ = Norm
+    with monkeypatch.context() as patch:
+        patch.setattr(Norm, "forward", lambda self, x: -x)
+        assert not takes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Norm.forward, "__code__", (lambda self, x: -x).__code__)
+        assert not takes()
+    with torch.no_grad(), Seen() as seen:
+        assert quick(module, x) is NotImplemented
+    assert seen.names == [] and takes()
+    with torch.no_grad():
+        assert torch.equal(quick(module, x), expected)
+
+
+def test_what_of_module_refuses(kernels_module: ModuleType) -> None:
+    call, x, w = _rms_norm(kernels_module)
+    of_module = kernels_module.calls._extension.of_module
+    guarded = kernels_module.calls.guard(call, x, w, None)
+    rest = (Norm, Norm.forward, Norm.forward, Norm.forward.__code__, None, None)
+    names: Any
+    for first, names, there in (
+        (len, ("weight", "bias"), (True, False)),
+        (guarded, ["weight", "bias"], (True, False)),
+        (guarded, ("weight", "bias"), (True,)),
+        (guarded, ("w",) * 40, (True,) * 40),
+    ):
+        with pytest.raises(TypeError, match="`of_module`: expected what `guard` returned"):
+            of_module(first, *rest, names, there, True)
+    with pytest.raises(TypeError, match="`of_module`"):
+        of_module(guarded)
+    # one parameter where the operator takes two: no call is for it
+    short = of_module(guarded, *rest, ("weight",), (True,), True)
+    with torch.no_grad():
+        assert short(Norm(w), x) is NotImplemented
+
+
 def test_results_are_ordinary_tensors(kernels_module: ModuleType) -> None:
     """They are allocated past the dispatcher, and are what it would have made."""
     call, x, w = _rms_norm(kernels_module)
@@ -317,6 +431,7 @@ def test_memory(kernels_module: ModuleType) -> None:
     norm = bind(kernels_module, BY_ID["group_norm"])
     group = ordered(BY_ID["group_norm"], BY_ID["group_norm"].make(torch.float32))
     assert copy.deepcopy(call) is call
+    module = Norm(w)
 
     def work() -> None:
         for _ in range(200):
@@ -324,7 +439,10 @@ def test_memory(kernels_module: ModuleType) -> None:
             with pytest.raises(RuntimeError):
                 call(x, w[:-1], None)
             bind(kernels_module, BY_ID["rms_norm"])
-            kernels_module.calls.guard(call, x, w, None)
+            made = kernels_module.calls.guard(call, x, w, None)
+            of_module = _of_module(kernels_module, module, made)
+            with torch.no_grad():
+                of_module(module, x), of_module(module, x.half()), of_module(3, x)
 
     def count() -> tuple[int, int, int]:
         gc.collect()

@@ -50,6 +50,40 @@ def guard(bound: Callable[..., Any], *tensors: Any) -> Optional[Callable[..., An
     return result
 
 
+def of_module(
+    guarded: Callable[..., Any],
+    cls: type,
+    forward: Callable[..., Any],
+    coded: Any,
+    code: Any,
+    read: Optional[Callable[[dict[str, Any]], Any]],
+    settings: Any,
+    names: tuple[str, ...],
+    there: tuple[bool, ...],
+    in_order: bool,
+) -> Callable[[Any, Any], Any]:
+    """A guarded call for a module whose forward is that operator of its input and parameters.
+
+    It takes the module and the input, and returns NotImplemented where `guarded` would, or where
+    the module is no longer what it was: its class is another one, has another forward, or other
+    settings; a parameter is hidden by an attribute, or is none of PyTorch's own.
+
+    Args:
+        guarded: what `guard` returned, of the input and the parameters in the order of `names`.
+        cls: the module's class, and `forward` the one that it must have.
+        coded: what has the forward's `__code__`, which must be `code`.
+        read: what reads the module's settings off its `__dict__`; they must equal `settings`. It
+            may raise any error: the call is not for this way then. None: there are none.
+        names: of the parameters; one that the module does not have is None.
+        there: whether the module had each of them, so that an attribute would hide it.
+        in_order: only inputs whose dimensions before the last lie in memory as they come.
+    """
+    result: Callable[[Any, Any], Any] = _extension.of_module(
+        guarded, cls, forward, coded, code, read, settings, names, there, in_order
+    )
+    return result
+
+
 def over_lists(name: str, *arguments: Any) -> Optional[bool]:
     """Call an operator over lists of tensors, without autograd and past the dispatcher.
 
