@@ -159,7 +159,11 @@ def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
     refused: set[int] = set()
     far = subject.far_inputs(trial.x, seeded(2))
     samples = (trial.x, far, far.flip(-2)) if trial.reading.by_rank else (trial.x,)
+    ranks: tuple[tuple[int, ...], ...]
     ranks = (*_RANKS, (0, 2), (2, 0)) if trial.reading.by_rank else _RANKS
+    if subject.dims is not None:
+        ranks = tuple(lead for lead in ranks if len(lead) + 1 in subject.dims)
+        trial.takes_empty = False
     for lead, sample in itertools.product(ranks, samples):
         x = subject.reshaped(sample, lead)
         try:
@@ -188,7 +192,7 @@ def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
     if (
         refused or trial.reading.by_rank or not trial.takes_empty
     ):  # of more dimensions the code was not read
-        trial.dims = frozenset(range(1, 6)) - refused
+        trial.dims = (subject.dims or frozenset(range(1, 6))) - refused
     return None
 
 

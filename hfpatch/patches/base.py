@@ -80,6 +80,8 @@ class Subject(ABC):
     live: tuple[str, ...] = ()
     #: Whether what it computes may depend on the width of its input (a norm of that one width).
     fixed_width = False
+    #: How many dimensions its input must have, where its kind takes no others.
+    dims: frozenset[int] | None = None
     #: Whether the code that was read last casts anything, or would where dtypes were others.
     casts = False
     #: Whether its adapter computes the formula by other operators where autograd records, also in

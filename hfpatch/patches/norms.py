@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +33,7 @@ from hfpatch.patches.keys import attributes_of, fingerprint, kept_while_planning
 from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import own_copy, random_like, replicate
 from hfpatch.patches.unchanged import leaf_settings, no_settings
-from hfpatch.reading.leaf import read
+from hfpatch.reading.leaf import Reading, Unexplained, read
 from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
@@ -177,6 +178,11 @@ class NormSubject(Subject):
         return bool(y.stride() == apart.stride())
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
+        return self.of_rows(original, original, contract)
+
+    def of_rows(self, original: Forward, instead: Forward, contract: Contract) -> Forward:
+        """The forward of rows; `instead` takes the calls that it does not take. A module whose
+        class was patched is left to its class."""
         weight, bias, width = self.weight, self.bias, self.width  # which the code may name
         checked_width = width if self._param(weight) is None else None
         has_weight, has_bias = (self._param(n) is not None for n in (weight, bias))
@@ -201,7 +207,7 @@ class NormSubject(Subject):
             # Inductor fuses a norm with its neighbours. Exports without dynamo are told by their
             # tensors, below: `is_compiling` would take three times as long.
             if is_dynamo_compiling():
-                return original(self, *(() if x is missing else (x,)), *args, **kwargs)
+                return instead(self, *(() if x is missing else (x,)), *args, **kwargs)
             if quick is not None and not args and not kwargs:
                 y = quick(self, x)
                 if y is not NotImplemented:
@@ -212,7 +218,8 @@ class NormSubject(Subject):
                 or type(self).forward is not original
                 or own.__code__ is not code
             ):
-                return type(self).forward(self, *(() if x is missing else (x,)), *args, **kwargs)
+                of_class = instead if instead is not original else type(self).forward
+                return of_class(self, *(() if x is missing else (x,)), *args, **kwargs)
             d = self.__dict__
             try:
                 unchanged = read(d) == settings
@@ -221,9 +228,9 @@ class NormSubject(Subject):
             if x is missing:
                 x = first_argument((), kwargs, name)
                 if x is None:
-                    return original(self, **kwargs)
+                    return instead(self, **kwargs)
             elif args or kwargs:
-                return original(self, x, *args, **kwargs)
+                return instead(self, x, *args, **kwargs)
             if type(x) is Tensor and is_dense(x) and not watched() and contract.takes(x):
                 p = d["_parameters"]
                 w = p.get(weight)
@@ -281,7 +288,7 @@ class NormSubject(Subject):
                                 if run[4]:
                                     return lying_as(x, run[0](x, w, b))
                                 if suggests_channels_last(x):  # some of PyTorch's keep that alone
-                                    return original(self, x)
+                                    return instead(self, x)
                         if order is not None:
                             back = sorted(range(x.dim()), key=order.__getitem__)
                             return run[0](x.permute(order), w, b).permute(back)
@@ -301,9 +308,58 @@ class NormSubject(Subject):
                             quick = run[1]((x, w, b), *what, *of_parameters, run[3])
                             guards += 1
                         return run[0](x, w, b)
-            return original(self, x)
+            return instead(self, x)
 
         return forward
+
+
+class ChannelNormSubject(NormSubject):
+    """A norm over an image's channels: `[N, C, H, W]`, whose rows are those of `[N, H, W, C]`.
+
+    ConvNeXt's, which SAM and others copied: `permute`, the norm of rows, and `permute` back. The
+    result lies in memory as the original's, channels last.
+    """
+
+    dims = frozenset({4})
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("channels", *super().key)
+
+    def inputs(self, combo: Combo, device: torch.device, generator: torch.Generator) -> Tensor:
+        rows = super().inputs(combo, device, generator)
+        return torch.stack((rows, rows.flip(1)))
+
+    def arguments(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x.permute(0, 3, 1, 2).contiguous(),)
+
+    def run(self, module: nn.Module, x: Tensor) -> Any:
+        y = super().run(module, x)
+        return y.permute(0, 2, 3, 1) if type(y) is Tensor and y.dim() == 4 else y
+
+    def read(self, module: nn.Module, x: Tensor) -> Reading:
+        reading = super().read(module, x)
+        if reading.result.dim() != 4:
+            raise Unexplained(f"its result has {reading.result.dim()} dimensions, expected 4")
+        return replace(reading, result=reading.result.permute(0, 2, 3, 1))
+
+    def forward(self, original: Forward, contract: Contract) -> Forward:
+        of_rows = self.of_rows(original, _not_implemented, contract)
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and not kwargs and not is_dynamo_compiling():
+                x = args[0]
+                if type(x) is Tensor and x.dim() == 4 and is_dense(x):
+                    y = of_rows(self, x.permute(0, 2, 3, 1).contiguous())
+                    if y is not NotImplemented:
+                        return y.permute(0, 3, 1, 2)
+            return type(self).forward(self, *args, **kwargs)
+
+        return forward
+
+
+def _not_implemented(*args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
 
 
 def fits(parameter: Tensor, x: Tensor) -> bool:
@@ -373,7 +429,32 @@ class Norms(Family):
             return "normalizes more than the last dimension"
         if not shapes and width is not None and _takes_any_width(module, width):
             width = None
-        return NormSubject(module, weight, bias or "bias", width)
+        subject = NormSubject(module, weight, bias or "bias", width)
+        if _over_channels(subject):
+            return ChannelNormSubject(module, weight, bias or "bias", width)
+        return subject
+
+
+def _over_channels(subject: NormSubject) -> bool:
+    """Whether a norm takes images whose channels are not last, as its code says."""
+    module, width = subject.module, subject.width
+    code = getattr(type(module).forward, "__code__", None)
+    if width is None or "permute" not in getattr(code, "co_names", ()):
+        return False
+    known = kept_while_planning(_over_channels).setdefault(type(module), {})
+    key = (subject.key, attributes_of(module))
+    if key not in known:
+        size = 3 if width != 3 else 5  # which no norm of rows of that width takes for one
+        drawn, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+        try:
+            with cpu_default():
+                replica = subject.replica(Combo(torch.float32, torch.float32), cpu, drawn)
+                x = torch.randn(1, width, 2, size, generator=drawn)
+                known[key] = read(replica, [x], width=width).result.shape == x.shape
+        except Exception:  # unexplained, or of an operation: its channels are last
+            known[key] = False
+    found: bool = known[key]
+    return found
 
 
 def _takes_any_width(module: nn.Module, width: int) -> bool:

@@ -278,6 +278,24 @@ def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
     return traced(x.tensor.reshape(shape), x, view=True)
 
 
+#: An image's channels put last, and back.
+_CHANNELS = ((0, 2, 3, 1), (0, 3, 1, 2))
+
+
+def _permute(width: int | None, args: Arguments, given: Keywords) -> Any:
+    """Of images alone: rows are what is last, and these are the two orders that keep them whole."""
+    _only("permute", given, "dims")
+    x, *dims = (*args, given["dims"]) if "dims" in given else args
+    order = dims[0] if len(dims) == 1 else dims
+    if not isinstance(x, Traced) or not isinstance(order, (tuple, list)):
+        raise Unexplained("`permute` is not of a tensor and its dimensions")
+    if any(type(d) is not int for d in order) or tuple(order) not in _CHANNELS:
+        raise Unexplained("`permute` moves other dimensions than an image's channels")
+    if x.tensor.dim() != 4:
+        raise Unexplained("`permute` takes images alone, and not as a norm of channels does")
+    return traced(x.tensor.permute(*order), x, view=True)
+
+
 def _as_halves(x: Any, sizes: list[Any]) -> Halves:
     """`x.view(batch, length, 2, -1)` of a packed projection, each of whose halves is taken."""
     lead, tail = sizes[:-2], sizes[-2:]
@@ -366,6 +384,7 @@ _NAMED: dict[str, Operation] = {
     "clone": _clone,
     "split": _split,
     "reshape": _reshape,
+    "permute": _permute,
 }
 
 #: Methods of tensors, by name: a tensor here is always a plain one.
