@@ -98,7 +98,7 @@ def _holds_far_out(trial: Trial, formula: Formula) -> bool:
 
 
 #: Powers of two, which no dtype rounds.
-_SCALES = (2.0**-20, 2.0**10)
+_SCALES = (2.0**-60, 2.0**10, 2.0**60)
 
 
 def _holds_with_parameters(trial: Trial, formula: Formula, by: float) -> bool:

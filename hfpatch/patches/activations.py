@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -56,6 +56,8 @@ class ActivationSubject(Subject):
     def key(self) -> tuple[Any, ...]:
         own = attributes_of(self.module)  # `act` of the transformers classes is among these
         return (self.projection, own)
+
+    far: ClassVar[Tensor] = torch.arange(-36, 37, 3)
 
     def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
         if list(calls) != [(n, "input") for n in self.live]:

@@ -84,12 +84,16 @@ class Subject(ABC):
     dims: frozenset[int] | None = None
     #: Whether the code that was read last casts anything, or would where dtypes were others.
     casts = False
+    #: Children that it calls, whose weight's dtype the code that was read last asks for.
+    asked: frozenset[str] = frozenset()
     #: Whether its adapter computes the formula by other operators where autograd records, also in
     #: `mode="inference"`.
     differentiates = False
     #: Whether `mode="training"` gives it a gradient of ours.
     trains = True
 
+    #: Powers of ten: scales at which fp32 holds all that its formulas compute.
+    far: ClassVar[Tensor] = torch.arange(-12, 13, 3)
     #: How many operations its formulas have that could make something else between the samples:
     #: "special" (a step or a bend: exp, tanh, sigmoid), "root", "over" (divides by a tensor).
     most: ClassVar[Mapping[str, int]] = {"special": 1, "root": 0, "over": 0}
@@ -134,7 +138,7 @@ class Subject(ABC):
     def far_inputs(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Like `x`, which `inputs` made, with rows of every scale at which fp32 holds powers of
         three: a small term shows at one of them."""
-        scales = 10.0 ** torch.arange(-12, 13, 3)
+        scales = 10.0**self.far
         rows = torch.randn(*x.shape[:-3], 1, len(scales), x.shape[-1], generator=generator)
         return (rows * scales[:, None]).to(x.device, x.dtype)
 
@@ -168,7 +172,7 @@ class Subject(ABC):
                 raise Unexplained(
                     f"it has {count} operations of the kind of {_KINDS[kind]}, its formula {most}"
                 )
-        self.casts = reading.counts.get("cast", 0) > 0
+        self.casts, self.asked = reading.counts.get("cast", 0) > 0, reading.asked
         if (why := self.misread(reading.calls)) is not None:
             raise Unexplained(f"it {why}")
         return reading

@@ -202,9 +202,13 @@ class GatedSubject(Subject):
         # of the code's casts that are none where the layers keep to one dtype
         casts = self.casts and not may_differ
         first = [n for n in (gate, up) if n is not None]
+        # of other dtypes than the proofs' (a layer that was quantized later) the code may do else
+        asked = sorted(self.asked)
 
         def compute(module: nn.Module, x: Tensor) -> Any:
             m = module._modules
+            if asked and any(_of_whole_numbers(m[n]) for n in asked):
+                return NotImplemented
             if casts and any(weight_dtype(m[n], x.dtype) != x.dtype for n in first):
                 return NotImplemented
             u: Any = m[up](x) if up_first else None  # type: ignore[index,misc]
@@ -312,6 +316,11 @@ class GatedSubject(Subject):
             return original(self, *args, **kwargs)
 
         return forward
+
+
+def _of_whole_numbers(layer: Any) -> bool:
+    dtype = getattr(getattr(layer, "weight", None), "dtype", None)
+    return dtype is not None and not dtype.is_floating_point
 
 
 def _apart(modules: Any, gate: str, down: str | None) -> bool:

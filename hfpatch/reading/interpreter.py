@@ -34,6 +34,7 @@ from hfpatch.reading.operations import (
 from hfpatch.reading.scope import Returned, Scope
 from hfpatch.reading.source import tree_of
 from hfpatch.reading.values import (
+    ChildWeight,
     Context,
     Fact,
     Handler,
@@ -71,8 +72,10 @@ class Interpreter:
         self.own_gradient = False
         #: Calls of live children, in order: name and argument.
         self.calls: list[tuple[str, Traced]] = []
+        #: Live children whose weight's dtype the code asks for.
+        self.asked: set[str] = set()
         #: What was found by a name that is not the module's: where, the name, what.
-        self.found: list[tuple[Any, Any, Any]] = []
+        self.found: list[tuple[Any, Any, Any]] = list(surroundings.OF_MODULES)
         #: Of what type the device of the inputs is.
         self.device = "cpu"
         self._depth = 0
@@ -136,6 +139,8 @@ class Interpreter:
             return read_off(of, name)
         if isinstance(of, nn.Module):
             return self._of_module(of, name)
+        if isinstance(of, ChildWeight):
+            return self._of_weight(of, name)
         if isinstance(of, Super):
             return self._of_super(of, name)
         if isinstance(of, types.ModuleType):
@@ -155,8 +160,12 @@ class Interpreter:
     def _of_module(self, module: nn.Module, name: str) -> Any:
         surroundings.check_class(type(module))
         held = module.__dict__
-        if any(module is child for child in self.live.values()) and name not in ("weight", "bias"):
-            raise Unexplained(f"`{name}` of a `{type(module).__name__}` that is called is read")
+        for child_name, child in self.live.items():
+            if module is child:
+                weight = child._parameters.get(name) if isinstance(child, nn.Module) else None
+                if name == "weight" and weight is not None:
+                    return ChildWeight(child_name, weight)
+                raise Unexplained(f"`{name}` of a `{type(module).__name__}` that is called is read")
         for base in type(module).__mro__:
             if name in base.__dict__:
                 member = base.__dict__[name]
@@ -190,6 +199,13 @@ class Interpreter:
         if name in held["_modules"]:
             return held["_modules"][name]
         raise Unexplained(f"`{name}` is no attribute of `{type(module).__name__}`")
+
+    def _of_weight(self, weight: ChildWeight, name: str) -> Any:
+        if name not in ("dtype", "device"):
+            raise Unexplained(f"`{name}` of the weight of `{weight.name}` is read")
+        if name == "dtype":
+            self.asked.add(weight.name)
+        return read_off(Traced(weight.tensor), name)
 
     def _setting(self, value: Any, name: str, module: nn.Module) -> Any:
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
@@ -247,9 +263,28 @@ class Interpreter:
         result = self.function(forward.__func__, [ctx, *args], {})
         if not isinstance(result, Traced):
             raise Unexplained(f"`{cls.__name__}` returns no tensor")
-        with tally():  # of its own: a gradient is compared, wherever it has steps
-            self.function(backward.__func__, [ctx, Traced(torch.ones_like(result.tensor))], {})
+        self._backward(backward.__func__, ctx, result.tensor)
         return Traced(result.tensor)
+
+    def _backward(self, backward: Any, ctx: Context, result: torch.Tensor) -> None:
+        """Read a function's gradient. It must be as many times as large as what it is given, at
+        every scale, and may have one bend more than the formulas: GELU's has its own exponential.
+        """
+        ones = torch.ones_like(result)
+        with tally() as counts:
+            first = _tensors(self.function(backward, [ctx, Traced(ones)], {}))
+        if counts.get("special", 0) > 2 or (counts.get("special", 0) == 2 and not counts["exp"]):
+            raise Unexplained(
+                f"a gradient of its own has {counts['special']} steps or bends, a formula's one"
+            )
+        for scale in _OF_GRADIENTS:
+            with tally():
+                again = _tensors(self.function(backward, [ctx, Traced(ones * scale)], {}))
+            for a, b in zip(first, again, strict=True):
+                expected = a * scale
+                whole = expected.isfinite() & (expected.abs() > torch.finfo(a.dtype).tiny)
+                if a.dtype is not b.dtype or not torch.equal(expected[whole], b[whole]):
+                    raise Unexplained("a gradient of its own is not linear in what it is given")
 
     def _of_context(self, ctx: Context, name: str) -> Any:
         if name == "saved_tensors":
@@ -284,6 +319,7 @@ class Interpreter:
             return self.function(function.function, [function.module, *args], kwargs)
         operation = FUNCTIONS.get(function) if _hashable(function) else None
         if operation is not None:
+            self.found += surroundings.below(function)
             return operation(self.width, args, kwargs)
         if any(function is f for f in NUMERIC):
             return numeric(function, args, kwargs)
@@ -291,7 +327,20 @@ class Interpreter:
             return said
         if str(getattr(function, "__module__", "")).startswith("torch."):
             raise Unexplained(f"`{_called(function)}` is called, which no formula has")
+        if any(isinstance(a, nn.Module) for a in (*args, *kwargs.values())):
+            self._check_of_class(function, args)
         return self.function(function, args, kwargs)
+
+    def _check_of_class(self, function: Any, args: list[Any]) -> None:
+        """Raise unless a module is handed to a method of its own class: calls look at what these
+        read of a module, and at what no other function does."""
+        module = args[0] if args else None
+        name = getattr(function, "__name__", "")
+        own = isinstance(module, nn.Module) and any(
+            vars(base).get(name) is function for base in type(module).__mro__
+        )
+        if not own or sum(isinstance(a, nn.Module) for a in args) > 1:
+            raise Unexplained(f"`{_called(function)}` is called with a module")
 
     def _module(self, module: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
         for name, child in self.live.items():
@@ -332,6 +381,16 @@ def _bound(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
         last = bool(code.co_flags & inspect.CO_VARARGS)
         empty[code.co_varnames[code.co_argcount + code.co_kwonlyargcount + last]] = {}
     return {**empty, **found.arguments}
+
+
+#: Powers of two, which no product rounds.
+_OF_GRADIENTS = (-1.0, 2.0**-10, 2.0**10, 2.0**-40, 2.0**40, 2.0**80)
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    """The tensors that a backward returns."""
+    all_of_it = found if isinstance(found, (tuple, list)) else (found,)
+    return [t.tensor for t in all_of_it if isinstance(t, Traced)]
 
 
 def _member(cls: type, name: str) -> Any:

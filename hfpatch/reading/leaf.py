@@ -31,6 +31,7 @@ class Reading:
     own_gradient: whether it has an `autograd.Function`, whose gradient may be any.
     calls: the live children that it calls, in order, and whose result each is called with
         ("input": an argument of the forward; "": something computed).
+    asked: live children whose weight's dtype the code asks for.
     counts: how many operations it has that could make a step, a bend or a bump, see `tally`.
     found: the globals, closures and library functions that the code used, for `still_holds`.
     """
@@ -41,6 +42,7 @@ class Reading:
     calls: tuple[tuple[str, str], ...]
     found: tuple[tuple[Any, Any, Any], ...]
     counts: Mapping[str, int]
+    asked: frozenset[str] = frozenset()
 
 
 def read(
@@ -78,7 +80,13 @@ def read(
         raise Unexplained(f"it returns a {type(result).__name__}, not a tensor")
     calls = tuple((name, x.role) for name, x in reader.calls)
     return Reading(
-        result.tensor, reader.by_rank, reader.own_gradient, calls, tuple(reader.found), counts
+        result.tensor,
+        reader.by_rank,
+        reader.own_gradient,
+        calls,
+        tuple(reader.found),
+        counts,
+        frozenset(reader.asked),
     )
 
 

@@ -113,7 +113,7 @@ class Scope:
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
-            self.names[target.id] = value
+            self.names[_as_written(target.id)] = value
         elif isinstance(target, (ast.Tuple, ast.List)):
             for part, item in zip(target.elts, self._parts(target.elts, value), strict=True):
                 self._assign(part.value if isinstance(part, ast.Starred) else part, item)
@@ -138,7 +138,7 @@ class Scope:
     def _augmented(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
             raise Unexplained(f"it writes to `{ast.unparse(node.target)}`")
-        before = self._name(node.target.id)
+        before = self._name(_as_written(node.target.id))
         after = self._operate(type(node.op).__name__, [before, self.value(node.value)])
         if isinstance(before, Traced):
             written(type(node.op).__name__.lower(), before)
@@ -193,7 +193,7 @@ class Scope:
         return node.value
 
     def _name_value(self, node: ast.Name) -> Any:
-        return self._name(node.id)
+        return self._name(_as_written(node.id))
 
     def _name(self, name: str) -> Any:
         if name in self.names:
@@ -232,6 +232,7 @@ class Scope:
             if isinstance(node, ast.Starred):
                 value = self.value(node.value)
                 if isinstance(value, Fact) and isinstance(value.value, tuple):
+                    self.reader.by_rank = True  # how many there are says the rank
                     items += _sizes(value)
                 elif isinstance(value, (tuple, list)):
                     items += value
@@ -277,6 +278,10 @@ class Scope:
             if isinstance(op, (ast.Is, ast.IsNot)) and (left is None or right is None):
                 held = left is right
                 outcome = held if isinstance(op, ast.Is) else not held
+            elif isinstance(op, (ast.Is, ast.IsNot)) and any(
+                type(plain_of(v)) in (int, float, bool, str, tuple) for v in (left, right)
+            ):  # a call looks whether settings are equal
+                raise Unexplained("it asks whether two values are one object")
             else:
                 if any(isinstance(v, Traced) for v in (left, right)):
                     raise Unexplained("it compares the values of a tensor")
@@ -352,6 +357,8 @@ class Scope:
             return self._super()
         function = self.value(node.func)
         args, kwargs = self._arguments(node)
+        if function is getattr and not all(isinstance(a, ast.Constant) for a in node.args[1:2]):
+            raise Unexplained("`getattr` takes a name that the code does not write out")
         if (said := self._builtin(function, args, kwargs)) is not NotImplemented:
             return said
         return self.reader.call(function, args, kwargs)
@@ -362,7 +369,7 @@ class Scope:
         for keyword in node.keywords:
             value = self.value(keyword.value)
             if keyword.arg is not None:
-                kwargs[keyword.arg] = value
+                kwargs[_as_written(keyword.arg)] = value
             elif type(value) is dict:
                 kwargs |= value
             else:
@@ -392,6 +399,9 @@ class Scope:
             raise Unexplained("it asks for the class of something")
         if nn.Parameter in wanted and isinstance(value, Traced):
             raise Unexplained("it asks whether a tensor is a parameter, which may change")
+        number = type(plain_of(value)) in (int, float, bool)
+        if number and (int in wanted or float in wanted):  # calls take 1 and 1.0 for one setting
+            raise Unexplained("it asks for the class of a number")
         return isinstance(plain_of(value), wanted)
 
     def _super(self) -> Super:
@@ -412,6 +422,13 @@ def _sizes(shape: Fact) -> list[Fact]:
         Fact(v, frozenset({"width" if i == last else "lead"}) if whole else shape.kinds)
         for i, v in enumerate(shape.value)
     ]
+
+
+def _as_written(name: str) -> str:
+    """A name, unless the compiler makes another one of it inside a class."""
+    if name.startswith("__") and not name.endswith("__"):
+        raise Unexplained(f"`{name}` is in it, which a class may write otherwise")
+    return name
 
 
 def _only_raises(statements: list[ast.stmt]) -> bool:

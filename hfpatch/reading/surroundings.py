@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.reading.operations import FUNCTIONS
 from hfpatch.reading.values import Fact, Unexplained, is_plain, plain_of
 
 #: Functions of transformers and diffusers that say what is installed: the same in the whole
@@ -41,6 +42,8 @@ _NEVER = (
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLASS_HOOKS = ("__call__", "_call_impl", "__getattr__", "__getattribute__", "__setattr__")
+#: How every module is called and read, as it was when hfpatch was imported.
+OF_MODULES = [(nn.Module, name, getattr(nn.Module, name)) for name in _CLASS_HOOKS]
 
 
 def check_library(library: types.ModuleType, name: str) -> None:
@@ -62,6 +65,32 @@ def check_class(cls: type) -> None:
                 if base not in (nn.Module, object):
                     raise Unexplained(f"`{base.__name__}` has a `{name}` of its own")
                 break
+    for where, name, value in OF_MODULES:
+        if getattr(where, name) is not value:
+            raise Unexplained(f"`torch.nn.Module.{name}` was replaced")
+
+
+def _called_by(function: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """The functions of torch that a Python function of it names: where they are, and what."""
+    names = function.__code__.co_names if isinstance(function, types.FunctionType) else ()
+    return [
+        (vars(home), name, vars(home)[name])
+        for home in (torch, torch._C._nn)
+        for name in names
+        if callable(vars(home).get(name))
+    ]
+
+
+#: Of `F.layer_norm` and the like, as it was when hfpatch was imported.
+_BELOW = {f: _called_by(f) for f in FUNCTIONS}
+
+
+def below(function: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """What of torch a known function calls, which must be torch's own."""
+    for where, name, value in _BELOW[function]:
+        if where.get(name) is not value:
+            raise Unexplained(f"`torch.{name}` was replaced")
+    return _BELOW[function]
 
 
 def usable(value: Any, name: str) -> Any:

@@ -41,6 +41,15 @@ class Traced:
 
 
 @dataclass(frozen=True, eq=False)
+class ChildWeight:
+    """The weight of a child that is called: the code may ask for its dtype and device alone, for
+    the rest of it is the child's."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Halves:
     """A packed projection seen as `[..., 2, width / 2]`, of which one half is taken."""
 
@@ -114,7 +123,7 @@ def kinds_of(*values: Any) -> frozenset[str]:
 
 def plain_of(value: Any) -> Any:
     """The value without the marks of the reader: tensors, numbers, tuples of them."""
-    if isinstance(value, Traced):
+    if isinstance(value, (Traced, ChildWeight)):
         return value.tensor
     if isinstance(value, Fact):
         return value.value

@@ -166,3 +166,117 @@ def test_a_dict_that_is_copied_by_hand() -> None:
                 other.__dict__.update(module.__dict__)
             other._parameters = {"weight": nn.Parameter(2 * module.weight, requires_grad=False)}
             torch.testing.assert_close(other(x), (1 if by_hand else 2) * module(x))
+
+
+def test_a_property_over_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnRMSNorm(TorchRMSNorm):
+        pass
+
+    def twice(self: nn.Module) -> torch.Tensor:
+        return 2 * self._parameters["weight"]
+
+    module = OwnRMSNorm()
+    _check(
+        module, lambda: monkeypatch.setattr(OwnRMSNorm, "weight", property(twice), raising=False)
+    )
+
+
+def test_a_property_over_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnMLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = (nn.Linear(32, 64, bias=False) for _ in range(2))
+            self.down_proj, self.act_fn = nn.Linear(64, 32, bias=False), nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    def other(self: nn.Module) -> nn.Module:
+        return nn.Tanh()
+
+    _check(OwnMLP(), lambda: monkeypatch.setattr(OwnMLP, "act_fn", property(other), raising=False))
+
+
+@pytest.mark.parametrize("name", ["__getattr__", "__getattribute__"])
+@pytest.mark.parametrize("on", ["class", "nn.Module"])
+def test_how_attributes_are_read(name: str, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnRMSNorm(TorchRMSNorm):
+        pass
+
+    cls = OwnRMSNorm if on == "class" else nn.Module
+    before = getattr(nn.Module, name)
+
+    def read(self: nn.Module, asked: str) -> Any:
+        found = before(self, asked)
+        return 2 * found if asked == "weight" and isinstance(self, OwnRMSNorm) else found
+
+    if name == "__getattribute__":  # parameters are found by `__getattr__` then
+
+        def read(self: nn.Module, asked: str) -> Any:
+            found = before(self, asked)
+            return 0.25 if asked == "eps" and isinstance(self, OwnRMSNorm) else found
+
+    _check(OwnRMSNorm(), lambda: monkeypatch.setattr(cls, name, read, raising=False))
+
+
+def test_what_a_function_of_an_instance_closes_over() -> None:
+    def made(gain: float) -> tuple[Callable[..., torch.Tensor], Callable[[float], None]]:
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * gain
+
+        def change(value: float) -> None:
+            nonlocal gain
+            gain = value
+
+        return scaled, change
+
+    class HoldingRMSNorm(Norm):
+        def __init__(self, scaled: Callable[..., torch.Tensor]) -> None:
+            super().__init__()
+            self.scaled = scaled
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.scaled(self.weight * y)
+
+    scaled, change = made(1.0)
+    _check(HoldingRMSNorm(scaled), lambda: change(3.0))
+
+    def by_default(x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
+        return x * gain
+
+    _check(HoldingRMSNorm(by_default), lambda: by_default.__kwdefaults__.update(gain=3.0))
+
+
+def test_the_forward_of_an_autograd_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Swish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * torch.sigmoid(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            y = torch.sigmoid(x)
+            return grad * (y * (1 + x * (1 - y)))
+
+    class OwnSiLU(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Swish.apply(x)
+
+    def negative(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return -x
+
+    _check(OwnSiLU(), lambda: monkeypatch.setattr(Swish, "forward", staticmethod(negative)))
+
+
+def test_what_a_function_of_torch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.layer_norm
+
+    class OwnLayerNorm(nn.LayerNorm):
+        pass
+
+    module = OwnLayerNorm(32).requires_grad_(False)
+    _check(module, lambda: monkeypatch.setattr(torch, "layer_norm", lambda *a: 2 * own(*a)))

@@ -134,9 +134,20 @@ class BorrowingRMSNorm(PlainRMSNorm):
         return Lender.forward(self, x)  # type: ignore[arg-type]
 
 
-def test_a_method_of_another_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+class HeirRMSNorm(PlainRMSNorm, Lender):
+    def forward(self, x: Tensor) -> Tensor:
+        return Lender.forward(self, x)
+
+
+def test_a_method_of_another_class() -> None:
+    """No call looks at what it reads of a module that is not of its class."""
+    (skip,) = hfpatch.apply(nn.Sequential(drawn(BorrowingRMSNorm()))).skips
+    assert "`Lender.forward` is called with a module" in skip.reason
+
+
+def test_a_method_of_a_base_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is seen by the next `apply`, as a function is that a global names."""
-    model = nn.Sequential(drawn(BorrowingRMSNorm())).requires_grad_(False)
+    model = nn.Sequential(drawn(HeirRMSNorm())).requires_grad_(False)
     x, theirs = torch.randn(2, WIDTH), Lender.forward
     assert hfpatch.apply(model).swaps
     before = model(x)

@@ -1,0 +1,390 @@
+"""Code that was read as another one: each hid what a call may vary from the reader once.
+
+Every class here is refused, or computed as its class does, in each mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hfpatch
+
+WIDTH = 48
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    for p in module.parameters():
+        p.data = torch.rand(p.shape, generator=generator) + 0.5
+    return module.eval().requires_grad_(False)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-6
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class MLP(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 64, bias=bias) for _ in range(2))
+        self.down_proj = nn.Linear(64, WIDTH, bias=bias)
+
+
+# How many dimensions there are ------------------------------------------------------------------
+
+
+class ListRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + 1 if len([*x.shape]) > 5 else x)
+
+
+class TupleRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * (1 + max(len((*x.shape,)) - 5, 0))
+
+
+class SliceRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * (2.0 if (*x.shape,)[5:] else 1.0)
+
+
+class SplatRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * self.gain(*x.shape[5:])
+
+    def gain(self, size: int | None = None, *more: int) -> float:
+        return 1.0 if size is None else 2.0
+
+
+class CountRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * self.gain(*x.shape)
+
+    @staticmethod
+    def gain(*sizes: int) -> float:
+        return 1.0 if len(sizes) < 6 else 2.0
+
+
+class SplatSiLU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x) * (1 + max(len([*x.shape]) - 5, 0))
+
+
+class SplatMLP(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2 if len([*x.shape]) > 5 else x
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+# Names that the compiler writes otherwise -------------------------------------------------------
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _MangledRMSNorm__scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.shape[0] == 6 else x
+
+
+globals()["__scaled"] = _scaled
+
+
+class MangledRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(__scaled(x))  # type: ignore[name-defined]  # noqa: F821
+
+
+# Polynomials beyond the samples -----------------------------------------------------------------
+
+
+class FarGELU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))) + 1e-26 * x * x
+
+
+class FarRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(variance + 1e-33 * variance * variance + self.eps))
+
+
+class FarWeightRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + 1e-16 * self.weight * self.weight * self.weight
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+def large(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(1e7)
+
+
+RANKS = [torch.randn(2, 5, WIDTH), torch.randn(6, WIDTH), torch.randn(1, 2, 1, 3, 2, WIDTH)]
+FAR = [torch.randn(3, WIDTH) * 10.0**power for power in (0, 6, 12, 16, 17, 26, 30)]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize(
+    ("make", "calls", "change"),
+    [
+        *((c, RANKS, None) for c in (ListRMSNorm, TupleRMSNorm, SliceRMSNorm, SplatRMSNorm)),
+        *((c, RANKS, None) for c in (CountRMSNorm, SplatSiLU, SplatMLP, MangledRMSNorm)),
+        *((c, FAR, None) for c in (FarGELU, FarRMSNorm)),
+        (FarWeightRMSNorm, RANKS, large),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_values(
+    make: Callable[[], nn.Module],
+    calls: list[torch.Tensor],
+    change: Callable[[nn.Module], None] | None,
+    mode: Any,
+) -> None:
+    model = nn.Sequential(drawn(make()))
+    original = copy.deepcopy(model)
+    hfpatch.apply(model, mode=mode)
+    for m in (model, original):
+        if change is not None:
+            change(m)
+    for x in calls:
+        torch.testing.assert_close(model(x), original(x), equal_nan=True)
+
+
+# What a layer that is called has ----------------------------------------------------------------
+
+
+class BiasMLP(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(h if self.down_proj.bias is None else h * 2)
+
+
+class GateBiasMLP(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x)
+        gate = gate if self.gate_proj.bias is None else gate * 2
+        return self.down_proj(F.silu(gate) * self.up_proj(x))
+
+
+class RankMLP(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(h if self.down_proj.weight.ndim == 2 else h * 2)
+
+
+class DtypeMLP(MLP):
+    """As T5's, which does not cast to the dtype of a layer of whole numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        if self.down_proj.weight.dtype != torch.int8:
+            h = h.to(self.down_proj.weight.dtype)
+        else:
+            h = h * 2
+        return self.down_proj(h)
+
+
+class Int8(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, WIDTH, bias=False)
+        self.weight = nn.Parameter(torch.ones(WIDTH, 64, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Flat(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, WIDTH, bias=False)
+        self.weight = nn.Parameter(torch.ones(WIDTH * 64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.view(WIDTH, 64))
+
+
+def with_bias(name: str) -> Callable[[Any], None]:
+    def change(mlp: Any) -> None:
+        layer = getattr(mlp, name)
+        layer.bias = nn.Parameter(torch.zeros(layer.out_features), requires_grad=False)
+
+    return change
+
+
+def with_layer(make: type[nn.Module]) -> Callable[[Any], None]:
+    return lambda mlp: setattr(mlp, "down_proj", make())
+
+
+@pytest.mark.parametrize(
+    ("cls", "change"),
+    [
+        (BiasMLP, with_bias("down_proj")), (GateBiasMLP, with_bias("gate_proj")),
+        (RankMLP, with_layer(Flat)), (DtypeMLP, with_layer(Int8)),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_layer_that_is_changed(cls: type[MLP], change: Callable[[Any], None]) -> None:
+    model = nn.Sequential(drawn(cls()))
+    original = copy.deepcopy(model)
+    hfpatch.apply(model)
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(model(x), original(x))
+    for m in (model, original):
+        change(m[0])
+    torch.testing.assert_close(model(x), original(x))
+    hfpatch.apply(model)
+    torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_two_instances_with_and_without_a_bias(order: tuple[bool, bool]) -> None:
+    """Projections of one class: neither is the other's proof."""
+    model = nn.ModuleList(drawn(BiasMLP(bias)) for bias in order)
+    original = copy.deepcopy(model)
+    hfpatch.apply(model)
+    x = torch.randn(3, WIDTH)
+    for ours, theirs in zip(model, original, strict=True):
+        torch.testing.assert_close(ours(x), theirs(x))
+
+
+# Settings that are equal, and others ------------------------------------------------------------
+
+
+class ClassRMSNorm(RMSNorm):
+    gain: Any = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return (y * 2 if isinstance(self.gain, float) else y) * self.gain
+
+
+class SameRMSNorm(RMSNorm):
+    gain: Any = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return y * 2 if self.gain is True else y
+
+
+class NamedRMSNorm(RMSNorm):
+    which = "_gain"
+    _gain: Any = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * getattr(self, self.which)
+
+
+def gain_of(module: Any) -> Any:
+    return module._gain
+
+
+class HelpedRMSNorm(RMSNorm):
+    _gain: Any = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * gain_of(self)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [
+        (ClassRMSNorm, "gain", 1.0), (SameRMSNorm, "gain", True),
+        (NamedRMSNorm, "_gain", 3.0), (HelpedRMSNorm, "_gain", 3.0),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_setting_that_is_changed(cls: type[RMSNorm], name: str, value: Any) -> None:
+    model = nn.Sequential(drawn(cls()))
+    original = copy.deepcopy(model)
+    hfpatch.apply(model)
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(model(x), original(x))
+    for m in (model, original):
+        setattr(m[0], name, value)
+    torch.testing.assert_close(model(x), original(x))
+
+
+# Gradients of their own -------------------------------------------------------------------------
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        y = torch.sigmoid(x)
+        return grad * (y * (1 + x * (1 - y)))
+
+
+class Clipped(Swish):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        grad = grad - torch.relu(grad - 1e4)
+        y = x * torch.rsqrt(x * x + 1e-12) * 0.5 + 0.5
+        return grad * (y * (1 + x * (1 - y)))
+
+
+class ClippedOnce(Swish):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        grad, y = grad - torch.relu(grad - 1e4) + torch.relu(-grad - 1e4), torch.sigmoid(x)
+        return grad * (y * (1 + x * (1 - y)))
+
+
+class Cubed(Swish):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        grad, y = grad + 1e-12 * grad * grad * grad, torch.sigmoid(x)
+        return grad * (y * (1 + x * (1 - y)))
+
+
+class Bumped(Swish):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        y = torch.sigmoid(x)
+        bump = torch.sigmoid(1e6 * (x - 7.24)) * torch.sigmoid(1e6 * (7.26 - x))
+        return grad * (y * (1 + x * (1 - y))) * (1 + bump)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("function", [Swish, Clipped, ClippedOnce, Cubed, Bumped])
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_gradients(function: Any, mode: Any) -> None:
+    class OwnSiLU(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function.apply(x)
+
+    model = nn.Sequential(OwnSiLU())
+    original = copy.deepcopy(model)
+    report = hfpatch.apply(model, mode=mode)
+    assert len(report.swaps) == (function is Swish), report
+    for x in (torch.full((3, WIDTH), 7.25), torch.randn(3, WIDTH)):
+        for scale in (1.0, 1e5):
+            grads = []
+            for m in (model, original):
+                leaf = x.clone().requires_grad_()
+                m(leaf).backward(torch.full_like(x, scale))
+                grads.append(leaf.grad)
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-2)
