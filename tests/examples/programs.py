@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -24,6 +27,17 @@ def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[
         text=True,
         timeout=280,
     )
+
+
+def parse(script: str, *arguments: str) -> int:
+    """The exit status of an example that refuses its arguments, in this process: argparse alone
+    does not need a fresh interpreter each time."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module(Path(script).stem).parse_arguments(list(arguments))
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
 
 
 def run_json(script: str, *arguments: str, cwd: Path) -> Any:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from programs import EXAMPLES, run, run_json
+from programs import EXAMPLES, parse, run, run_json
 
 pytestmark = pytest.mark.slow
 
@@ -105,10 +105,12 @@ def test_chat_streamed(tmp_path: Path) -> None:
         (["--batch-size", "0"], "argument --batch-size: expected at least 1, got 0"),
     ],
 )
-def test_chat_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = run("llm_generate.py", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_chat_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """test_chat_refuses_an_empty_prompt asks the program itself."""
+    assert parse("llm_generate.py", *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_chat_with_a_model_that_is_not_there(tmp_path: Path) -> None:
