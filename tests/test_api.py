@@ -622,12 +622,10 @@ assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 print(took)
 """
-    times = [
-        float(
-            subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, check=True
-            ).stdout
+    times: list[float] = []
+    while len(times) < 5 and min(times, default=1.0) >= 0.12:  # the least of up to five counts
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
-        for _ in range(5)
-    ]
+        times.append(float(done.stdout))
     assert min(times) < 0.12, times

@@ -45,8 +45,10 @@ def run(folder: Path, *arguments: str) -> tuple[list[str], str]:
     (folder / "test_it.py").write_text(FILE)
     # this test may itself run in a worker of pytest-xdist
     outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    # Of what is installed only pytest-xdist is asked for: hypothesis alone takes seconds to import.
+    outside["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider",
+        [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "conftest", "-p", "no:cacheprovider",
          "-c", "pytest.ini", "--rootdir", str(folder), str(folder), *arguments],
         cwd=folder, env={**outside, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         capture_output=True, text=True, check=False,
