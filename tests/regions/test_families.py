@@ -33,7 +33,15 @@ def states(model: Any) -> set[tuple[str, str]]:
     return {(c.state, c.reason) for c in hfpatch.status(model).plan.candidates}
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+def _thinned() -> Iterator[Any]:
+    """`make test` asks one family of three: that each is fused, near fp64 and undone, bit for bit,
+    test_as_near_to_fp64_as_the_original says of all of them. Halves and mixtures it leaves out."""
+    for i, name in enumerate(FAMILIES):
+        often = i % 3 == 0 or "both halves" in name or name == "mixtral"
+        yield pytest.param(name, marks=() if often else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("name", list(_thinned()))
 def test_every_block_is_fused_and_undone(name: str) -> None:
     model, inputs = build(name)
     calls = [inputs(1, 9), inputs(3, 7), inputs(2, 16)]
@@ -92,13 +100,16 @@ def test_as_near_to_fp64_as_the_original(name: str, dtype: torch.dtype) -> None:
         calls = [inputs(2, 8 + i) for i in range(3)]
         exact = copy.deepcopy(model).double()
         theirs = [run(model, c) for c in calls]
-        hfpatch.apply(model, decoding=False, blocks=True)
+        report = hfpatch.apply(model, decoding=False, blocks=True)
         for call in calls:
             run(model, call)
         for call, eager in zip(calls, theirs, strict=True):
             wide = {k: v.double() if v.is_floating_point() else v for k, v in call.items()}
             draws.append(draw(run(model, call), eager, run(exact, wide)))
         assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+        if not seed:
+            assert hfpatch.restore(model) == len(report.swaps)
+            assert all(torch.equal(run(model, c), y) for c, y in zip(calls, theirs, strict=True))
     assert_as_near(draws, dtype, name)
 
 
