@@ -17,12 +17,15 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The finished example, run in `cwd` against this checkout."""
+    """The finished example, run in `cwd` against this checkout, by one thread: where other tests
+    share the processors two wait for each other at every operator."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, str(EXAMPLES / script), *arguments],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={"OMP_NUM_THREADS": "1"}
+        | os.environ
+        | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=280,
