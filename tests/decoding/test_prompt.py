@@ -27,7 +27,14 @@ def served(model: Any) -> int:
     return int(kept.decoders[model].prompts_served)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+#: One family of two, and all in `make test-all`; the steps of each are asked in test_layer.py.
+_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.exhaustive if i % 2 else ())
+    for i, name in enumerate(FAMILIES)
+]
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_a_familys_prompts(name: str) -> None:
     """Of several lengths, padded and not: texts, logits and cache."""
     plain = make(name)
