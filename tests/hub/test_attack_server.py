@@ -182,7 +182,7 @@ def test_a_file_that_is_larger_than_listed(toy: HubServer) -> None:
 def test_a_slow_answer(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece in time, but never the whole."""
     toy.put("toy/kernel", evil())
-    monkeypatch.setattr(guard, "_LONGEST_ANSWER", 0.5)
+    monkeypatch.setattr(guard, "_LONGEST_ANSWER", 0.2)
     toy.fail("GET", "/revision/v1", Slow(8.0))
     before = time.monotonic()
     withstood(SPEC, "timed out")
@@ -199,7 +199,7 @@ def test_headers_drop_by_drop(
     """Each in time, without an end: a client waits anew after each byte. In a hurry they end at the
     client's own limit of their size."""
     toy.put("toy/kernel", evil())
-    monkeypatch.setattr(patience, "LONGEST_HEADERS", 0.5 if pause else 60.0)
+    monkeypatch.setattr(patience, "LONGEST_HEADERS", 0.2 if pause else 60.0)
     toy.fail(method, path, Dripping(pause))
     before = time.monotonic()
     withstood(SPEC, "timed out" if pause and path != FILE else "")
