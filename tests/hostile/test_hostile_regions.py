@@ -17,8 +17,8 @@ def _kernels(kernels_module: object) -> Iterator[None]:
         yield
 
 
-#: Each change with each of ten models is for `make test-all`; `make test` takes a tenth of them.
-_SHARE = 10
+#: Each change with each of ten models is for `make test-all`; `make test` takes one of 15.
+_SHARE = 15
 
 
 def _cases() -> Iterator[object]:

@@ -16,10 +16,10 @@ import pytest
 #: Beginning of a test's path: one in so many of a function's cases. Cases that differ in kind, such
 #: as attacks or hostile modules, are not thinned out.
 SHARES: Mapping[str, int] = {
-    "tests/kernels/": 4,
-    "tests/test_blocks_single.py": 4,
+    "tests/kernels/": 6,
+    "tests/test_blocks_single.py": 6,
     "tests/test_joint_blocks.py": 3,
-    "tests/test_models.py": 3,
+    "tests/test_models.py": 4,
     "tests/test_zoo.py": 2,
     "tests/test_autocast.py": 2,
     "tests/test_packing_families.py": 3,
