@@ -44,9 +44,13 @@ def announce(text: str, stacklevel: int = 2) -> None:
 
 
 def what_was_lost(
-    decided: Plan, roots: Sequence[tuple[str, nn.Module]], failures: Sequence[str]
+    decided: Plan,
+    roots: Sequence[tuple[str, nn.Module]],
+    failures: Sequence[str],
+    included: bool = False,
 ) -> list[str]:
-    """Of an `apply`: kernels that could not be had, or why nothing at all was swapped."""
+    """Of an `apply`: kernels that could not be had, or why nothing at all was swapped; `included`:
+    whether `include` was given."""
     if failures:
         return list(failures)
     without = [s for s in decided.skips if s.kind == "unavailable"]
@@ -58,6 +62,10 @@ def what_was_lost(
         if any(isinstance(root, jit.ScriptModule) for _, root in roots):
             why = "it is a ScriptModule, whose forwards cannot be replaced; patch the model that "
             why += "it was made from, before torch.jit"
+        elif included:
+            said = [n for n in decided.notes if "`include`" in n]
+            why = "`include` selects no module that hfpatch has a kernel for"
+            why += f": {said[0]}" if said else ""
         else:
             why = (
                 "none of its modules is of a class that hfpatch knows; `hfpatch.register` adds one"
@@ -71,8 +79,9 @@ def what_was_lost(
 
 def _stay(decided: Plan, skips: Sequence[Skip]) -> str:
     """What to say of modules that could not be swapped."""
-    first = skips[0]
+    first = next((s for s in skips if s.path), skips[0])
+    named = f"`{first.path}`" if first.path else "the model itself"
     return (
-        f"{len(skips)} modules of `{decided.model}` stay as they are, `{first.path}` because: "
+        f"{len(skips)} modules of `{decided.model}` stay as they are, {named} because: "
         f"{first.reason}; the report has all reasons"
     )

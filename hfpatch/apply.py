@@ -125,7 +125,8 @@ def apply(
     }  # fmt: skip
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     timed = gains.check_choice(gain, settings.training)
-    roots, decided, prepared, no_graphs = _decide(model, settings, cuda_graphs, decoding, blocks)
+    name, roots = _roots(model)
+    decided, prepared, in_vain = decide(name, roots, settings, cuda_graphs, decoding, blocks)
     if timed:
         table = gains.Table(host_counts=not cuda_graphs)
         prepared = [table.wrap(p) for p in prepared]
@@ -139,8 +140,8 @@ def apply(
     decided = replace(decided, seconds=time.perf_counter() - started)
     _remember(roots, decided)
     _asked.update((root, asked) for _, root in roots)
-    lost = what_was_lost(decided, roots, settings.sources.failures)
-    for text in (*lost, *no_graphs, *offer.missed(decoding, decided.skips)):
+    lost = what_was_lost(decided, roots, settings.sources.failures, settings.include is not None)
+    for text in (*lost, *in_vain, *offer.missed(decoding, decided.skips)):
         announce(text)
     return Report(decided, applied=True)
 
@@ -166,8 +167,9 @@ def plan(
     Args:
         device: plan as if the weights were there, wherever they are now (also on the meta device):
             "cpu", "cuda", or a GPU by its compute capability, "cuda:9.0". One that this machine has
-            not is planned for by proofs on the CPU; `Plan.planned_for` and a note say so. The dtype
-            is the weights'.
+            not is planned for by proofs on the CPU; `Plan.planned_for` and a note say so. Decoding
+            steps and blocks to capture are planned by what the model computes. The dtype is the
+            weights'.
 
     Raises:
         TypeError, ValueError, KernelLoadError, VerificationError: as `apply`.
@@ -177,7 +179,7 @@ def plan(
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
     gains.check_choice(gain, settings.training)  # what is faster, no plan can tell
-    _, decided, _, _ = _decide(model, settings, cuda_graphs, decoding, blocks)
+    decided, _, _ = decide(*_roots(model), settings, cuda_graphs, decoding, blocks)
     return replace(decided, seconds=time.perf_counter() - started)
 
 
@@ -269,14 +271,16 @@ def status(model: Any) -> Report:
     return Report(decided, applied=True)
 
 
-def _decide(
-    model: Any,
+def decide(
+    name: str,
+    roots: list[tuple[str, nn.Module]],
     settings: Settings,
-    cuda_graphs: bool | int | str,
-    decoding: str | bool,
-    blocks: str | bool,
-) -> tuple[list[tuple[str, nn.Module]], Plan, list[Prepared], list[str]]:
-    """The roots, the plan, what carries it out, and why graphs that were asked for are not made."""
+    cuda_graphs: bool | int | str = False,
+    decoding: str | bool = "auto",
+    blocks: str | bool = "auto",
+) -> tuple[Plan, list[Prepared], list[str]]:
+    """The plan for modules by the prefix of their paths, what carries it out, and what to warn of:
+    things that were asked for in vain."""
     from hfpatch import graphs
     from hfpatch.decoding import offer
     from hfpatch.planner import make_plan
@@ -287,7 +291,6 @@ def _decide(
     wanted = offer.check_choice(decoding)
     if not isinstance(blocks, bool) and blocks != "auto":
         raise TypeError(f"`blocks` must be 'auto', True or False, got {blocks!r}")
-    name, roots = _roots(model)
     decided, prepared = make_plan(roots, name, settings)
     no_graphs: list[str] = []
     if settings.training:
@@ -300,13 +303,21 @@ def _decide(
         decided = replace(decided, swaps=swaps, skips=(*skipped, *decided.skips))
     candidates, notes = _candidates(roots, settings, prepared, blocks) if blocks else ([], [])
     marks = tuple(p.swap.now(p.swap.path) for p in candidates)
-    decided = replace(decided, candidates=marks, notes=(*decided.notes, *notes))
+    in_vain = [*offer.in_vain(decoding, settings), *_blocks_in_vain(blocks, settings)]
+    decided = replace(decided, candidates=marks, notes=(*decided.notes, *notes, *in_vain))
     if wanted:
+        said = len(settings.sources.notes)
         steps, skips = offer.offer(roots, settings, wanted)
         taken = {id(p.module) for p in prepared}
         prepared = [*(p for p in steps if id(p.module) not in taken), *prepared]
         swaps = tuple(p.swap for p in prepared)
-        decided = replace(decided, swaps=swaps, skips=(*skips, *decided.skips))
+        notes = settings.sources.notes[said:]
+        decided = replace(
+            decided,
+            swaps=swaps,
+            skips=(*skips, *decided.skips),
+            notes=(*decided.notes, *notes),
+        )
     if limit:
         once: dict[int, tuple[str, nn.Module]] = {}  # two components may be one module
         for prefix, root in roots:
@@ -317,7 +328,15 @@ def _decide(
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, notes=(*decided.notes, *no_graphs))
-    return roots, decided, [*prepared, *candidates], [] if auto else no_graphs
+    return decided, [*prepared, *candidates], [*in_vain, *([] if auto else no_graphs)]
+
+
+def _blocks_in_vain(blocks: str | bool, settings: Settings) -> list[str]:
+    """What to say of `blocks=True` with arguments under which none is captured."""
+    from hfpatch.regions.offer import refusal
+
+    why = refusal(settings) if blocks is True else None
+    return [] if why is None else [f"`blocks=True` captures nothing: {why}"]
 
 
 def _candidates(
@@ -367,6 +386,15 @@ def _commit(roots: list[tuple[str, nn.Module]], prepared: list[Prepared]) -> Non
 
 def _modules(roots: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
     return (module for _, module in _paths(roots))
+
+
+def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a model or a pipeline once, under the first of its paths.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    return _paths(_roots(model)[1])
 
 
 def _paths(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

@@ -78,6 +78,11 @@ def build_parser() -> argparse.ArgumentParser:
             metavar="ORG/NAME",
             help="load kernels of this repository, whoever its publisher is",
         )
+        command.add_argument(
+            "--blocks",
+            action="store_true",
+            help="capture blocks on a CPU too, as apply(blocks=True) does",
+        )
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.add_argument(
         "--device",
@@ -206,7 +211,7 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, title: str) -> int:
-    from hfpatch.planner import make_plan
+    from hfpatch.apply import decide
     from hfpatch.report import Report, as_text
     from hfpatch.settings import check_settings
 
@@ -223,7 +228,7 @@ def _plan(args: argparse.Namespace, title: str) -> int:
     settings = check_settings(
         args.mode, _kernels(args), args.include, args.exclude, True, False, _hub(args), args.device
     )
-    decided, _ = make_plan(parts, title, settings)
+    decided, _, _ = decide(title, parts, settings, blocks=args.blocks or "auto")
     print(Report(decided, applied=False).to_json() if args.json else as_text(decided, False))
     return 0
 
@@ -288,6 +293,7 @@ def _apply_check(args: argparse.Namespace) -> int:
             "hub": _hub(args),
             "include": args.include,
             "exclude": args.exclude,
+            "blocks": args.blocks or "auto",
         },
         args.time,
     )

@@ -79,6 +79,52 @@ def test_unknown_classes() -> None:
     )
 
 
+def test_an_include_that_selects_nothing_known(kernels_module: object) -> None:
+    """Other modules of the model are known: it is the pattern that selects none."""
+    model = zoo.ENTRIES["llama"].build()
+    (text,) = said(lambda: hfpatch.apply(model, include="model.embed_tokens"))
+    note = "'model.embed_tokens' in `include` matches Embedding, which hfpatch has no kernel for"
+    assert text == (
+        "nothing was swapped in `LlamaForCausalLM`: `include` selects no module that hfpatch has "
+        f"a kernel for: {note}"
+    )
+    assert note in hfpatch.status(model).notes
+
+
+def test_a_model_on_meta(kernels_module: object) -> None:
+    """One remedy, for its decoding steps too, and a module that has a path."""
+    model = zoo.ENTRIES["llama"].build().to("meta")
+    (text,) = said(lambda: hfpatch.apply(model))
+    assert "stay as they are, `model.layers.0.mlp` because: its weights are on the meta" in text
+    reasons = {s.reason for s in hfpatch.status(model).skips}
+    assert len(reasons) == 2 and all("; load " in r and "then call apply" in r for r in reasons)
+    (text,) = said(lambda: hfpatch.apply(model, include="LlamaForCausalLM"))
+    assert "stay as they are, the model itself because: decoding: " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        ({"mode": "training", "decoding": "int8"}, "`decoding='int8'` serves no step under mode="),
+        ({"mode": "training", "decoding": True}, "`decoding=True` serves no step under mode="),
+        ({"mode": "training", "blocks": True}, "`blocks=True` captures nothing: mode='training'"),
+        ({"verify": False, "blocks": True}, "`blocks=True` captures nothing: a captured block"),
+        ({"kernels": "torch", "blocks": True}, "`blocks=True` captures nothing: its kernels are"),
+    ],
+    ids=str,
+)
+def test_what_is_asked_for_in_vain(
+    arguments: dict[str, Any], begins: str, kernels_module: object
+) -> None:
+    model = zoo.ENTRIES["llama"].build()
+    (text,) = said(lambda: hfpatch.apply(model, **arguments))
+    assert text.startswith(begins)
+    for report in (hfpatch.status(model), hfpatch.plan(model, **arguments)):
+        assert text in report.notes
+    (asked,) = {"decoding", "blocks"} & set(arguments)
+    assert said(lambda: hfpatch.apply(model, **(arguments | {asked: "auto"}))) == []
+
+
 def test_modules_that_all_stay() -> None:
     model = nn.Sequential(nn.LayerNorm(8)).double()
     (text,) = said(lambda: hfpatch.apply(model))

@@ -32,9 +32,7 @@ def swaps(plan: Any) -> dict[str, tuple[str, str, str]]:
 def test_a_gpu_gets_what_the_cpu_gets(name: str) -> None:
     model = zoo.ENTRIES[name].build(torch.bfloat16)
     here, there = hfpatch.plan(model), hfpatch.plan(model, device="cuda:9.0")
-    # decoding is not planned for a device that is not here
-    expected = {path: swap for path, swap in swaps(here).items() if swap[0] != "decoding"}
-    assert swaps(there) == expected and expected
+    assert swaps(there) == swaps(here) != {}
     assert here.planned_for == "" and there.planned_for == "cuda:9.0"
     assert {s.devices for s in there.swaps} == {("cuda",)}
     assert "planned for cuda:9.0, not proven there" in str(there).replace("\n", " ")
@@ -134,6 +132,45 @@ def test_a_gpu_that_is_here_is_proven_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not elsewhere.is_here(Elsewhere("cuda"))
 
 
+def test_decoding_and_blocks_are_planned_without_the_machine() -> None:
+    """What `apply` captures by default on a GPU, and decoding steps, wherever the weights are."""
+    for name, op in (("llama", "decoding"), ("vit", "layer_norm")):
+        model = zoo.ENTRIES[name].build(torch.bfloat16)
+        for held in (model, zoo.ENTRIES[name].build(torch.bfloat16).to("meta")):
+            plan = hfpatch.plan(held, device="cuda:9.0")
+            assert op in {s.op for s in plan.swaps}
+            assert [c.state for c in plan.candidates] == ["at its first call"] * 2
+            told = [n for n in plan.notes if n.startswith("decoding steps are planned by what")]
+            assert len(told) == (name == "llama")
+        here = hfpatch.plan(model, blocks=True)
+        assert len(hfpatch.plan(model, device="cuda:9.0", blocks=True).candidates) == 2
+        assert len(here.candidates) == 2 and not hfpatch.plan(model, device="cpu").candidates
+        assert not hfpatch.plan(model, device="cuda:9.0", blocks=False).candidates
+
+
+def test_weights_of_8_bits_are_for_a_cpu() -> None:
+    model = zoo.ENTRIES["llama"].build()
+    skips = hfpatch.plan(model, device="cuda:9.0", decoding="int8").skips
+    assert "decoding: weights of 8 bits are for a CPU, the model lies on cuda" in {
+        s.reason for s in skips
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:9.0"])
+def test_a_configuration_is_planned_as_its_model(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = zoo.ENTRIES["llama"].build()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    assert cli.main(["plan", str(tmp_path), "--device", device, "--blocks", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = hfpatch.plan(model, device=device, blocks=True)
+    assert [s["path"] for s in found["swaps"]] == [s.path for s in plan.swaps]
+    assert [c["path"] for c in found["candidates"]] == [c.path for c in plan.candidates]
+    assert len(found["swaps"]) == 8 and len(found["candidates"]) == 2
+
+
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zoo.ENTRIES["llama"].build().config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -141,9 +178,13 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["plan", str(tmp_path), "--dtype", "bfloat16", "--device"]
     assert cli.main([*arguments, "cuda:9.0"]) == 0
-    assert "7 to swap" in (out := capsys.readouterr().out)
+    assert "8 to swap" in (out := capsys.readouterr().out)
     assert "planned for cuda:9.0, not proven there" in out.replace("\n", " ")
+    assert "decoding steps of up to 16 rows" in out and "LlamaDecoderLayer   at its first" in out
     assert cli.main([*arguments, "cuda", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["planned_for"] == "cuda"
+    assert cli.main([*arguments, "cpu", "--mode", "training", "--json"]) == 0
+    ops = [s["op"] for s in json.loads(capsys.readouterr().out)["swaps"]]
+    assert ops.count("layer") == 2 and "decoding" not in ops
     assert cli.main([*arguments, "cuda:0"]) == 2
     assert "hfpatch plan: `device` must be 'cpu', 'cuda' or" in capsys.readouterr().err

@@ -73,8 +73,11 @@ def _has_head(model: Any) -> bool:
         return False
 
 
-def describe(model: nn.Module) -> Described:
+def describe(model: nn.Module, planned: bool = False) -> Described:
     """What `model` computes in a decoding step, with its live tensors.
+
+    Args:
+        planned: the weights may be on the meta device, of a plan for when they are loaded.
 
     Raises:
         Unexplained: the grammar does not explain it; the text names the stage.
@@ -84,7 +87,7 @@ def describe(model: nn.Module) -> Described:
         raise Unexplained(proven)
     check_attention(model)
     check_cache()
-    check_likeness(model, proven.replica, proven.live, proven.recipe.opaque)
+    check_likeness(model, proven.replica, proven.live, proven.recipe.opaque, planned)
     limit = rope_limit(text_config(model.config))
     return Described(proven.recipe.read(model), proven.proof, limit)
 

@@ -45,10 +45,12 @@ def check_likeness(
     replica: nn.Module,
     read: frozenset[tuple[str, str]],
     opaque: tuple[str, ...] = (),
+    planned: bool = False,
 ) -> None:
     """Args:
         read: (path, attribute) of the numbers that are read off the model itself.
         opaque: paths of modules that are called as they are.
+        planned: whether weights on the meta device are taken for ones that will be loaded.
 
     Raises:
         Unexplained: the model differs; the text says where and how.
@@ -87,7 +89,7 @@ def check_likeness(
         _check_tensors(where, mine, small)
         _check_attributes(path, where, mine, small, read)
         _check_config(where, model, mine, replica, small)
-    _check_parameters(ours)
+    _check_parameters(ours, planned)
 
 
 def check_layer_likeness(
@@ -177,7 +179,7 @@ def _check_tensors(where: str, mine: nn.Module, small: nn.Module) -> None:
                 raise Unexplained(f"{where}: `{name}` has {a.dim()} dimensions, not {b.dim()}")
 
 
-def _check_parameters(modules: dict[str, nn.Module]) -> None:
+def _check_parameters(modules: dict[str, nn.Module], planned: bool) -> None:
     first: Any = None
     held = (
         (f"{path}.{name}".lstrip("."), p)
@@ -189,8 +191,10 @@ def _check_parameters(modules: dict[str, nn.Module]) -> None:
         first = p if first is None else first
         if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
             raise Unexplained(f"`{name}` is no plain tensor, but a `{type(p.data).__name__}`")
-        if p.is_meta:
-            raise Unexplained(f"`{name}` is on `meta`: its weights are loaded at each call")
+        if p.is_meta and not planned:
+            raise Unexplained(
+                f"`{name}` is on the meta device; load its weights, then call apply again"
+            )
         if p.dtype != first.dtype or p.device != first.device:
             raise Unexplained(
                 f"its parameters are of several dtypes or devices: `{name}` is {p.dtype} on "

@@ -42,6 +42,16 @@ def check_choice(value: Any) -> Choice:
     return CHOICES[value]
 
 
+def in_vain(value: Any, settings: Settings) -> list[str]:
+    """What to say of `decoding=True` or "int8" under a mode that serves no step."""
+    if settings.training and (value is True or value == "int8"):
+        return [
+            f"`decoding={value!r}` serves no step under mode='training': apply again with "
+            "mode='inference' to generate"
+        ]
+    return []
+
+
 def missed(value: Any, skips: Iterable[Skip]) -> Iterator[str]:
     """What to warn of where `decoding=True` or "int8" asked for more than there is."""
     for skip in skips if value is True or value == "int8" else ():
@@ -88,21 +98,29 @@ def _decide(
         return skip("excluded", "matched by `exclude`")
     if not any("local" in (settings.sources.choices.of(op) or ()) for op in OPS):
         return skip("off", "its kernels are those of the local build, which `kernels=` leaves out")
-    if settings.sources.assumed is not None:
-        return skip("unsupported", "planned for a device that is not here; asked where it is")
+    assumed = settings.sources.assumed
+    if assumed is not None and (why := assumed.lacks()) is not None:
+        return skip("unavailable", why)
     foreign = swap.foreign_forward(root)
     if foreign is not None:
         return skip("foreign", foreign)
     try:
-        described = describe(root)
+        described = describe(root, planned=settings.device is not None)
     except Unexplained as e:
         return skip("unexplained", str(e))
     from hfpatch.decoding import loop, step  # they import transformers
 
     device = described.model.device
-    if choice.eight_bits and device.type != "cpu":
-        return skip("unsupported", f"weights of 8 bits are for a CPU, the model lies on {device}")
-    if (why := step.unsupported(described.model)) is not None:
+    planned = settings.device or device.type
+    if choice.eight_bits and planned != "cpu":
+        on = device if settings.device is None else planned
+        return skip("unsupported", f"weights of 8 bits are for a CPU, the model lies on {on}")
+    if planned != device.type or assumed is not None:
+        settings.sources.note(
+            "decoding steps are planned by what the model computes; whether the kernels take its "
+            "sizes, `apply` finds out where the weights are"
+        )
+    elif (why := step.unsupported(described.model)) is not None:
         kind = "unavailable" if "no decoding kernels" in why else "unsupported"
         return skip(kind, why)
     entry = Swap(
@@ -113,7 +131,7 @@ def _decide(
         + (", weights of 8 bits" if choice.eight_bits else ""),
         "local",
         "",
-        (device.type,),
+        (planned,),
         0.0,
         0.0,
     )

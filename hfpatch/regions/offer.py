@@ -74,6 +74,27 @@ class Mark(Candidate):
 _packed: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
+def refusal(settings: Settings) -> str | None:
+    """Why these arguments of `apply` leave every block to its parts, or None."""
+    if settings.training:
+        return (
+            "mode='training' captures no block: decoder layers have functions of their own there, "
+            "all else is swapped part by part"
+        )
+    if not settings.verify:
+        return "a captured block is only used once it is proven, which verify=False leaves out"
+    for op in _OPS:
+        kernel = settings.sources.kernel(op, block=True)
+        if kernel is None or not kernel.own or kernel.source != "local":
+            why = settings.sources.missing(op, block=True)
+            return "its kernels are those of the local build, " + (
+                f"of which `{op}` cannot be had: {why}"
+                if why is not None and "local" in (settings.sources.choices.of(op) or ())
+                else f"which `kernels=` leaves out for `{op}`"
+            )
+    return None
+
+
 def offer(
     roots: Sequence[tuple[str, nn.Module]],
     settings: Settings,
@@ -89,15 +110,13 @@ def offer(
         devices: types of those that a block may lie on.
         past: whether calls whose cache has entries are captured too.
     """
-    if settings.training or settings.sources.assumed is not None or not settings.verify:
+    if refusal(settings) is not None:
         return [], []
     taken = {id(p.module) for p in prepared if p.leaf is None and p.swap.op != "decoding"}
     blocks = {id(p.module) for p in prepared if p.swap.op == "block" or p.block is not None}
     leaves = {id(p.module): KnownLeaf(*p.leaf) for p in prepared if p.leaf is not None}
     leaves |= {id(p.act[0]): KnownLeaf(p.act[1], None, None) for p in prepared if p.act is not None}
     bind = _binder(settings.sources)
-    if bind is None:
-        return [], []
     found: list[Prepared] = []
     foreign: dict[str, list[str]] = {}  # by the reason
     seen: set[int] = set()
@@ -190,19 +209,15 @@ def _may_be(
             return False
     if strange_names(block) is not None or any(map(hides, block.modules())):
         return False
-    devices = {p.device.type for p in block.parameters()}
+    planned = settings.device
+    devices = {planned} if planned else {p.device.type for p in block.parameters()}
     dtypes = {p.dtype for p in block.parameters() if p.is_floating_point()}
     return devices <= wanted and bool(dtypes & set(KERNEL_DTYPES))
 
 
-def _binder(sources: Sources) -> Bind | None:
-    """A callable that binds our own kernels; None where ops are to come from elsewhere."""
-    kernels: dict[str, Kernel] = {}
-    for op in _OPS:
-        kernel = sources.kernel(op, block=True)
-        if kernel is None or not kernel.own or kernel.source != "local":
-            return None
-        kernels[op] = kernel
+def _binder(sources: Sources) -> Bind:
+    """A callable that binds our own kernels, which `refusal` has found to be there."""
+    kernels: dict[str, Kernel] = {op: sources.kernel(op, block=True) for op in _OPS}  # type: ignore[misc]
     return lambda op, params: kernels[op].bind(dict(params))
 
 

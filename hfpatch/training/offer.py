@@ -97,7 +97,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
     paths = [proof.layer_path(rule) for rule in recipe.layers]
     check_layer_likeness(model, replica, proven.live, paths, opaque)
     sizes = head_counts(text_config(model.config))
-    dtype, device = _place(model, paths)
+    dtype, device = _place(model, paths, settings.device)
     worst = _proven(proven, dtype, device, None)
     served: set[tuple[str, torch.dtype, torch.dtype | None]] = {(device.type, dtype, None)}
     for autocast in (torch.bfloat16, torch.float16) if dtype == torch.float32 else (dtype,):
@@ -145,13 +145,17 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
 _OPS = ("rms_norm", "layer_norm", "rope", "gated")
 
 
-def _place(model: nn.Module, paths: Sequence[str]) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device of the layers' parameters that floats are."""
+def _place(
+    model: nn.Module, paths: Sequence[str], planned: str | None
+) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device of the layers' parameters that floats are; `planned`: the device type of
+    a plan for one, wherever they are now."""
     found: dict[tuple[torch.dtype, str], torch.device] = {}
     for path in paths:
         for p in model.get_submodule(path).parameters():
             if p.dtype in KERNEL_DTYPES:
-                found.setdefault((p.dtype, p.device.type), p.device)
+                device = p.device if planned is None else torch.device(planned)
+                found.setdefault((p.dtype, device.type), device)
     devices = {device.type for device in found.values()} - {"meta"}
     if not found or not devices <= {"cpu", "cuda"} or len(devices) != 1:
         raise Unexplained(
