@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ import hfpatch
 from hfpatch.bench.spread import Gain, Spread
 from hfpatch.foreign.memory import bits
 from hfpatch.inputs import Inputs, NoInputs, cast, sample_inputs
-from hfpatch.inputs.of_pipelines import pipeline_inputs
+from hfpatch.inputs.of_pipelines import denoiser_of, pipeline_inputs
+from hfpatch.plan import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,8 @@ FACTOR = 2.0
 APART = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 #: Decoding steps that are compared.
 _STEPS = 3
-_TIMED_SECONDS, _TIMED_RUNS = 1.0, 5
+#: Turns of each way that are timed, and calls before each: the first decides captured blocks.
+_ROUNDS, _WARMUP = 7, 2
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,14 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
     truth = None if before is None else _truth(model, inputs or {}, how, result, before)
     ran = set() if inputs is None else _modules_run(model, inputs)
     report = hfpatch.apply(model, strict=True, **how.arguments)
+    blocks = _Blocks()
     try:
-        patched = None if before is None else _Run(model, inputs or {}, how, before)
-        if patched is not None:
+        patched = None
+        if before is not None:
+            # Captured blocks and decoding steps answer their first call with the original's result.
+            _Run(model, inputs or {}, how, before)
+            with blocks.watched(model):
+                patched = _Run(model, inputs or {}, how, before)
             ran = _with_decoders(ran, report, model)
     finally:
         same = all(torch.equal(bits(v), bits(state[k])) for k, v in model.state_dict().items())
@@ -86,6 +92,7 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
         _settle(result, FAILED, "`restore` took back another number of swaps")
     if inputs is None or before is None or patched is None:
         return result, report
+    blocks.tell(result, len(report.swaps))
     _compare(result, before, patched, truth, model)
     after = _Run(model, inputs, how, before)
     result["bit-equal after restore"] = before.same_bits(after)
@@ -126,19 +133,22 @@ def check_pipeline(pipeline: Any, how: How) -> tuple[dict[str, Any], Any]:
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         return _settle(result, NOT_COMPARED, f"a call with made-up inputs ended: {reason}"), None
     report = hfpatch.apply(pipeline, strict=True, **how.arguments)
+    blocks = _Blocks()
     try:
-        patched = outputs_of(pipeline(**inputs, **seeded(pipeline)))
+        pipeline(**inputs, **seeded(pipeline))  # what is decided at a first call
+        with blocks.watched(pipeline):
+            patched = outputs_of(pipeline(**inputs, **seeded(pipeline)))
     finally:
         restored = hfpatch.restore(pipeline)
     result |= {"swapped": len(report.swaps), "restored": restored == len(report.swaps)}
+    blocks.tell(result, len(report.swaps))
     if not result["restored"]:
         _settle(result, FAILED, "`restore` took back another number of swaps")
     again = outputs_of(pipeline(**inputs, **seeded(pipeline)))
     result["bit-equal after restore"] = _same_bits(before, again)
     if not result["bit-equal after restore"]:
         _settle(result, FAILED, "the restored pipeline computes other bits than before")
-    denoiser = getattr(pipeline, "transformer", None) or pipeline.unet
-    _apart(result, before, patched, dtype_of(denoiser))
+    _apart(result, before, patched, dtype_of(denoiser_of(pipeline)))
     return result, report
 
 
@@ -147,6 +157,60 @@ def _settle(result: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
     if status == FAILED or result["status"] == PASSED:
         result |= {"status": status, "reason": reason}
     return result
+
+
+class _Blocks:
+    """What became of captured blocks: whether each ran fused, the compared run alone says."""
+
+    def __init__(self) -> None:
+        self.fused = 0
+        self.left: list[str] = []
+        self.missed: list[str] = []
+
+    @contextmanager
+    def watched(self, model: Any) -> Iterator[None]:
+        """Around the compared run of a patched model."""
+        from hfpatch import swap
+        from hfpatch.apply import modules_of
+        from hfpatch.regions.kind import runs_seen
+
+        candidates: list[tuple[str, nn.Module, Any]] = [
+            (path, module, mark.details)
+            for path, module in modules_of(model)
+            if (mark := swap.swapped(module)) is not None and isinstance(mark.details, Candidate)
+        ]
+        with runs_seen(candidate.kind for *_, candidate in candidates) as seen:
+            yield
+        for path, module, candidate in candidates:
+            now = candidate.now(path)
+            if id(module) in seen:
+                self.fused += 1
+            elif now.reason:  # the original runs it, or its parts do
+                self.left.append(path)
+            else:
+                self.missed.append(path)
+
+    def tell(self, result: dict[str, Any], swapped: int) -> None:
+        """Add to the result how many were compared, and whether anything of ours was."""
+        if self.fused or self.left or self.missed:
+            result["blocks"] = {
+                "fused": self.fused,
+                "left": len(self.left),
+                "not run": len(self.missed),
+            }
+        if self.missed:
+            every = self.fused + len(self.left) + len(self.missed)
+            _settle(
+                result,
+                NOT_COMPARED,
+                f"{len(self.missed)} of {every} captured blocks did not run fused, "
+                f"`{self.missed[0]}` among them",
+            )
+        result["hfpatch computed"] = bool(swapped or self.fused)
+        if not result["hfpatch computed"]:
+            result["note"] = (
+                "nothing of hfpatch was compared: no module was swapped and no block ran fused"
+            )
 
 
 # Running ----------------------------------------------------------------------------------------
@@ -382,37 +446,43 @@ def distance(some: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def _timed(model: nn.Module, inputs: Inputs, how: How) -> dict[str, Any]:
-    """Medians of a forward in milliseconds; the original's turns lie around the patched one's.
+    """Medians of a forward in milliseconds, measured in turns as `hfpatch bench model` does: what
+    slows a machine down for a while meets both.
 
-    Beside them the quartiles, and whether the two are within noise: where the spreads overlap.
+    Beside them the least and the quartiles of the turns, and whether the two are within noise:
+    where these spreads overlap.
     """
-    first = _milliseconds(model, inputs)
-    hfpatch.apply(model, strict=True, **how.arguments)
-    try:
-        patched = _milliseconds(model, inputs)
-    finally:
-        hfpatch.restore(model)
-    original = first + _milliseconds(model, inputs)
-    before, after, gain = Spread.of(original), Spread.of(patched), Gain.of(original, patched)
-    return {
-        "original ms": before.median,
-        "original quartiles ms": [before.low, before.high],
-        "patched ms": after.median,
-        "patched quartiles ms": [after.low, after.high],
+    from hfpatch.bench.subjects import Subject
+    from hfpatch.bench.ways import Measured, take_turns
+
+    def call() -> Any:
+        return _forward(model, inputs)
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    subject = Subject(
+        type(model).__name__, model, device, dtype_of(model), inputs, {}, call, call, 1, "calls"
+    )
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        hfpatch.apply(model, strict=True, **how.arguments)
+        try:
+            yield
+        finally:
+            hfpatch.restore(model)
+
+    ways = {"original": Measured("original"), "patched": Measured("patched")}
+    take_turns(subject, {"original": nullcontext, "patched": patched}, ways, _ROUNDS, _WARMUP)
+    times = {name: way.wall_ms for name, way in ways.items()}
+    found: dict[str, Any] = {}
+    for name in times:
+        spread = Spread.of(times[name])
+        found[f"{name} ms"] = spread.median
+        found[f"{name} least ms"] = min(times[name])
+        found[f"{name} quartiles ms"] = [spread.low, spread.high]
+    gain = Gain.of(times["original"], times["patched"])
+    return found | {
+        "turns": gain.count,
         "speed-up": gain.ratio,
         "within noise": gain.within_noise,
     }
-
-
-def _milliseconds(model: nn.Module, inputs: Inputs) -> list[float]:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else int
-    _forward(model, inputs)
-    times: list[float] = []
-    while len(times) < _TIMED_RUNS or (sum(times) < _TIMED_SECONDS and len(times) < 100):
-        wait()
-        start = time.perf_counter()
-        _forward(model, inputs)
-        wait()
-        times.append(time.perf_counter() - start)
-    return [1e3 * seconds for seconds in times]

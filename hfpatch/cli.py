@@ -7,7 +7,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 a check or a download failed, 2 bad usage,
     3 `apply-check` could not compare."""
     args = build_parser().parse_args(argv)
+    with _plain_warnings():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     # PyTorch's profiler announces each start and stop on stderr; its failures are exceptions.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
@@ -182,6 +189,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = f"{args.command} {action}" if action else args.command
         print(printable(f"hfpatch {command}: {e}"), file=sys.stderr)
         return 1 if isinstance(e, KernelLoadError) else 2
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Our warnings without the line of our own code that led to them: it is not the user's."""
+    form = warnings.formatwarning
+
+    def plain(message: Any, *where: Any, **more: Any) -> str:
+        text = str(message)
+        return (
+            f"{printable(text)}\n"
+            if text.startswith("hfpatch: ")
+            else form(message, *where, **more)
+        )
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = form
 
 
 def _env(args: argparse.Namespace) -> int:

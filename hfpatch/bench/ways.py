@@ -9,7 +9,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,10 +126,7 @@ def measure(
                 if name == "eager":
                     raise ValueError(f"the model did not run: {row.problem}") from e
         timed = [name for name in order if not found[name].problem]
-        for _ in range(rounds):
-            for name in timed:
-                with states[name]():
-                    _turn(subject, found[name], warmup)
+        take_turns(subject, states, {name: found[name] for name in timed}, rounds, warmup)
         for name in timed:
             with states[name]():
                 subject.call()
@@ -283,6 +280,20 @@ def _judge(
 def _wait(subject: Subject) -> None:
     if subject.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def take_turns(
+    subject: Subject,
+    states: Mapping[str, Callable[[], AbstractContextManager[Any]]],
+    rows: Mapping[str, Measured],
+    rounds: int,
+    warmup: int,
+) -> None:
+    """Time each way once a round, so that what slows the machine down for a while meets all."""
+    for _ in range(rounds):
+        for name, row in rows.items():
+            with states[name]():
+                _turn(subject, row, warmup)
 
 
 def _turn(subject: Subject, row: Measured, warmup: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -257,6 +258,36 @@ class Kind:
         return Variant(
             captured.shapes, run, packs, same, given, tuple(found), before, after, evidence, source
         )
+
+
+@contextmanager
+def runs_seen(kinds: Iterable[Kind]) -> Iterator[set[int]]:
+    """The ids of blocks that ran fused meanwhile. A kind that is decided says so little of a block:
+    the call that decides it, and one that its guard refuses, are the original's."""
+    seen: set[int] = set()
+
+    def watched(variant: Variant) -> Variant:
+        def run(block: nn.Module, tensors: list[Tensor], cache: Any) -> Any:
+            seen.add(id(block))
+            return variant.run(block, tensors, cache)
+
+        return replace(variant, run=run)
+
+    kept = []
+    for kind in {id(k): k for k in kinds}.values():
+        kept.append((kind, kind.variants, kind._known.copy()))
+        watching = {id(v): watched(v) for v in kind.decided}
+        kind.variants = {k: [watching[id(v)] for v in found] for k, found in kind.variants.items()}
+        for key, variant in kind._known.items():
+            if variant is not None:
+                kind._known[key] = watching[id(variant)]
+    try:
+        yield seen
+    finally:
+        for kind, variants, known in kept:
+            kind.variants = variants
+            kind._known.clear()  # the adapters hold it
+            kind._known.update(known)
 
 
 class _Undecided(Exception):
