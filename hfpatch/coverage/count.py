@@ -20,7 +20,7 @@ from hfpatch.settings import check_settings
 
 #: A single kernel already: nothing is left to serve.
 SERVED_AS_IT_IS = "no gain"
-CATEGORIES = ("blocks fused", "leaves only", "nothing", "not built")
+CATEGORIES = ("blocks with a file of their own", "leaves only", "nothing", "not built")
 
 
 def is_norm(module: nn.Module) -> bool:
