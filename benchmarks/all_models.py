@@ -77,7 +77,7 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that a model holds, but for what a patch puts on an instance."""
+    """All that a model holds, except for what a patch puts on an instance."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for key, value in module.__dict__.items():

@@ -83,7 +83,7 @@ def apply(
             leaving the module as it is and saying so in the report.
         cuda_graphs: record the forward of `model` (of a pipeline: of its denoisers) in CUDA graphs,
             one per kind of call, and replay it: the same kernels and bits without the time of
-            launching them (but for attention where padding is masked: to the precision of the
+            launching them (except attention where padding is masked: to the precision of the
             dtype). A number is the most graphs to keep (True: 8). Calls that cannot be replayed
             (hooks inside, gradients, tensors on the CPU) run as they are; the reason is warned of
             once and in `status`. "auto": of each kind of call the graph and the plain call are

@@ -49,7 +49,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Task:
-    """What is to be proven: of which module, with whose kernels, on which device."""
+    """What has to be proven: of which module, with whose kernels, on which device."""
 
     subject: Subject
     sources: Sources

@@ -353,7 +353,7 @@ def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
         failed = _each(reversed(done))
         if not isinstance(e, Exception):
             raise
-        left = f", but for {len(failed)} of {len(done)} steps: {failed[0]}" if failed else ""
+        left = f", except in {len(failed)} of {len(done)} steps: {failed[0]}" if failed else ""
         raise PatchError(
             f"patching failed ({type(e).__name__}: {e}); every module was put back as it was{left}"
         ) from e

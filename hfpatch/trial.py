@@ -102,7 +102,7 @@ class Trial:
 
 
 def _alike(original: Any, read: Tensor) -> bool:
-    """Whether running the code gave what reading it did, but for one rounding of a product."""
+    """Whether running the code gave what reading it did, apart from one rounding of a product."""
     if type(original) is not Tensor or original.dtype != read.dtype:
         return False
     if original.shape != read.shape:

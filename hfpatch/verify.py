@@ -138,7 +138,7 @@ def verify_gradients(
     trial: Trial, formula: Formula, kernel: Kernel, compute: Forward
 ) -> Refusal | None:
     """Differentiate it: every gradient has the original's dtype, and is no farther from the fp64
-    one, but for a few roundings."""
+    one, a few roundings apart."""
     what = f"the gradient of kernel `{kernel.source}` for `{formula.op}`"
     x = trial.x.nan_to_num(0.0, 0.0, 0.0).clamp(-8, 8)  # in fp16 it overflows before the value
     upstream = torch.randn(trial.original.shape, generator=seeded(2)).to(x.device)

@@ -273,7 +273,7 @@ bool check_qk(Check &check, const Tensor &q, const Tensor &k, int64_t seq_dim) {
   if (!check.same_type(q, k)) return false;
   const int32_t head = Dims(q.raw->ndim, seq_dim).head;
   if (same_but(*q.raw, *k.raw, head)) return true;
-  return check.fail("`k` must have the shape of `q` %s but for the number of heads, got %s",
+  return check.fail("`k` must have the shape of `q` %s except for the number of heads, got %s",
                     ShapeText(*q.raw).text, ShapeText(*k.raw).text);
 }
 

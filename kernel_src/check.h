@@ -109,7 +109,7 @@ class Check {
   bool parse(const char *name, const DLTensor *raw, Tensor *tensor);
   bool strides(Tensor *tensor);
   void reads(const Tensor &tensor, const char *replaced_by);
-  // No result overlaps another tensor, but for the same view where that is allowed.
+  // No result overlaps another tensor, except for the same view where that is allowed.
   bool disjoint();
 
   const char *function_;

@@ -282,7 +282,7 @@ HFP_EXPORT int32_t hfp_group_norm(DLTensor *out, DLTensor *stats, const DLTensor
  * sum, or 0. Those of parameters are sums over all rows: row p of `partials`, fp32 [P, K D], holds
  * the sums over a part of the rows (the weight's D, then the bias's D; K is how many are wanted),
  * P = hfp_partial_rows(rows, D), and then the P rows are added up (or fewer, the first ones). It is
- * scratch: where one launch makes the sums it is left unwritten, so nothing is to be read from it. No
+ * scratch: where one launch makes the sums it is left unwritten, so read nothing from it. No
  * atomics: same input, same bits.
  * What is not wanted may be NULL or anything. Of `bias`, only the presence and the dtype count.
  * With no rows at all the sums are 0.

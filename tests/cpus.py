@@ -95,7 +95,7 @@ COMPARES = re.compile(
 
 
 def numeric() -> list[str]:
-    """Every file of tests that compares results, but for those that are named above."""
+    """Every file of tests that compares results, except for those that are named above."""
     paths = (p for p in sorted((ROOT / "tests").rglob("test_*.py")))
     found = [p for p in paths if COMPARES.search(p.read_text(encoding="utf-8"))]
     names = [p.relative_to(ROOT).as_posix() for p in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import subprocess
 from collections import Counter
@@ -279,15 +280,41 @@ def test_the_design_names_every_module() -> None:
     assert {name for name in here if name not in text} == set()
 
 
-WORDS = [*DOCS, ROOT / "CHANGELOG.md", ROOT / "CARD.md"]
+NAMED = ("CHANGELOG.md", "CARD.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile")
+WORDS = [*DOCS, *(ROOT / name for name in NAMED)]
+#: What nobody would say aloud.
+UNSAID = re.compile(r"\b(?:but for|is to be|are to be)\b")
+
+
+def unsaid(text: str) -> list[str]:
+    words = " ".join(re.sub(r"^\s*#+", "", text, flags=re.MULTILINE).split()).lower()
+    return [sentence for sentence in words.split(".") if UNSAID.search(sentence)]
 
 
 @pytest.mark.parametrize("path", WORDS, ids=lambda p: p.name)
 def test_plain_english(path: Path) -> None:
-    """What nobody would say aloud."""
-    words = " ".join(path.read_text(encoding="utf-8").split()).lower()
-    unsaid = re.compile(r"\b(?:but for|is to be|are to be)\b")
-    assert not [sentence for sentence in words.split(".") if unsaid.search(sentence)]
+    assert not unsaid(path.read_text(encoding="utf-8"))
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Docstrings, and what a program says: every text in a file's code, and its comments."""
+    code = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+    lines = re.findall(r"^\s*(#.*)$", code, re.MULTILINE)
+    yield "\n".join(lines)
+
+
+def test_plain_english_in_code() -> None:
+    """`help()` of every function, errors, and the command line's; private ones become public."""
+    package = [p for p in (ROOT / "hfpatch").rglob("*.py") if "_kernels" not in p.parts]
+    found = {
+        path.relative_to(ROOT).as_posix(): said
+        for path in (*package, *(ROOT / "torch-ext").rglob("*.py"))
+        if (said := [s for text in strings(path) for s in unsaid(text)])
+    }
+    assert not found
 
 
 def test_the_readme_can_be_read_in_one_go() -> None:

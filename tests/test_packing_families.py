@@ -45,7 +45,7 @@ GROUPS = {
 
 @pytest.fixture(autouse=True)
 def _packed_on_the_cpu(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that `packing` asks of a parameter, but for the GPU."""
+    """All that `packing` asks of a parameter, except for the GPU."""
 
     def own(p: torch.Tensor) -> bool:
         return (

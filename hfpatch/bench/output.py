@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def require_writable(path: Path) -> None:
-    """Make the folder of a file that is to be written, and see that the file can be.
+    """Make the folder of a file that will be written, and see that the file can be.
 
     Nothing is written to the file itself.
 

@@ -101,7 +101,7 @@ def view(name: str, value: Any, written: bool) -> View:
 
     Raises:
         TypeError: `value` is none of these, or cannot be shared.
-        ValueError: it is to be written and is read-only.
+        ValueError: it is written to and is read-only.
     """
     if isinstance(value, DLTensor):
         return View(value, value)

@@ -197,7 +197,7 @@ _DIFFUSERS = {
 
 
 def diffusers_model(cls: Any) -> nn.Module:
-    """As the class's defaults say, but for small numbers; channels of VAEs and UNets too."""
+    """As the class's defaults say, with small numbers; channels of VAEs and UNets too."""
     parameters = inspect.signature(cls.__init__).parameters
     small: dict[str, Any] = {k: v for k, v in _DIFFUSERS.items() if k in parameters}
     for key, parameter in parameters.items():

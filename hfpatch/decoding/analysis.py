@@ -132,7 +132,7 @@ class Analysis:
     # --- the whole --------------------------------------------------------------------------------
 
     def recipe(self) -> Recipe:
-        """What explains the run, but for where it rounds.
+        """What explains the run, except where it rounds.
 
         Raises:
             Unexplained: a stage is none that the grammar knows.

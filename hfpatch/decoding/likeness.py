@@ -1,4 +1,4 @@
-"""Whether a model is built as its replica, but for sizes: nothing stands in it that a proof of the
+"""Whether a model is built as its replica, in other sizes: nothing stands in it that a proof of the
 replica would not have seen."""
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
-    """Equal but for sizes."""
+    """Equal, except in size."""
     if ours is theirs or (type(ours) is int and type(theirs) is int):
         return True
     if type(ours) is not type(theirs):

@@ -30,7 +30,7 @@ _SKIPPED = "decoding: "
 
 
 def check_choice(value: Any) -> Choice:
-    """The steps that are to be served.
+    """The steps to serve.
 
     Raises:
         TypeError, ValueError: it is neither "auto" nor "int8" nor a bool.

@@ -301,7 +301,7 @@ class Recording:
 
 
 def same(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> bool:
-    """Whether two results in fp64 are one, but for the order of sums."""
+    """Whether two results in fp64 are one, apart from the order of sums."""
     if a.shape != b.shape or not a.numel():
         return False
     return bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -91,7 +91,7 @@ class Decoder:
         self.steps = 0
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
         self.stream: Any = None  # of the last step
-        self._due = True  # settings are to be looked at: a new sequence
+        self._due = True  # settings must be looked at: a new sequence
         self._cache: weakref.ref[Any] | None = None  # of the last step
         self._lock = threading.RLock()
 

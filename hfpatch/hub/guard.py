@@ -45,7 +45,7 @@ class Guard:
     """What is expected of the answers.
 
     Attributes:
-        hashes: of the files that are to be downloaded, by "/<commit>/<path>", with which their
+        hashes: of the files to download, by "/<commit>/<path>", with which their
             addresses end.
         largest: bytes of the largest of them.
     """

@@ -1,4 +1,4 @@
-"""What decides what a module computes, but for its weights, as keys that can be compared.
+"""What decides what a module computes, apart from its weights, as keys that can be compared.
 
 They are made while a model is planned, never at a call.
 """
@@ -94,7 +94,7 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
 
 
 def held_by(modules: Iterable[nn.Module]) -> Callable[[], Any]:
-    """What the objects that modules hold contain now (a config, a list), but for tensors and
+    """What the objects that modules hold contain now (a config, a list), except tensors and
     modules: equal answers mean that nothing was written to them. It holds those objects alone."""
     held = [
         v

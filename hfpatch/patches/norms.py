@@ -400,7 +400,7 @@ def memory_order(x: Tensor) -> list[int] | None:
 
 class Norms(Family):
     name = "norm"
-    # in any case, but for those of batches, groups and weights: the report has each that is none
+    # in any case, except those of batches, groups and weights: the report has each that is none
     pattern = re.compile(
         r"^(?!.*(batch|group|instance|weight|spectral|minmax|nonorm)).*norm(?!al)", re.IGNORECASE
     )

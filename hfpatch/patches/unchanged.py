@@ -33,7 +33,7 @@ def leaf_settings(
     module: nn.Module, known: Container[str] = ()
 ) -> tuple[Callable[[dict[str, Any]], Any], Any]:
     """The same as `settings_of` of a module whose whole code is stood in for: parameters, buffers
-    and children that its code asks for and that are None must stay so, but for the `known` ones,
+    and children that its code asks for and that are None must stay so, except the `known` ones,
     which are looked at elsewhere; and children that it has must stay there."""
     read, settings = settings_of(module)
     named = names_read(module)
@@ -62,7 +62,7 @@ def leaf_settings(
 def settings_of(
     module: nn.Module, ignore: Container[str] = ()
 ) -> tuple[Callable[[dict[str, Any]], Any], Any]:
-    """What reads a module's settings off its `__dict__`, and what it reads now; but for `ignore`.
+    """What reads a module's settings off its `__dict__`, and what it reads now; without `ignore`.
 
     Settings are the plain attributes and functions that somebody may set while the module is
     patched, such as `eps`: what was bound to their values is no longer right when they differ; so

@@ -1,4 +1,4 @@
-"""Blocks of one kind, equal but for their weights: which of their calls are fused, and how.
+"""Blocks of one kind, equal except in their weights: which of their calls are fused, and how.
 
 A call of a structure and sizes that were not seen before is captured, rewritten and proven while
 the original computes it; from then on such calls of every block of the kind run fused.

@@ -134,7 +134,7 @@ class Attend(Target):
 
 
 def without_dead(graph: Graph) -> None:
-    """Drop what nothing reads, but for what is done to a cache."""
+    """Drop what nothing reads, except what is done to a cache."""
     graph.eliminate_dead_code(lambda n: n.is_impure() or isinstance(n.target, CacheUpdate))
 
 

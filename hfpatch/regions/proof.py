@@ -3,7 +3,7 @@
 Three things are shown. The graph as it was captured gives the original's result. The rewritten
 graph, each op by its formula, gives the same as the captured one in a wider dtype, to that dtype's
 precision, measured against what the block adds to its input and not against the input. And the
-fused block, as it will run, is no farther from the wide result than the original, but for one
+fused block, as it will run, is no farther from the wide result than the original, apart from one
 rounding.
 """
 

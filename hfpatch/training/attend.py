@@ -49,8 +49,8 @@ class Call:
     """How a layer calls its attention function.
 
     own: arguments that the attention module makes itself. passed: the layer's own keyword arguments
-    that were seen. passes_others: whether any other reaches the function, but for what the layer or
-    the attention module takes by its name (named).
+    that were seen. passes_others: whether any other reaches the function than what the layer or the
+    attention module takes by its name (named).
     """
 
     own: tuple[Argument, ...]

@@ -3,7 +3,7 @@ there is none.
 
 No list of class names decides. A small replica of the model is explained as for decoding
 (`hfpatch.decoding`); each of its distinct layers becomes a plan, whose gradients are proven in the
-model's dtype (proof.py); and the model's own layers must be built as the replica's are, but for
+model's dtype (proof.py); and the model's own layers must be built as the replica's are, except
 their products, which may be modules of any kind.
 """
 

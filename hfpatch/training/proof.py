@@ -316,7 +316,7 @@ def prove(
     more = limits.kernel_fp32 * limits.gradient if wide else limits.kernel_half
     more *= torch.finfo(rounds_to).eps
     sizes = {name: _size(t) for name, t in truth.items() if t is not None}
-    # a gradient that is 0 but for rounding is no measure of its own error
+    # a gradient that is 0 apart from rounding is no measure of its own error
     least = 1e-3 * median(sizes.values())
     worst = (0.0, 0.0)
     for halves in ((), ("front",), ("back",), ("front", "back")):

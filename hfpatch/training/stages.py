@@ -45,7 +45,7 @@ class NormForm:
 
 @dataclass(frozen=True)
 class FrontForm:
-    """What `front` computes, but for its tensors. compute: what products are computed in, the
+    """What `front` computes, without its tensors. compute: what products are computed in, the
     input's dtype or autocast's. packed: queries, keys and values are rows of one weight.
     rotary_dim: 0 where there is no RoPE. qk_norm: of queries and keys, over a head or, if
     `across`, over all of them."""
@@ -65,7 +65,7 @@ class FrontForm:
 
 @dataclass(frozen=True)
 class BackForm:
-    """What `back` computes, but for its tensors. compute: as there. packed: gate and up are
+    """What `back` computes, without its tensors. compute: as there. packed: gate and up are
     halves of one weight, the gate first where `gate_first`. factor: of both residual sums."""
 
     compute: torch.dtype

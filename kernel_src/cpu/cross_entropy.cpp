@@ -175,7 +175,7 @@ static void cross_entropy_backward_rows(const CrossEntropyArgs &args, int64_t be
           z = c.value;
           slope *= c.slope;
         }
-        // z - lse <= 0 but for rounding; exp_nonpositive bears that.
+        // z - lse <= 0 apart from rounding; exp_nonpositive bears that.
         y = (exp_nonpositive(z - lse) - smooth) * slope;
       }
       if (n == kLanes) store<T>(dx + i * size_of(T), y);

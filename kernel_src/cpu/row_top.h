@@ -37,7 +37,7 @@ HFP_INLINE uint64_t pair_at(const char *x, int64_t i) {
   return pair_of(key_of(element<T>(x, i)), static_cast<uint32_t>(i));
 }
 
-// The pairs of those k elements, in any order but for the last one, which is the least.
+// The pairs of those k elements, in any order except for the last one, which is the least.
 //
 // `found` collects whatever is above the k-th greatest of what has been seen before, which whole
 // registers are compared with. When it is full it is cut back to its k greatest, and the bar rises.

@@ -126,7 +126,7 @@ int64_t draw(const SampleArgs &args, const Scores<T, Tokens> scores, int64_t row
 }
 
 // A value that is below every x whose z is that of `least_x` or greater; -inf if x cannot tell. What
-// rounds to one z differs by less than 2^-22 of itself, but for subnormals.
+// rounds to one z differs by less than 2^-22 of itself, except for subnormals.
 inline float bar_below(float least_x, float least_z) {
   const float size = std::fabs(least_x);
   const bool normal = size > 1e-30f && size < 1e30f && std::fabs(least_z) > 1e-30f;

@@ -21,7 +21,7 @@ struct Begin {
   int half;
   bool rounded;
   float scaling;
-  bool state;  // whether the hidden state is to be written too
+  bool state;  // whether the hidden state is written too
 };
 
 // A query's hidden state, and its cosines and sines.

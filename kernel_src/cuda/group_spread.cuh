@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kCta, resident_ctas(kCta, kSpreadThreads))
   };
 #pragma unroll
   for (int u = 0; u < kRun; ++u) {
-    if (u >= p.each) break;  // never: but for this branch ptxas stores all of them last
+    if (u >= p.each) break;  // never: without this branch ptxas stores all of them last
     finish(v[u], run_vector<kCta, kRuns>(0, u));
   }
   if constexpr (kRuns == 2) {

@@ -341,7 +341,7 @@ __device__ __forceinline__ void normalize(const RopeParams &p, Vec<T, N> &v, flo
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] *= scale;
   if (p.round_hat) {
-    // w + 0 is w, but for the sign of -0, which is w's here as in eager PyTorch.
+    // w + 0 is w, except for the sign of -0, which is w's here as in eager PyTorch.
     if constexpr (std::is_same_v<T, W> && kInTwos<T, N>) {
       if (p.weight_offset == 0.0f) {
         v.set(y);

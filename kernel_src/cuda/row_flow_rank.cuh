@@ -462,7 +462,7 @@ __device__ __forceinline__ unsigned cut_found(FlowRow &s, unsigned n, unsigned k
 }
 
 // Where list_row() has found too many: the k greatest, and what equals the last of them, all or the first
-// ones, in s.list. Returns how many. *tied: if not 0, what equals that key is to be listed and is not.
+// ones, in s.list. Returns how many. *tied: if not 0, what equals that key belongs in the list and is not there.
 template <int kDigits, class T, class Order, class Pair>
 __device__ __forceinline__ unsigned list_row_again(FlowRow &s, const T *x, uint32_t cols, int words,
                                                    unsigned k, bool all_equal, uint32_t least,

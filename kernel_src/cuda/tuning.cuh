@@ -500,7 +500,7 @@ inline constexpr int kActivationThreads = 1024, kActivationLanes = 128, kActivat
 // sum; 0: others. bf16 on an H200, us, cold, without them -> with: mul_add 2 x 2688 x 2048 20.8 -> 18.8,
 // 8 x 1024 x 1536 23.3 -> 21.7, 1 x 4096 x 8192 53.0 -> 50.7, 2 x 1500 x 2048 15.3 -> 11.7, by eights
 // 1 x 4608 x 3072 24.6 -> 23.9, 1 x 4096 x 1000 10.2 -> 9.5, 1 x 2048 x 1536 10.2 -> 7.6; add_silu
-// 2048 x 8192 28.0 -> 27.2. A GPU has room for all its pairs, but for 15 eights of such CTAs on this H200:
+// 2048 x 8192 28.0 -> 27.2. A GPU has room for all its pairs, except for 15 eights of such CTAs on this H200:
 // parts of it have an odd number of SMs. One too many takes a second wave, 40 % longer; 14 lose nothing.
 // Where groups of a warp exchange their sums (8 and 16 lanes) 2 x 2688 x 2048 now takes 18.1, add_silu 26.2.
 // Pairs have whole lines of a row, eights whole sectors, as few of these share a line: mul_add 1 x 4608 x

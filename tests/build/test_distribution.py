@@ -43,7 +43,7 @@ def script() -> ModuleType:
 def released(
     script: ModuleType, kernels_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The CPU's wheel, the pure wheel that pins it, and the sdist; as the script makes them, but
+    """The CPU's wheel, the pure wheel that pins it, and the sdist; as the script makes them, except
     for the tool `build`, which need not be installed."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("out")
     script.export(tree, dirty=True)

@@ -168,7 +168,7 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("cols", [64, 127, 1024])
 def test_layouts(kernels_module: ModuleType, cols: int, dtype: torch.dtype) -> None:
     def same(a: Tensor, b: Tensor) -> bool:
-        """Equal but for the reduction's order, which may follow the alignment."""
+        """Equal except for the reduction's order, which may follow the alignment."""
         scale = b.float().abs().amax(-1, keepdim=True)
         return bool(((a.float() - b.float()).abs() <= tolerance("cuda norm", dtype) * scale).all())
 

@@ -146,7 +146,7 @@ SETTINGS = [
 @pytest.mark.parametrize("cols", [1, 5, 100, 1001, 32000, 50257, 128256])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_sample(kernels_module: ModuleType, settings: Any, cols: int, dtype: torch.dtype) -> None:
-    """Those of the CPU, but for the last bits of exp and log; the same whoever shares a row."""
+    """Those of the CPU, except for the last bits of exp and log; the same whoever shares a row."""
     k = kernels_module
     logits = randn(100, cols, dtype=dtype) * 3
     seeds = torch.randint(-(2**63), 2**63 - 1, (100,), device="cuda")

@@ -161,7 +161,7 @@ def same(got: Any, expected: Any, exactly: bool) -> None:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that a model holds, bit for bit, but for what a patch puts on an instance."""
+    """All that a model holds, bit for bit, except for what a patch puts on an instance."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for k, v in module.__dict__.items():

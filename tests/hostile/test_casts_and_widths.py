@@ -49,7 +49,7 @@ def assert_as_its_twin(
     swapped: bool | None = None,
     name: str = "",
 ) -> None:
-    """`after` is done to both once one is patched; `swapped`: whether it is to be; `name`: of the
+    """`after` is done to both once one is patched; `swapped`: whether it should be; `name`: of the
     argument, where it is given by name."""
     torch.manual_seed(0)
     model = Root(module).eval()

@@ -85,7 +85,7 @@ def test_from_nothing_to_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_the_page_is_run_whole() -> None:
-    """No command, edit or script stands in a block of another kind, but for sessions of the shell
+    """No command, edit or script stands in a block of another kind, except sessions of the shell
     that need a CUDA compiler: tests/build/test_ptx.py."""
     assert [kind for kind, _ in BLOCKS].count("diff") == 5
     fences = re.findall(r"^```(\S.*)$", DOC, re.MULTILINE)

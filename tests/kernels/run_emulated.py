@@ -1,7 +1,7 @@
 """Runs the tests of the C interface on its build for aarch64, in an emulator.
 
     python tests/kernels/run_emulated.py                    all of them
-    python tests/kernels/run_emulated.py --quick            but for the longest
+    python tests/kernels/run_emulated.py --quick            except for the longest
     python tests/kernels/run_emulated.py -k rms_norm        with arguments of pytest
 
 It ends with one line of JSON: how many tests passed, and the ops that no test called with success.

@@ -39,7 +39,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_same(ours: Any, theirs: Any, inexact: float = 0.0) -> None:
-    """Half types: the same bits but for a share `inexact`, where a different last bit in fp32 (the
+    """Half types: the same bits except a share `inexact`, where a different last bit in fp32 (the
     norm's sum; a fused multiply-add) tips a rounding. fp32: within a few units in the last place
     of the values that are added up, which are a few units in size. The dtype is the input's."""
     for a, b in zip(ours, theirs, strict=True):

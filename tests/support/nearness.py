@@ -132,7 +132,7 @@ def verdict(draws: Sequence[Draw], allowed: float, like: int = LIKE) -> Verdict:
 def assert_as_near(
     draws: Iterable[Draw], dtype: torch.dtype, what: object = "", like: int = LIKE
 ) -> None:
-    """No farther from fp64 than the original, but for roundings and chance."""
+    """No farther from fp64 than the original, except for roundings and chance."""
     draws = list(draws)
     found = verdict(draws, allowance(dtype), like)
     errors = ", ".join(f"{d.ours:.3g}/{d.theirs:.3g}" for d in draws)

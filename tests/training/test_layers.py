@@ -135,7 +135,7 @@ def test_biases_and_half_of_them(served: dict[str, int]) -> None:
 
 
 def kept_by(model: Model, layers: int) -> int:
-    """Bytes that autograd keeps, but for parameters."""
+    """Bytes that autograd keeps, except for parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
     held = []

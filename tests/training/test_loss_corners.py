@@ -691,7 +691,7 @@ def outcome(run: Callable[[], Any]) -> Any:
 def assert_same(
     ours: Any, theirs: Any, tolerance: float, where: str = "result", least: float = 0.0
 ) -> None:
-    """`least`: what is compared with at least, of a tensor whose values are 0 but for rounding."""
+    """`least`: what is compared with at least, of a tensor whose values are 0, rounded."""
     if isinstance(theirs, Exception) or isinstance(ours, Exception):
         assert isinstance(ours, type(theirs)), f"{where}: {ours!r} for {theirs!r}"
         return

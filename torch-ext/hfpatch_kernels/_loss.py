@@ -47,9 +47,9 @@ def cross_entropy(
         num_items: what the mean divides by in place of the number of rows that are not ignored:
             ``num_items_in_batch`` of transformers, the tokens of all batches that are accumulated.
             A number above 0, or a tensor of one element.
-        gradient_with_loss: whether the gradient is made with the mean or sum. By default it is, but
-            for fp16, whose gradients wait for the loss scale, and under `torch.compile`, where
-            ``True`` is taken for the default too.
+        gradient_with_loss: whether the gradient is made with the mean or sum. By default it is,
+            except for fp16, whose gradients wait for the loss scale, and under `torch.compile`,
+            where ``True`` is taken for the default too.
 
     Returns:
         fp32: a scalar, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.

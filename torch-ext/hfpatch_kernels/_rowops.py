@@ -140,7 +140,7 @@ def sample(
     ``(i // 4, 0, position)`` for token ``i``.
 
     A row's token depends on that row, its seed, position and parameters only: not on the batch, the
-    order of its rows, or the device, but for the last bits of ``exp`` and ``log``. The same seed
+    order of its rows, or the device, except for the last bits of ``exp`` and ``log``. The same seed
     needs another position for every new token of a text. Rows whose greatest ``z`` is not finite
     (NaN, infinities) give `argmax`.
 

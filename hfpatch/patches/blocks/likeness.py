@@ -134,7 +134,7 @@ def _odd_processor(ours: Any, theirs: Any) -> str | None:
 
 
 def own_settings(processor: Any) -> dict[str, Any]:
-    """What a processor holds, but for what is read at each call."""
+    """What a processor holds, except what is read at each call."""
     return {k: v for k, v in vars(processor).items() if k not in READ_LIVE}
 
 

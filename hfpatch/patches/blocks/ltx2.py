@@ -94,7 +94,7 @@ class _Stream:
     def __init__(self, block: Any, side: Side, h: Tensor, temb: Tensor) -> None:
         self.side, self.h = side, h
         self.ada = _sums(getattr(block, side.table), temb)
-        #: What is to be added next, and its gate.
+        #: What comes next in the sum, and its gate.
         self.x, self.gate = h, h
         #: The modulated norms for the attention between the streams, by direction.
         self.seen: dict[int, Tensor] = {}
@@ -255,7 +255,7 @@ class Ltx2Subject(ModelBlock):
             s.gate = ada[8] if with_q else ones(s.h)
 
         def add(block: Any, s: _Stream, scale: Tensor, shift: Tensor, norm: str) -> Tensor:
-            """Add what is to be added; the modulated norm of the sum."""
+            """Add what is due; the modulated norm of the sum."""
             weight = getattr(block, norm).weight
             s.h, x = gate_modulate(s.h, s.gate, s.x, scale, shift, weight, None)
             return x  # type: ignore[no-any-return]
