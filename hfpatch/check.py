@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfpatch
+from hfpatch.apply import modules_of
 from hfpatch.bench.spread import Gain, Spread
 from hfpatch.foreign.memory import bits
 from hfpatch.inputs import Inputs, NoInputs, cast, sample_inputs
@@ -75,7 +76,8 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
         if before is not None:
             # Captured blocks and decoding steps answer their first call with the original's result.
             _Run(model, inputs or {}, how, before)
-            with blocks.watched(model):
+            called = {id(m) for path, m in model.named_modules() if path in ran}
+            with blocks.watched(model, called):
                 patched = _Run(model, inputs or {}, how, before)
             ran = _with_decoders(ran, report, model)
     finally:
@@ -108,6 +110,14 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
     # A block's last copy in a stack may have a part that no call reaches; its other copies have.
     places = {_place(path) for path in ran}
     missed = [s.path for s in report.swaps if _place(s.path) not in places]
+    lost = [path for path in blocks.uncalled if _place(path) not in places]
+    if lost:
+        _settle(
+            result,
+            NOT_COMPARED,
+            f"{len(lost)} captured blocks were not called by the inputs that were made, "
+            f"`{lost[0]}` among them",
+        )
     if missed:
         _settle(
             result,
@@ -128,7 +138,8 @@ def check_pipeline(pipeline: Any, how: How) -> tuple[dict[str, Any], Any]:
     except NoInputs as e:
         return _settle(result, NOT_COMPARED, str(e)), None
     try:
-        before = outputs_of(pipeline(**inputs, **seeded(pipeline)))
+        with _calls_seen(m for _, m in modules_of(pipeline)) as called:
+            before = outputs_of(pipeline(**inputs, **seeded(pipeline)))
     except Exception as e:  # the pipeline's own demands, whatever they are
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         return _settle(result, NOT_COMPARED, f"a call with made-up inputs ended: {reason}"), None
@@ -136,7 +147,7 @@ def check_pipeline(pipeline: Any, how: How) -> tuple[dict[str, Any], Any]:
     blocks = _Blocks()
     try:
         pipeline(**inputs, **seeded(pipeline))  # what is decided at a first call
-        with blocks.watched(pipeline):
+        with blocks.watched(pipeline, called):
             patched = outputs_of(pipeline(**inputs, **seeded(pipeline)))
     finally:
         restored = hfpatch.restore(pipeline)
@@ -166,12 +177,12 @@ class _Blocks:
         self.fused = 0
         self.left: list[str] = []
         self.missed: list[str] = []
+        self.uncalled: list[str] = []
 
     @contextmanager
-    def watched(self, model: Any) -> Iterator[None]:
-        """Around the compared run of a patched model."""
+    def watched(self, model: Any, called: set[int]) -> Iterator[None]:
+        """Around the compared run of a patched model; `called`: ids of modules that a call runs."""
         from hfpatch import swap
-        from hfpatch.apply import modules_of
         from hfpatch.regions.kind import runs_seen
 
         candidates: list[tuple[str, nn.Module, Any]] = [
@@ -185,6 +196,8 @@ class _Blocks:
             now = candidate.now(path)
             if id(module) in seen:
                 self.fused += 1
+            elif id(module) not in called:
+                self.uncalled.append(path)
             elif now.reason:  # the original runs it, or its parts do
                 self.left.append(path)
             else:
@@ -192,14 +205,15 @@ class _Blocks:
 
     def tell(self, result: dict[str, Any], swapped: int) -> None:
         """Add to the result how many were compared, and whether anything of ours was."""
-        if self.fused or self.left or self.missed:
+        every = self.fused + len(self.left) + len(self.missed) + len(self.uncalled)
+        if every:
             result["blocks"] = {
                 "fused": self.fused,
                 "left": len(self.left),
                 "not run": len(self.missed),
+                "not called": len(self.uncalled),
             }
         if self.missed:
-            every = self.fused + len(self.left) + len(self.missed)
             _settle(
                 result,
                 NOT_COMPARED,
@@ -312,18 +326,24 @@ def _gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     return found
 
 
-def _modules_run(model: nn.Module, inputs: Inputs) -> set[str]:
-    """The paths of modules that a forward calls; a module with several paths has them all."""
+@contextmanager
+def _calls_seen(modules: Iterable[nn.Module]) -> Iterator[set[int]]:
+    """The ids of those that are called meanwhile."""
     called: set[int] = set()
     handles = [
-        m.register_forward_pre_hook(lambda module, _: called.add(id(module)))
-        for m in model.modules()
+        m.register_forward_pre_hook(lambda module, _: called.add(id(module))) for m in modules
     ]
     try:
-        _forward(model, inputs)
+        yield called
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _modules_run(model: nn.Module, inputs: Inputs) -> set[str]:
+    """The paths of modules that a forward calls; a module with several paths has them all."""
+    with _calls_seen(model.modules()) as called:
+        _forward(model, inputs)
     every = model.named_modules(remove_duplicate=False)
     return {path for path, m in every if id(m) in called}
 

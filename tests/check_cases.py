@@ -7,9 +7,11 @@ top, by their own configurations.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import small_pipelines
 import zoo
 
 WIDE: dict[str, Any] = {
@@ -299,14 +301,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 #: Of each modality one; the rest is for `make test-all`.
 FEW = ("gpt2", "bart", "dinov2", "clip", "siglip2", "videomae", "whisper", "wav2vec2", "ast",
        "sdxl-unet", "vae", "zoo-flux", "qwen2.5-vl", "qwen2-audio")  # fmt: skip
-NAMES = (*CASES, *(f"zoo-{name}" for name in zoo.ENTRIES), "zoo-ltx-pipeline")
+PIPELINES: dict[str, Callable[[], Any]] = {
+    "zoo-ltx-pipeline": zoo.PIPELINES["ltx-pipeline"].make,
+    "sd-pipeline": small_pipelines.sd,
+    "sdxl-pipeline": small_pipelines.sdxl,
+    "flux-pipeline": small_pipelines.flux,
+    "wan-pipeline": small_pipelines.wan,
+}
+NAMES = (*CASES, *(f"zoo-{name}" for name in zoo.ENTRIES), *PIPELINES)
 
 
 def write(name: str, folder: Path) -> Path:
     """The configuration as a folder of the Hub has it; its path."""
     folder = folder / name
-    if name == "zoo-ltx-pipeline":
-        zoo.PIPELINES["ltx-pipeline"].make().save_pretrained(folder)
+    if name in PIPELINES:
+        PIPELINES[name]().save_pretrained(folder)
         for weights in folder.rglob("*.safetensors"):
             weights.unlink()
         return folder

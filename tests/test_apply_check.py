@@ -92,6 +92,32 @@ def test_a_pipeline_and_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 0 < whole["relative difference"] < 1e-3  # a step ran, with kernels
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("flux-pipeline", ["transformer", "vae", "FluxPipeline"]),
+        pytest.param(
+            "sd-pipeline",
+            ["unet", "vae", "StableDiffusionPipeline"],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_captured_blocks_of_a_pipeline(
+    name: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call makes no use of the VAE's encoder, whose block its own row has compared."""
+    found = Checked(capsys, check_cases.write(name, tmp_path), "--blocks")
+    assert_passed(found)
+    assert sorted(row["part"] for row in found.rows) == sorted(parts)
+    whole = found.rows[-1]
+    assert whole["swapped"] == sum(row["swapped"] for row in found.rows[:-1]) > 0
+    assert whole["blocks"] == {"fused": 1, "left": 0, "not run": 0, "not called": 1}
+    vae = next(row for row in found.rows if row["part"] == "vae")
+    assert vae["blocks"] == {"fused": 2, "left": 0, "not run": 0, "not called": 0}
+    assert 0 < whole["relative difference"] < 1e-3
+
+
 def test_gradients_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = check_cases.write("dinov2", tmp_path)
     found = Checked(capsys, folder, "--mode", "training", "--time")
@@ -275,7 +301,10 @@ def test_a_captured_block_is_compared_when_it_runs_fused(
     found = Checked(capsys, one_layer, "--blocks")
     assert_passed(found)
     (row,) = found.rows
-    assert row["blocks"] == {"fused": 1, "left": 0, "not run": 0} and row["hfpatch computed"]
+    assert (
+        row["blocks"] == {"fused": 1, "left": 0, "not run": 0, "not called": 0}
+        and row["hfpatch computed"]
+    )
     assert 0 < row["error of outputs"]["patched"] < 1e-5
     plant_a_fault_behind_the_proof(monkeypatch)
     found = Checked(capsys, one_layer, "--blocks")
@@ -294,7 +323,7 @@ def test_a_captured_block_that_did_not_run_is_not_compared(
     monkeypatch.setattr(Kind, "_prove", refused)
     found = Checked(capsys, one_layer, "--blocks")
     assert found.status == 3
-    assert found.rows[0]["blocks"] == {"fused": 0, "left": 0, "not run": 1}
+    assert found.rows[0]["blocks"] == {"fused": 0, "left": 0, "not run": 1, "not called": 0}
     assert found.rows[0]["reason"] == (
         "1 of 1 captured blocks did not run fused, `layers.0` among them"
     )
@@ -309,7 +338,7 @@ def test_a_block_that_is_left_to_its_parts_is_counted(
     monkeypatch.setattr(Kind, "_prove", fails)
     arguments = ["apply-check", str(one_layer), "--random-weights", "--blocks"]
     assert cli.main(arguments) == 0
-    assert "blocks: fused 0, left 1, not run 0" in capsys.readouterr().out
+    assert "blocks: fused 0, left 1, not run 0, not called 0" in capsys.readouterr().out
 
 
 def test_nothing_of_ours_is_said(

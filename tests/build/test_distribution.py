@@ -131,6 +131,7 @@ def test_the_sdist_has_every_file(released: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)  # a session of its own, and the collection of all tests
 def test_the_sdist_tests_itself(released: Path, kernels_dir: Path, tmp_path: Path) -> None:
     with tarfile.open(one(released, "hfpatch-*.tar.gz")) as archive:
         archive.extractall(tmp_path, filter="data")
