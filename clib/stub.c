@@ -90,6 +90,22 @@ int32_t hfp_gated_packed(DLTensor *out, const DLTensor *x, int64_t activation, i
   return missing("hfp_gated_packed" HFP_WHY);
 }
 
+int32_t hfp_gated_clamped(DLTensor *out, const DLTensor *gate, const DLTensor *up, int64_t activation, double alpha, double gate_min, double gate_max, double up_min, double up_max, double up_offset, int64_t clamp_activated, void *stream) {
+  (void)out;
+  (void)gate;
+  (void)up;
+  (void)activation;
+  (void)alpha;
+  (void)gate_min;
+  (void)gate_max;
+  (void)up_min;
+  (void)up_max;
+  (void)up_offset;
+  (void)clamp_activated;
+  (void)stream;
+  return missing("hfp_gated_clamped" HFP_WHY);
+}
+
 int32_t hfp_norm_modulate(DLTensor *out, const DLTensor *x, const DLTensor *scale, const DLTensor *shift, const DLTensor *weight, const DLTensor *bias, double eps, int64_t norm_type, int64_t cast, void *stream) {
   (void)out;
   (void)x;

@@ -3,6 +3,8 @@
 //
 // Macros of the build: CUDA_KERNEL, there are CUDA kernels; HFP_CUDA_ARCHS, a string naming their
 // architectures, separated by spaces, commas or semicolons.
+#include <limits>
+
 #include "check.h"
 
 #if defined(CUDA_KERNEL)
@@ -200,6 +202,55 @@ int32_t hfp_gated(DLTensor *out, const DLTensor *gate, const DLTensor *up, int64
   args.gate_rows = flat ? hfp::one_row(g) : g.rows;
   args.up_rows = flat ? hfp::one_row(u) : u.rows;
   args.activation = static_cast<int>(activation);
+  return check.run(o, args, &hfp::cpu::gated, HFP_CUDA(gated), stream);
+}
+
+int32_t hfp_gated_clamped(DLTensor *out, const DLTensor *gate, const DLTensor *up,
+                          int64_t activation, double alpha, double gate_min, double gate_max,
+                          double up_min, double up_max, double up_offset, int64_t clamp_activated,
+                          void *stream) {
+  Check check("hfp_gated_clamped");
+  Tensor o, g, u;
+  const struct {
+    const char *name;
+    double value;
+  } bounds[] = {
+      {"gate_min", gate_min}, {"gate_max", gate_max}, {"up_min", up_min}, {"up_max", up_max}};
+  for (const auto &bound : bounds) {
+    if (bound.value == bound.value) continue;
+    check.fail("`%s` must be a number or infinite, got NaN", bound.name);
+    return check.status();
+  }
+  bool ok = check.in_range("activation", activation, HFP_ACT_COUNT, kActivations) &&
+            check.number("alpha", alpha, -FLT_MAX, "finite") &&
+            check.number("up_offset", up_offset, -FLT_MAX, "finite") &&
+            check.in_range("clamp_activated", clamp_activated, 2, "0 or 1");
+  if (ok && activation != HFP_ACT_SILU && alpha != 1.0) {
+    ok = check.fail("`alpha` must be 1 unless `activation` is 3 (silu), got %g", alpha);
+  }
+  ok = ok && check.input("gate", gate, &g) && check.input("up", up, &u) &&
+       check.same_shape(g, u) && check.same_type(g, u) && check.output(out, g, 1, g.type, &o);
+  if (!ok) return check.status();
+  const bool flat = g.contiguous && u.contiguous;
+  const float low = static_cast<float>(gate_min), high = static_cast<float>(gate_max);
+  constexpr float kNone = std::numeric_limits<float>::infinity();
+  hfp::GatedArgs args = {};
+  args.out = o.data;
+  args.gate = g.data;
+  args.up = u.data;
+  args.type = g.type;
+  args.gate_rows = flat ? hfp::one_row(g) : g.rows;
+  args.up_rows = flat ? hfp::one_row(u) : u.rows;
+  args.activation = static_cast<int>(activation);
+  args.clamped = true;
+  args.clamps.alpha = static_cast<float>(alpha);
+  args.clamps.gate_min = clamp_activated ? -kNone : low;
+  args.clamps.gate_max = clamp_activated ? kNone : high;
+  args.clamps.act_min = clamp_activated ? low : -kNone;
+  args.clamps.act_max = clamp_activated ? high : kNone;
+  args.clamps.up_min = static_cast<float>(up_min);
+  args.clamps.up_max = static_cast<float>(up_max);
+  args.clamps.up_offset = up_offset == 0 ? -0.0f : static_cast<float>(up_offset);
   return check.run(o, args, &hfp::cpu::gated, HFP_CUDA(gated), stream);
 }
 

@@ -138,6 +138,20 @@ HFP_EXPORT int32_t hfp_gated_packed(DLTensor *out, const DLTensor *x, int64_t ac
                                     int64_t gate_first, void *stream);
 
 /*
+ * act(gate) * (up + up_offset) of clamped tensors (DeepSeek-V4, GPT-OSS), with eager PyTorch's
+ * roundings: of act, of the sum and of the product.
+ *   gate: clamped to [gate_min, gate_max] before the activation, or with clamp_activated 1 act(gate)
+ *         is, after its rounding (Step-3.7)
+ *   up:   clamped to [up_min, up_max] before the sum
+ * A bound is rounded to the dtype; -inf and inf are none; NaN stays NaN; where min > max all become
+ * max. alpha: with HFP_ACT_SILU x sigmoid(alpha x); 1 with the others.
+ */
+HFP_EXPORT int32_t hfp_gated_clamped(DLTensor *out, const DLTensor *gate, const DLTensor *up,
+                                     int64_t activation, double alpha, double gate_min,
+                                     double gate_max, double up_min, double up_max,
+                                     double up_offset, int64_t clamp_activated, void *stream);
+
+/*
  * Adaptive layer norm (AdaLN; Peebles & Xie, arXiv:2212.09748) and residual sums.
  *
  * A modulation tensor (scale, shift, gate) applies to x [..., D] if it has
@@ -729,6 +743,9 @@ HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor 
   X(silu, hfp_silu, "x", "Tensor x")                                                               \
   X(gated, hfp_gated, "x", "Tensor gate, Tensor up, int activation")                               \
   X(gated_packed, hfp_gated_packed, "halved", "Tensor x, int activation, int gate_first")          \
+  X(gated_clamped, hfp_gated_clamped, "x",                                                         \
+    "Tensor gate, Tensor up, int activation, float alpha, float gate_min, float gate_max, "        \
+    "float up_min, float up_max, float up_offset, int clamp_activated")                            \
   X(norm_modulate, hfp_norm_modulate, "modulated",                                                 \
     "Tensor x, Tensor scale, Tensor shift, Tensor? weight, Tensor? bias, float eps, "              \
     "int norm_type, int cast")                                                                     \

@@ -55,6 +55,14 @@ struct ActivationArgs {
   int activation;
 };
 
+// What hfp_gated_clamped does beside hfp_gated. Bounds that are none are infinite, so that all are
+// applied; an offset that is none is -0, which leaves even a zero as it is.
+struct GatedClamps {
+  float alpha;
+  float gate_min, gate_max, act_min, act_max, up_min, up_max;  // not rounded to the dtype yet
+  float up_offset;
+};
+
 struct GatedArgs {
   void *out;
   const void *gate;
@@ -62,6 +70,8 @@ struct GatedArgs {
   DType type;
   Rows gate_rows, up_rows;  // same rows and cols; a packed tensor arrives as two views
   int activation;
+  bool clamped;
+  GatedClamps clamps;
 };
 
 // sum = residual + gate * x; out = norm(sum or x), modulated: what hfp_norm_modulate,

@@ -211,6 +211,17 @@ SAMPLES = [
     sample("gated_packed", x=rows(3, "2D"), activation="gelu_tanh", gate_first=True),
     sample("gated_packed", "second", x=rows("2D"), activation="silu", gate_first=False),
     sample(
+        "gated_clamped", gate=X, up=X, activation="silu", gate_max=0.5, up_min=-0.5, up_max=0.5,
+    ),
+    sample(
+        "gated_clamped", "offset", gate=X, up=X, activation="silu", gate_min=-1.0, gate_max=0.7,
+        up_min=-0.3, up_max=0.9, up_offset=1.0, alpha=1.702,
+    ),
+    sample(
+        "gated_clamped", "activated", gate=X, up=X, activation="gelu_tanh", gate_max=0.5,
+        up_max=0.5, clamp_activated=True,
+    ),
+    sample(
         "norm_modulate", x=X, scale=rows(1, "D"), shift=rows(1, "D"), eps=1e-6, norm="layer",
         cast="input",
     ),

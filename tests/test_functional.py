@@ -50,6 +50,7 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("gelu", (X,), {"approximate": "tanh"}),
     ("gated", (X, X), {"activation": "gelu"}),
     ("gated_packed", (X,), {}),
+    ("gated_clamped", (X, X), {"gate_max": 0.5, "up_min": -0.5, "up_offset": 1.0}),
     ("add_rms_norm", (X, X, W), {}),
     ("add_gelu", (X, W), {}),
     ("mul_add", (X, X, X), {}),

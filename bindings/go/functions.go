@@ -93,6 +93,13 @@ func GatedPacked(out *Tensor, x *Tensor, activation int64, gateFirst int64, stre
 	return message.check(status)
 }
 
+// GatedClamped is hfp_gated_clamped.
+func GatedClamped(out *Tensor, gate *Tensor, up *Tensor, activation int64, alpha float64, gateMin float64, gateMax float64, upMin float64, upMax float64, upOffset float64, clampActivated int64, stream Stream) error {
+	var message message
+	status := C.go_hfp_gated_clamped(message.c(), out.view(), out.pointer(), gate.view(), gate.pointer(), up.view(), up.pointer(), C.int64_t(activation), C.double(alpha), C.double(gateMin), C.double(gateMax), C.double(upMin), C.double(upMax), C.double(upOffset), C.int64_t(clampActivated), unsafe.Pointer(stream))
+	return message.check(status)
+}
+
 // NormModulate is hfp_norm_modulate.
 func NormModulate(out *Tensor, x *Tensor, scale *Tensor, shift *Tensor, weight *Tensor, bias *Tensor, eps float64, normType int64, cast int64, stream Stream) error {
 	var message message

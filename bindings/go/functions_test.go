@@ -10,6 +10,7 @@ var functions = map[string]any{
 	"hfp_silu":                         Silu,
 	"hfp_gated":                        Gated,
 	"hfp_gated_packed":                 GatedPacked,
+	"hfp_gated_clamped":                GatedClamped,
 	"hfp_norm_modulate":                NormModulate,
 	"hfp_gate_residual":                GateResidual,
 	"hfp_gate_residual_norm_modulate":  GateResidualNormModulate,

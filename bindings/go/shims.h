@@ -58,6 +58,16 @@ static int32_t go_hfp_gated_packed(char *message, const int64_t *out_view, void 
   return hfp_go_status(message, hfp_gated_packed(out_there ? &out : NULL, x_there ? &x : NULL, activation, gate_first, stream));
 }
 
+static int32_t go_hfp_gated_clamped(char *message, const int64_t *out_view, void *out_data, const int64_t *gate_view, void *gate_data, const int64_t *up_view, void *up_data, int64_t activation, double alpha, double gate_min, double gate_max, double up_min, double up_max, double up_offset, int64_t clamp_activated, void *stream) {
+  DLTensor out;
+  const int out_there = hfp_go_tensor(&out, out_view, out_data);
+  DLTensor gate;
+  const int gate_there = hfp_go_tensor(&gate, gate_view, gate_data);
+  DLTensor up;
+  const int up_there = hfp_go_tensor(&up, up_view, up_data);
+  return hfp_go_status(message, hfp_gated_clamped(out_there ? &out : NULL, gate_there ? &gate : NULL, up_there ? &up : NULL, activation, alpha, gate_min, gate_max, up_min, up_max, up_offset, clamp_activated, stream));
+}
+
 static int32_t go_hfp_norm_modulate(char *message, const int64_t *out_view, void *out_data, const int64_t *x_view, void *x_data, const int64_t *scale_view, void *scale_data, const int64_t *shift_view, void *shift_data, const int64_t *weight_view, void *weight_data, const int64_t *bias_view, void *bias_data, double eps, int64_t norm_type, int64_t cast, void *stream) {
   DLTensor out;
   const int out_there = hfp_go_tensor(&out, out_view, out_data);

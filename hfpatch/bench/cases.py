@@ -183,6 +183,13 @@ ACTIVATIONS = (
         liger=liger.geglu_tanh,
     ),
     Case(
+        "gated_clamped silu",
+        "gate R D; up R D",
+        "wide",
+        lambda k, g, u: k.gated_clamped(g, u, "silu", None, 10.0, -10.0, 10.0),
+        formulas.clamped_swiglu,
+    ),
+    Case(
         "gated_packed gelu",
         "x R 2*D",
         "packed",

@@ -123,6 +123,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`DeepseekV4MLP` of transformers."""
+    return F.silu(gate.clamp(max=10.0)) * up.clamp(min=-10.0, max=10.0)
+
+
 def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 

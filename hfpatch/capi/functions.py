@@ -135,6 +135,38 @@ class Library(Caller):
             stream,
         )
 
+    def gated_clamped(
+        self,
+        out: Any,
+        gate: Any,
+        up: Any,
+        activation: int,
+        alpha: float,
+        gate_min: float,
+        gate_max: float,
+        up_min: float,
+        up_max: float,
+        up_offset: float,
+        clamp_activated: int,
+        stream: int | None = None,
+    ) -> None:
+        """`hfp_gated_clamped` of docs/c-api.md."""
+        self.call(
+            "hfp_gated_clamped",
+            out,
+            gate,
+            up,
+            activation,
+            alpha,
+            gate_min,
+            gate_max,
+            up_min,
+            up_max,
+            up_offset,
+            clamp_activated,
+            stream,
+        )
+
     def norm_modulate(
         self,
         out: Any,

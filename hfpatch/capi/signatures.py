@@ -138,6 +138,23 @@ SIGNATURES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("stream", "stream"),
         ),
     ),
+    "hfp_gated_clamped": (
+        "status",
+        (
+            ("output", "out"),
+            ("tensor", "gate"),
+            ("tensor", "up"),
+            ("int", "activation"),
+            ("float", "alpha"),
+            ("float", "gate_min"),
+            ("float", "gate_max"),
+            ("float", "up_min"),
+            ("float", "up_max"),
+            ("float", "up_offset"),
+            ("int", "clamp_activated"),
+            ("stream", "stream"),
+        ),
+    ),
     "hfp_norm_modulate": (
         "status",
         (

@@ -28,6 +28,7 @@ OPS: dict[str, Op] = {
         activation.SILU,
         gated.GATED,
         gated.GATED_PACKED,
+        gated.GATED_CLAMPED,
         adaln.NORM_MODULATE,
         adaln.GATE_RESIDUAL,
         adaln.GATE_RESIDUAL_NORM_MODULATE,

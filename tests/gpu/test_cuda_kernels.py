@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 from typing import Any
 
@@ -144,6 +145,34 @@ def test_activations(
             assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("cols", [1, 17, 64, 127, 1000, 4096, 11008])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_clamped(kernels_module: ModuleType, cols: int, dtype: torch.dtype) -> None:
+    """Bit for bit the clamps of PyTorch around our activation, its sum and its product."""
+    k = kernels_module
+    packed = randn(3, 37, 2 * cols, dtype=dtype) * 4
+    packed[0, 0, 0], packed[0, 0, -1], packed[0, 1, 0] = float("nan"), float("nan"), float("inf")
+    packed[0, 1, -1] = float("-inf")
+    gate, up = packed.chunk(2, -1)
+    for activation, after, offset in itertools.product(ACTIVATIONS, (False, True), (0.0, 1.0)):
+        for low, high in ((None, 2.3), (-1.1, 2.3), (None, None), (2.0, -2.0)):
+            y = k.gated_clamped(
+                gate, up, activation, low, high, -1.7, 1.3, offset, clamp_activated=after
+            )
+            bounded = low is not None or high is not None
+            g = gate.clamp(low, high) if bounded and not after else gate
+            act = k.gated(g.contiguous(), torch.ones_like(g), activation)
+            act = act.clamp(low, high) if bounded and after else act
+            expected = act * (up.clamp(-1.7, 1.3) + offset)
+            assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
+            assert torch.equal(y.isnan(), expected.isnan())
+    y, truth = run(k, "gated_clamped", gate, up, "silu", None, 2.3, -1.7, 1.3, 1.0, 1.702)
+    finite = truth.isfinite()
+    bound = 4 * tolerance("cuda activation", dtype) * (1 + truth[finite].abs())
+    assert ((y.double()[finite] - truth[finite]).abs() <= bound).all()
+    assert torch.equal(y.isnan(), truth.isnan())
+
+
 def layouts(x: Tensor) -> dict[str, Tensor]:
     """Views with the values of x [A, B, C, D] in other places of memory."""
     a, b, c, d = x.shape
@@ -181,6 +210,9 @@ def test_layouts(kernels_module: ModuleType, cols: int, dtype: torch.dtype) -> N
         assert same(k.layer_norm(x, weight), k.layer_norm(plain, weight.clone())), name
         assert torch.equal(k.silu(x), k.silu(plain)), name
         assert torch.equal(k.gated(x, plain), k.gated(plain, plain)), name
+        clamps = ("silu", None, 0.7, -0.3, 0.9, 1.0)
+        expected = k.gated_clamped(plain, plain, *clamps)
+        assert torch.equal(k.gated_clamped(x, plain, *clamps), expected), name
         if cols % 2 == 0:
             assert torch.equal(k.gated_packed(x), k.gated_packed(plain)), name
 
@@ -369,5 +401,6 @@ def test_opcheck(kernels_module: ModuleType, dtype: torch.dtype) -> None:
         (ops.silu, (x,)),
         (ops.gated, (x, x, 3)),
         (ops.gated_packed, (x, 3, 1)),
+        (ops.gated_clamped, (x, x, 3, 1.0, float("-inf"), 0.7, -0.3, 0.9, 1.0, 0)),
     ):
         torch.library.opcheck(op.default, args)

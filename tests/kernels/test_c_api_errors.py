@@ -47,6 +47,15 @@ def rms(out=OUT, x=X, weight=W, bias=None, eps=1e-6, offset=0.0, cast=INPUT):
     return ("rms_norm", out, x, weight, bias, eps, offset, cast)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+def clamped(up=X, activation=SILU, alpha=1.0, gate_min=-INF, up_max=1.0, up_offset=0.0,
+            clamp_activated=0):  # fmt: skip
+    limits = (gate_min, 1.0, -INF, up_max)
+    return ("gated_clamped", OUT, X, up, activation, alpha, *limits, up_offset, clamp_activated)
+
+
 BAD_CALLS = [
     (rms(x=None), r"hfp_rms_norm: `x` must be a tensor, got NULL"),
     (rms(out=None), r"`out` must be a tensor, got NULL"),
@@ -111,6 +120,15 @@ BAD_CALLS = [
     (("gated", OUT, X, torch.ones(4, 7), 0), r"`up` must have the shape of `gate` \[4, 8\]"),
     (("gated", OUT, X, X.to(F16), 0), r"`up` must have the dtype of `gate` \(float32\)"),
     (("gated", OUT, X, X, 5), r"`activation` must be an activation: 0 \(gelu erf\).* got 5"),
+    (clamped(up=torch.ones(4, 7)), r"`up` must have the shape of `gate` \[4, 8\]"),
+    (clamped(up=X.to(F16)), r"`up` must have the dtype of `gate` \(float32\)"),
+    (clamped(activation=5), r"`activation` must be an activation: 0 \(gelu erf\).* got 5"),
+    (clamped(activation=0, alpha=1.5), r"`alpha` must be 1 unless `activation` is 3 .* got 1.5"),
+    (clamped(alpha=NAN), r"`alpha` must be finite, got nan"),
+    (clamped(gate_min=NAN), r"`gate_min` must be a number or infinite, got NaN"),
+    (clamped(up_max=NAN), r"`up_max` must be a number or infinite, got NaN"),
+    (clamped(up_offset=INF), r"`up_offset` must be finite, got inf"),
+    (clamped(clamp_activated=2), r"`clamp_activated` must be 0 or 1, got 2"),
     (
         ("gated_packed", torch.ones(4, 3), torch.ones(4, 7), 0, 1),
         r"`x` must have an even last dimension, the gate and up halves, got 7",

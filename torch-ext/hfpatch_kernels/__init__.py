@@ -18,7 +18,7 @@ from ._adaln import (
     gate_residual_norm_modulate,
     norm_modulate,
 )
-from ._functions import gated, gated_packed, gelu, layer_norm, rms_norm, silu
+from ._functions import gated, gated_clamped, gated_packed, gelu, layer_norm, rms_norm, silu
 from ._gated_norm import gated_rms_norm
 from ._group_norm import group_norm
 from ._in_place import (
@@ -69,6 +69,7 @@ __all__ = [
     "gate_residual_",
     "gate_residual_norm_modulate",
     "gated",
+    "gated_clamped",
     "gated_packed",
     "gated_rms_norm",
     "gelu",

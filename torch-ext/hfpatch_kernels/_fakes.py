@@ -256,6 +256,7 @@ _FUNCTIONAL = {
     "silu": _like,
     "gated": _like,
     "gated_packed": _halved,
+    "gated_clamped": _like,
     "norm_modulate": _modulated,
     "gate_residual": _modulated,
     "gate_residual_norm_modulate": _like_twice,

@@ -18,6 +18,7 @@ _gelu = ops.gelu.default
 _silu = ops.silu.default
 _gated = ops.gated.default
 _gated_packed = ops.gated_packed.default
+_gated_clamped = ops.gated_clamped.default
 
 _grad_enabled = torch.is_grad_enabled
 
@@ -188,3 +189,81 @@ def gated_packed(x: Tensor, activation: str = "silu", gate_first: bool = True) -
     if x.requires_grad and _grad_enabled():
         return _autograd.GatedPacked.apply(x, code, 1 if gate_first else 0)
     return _gated_packed(x, code, 1 if gate_first else 0)
+
+
+#: Of what is not clamped: below, above.
+_NO_BOUNDS = (float("-inf"), float("inf")) * 2
+
+
+def _clamped(x, low, high):
+    return x if low is None and high is None else x.clamp(low, high)
+
+
+def _clamped_formula(
+    gate, up, activation, gate_min, gate_max, up_min, up_max, up_offset, alpha, clamp_activated
+):
+    if not clamp_activated:
+        gate = _clamped(gate, gate_min, gate_max)
+    if activation == "silu" and alpha == 1.0:
+        act = torch.nn.functional.silu(gate)
+    elif activation == "relu":
+        act = torch.nn.functional.relu(gate)
+    elif activation in ("silu", "gelu_sigmoid"):  # in fp32 and rounded once, as the kernel
+        wide = gate.float()
+        factor = alpha if activation == "silu" else 1.702
+        act = (wide * torch.sigmoid(factor * wide)).to(gate.dtype)
+    else:
+        kind = "tanh" if activation == "gelu_tanh" else "none"
+        act = torch.nn.functional.gelu(gate, approximate=kind)
+    if clamp_activated:
+        act = _clamped(act, gate_min, gate_max)
+    up = _clamped(up, up_min, up_max)
+    return act * (up if up_offset == 0 else up + up_offset)
+
+
+def gated_clamped(
+    gate: Tensor,
+    up: Tensor,
+    activation: str = "silu",
+    gate_min: Optional[float] = None,
+    gate_max: Optional[float] = None,
+    up_min: Optional[float] = None,
+    up_max: Optional[float] = None,
+    up_offset: float = 0.0,
+    alpha: float = 1.0,
+    clamp_activated: bool = False,
+) -> Tensor:
+    """``act(clamp(gate)) * (clamp(up) + up_offset)``, as in DeepSeek-V4, GPT-OSS and MiniMax-M3.
+
+    ``act(gate)``, the sum and the product are rounded to the dtype, as eager PyTorch does, and NaN
+    stays NaN. A gradient goes through the formula in plain PyTorch; the kernel has no backward.
+
+    Args:
+        gate: ``[..., D]``; fp32, fp16 or bf16.
+        up: same shape and dtype as ``gate``.
+        activation: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"gelu_sigmoid"`` or ``"relu"``.
+        gate_min: lower bound of ``gate``, or None.
+        gate_max: upper bound of ``gate``, or None.
+        up_min: lower bound of ``up``, or None.
+        up_max: upper bound of ``up``, or None.
+        up_offset: added to ``up`` after it is clamped.
+        alpha: with ``"silu"``, ``x * sigmoid(alpha * x)``; 1 with the others.
+        clamp_activated: the bounds of ``gate`` are of ``act(gate)`` (Step-3.7), not of ``gate``.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``gate``.
+
+    Raises:
+        ValueError: ``activation`` is not one of the five, or has no ``alpha``.
+        RuntimeError: a dtype, device, shape or value that the kernel refuses; says which.
+    """
+    code = _ACTIVATIONS.get(activation)
+    if code is None:
+        _codes.reject("activation", activation, _ACTIVATIONS)
+    if alpha != 1.0 and activation != "silu":
+        raise ValueError("`alpha` must be 1 with {!r}, got {}".format(activation, alpha))
+    bounds = (gate_min, gate_max, up_min, up_max)
+    if _grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return _clamped_formula(gate, up, activation, *bounds, up_offset, alpha, clamp_activated)
+    limits = [_NO_BOUNDS[i] if b is None else b for i, b in enumerate(bounds)]
+    return _gated_clamped(gate, up, code, alpha, *limits, up_offset, 1 if clamp_activated else 0)

@@ -143,6 +143,20 @@ unsafe extern "C" {
         gate_first: i64,
         stream: *mut c_void,
     ) -> i32;
+    pub fn hfp_gated_clamped(
+        out: *mut DLTensor,
+        gate: *const DLTensor,
+        up: *const DLTensor,
+        activation: i64,
+        alpha: f64,
+        gate_min: f64,
+        gate_max: f64,
+        up_min: f64,
+        up_max: f64,
+        up_offset: f64,
+        clamp_activated: i64,
+        stream: *mut c_void,
+    ) -> i32;
     pub fn hfp_norm_modulate(
         out: *mut DLTensor,
         x: *const DLTensor,

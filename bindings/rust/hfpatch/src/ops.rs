@@ -140,6 +140,42 @@ pub fn gated_packed(
     })
 }
 
+/// `hfp_gated_clamped`
+pub fn gated_clamped(
+    out: &mut TensorViewMut,
+    gate: &TensorView,
+    up: &TensorView,
+    activation: i64,
+    alpha: f64,
+    gate_min: f64,
+    gate_max: f64,
+    up_min: f64,
+    up_max: f64,
+    up_offset: f64,
+    clamp_activated: i64,
+    stream: Stream,
+) -> Result<()> {
+    let mut out = out.raw();
+    let mut gate = gate.raw();
+    let mut up = up.raw();
+    check(unsafe {
+        sys::hfp_gated_clamped(
+            out.pointer(),
+            gate.pointer(),
+            up.pointer(),
+            activation,
+            alpha,
+            gate_min,
+            gate_max,
+            up_min,
+            up_max,
+            up_offset,
+            clamp_activated,
+            stream.0,
+        )
+    })
+}
+
 /// `hfp_norm_modulate`
 pub fn norm_modulate(
     out: &mut TensorViewMut,
