@@ -29,7 +29,7 @@ from hfpatch.sources import Kernel, Sources
 _OPS = (
     *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "gelu", "silu"),
     *("rope", "rope_qk", "qk_norm_rope", "norm_modulate", "gate_residual"),
-    *("mul_add", "add_gelu", "add_silu"),
+    *("mul_add", "add_gelu", "add_silu", "gated_clamped"),
 )
 #: Kinds that are kept when no model has them any more.
 _MOST_KINDS = 256

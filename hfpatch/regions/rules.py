@@ -157,6 +157,92 @@ def gated(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
             break
 
 
+def _clamp_of(node: Node) -> tuple[Node, float | None, float | None] | None:
+    """What a node clamps, and its bounds, which are numbers."""
+    names = {
+        aten.clamp.default: ("min", "max"),
+        aten.clamp_min.default: ("min",),
+        aten.clamp_max.default: ("max",),
+    }.get(node.target)
+    if names is None:
+        return None
+    given = dict(zip(("self", *names), node.args, strict=False)) | dict(node.kwargs)
+    bounds = [given.get(n) for n in ("min", "max")]
+    if not is_tensor(given["self"]) or any(type(b) not in (int, float, type(None)) for b in bounds):
+        return None
+    return given["self"], *(None if b is None else float(b) for b in bounds)  # type: ignore
+
+
+def _unclamped(node: Node, users: set[Node], name: str) -> tuple[Node, dict[str, float]]:
+    """What a node is before its clamp, where nobody but `users` reads it, and that clamp's bounds
+    as parameters."""
+    found = _clamp_of(node) if users.issuperset(node.users) else None
+    if found is None:
+        return node, {}
+    x, low, high = found
+    bounds = {f"{name}_min": low, f"{name}_max": high}
+    return x, {n: b for n, b in bounds.items() if b is not None}
+
+
+def _scaled_silu(node: Node) -> tuple[float, Node, set[Node]] | None:
+    """`x * sigmoid(alpha * x)`: alpha, x, and the nodes in between that read x."""
+    if node.target is not aten.mul.Tensor:
+        return None
+    for x, s in (node.args, node.args[::-1]):
+        if not is_tensor(x) or not is_tensor(s) or s.target is not aten.sigmoid.default:  # type: ignore[union-attr]
+            continue
+        inner: Any = s.args[0]  # type: ignore[union-attr]
+        if inner is x:
+            return 1.0, x, {node, s}  # type: ignore[return-value, arg-type]
+        if inner.target is aten.mul.Tensor and x in inner.args:
+            (alpha,) = [a for a in inner.args if a is not x] or [None]
+            if type(alpha) in (int, float):
+                return float(alpha), x, {node, inner}  # type: ignore[return-value]
+    return None
+
+
+def gated_clamped(graph: Graph, linears: frozenset[str]) -> Iterator[str]:
+    """`act(gate.clamp(max=limit)) * up.clamp(-limit, limit)`, also with the clamp behind the
+    activation, and with `up + 1`."""
+    for node in list(graph.nodes):
+        if node.target is not aten.mul.Tensor or not all(map(is_tensor, node.args)):
+            continue
+        for first, second in (node.args, node.args[::-1]):
+            activated, bounds = _unclamped(first, {node}, "gate")
+            params: dict[str, Any] = {"clamp_activated": bool(bounds), **bounds}
+            act, scaled = activation_of(activated), _scaled_silu(activated)
+            if act is not None:
+                params["activation"], gate = act
+                users = {activated}
+            elif scaled is not None:
+                params["activation"] = "silu"
+                params["alpha"], gate, users = scaled
+            else:
+                continue
+            if not bounds:
+                gate, bounds = _unclamped(gate, users, "gate")
+                params |= bounds
+            if len(activated.users) > 1:
+                continue
+            up, reader = second, node
+            if up.target is aten.add.Tensor and len(up.users) == 1 and not up.kwargs:
+                terms = [t for t in up.args if is_tensor(t)]
+                offsets = [t for t in up.args if type(t) in (int, float)]
+                if len(terms) == len(offsets) == 1:
+                    reader, up, params["up_offset"] = up, terms[0], float(offsets[0])
+            up, of_up = _unclamped(up, {reader}, "up")
+            params |= of_up
+            if not (bounds or of_up or params.get("up_offset")):
+                continue  # `gated` is that
+            if gate is up or not (same_shape(gate, up) and same_shape(gate, node)):
+                continue
+            with graph.inserting_before(node):
+                new = graph.call_function(Fused("gated_clamped", params), (gate, up))
+            _replace(graph, node, new)
+            yield f"gated_clamped {params['activation']}"
+            break
+
+
 def _replace(graph: Graph, old: Node, new: Node) -> None:
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
@@ -443,6 +529,7 @@ Row = Callable[[Graph, frozenset[str]], Iterator[str]]
 ROWS: Sequence[Row] = (
     without_idle,
     attention,
+    gated_clamped,
     gated,
     heads,
     modulated_norm,

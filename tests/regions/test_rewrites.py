@@ -90,6 +90,29 @@ def test_biases_and_activations(code: Callable[..., Tensor], expected: list[str]
     assert ops_of(code) == expected
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (lambda s, x, y, m: F.silu(x.clamp(max=1.5)) * y.clamp(-1.5, 1.5), ["gated_clamped"]),
+        (lambda s, x, y, m: y.clamp_max(0.5) * F.gelu(x), ["gated_clamped"]),
+        (lambda s, x, y, m: F.relu(x).clamp(max=1.5) * y.clamp_min(-1.5), ["gated_clamped"]),
+        (lambda s, x, y, m: (y.clamp(-1.0, 1.0) + 1.0) * F.silu(x), ["gated_clamped"]),
+        (
+            lambda s, x, y, m: (y + 1) * ((g := x.clamp(max=0.7)) * torch.sigmoid(g * 1.702)),
+            ["gated_clamped"],
+        ),
+        (lambda s, x, y, m: F.silu(x) * y, ["gated"]),
+        (lambda s, x, y, m: (F.silu(x) * y).clamp(max=1.5), ["gated"]),
+        (lambda s, x, y, m: F.silu(x) * (y + 1.0).clamp(max=0.7), ["gated_clamped"]),
+        (lambda s, x, y, m: F.silu(x.clamp(max=s.one.squeeze())) * y, ["gated"]),
+        (lambda s, x, y, m: F.silu(g := x.clamp(max=0.5)) * y + g, ["gated"]),
+        (lambda s, x, y, m: x * torch.sigmoid(x.clamp(max=0.5)) * y.clamp(max=0.5), []),
+    ],
+)
+def test_clamps(code: Callable[..., Tensor], expected: list[str]) -> None:
+    assert ops_of(code) == expected
+
+
 def test_another_dtype_stays_what_it_is() -> None:
     """A wider bias makes a wider sum."""
 
