@@ -64,6 +64,7 @@ def _differ(
 
     `modules`: the original in `eval()` and in `train()`, by these names.
     """
+    x = trial.off_bends(formula, x)
     subject, name = trial.subject, type(trial.subject.module).__name__
     upstream = upstream.to(x.device, trial.original.dtype)
     compute = subject.compute(reference_kernel(formula.op), formula)

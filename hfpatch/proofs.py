@@ -150,6 +150,8 @@ def _act(subject: Subject, formula: Formula) -> tuple[nn.Module, Formula] | None
     activation = formula.params.get("activation")
     if not isinstance(subject, GatedSubject) or name is None or activation not in _ACTIVATIONS:
         return None
+    if formula.op == "gated_clamped":  # the clamp may be the activation's own
+        return None
     module = subject.module._modules.get(name)
     return None if module is None else (module, _ACTIVATIONS[activation])
 
@@ -292,7 +294,7 @@ def _ops(
     settings: Settings,
 ) -> set[str]:
     """The ops whose kernels are needed: before a download, only those that the module can be."""
-    ops = {f.op for f in subject.formulas()}
+    ops = subject.possible_ops()
     if len(ops) == 1 or not any(settings.sources.remote(op) for op in ops):
         return ops
     key = (code_of(module), family.name, subject.key, subject.main_combo(), devices)

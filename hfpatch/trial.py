@@ -92,6 +92,11 @@ class Trial:
             found = self._truths[formula] = compute(self.wide, self.x.double())
         return found
 
+    def off_bends(self, formula: Formula, x: Tensor) -> Tensor:
+        """Like `x`, for gradients to be compared: see `Subject.off_bends`."""
+        eps = max(torch.finfo(t).eps for t in self.dtypes if t is not None)
+        return self.subject.off_bends(self.wide, formula, x, eps)
+
     def candidate(self, formula: Formula, widens: bool | None = None) -> Tensor:
         """What the formula gives in the combination's dtypes."""
         kernel = replace(reference_kernel(formula.op), widens=widens)

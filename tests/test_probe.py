@@ -113,7 +113,7 @@ def test_misleading_name_with_a_known_formula_gets_that_formula() -> None:
 
 
 class GluLookalike(nn.Module):
-    """Named and built like a gated MLP, but clamps the gate at 7 (GPT-OSS does)."""
+    """Named and built like a gated MLP, but bends what it multiplies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class GluLookalike(nn.Module):
         self.down_proj, self.act_fn = nn.Linear(48, 32), nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.act_fn(self.gate_proj(x).clamp(max=7.0))
+        gate = self.act_fn(torch.nn.functional.hardtanh(self.gate_proj(x), -7.0, 7.0))
         return self.down_proj(gate * self.up_proj(x))
 
 
@@ -137,15 +137,15 @@ class PlusOneMLP(GluLookalike):
 
 @pytest.mark.parametrize("cls", [SwappedOrderMLP, PlusOneMLP, GluLookalike])
 def test_gated_lookalikes_are_left_alone(cls: type[nn.Module]) -> None:
-    cls = type(cls.__name__ if "MLP" in cls.__name__ else "ClampedMLP", (cls,), {})
+    cls = type(cls.__name__ if "MLP" in cls.__name__ else "BentMLP", (cls,), {})
     model = Root(cls())
     report = hfpatch.apply(model)
     assert not [s for s in report.swaps if s.op == "gated"]
-    kind = "unexplained" if "Clamped" in cls.__name__ else "mismatch"
+    kind = "unexplained" if "Bent" in cls.__name__ else "mismatch"
     assert [s.kind for s in report.skips if s.path == "inner"] == [kind]
 
 
-class FarClampedMLP(GluLookalike):  # as DeepSeek-V4's and Step-3.7's, with other limits
+class FarClampedMLP(GluLookalike):  # Step-3.7's, with other limits
     limit = 50.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,13 +159,14 @@ def test_a_clamp_far_out_is_seen(limit: float) -> None:
 
     mlp = FarClampedMLP()
     mlp.limit = limit
-    for module in (mlp, ClippedGELUActivation(-limit, limit)):
-        report = hfpatch.apply(Root(module), kernels="local")
-        assert not [s for s in report.swaps if s.path == "inner"]
-        (reason,) = (
-            s.reason for s in report.skips if s.path == "inner" and s.kind == "unexplained"
-        )
-        assert "cl" in reason and "which no formula has" in reason
+    report = hfpatch.apply(Root(mlp), kernels="local")
+    (swap,) = [s for s in report.swaps if s.path == "inner"]
+    bounds = f"gate_min=None, gate_max={limit:g}, up_min={-limit:g}, up_max={limit:g}"
+    assert swap.op == "gated_clamped" and bounds in swap.formula
+    report = hfpatch.apply(Root(ClippedGELUActivation(-limit, limit)), kernels="local")
+    assert not [s for s in report.swaps if s.path == "inner"]
+    (reason,) = (s.reason for s in report.skips if s.path == "inner" and s.kind == "unexplained")
+    assert "clamps a tensor, which no formula of its kind does" in reason
 
 
 class DropoutMLP(GluLookalike):

@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext
 
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.reading.leaf import Reading, Unexplained, read
+from hfpatch.reading.values import Clamp
 from hfpatch.sources import Kernel
 
 if TYPE_CHECKING:
@@ -32,12 +33,16 @@ Forward = Callable[..., Any]
 
 
 class Formula:
-    """A candidate: an op and its parameters. Hashable by value."""
+    """A candidate: an op and its parameters. Hashable by value.
 
-    def __init__(self, op: str, params: Mapping[str, Any]) -> None:
+    `how`: what the subject does beside it, where the op has no parameter for that.
+    """
+
+    def __init__(self, op: str, params: Mapping[str, Any], how: str = "") -> None:
         self.op = op
         self.params = dict(params)
-        self._key = (op, tuple(sorted(self.params.items())))
+        self.how = how
+        self._key = (op, tuple(sorted(self.params.items())), how)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Formula) and self._key == other._key
@@ -49,7 +54,7 @@ class Formula:
         values = ", ".join(
             f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.params.items()
         )
-        return f"{self.op}({values})"
+        return f"{self.op}({values})" + (f", {self.how}" if self.how else "")
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class Subject(ABC):
                     f"it has {count} operations of the kind of {_KINDS[kind]}, its formula {most}"
                 )
         self.casts, self.asked = reading.counts.get("cast", 0) > 0, reading.asked
-        if (why := self.misread(reading.calls)) is not None:
+        if (why := self.misread(reading.calls) or self.misclamped(reading.clamps)) is not None:
             raise Unexplained(f"it {why}")
         return reading
 
@@ -183,6 +188,19 @@ class Subject(ABC):
         `calls`: name, and whose result it is called with, see `hfpatch.reading.leaf.Reading`.
         """
         return None
+
+    def misclamped(self, clamps: Sequence[Clamp]) -> str | None:
+        """What the code clamps that no formula of the subject does, or None."""
+        return "clamps a tensor, which no formula of its kind does" if clamps else None
+
+    def possible_ops(self) -> set[str]:
+        """The ops of all formulas that it may have, before its code is read."""
+        return {f.op for f in self.formulas()}
+
+    def off_bends(self, wide: nn.Module, formula: Formula, x: Tensor, eps: float) -> Tensor:
+        """Like `x`, of which nothing lies so near a bend of the formula that a rounding by `eps`
+        decides on which side: there a gradient is another one. `wide`: the replica in fp64."""
+        return x
 
     @abstractmethod
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:

@@ -5,8 +5,10 @@ The projections are called as modules, never read: a hook, an adapter, a quantiz
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.compiler import is_compiling
 
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.ops.activation import ACTIVATIONS
+from hfpatch.ops.gated import clamped
 from hfpatch.patches.base import (
     Combo,
     Family,
@@ -40,9 +43,17 @@ from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import random_linear, replicate
 from hfpatch.patches.unchanged import Part, hooks_on_all, leaf_settings
 from hfpatch.reading.leaf import Unexplained
-from hfpatch.sources import Kernel, torch_kernel
+from hfpatch.reading.values import Clamp
+from hfpatch.sources import Kernel, reference_kernel, torch_kernel
 
 _IN, _HIDDEN = 24, 40  # widths of the probe's replica
+#: Bounds of clamps reach at most so far, and far samples a million times farther: they show.
+_FARTHEST = 1e6
+#: Below minus this an activation's slope is that of its tail; gradients are compared where nothing
+#: is more than this times as far as the farthest bound.
+_TAIL = 8.0
+#: What is added to `up` behind its clamp.
+_OFFSETS = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,10 @@ LAYOUTS = (
 _ACT_NAMES = ("act_fn", "activation_fn", "act", "activation", "gelu")
 
 
+#: Which half of a packed projection is the gate, where the op takes them as two tensors.
+_FIRST, _SECOND = "the gate is the first half", "the gate is the second half"
+
+
 class GatedSubject(Subject):
     has_layers = True
     differentiates = True
@@ -81,6 +96,9 @@ class GatedSubject(Subject):
         self.live = tuple(n for n in children if n is not None)
         #: Whether the code calls `up` before `gate`: both may draw random numbers (LoRA's do).
         self.up_first = False
+        #: What the code clamps, once it was read, by whose result it is: "" is the activation's.
+        self.clamps: dict[str, Clamp] = {}
+        self._read_clamps: tuple[Clamp, ...] | None = None
 
     def _child(self, name: str) -> nn.Module:
         child = self.module._modules[name]
@@ -120,7 +138,35 @@ class GatedSubject(Subject):
             return f"calls `{r.down}` with something else than the product"
         return None
 
+    def misclamped(self, clamps: Sequence[Clamp]) -> str | None:
+        gate, up = self.roles.gate, self.roles.up
+        projected = {gate, up} if up is not None else {f"{gate}[0]", f"{gate}[1]"}
+        if self._read_clamps not in (None, tuple(clamps)):
+            return "clamps in one dtype or number of dimensions otherwise than in another"
+        self._read_clamps = tuple(clamps)
+        self.clamps = {c.role: c for c in clamps}
+        if len(self.clamps) < len(clamps):
+            return "clamps one tensor twice, or more than one that it computes"
+        for role, clamp in self.clamps.items():
+            what = f"`{role}`" if role else "what it computes"
+            if role and role not in projected:
+                return f"clamps {what}, no gate and nothing that multiplies it"
+            if any(abs(b) > _FARTHEST for b in (clamp.low, clamp.high) if math.isfinite(b)):
+                return f"clamps {what} at a bound beyond {_FARTHEST:g}, where no sample is"
+            if not clamp.low < clamp.high:
+                return f"clamps {what} to one value"
+            if not role and clamp.low != -math.inf:  # activations have a least value of their own
+                return "clamps what it computes from below, which no formula does"
+        if {"", gate} <= self.clamps.keys():
+            return "clamps the gate and what is computed of it"
+        return None
+
+    def possible_ops(self) -> set[str]:
+        return {"gated" if self.roles.up is not None else "gated_packed", "gated_clamped"}
+
     def formulas(self) -> list[Formula]:
+        if self.clamps:
+            return self._clamped_formulas()
         if self.roles.up is not None:
             return [Formula("gated", {"activation": a}) for a in ACTIVATIONS]
         return [
@@ -128,6 +174,67 @@ class GatedSubject(Subject):
             for a in ACTIVATIONS
             for first in (True, False)
         ]
+
+    def _clamped_formulas(self) -> list[Formula]:
+        """With the bounds of the code; a factor inside of the sigmoid is among its settings."""
+        gate, up = self.roles.gate, self.roles.up
+        orders = (
+            [(gate, up, "")]
+            if up is not None
+            else [(f"{gate}[0]", f"{gate}[1]", _FIRST), (f"{gate}[1]", f"{gate}[0]", _SECOND)]
+        )
+        plain = [(name, 1.0) for name in ACTIVATIONS]
+        held = {v for v in self.module.__dict__.values() if type(v) is float and math.isfinite(v)}
+        scaled = [("silu", v) for v in sorted(held - {0.0, 1.0, 1.702})]
+        found = []
+        for gate_role, up_role, how in orders:
+            after = self.clamps.get("")
+            if after is not None and gate_role in self.clamps:
+                continue
+            of_gate, of_up = after or self.clamps.get(gate_role), self.clamps.get(up_role)
+            bounds = _bounds("gate", of_gate) | _bounds("up", of_up)
+            for (activation, alpha), offset in itertools.product((*plain, *scaled), _OFFSETS):
+                params = {"activation": activation, **bounds, "up_offset": offset, "alpha": alpha}
+                params["clamp_activated"] = after is not None
+                found.append(Formula("gated_clamped", params, how))
+        return found
+
+    def off_bends(self, wide: nn.Module, formula: Formula, x: Tensor, eps: float) -> Tensor:
+        """Also no row of which nearly all is clamped: what is left of its gradient then is made of
+        few values, small ones beside what they are sums of, and of tails of an activation."""
+        if formula.op != "gated_clamped":
+            return x
+        known = formula.params
+        after = known["clamp_activated"]
+        of_gate = (known["gate_min"], known["gate_max"])
+        bounds = (*of_gate, known["up_min"], known["up_max"])
+        farthest = max(abs(b) for b in bounds if b is not None)
+        for _ in range(64):
+            gate, up = self._projected(wide, formula, x.double())
+            bounded = gate
+            if after:
+                activate = reference_kernel("gated_clamped").fn
+                ones = torch.ones_like(gate)
+                bounded = activate(gate, ones, known["activation"], alpha=known["alpha"])
+            near, free_gate = _at_bounds(bounded, *of_gate, eps)
+            near_up, free_up = _at_bounds(up, known["up_min"], known["up_max"], eps)
+            near = (near | near_up).any(-1)
+            flat = ~((free_gate | free_up) & (gate > -_TAIL)).any(-1)
+            flat |= torch.maximum(gate.abs(), up.abs()).amax(-1) > _TAIL * max(1.0, farthest)
+            if not (near | flat).any():
+                break
+            x = torch.where((near & ~flat)[..., None], x * 0.96875, x)
+            x = torch.where(flat[..., None], x * 0.5, x)
+        return torch.where((near | flat)[..., None], torch.zeros_like(x), x)
+
+    def _projected(self, module: nn.Module, formula: Formula, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gate, and what it is multiplied with."""
+        m: dict[str, Any] = module._modules
+        with torch.no_grad():
+            if self.roles.up is not None:
+                return m[self.roles.gate](x), m[self.roles.up](x)
+            first, second = m[self.roles.gate](x).chunk(2, dim=-1)
+        return (first, second) if formula.how == _FIRST else (second, first)
 
     def combos(self) -> list[Combo]:
         return [Combo(t, t) for t in KERNEL_DTYPES]
@@ -184,10 +291,10 @@ class GatedSubject(Subject):
         return bool(act(h).dtype != half)
 
     def _compute(self, kernel: Kernel, formula: Formula, training: bool, widened: bool) -> Forward:
-        call = kernel.bind(dict(formula.params), training)
+        call = _of_halves(formula, kernel.bind(dict(formula.params), training))
         # where autograd needs the product and the kernel has none, or where a projection gives a
         # DTensor (tensor parallel), which knows ATen's operators alone: the same formula on these
-        aten = torch_kernel(formula.op).bind(dict(formula.params))
+        aten = _of_halves(formula, torch_kernel(formula.op).bind(dict(formula.params)))
         differentiable = call if training else aten
         gate, up, down, dropout = (
             self.roles.gate,
@@ -323,6 +430,36 @@ def _of_whole_numbers(layer: Any) -> bool:
     return dtype is not None and not dtype.is_floating_point
 
 
+def _bounds(name: str, clamp: Clamp | None) -> dict[str, float | None]:
+    """As parameters of the op."""
+    low, high = (-math.inf, math.inf) if clamp is None else (clamp.low, clamp.high)
+    return {
+        f"{name}_min": None if low == -math.inf else low,
+        f"{name}_max": None if high == math.inf else high,
+    }
+
+
+def _at_bounds(
+    t: Tensor, low: float | None, high: float | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Where values lie so near a bound that a rounding may carry them over it, and where they are
+    not clamped."""
+    near = torch.zeros_like(t, dtype=torch.bool)
+    for bound in (low, high):
+        if bound is not None:
+            near |= (t - bound).abs() <= 4 * eps * abs(bound)
+    return near, t == clamped(t, low, high)
+
+
+def _of_halves(formula: Formula, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The op of two tensors, called with one that holds both, where that is how it is used."""
+    if formula.how == _FIRST:
+        return lambda x: call(*x.chunk(2, dim=-1))
+    if formula.how == _SECOND:
+        return lambda x: call(*x.chunk(2, dim=-1)[::-1])
+    return call
+
+
 def _apart(modules: Any, gate: str, down: str | None) -> bool:
     """Whether the first and the last layer have weights of two dtypes: code may cast for the last
     one. What has no weight of its own (an adapter, a quantized layer) is not asked."""
@@ -428,6 +565,13 @@ def _reads_as(subject: GatedSubject) -> bool:
     once = subject.read(copy, x).result
     if roles.up is None:
         return True
+    if subject.clamps:  # nothing is doubled
+        return any(
+            torch.allclose(
+                subject.compute(reference_kernel(f.op), f)(copy, x), once, rtol=1e-4, atol=1e-5
+            )
+            for f in subject.formulas()
+        )
     double: Any = copy._modules[roles.up]
     for p in double.parameters():
         p.data.mul_(2.0)

@@ -17,7 +17,7 @@ from torch import nn
 from hfpatch.reading import surroundings
 from hfpatch.reading.interpreter import Interpreter
 from hfpatch.reading.operations import tally
-from hfpatch.reading.values import Tensor, Traced, Unexplained
+from hfpatch.reading.values import Clamp, Tensor, Traced, Unexplained
 
 __all__ = ["Reading", "Unexplained", "read", "still_holds"]
 
@@ -33,6 +33,7 @@ class Reading:
         ("input": an argument of the forward; "": something computed).
     asked: live children whose weight's dtype the code asks for.
     counts: how many operations it has that could make a step, a bend or a bump, see `tally`.
+    clamps: what it clamps, in order, and to what; no clamp changes what lies between its bounds.
     found: the globals, closures and library functions that the code used, for `still_holds`.
     """
 
@@ -42,6 +43,7 @@ class Reading:
     calls: tuple[tuple[str, str], ...]
     found: tuple[tuple[Any, Any, Any], ...]
     counts: Mapping[str, int]
+    clamps: tuple[Clamp, ...]
     asked: frozenset[str] = frozenset()
 
 
@@ -86,6 +88,7 @@ def read(
         calls,
         tuple(reader.found),
         counts,
+        tuple(counts.clamps),
         frozenset(reader.asked),
     )
 

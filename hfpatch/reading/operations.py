@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from hfpatch.reading.values import (
     FIXED,
+    Clamp,
     Fact,
     Halves,
     Tensor,
@@ -54,11 +55,20 @@ _OF_POWERS = {0.5: ("root",), -0.5: ("root", "over"), -1: ("over",)}
 _tallies = threading.local()
 
 
+class Tally(Counter[str]):
+    """How often a code has what could make a bump, and its clamps, in their order: how many there
+    are says nothing of where they stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamps: list[Clamp] = []
+
+
 @contextmanager
-def tally() -> Iterator[Counter[str]]:
+def tally() -> Iterator[Tally]:
     """Counts, in this thread, what could make a bump."""
     before = getattr(_tallies, "now", None)
-    counts: Counter[str] = Counter()
+    counts = Tally()
     _tallies.now = counts
     try:
         yield counts
@@ -67,9 +77,15 @@ def tally() -> Iterator[Counter[str]]:
 
 
 def _count(*kinds: str) -> None:
-    counts: Counter[str] | None = getattr(_tallies, "now", None)
+    counts: Tally | None = getattr(_tallies, "now", None)
     if counts is not None:
         counts.update(kinds)
+
+
+def _note_clamp(clamp: Clamp) -> None:
+    counts: Tally | None = getattr(_tallies, "now", None)
+    if counts is not None:
+        counts.clamps.append(clamp)
 
 
 def traced(tensor: Tensor, *sources: Any, view: bool = False, role: str = "") -> Traced:
@@ -215,6 +231,30 @@ def _clone(width: int | None, args: Arguments, given: Keywords) -> Any:
     return traced(x.tensor.clone())
 
 
+def _clamp(*names: str) -> Operation:
+    """`names`: of the bounds, in the order in which they are given by position. They are numbers
+    that no call varies: a tensor's values are nobody's setting."""
+
+    def call(width: int | None, args: Arguments, given: Keywords) -> Any:
+        _only("clamp", given, "input", *names)
+        if len(args) > 1 + len(names):
+            raise Unexplained(f"`clamp` is called with {len(args)} arguments")
+        settings = dict(zip(("input", *names), args, strict=False)) | dict(given)
+        x = settings.pop("input")
+        bounds = {n: b for n, b in settings.items() if b is not None}
+        if not isinstance(x, Traced) or not bounds:
+            raise Unexplained("`clamp` has no bounds, or is of no tensor")
+        for bound in bounds.values():
+            if type(bound) not in (int, float) or math.isnan(bound):
+                raise Unexplained("`clamp` has a bound that is no plain number")
+        low, high = float(bounds.get("min", -math.inf)), float(bounds.get("max", math.inf))
+        if (low, high) != (-math.inf, math.inf):  # else it gives back what it is given
+            _note_clamp(Clamp(x.role, low, high))
+        return traced(torch.clamp(x.tensor, **bounds))
+
+    return call
+
+
 def _halves(width: int | None, args: Arguments, given: Keywords) -> Any:
     """`chunk(2, dim=-1)`."""
     _only("chunk", given, "chunks", "dim")
@@ -222,7 +262,15 @@ def _halves(width: int | None, args: Arguments, given: Keywords) -> Any:
     x, parts, dim = (settings.get(k) for k in ("input", "chunks", "dim"))
     if parts != 2 or dim != -1 or not isinstance(x, Traced):
         raise Unexplained("`chunk` does not halve the last dimension")
-    return tuple(traced(t, x, view=True) for t in x.tensor.chunk(2, dim=-1))
+    return _two_halves(x)
+
+
+def _two_halves(x: Traced) -> tuple[Traced, Traced]:
+    first, second = (
+        traced(t, x, view=True, role=f"{x.role}[{i}]" if x.role else "")
+        for i, t in enumerate(x.tensor.chunk(2, dim=-1))
+    )
+    return first, second
 
 
 def _split(width: int | None, args: Arguments, given: Keywords) -> Any:
@@ -236,7 +284,7 @@ def _split(width: int | None, args: Arguments, given: Keywords) -> Any:
         raise Unexplained("`split` does not halve the last dimension")
     if 2 * size.value != x.tensor.shape[-1]:  # type: ignore[union-attr]
         raise Unexplained("`split` does not halve the last dimension")
-    return tuple(traced(t, x, view=True) for t in x.tensor.chunk(2, dim=-1))
+    return _two_halves(x)
 
 
 def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
@@ -308,8 +356,7 @@ def _as_halves(x: Any, sizes: list[Any]) -> Halves:
         or not x.tensor.is_contiguous()
     ):
         raise Unexplained("`view` changes the shape")
-    first, second = (traced(t, x, view=True) for t in x.tensor.chunk(2, dim=-1))
-    return Halves((first, second))
+    return Halves(_two_halves(x))
 
 
 def _squeeze(width: int | None, args: Arguments, given: Keywords) -> Any:
@@ -380,6 +427,9 @@ _NAMED: dict[str, Operation] = {
     "mean": _reduction(torch.mean, "dtype"),
     "sum": _reduction(torch.sum, "dtype"),
     "var": _reduction(torch.var, "unbiased", "correction"),
+    **dict.fromkeys(("clamp", "clip"), _clamp("min", "max")),
+    "clamp_min": _clamp("min"),
+    "clamp_max": _clamp("max"),
     "chunk": _halves,
     "clone": _clone,
     "split": _split,

@@ -32,12 +32,23 @@ class Traced:
     """A tensor of the module's call: what it is in this run, and what may be done to it.
 
     owned: nobody else sees its memory, so that it may be written to.
-    role: the child that returned it ("input" for an argument, "" for anything computed).
+    role: the child that returned it ("input" for an argument, "" for anything computed); of the
+        halves of that "child[0]" and "child[1]".
     """
 
     tensor: Tensor
     owned: bool = False
     role: str = ""
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """One clamp of a code: whose result it is of, as a `Traced`'s role says, and its bounds, which
+    are infinite where there is none."""
+
+    role: str
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, eq=False)
