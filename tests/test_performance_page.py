@@ -31,6 +31,9 @@ ELSEWHERE = {
     "load_balancing_loss_backward",
 }  # fmt: skip
 
+#: On no GPU yet: both pages say so.
+UNMEASURED = {"gated_clamped silu"}
+
 
 def test_every_op_is_on_a_page() -> None:
     """With a table of times and a picture of its bandwidth."""
@@ -39,9 +42,14 @@ def test_every_op_is_on_a_page() -> None:
         .partition("\n## ")[0]
         for name in ("performance.md", "performance-h100.md")
     )  # fmt: skip
-    named = re.search(r"^Not measured on this GPU: (.*)\.$", h200, re.MULTILINE)
-    assert named is not None and set(re.findall(r"`([^`]+)`", named[1])) == ELSEWHERE
+    left = [
+        set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^Not measured.*: (.*)\.$", page, re.M))))
+        for page in (h200, h100)
+    ]
+    assert left[0] == ELSEWHERE | UNMEASURED and left[1] >= UNMEASURED
     for case in CASES:
+        if case.name in UNMEASURED:
+            continue
         of_gpu = h100 if case.name in ELSEWHERE else h200
         name, rest = case.op, case.name[len(case.op) :]
         assert re.search(rf"^(### )?`{name}`{rest}:?$", of_gpu, re.MULTILINE), case.name
