@@ -127,7 +127,7 @@ def _prove(task: _Task) -> Proof | Refusal:
                 dropped[combo] = why
                 del formulas[combo]
         if main not in formulas and main in dropped:
-            return dropped[main]
+            return _found_by(dropped[main], trial)
     chosen = _Chosen(task.sources)
     while True:
         proof = Proof({}, {}, {}, (), dropped=dict(dropped), dims=trial.dims)
@@ -137,7 +137,12 @@ def _prove(task: _Task) -> Proof | Refusal:
         if refusal is None:
             return proof
         if main not in formulas or not chosen.pass_over(formulas[main].op, refusal):
-            return refusal
+            return _found_by(refusal, trial)
+
+
+def _found_by(refusal: Refusal, trial: Trial) -> Refusal:
+    """With what the code found by name: put back, it may be swapped."""
+    return replace(refusal, found=refusal.found or tuple(trial.reading.found))
 
 
 def _prove_autocast(task: _Task, combo: Combo) -> Forward | Refusal:

@@ -25,6 +25,7 @@ from hfpatch.patches.norms import NormSubject
 from hfpatch.patches.proving import float32_default
 from hfpatch.patches.recall import RecallSubject, compared
 from hfpatch.patches.replicas import CannotReplicateError
+from hfpatch.patches.surroundings import functions_of_torch, replaced_function
 from hfpatch.plan import Refusal, Swap
 from hfpatch.reading.leaf import still_holds
 from hfpatch.settings import Settings
@@ -324,11 +325,16 @@ def _prepare_block(
         for op in subject.ops
         if (k := sources.kernel(op, block=True)) is not None
     )
-    key = (code_of(module), subject.key, subject.main_combo(), kernels, sources.assumed)
+    read = subject.reads()
+    around = functions_of_torch(read)
+    key = (code_of(module), subject.key, around, subject.main_combo(), kernels, sources.assumed)
     found = _blocks.get(key)
     if found is None:
         if (why := odd_code(module)) is not None:
             return Refusal("unsupported", why)
+        if (name := replaced_function(read)) is not None:
+            # the small block says nothing of what such a function does elsewhere
+            return Refusal("unsupported", f"`{name}`, which its code names, was replaced")
         try:  # its settings may be none that the constructor takes
             with float32_default():
                 tiny = subject.tiny(torch.Generator().manual_seed(0))
@@ -339,10 +345,10 @@ def _prepare_block(
         if (why := subject.unlike(tiny)) is not None:
             return Refusal("unsupported", why)
         stand_in = type(subject)(tiny)
-        as_made = _key_of(stand_in)
+        as_made = (_key_of(stand_in), functions_of_torch(stand_in.reads()))
 
         def prove_late(device: str, dtype: torch.dtype) -> str | None:
-            if _key_of(stand_in) != as_made:
+            if (_key_of(stand_in), functions_of_torch(stand_in.reads())) != as_made:
                 return _CHANGED
             proof = stand_in.prove_block(sources, device, dtype)
             if isinstance(proof, Refusal):

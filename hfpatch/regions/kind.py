@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hfpatch.patches.proving import may_prove, quietly
+from hfpatch.patches.surroundings import functions_of_torch
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture
 from hfpatch.regions.emit import Bind, Run, emit
@@ -67,6 +68,8 @@ class Kind:
     bind: Bind
     #: Whether calls whose cache has entries are captured too.
     past: bool = True
+    #: The functions of PyTorch that its code names; captures are of these.
+    around: Any = ()
     variants: dict[Any, list[Variant]] = field(default_factory=dict)
     #: Why calls of a structure are left to the original.
     refused: dict[Any, str] = field(default_factory=dict)
@@ -153,6 +156,8 @@ class Kind:
                 return original()
             if self._find(structure, key, tensors) is not None:
                 return original()
+            if functions_of_torch(block.modules()) != self.around:
+                return original()  # until the next `apply`, which makes it another kind
             result: list[Any] = []
             failed: list[BaseException] = []
 

@@ -15,6 +15,7 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.library import is_own, odd_class, strange_names
+from hfpatch.patches.surroundings import functions_of_torch
 from hfpatch.patches.unchanged import hooks_on_all, layers_replaced
 from hfpatch.plan import Candidate
 from hfpatch.proofs import Prepared
@@ -258,7 +259,8 @@ def _kind_of(
     versions = tuple(sources.kernel(op, block=True).version for op in _OPS)  # type: ignore[union-attr]
     table = attention_table()
     chosen = tuple(chosen_attention(block.modules(), table))
-    key = (tuple(parts), numbers, versions, chosen, past)
+    around = functions_of_torch(block.modules())
+    key = (tuple(parts), numbers, versions, chosen, past, around)
     try:
         found = _kinds.get(key)
     except TypeError:  # an attribute that has no key
@@ -266,7 +268,7 @@ def _kind_of(
     if found is None:
         while len(_kinds) >= _MOST_KINDS:
             del _kinds[next(iter(_kinds))]
-        found = _kinds[key] = Kind(class_of(block).__name__, known, numbers, bind, past)
+        found = _kinds[key] = Kind(class_of(block).__name__, known, numbers, bind, past, around)
     return found
 
 

@@ -138,6 +138,10 @@ class BlockSubject(Subject):
         idle = {path for path, m in self.module.named_modules() if id(m) in ids}
         return idle, list(read_through(self.module, idle, self.called))
 
+    def reads(self) -> list[nn.Module]:
+        """The modules whose code the fused forward stands in for."""
+        return [m for _, m in self._read()[1]]
+
     def still_proven(self) -> Callable[[nn.Module], bool]:
         """A function that tells whether the modules that the fused forward reads are those of now:
         classes, settings, processors, and of idle ones nobody's hooks or forwards. It holds none of

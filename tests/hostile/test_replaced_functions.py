@@ -1,0 +1,175 @@
+"""A function of PyTorch that is replaced behind fused and captured blocks.
+
+The next `apply` sees it, of a patched model and of a fresh one, in whatever order.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from regions.families import build
+from torch import nn
+
+import hfpatch
+
+F = nn.functional
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels_module: object) -> None:
+    """The compiled kernels must be there: these tests are about them."""
+
+
+def _doubled(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: 2 * f(*args, **kwargs)
+
+
+def _of_many_rows(f: Callable[..., Any]) -> Callable[..., Any]:
+    """What a small block, with which blocks are proven, may not show."""
+
+    def function(x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = f(x, *args, **kwargs)
+        return 2 * y if x.shape[0] > 2 else y
+
+    return function
+
+
+def _blocks(report: Any) -> int:
+    return sum(s.op == "block" for s in report.swaps)
+
+
+@pytest.mark.parametrize("change", [_doubled, _of_many_rows])
+@pytest.mark.parametrize(
+    ("name", "of", "function"),
+    [
+        ("sd3", F, "layer_norm"),
+        ("hunyuan-video", F, "layer_norm"),
+        ("ltx", torch, "rsqrt"),
+        ("ltx", torch.Tensor, "pow"),
+    ],
+)
+def test_blocks(
+    name: str,
+    of: Any,
+    function: str,
+    change: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = zoo.ENTRIES[name]
+    model = entry.build().requires_grad_(False)
+    twin, inputs = copy.deepcopy(model), entry.inputs(model)
+    assert (fused := _blocks(hfpatch.apply(model)))
+    torch.testing.assert_close(
+        entry.run(model, inputs), entry.run(twin, inputs), rtol=2e-4, atol=2e-4
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(of, function, change(getattr(of, function)))
+        for m in (model, copy.deepcopy(twin)):
+            report = hfpatch.apply(m)
+            assert not _blocks(report)
+            assert any(f"{function}`, which its code names, was repl" in s.reason
+                       for s in report.skips)  # fmt: skip
+            torch.testing.assert_close(
+                entry.run(m, inputs), entry.run(twin, inputs), rtol=2e-4, atol=2e-4
+            )
+    assert _blocks(hfpatch.apply(model)) == fused  # by the proof of before
+
+
+def test_a_module_that_stands_for_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build().requires_grad_(False)
+    twin, inputs = copy.deepcopy(model), entry.inputs(model)
+    assert _blocks(hfpatch.apply(model))
+    import diffusers.models.normalization as home
+
+    other = types.ModuleType("torch")
+    other.__dict__.update(vars(torch))
+    other.rsqrt = _doubled(torch.rsqrt)  # type: ignore[attr-defined]
+    monkeypatch.setattr(home, "torch", other)
+    assert not _blocks(hfpatch.apply(model))
+    torch.testing.assert_close(
+        entry.run(model, inputs), entry.run(twin, inputs), rtol=2e-4, atol=2e-4
+    )
+
+
+def test_a_block_that_is_proven_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof of another dtype, at a call, is of the functions that `apply` saw."""
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build().requires_grad_(False)
+    assert _blocks(hfpatch.apply(model))
+    model, twin = model.bfloat16(), entry.build().requires_grad_(False).bfloat16()
+    monkeypatch.setattr(torch, "rsqrt", _doubled(torch.rsqrt))
+    inputs = entry.inputs(model, torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match="was changed since"):
+        found = entry.run(model, inputs)
+    torch.testing.assert_close(found, entry.run(twin, inputs), rtol=0.1, atol=0.1)
+
+
+def _llama() -> tuple[Any, Any, dict[str, Any]]:
+    model, inputs = build("llama")
+    return model, build("llama")[0], inputs(2, 9)
+
+
+def _run(model: Any, call: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(**call)[0]
+    return found
+
+
+def _alike(model: Any, twin: Any, call: dict[str, Any]) -> None:
+    for _ in range(3):
+        expected = _run(twin, call)
+        assert (_run(model, call) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_captured_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin, call = _llama()
+    settings: dict[str, Any] = {"decoding": False, "blocks": True}
+    hfpatch.apply(model, **settings)
+    _alike(model, twin, call)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "rsqrt", _doubled(torch.rsqrt))
+        for m in (model, build("llama")[0]):
+            hfpatch.apply(m, **settings)
+            _alike(m, twin, call)
+    hfpatch.apply(model, **settings)
+    _alike(model, twin, call)
+
+
+def test_blocks_that_are_captured_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hfpatch.regions.offer import forget
+
+    forget()
+    model, twin, call = _llama()
+    settings: dict[str, Any] = {"decoding": False, "blocks": True}
+    hfpatch.apply(model, **settings)
+    hfpatch.apply(model, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "silu", _doubled(F.silu))
+        _run(model, call)  # no capture is made of what was not there at `apply`
+    _alike(model, twin, call)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+
+
+def test_leaves_that_were_refused_while_it_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfRsqrtRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(32) + 0.5, requires_grad=False)
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+    model = nn.Sequential(OfRsqrtRMSNorm())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "rsqrt", _doubled(torch.rsqrt))
+        assert not hfpatch.apply(model).swaps
+    assert hfpatch.apply(model).swaps
