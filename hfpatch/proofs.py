@@ -401,6 +401,8 @@ def _prepare_custom(
     if settings.verify or not subject.own:
         try:
             errors = subject.compare()
+        except CannotReplicateError as e:
+            return Refusal("unsupported", str(e))
         except Exception as e:
             errors = f"comparing it with the original failed: {type(e).__name__}: {e}"
     if isinstance(errors, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.patches.keys import fingerprint
 from hfpatch.patches.proving import may_prove
+from hfpatch.patches.replicas import copied_apart
 from hfpatch.text import told
 
 Tensor = torch.Tensor
@@ -54,8 +54,9 @@ def compare_forwards(
 
     Raises:
         Different: they are not alike.
+        CannotReplicateError: nothing was called, since it would write to the module or an input.
     """
-    theirs_on, ours_on = copy.deepcopy(module), copy.deepcopy(module)
+    theirs_on, ours_on = (copied_apart(module, "it") for _ in range(2))
     given = [_copied((args, kwargs)) for _ in range(2)]
     worst = [0.0, 0.0]
     kept: list[_Kept] = []
@@ -77,7 +78,7 @@ def compare_forwards(
         raise Different("a later call changed the result of an earlier one")
     for kind in _UPSTREAMS if gradients else ():
         both = [
-            _gradients(copy.deepcopy(module), run, (args, kwargs), kind)
+            _gradients(copied_apart(module, "it"), run, (args, kwargs), kind)
             for run in (original, replacement)
         ]
         if both[0] is not None:
@@ -191,7 +192,7 @@ def _copied(inputs: Any, requires_grad: bool = False) -> Any:
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
+            return copied_apart(value, f"the `{type(value).__name__}` that it is called with")
         if type(value) not in (Tensor, nn.Parameter):
             raise Different(f"an input is a {type(value).__name__}, which cannot be copied")
         scaled = value.is_floating_point() or value.is_complex()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from hfpatch.patches.base import (
     watched,
 )
 from hfpatch.patches.contract import Contract
+from hfpatch.patches.replicas import copied_apart
 from hfpatch.patches.unchanged import Part, same_parts
 from hfpatch.sources import Kernel
 
@@ -54,7 +54,7 @@ class CustomSubject(Subject):
     def _compare(self, module: nn.Module) -> tuple[float, float] | str:
         from hfpatch.foreign.forwards import Different, compare_forwards
 
-        inputs: Any = self.family.sample(copy.deepcopy(module))
+        inputs: Any = self.family.sample(copied_apart(module, "it"))
         if not isinstance(inputs, tuple):
             return f"`sample` returned {type(inputs).__name__}, expected a tuple of inputs"
         try:

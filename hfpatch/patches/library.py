@@ -25,7 +25,7 @@ _LIBRARIES = ("diffusers", "torch", "transformers")
 _DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
 _DEPTH = 6  # of functions around functions: decorators
 #: Where Python and its packages keep their files.
-_INSTALLED = tuple(
+INSTALLED = tuple(
     {
         f"{p}/"
         for n in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -70,7 +70,7 @@ def strange_names(block: nn.Module) -> str | None:
 def _strange_name(cls: type) -> str | None:
     members = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in _functions(v)]
     for _, name, function in reached(members):
-        if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(_INSTALLED)):
+        if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(INSTALLED)):
             return name
     return None
 

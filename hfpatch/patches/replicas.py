@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import functools
+import logging
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +31,102 @@ _VALUES = 4096
 
 class CannotReplicateError(Exception):
     """A module holds what no copy can be made of, so that no proof may call it."""
+
+
+_T = TypeVar("_T")
+#: What copies may share beside `_SHARED`: nobody's state, or no part of what is computed.
+_HARMLESS = (
+    *(enum.Enum, logging.Logger, functools._lru_cache_wrapper, property, types.CodeType),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias),
+)
+_HOMES = ("hfpatch", "typing")
+
+
+def copied_apart(value: _T, what: str) -> _T:
+    """A deep copy that shares nothing with `value` that a call may write to.
+
+    Raises:
+        CannotReplicateError: there is none. A `__deepcopy__` may return its object, or be shallow.
+    """
+    copied = copy.deepcopy(value)
+    check_apart(value, copied, what)
+    return copied
+
+
+def check_apart(original: Any, copied: Any, what: str) -> None:
+    """Raise where a copy shares a tensor's memory, a list, a dict, a set or an object with its
+    original: who calls the copy would write to the original."""
+    mine = dict(_writable(original))
+    for key, held in _writable(copied):
+        if key in mine:
+            kind = "the memory of a tensor" if isinstance(held, Tensor) else _a(type(held).__name__)
+            raise CannotReplicateError(
+                f"a deep copy of {what} shares {kind} with it, which a proof could write to"
+            )
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} `{name}`"
+
+
+def _writable(root: Any) -> Iterator[tuple[Any, Any]]:
+    """All that can be written to in a value, with a key that what is shared has twice."""
+    seen: set[int] = set()
+    left = [root]
+    while left:
+        value = left.pop()
+        if isinstance(value, (*_SHARED, *_HARMLESS)) or id(value) in seen:
+            continue
+        cls = type(value)
+        if cls.__module__.partition(".")[0] in _HOMES:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield from _memory(value)
+            left += vars(value).values()
+            continue
+        if isinstance(value, types.MethodType):
+            left.append(value.__self__)
+            continue
+        if isinstance(value, functools.partial):
+            left += (value.func, *value.args, *value.keywords.values())
+            continue
+        inside: list[Any] = []
+        if isinstance(value, Mapping):
+            inside += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            inside += value
+        held = getattr(value, "__dict__", None)
+        slots = [
+            getattr(value, name)
+            for base in cls.__mro__
+            for name in _names(vars(base).get("__slots__", ()))
+            if hasattr(value, name)
+        ]
+        if isinstance(held, dict):
+            inside += held.values()
+        elif isinstance(value, (tuple, frozenset)) or not (
+            slots or isinstance(value, (Mapping, list, set, collections.deque, bytearray))
+        ):
+            left += inside
+            continue
+        left += (*inside, *slots)
+        yield id(value), value
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
+
+
+def _memory(tensor: Tensor) -> Iterator[tuple[Any, Any]]:
+    if type(tensor) not in (Tensor, nn.Parameter):  # a subclass's memory is its own affair
+        yield id(tensor), tensor
+        return
+    if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel():
+        yield ("memory", tensor.untyped_storage().data_ptr()), tensor
+    if tensor.grad is not None:
+        yield from _memory(tensor.grad)
 
 
 def replicate(module: nn.Module, children: Mapping[str, nn.Module] | None = None) -> nn.Module:
@@ -75,12 +174,14 @@ class _Copier:
             return types.MethodType(value.__func__, self._replica)
         self._look_into(value, what)
         try:
-            return copy.deepcopy(value, self._memo)
+            copied = copy.deepcopy(value, self._memo)
         except Exception as e:  # any class's own
             raise CannotReplicateError(
                 f"{what} cannot be copied, and a proof must not write to it "
                 f"({type(e).__name__}: {e})"
             ) from e
+        check_apart(value, copied, what)
+        return copied
 
     def _look_into(self, value: Any, what: str) -> None:
         """Refuse what a deep copy would make a second time: modules, and much memory."""

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from hfpatch.patches.proving import may_prove, quietly
+from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.patches.surroundings import functions_of_torch
+from hfpatch.regions.beside import stand_beside
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture
 from hfpatch.regions.emit import Bind, Run, emit
@@ -232,12 +234,16 @@ class Kind:
     ) -> Variant:
         """A variant, proven; `observe` is given the rewritten capture and the proof's half."""
         with quietly(device):
-            captured = capture(block, structure, tensors, self.leaves, self.numbers)
+            try:
+                beside = stand_beside(block)
+            except CannotReplicateError as e:
+                raise Uncapturable(str(e)) from e
+            captured = capture(beside, structure, tensors, self.leaves, self.numbers)
             same = guard(block, captured.read, captured.called, self.numbers)
             if not same(block):
                 raise Uncapturable("it is in training mode, or something was put around its parts")
             before = launches(captured.graph)
-            proof = prepare_proof(captured, block, tensors, structure.cache)
+            proof = prepare_proof(captured, beside, tensors, structure.cache)
             linears = frozenset(
                 p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear)
             )

@@ -1,0 +1,106 @@
+"""What a capture and its proof run in the place of a block: nobody's own code runs on the model."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from hfpatch.patches.base import class_of
+from hfpatch.patches.library import INSTALLED
+from hfpatch.patches.replicas import CannotReplicateError, copied_apart
+from hfpatch.regions.capture import is_wall
+from hfpatch.regions.listening import is_idle
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def stand_beside(block: nn.Module) -> nn.Module:
+    """The block itself, or one with its very tensors and libraries' modules in which those of
+    somebody's own classes, which are called as they stand, are copies that share nothing: their
+    code may count its calls, and the original's call is the one that counts.
+
+    Raises:
+        CannotReplicateError: no such copy can be made, or somebody's hook would fire.
+    """
+    copies = {
+        path: _copied(module, path)
+        for path, module in _walls(block)
+        if any(map(_has_own_code, module.modules()))
+    }
+    return _with(block, "", copies) if copies else block
+
+
+def _walls(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        below = f"{path}.{name}".lstrip(".")
+        if is_wall(child):
+            yield below, child
+        else:
+            yield from _walls(child, below)
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Whether calling it runs code that is no installed package's."""
+    cls = class_of(module)
+    if any(not _is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1]):
+        return True
+    if not _is_installed(module.__dict__.get("forward")):
+        return True
+    return not is_idle(module) and any(not _is_installed(h) for h in _hooks_of(module))
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for name in _HOOKS:
+        yield from module.__dict__[name].values()
+
+
+def _is_installed(function: Any) -> bool:
+    while not isinstance(function, types.FunctionType):
+        inner = getattr(function, "__func__", None) or getattr(function, "func", None)
+        if inner is None:
+            break
+        function = inner
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__hfpatch__"):
+        return True  # none, or written in C, or ours
+    return bool(code.co_filename.startswith(INSTALLED))
+
+
+def _copied(module: nn.Module, path: str) -> nn.Module:
+    for m in module.modules():
+        own = [h for h in _hooks_of(m) if not _is_installed(h)]
+        if own or not _is_installed(m.__dict__.get("forward")):
+            what = "hook" if own else "forward of an instance"
+            raise CannotReplicateError(
+                f"`{path}` has somebody's {what}, which a proof cannot call beside the original"
+            )
+    try:
+        return copied_apart(module, f"`{path}`")
+    except CannotReplicateError:
+        raise
+    except Exception as e:  # any class's own
+        raise CannotReplicateError(
+            f"`{path}` cannot be copied, and a proof must not write to it ({type(e).__name__}: {e})"
+        ) from e
+
+
+def _with(module: nn.Module, path: str, copies: Mapping[str, nn.Module]) -> nn.Module:
+    """The same module with copies in the place of some of those inside."""
+    made: Any = object.__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    children: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        below = f"{path}.{name}".lstrip(".")
+        if below in copies:
+            children[name] = copies[below]
+        elif child is not None and any(p.startswith(f"{below}.") for p in copies):
+            children[name] = _with(child, below, copies)
+        else:
+            children[name] = child
+    made.__dict__["_modules"] = children
+    return made  # type: ignore[no-any-return]
