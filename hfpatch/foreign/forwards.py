@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,12 @@ from hfpatch.foreign import reads
 from hfpatch.foreign.compare import upstream
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process, surroundings
-from hfpatch.patches.keys import fingerprint
+from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same, fingerprint
+from hfpatch.patches.library import HOOKS, is_installed
 from hfpatch.patches.proving import may_prove
 from hfpatch.patches.replicas import copied_apart
+from hfpatch.patches.unchanged import is_bound
+from hfpatch.regions.listening import is_idle
 from hfpatch.text import told
 
 Tensor = torch.Tensor
@@ -31,6 +35,8 @@ LIMIT, GRADIENT = 64.0, 4.0
 #: Of the largest value of a tensor, what its rows are measured by at least: large terms cancel.
 _FLOOR = 2.0**-10
 _KINDS = 1024
+#: Comparisons of calls that differ in numbers alone.
+_VALUES = 64
 #: How often the numbers are changed in place, and how often a call is repeated then.
 _CHANGES, _REPEATS = 2, 6
 
@@ -361,22 +367,33 @@ class ForwardWatch:
     original's, beside which the user's runs on copies; later ones are the user's, if it was right.
 
     A kind is the shapes, strides, dtypes, devices and alignment of the tensors, the values of
-    texts and truth values, the types of all else, the thread, and the modes of the call, of the
-    module and of the process. One that raises where it was right before is not used any more.
+    texts, numbers and truth values, those that objects and containers hold, the types of all else,
+    the thread, the modes of the call, of the module and of the process, and what the modules hold
+    and have around them (`Surrounded`). One that raises where it was right before is not used any
+    more.
     """
 
-    def __init__(self, name: str, original: Forward, replacement: Forward) -> None:
+    def __init__(
+        self, name: str, original: Forward, replacement: Forward, around: Surrounded
+    ) -> None:
         self._name, self._original, self._replacement = name, original, replacement
+        self._around = around
         self._right: set[Any] = set()
         self._refused: set[Any] = set()
+        #: How many values were asked of kinds that differ in no shape and type.
+        self._asked: dict[Any, int] = {}
         self._lied = False
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._lied or is_compiling():  # nothing can be compared while a graph is traced
             return self._original(module, *args, **kwargs)
+        around = self._around.now(module)
+        if around is None:
+            return self._original(module, *args, **kwargs)
         kind = (
             _kind(args),
             _kind(kwargs),
+            around,
             module.training,
             torch._C._is_any_autocast_enabled() and _autocast(),
             *surroundings(),
@@ -388,11 +405,25 @@ class ForwardWatch:
                 raise
             except FAILURES as e:  # as it did not when it was asked
                 self._lies(f"it failed ({told(e)})")
-        if kind not in self._refused and not _capturing():
+        if kind not in self._refused and not _capturing() and self._may_ask(args, kwargs):
             with may_prove((self, kind)) as may:
                 if may:
                     self._compare(kind, module, args, kwargs)
         return self._original(module, *args, **kwargs)
+
+    def _may_ask(self, args: Any, kwargs: Any) -> bool:
+        """Not without end: a counter makes a kind of each call."""
+        alike = pytree.tree_map(_form, (args, kwargs))
+        key = repr(alike)
+        asked = self._asked[key] = self._asked.get(key, 0) + 1
+        if asked == _VALUES:
+            self._warn(
+                f"was compared for {_VALUES} calls that differ in numbers alone, of its arguments "
+                "or of what the module holds; calls with further ones use the original"
+            )
+        if len(self._asked) > _KINDS:
+            self._asked.clear()
+        return asked < _VALUES
 
     def _compare(
         self, kind: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -446,6 +477,10 @@ def _autocast() -> tuple[Any, ...]:
     return tuple((d, torch.get_autocast_dtype(d)) for d in kinds)
 
 
+def _form(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
 def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter):
@@ -464,6 +499,94 @@ def _kind(value: Any) -> Any:
         return (type(value), *map(_kind, value))
     if isinstance(value, dict):
         return (type(value), *((k, _kind(v)) for k, v in value.items()))
-    if value is None or isinstance(value, (bool, str)):
+    return content(value)
+
+
+#: How deep objects and containers are looked into at a call, and at how many values of each.
+_DEPTH, _MOST = 2, 128
+_PLAIN = frozenset({int, float, complex, bool, torch.dtype, torch.device})
+
+
+def content(value: Any, depth: int = _DEPTH) -> Any:
+    """The plain values in a value, hashable; of all else the type."""
+    kind = type(value)
+    if value is None or kind is str:
         return value
-    return type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if not depth or isinstance(value, (Tensor, nn.Module, type)):
+        return kind
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        if len(held) > _MOST:
+            return kind, len(held)
+        names = tuple(k if isinstance(k, str) else type(k) for k in held)
+        return kind, names, tuple([content(v, depth - 1) for v in held.values()])
+    if isinstance(value, (list, tuple)):
+        if len(value) > _MOST:
+            return kind, len(value)
+        return kind, tuple([content(v, depth - 1) for v in value])
+    return kind
+
+
+class Surrounded:
+    """What the modules of a registered forward hold that is no plain setting, and what calling the
+    ones inside runs beside their forwards. It holds none of them: copies share it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._rows: list[tuple[int, str | None, tuple[str, ...]]] = []
+        places: dict[str, int] = {}
+        for path, m in module.named_modules(remove_duplicate=False):
+            above, _, name = path.rpartition(".")
+            held = tuple(
+                k
+                for k, v in m.__dict__.items()
+                if k not in BLANK_NAMES and k not in OWNED_BY_WRAPPERS and _is_holder(v)
+            )
+            self._rows.append((places.get(above, 0), name if path else None, held))
+            places[path] = len(places)
+
+    def now(self, root: nn.Module) -> Any:
+        """A key of it; None where the original has to be called: somebody's hook is on a module
+        inside, which a comparison would call as well, or a module is gone."""
+        found: list[Any] = []
+        dicts: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for above, name, held in self._rows:
+            try:
+                module = root if name is None else dicts[above]["_modules"][name]
+                d = module.__dict__
+            except (KeyError, AttributeError):
+                return None
+            dicts.append(d)
+            if name is not None:
+                if (
+                    d["_forward_hooks"]
+                    or d["_forward_pre_hooks"]
+                    or d["_backward_hooks"]
+                    or d["_backward_pre_hooks"]
+                ) and not is_idle(module):
+                    hooks = [h for kind in HOOKS for h in d[kind].values()]
+                    if not all(map(is_installed, hooks)):
+                        return None
+                    found += map(Same, hooks)
+                forward = d.get("forward")
+                if forward is not None and not is_bound(module, forward):
+                    if not is_installed(forward):
+                        return None
+                    found.append(Same(forward))
+                if "_call_impl" in d:
+                    return None
+            for attribute in held:
+                value = d.get(attribute)
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    found.append(content(value))
+        return tuple(found)
+
+
+def _is_holder(value: Any) -> bool:
+    return isinstance(value, (dict, list)) or (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (type, Tensor, nn.Module, types.FunctionType, types.MethodType))
+    )

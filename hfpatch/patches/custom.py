@@ -21,7 +21,7 @@ from hfpatch.patches.base import (
     watched,
 )
 from hfpatch.patches.contract import Contract
-from hfpatch.patches.replicas import copied_apart
+from hfpatch.patches.replicas import CannotReplicateError, copied_apart
 from hfpatch.patches.unchanged import Part, same_parts
 from hfpatch.sources import Kernel
 
@@ -52,8 +52,12 @@ class CustomSubject(Subject):
             before.changed()  # `sample` may draw
 
     def _compare(self, module: nn.Module) -> tuple[float, float] | str:
-        from hfpatch.foreign.forwards import Different, compare_forwards
+        from hfpatch.foreign.forwards import Different, Surrounded, compare_forwards
 
+        if Surrounded(module).now(module) is None:
+            raise CannotReplicateError(
+                "somebody's hook or forward is on a module inside, which a comparison would call"
+            )
         inputs: Any = self.family.sample(copied_apart(module, "it"))
         if not isinstance(inputs, tuple):
             return f"`sample` returned {type(inputs).__name__}, expected a tuple of inputs"
@@ -74,9 +78,10 @@ class CustomSubject(Subject):
         return (id(self.module), id(self.family))
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
-        from hfpatch.foreign.forwards import ForwardWatch
+        from hfpatch.foreign.forwards import ForwardWatch, Surrounded
 
-        watch = ForwardWatch(contract.name, original, self.family.replacement)
+        around = Surrounded(self.module)
+        watch = ForwardWatch(contract.name, original, self.family.replacement, around)
         trains = contract.training
         cls, own = class_of(self.module), coded(original)
         code = own.__code__

@@ -23,9 +23,11 @@ from hfpatch.patches.keys import helpers_of, kept_while_planning, names_of
 _LIBRARIES = ("diffusers", "torch", "transformers")
 #: Whose decorators they use beside their own.
 _DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
+#: Where hooks on a module are kept.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 6  # of functions around functions: decorators
 #: Where Python and its packages keep their files.
-INSTALLED = tuple(
+_INSTALLED = tuple(
     {
         f"{p}/"
         for n in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -53,6 +55,19 @@ def is_own(function: types.FunctionType) -> bool:
     return _is_own(function, _DEPTH)
 
 
+def is_installed(function: Any) -> bool:
+    """Whether a function, bound or in a `partial`, is an installed package's code, or ours."""
+    while not isinstance(function, types.FunctionType):
+        inner = getattr(function, "__func__", None) or getattr(function, "func", None)
+        if inner is None:
+            break
+        function = inner
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__hfpatch__"):
+        return True  # none, or written in C, or ours
+    return bool(code.co_filename.startswith(_INSTALLED))
+
+
 def strange_names(block: nn.Module) -> str | None:
     """A name by which the code of the library's classes inside `block` finds a function that is
     neither the library's nor another installed package's: somebody put it there. Or None."""
@@ -70,7 +85,7 @@ def strange_names(block: nn.Module) -> str | None:
 def _strange_name(cls: type) -> str | None:
     members = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in _functions(v)]
     for _, name, function in reached(members):
-        if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(INSTALLED)):
+        if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(_INSTALLED)):
             return name
     return None
 

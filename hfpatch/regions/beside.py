@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from hfpatch.patches.base import class_of
-from hfpatch.patches.library import INSTALLED
+from hfpatch.patches.library import HOOKS, is_installed
 from hfpatch.patches.replicas import CannotReplicateError, copied_apart
 from hfpatch.regions.capture import is_wall
 from hfpatch.regions.listening import is_idle
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def stand_beside(block: nn.Module) -> nn.Module:
@@ -47,34 +44,22 @@ def _walls(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 def _has_own_code(module: nn.Module) -> bool:
     """Whether calling it runs code that is no installed package's."""
     cls = class_of(module)
-    if any(not _is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1]):
+    if any(not is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1]):
         return True
-    if not _is_installed(module.__dict__.get("forward")):
+    if not is_installed(module.__dict__.get("forward")):
         return True
-    return not is_idle(module) and any(not _is_installed(h) for h in _hooks_of(module))
+    return not is_idle(module) and any(not is_installed(h) for h in _hooks_of(module))
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    for name in _HOOKS:
+    for name in HOOKS:
         yield from module.__dict__[name].values()
-
-
-def _is_installed(function: Any) -> bool:
-    while not isinstance(function, types.FunctionType):
-        inner = getattr(function, "__func__", None) or getattr(function, "func", None)
-        if inner is None:
-            break
-        function = inner
-    code = getattr(function, "__code__", None)
-    if code is None or hasattr(function, "__hfpatch__"):
-        return True  # none, or written in C, or ours
-    return bool(code.co_filename.startswith(INSTALLED))
 
 
 def _copied(module: nn.Module, path: str) -> nn.Module:
     for m in module.modules():
-        own = [h for h in _hooks_of(m) if not _is_installed(h)]
-        if own or not _is_installed(m.__dict__.get("forward")):
+        own = [h for h in _hooks_of(m) if not is_installed(h)]
+        if own or not is_installed(m.__dict__.get("forward")):
             what = "hook" if own else "forward of an instance"
             raise CannotReplicateError(
                 f"`{path}` has somebody's {what}, which a proof cannot call beside the original"

@@ -1,0 +1,169 @@
+"""What is done behind a registered forward after its calls were compared.
+
+What a call can notice takes it to the original, or to another comparison. What it cannot is in the
+list of docs/registry-and-probe.md: the next `apply` sees what the module holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfpatch
+
+F = nn.functional
+WIDTH = 16
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.cfg, self.table, self.factors = SimpleNamespace(scale=1.0), {"scale": 1.0}, [1.0]
+        self.nested, self.slots = {"a": {"b": {"scale": 1.0}}}, Slots()
+        self.inner.cfg = SimpleNamespace(scale=1.0)
+
+    def forward(self, x: Tensor, n: Any = 1) -> Tensor:
+        gain = self.cfg.scale * self.table["scale"] * self.factors[0] * self.inner.cfg.scale
+        gain *= self.nested["a"]["b"]["scale"] * self.slots.scale
+        if isinstance(n, Tensor):
+            gain *= 2 if bool(n.all()) else 1
+        else:
+            gain *= 3 if getattr(n, "v", n) == 7 else 1
+        return self.norm(self.inner(x)) * gain  # type: ignore[no-any-return]
+
+
+def _fast(m: Any, x: Tensor, n: Any = 1) -> Tensor:
+    y = F.linear(x, m.inner.weight, m.inner.bias)
+    return F.layer_norm(y, (WIDTH,), m.norm.weight, m.norm.bias, m.norm.eps)
+
+
+def _sample(module: nn.Module) -> tuple[Any, ...]:
+    return (torch.randn(3, WIDTH),)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Any, Any]]:
+    handle = hfpatch.register("^Held$", forward=_fast, sample=_sample)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            model = nn.Sequential(Held()).eval()
+            twin = copy.deepcopy(model)
+            assert _is_registered(hfpatch.apply(model))
+            for _ in range(2):
+                _alike(model, twin)
+            yield model, twin
+    finally:
+        handle.remove()
+
+
+def _is_registered(report: Any) -> bool:
+    return any(s.source == "registered" for s in report.swaps)
+
+
+def _alike(model: Any, twin: Any, *args: Any) -> None:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model[0](x, *args), twin[0](x, *args), rtol=1e-4, atol=1e-4)
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "an attribute of a config": lambda m: setattr(m.cfg, "scale", 3.0),
+    "another config": lambda m: setattr(m, "cfg", SimpleNamespace(scale=3.0)),
+    "a config of a module inside": lambda m: setattr(m.inner.cfg, "scale", 3.0),
+    "an entry of a dict": lambda m: m.table.update(scale=3.0),
+    "an element of a list": lambda m: m.factors.__setitem__(0, 3.0),
+    "a hook": lambda m: m.norm.register_forward_hook(lambda a, b, y: 3 * y),
+    "a pre-hook": lambda m: m.norm.register_forward_pre_hook(lambda a, b: (b[0] ** 2,)),
+    "a forward of a module inside": lambda m: setattr(m.norm, "forward", lambda x: x),
+    "a call of a module inside": lambda m: m.norm.__dict__.update(_call_impl=lambda x: x),
+    "another module inside": lambda m: setattr(m, "norm", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_call_notices(what: str, pair: tuple[Any, Any]) -> None:
+    model, twin = pair
+    for m in pair:
+        LATER[what](m[0])
+    for _ in range(3):
+        _alike(model, twin)
+    assert not _is_registered(hfpatch.apply(model))
+    _alike(model, twin)
+
+
+@pytest.mark.parametrize(
+    "argument", [7, 7.0, SimpleNamespace(v=7)], ids=["whole", "floating", "object"]
+)
+def test_numbers_of_arguments(argument: Any, pair: tuple[Any, Any]) -> None:
+    first = SimpleNamespace(v=2) if isinstance(argument, SimpleNamespace) else type(argument)(2)
+    for value in (first, first, argument, argument):
+        _alike(*pair, value)
+
+
+def test_a_hook_fires_once_a_call_and_goes(pair: tuple[Any, Any]) -> None:
+    model, _ = pair
+    seen: list[int] = []
+    handle = model[0].norm.register_forward_hook(lambda *_: seen.append(1))
+    for i in range(3):
+        model(torch.randn(3 + i, WIDTH))
+        assert len(seen) == i + 1
+    handle.remove()
+    model(torch.randn(3, WIDTH))
+    assert len(seen) == 3
+
+
+def test_a_counter_is_not_compared_for_ever() -> None:
+    handle = hfpatch.register("^Held$", forward=_fast, sample=_sample)
+    try:
+        model = nn.Sequential(Held()).eval()
+        twin = copy.deepcopy(model)
+        assert _is_registered(hfpatch.apply(model))
+        with warnings.catch_warnings(record=True) as said, torch.no_grad():
+            warnings.simplefilter("always")
+            for i in range(70):
+                _alike(model, twin, i + 8)
+        assert sum("differ in numbers alone" in str(w.message) for w in said) == 1
+    finally:
+        handle.remove()
+
+
+UNSEEN: dict[str, Callable[[Any], Any]] = {
+    "deep in a dict": lambda m: m.nested["a"]["b"].update(scale=3.0),
+    "an object with slots": lambda m: setattr(m.slots, "scale", 3.0),
+}
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_the_next_apply_notices(what: str, pair: tuple[Any, Any]) -> None:
+    model, twin = pair
+    x = torch.randn(3, WIDTH)
+    before = model(x)
+    for m in pair:
+        UNSEEN[what](m[0])
+    torch.testing.assert_close(model(x), before)  # as the docs say
+    assert not _is_registered(hfpatch.apply(model))
+    _alike(model, twin)
+
+
+def test_values_of_tensors_are_not_seen(pair: tuple[Any, Any]) -> None:
+    model, twin = pair
+    x, no, yes = torch.randn(3, WIDTH), torch.tensor([False]), torch.tensor([True])
+    for _ in range(2):
+        _alike(model, twin, no)
+    torch.testing.assert_close(model[0](x, yes), model[0](x, no))  # as the docs say
+    assert not torch.allclose(twin[0](x, yes), twin[0](x, no))
