@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,47 @@ def test_inspect_runs_nothing(hub: HubServer, capsys: pytest.CaptureFixture[str]
     told = json.loads(capsys.readouterr().out)
     assert told["name"] == "toy"
     assert told["publisher"]["answer"] is told["signature"]["answer"] is False
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "inner.py", "metadata.json", "lib.so"])
+def test_inspect_does_not_hold_a_large_file(name: str, tmp_path: Path) -> None:
+    """Of 2 GiB that lie in a file: none of it is needed to refuse it, or to leave it alone."""
+    for path, data in package("from .inner import silu\n", more={"inner.py": ""}).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(data)
+    folder = tmp_path / "build" / "torch-cpu"
+    inspect_local(tmp_path)  # what it imports is no part of what it takes
+    large = folder / name
+    with large.open("ab") as file:
+        file.truncate(2 << 30)  # sparse
+    tracemalloc.start()
+    try:
+        if name == "lib.so":
+            inspect_local(tmp_path)
+        else:
+            with pytest.raises(KernelLoadError, match="larger than"):
+                inspect_local(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_inspect_does_not_hold_many_files(tmp_path: Path) -> None:
+    """Each is small enough, all of them are not."""
+    names = [f"m{i}" for i in range(64)]
+    source = "".join(f"from .{n} import f{n}\n" for n in names)
+    more = {f"{n}.py": f"def f{n}(x): pass\n#" + "x" * (500 << 10) for n in names}
+    for path, data in package(source, more=more).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(data)
+    more.clear()
+    tracemalloc.start()
+    try:
+        with pytest.raises(KernelLoadError, match="bytes of Python"):
+            inspect_local(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_inspect_says_who_vouches_for_a_kernel(

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import unicodedata
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch import nn
 
 import hfpatch
 from hfpatch.hub.elf import examine
+from hfpatch.hub.resolver import PinnedResolver
 
 METADATA = "build/torch-cpu/metadata.json"
 
@@ -199,6 +202,27 @@ def test_dependencies_are_visited_once(toy: HubServer) -> None:
     assert time.monotonic() - before < 60
 
 
+def test_each_dependency_is_visited_once(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of diamonds below each other, and of one that is named by all that stand above it."""
+    depth, visits = 4, Counter[str]()
+    resolve = PinnedResolver.resolve
+
+    def counted(self: PinnedResolver, api: Any, spec: Any, **more: Any) -> Any:
+        visits[spec.repo] += 1
+        return resolve(self, api, spec, **more)
+
+    monkeypatch.setattr(PinnedResolver, "resolve", counted)
+    for i in range(depth):
+        names = [f"d{i + 1}a", f"d{i + 1}b"] if i < depth - 1 else []
+        depends = [{"repo-id": f"toy/{n}", "version": 1} for n in (*names, "below")]
+        for side in "ab":
+            toy.put(f"toy/d{i}{side}", package(**{"kernel-depends": depends}))
+    toy.put("toy/below", package())
+    loads("toy/d0a@v1")
+    below = [f"toy/d{i}{side}" for i in range(1, depth) for side in "ab"]
+    assert visits == dict.fromkeys(["toy/d0a", *below, "toy/below"], 1)
+
+
 def test_dependencies_without_end(toy: HubServer) -> None:
     for i in range(80):
         depends = {"kernel-depends": [{"repo-id": f"toy/k{i + 1}", "version": 1}]}
@@ -213,6 +237,8 @@ OUTSIDE = """
 extern void abort(void);
 __attribute__((section(".init_array"), used)) static void (*first)(void) = abort;
 """
+#: An address that is only known once it is loaded, in the midst of the code.
+WRITTEN_TO = CODE + '__asm__(".text\\n.globl itself\\nitself: .quad itself\\n");\n'
 
 
 def library(folder: Path, code: str, *flags: str) -> bytes:
@@ -236,6 +262,7 @@ def library(folder: Path, code: str, *flags: str) -> bytes:
         (CODE, ("-Wl,-init,0x10",), ""),
         (CODE, ("-Wl,--omagic",), ""),
         (OUTSIDE, (), "a function that is not its own"),
+        (WRITTEN_TO, ("-Wl,-z,notext",), "(TEXTREL)"),
     ],
 )
 def test_what_a_library_asks_of_its_loader(
