@@ -114,6 +114,37 @@ def test_a_function_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     _check(TorchRMSNorm(), lambda: monkeypatch.setattr(torch, "mul", tripled))
 
 
+def test_a_method_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    power = torch.Tensor.pow
+
+    def fourfold(x: torch.Tensor, exponent: Any) -> torch.Tensor:
+        return power(x, exponent) * 4.0
+
+    _check(TorchRMSNorm(), lambda: monkeypatch.setattr(torch.Tensor, "pow", fourfold))
+
+
+class NamingLayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.LayerNorm.forward(self, x)
+
+
+def test_a_method_of_a_class_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, forward = NamingLayerNorm(32).requires_grad_(False), nn.LayerNorm.forward
+    model, x = nn.Sequential(module), torch.randn(3, 32)
+
+    def tripled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) * 3.0
+
+    with torch.no_grad():
+        hfpatch.apply(model, kernels="local")
+        proven = model(x)
+        monkeypatch.setattr(nn.LayerNorm, "forward", tripled)
+        found = model(x)  # as proven, or as the original: bases of a class are looked at
+        assert any(torch.allclose(found, y, atol=1e-5) for y in (proven, 3 * proven))
+        hfpatch.apply(model, kernels="local")
+        torch.testing.assert_close(model(x), 3 * proven)
+
+
 def test_an_entry_of_the_table_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.activations import ACT2FN, NewGELUActivation
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated

@@ -1,0 +1,44 @@
+"""The leaf classes of both libraries that are swapped: small models, as in `hfpatch coverage`."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch.coverage.models import MOST, of_diffusers, of_transformers
+from hfpatch.patches.base import class_of
+
+
+def leaves_of(only: str) -> dict[type, nn.Module]:
+    """A module of each leaf class that is swapped in models whose name has `only`."""
+    found: dict[type, nn.Module] = {}
+    torch.manual_seed(0)
+    for name, make in (*of_transformers(), *of_diffusers()):
+        if not re.search(only, name):
+            continue
+        try:
+            with torch.device("meta"):
+                blank = make()
+            if sum(p.numel() for p in blank.parameters()) > MOST:
+                continue
+            model = make()
+        except Exception:  # the constructor's own demands
+            continue
+        model.eval().requires_grad_(False)
+        names = {class_of(m).__name__ for m in model.modules()} - {c.__name__ for c in found}
+        if not names:
+            continue
+        for swap in hfpatch.plan(model, blocks=False, decoding=False).swaps:
+            module = model.get_submodule(swap.path)
+            if swap.op != "block" and swap.source == "local":
+                found.setdefault(class_of(module), copy.deepcopy(module))
+        for module in model.modules():  # blocks take their norms with them
+            if "norm" in type(module).__name__.lower() and type(module) not in found:
+                alone = nn.Sequential(copy.deepcopy(module))
+                if any(s.path == "0" for s in hfpatch.plan(alone).swaps):
+                    found[type(module)] = alone[0]
+    return found
