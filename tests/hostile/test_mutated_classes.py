@@ -99,7 +99,7 @@ def check(cls: type, module: nn.Module, mutation: str, folder: Path) -> str:
 
 
 def _run(only: str, folder: Path, share: int) -> tuple[int, Counter[str], Counter[str]]:
-    found = leaves_of(only)
+    found = leaves_of(only, diffusers=not only)
     outcomes: Counter[str] = Counter()
     as_they_are: Counter[str] = Counter()
     for i, (cls, module) in enumerate(found.items()):

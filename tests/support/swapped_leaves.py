@@ -13,11 +13,14 @@ from hfpatch.coverage.models import MOST, of_diffusers, of_transformers
 from hfpatch.patches.base import class_of
 
 
-def leaves_of(only: str) -> dict[type, nn.Module]:
-    """A module of each leaf class that is swapped in models whose name has `only`."""
+def leaves_of(only: str, diffusers: bool = False) -> dict[type, nn.Module]:
+    """A module of each leaf class that is swapped in models whose name has `only`.
+
+    `diffusers`: of its models too; all of it is imported for their names.
+    """
     found: dict[type, nn.Module] = {}
     torch.manual_seed(0)
-    for name, make in (*of_transformers(), *of_diffusers()):
+    for name, make in (*of_transformers(), *(of_diffusers() if diffusers else ())):
         if not re.search(only, name):
             continue
         try:
@@ -29,8 +32,7 @@ def leaves_of(only: str) -> dict[type, nn.Module]:
         except Exception:  # the constructor's own demands
             continue
         model.eval().requires_grad_(False)
-        names = {class_of(m).__name__ for m in model.modules()} - {c.__name__ for c in found}
-        if not names:
+        if not {class_of(m) for m in model.modules()} - found.keys():
             continue
         for swap in hfpatch.plan(model, blocks=False, decoding=False).swaps:
             module = model.get_submodule(swap.path)
