@@ -13,14 +13,18 @@ from hfpatch.coverage.models import MOST, of_diffusers, of_transformers
 from hfpatch.patches.base import class_of
 
 
-def leaves_of(only: str, diffusers: bool = False) -> dict[type, nn.Module]:
+def leaves_of(
+    only: str, diffusers: bool = False, part: tuple[int, int] = (0, 1)
+) -> dict[type, nn.Module]:
     """A module of each leaf class that is swapped in models whose name has `only`.
 
-    `diffusers`: of its models too; all of it is imported for their names.
+    `diffusers`: of its models too; all of it is imported for their names. `part`: each model whose
+    number is the first one, of the second one in a row.
     """
     found: dict[type, nn.Module] = {}
     torch.manual_seed(0)
-    for name, make in (*of_transformers(), *(of_diffusers() if diffusers else ())):
+    models = (*of_transformers(), *(of_diffusers() if diffusers else ()))
+    for name, make in models[part[0] :: part[1]]:
         if not re.search(only, name):
             continue
         try:
