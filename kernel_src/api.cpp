@@ -221,6 +221,12 @@ int32_t hfp_gated_clamped(DLTensor *out, const DLTensor *gate, const DLTensor *u
     check.fail("`%s` must be a number or infinite, got NaN", bound.name);
     return check.status();
   }
+  for (int i = 0; i < 4; ++i) {  // an infinite bound is none; on the wrong side it leaves nothing
+    if (i % 2 == 0 ? bounds[i].value <= FLT_MAX : bounds[i].value >= -FLT_MAX) continue;
+    check.fail("`%s` must be %s, got %g", bounds[i].name,
+               i % 2 == 0 ? "finite or -infinity" : "finite or infinity", bounds[i].value);
+    return check.status();
+  }
   bool ok = check.in_range("activation", activation, HFP_ACT_COUNT, kActivations) &&
             check.number("alpha", alpha, -FLT_MAX, "finite") &&
             check.number("up_offset", up_offset, -FLT_MAX, "finite") &&

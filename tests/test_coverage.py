@@ -107,9 +107,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = json.loads(capsys.readouterr().out)["models"].values()
     assert (row["category"], row["norms"], row["mlps"]) == ("leaves only", [5, 5], [2, 2])
     assert row["blocks"] == [2, 2]
-    assert cli.main(["coverage", "--only", r"\(sam\)"]) == 0
+    assert cli.main(["coverage", "--only", r"\(seed_oss\)"]) == 0
     said = capsys.readouterr().out
-    assert "SamLayerNorm: unexplained: " in said
+    assert "SeedOssMLP: unexplained: " in said
     (last,) = (line for line in said.splitlines() if line.startswith("transformers: "))
     pattern = r"models 1, .*nothing 0, not built 0, .* 0 of 1 \(0\.0%\); norms \d+ of "
     assert re.search(pattern, last)

@@ -50,6 +50,7 @@ MARGIN, WIDTH, BATCH = 8192, 16, 3
 LOW, HIGH = -(2**63), 2**63 - 1
 #: Numbers that may have any value, or an infinite one.
 FREE_NUMBERS = {"ignore_index", "top_k", "max_norm", "window"}
+FREE_NUMBERS |= {"gate_min", "gate_max", "up_min", "up_max"}
 #: Arguments that may have these types too, in the words of the faults.
 FREE_TYPES = {("attention", "mask"): {"type 1:8x1", "type 6:8x1"}}
 

@@ -126,6 +126,8 @@ BAD_CALLS = [
     (clamped(activation=0, alpha=1.5), r"`alpha` must be 1 unless `activation` is 3 .* got 1.5"),
     (clamped(alpha=NAN), r"`alpha` must be finite, got nan"),
     (clamped(gate_min=NAN), r"`gate_min` must be a number or infinite, got NaN"),
+    (clamped(gate_min=INF), r"`gate_min` must be finite or -infinity, got inf"),
+    (clamped(up_max=-INF), r"`up_max` must be finite or infinity, got -inf"),
     (clamped(up_max=NAN), r"`up_max` must be a number or infinite, got NaN"),
     (clamped(up_offset=INF), r"`up_offset` must be finite, got inf"),
     (clamped(clamp_activated=2), r"`clamp_activated` must be 0 or 1, got 2"),
