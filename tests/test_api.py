@@ -611,7 +611,8 @@ def test_bare_in_a_repl_they_are_the_table() -> None:
 def test_import_is_light() -> None:
     """Beside PyTorch's own import, whose time tells how fast this machine is: 0.1 s of 1.5."""
     code = """
-import sys, time
+import gc, sys, time
+gc.disable()  # a collection of all that PyTorch made takes as long, and falls where it likes
 start = time.process_time()  # of this process alone, however busy the machine is
 import torch
 between = time.process_time()

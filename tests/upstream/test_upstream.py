@@ -76,6 +76,7 @@ def test_fails_either_way():
 """
 
 
+@pytest.mark.exhaustive  # with the tests that it runs
 def test_the_runner_finds_what_patching_breaks(
     tmp_path: Path, kernels_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
