@@ -60,85 +60,58 @@ def clamped(x: Tensor, low: float | None, high: float | None) -> Tensor:
     return x if low is None and high is None else x.clamp(low, high)
 
 
-def gated_clamped(
-    gate: Tensor,
-    up: Tensor,
-    activation: str = "silu",
-    gate_min: float | None = None,
-    gate_max: float | None = None,
-    up_min: float | None = None,
-    up_max: float | None = None,
-    up_offset: float = 0.0,
-    alpha: float = 1.0,
-    clamp_activated: bool = False,
-) -> Tensor:
-    """`act(clamp(gate)) * (clamp(up) + up_offset)`: DeepSeek-V4, GPT-OSS, MiniMax-M3, Step-3.7.
+def _clamping(act: Callable[[Tensor, str], Tensor]) -> Callable[..., Tensor]:
+    """`gated_clamped`, activated by a formula or by ATen's kernels."""
 
-    What is activated, the sum and the product are each rounded to the dtype, as eager PyTorch does.
+    def gated_clamped(
+        gate: Tensor,
+        up: Tensor,
+        activation: str = "silu",
+        gate_min: float | None = None,
+        gate_max: float | None = None,
+        up_min: float | None = None,
+        up_max: float | None = None,
+        up_offset: float = 0.0,
+        alpha: float = 1.0,
+        clamp_activated: bool = False,
+    ) -> Tensor:
+        """`act(clamp(gate)) * (clamp(up) + up_offset)`: DeepSeek-V4, GPT-OSS, MiniMax-M3, Step-3.7.
 
-    Args:
-        gate, up: one shape, one floating dtype.
-        activation: as in `gated`.
-        gate_min, gate_max: bounds of `gate`, or None.
-        up_min, up_max: bounds of `up`, or None.
-        up_offset: added to `up` after it is clamped (GPT-OSS: 1).
-        alpha: of "silu", which is `x * sigmoid(alpha * x)`; 1 with the others.
-        clamp_activated: whether the bounds of `gate` are those of `act(gate)` (Step-3.7) instead.
+        What is activated, the sum and the product are each rounded to the dtype, as eager PyTorch
+        does.
 
-    Returns:
-        the shape and dtype of `gate`.
-    """
-    limits = (gate_min, gate_max, up_min, up_max)
-    return _gated_clamped(
-        activate, gate, up, activation, *limits, up_offset, alpha, clamp_activated
-    )
+        Args:
+            gate, up: one shape, one floating dtype.
+            activation: as in `gated`.
+            gate_min, gate_max: bounds of `gate`, or None.
+            up_min, up_max: bounds of `up`, or None.
+            up_offset: added to `up` after it is clamped (GPT-OSS: 1).
+            alpha: of "silu", which is `x * sigmoid(alpha * x)`; 1 with the others.
+            clamp_activated: whether the bounds of `gate` are those of `act(gate)` instead
+                (Step-3.7).
 
+        Returns:
+            the shape and dtype of `gate`.
+        """
+        if not clamp_activated:
+            gate = clamped(gate, gate_min, gate_max)
+        if alpha == 1.0:
+            activated = act(gate, activation)
+        elif activation == "silu":
+            wide = gate.to(compute_dtype(gate))
+            activated = (wide * torch.sigmoid(alpha * wide)).to(gate.dtype)
+        else:
+            raise ValueError(f"`alpha` must be 1 unless `activation` is 'silu', got {alpha}")
+        if clamp_activated:
+            activated = clamped(activated, gate_min, gate_max)
+        up = clamped(up, up_min, up_max)
+        return activated * (up if up_offset == 0 else up + up_offset)
 
-def gated_clamped_aten(
-    gate: Tensor,
-    up: Tensor,
-    activation: str = "silu",
-    gate_min: float | None = None,
-    gate_max: float | None = None,
-    up_min: float | None = None,
-    up_max: float | None = None,
-    up_offset: float = 0.0,
-    alpha: float = 1.0,
-    clamp_activated: bool = False,
-) -> Tensor:
-    """`gated_clamped` on ATen's kernels."""
-    limits = (gate_min, gate_max, up_min, up_max)
-    return _gated_clamped(
-        activate_aten, gate, up, activation, *limits, up_offset, alpha, clamp_activated
-    )
+    return gated_clamped
 
 
-def _gated_clamped(
-    act: Callable[[Tensor, str], Tensor],
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    gate_min: float | None,
-    gate_max: float | None,
-    up_min: float | None,
-    up_max: float | None,
-    up_offset: float,
-    alpha: float,
-    clamp_activated: bool,
-) -> Tensor:
-    if not clamp_activated:
-        gate = clamped(gate, gate_min, gate_max)
-    if alpha == 1.0:
-        activated = act(gate, activation)
-    elif activation == "silu":
-        wide = gate.to(compute_dtype(gate))
-        activated = (wide * torch.sigmoid(alpha * wide)).to(gate.dtype)
-    else:
-        raise ValueError(f"`alpha` must be 1 unless `activation` is 'silu', got {alpha}")
-    if clamp_activated:
-        activated = clamped(activated, gate_min, gate_max)
-    up = clamped(up, up_min, up_max)
-    return activated * (up if up_offset == 0 else up + up_offset)
+gated_clamped = _clamping(activate)
+gated_clamped_aten = _clamping(activate_aten)
 
 
 def encode_gated(params: dict[str, Any]) -> tuple[Any, ...]:
