@@ -109,10 +109,13 @@ class Kernel:
             return None
         return self.calls.guard(bound, *tensors)  # type: ignore[no-any-return]
 
-    def of_module(self, guarded: Callable[..., Any], *what: Any) -> Callable[[Any, Any], Any]:
-        """What `guard` returned, called with a module and its input; `calls.of_module` says how."""
-        assert self.calls is not None
-        return self.calls.of_module(guarded, *what)  # type: ignore[no-any-return]
+    def of_module(
+        self, guarded: Callable[..., Any], *what: Any
+    ) -> Callable[[Any, Any], Any] | None:
+        """What `guard` returned, called with a module and its input; `calls.of_module` says how.
+        None if this source is older than it."""
+        made = getattr(self.calls, "of_module", None)
+        return None if made is None else made(guarded, *what)
 
     def bind_into(self, outputs: int, params: dict[str, Any]) -> Callable[..., None]:
         """A callable of the `outputs` tensors to write, then of the op's tensors; inference only.

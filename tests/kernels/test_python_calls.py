@@ -614,3 +614,22 @@ def test_step_counts(kernels_module: ModuleType) -> None:
     for other in (torch.ones(1), torch.tensor(1), torch.tensor(1.0).double(), None, 2.0):
         assert not count([*steps, other], 1.0)
     assert [float(s) for s in steps] == [4, 1]
+
+
+def test_a_source_that_is_older_than_of_module(
+    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the Hub, say: its norms are swapped, and their calls look by themselves."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    import hfpatch
+    from hfpatch.sources import local_package
+
+    calls = local_package().kernel("rms_norm").calls
+    monkeypatch.delattr(calls, "of_module")
+    model = torch.nn.Sequential(LlamaRMSNorm(64)).requires_grad_(False)
+    original = copy.deepcopy(model)
+    assert len(hfpatch.apply(model).swaps) == 1
+    x = torch.randn(3, 64)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), original(x))
