@@ -416,14 +416,14 @@ class ForwardWatch:
         alike = pytree.tree_map(_form, (args, kwargs))
         key = repr(alike)
         asked = self._asked[key] = self._asked.get(key, 0) + 1
-        if asked == _VALUES:
+        if asked == _VALUES + 1:
             self._warn(
                 f"was compared for {_VALUES} calls that differ in numbers alone, of its arguments "
                 "or of what the module holds; calls with further ones use the original"
             )
         if len(self._asked) > _KINDS:
             self._asked.clear()
-        return asked < _VALUES
+        return asked <= _VALUES
 
     def _compare(
         self, kind: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

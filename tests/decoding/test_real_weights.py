@@ -178,9 +178,10 @@ def test_perplexity_in_bf16_is_no_farther_from_fp32s(
 
 
 @pytest.mark.slow
-def test_weights_of_8_bits_find_a_text_as_likely(plain: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_weights_of_8_bits_find_a_text_as_likely(plain: tuple[Any, Any], count: int) -> None:
     model, tokenizer = plain
-    ids = texts(tokenizer, 2, 60)
+    ids = texts(tokenizer, count, 60)
     found = []
     for choice in (False, "int8"):
         hfpatch.apply(model, decoding=choice)

@@ -245,6 +245,21 @@ class FarClippedGELU(nn.Module):
         return y
 
 
+class OwnSwish(torch.autograd.Function):
+    """With the gradient of the formula."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        y = torch.sigmoid(x)
+        return grad * (y * (1 + x * (1 - y)))
+
+
 class DoubledSiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from leaves import OwnSwish
 from torch import nn
 
 import hfpatch
@@ -280,27 +281,15 @@ def test_what_a_function_of_an_instance_closes_over() -> None:
 
 
 def test_the_forward_of_an_autograd_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Swish(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x * torch.sigmoid(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            y = torch.sigmoid(x)
-            return grad * (y * (1 + x * (1 - y)))
-
     class OwnSiLU(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Swish.apply(x)
+            return OwnSwish.apply(x)
 
     def negative(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         return -x
 
-    _check(OwnSiLU(), lambda: monkeypatch.setattr(Swish, "forward", staticmethod(negative)))
+    _check(OwnSiLU(), lambda: monkeypatch.setattr(OwnSwish, "forward", staticmethod(negative)))
 
 
 def test_what_a_function_of_torch_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from leaves import OwnSwish
 from torch import nn
 
 import hfpatch
@@ -321,20 +322,7 @@ def test_a_setting_that_is_changed(cls: type[RMSNorm], name: str, value: Any) ->
 # Gradients of their own -------------------------------------------------------------------------
 
 
-class Swish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        y = torch.sigmoid(x)
-        return grad * (y * (1 + x * (1 - y)))
-
-
-class Clipped(Swish):
+class Clipped(OwnSwish):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
@@ -343,7 +331,7 @@ class Clipped(Swish):
         return grad * (y * (1 + x * (1 - y)))
 
 
-class ClippedOnce(Swish):
+class ClippedOnce(OwnSwish):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
@@ -351,7 +339,7 @@ class ClippedOnce(Swish):
         return grad * (y * (1 + x * (1 - y)))
 
 
-class Cubed(Swish):
+class Cubed(OwnSwish):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
@@ -359,7 +347,7 @@ class Cubed(Swish):
         return grad * (y * (1 + x * (1 - y)))
 
 
-class Bumped(Swish):
+class Bumped(OwnSwish):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
@@ -369,7 +357,7 @@ class Bumped(Swish):
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize("function", [Swish, Clipped, ClippedOnce, Cubed, Bumped])
+@pytest.mark.parametrize("function", [OwnSwish, Clipped, ClippedOnce, Cubed, Bumped])
 @pytest.mark.filterwarnings("ignore:hfpatch")
 def test_gradients(function: Any, mode: Any) -> None:
     class OwnSiLU(nn.Module):
@@ -379,7 +367,7 @@ def test_gradients(function: Any, mode: Any) -> None:
     model = nn.Sequential(OwnSiLU())
     original = copy.deepcopy(model)
     report = hfpatch.apply(model, mode=mode)
-    assert len(report.swaps) == (function is Swish), report
+    assert len(report.swaps) == (function is OwnSwish), report
     for x in (torch.full((3, WIDTH), 7.25), torch.randn(3, WIDTH)):
         for scale in (1.0, 1e5):
             grads = []
