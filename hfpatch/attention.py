@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.compiler import is_compiling
 
 from hfpatch.config import attention_choice
@@ -33,6 +32,8 @@ from hfpatch.patches.base import Tensor
 from hfpatch.patches.blocks import flash3
 from hfpatch.patches.blocks.memo import keep_for_capture, stream_of
 
+#: Not what somebody may have put in its place when a kernel is chosen, which is kept.
+_PYTORCHS: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 _Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "float | None"], Tensor]
 _aten = torch.ops.aten
 #: Less work than this many FLOP is not worth cuDNN's launch, which takes the host more than twice
@@ -232,10 +233,9 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = 
         return _aligning
     if grouped and mask is not None and q.is_cuda and _unfused(q, k, v, mask):
         return _expanding
-    attend = F.scaled_dot_product_attention
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        return attend(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+        return _PYTORCHS(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
 
     return kernel
 
@@ -253,7 +253,7 @@ def _aligning(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     """Rows that are copied to where a kernel may read them."""
     q, k, v = (t if _aligned(t) else t.contiguous() for t in (q, k, v))
     if not _aligned(q, k, v):  # rows of an odd size: PyTorch fills them up itself
-        return F.scaled_dot_product_attention(
+        return _PYTORCHS(
             q, k, v, mask, 0.0, False, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return _torch(q, k, v, mask)(q, k, v, mask, scale)
@@ -261,7 +261,7 @@ def _aligning(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 def _expanding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, False, scale=scale)
+    return _PYTORCHS(q, k, v, mask, 0.0, False, scale=scale)
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:

@@ -20,8 +20,13 @@ from hfpatch.decoding.proof import Proof, prove, with_rounding
 from hfpatch.decoding.replica import NoReplica, make_replica, rope_limit, text_config
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
-from hfpatch.decoding.surroundings import check_attention, check_cache
+from hfpatch.decoding.surroundings import (
+    attention_functions,
+    check_attention,
+    check_cache,
+)
 from hfpatch.patches.keys import code_of
+from hfpatch.patches.surroundings import functions_of_torch, replaced_function
 
 
 @dataclass(frozen=True)
@@ -107,9 +112,16 @@ def _proof_of(model: Any) -> Proven | str:
     implementation = _implementation(model)
     classes = {type(m): m for m in model.modules()}
     codes = frozenset(code_of(m) for m in classes.values())
-    key = (type(model), implementation, model.config.to_json_string(use_diff=False), codes)
+    config = model.config.to_json_string(use_diff=False)
+    attention = attention_functions(model)
+    around = functions_of_torch(classes.values(), attention)
+    key = (type(model), implementation, config, codes, around)
     if key not in _proofs:
-        _proofs[key] = _prove(model, implementation)
+        if (name := replaced_function(classes.values(), attention)) is not None:
+            # the replica says nothing of what such a function does elsewhere
+            _proofs[key] = f"`{name}`, which its code names, was replaced"
+        else:
+            _proofs[key] = _prove(model, implementation)
         while len(_proofs) > _MOST:
             del _proofs[next(iter(_proofs))]
     return _proofs[key]

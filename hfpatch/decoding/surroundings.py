@@ -104,6 +104,11 @@ def check_attention(model: Any) -> None:
             raise Unexplained(f"its attention, `{name}`, is not transformers' own function")
 
 
+def attention_functions(model: Any) -> list[types.FunctionType]:
+    """What its code finds in transformers' tables for attention and for its mask."""
+    return [f for f in _attention_of(model)[1:] if isinstance(f, types.FunctionType)]
+
+
 def _attention_of(model: Any) -> tuple[Any, ...]:
     """The name of its attention, and what transformers' tables have under it for attention and
     for its mask; None where they have nothing."""

@@ -33,7 +33,7 @@ Found = tuple[Mapping[str, Any], str, str, Any]
 
 @dataclass(frozen=True)
 class _Read:
-    """What the code of one class names."""
+    """What the code of one class, or of one function, names."""
 
     found: tuple[tuple[Mapping[str, Any], str, Any, Any], ...]
     key: tuple[Any, ...]
@@ -48,22 +48,32 @@ class _Read:
         )
 
 
-_reads: WeakKeyDictionary[type, _Read] = WeakKeyDictionary()
+#: Whose code is read: the classes of modules, and functions that are called by no name.
+_Coded = type | types.FunctionType
+_reads: WeakKeyDictionary[_Coded, _Read] = WeakKeyDictionary()
 
 
-def functions_of_torch(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+def functions_of_torch(
+    modules: Iterable[nn.Module], functions: Iterable[types.FunctionType] = ()
+) -> tuple[Any, ...]:
     """A key: the functions of PyTorch that the code of modules, and of the processors that they
     hold, names. Equal keys, the same functions with the same code.
 
     What a name belongs to is not asked, so there are more of them than are called.
+
+    Args:
+        functions: what that code finds in a table, such as a model's attention.
     """
-    return tuple(key for cls in _classes(modules) for key in _of_class(cls).key)
+    coded: list[_Coded] = [*_classes(modules), *functions]
+    return tuple(key for of in coded for key in _read_of(of).key)
 
 
-def replaced_function(modules: Iterable[nn.Module]) -> str | None:
+def replaced_function(
+    modules: Iterable[nn.Module], functions: Iterable[types.FunctionType] = ()
+) -> str | None:
     """One of those that is not PyTorch's own, as its file has it; or None."""
-    found = (_of_class(cls).strange for cls in _classes(modules))
-    return next((name for name in found if name is not None), None)
+    coded: list[_Coded] = [*_classes(modules), *functions]
+    return next((name for of in coded if (name := _read_of(of).strange) is not None), None)
 
 
 def _classes(modules: Iterable[nn.Module]) -> list[type]:
@@ -76,20 +86,20 @@ def _classes(modules: Iterable[nn.Module]) -> list[type]:
     return list(found)
 
 
-def _of_class(cls: type) -> _Read:
-    known = kept_while_planning(functions_of_torch)
-    if cls not in known:
-        read = _reads.get(cls)
+def _read_of(of: _Coded) -> _Read:
+    known: dict[Any, Any] = kept_while_planning(functions_of_torch)
+    if of not in known:
+        read = _reads.get(of)
         if read is None or not read.holds():
-            read = _reads[cls] = _read(cls)
-        known[cls] = read
-    found: _Read = known[cls]
+            read = _reads[of] = _read(of)
+        known[of] = read
+    found: _Read = known[of]
     return found
 
 
-def _read(cls: type) -> _Read:
+def _read(of: _Coded) -> _Read:
     found, key, strange = [], {}, None
-    for holder, where, name, value in _named(cls):
+    for holder, where, name, value in _named(of):
         code = getattr(value, "__code__", None)
         found.append((holder, name, value, code))
         if where and (where, name) not in key:
@@ -109,9 +119,9 @@ def _is_torchs(value: Any) -> bool:
     return (type(value).__module__ or "").partition(".")[0] in ("builtins", "torch")
 
 
-def _named(cls: type) -> Iterator[Found]:
-    left: list[types.FunctionType] = []
-    for base in cls.__mro__:
+def _named(of: _Coded) -> Iterator[Found]:
+    left = [of] if isinstance(of, types.FunctionType) else []
+    for base in () if isinstance(of, types.FunctionType) else of.__mro__:
         if base in (nn.Module, object):
             continue
         for name, value in vars(base).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import names_read
 from hfpatch.patches.library import called_by_forward, reached
+from hfpatch.patches.surroundings import functions_of_torch
 from hfpatch.patches.unchanged import (
     ProcessorPart,
     calls_otherwise,
@@ -236,3 +238,10 @@ def chosen_attention(modules: Iterable[nn.Module], table: Any) -> Iterator[tuple
     configs = {id(c): c for m in modules if (c := m.__dict__.get("config")) is not None}
     names = {getattr(c, "_attn_implementation", None) for c in configs.values()}
     yield from ((n, table.get(n)) for n in sorted(n for n in names if isinstance(n, str)))
+
+
+def functions_around(block: nn.Module) -> tuple[Any, ...]:
+    """A key: the functions of PyTorch that a block's code names, its attention's too."""
+    modules = list(block.modules())
+    attention = [f for _, f in chosen_attention(modules, attention_table())]
+    return functions_of_torch(modules, [f for f in attention if isinstance(f, types.FunctionType)])

@@ -18,13 +18,12 @@ from torch import nn
 
 from hfpatch.patches.proving import may_prove, quietly
 from hfpatch.patches.replicas import CannotReplicateError
-from hfpatch.patches.surroundings import functions_of_torch
 from hfpatch.regions.beside import stand_beside
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture
 from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.given import looks
-from hfpatch.regions.guard import guard
+from hfpatch.regions.guard import functions_around, guard
 from hfpatch.regions.nodes import Project
 from hfpatch.regions.proof import Disproved, Evidence, compare, prepare_proof
 from hfpatch.regions.rules import launches, rewrite
@@ -158,7 +157,7 @@ class Kind:
                 return original()
             if self._find(structure, key, tensors) is not None:
                 return original()
-            if functions_of_torch(block.modules()) != self.around:
+            if functions_around(block) != self.around:
                 return original()  # until the next `apply`, which makes it another kind
             result: list[Any] = []
             failed: list[BaseException] = []

@@ -15,13 +15,12 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.library import is_own, odd_class, strange_names
-from hfpatch.patches.surroundings import functions_of_torch
 from hfpatch.patches.unchanged import hooks_on_all, layers_replaced
 from hfpatch.plan import Candidate
 from hfpatch.proofs import Prepared
 from hfpatch.regions.capture import KnownLeaf, is_wall, numbers_of
 from hfpatch.regions.emit import Bind
-from hfpatch.regions.guard import attention_table, chosen_attention, hides
+from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind
 from hfpatch.settings import Settings, matches
 from hfpatch.sources import Kernel, Sources
@@ -259,7 +258,7 @@ def _kind_of(
     versions = tuple(sources.kernel(op, block=True).version for op in _OPS)  # type: ignore[union-attr]
     table = attention_table()
     chosen = tuple(chosen_attention(block.modules(), table))
-    around = functions_of_torch(block.modules())
+    around = functions_around(block)
     key = (tuple(parts), numbers, versions, chosen, past, around)
     try:
         found = _kinds.get(key)

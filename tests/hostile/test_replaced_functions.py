@@ -40,6 +40,23 @@ def _of_many_rows(f: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _causal_lm() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
 def _blocks(report: Any) -> int:
     return sum(s.op == "block" for s in report.swaps)
 
@@ -52,6 +69,7 @@ def _blocks(report: Any) -> int:
         ("hunyuan-video", F, "layer_norm"),
         ("ltx", torch, "rsqrt"),
         ("ltx", torch.Tensor, "pow"),
+        ("sd3", F, "scaled_dot_product_attention"),
     ],
 )
 def test_blocks(
@@ -79,6 +97,36 @@ def test_blocks(
                 entry.run(m, inputs), entry.run(twin, inputs), rtol=2e-4, atol=2e-4
             )
     assert _blocks(hfpatch.apply(model)) == fused  # by the proof of before
+
+
+@pytest.mark.parametrize("name", ["ltx", "flux", "wan"])
+def test_attention_is_the_users_where_diffusers_dispatches_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As people put in a faster one: `F.scaled_dot_product_attention = sageattn`."""
+    from hfpatch.patches.blocks.attention import _dispatch, is_native
+
+    entry = zoo.ENTRIES[name]
+    model = entry.build().requires_grad_(False)
+    twin, inputs = copy.deepcopy(model), entry.inputs(model)
+    assert _blocks(hfpatch.apply(model))
+    assert is_native(_dispatch())
+    before = entry.run(model, inputs)
+    registry = _dispatch()._AttentionBackendRegistry
+    active = registry._active_backend
+    for place in ("F", "registry"):
+        with monkeypatch.context() as patch:
+            if place == "F":
+                function = "scaled_dot_product_attention"
+                patch.setattr(F, function, _doubled(getattr(F, function)))
+            else:
+                double = _doubled(registry._backends[active])
+                patch.setitem(registry._backends, active, double)
+            assert not is_native(_dispatch())  # on a GPU, where another kernel is chosen
+            found = entry.run(model, inputs)
+            torch.testing.assert_close(found, entry.run(twin, inputs), rtol=2e-4, atol=2e-4)
+            assert not torch.allclose(found, before, rtol=1e-2, atol=1e-2)
+    assert torch.equal(entry.run(model, inputs), before)
 
 
 def test_a_module_that_stands_for_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +176,17 @@ def _alike(model: Any, twin: Any, call: dict[str, Any]) -> None:
         assert (_run(model, call) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_captured_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "function"), [(torch, "rsqrt"), (F, "silu"), (F, "scaled_dot_product_attention")]
+)
+def test_captured_blocks(of: Any, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, call = _llama()
     settings: dict[str, Any] = {"decoding": False, "blocks": True}
     hfpatch.apply(model, **settings)
     _alike(model, twin, call)
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "rsqrt", _doubled(torch.rsqrt))
+        patch.setattr(of, function, _doubled(getattr(of, function)))
         for m in (model, build("llama")[0]):
             hfpatch.apply(m, **settings)
             _alike(m, twin, call)
@@ -173,3 +224,74 @@ def test_leaves_that_were_refused_while_it_was_replaced(monkeypatch: pytest.Monk
         patch.setattr(torch, "rsqrt", _doubled(torch.rsqrt))
         assert not hfpatch.apply(model).swaps
     assert hfpatch.apply(model).swaps
+
+
+def _of_one_token(f: Callable[..., Any]) -> Callable[..., Any]:
+    """What a prompt does not show."""
+
+    def function(x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = f(x, *args, **kwargs)
+        return 1.5 * y if x.dim() == 3 and x.shape[1] == 1 else y
+
+    return function
+
+
+@pytest.mark.parametrize("change", [_doubled, _of_many_rows, _of_one_token])
+@pytest.mark.parametrize(
+    ("of", "function"),
+    [(F, "silu"), (torch, "rsqrt"), (F, "scaled_dot_product_attention")],
+)
+def test_decoding(
+    of: Any, function: str, change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _causal_lm()
+    twin = copy.deepcopy(model)
+    ids = torch.randint(3, 90, (3, 6), generator=torch.Generator().manual_seed(1))
+
+    def logits(m: Any) -> torch.Tensor:
+        given: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
+        kept = m.generate(ids, max_new_tokens=4, do_sample=False, **given)
+        return torch.stack(kept.logits)
+
+    def decodes(report: hfpatch.Report) -> bool:
+        return any(s.op == "decoding" for s in report.swaps)
+
+    assert decodes(hfpatch.apply(model))
+    torch.testing.assert_close(logits(model), logits(twin), rtol=1e-4, atol=1e-4)
+    with monkeypatch.context() as patch:
+        patch.setattr(of, function, change(getattr(of, function)))
+        for m in (model, copy.deepcopy(twin)):
+            report = hfpatch.apply(m)
+            assert not decodes(report)
+            assert any(
+                s.reason.startswith("decoding") and f"{function}`, which its code" in s.reason
+                for s in report.skips
+            )
+            torch.testing.assert_close(logits(m), logits(twin), rtol=1e-4, atol=1e-4)
+    assert decodes(hfpatch.apply(model))  # by the proof of before
+    torch.testing.assert_close(logits(model), logits(twin), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [_doubled, _of_many_rows])
+def test_training(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _causal_lm().train()
+    twin = copy.deepcopy(model)
+    ids = torch.randint(3, 90, (3, 6), generator=torch.Generator().manual_seed(1))
+
+    def gradient(m: Any) -> torch.Tensor:
+        m.zero_grad()
+        m(ids, labels=ids).loss.backward()
+        found: torch.Tensor = m.model.layers[0].mlp.gate_proj.weight.grad
+        return found.clone()
+
+    def layers(report: hfpatch.Report) -> int:
+        return sum(s.class_name == "LlamaDecoderLayer" for s in report.swaps)
+
+    assert layers(hfpatch.apply(model, mode="training"))
+    torch.testing.assert_close(gradient(model), gradient(twin), rtol=1e-4, atol=1e-6)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "silu", change(F.silu))
+        for m in (model, copy.deepcopy(twin)):
+            assert not layers(hfpatch.apply(m, mode="training"))
+            torch.testing.assert_close(gradient(m), gradient(twin), rtol=1e-4, atol=1e-6)
+    assert layers(hfpatch.apply(model, mode="training"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+from torch.nn import functional as F
+
 from hfpatch import attention as general
 from hfpatch.patches.base import Tensor
 
@@ -17,20 +20,26 @@ def attention(
     Args:
         q, k, v: views as they are; nothing is copied for the kernel's sake.
         mask: what `F.scaled_dot_product_attention` takes as `attn_mask`.
-        backend: the processor's `_attention_backend`; with it, or with diffusers' context manager,
+        backend: the processor's `_attention_backend`; with it, with diffusers' context manager, or
+            where somebody put a function of his own in the place of PyTorch's or of diffusers',
             diffusers dispatches the call as it would unpatched.
     """
     dispatch = _dispatch()
-    if (
-        q.is_cuda
-        and backend is None
-        and dispatch._AttentionBackendRegistry.get_active_backend()[0]
-        == dispatch.AttentionBackendName.NATIVE
-    ):
+    if q.is_cuda and backend is None and is_native(dispatch):
         out = fastest(q, k, v, mask)
     else:
         out = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
     return out.contiguous()  # some backends, PyTorch's unfused one among them, answer [B, H, S, D]
+
+
+def is_native(dispatch: Any) -> bool:
+    """Whether diffusers would call PyTorch's own attention, asked at each call."""
+    name, function = dispatch._AttentionBackendRegistry.get_active_backend()
+    return (
+        name == dispatch.AttentionBackendName.NATIVE
+        and function is dispatch._native_attention
+        and F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    )
 
 
 @functools.cache
