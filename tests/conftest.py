@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import getpass
 import json
 import os
@@ -153,6 +154,13 @@ def pytest_collection_modifyitems(
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Collecting leaves a million objects that stay until the end. Python's full collections of
+    garbage would visit all of them, for half a second or more each, some hundred times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
