@@ -12,7 +12,7 @@ import kernels.install
 import kernels.locking
 import kernels.resolver
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 from packages import fresh, package
 from server import HubServer
@@ -40,7 +40,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(_http, "time", _Hurried())
+        for client in (_http, file_download):
+            monkeypatch.setattr(client, "time", _Hurried())
         for module in (kernels.hf_hub, kernels.resolver, kernels.install, kernels.locking):
             monkeypatch.setattr(module, "CACHE_DIR", None)
         for name in ("KERNELS_CACHE", "LOCAL_KERNELS", "HFPATCH_KERNELS"):
