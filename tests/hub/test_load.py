@@ -130,13 +130,20 @@ with torch.no_grad():
 assert {s.source for s in report.swaps} == {"me/hfpatch-kernels@v1"}, report
 print(len(report.swaps), float((after - before).abs().max() / before.abs().max()))
 """
+GET_KERNEL = """
+from kernels import get_kernel
+k = get_kernel("me/hfpatch-kernels", version=1, trust_remote_code=True)
+x = torch.randn(3, 8)
+assert torch.allclose(k.silu(x), torch.nn.functional.silu(x))
+print(k.__file__)
+"""
 
 
 @pytest.mark.slow
 def test_our_own_build_is_published_and_loaded_in_fresh_processes(
     hub: HubServer, kernels_dir: Path, tmp_path: Path
 ) -> None:
-    """Uploaded by huggingface_hub, loaded by `kernels.get_kernel`, then in a patched model; last
+    """Uploaded by huggingface_hub, loaded in a patched model and by `kernels.get_kernel`; last
     with every socket forbidden and telemetry off, of which kernels 0.17.2 dies on its own."""
     env = hub.env(tmp_path / "home")
 
@@ -162,14 +169,8 @@ def test_our_own_build_is_published_and_loaded_in_fresh_processes(
     assert {p: b.data for p, b in files.items() if p != ".gitattributes"} == build_files(
         kernels_dir
     )
-    out = run(
-        "import torch; from kernels import get_kernel\n"
-        "k = get_kernel('me/hfpatch-kernels', version=1, trust_remote_code=True)\n"
-        "x = torch.randn(3, 8); assert torch.allclose(k.silu(x), torch.nn.functional.silu(x))\n"
-        "print(k.__file__)"
-    )
-    assert str(tmp_path / "home") in out
-    swaps, difference = run(FRESH).split()
+    swaps, difference, file = run(FRESH + GET_KERNEL).split()
+    assert str(tmp_path / "home") in file
     assert int(swaps) == 7 and float(difference) < 1e-5
     with hub.quiet():
         assert run(FRESH, "--no-sockets", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
