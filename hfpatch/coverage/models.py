@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.coverage.small_settings import SETTINGS
 from hfpatch.inputs import NoInputs, sample_inputs
 
 #: Parameters up to which a model counts as small.
@@ -20,6 +22,8 @@ MOST = 60_000_000
 _SMALL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim"), 64),
     "emb_dim": 64,
+    **dict.fromkeys(("out_hidden_size", "text_hidden_size", "encoder_hidden_size"), 64),
+    **dict.fromkeys(("num_queries", "two_stage_num_proposals"), 16),
     **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim"), 96),
     **dict.fromkeys(("decoder_ffn_dim", "feed_forward_size", "dim_feedforward"), 96),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -65,9 +69,21 @@ def transformers_model(kind: str, name: str) -> nn.Module:
     import transformers
 
     config = shrunk(transformers.CONFIG_MAPPING[kind]())
-    cls = getattr(transformers, name)
-    model: nn.Module = cls(config)
+    cls = getattr(transformers, name, None)
+    if cls is None:  # not among its package's names
+        modeling = type(config).__module__.replace(".configuration_", ".modeling_")
+        cls = getattr(importlib.import_module(modeling), name)
+    model: nn.Module = cls(_its_part(cls, config))
     return model
+
+
+def _its_part(cls: Any, config: Any) -> Any:
+    """The configuration that a class takes: a model's may be of one part of what its type names."""
+    wanted = getattr(cls, "config_class", None)
+    if not inspect.isclass(wanted) or isinstance(config, wanted):
+        return config
+    parts = (getattr(config, key, None) for key in getattr(type(config), "sub_configs", {}))
+    return next((part for part in parts if isinstance(part, wanted)), config)
 
 
 def shrunk(config: Any) -> Any:
@@ -83,13 +99,20 @@ def shrunk(config: Any) -> Any:
         elif _TOKENS.search(key) and isinstance(value, int) and value >= 199:
             small[key] = 7
     _fit(given, small)
+    if "out_features" in given and "depths" in given:  # stages stay as many as they are
+        small["out_features"] = given["out_features"]
     parts = {
-        key: shrunk(part)
+        key: shrunk(part).to_dict()
         for key in getattr(cls, "sub_configs", {})
         if (part := getattr(config, key, None)) is not None and hasattr(part, "to_dict")
     }
-    small |= {k: p.to_dict() for k, p in parts.items()}
-    for attempt in (small, {k: v for k, v in small.items() if k in parts or "num" in k}):
+    small |= parts
+    known = SETTINGS.get(getattr(config, "model_type", ""), {})
+    for key, value in known.items():
+        of_part = isinstance(value, dict) and "model_type" not in value and key in parts
+        small[key] = {**parts[key], **value} if of_part else value
+    kept = {*parts, *known}
+    for attempt in (small, {k: v for k, v in small.items() if k in kept or "num" in k}):
         try:
             return cls(**attempt)
         except Exception:  # this one's own rules: sizes that must fit
@@ -101,13 +124,25 @@ def shrunk(config: Any) -> Any:
 
 
 #: Numbers that are one, where a configuration has them equal.
-_EQUAL = (("num_attention_heads", "num_key_value_heads"), ("qk_rope_head_dim", "head_dim"))
+_EQUAL = (
+    ("num_attention_heads", "num_key_value_heads"),
+    ("qk_rope_head_dim", "head_dim"),
+    ("hidden_size", "embedding_size"),
+)
 
 
 def _fit(given: dict[str, Any], small: dict[str, Any]) -> None:
     """Make small numbers go together as the given ones do."""
+    wide, heads = small.get("hidden_size"), small.get("num_attention_heads")
+    if wide and heads and "head_dim" in given and given["head_dim"] is None:
+        small["head_dim"] = wide // heads
+    if heads and "num_key_value_heads" in given and given["num_key_value_heads"] is None:
+        small["num_key_value_heads"] = heads
+    if isinstance(given.get("num_heads"), list) and isinstance(given.get("embed_dim"), int):
+        small["num_heads"] = [min(2 << n, 16) for n in range(len(given["num_heads"]))]
+        small["depths"] = [min(depth, 2) for depth in given.get("depths", ())]
     for first, second in _EQUAL:
-        if first in small and second in small and given[first] == given[second]:
+        if first in small and second in given and given[first] == given[second]:
             small[second] = small[first]
     for key, value in given.items():
         if not isinstance(value, dict) or not isinstance(value.get("mrope_section"), list):

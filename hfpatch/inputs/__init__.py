@@ -18,7 +18,7 @@ from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal, Sizes
 __all__ = ["Inputs", "NoInputs", "Sizes", "cast", "sample_inputs"]
 
 #: Layouts that are tried before it is said that there is none.
-_TRIES = 24
+_TRIES = 48
 
 
 def sample_inputs(

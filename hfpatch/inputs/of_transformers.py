@@ -9,40 +9,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfpatch.inputs.proposal import ANSWER, LENGTH, Inputs, NoInputs, Proposal
+from hfpatch.inputs.beside import LAYOUTS, add_known, add_required
+from hfpatch.inputs.proposal import LENGTH, Inputs, NoInputs, Proposal
+from hfpatch.inputs.tensors import (
+    IMAGE_TOKENS,
+    MAIN,
+    SOUND_TOKENS,
+    bins_of,
+    number,
+    pictures,
+    text_ids,
+)
 
-#: Where configurations keep what an image token stands for in a text.
-_IMAGE_TOKENS = ("image_token_id", "image_token_index")
-_SOUND_TOKENS = ("audio_token_id", "audio_token_index")
 #: Tiles of one image that are tried.
 _TILES = 5
-#: Ids below are special tokens in most vocabularies.
-_SPECIAL = 3
 
 
 def proposals(p: Proposal) -> Iterator[Inputs]:
-    """The likeliest first."""
+    """The likeliest first: what must be given, then all that is known by its name."""
+    for inputs in _around_the_main(p):
+        add_required(p, inputs)
+        yield inputs
+    for layout in range(LAYOUTS):
+        for inputs in _main(p):
+            if layout % 2:
+                inputs.pop("bbox", None)  # corners as parts of the page
+            add_known(p, inputs, layout)
+            yield inputs
+
+
+def _main_name(p: Proposal) -> str:
     name = getattr(p.model, "main_input_name", "input_ids")
     name = name[0] if isinstance(name, (list, tuple)) and name else name  # OneFormer has several
     main = name if isinstance(name, str) and p.has(name) else next(iter(p.parameters), "none")
-    if main == "pixel_values" and _number(p.config, *_IMAGE_TOKENS) is not None:
+    if (
+        main == "pixel_values"
+        and p.has("input_ids")
+        and number(p.config, *IMAGE_TOKENS) is not None
+    ):
         main = "input_ids"  # an image goes in at the places of its tokens
-    if main not in _MAIN and not (main == "hidden_states" and p.has("grid_thw")):
-        raise NoInputs(f"`{type(p.model).__name__}`: its input `{main}` is of no known kind")
+    return main
+
+
+def _around_the_main(p: Proposal) -> Iterator[Inputs]:
+    main = _main_name(p)
     if main == "input_ids" and not _pairs(p):
         yield from _text_around(p)
     for grid in ("grid_thw", "image_grid_thw"):  # a tower of patches in a row
         if p.has(grid) and main in ("hidden_states", "pixel_values"):
             for given in _patches(p):
                 yield {main: given["pixel_values"], grid: given["image_grid_thw"]}
-    if main == "hidden_states":
+    if main == "pixel_values" and p.has("target_sizes"):
+        patch = number(p.config, "patch_size") or 1
+        sizes = torch.tensor([[4, 4]] * p.batch, device=p.device)
+        channels = number(p.config, "num_channels") or 3
+        yield {main: p.floats(1, channels, patch, 16 * p.batch * patch), "target_sizes": sizes}
+    yield from _main(p)
+
+
+def _main(p: Proposal) -> Iterator[Inputs]:
+    main = _main_name(p)
+    if main not in MAIN:
         raise NoInputs(f"`{type(p.model).__name__}`: its input `{main}` is of no known kind")
-    for value in _MAIN[main](p):
+    for value in MAIN[main](p):
         inputs: Inputs = {main: value}
         if p.has("input_ids") and main != "input_ids" and _pairs(p):
-            inputs["input_ids"] = _ids(p)
+            inputs["input_ids"] = text_ids(p)
         if p.has("pixel_values") and main == "input_ids" and _pairs(p):
-            inputs["pixel_values"] = next(_pixels(p))
+            inputs["pixel_values"] = next(pictures(p))
         _complete(p, inputs)
         yield inputs
 
@@ -51,7 +85,7 @@ def _pairs(p: Proposal) -> bool:
     """A model of a text and an image beside each other, such as CLIP."""
     own = type(p.model).__name__
     both = hasattr(p.config, "text_config") and hasattr(p.config, "vision_config")
-    text_in_image = _number(p.config, *_IMAGE_TOKENS) is not None
+    text_in_image = number(p.config, *IMAGE_TOKENS) is not None
     return both and not text_in_image and "Text" not in own and "Vision" not in own
 
 
@@ -61,7 +95,12 @@ def _complete(p: Proposal, inputs: Inputs) -> None:
     if "input_ids" in inputs and p.has("attention_mask") and not _causal(p):
         inputs["attention_mask"] = p.mask(inputs["input_ids"].shape[1])
     if decoder:
-        inputs["decoder_input_ids"] = _ids(p, answer=True)
+        inputs["decoder_input_ids"] = text_ids(p, answer=True)
+        books = number(getattr(p.config, "decoder_config", None), "num_channels")
+        if books:  # codes of a sound, a column for each codebook
+            shape = (*inputs["decoder_input_ids"].shape, books)
+            words = number(p.config.decoder_config, "vocab_size") or 2
+            inputs["decoder_input_ids"] = p.integers(words, *shape)
     if p.has("bbox"):
         corners = p.integers(100, p.batch, p.sizes.get("length", LENGTH), 4)
         corners[..., 2:] += 100  # right of and below the others
@@ -80,46 +119,15 @@ def _complete(p: Proposal, inputs: Inputs) -> None:
 
 def _causal(p: Proposal) -> bool:
     return not getattr(p.config, "is_encoder_decoder", False) and (
-        "CausalLM" in type(p.model).__name__ or _number(p.config, *_IMAGE_TOKENS) is not None
+        "CausalLM" in type(p.model).__name__ or number(p.config, *IMAGE_TOKENS) is not None
     )
-
-
-# Text -------------------------------------------------------------------------------------------
-
-
-def _ids(p: Proposal, answer: bool = False) -> Tensor:
-    length = ANSWER if answer else p.sizes.get("length", LENGTH)
-    text = getattr(p.config, "text_config", None)
-    if text is None:
-        text = p.config.get_text_config(decoder=answer)
-    vocabulary = _number(text, "vocab_size") or _number(p.config, "vocab_size", "num_tokens")
-    if vocabulary is None:  # a class of the user's may call it as it likes
-        tables = (m for m in p.model.modules() if isinstance(m, torch.nn.Embedding))
-        vocabulary = next((table.num_embeddings for table in tables), None)
-    if vocabulary is None:
-        raise NoInputs(
-            f"`{type(p.model).__name__}`: its config has no `vocab_size`, and it has no embedding"
-        )
-    ids = p.integers(vocabulary, p.batch, length, low=_SPECIAL)
-    images = [_number(p.config, n) for n in (*_IMAGE_TOKENS, *_SOUND_TOKENS, "video_token_id")]
-    for image in images:
-        if image is not None:
-            ids[ids == image] = _SPECIAL  # no image is given
-    end = _number(text, "eos_token_id")
-    if "CLIP" in type(p.model).__name__ and end is not None and end < vocabulary:
-        ids[:, -1] = end  # the token that a text is pooled at
-    return ids
-
-
-def _texts(p: Proposal) -> Iterator[Tensor]:
-    yield _ids(p)
 
 
 def _text_around(p: Proposal) -> Iterator[Inputs]:
     """A text with as many tokens for an image, or for a sound, as the model makes of it; none where
     it does not say how many that are."""
-    yield from _with_tokens(p, _IMAGE_TOKENS, "get_image_features", _images)
-    yield from _with_tokens(p, _SOUND_TOKENS, "get_audio_features", _sounds)
+    yield from _with_tokens(p, IMAGE_TOKENS, "get_image_features", _images)
+    yield from _with_tokens(p, SOUND_TOKENS, "get_audio_features", _sounds)
 
 
 def _with_tokens(
@@ -128,12 +136,12 @@ def _with_tokens(
     method: str,
     kinds: Callable[[Proposal], Iterator[Inputs]],
 ) -> Iterator[Inputs]:
-    token = _number(p.config, *tokens)
+    token = number(p.config, *tokens)
     if token is None:
         return
     for given in kinds(p):
         for count in _counts(p, method, given):
-            ids = _ids(p)
+            ids = text_ids(p)
             places = torch.full((p.batch, count), token, device=ids.device)
             inputs: Inputs = {"input_ids": torch.cat((ids[:, :2], places, ids[:, 2:]), 1), **given}
             if p.has("mm_token_type_ids"):
@@ -152,7 +160,7 @@ def _counts(p: Proposal, method: str, given: Inputs) -> Iterator[int]:
     if features is None:
         sound = given.get("input_features")
         if sound is not None:
-            time = sound.shape[1 if sound.shape[-1] == _bins(p) else -1]
+            time = sound.shape[1 if sound.shape[-1] == bins_of(p) else -1]
             yield from (time // by for by in (4, 2, 8, 1) if time // by)
         return
     inner = getattr(getattr(p.model, "model", None), method, features)  # behind a wrapper's `*args`
@@ -180,17 +188,21 @@ def _count(features: Any) -> int:
 def _patches(p: Proposal) -> Iterator[Inputs]:
     """Patches in a row, of pictures of two by two groups that are merged, with their grid."""
     vision = getattr(p.config, "vision_config", None) or p.config
-    patch = _number(vision, "patch_size", "spatial_patch_size")
+    patch = number(vision, "patch_size", "spatial_patch_size")
     if not patch:
         return
-    merge = _number(vision, "spatial_merge_size", "merge_size") or 2
-    channels = _number(vision, "in_channels", "in_chans", "num_channels") or 3
-    frames = _number(vision, "temporal_patch_size") or 1
+    merge = number(vision, "spatial_merge_size", "merge_size", "merge_kernel_size") or 2
+    channels = number(vision, "in_channels", "in_chans", "num_channels") or 3
+    frames = number(vision, "temporal_patch_size", "patch_temporal") or 1
     grid = torch.tensor([[1, 2 * merge, 2 * merge]] * p.batch, device=p.device)
     rows = p.batch * 4 * merge * merge
     for depth in dict.fromkeys((frames, 1)):
         patches = p.floats(rows, channels * depth * patch * patch)
         yield {"pixel_values": patches, "image_grid_thw": grid}
+    yield {"pixel_values": p.floats(rows, channels, patch, patch), "image_grid_thw": grid}
+    groups = (4 * p.batch, merge * patch, merge * patch, channels)
+    merged = torch.tensor([[1, 2, 2]] * p.batch, device=p.device)
+    yield {"pixel_values": p.floats(*groups), "image_grid_thw": merged}
 
 
 def _images(p: Proposal) -> Iterator[Inputs]:
@@ -198,12 +210,12 @@ def _images(p: Proposal) -> Iterator[Inputs]:
     of one."""
     if p.has("image_grid_thw"):
         yield from _patches(p)
-    pixels = next(_pixels(p))
+    pixels = next(pictures(p))
     sizes: list[Inputs] = [{}]
     if p.has("image_sizes"):
         size = torch.tensor([list(pixels.shape[-2:])] * p.batch, device=p.device)
         sizes.append({"image_sizes": size})
-    yield from ({"pixel_values": pixels, **size} for size in sizes)
+    yield from ({"pixel_values": pictures, **size} for size in sizes)
     for tiles in range(1, _TILES + 1 if pixels.ndim == 4 else 1):
         several = p.floats(p.batch, tiles, *pixels.shape[1:])
         yield from ({"pixel_values": several, **size} for size in sizes)
@@ -214,9 +226,9 @@ def _sounds(p: Proposal) -> Iterator[Inputs]:
     name = next((n for n in ("input_features", "input_values") if p.has(n)), None)
     if name is None:
         return
-    for sound in _MAIN[name](p) if name != "input_features" or _bins(p) else ():
+    for sound in MAIN[name](p) if name != "input_features" or bins_of(p) else ():
         given: Inputs = {name: sound}
-        bins = _bins(p)
+        bins = bins_of(p)
         time = sound.shape[1 if sound.shape[-1] == bins else -1]
         for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
             if p.has(mask):
@@ -224,125 +236,3 @@ def _sounds(p: Proposal) -> Iterator[Inputs]:
         yield given
         if len(given) > 1:
             yield {name: sound, **{k: v.bool() for k, v in given.items() if k != name}}
-
-
-# Images and video -------------------------------------------------------------------------------
-
-
-def _pixels(p: Proposal) -> Iterator[Tensor]:
-    """`[batch, channels, height, width]`, with frames before or behind the channels for video, and
-    patches in a row."""
-    vision = getattr(p.config, "vision_config", None) or p.config
-    backbone = getattr(p.config, "backbone_config", None)
-    channels = _number(vision, "num_channels", "in_channels", "in_chans") or 3
-    own = _side(vision) or _side(backbone) or (64, 64)
-    sides = p.sizes.get("height", own[0]), p.sizes.get("width", own[1])
-    frames = _number(vision, "num_frames", "frames_per_clip", "video_length")
-    frames = frames and p.sizes.get("frames", frames)
-    patch = _number(vision, "patch_size")
-    if p.has("spatial_shapes") and patch:
-        yield p.floats(p.batch, 16, channels * patch * patch)
-    if frames:
-        yield p.floats(p.batch, frames, channels, *sides)
-        yield p.floats(p.batch, channels, frames, *sides)
-    yield p.floats(p.batch, channels, *sides)
-    if sides == own and own != (64, 64):
-        yield p.floats(p.batch, channels, 64, 64)
-
-
-def _side(config: Any) -> tuple[int, int] | None:
-    for name in ("image_size", "crop_size", "img_size"):
-        found = getattr(config, name, None)
-        if isinstance(found, int):
-            return found, found
-        if isinstance(found, (list, tuple)) and len(found) >= 2:
-            return int(found[-2]), int(found[-1])
-        if isinstance(found, dict) and {"height", "width"} <= set(found):
-            return int(found["height"]), int(found["width"])
-    return None
-
-
-# Sound ------------------------------------------------------------------------------------------
-
-
-def _audio(p: Proposal) -> Any:
-    for name in ("audio_config", "encoder_config"):
-        if (found := getattr(p.config, name, None)) is not None:
-            return found
-    return p.config
-
-
-def _bins(p: Proposal) -> int | None:
-    """Bins of a spectrogram."""
-    return _number(
-        _audio(p),
-        "num_mel_bins",
-        "feature_projection_input_dim",
-        "input_feat_per_channel",
-        "n_mels",
-        "input_feat_size",
-        "input_dim",
-    )
-
-
-def _features(p: Proposal) -> Iterator[Tensor]:
-    """Spectrograms: `[batch, bins, time]` or `[batch, time, bins]`."""
-    audio = _audio(p)
-    bins = _bins(p)
-    if bins is None:
-        raise NoInputs(f"`{type(p.model).__name__}`: its config has no number of spectrogram bins")
-    positions = _number(audio, "max_source_positions")
-    if positions and _number(audio, "num_mel_bins"):
-        yield p.floats(p.batch, bins, 2 * positions)
-    yield p.floats(p.batch, 64, bins)
-    yield p.floats(p.batch, bins, 64)
-    size = _number(audio, "spec_size")
-    if size:
-        yield p.floats(p.batch, 1, size * 4, bins)
-
-
-def _waves(p: Proposal) -> Iterator[Tensor]:
-    """Raw sound `[batch, samples]` or `[batch, channels, samples]`; a spectrogram where the model
-    has a fixed number of its frames."""
-    bins, frames = _number(p.config, "num_mel_bins"), _number(p.config, "max_length")
-    if bins and frames:
-        yield p.floats(p.batch, frames, bins)
-    channels = _number(p.config, "audio_channels")
-    if channels:
-        yield p.floats(p.batch, channels, 3200)
-    yield p.floats(p.batch, 3200)
-    yield p.floats(p.batch, 1, 3200)
-
-
-# Numbers ----------------------------------------------------------------------------------------
-
-
-def _series(p: Proposal) -> Iterator[Tensor]:
-    """`[batch, time, channels]`."""
-    time = _number(p.config, "context_length", "prediction_length")
-    channels = _number(p.config, "num_input_channels", "input_size") or 1
-    if time is None:
-        raise NoInputs(f"`{type(p.model).__name__}`: its config has no `context_length`")
-    yield p.floats(p.batch, time, channels)
-    yield p.floats(p.batch, time)
-
-
-_MAIN: dict[str, Callable[[Proposal], Iterator[Tensor]]] = {
-    "input_ids": _texts,
-    "pixel_values": _pixels,
-    "pixel_values_videos": _pixels,
-    "input_features": _features,
-    "input_values": _waves,
-    "past_values": _series,
-}
-
-
-def _number(config: Any, *names: str) -> int | None:
-    """The first of these that the configuration has a number for."""
-    for name in names:
-        found = getattr(config, name, None)
-        if isinstance(found, (list, tuple)) and found:
-            found = found[0]
-        if isinstance(found, int) and not isinstance(found, bool):
-            return found
-    return None
