@@ -38,6 +38,7 @@ _SMALL = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 199),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
     "topk_group": 1,
+    "mm_tokens_per_image": 4,
     "hidden_size_per_layer_input": 16,
     "rotary_dim": 8,
     "max_position_embeddings": 128,

@@ -111,7 +111,7 @@ _LCNET = {
         [[3, 192, 384, 2, False]],
     ],
 }
-_QUANTIZED = {"quantization_dim": 64, "encoder_hidden_size": 8, "downsampling_ratios": [2, 4]}
+_QUANTIZED = {"quantization_dim": 128, "encoder_hidden_size": 8, "downsampling_ratios": [5, 10]}
 _SAM3_VISION = {"fpn_hidden_size": 64, "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]]}
 _MEMORY = {
     "image_size": 64,
@@ -206,6 +206,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "backbone_config": _LCNET,
         "intraclass_block_config": _CONVOLUTIONS,
         "neck_out_channels": 64,
+        "scale_factor_list": [1, 2, 4, 8],
+        "kernel_list": [3, 2, 2],
     },
     "pp_ocrv6_small_det": {
         "backbone_config": _LCNET,
@@ -217,7 +219,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "out_features": [*_STAGES, "stage5", "stage6"],
         }
     },
-    "efficientloftr": {"out_features": [16, 16, 32, 64], "stage_num_blocks": [1, 1, 1, 1]},
     "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 4},
     # Numbers over time
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
@@ -340,10 +341,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "instructblipvideo": {**_INSTRUCTED, "video_token_index": 7},
     "chameleon_vqgan": {**_VQ, "resolution": 32},
     "chameleon": {
-        "vocabulary_map": {"<image>": 7, **{f"IMGIMG{chr(65 + n)}Z": 20 + n for n in range(8)}},
+        "vocabulary_map": {
+            "<image>": 7,
+            **{
+                f"IMGIMG{''.join(chr(65 + int(digit)) for digit in str(n))}Z": 20 + n
+                for n in range(64)
+            },
+        },
         "image_token_id": 7,
     },
-    "emu3_vqgan": {"base_channels": 32, "codebook_size": 64, "hidden_size": 32},
+    "emu3_vqgan": {"base_channels": 32, "codebook_size": 64, "hidden_size": 128},
     "emu3": {
         "vocabulary_map": {
             "<image>": 7,
@@ -381,6 +388,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granite4_vision": {
         "deepstack_layer_map": [[-2, 0]],
         "downsample_rate": "1/2",
+        "image_grid_pinpoints": [[32, 32], [64, 64]],
         "spatial_vision_layer": -1,
         "spatial_target_layers": [1, 1, 1, 1],
     },
@@ -411,7 +419,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "muse_spark_vision": {"layer_types": ["window_attention", "full_attention"]},
     "muse_glimmer_vision": {"layer_types": ["window_attention", "full_attention"]},
-    "muse_spark": {"out_hidden_size": 64, "projector_hidden_size": 64},
+    "muse_spark": {"out_hidden_size": 256, "projector_hidden_size": 64},
     "muse_spark_audio": {
         "num_hidden_layers": 4,
         "patch_sizes": [4, 4, 2, 2],
@@ -428,6 +436,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "pi0": {"chunk_size": 4},
+    "clvp_encoder": {"num_attention_heads": 2},
+    "clvp_decoder": {"num_attention_heads": 2},
     # Sound
     "mimi": _MIMI,
     "mimi_decoder": _MIMI,

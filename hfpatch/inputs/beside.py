@@ -189,7 +189,7 @@ def _heard(p: Proposal, inputs: Inputs, layout: int) -> Tensor | None:
     value = inputs.get("input_features")
     if not isinstance(value, Tensor) or value.ndim != 3:
         return None
-    time = value.shape[1 if value.shape[-1] == bins_of(p) else -1]
+    time = value.shape[-1 if value.shape[-1] % (bins_of(p) or 1) else 1]
     ones = _ones(p, p.batch, time)
     return ones.bool() if layout % 2 else ones
 

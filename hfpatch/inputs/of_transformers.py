@@ -36,6 +36,9 @@ def proposals(p: Proposal) -> Iterator[Inputs]:
                 inputs.pop("bbox", None)  # corners as parts of the page
             add_known(p, inputs, layout)
             yield inputs
+    if p.batch > 1:  # some take no more than one
+        p.batch = 1
+        yield from proposals(p)
 
 
 def _main_name(p: Proposal) -> str:
@@ -167,18 +170,23 @@ def _counts(p: Proposal, method: str, given: Inputs) -> Iterator[int]:
     taken = {**inspect.signature(features).parameters, **inspect.signature(inner).parameters}
     try:
         with torch.no_grad():
-            found = _count(features(**{k: v for k, v in given.items() if k in taken}))
+            found = _rows(features(**{k: v for k, v in given.items() if k in taken}))
     except Exception:  # it comes in another form, or as nothing that is known here
         return
-    if found and found % p.batch == 0:
-        yield found // p.batch
+    queries = (number(p.config, "num_query_tokens") or 0) * p.batch
+    for count in dict.fromkeys((*found, queries)):
+        if count and count % p.batch == 0:
+            yield count // p.batch
 
 
-def _count(features: Any) -> int:
-    """Rows of what a tower gave: a tensor, a list of them, or an output that has either."""
-    found = getattr(features, "pooler_output", None)
-    if found is None:
-        found = getattr(features, "last_hidden_state", features)
+def _rows(features: Any) -> list[int]:
+    """How many rows a tower gave: a tensor, a list of them, or an output that has either."""
+    names = ("pooler_output", "last_hidden_state")
+    found = [given for name in names if (given := getattr(features, name, None)) is not None]
+    return [_count(given) for given in found or [features]]
+
+
+def _count(found: Any) -> int:
     tensors = list(found) if isinstance(found, (list, tuple)) else [found]
     if not all(isinstance(t, Tensor) for t in tensors):
         return 0
@@ -215,9 +223,12 @@ def _images(p: Proposal) -> Iterator[Inputs]:
     if p.has("image_sizes"):
         size = torch.tensor([list(pixels.shape[-2:])] * p.batch, device=p.device)
         sizes.append({"image_sizes": size})
-    yield from ({"pixel_values": pictures, **size} for size in sizes)
+    yield from ({"pixel_values": pixels, **size} for size in sizes)
     for tiles in range(1, _TILES + 1 if pixels.ndim == 4 else 1):
         several = p.floats(p.batch, tiles, *pixels.shape[1:])
+        if p.has("pixel_attention_mask"):  # a picture for each tile, all of which counts
+            seen = torch.ones(p.batch, tiles, *pixels.shape[-2:], dtype=torch.bool)
+            yield {"pixel_values": several, "pixel_attention_mask": seen.to(p.device)}
         yield from ({"pixel_values": several, **size} for size in sizes)
 
 

@@ -61,7 +61,8 @@ def texts(p: Proposal) -> Iterator[Tensor]:
 def pictures(p: Proposal) -> Iterator[Tensor]:
     """`[batch, channels, height, width]`, with frames before or behind the channels for video, and
     patches in a row."""
-    vision = getattr(p.config, "vision_config", None) or p.config
+    seeing = getattr(p.config, "vlm_config", p.config)  # a robot's, around a model that sees
+    vision = getattr(seeing, "vision_config", None) or seeing
     backbone = getattr(p.config, "backbone_config", None)
     channels = number(vision, "num_channels", "in_channels", "in_chans") or 3
     own = side_of(vision) or side_of(backbone) or (64, 64)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 import torch.utils._pytree as pytree
@@ -344,7 +344,7 @@ class _Attempt:
         except Exception:
             if x is None:
                 raise
-            return torch.empty_like(x)  # a guess, which the proof has the last word on
+            return _guess(type(module), x)
         if x is None:
             return out
         # where values decide on a size, the same guess
@@ -439,6 +439,19 @@ def _check_operator(node: Node) -> None:
 
 #: Random where `dropout_p` is not 0, which `rules` looks at.
 _SEEDED_BUT_NOT = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
+
+
+def _guess(cls: Any, x: Tensor) -> Any:
+    """What a module gives whose code does not run without values: a tensor as its input, in a tuple
+    where its forward says so, with None for all else. The proof has the last word on it."""
+    try:
+        said = get_type_hints(cls.forward).get("return")
+    except Exception:  # a hint that names what is not there
+        said = None
+    parts = get_args(said) if get_origin(said) is tuple else ()
+    if not parts or Ellipsis in parts:
+        return torch.empty_like(x)
+    return tuple(torch.empty_like(x) if part is Tensor else None for part in parts)
 
 
 def is_wall(module: nn.Module) -> bool:
