@@ -222,9 +222,12 @@ class _Attempt:
             count = 0 if state is None else 2 * (state.past + state.kept)
             own = given[: len(given) - count]
             cache = None if state is None else stand_in(state, given[len(own) :], noted)
-            args, kwargs = build(structure, own, cache)
+            handed: list[Any] = []
+            args, kwargs = build(structure, own, cache, handed)
             with _Counted():
                 out = type(self._block).forward(self._block, *args, **kwargs)
+            if any(vars(empty) for empty in handed):
+                raise Uncapturable("its code writes to a container that layers share")
             again = state is not None and state.updated is True  # noted already
             if noted.marked is not ("cross" in noted.updated) and not (noted.marked and again):
                 raise Uncapturable("its code notes an update of its cache that it does not make")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class Unstructured(Exception):
 
 
 class _Place:
-    """The place of a tensor in a structure, or of the cache."""
+    """The place of a tensor in a structure, of the cache, or of what a block must not touch."""
 
     __slots__ = ("_name",)
 
@@ -31,7 +32,7 @@ class _Place:
         return self._name
 
 
-TENSOR, CACHE = _Place("TENSOR"), _Place("CACHE")
+TENSOR, CACHE, UNTOUCHED = _Place("TENSOR"), _Place("CACHE"), _Place("UNTOUCHED")
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class Structure:
 class _Taken:
     """What `take_apart` collects."""
 
-    __slots__ = ("cache", "tensors")
+    __slots__ = ("cache", "given", "tensors")
 
-    def __init__(self, cache: Any = None) -> None:
+    def __init__(self, cache: Any = None, given: bool = True) -> None:
         self.tensors: list[Tensor] = []
         self.cache = cache
+        self.given = given
 
     def take(self, value: Any, name: Any) -> Any:
         cls = type(value)
@@ -71,6 +73,8 @@ class _Taken:
         if value is self.cache or (self.cache is None and is_cache(cls)):
             self.cache = value
             return CACHE
+        if self.given and issubclass(cls, UserDict):  # what layers share: most pass it by
+            return (cls, UNTOUCHED)
         where = f"argument `{name}`" if isinstance(name, str) else f"argument {name}"
         raise Unstructured(f"its {where} is a `{cls.__name__}`")
 
@@ -94,28 +98,33 @@ def take_apart(
 
 def take_result(out: Any, cache: Any) -> tuple[Structure, list[Tensor]]:
     """The same of what a block returned."""
-    taken = _Taken(cache)
+    taken = _Taken(cache, given=False)
     return Structure(taken.take(out, "result")), taken.tensors
 
 
-def build(structure: Structure, tensors: Sequence[Tensor], cache: Any) -> Any:
-    """The arguments, put together again: (args, kwargs)."""
+def build(structure: Structure, tensors: Sequence[Tensor], cache: Any, handed: list[Any]) -> Any:
+    """The arguments, put together again: (args, kwargs). What a block must not touch has nothing
+    inside, so that code that reads it or writes to it fails; `handed` holds those."""
     left = iter(tensors)
     first, named = structure.shape
-    return (
-        tuple(_put(s, left, cache) for s in first),
-        {k: _put(s, left, cache) for k, s in named},
-    )
+
+    def put(shape: Any) -> Any:
+        return _put(shape, left, cache, handed)
+
+    return tuple(put(s) for s in first), {k: put(s) for k, s in named}
 
 
-def _put(shape: Any, left: Any, cache: Any) -> Any:
+def _put(shape: Any, left: Any, cache: Any, handed: list[Any]) -> Any:
     if shape is TENSOR:
         return next(left)
     if shape is CACHE:
         return cache
     cls, held = shape
+    if held is UNTOUCHED:
+        handed.append(cls.__new__(cls))  # a `UserDict` that was not initialised has no `data`
+        return handed[-1]
     if cls is tuple or cls is list:
-        return cls(_put(s, left, cache) for s in held)
+        return cls(_put(s, left, cache, handed) for s in held)
     if cls is dict:
-        return {k: _put(s, left, cache) for k, s in held}
+        return {k: _put(s, left, cache, handed) for k, s in held}
     return held
