@@ -209,15 +209,14 @@ def test_a_wrong_gradient_fails(
 def test_unknown_inputs_are_a_status_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {"architectures": ["PerceiverModel"], "d_model": 32, "d_latents": 32,
-              "num_latents": 4, "num_blocks": 1, "num_self_attends_per_block": 1,
-              "num_self_attention_heads": 2, "num_cross_attention_heads": 2}  # fmt: skip
+    config = {"architectures": ["GlmImageVQVAE"], "embed_dim": 16, "latent_channels": 16,
+              "num_embeddings": 8}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = Checked(capsys, tmp_path)
     assert found.status == 3
     (row,) = found.rows
     assert row["status"] == "not compared"
-    assert row["reason"] == "`PerceiverModel`: its input `inputs` is of no known kind"
+    assert row["reason"] == "`GlmImageVQVAE`: its input `none` is of no known kind"
     assert row["restored"] and row["state_dict untouched"]
 
 
