@@ -15,6 +15,7 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.library import is_own, odd_class, strange_names
+from hfpatch.patches.recorded import may_record
 from hfpatch.patches.unchanged import hooks_on_all, layers_replaced
 from hfpatch.plan import Candidate
 from hfpatch.proofs import Prepared
@@ -22,6 +23,7 @@ from hfpatch.regions.capture import KnownLeaf, is_wall, numbers_of
 from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind
+from hfpatch.regions.listening import is_idle
 from hfpatch.settings import Settings, matches
 from hfpatch.sources import Kernel, Sources
 
@@ -305,7 +307,7 @@ def adapter(original: Forward, kind: Kind) -> Forward:
             or autocast("cuda" if tensors[0].is_cuda else "cpu")
             or hooks_on_all()
             or layers_replaced()
-            or (grad_enabled() and _records(self, tensors))
+            or (grad_enabled() and may_record(self, tensors, is_idle))
             or (distributed and _is_partitioned(self))
         ):
             return original(self, *args, **kwargs)
@@ -318,10 +320,6 @@ def adapter(original: Forward, kind: Kind) -> Forward:
         return variant.run(self, tensors, cache)
 
     return forward
-
-
-def _records(block: nn.Module, tensors: Sequence[torch.Tensor]) -> bool:
-    return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in block.parameters())
 
 
 def _is_partitioned(block: nn.Module) -> bool:
@@ -341,7 +339,8 @@ def _pack(block: nn.Module, groups: Sequence[Sequence[str]]) -> None:
         return  # offloading gives them other memory at each call
     for group in groups:
         layers = [block.get_submodule(path) for path in group]
-        if layers[0].weight.dtype == torch.float32 or not packing.can_pack(layers):
+        # first whether they are plain: a quantized layer's `weight` may be a method
+        if not packing.can_pack(layers) or layers[0].weight.dtype == torch.float32:
             continue  # in fp32 cuBLAS sums a wider product in another order, 1.4 times as far off
         try:
             packs = packing.pack(layers)

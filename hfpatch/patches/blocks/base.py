@@ -32,6 +32,7 @@ from hfpatch.patches.blocks.likeness import odd_build, own_settings, read_throug
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.proving import cpu_default, float32_default
+from hfpatch.patches.recorded import may_record
 from hfpatch.patches.unchanged import (
     Part,
     ProcessorPart,
@@ -346,7 +347,7 @@ class BlockSubject(Subject):
                     contract.hooks_on_all()
                 elif partitioned(self):
                     pass
-                elif grad_enabled() and _records(self, hidden_states, *args, *kwargs.values()):
+                elif grad_enabled() and may_record(self, (hidden_states, *args, *kwargs.values())):
                     contract.needs_grad()
                 elif hidden_states.is_cuda or hidden_states.is_cpu:
                     key = (hidden_states.dtype, None)
@@ -416,12 +417,6 @@ def _describe(result: Any) -> str:
     return ", ".join(
         f"{list(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v) for v in values
     )
-
-
-def _records(block: nn.Module, *values: Any) -> bool:
-    """Whether autograd would record a call with these arguments."""
-    inputs = any(isinstance(v, Tensor) and v.requires_grad for v in values)
-    return inputs or any(p.requires_grad for p in block.parameters())
 
 
 def unhooked(*modules: nn.Module) -> bool:
