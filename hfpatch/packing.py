@@ -9,6 +9,7 @@ offloading, a deep copy) unpacks it; `project` of the fused blocks looks at each
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,28 +22,35 @@ _ALIGNMENT = 16
 
 def can_pack(linears: Sequence[nn.Module]) -> bool:
     """Whether these layers are plain, alike, on a GPU, and own their memory."""
-    first = linears[0]
-    if type(first) is not nn.Linear or any(type(linear) is not nn.Linear for linear in linears):
-        return False  # an adapter, a quantized layer
-    kind = _kind(first.weight), first.bias is None
-    seen = {id(linear._parameters["weight"]) for linear in linears}
-    return len(seen) == len(linears) and all(
-        type(linear) is nn.Linear
-        and "forward" not in linear.__dict__
-        and not is_hooked(linear)
-        and (_kind(linear.weight), linear.bias is None) == kind
-        and all(_own(p) for p in (linear.weight, linear.bias) if p is not None)
-        for linear in linears
+    if not all(map(_is_bare, linears)):
+        return False  # an adapter, a quantized layer, a weight that is made anew at each call
+    tensors = [(m._parameters["weight"], m._parameters["bias"]) for m in linears]
+    kinds = {(_kind(weight), bias is None) for weight, bias in tensors}
+    return (
+        len({id(weight) for weight, _ in tensors}) == len(linears)
+        and len(kinds) == 1
+        and all(_own(p) for pair in tensors for p in pair if p is not None)
     )
 
 
-def _kind(p: torch.Tensor) -> tuple[object, ...]:
+def _is_bare(linear: nn.Module) -> bool:
+    """Whether it is PyTorch's layer with nothing around it, whose tensors are its parameters."""
+    return (
+        type(linear) is nn.Linear
+        and linear._parameters.get("weight") is not None
+        and "bias" in linear._parameters
+        and linear.__dict__.keys().isdisjoint(("forward", "weight", "bias"))
+        and not is_hooked(linear)
+    )
+
+
+def _kind(p: Any) -> tuple[object, ...]:
     return (p.dtype, p.device, p.shape[-1] if p.ndim else 0)
 
 
-def _own(p: torch.Tensor) -> bool:
+def _own(p: Any) -> bool:
     """A plain parameter on a GPU, alone in its storage: moving it frees what it had."""
-    return (
+    return bool(
         type(p) is nn.Parameter
         and p.is_cuda
         and p.is_contiguous()

@@ -63,7 +63,8 @@ class Arena:
         held_in = (self.table.keys, self.table.values)
         for kept, held in zip(_tensors_of(layer), held_in, strict=True):
             rows, heads, there, dim = kept.shape
-            with torch.inference_mode(False):  # else it could be written under that mode alone
+            # in inference mode it could be written under that mode alone; leaving it records again
+            with torch.inference_mode(False), torch.no_grad():
                 new = torch.empty(
                     (rows, heads, capacity, dim), dtype=kept.dtype, device=kept.device
                 )

@@ -25,9 +25,13 @@ def is_plain(linear: Any, x: Tensor) -> bool:
     if type(linear) is not nn.Linear or is_hooked(linear):
         return False
     d = linear.__dict__  # attributes of a module cost twenty times a dict's entries
-    weight = d["_parameters"].get("weight")
+    parameters = d["_parameters"]
+    weight = parameters.get("weight")
     return (
-        type(weight) is nn.Parameter and weight.dtype == x.dtype and d.keys().isdisjoint(_INSTEAD)
+        type(weight) is nn.Parameter
+        and weight.dtype == x.dtype
+        and "bias" in parameters  # else it is a buffer, or gone
+        and d.keys().isdisjoint(_INSTEAD)
     )
 
 
