@@ -218,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = wanted = ctx.needs_input_grad[:3]
-        if _only_by_operators(grad):
+        if only_by_operators(grad):
             return (
                 *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
                 None,
@@ -284,7 +284,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, dx, dw, db = ctx.saved_tensors
-        if _only_by_operators(grad):
+        if only_by_operators(grad):
             wanted = ctx.needs_input_grad[:3]
             return (
                 *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
@@ -304,10 +304,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return *found, None, None
 
 
-def _only_by_operators(grad: Tensor) -> bool:
+def only_by_operators(*grads: Tensor | None) -> bool:
     """In a backward: whether gradients of its results may be asked for, or it is given a batch of
-    gradients at once."""
-    return torch.is_grad_enabled() or "Batched" in str(torch._C._dispatch_keys(grad))
+    gradients at once (`is_grads_batched=True`, a vectorized Jacobian)."""
+    if torch.is_grad_enabled():
+        return True
+    return any(g is not None and "Batched" in str(torch._C._dispatch_keys(g)) for g in grads)
 
 
 def _finite_or_nan(grad: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hfpatch.head_loss import only_by_operators
 from hfpatch.sources import local_package
 
 _CAST_NONE, _CAST_INPUT = 0, 1
@@ -226,9 +227,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _recorded(formula: Any, ctx: Any, inputs: list[Any], *grads: Tensor | None) -> list[Any]:
-    """Gradients of a formula's results by its inputs, which autograd records in turn."""
-    own = [None if t is None else t.view_as(t) for t in inputs]
+    """Gradients of a formula's results by its inputs, by PyTorch's operators: autograd may record
+    them in turn, and `vmap` has rules for them."""
+    graph = torch.is_grad_enabled()
     needed = ctx.needs_input_grad[1:]
+    own = [
+        None if t is None else t.view_as(t) if graph else t.detach().requires_grad_(need)
+        for t, need in zip(inputs, needed, strict=True)
+    ]
     place = [i for i, need in enumerate(needed) if need]
     with torch.enable_grad():
         results = formula(ctx.form, *own)
@@ -239,7 +245,7 @@ def _recorded(formula: Any, ctx: Any, inputs: list[Any], *grads: Tensor | None) 
         [y for y, _ in pairs],
         [own[i] for i in place],
         [g for _, g in pairs],
-        create_graph=True,
+        create_graph=graph,
         allow_unused=True,
     )
     answer: list[Any] = [None] * len(own)
@@ -332,7 +338,7 @@ class _Front(torch.autograd.Function):
         form: FrontForm = ctx.form
         saved, count = ctx.saved_tensors, 13 + 2 * len(form.scales)
         inputs, (raw_q, raw_k, *low) = list(saved[:count]), saved[count:]
-        if torch.is_grad_enabled():
+        if only_by_operators(dq, dk, dv):
             return None, *_recorded(_front_formula, ctx, inputs, dq, dk, dv)
         x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin, *adapters = inputs
         need = ctx.needs_input_grad[1:]
@@ -623,7 +629,7 @@ class _Back(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         form: BackForm = ctx.form
         *inputs, s, first, raw_h, raw_y, low_o, low_g, low_u, low_d = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if only_by_operators(grad):
             return None, *_recorded(_back_formula, ctx, inputs, grad)
         x, a, ow, ob, gw, gb, uw, ub, dw, db, aw, ab, bw, bb, mw, mb, *adapters = inputs
         pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
