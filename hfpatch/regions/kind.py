@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.patches.base import is_dense
 from hfpatch.patches.proving import may_prove, quietly
 from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.regions.beside import stand_beside
@@ -98,7 +99,7 @@ class Kind:
             return None, None, None, None
         sizes = []
         for t in tensors:
-            if type(t) is not Tensor:
+            if type(t) is not Tensor or not is_dense(t):
                 return None, None, None, None
             sizes.append((t.shape, t.dtype, t.device, t.is_contiguous() or t.stride()))
         if cache is not None:

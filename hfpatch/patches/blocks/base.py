@@ -23,6 +23,7 @@ from hfpatch.patches.base import (
     Tensor,
     class_of,
     coded,
+    is_dense,
     is_dtensor,
     watched,
 )
@@ -340,7 +341,11 @@ class BlockSubject(Subject):
                 or own.__code__ is not code
             ):
                 return type(self).forward(self, hidden_states, *args, **kwargs)
-            if type(hidden_states) is Tensor and not watched():
+            if (
+                type(hidden_states) is Tensor
+                and not watched()
+                and all(map(_is_readable, (hidden_states, *args, *kwargs.values())))
+            ):
                 if layers_replaced() or not (same(self) and ready(self)):
                     contract.changed()
                 elif hooks_on_all():
@@ -417,6 +422,14 @@ def _describe(result: Any) -> str:
     return ", ".join(
         f"{list(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v) for v in values
     )
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether an argument, or each tensor of a tuple of tables, is none that is read with another
+    sign, sparse or nested: kernels and products of ours read its memory as it lies."""
+    if isinstance(value, Tensor):
+        return is_dense(value)
+    return not isinstance(value, tuple) or all(map(_is_readable, value))
 
 
 def unhooked(*modules: nn.Module) -> bool:
