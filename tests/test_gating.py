@@ -138,7 +138,8 @@ OF_LIBRARIES = {
 
 @pytest.mark.parametrize("class_name", OF_LIBRARIES)
 def test_served_in_the_libraries(class_name: str) -> None:
-    from hfpatch.coverage.models import of_diffusers, of_transformers
+    from hfpatch.coverage.models import of_transformers
+    from hfpatch.coverage.small_diffusers import of_diffusers
 
     wanted = OF_LIBRARIES[class_name]
     models = of_transformers() if wanted.startswith("transformers") else of_diffusers()

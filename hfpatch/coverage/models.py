@@ -1,19 +1,16 @@
-"""Small models of every type that transformers and diffusers have, with random weights."""
+"""Small models of every type that transformers has, with random weights."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from hfpatch.coverage.small_settings import SETTINGS
-from hfpatch.inputs import NoInputs, sample_inputs
 
 #: Parameters up to which a model counts as small.
 MOST = 60_000_000
@@ -198,78 +195,6 @@ def small_copy(model: nn.Module) -> nn.Module:
         return made
     if config is None:
         raise ValueError(f"`{cls.__name__}` has no `config` to make a small copy by")
+    from hfpatch.coverage.small_diffusers import diffusers_model
+
     return diffusers_model(cls)
-
-
-def of_diffusers() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    import diffusers
-    from diffusers import ModelMixin
-
-    for name in sorted(diffusers._import_structure.get("models", ())):
-        try:
-            cls = getattr(diffusers, name)
-        except Exception:  # needs a package that is not here
-            continue
-        if inspect.isclass(cls) and issubclass(cls, ModelMixin) and cls is not ModelMixin:
-            yield f"diffusers {name}", partial(diffusers_model, cls)
-
-
-#: Of diffusers' constructors.
-_DIFFUSERS = {
-    **dict.fromkeys(("num_layers", "n_layers", "num_single_layers", "depth", "num_blocks"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_heads", "n_kv_heads"), 4),
-    **dict.fromkeys(("num_refiner_layers", "n_refiner_layers", "num_double_layers"), 1),
-    **dict.fromkeys(("joint_attention_dim", "cross_attention_dim", "caption_channels"), 48),
-    **dict.fromkeys(("cap_feat_dim", "text_embed_dim", "text_dim", "encoder_hid_dim"), 48),
-    **dict.fromkeys(("pooled_projection_dim", "caption_projection_dim"), 64),
-    **dict.fromkeys(("base_dim", "decoder_base_dim", "inner_dim", "dim", "in_visual_dim"), 32),
-    "attention_head_dim": 16,
-    "vace_layers": [0, 1],
-    "inject_layers": [0],
-    "sample_size": 16,
-    "hidden_size": 64,
-    "num_embeds_ada_norm": 100,
-}
-
-
-def diffusers_model(cls: Any) -> nn.Module:
-    """As the class's defaults say, with small numbers; channels of VAEs and UNets too."""
-    parameters = inspect.signature(cls.__init__).parameters
-    small: dict[str, Any] = {k: v for k, v in _DIFFUSERS.items() if k in parameters}
-    for key, parameter in parameters.items():
-        default = parameter.default
-        if "block_out_channels" in key and isinstance(default, (tuple, list)):
-            small[key] = type(default)([32] * len(default))
-        elif key.startswith("layers_per_block") and isinstance(default, int):
-            small[key] = 1
-        elif key.startswith("axes_dim") and isinstance(default, (tuple, list)):
-            small[key] = type(default)([4, 6, 6][: len(default)])
-    wide = {k: 64 for k in small if _DIFFUSERS.get(k) == 48}
-    attempts = [
-        small,
-        small | wide,
-        *({k: v for k, v in small.items() if k != left_out} for left_out in small),
-    ]
-    attempts += [{k: v for k, v in small.items() if "num" in k or k.startswith("n_")}, {}]
-    first: Exception | None = None
-    built: nn.Module | None = None
-    for attempt in attempts:
-        try:
-            with torch.device("meta"):
-                size = sum(p.numel() for p in cls(**attempt).parameters())
-            if size > MOST:
-                raise ValueError(f"has {size / 1e6:.0f} million parameters at its smallest")
-            model: nn.Module = cls(**attempt)
-        except Exception as e:  # the constructor's own demands
-            first = first or e
-            continue
-        built = built if built is not None else model
-        try:
-            if not next(model.parameters(), torch.empty(0)).is_meta:  # whose inputs could not be
-                sample_inputs(model.eval())
-            return model
-        except NoInputs:  # its sizes may not fit each other
-            continue
-    if built is None:
-        raise first or ValueError("no configuration is known for it")
-    return built

@@ -13,6 +13,7 @@ from hfpatch.coverage.count import CATEGORIES, is_whole
 LIBRARIES = ("transformers", "diffusers")
 KINDS = {"norms": "norms", "mlps": "gated MLPs"}
 BLOCKS = "blocks of a call"
+CLASSES = "block classes fused"
 
 _HEAD = """# Coverage
 
@@ -30,6 +31,9 @@ the call runs are fused, by a file of their own ([families](families.md)) or cap
 ([blocks](blocks.md)). Towers that a call with text does not reach have types of their own.
 """
 
+_OF_CLASSES = """A block is a module whose class is called one (`...Block`, `...Layer`) and which
+holds a norm, and attention or an MLP; counted are the distinct classes that a call runs."""
+
 
 def counts_of(rows: dict[str, Any]) -> dict[str, Any]:
     """The counts at the top of the page, by library."""
@@ -44,6 +48,7 @@ def counts_of(rows: dict[str, Any]) -> dict[str, Any]:
             "all norms and gated MLPs served": sum(map(is_whole, built)),
             **{k: [sum(r[k][i] for r in built) for i in (0, 1)] for k in KINDS},
             BLOCKS: _blocks(built),
+            CLASSES: _block_classes(built),
         }
     return found
 
@@ -52,6 +57,25 @@ def _blocks(built: list[dict[str, Any]]) -> dict[str, int]:
     """How many models are in each state."""
     states = Counter(map(state_of, built))
     return {s: states[s] for s in STATES}
+
+
+def _block_classes(rows: list[dict[str, Any]]) -> list[int]:
+    """Of the classes of blocks that calls run, how many are fused in one of the models, and all."""
+    fused, left = _by_class(rows)
+    return [len(fused), len(fused | set(left))]
+
+
+def _by_class(rows: list[dict[str, Any]]) -> tuple[set[str], dict[str, list[str]]]:
+    """The classes that are fused in one of the models; of all others the reasons."""
+    fused: set[str] = set()
+    left: dict[str, list[str]] = {}
+    for row in rows:
+        for name, why in row.get("classes", {}).items():
+            if why is None:
+                fused.add(name)
+            else:
+                left.setdefault(name, []).append(why)
+    return fused, {name: whys for name, whys in left.items() if name not in fused}
 
 
 def data(rows: dict[str, Any]) -> str:
@@ -88,6 +112,12 @@ def page(known: dict[str, Any]) -> str:
             unfused.setdefault(name, []).append(why)
     most = sorted(unfused.items(), key=lambda item: (-len(item[1]), item[0]))
     lines += [f"| {_cell(n)} | {len(whys)} | {_cell(whys[0])} |" for n, whys in most]
+    lines += ["", "## Block classes that are fused in no model", "", _OF_CLASSES, ""]
+    lines += ["| class | models | reason |", "|---|---|---|"]
+    _, never = _by_class(list(rows.values()))
+    lines += [
+        f"| {_cell(n)} | {len(whys)} | {_cell(whys[0])} |" for n, whys in sorted(never.items())
+    ]
     for library in LIBRARIES:
         lines += ["", f"## {library}", ""]
         lines += ["| model | plan | norms | gated MLPs | blocks of a call |"]
@@ -125,8 +155,8 @@ def _said(counts: dict[str, Any], key: str) -> str:
     built = counts["models"] - counts[CATEGORIES[-1]]
     if key == BLOCKS:
         return ", ".join(f"{n} {state}" for state, n in counts[key].items())
-    if key in KINDS:
-        return "{} of {}".format(*counts[key])
+    if key in KINDS or key == CLASSES:
+        return "{} of {}".format(*counts[key]) if key in counts else "–"
     if key.startswith("all "):
         return f"{counts[key]} of {built} ({counts[key] / max(built, 1):.1%})"
     return str(counts[key])

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal, Sizes
+from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal, Sizes, config_of
 
 __all__ = ["Inputs", "NoInputs", "Sizes", "cast", "sample_inputs"]
 
 #: Layouts that are tried before it is said that there is none.
-_TRIES = 48
+_TRIES = 64
 
 
 def sample_inputs(
@@ -63,7 +63,7 @@ def sample_inputs(
 
 
 def _proposals(model: nn.Module, batch: int, seed: int, sizes: Sizes | None) -> Iterator[Inputs]:
-    config = getattr(model, "config", None)
+    config = config_of(model)
     if config is None:
         raise NoInputs(f"`{type(model).__name__}` has no `config` to make inputs from")
     proposal = Proposal(model, batch, seed, sizes)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal
+from hfpatch.inputs.diffusers_own import OWN
+from hfpatch.inputs.proposal import Inputs, NoInputs, Proposal, parts_of
 
 #: Tokens of a prompt.
 _TEXT = 7
@@ -21,7 +22,8 @@ _WIDTHS = (
     "caption_channels", "cap_feat_dim", "encoder_hid_dim", "joint_attention_dim", "text_dim",
     "text_embed_dim", "text_states_dim", "text_embed_channels", "caption_feature_dim",
     "encoder_hidden_states_channels", "text_hidden_dim", "cross_attention_input_dim",
-    "cross_attention_dim", "context_dim", "condition_dim",
+    "cross_attention_dim", "context_dim", "condition_dim", "context_in_dim", "dit_text_dim",
+    "cond_token_dim", "in_text_dim", "encoder_hidden_size",
 )  # fmt: skip
 
 
@@ -34,16 +36,22 @@ class Layout:
         grid: frames, rows and columns; tokens are their product.
         width: of the prompt's embedding; None if there is none.
         boolean: whether masks are.
+        floating: whether timesteps are, where those of most models are whole numbers.
     """
 
     latents: tuple[int, ...]
     grid: tuple[int, int, int]
     width: int | None
     boolean: bool = False
+    floating: bool = False
 
 
 def proposals(p: Proposal) -> Iterator[Inputs]:
     """The likeliest first."""
+    if own := OWN.get(type(p.model).__name__):
+        yield own(p)
+        return
+    parts = parts_of(p.model)
     main = next((n for n in ("hidden_states", "sample", "x") if p.has(n)), None)
     if main is None:
         raise NoInputs(f"`{type(p.model).__name__}`: no argument of its forward holds latents")
@@ -56,11 +64,16 @@ def proposals(p: Proposal) -> Iterator[Inputs]:
             value = None if make is None or name == main else make(p, layout)
             if value is not None:
                 inputs[name] = value
-        missing = [n for n in p.required() if n not in inputs]
+        missing = [n for n in p.required() if n not in inputs and not (parts and n in _LISTS)]
         if missing:
             raise NoInputs(
                 f"`{type(p.model).__name__}`: nothing is known of its argument `{missing[0]}`"
             )
+        for name, default in _LISTS.items() if parts else ():
+            if p.has(name):  # one for each of the models
+                inputs[name] = [inputs.get(name, default(p))] * len(parts)
+        if parts and p.has("return_dict"):  # some take the outputs of their parts as tuples
+            inputs["return_dict"] = False
         yield inputs
 
 
@@ -70,10 +83,12 @@ def _layouts(p: Proposal) -> Iterator[Layout]:
         widths = [w for w in (_get(p, n) for n in _WIDTHS) if isinstance(w, int)]
         inner = (_get(p, "num_attention_heads") or 0) * (_get(p, "attention_head_dim") or 0)
         widths += [inner] if isinstance(inner, int) and inner else []
-    for shape, grid in _shapes(p):
-        for width in dict.fromkeys(widths or [None]):
-            for boolean in (False, True) if _masks(p) else (False,):
-                yield Layout(shape, grid, width, boolean)
+    shapes = list(_shapes(p))
+    for floating in (False,) if _flow(p) else (False, True):
+        for shape, grid in shapes:
+            for width in dict.fromkeys(widths or [None]):
+                for boolean in (False, True) if _masks(p) else (False,):
+                    yield Layout(shape, grid, width, boolean, floating)
 
 
 def _takes_text(p: Proposal) -> bool:
@@ -99,7 +114,7 @@ def _shapes(p: Proposal) -> Iterator[tuple[tuple[int, ...], tuple[int, int, int]
     """Shapes of the main input, with the grid that they stand for."""
     own = type(p.model).__name__
     channels = _get(p, "in_channels", "num_channels_in", "encoder_in_channels", "audio_channels")
-    channels = channels or 3
+    channels = channels or (4 if p.has("timestep") else 3)
     patch = _patch(p)
     rows = p.sizes.get("height", _ROWS * patch)
     columns = p.sizes.get("width", _COLUMNS * patch)
@@ -124,16 +139,22 @@ def _shapes(p: Proposal) -> Iterator[tuple[tuple[int, ...], tuple[int, int, int]
     if p.has("x") and not p.has("sample"):
         yield (channels, 1, rows, columns), flat
     depth = len(_list(p, "block_out_channels", "encoder_block_out_channels", "down_block_types"))
-    if own.startswith(("Autoencoder", "VQ", "Asymmetric", "ConsistencyDecoder")):
+    if p.has("sample_posterior") or own.startswith(("Autoencoder", "VQ")):
+        if _get(p, "sampling_rate", "sample_rate"):
+            heard = (_get(p, "num_channels", "audio_channels", "in_channels"), 2, 1)
+            for count in dict.fromkeys(c for c in heard if isinstance(c, int)):
+                yield (count, p.sizes.get("width", 8192)), flat
         side = 16 * max(1, 2 ** (max(depth, 4) - 4)) * 2
         side = p.sizes.get("height", side)
         across = p.sizes.get("width", side)
-        if "Oobleck" in own:
-            yield (channels, 4096), flat
         yield (channels, side, across), flat
         yield (channels, 1, side, across), flat
         for count in (9, 8) if "frames" not in p.sizes.unused() else (p.sizes.get("frames"),):
             yield (channels, count, side, across), (count, side, across)
+        if "frames" not in p.sizes.unused() and not chosen:
+            yield (channels, 9, 2 * side, 2 * across), (9, 2 * side, 2 * across)
+        if (seen := _get(p, "out_channels")) and seen != channels:  # features are added inside
+            yield (seen, 7, side, across), (7, side, across)
         return
     cube = (channels, frame_count, rows, columns)
     if "Video" in own or "3D" in own or p.has("num_frames"):
@@ -171,7 +192,15 @@ def _list(p: Proposal, *names: str) -> Any:
 
 
 def _prompt(p: Proposal, layout: Layout) -> Any:
-    return None if layout.width is None else p.floats(p.batch, _TEXT, layout.width)
+    if layout.width is None:
+        return None
+    batch, length = p.batch, _TEXT
+    if _get(p, "motion_max_seq_length"):  # one for each frame
+        batch *= layout.latents[1]
+    fixed = _get(p, "max_text_seq_length")
+    if isinstance(fixed, int) and not _get(p, "use_rotary_positional_embeddings"):
+        length = fixed  # their positions are added
+    return p.floats(batch, length, layout.width)
 
 
 def _prompt_mask(p: Proposal, layout: Layout) -> Any:
@@ -189,7 +218,7 @@ def _flow(p: Proposal) -> bool:
 def _timestep(p: Proposal, layout: Layout) -> Any:
     values = [0.25, 0.125] if _flow(p) else [900, 300]
     times = torch.tensor([values[i % 2] for i in range(p.batch)], device=p.device)
-    return times.to(p.dtype) if times.is_floating_point() else times
+    return times.to(p.dtype) if times.is_floating_point() or layout.floating else times
 
 
 def _guidance(p: Proposal, layout: Layout) -> Any:
@@ -286,8 +315,21 @@ def _labels(p: Proposal, layout: Layout) -> Any:
 
 
 def _control(p: Proposal, layout: Layout) -> Any:
-    channels = _get(p, "conditioning_channels") or 3
-    stages = len(_list(p, "conditioning_embedding_out_channels")) or 4
+    """A picture in pixels, or more latents, for models that do not scale a picture themselves."""
+    if not p.config.get("conditioning_embedding_out_channels") and not p.config.get(
+        "ctrl_conditioning_embedding_out_channels"
+    ):
+        more = _get(p, "extra_conditioning_channels", "extra_condition_channels") or 0
+        at = -1 if len(layout.latents) == 2 else 0
+        shape = list(layout.latents)
+        shape[at] += more
+        return p.floats(p.batch, *shape)
+    channels = _get(p, "conditioning_channels", "ctrl_conditioning_channels") or 3
+    if len(layout.latents) == 4:  # of a video, and in latents
+        return p.floats(p.batch, channels, *layout.latents[1:])
+    stages = len(
+        _list(p, "conditioning_embedding_out_channels", "ctrl_conditioning_embedding_out_channels")
+    )
     factor = 2 ** (stages - 1)
     rows, columns = layout.latents[-2:]
     return p.floats(p.batch, channels, factor * rows, factor * columns)
@@ -322,6 +364,79 @@ def _projected(p: Proposal, layout: Layout) -> Any:
     return p.floats(p.batch, _get(p, "embedding_dim"))
 
 
+def _second_prompt(p: Proposal, layout: Layout) -> Any:
+    width = _get(p, "text_embed_2_dim", "cross_attention_dim_t5", "text_embed_dim_t5")
+    return p.floats(p.batch, _TEXT, width) if width else None
+
+
+def _second_mask(p: Proposal, layout: Layout) -> Any:
+    return None if _second_prompt(p, layout) is None else _prompt_mask(p, layout)
+
+
+def _earlier(p: Proposal, layout: Layout) -> Any:
+    """The second time of a step, of models that learn averages over it."""
+    needs = any(_get(p, n) for n in ("use_meanflow", "deltatime_type", "is_turbo"))
+    if not needs and not {"timestep_r", "r_timestep"} & set(p.required()):
+        return None
+    times = _timestep(p, layout)
+    return times / 2 if times.is_floating_point() else times // 2
+
+
+def _image_prompt(p: Proposal, layout: Layout) -> Any:
+    """What a picture's encoder says of one."""
+    width = _get(p, "image_embed_dim", "image_proj_dim", "image_dim")
+    return p.floats(p.batch, _TEXT, width) if width else None
+
+
+def _image_vector(p: Proposal, layout: Layout) -> Any:
+    return p.floats(p.batch, _get(p, "cross_attention_dim"))
+
+
+def _frame_indices(p: Proposal, layout: Layout) -> Any:
+    return torch.arange(layout.latents[1], device=p.device)
+
+
+def _video_control(p: Proposal, layout: Layout) -> Any:
+    return p.floats(p.batch, _get(p, "vace_in_channels"), *layout.latents[1:])
+
+
+def _rates(p: Proposal, layout: Layout) -> Any:
+    """Frames per second, where they are a number of each video."""
+    return torch.full((p.batch,), 16, device=p.device) if "fps" in p.required() else None
+
+
+def _more_latents(p: Proposal, layout: Layout) -> Any:
+    return p.floats(p.batch, *layout.latents)
+
+
+def _control_mask(p: Proposal, layout: Layout) -> Any:
+    if not _get(p, "concat_conditioning_mask"):
+        return None
+    return torch.ones(p.batch, 1, *layout.latents[1:], device=p.device, dtype=p.dtype)
+
+
+def _no_kwargs(p: Proposal, layout: Layout) -> Any:
+    """Some hand them on with two stars, which None does not take."""
+    return {} if "image_rotary_emb" in p.required() else None
+
+
+def _styles(p: Proposal, layout: Layout) -> Any:
+    return torch.zeros(p.batch, dtype=torch.int64, device=p.device)
+
+
+def _image_sizes(p: Proposal, layout: Layout) -> Any:
+    """The original's, the target's and where it was cut."""
+    sizes = torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * p.batch, device=p.device)
+    return sizes.to(p.dtype)
+
+
+#: Arguments of which models that hold several others take a list.
+_LISTS: dict[str, Callable[[Proposal], Any]] = {
+    "controlnet_cond": lambda p: None,
+    "conditioning_scale": lambda p: 1.0,
+    "controlnet_mode": lambda p: torch.zeros(p.batch, dtype=torch.int64, device=p.device),
+}
+
 _ARGUMENTS: dict[str, Callable[[Proposal, Layout], Any]] = {
     "encoder_hidden_states": _prompt,
     "encoder_attention_mask": _prompt_mask,
@@ -355,4 +470,23 @@ _ARGUMENTS: dict[str, Callable[[Proposal, Layout], Any]] = {
     "crop_coords": _pair,
     "padding_mask": _padding,
     "proj_embedding": _projected,
+    "encoder_hidden_states_2": _second_prompt,
+    "encoder_attention_mask_2": _second_mask,
+    "encoder_hidden_states_t5": _second_prompt,
+    "text_embedding_mask": _prompt_mask,
+    "text_embedding_mask_t5": _prompt_mask,
+    "encoder_mask": _prompt_mask,
+    "image_meta_size": _image_sizes,
+    "style": _styles,
+    "timestep_r": _earlier,
+    "r_timestep": _earlier,
+    "image_embeds": _image_prompt,
+    "encoder_hidden_states_image": _image_prompt,
+    "image_embeddings": _image_vector,
+    "image_latents": _more_latents,
+    "indices_latents": _frame_indices,
+    "control_hidden_states": _video_control,
+    "fps": _rates,
+    "cross_attention_kwargs": _no_kwargs,
+    "conditioning_mask": _control_mask,
 }

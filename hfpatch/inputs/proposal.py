@@ -39,13 +39,27 @@ class Sizes:
         return [name for name in self._given if name not in self.used]
 
 
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The models that one holds which has no configuration of its own, such as ControlNets."""
+    if getattr(model, "config", None) is not None:
+        return []
+    held = (c for c in model.children() if isinstance(c, nn.ModuleList))
+    return [part for part in next(held, ()) if getattr(part, "config", None) is not None]
+
+
+def config_of(model: nn.Module) -> Any:
+    """Its own, or that of the first of its parts; None if neither has one."""
+    parts = parts_of(model)
+    return parts[0].config if parts else getattr(model, "config", None)
+
+
 class Proposal:
     """One model's, from the same random numbers each time."""
 
     def __init__(self, model: nn.Module, batch: int, seed: int, sizes: Sizes | None = None) -> None:
         self.model, self.batch = model, batch
         self.sizes = sizes or Sizes()
-        self.config: Any = model.config
+        self.config: Any = config_of(model)
         found = inspect.signature(model.forward).parameters
         self.parameters = {
             name: p
