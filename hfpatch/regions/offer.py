@@ -184,7 +184,7 @@ def _layers_of(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _is_block(module: nn.Module | None) -> bool:
-    if module is None:  # a place in a list that is left empty
+    if module is None or hasattr(module, "save_pretrained"):  # an empty place; a whole model
         return False
     norms = sum("norm" in type(m).__name__.lower() and not m._modules for m in module.modules())
     return len(_layers_of([module])) >= 2 and norms >= 1 and bool(module._modules)
