@@ -144,10 +144,11 @@ def summary(counts: dict[str, Any]) -> list[str]:
         of = counts[library]
         if of["models"]:
             said = ", ".join(
-                f"{key} {_said(of, key)}" for key in of if key not in KINDS and key != BLOCKS
+                f"{key} {_said(of, key)}" for key in of if key not in (*KINDS, BLOCKS, CLASSES)
             )
             kinds = (f"{name} {_said(of, kind)}" for kind, name in KINDS.items())
-            lines.append(f"{library}: {said}; {', '.join(kinds)}; {BLOCKS}: {_said(of, BLOCKS)}")
+            called = f"{BLOCKS}: {_said(of, BLOCKS)}; {CLASSES}: {_said(of, CLASSES)}"
+            lines.append(f"{library}: {said}; {', '.join(kinds)}; {called}")
     return lines
 
 
