@@ -7,6 +7,7 @@ import copy
 import diffusers
 import pytest
 import torch
+from torch import nn
 
 import hfpatch
 from hfpatch.coverage.small_diffusers import diffusers_model
@@ -20,22 +21,23 @@ def _kernels(kernels_module: object) -> None:
 
 @torch.no_grad()
 def test_a_gate_of_zero_hides_no_other_table() -> None:
-    """As its constructor leaves it a block is the identity, with any RoPE; trained, it is not."""
+    """ErnieImage's angles lie in pairs, its code turns halves. As it is made its gates are 0, so
+    that any RoPE gives the same numbers; of a trained one they are not."""
     torch.manual_seed(0)
-    model = diffusers_model(diffusers.ErnieImageTransformer2DModel).eval().requires_grad_(False)
-    twin, inputs = copy.deepcopy(model), sample_inputs(model)
-    hfpatch.apply(model, blocks=True, decoding=False)
-    model(**inputs)
-    for m in (model, twin):
-        generator = torch.Generator().manual_seed(5)
-        for p in m.parameters():
-            if not p.any():
-                p.copy_(torch.randn(p.shape, generator=generator))
-    found, wanted = (m(**inputs)[0] for m in (model, twin))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-    reasons = {c.reason for c in hfpatch.status(model).plan.candidates if c.state == "left"}
-    assert reasons == {"its RoPE has a table whose angles do not lie as its pairs do"}
-    hfpatch.restore(model)
+    made = diffusers_model(diffusers.ErnieImageTransformer2DModel).eval()
+    trained = copy.deepcopy(made)
+    for p in trained.parameters():
+        if not p.any():
+            nn.init.normal_(p, std=0.5)
+    inputs = sample_inputs(made)
+    wanted = trained(**inputs).sample
+    for model in (made, trained):
+        hfpatch.apply(model, blocks=True, decoding=False)
+        found = model(**inputs).sample
+        states = {(c.state, c.reason) for c in hfpatch.status(model).plan.candidates}
+        assert states == {("left", "its RoPE has a table whose angles do not lie as its pairs do")}
+        hfpatch.restore(model)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
