@@ -125,6 +125,12 @@ def test_a_row_names_the_classes_of_its_blocks() -> None:
     assert "BlockMask" in left["classes"]["AnyFlowTransformerBlock"]
 
 
+def test_a_tensor_that_is_made_of_numbers_does_not_end_a_proof() -> None:
+    """T5Film's mask is `where(mask > 0, 0, -1e10)`, in the default dtype, not in the proof's."""
+    row = row_of(lambda: diffusers_model(diffusers.T5FilmDecoder))
+    assert row["classes"] == {"DecoderLayer": None} and row["blocks"] == [2, 2]
+
+
 def test_the_page_counts_classes_and_reads_rows_that_have_none() -> None:
     old = {"category": "nothing", "norms": [0, 0], "mlps": [0, 0], "blocks": [1, 1]}
     rows = {

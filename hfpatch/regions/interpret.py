@@ -89,7 +89,10 @@ def operate(node: Node, of: Callable[[Node], Any], wide: torch.dtype | None) -> 
         return attend_reference(target, *args)
     if target is operator.getitem:
         return args[0][args[1]]
-    return target(*args, **kwargs)
+    result = target(*args, **kwargs)
+    if wide is not None and isinstance(result, Tensor) and result.dtype in _HALF:
+        return result.to(wide)  # made of numbers alone, as `where(mask, 0, -inf)` is
+    return result
 
 
 def _widened(held: Any, wide: torch.dtype) -> Any:
