@@ -143,7 +143,7 @@ def test_a_window_as_long_as_the_text_needs_no_mask(monkeypatch: pytest.MonkeyPa
         given.append((args[3] is None, args[5], kwargs["enable_gqa"]))
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(module.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(module, "_PYTORCHS", spy)
     monkeypatch.setattr(module, "_kernels", {})  # a kind that was chosen before keeps PyTorch's
     q, k, v = draw(4, 2, 8, 8, torch.float32)
     attention(q, k, v, causal=True, window=8)

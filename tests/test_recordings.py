@@ -19,7 +19,7 @@ from transformers import masking_utils
 from transformers.utils import import_utils
 
 import hfpatch
-from hfpatch import graph_caches, graphs
+from hfpatch import attention, graph_caches, graphs
 from hfpatch.captures import masks_as_outside
 
 
@@ -48,6 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return own(q, k, v, attn_mask, dropout_p, is_causal, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention, "_PYTORCHS", spy)  # what fused blocks call
     return found
 
 

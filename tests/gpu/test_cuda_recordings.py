@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from support.recordings import MODELS, calls_of, ids, tensors
 
 import hfpatch
-from hfpatch import graphs
+from hfpatch import attention, graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +39,7 @@ def test_calls_of_every_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         return own(q, k, v, attn_mask, dropout_p, is_causal, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention, "_PYTORCHS", spy)  # what fused blocks call
     model = MODELS[name]().to("cuda", torch.bfloat16).eval().requires_grad_(False)
     for kind, make in calls_of(name, model, "cuda").items():
         with torch.no_grad():
