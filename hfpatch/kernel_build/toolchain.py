@@ -197,12 +197,18 @@ def _dotted(arch: tuple[int, int]) -> str:
 
 
 def jobs() -> int:
-    """How many compilers run at once.
+    """How many compilers run at once: `MAX_JOBS`, or as many as this process may use processors.
 
     Raises:
         KernelBuildError: `MAX_JOBS` is no number.
     """
-    wanted = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    wanted = os.environ.get("MAX_JOBS") or str(_processors())
     if not re.fullmatch(r"\s*\d+\s*", wanted):
         raise KernelBuildError(f"`MAX_JOBS`: expected a whole number, got `{wanted}`")
     return max(1, int(wanted))
+
+
+def _processors() -> int:
+    """Fewer than the machine has, in a container or under `taskset`; not every system says it."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1

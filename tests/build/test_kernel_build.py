@@ -468,6 +468,15 @@ def test_bad_jobs(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         toolchain.jobs()
 
 
+def test_as_many_jobs_as_there_are_processors_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert toolchain.jobs() == 16
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS, Windows
+    assert toolchain.jobs() == 32
+
+
 def test_native_without_a_gpu_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "run", lambda *a, **k: ALL)
     monkeypatch.setattr(toolchain, "gpus", list)
