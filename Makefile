@@ -84,7 +84,7 @@ lint: $(BIN)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# OMP_WAIT_POLICY: processes share the processors, so a thread that waits gives its own away: 15
+# OMP_WAIT_POLICY: processes share the processors, so a thread that waits gives its own away: 13
 # minutes on two processors, where spinning took 24.
 test test-cpus test-all: ARCHS ?= 8.0;9.0
 # Without a GPU the CUDA kernels have but to compile: nvcc takes a seventh of the time.
