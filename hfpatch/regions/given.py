@@ -6,7 +6,7 @@ a softmax over nothing but -inf gives NaN. What the graph itself makes so needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,12 @@ _BY_ELEMENT = frozenset(
 _BY_NUMBER = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar})
 
 
-def looks(graph: Graph) -> Callable[[list[Tensor]], bool]:
-    """A function of a call's tensors that tells whether they are such.
+#: Of a call's tensors: whether they are such.
+Look = Callable[[list[Tensor]], bool]
+
+
+def looks(graph: Graph) -> tuple[Look, Look]:
+    """Functions of a call's tensors: whether all are such, and whether its tables of RoPE are.
 
     Raises:
         Uncapturable: of tables that are made in the block it cannot be told.
@@ -56,12 +60,12 @@ def looks(graph: Graph) -> Callable[[list[Tensor]], bool]:
             for source, whole in _sources_of_term(term):
                 if source in inputs:
                     (rows if whole else never).add(inputs[source])
-    asked: list[tuple[Callable[[list[Tensor]], bool], set[int]]] = [
-        (partial(hold_twice, interleaved=False), twice[False]),
-        (partial(hold_twice, interleaved=True), twice[True]),
-        (rows_are_open, rows),
-        (without_inf, never),
-    ]
+    by_halves, by_pairs = (partial(hold_twice, interleaved=pairs) for pairs in (False, True))
+    tables: list[tuple[Look, set[int]]] = [(by_halves, twice[False]), (by_pairs, twice[True])]
+    return _all([*tables, (rows_are_open, rows), (without_inf, never)]), _all(tables)
+
+
+def _all(asked: Iterable[tuple[Look, set[int]]]) -> Look:
     questions = [(ask, tuple(of)) for ask, of in asked if of]
     return lambda tensors: all(ask([tensors[i] for i in of]) for ask, of in questions)
 

@@ -31,10 +31,6 @@ Tensor = torch.Tensor
 _HALF = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class TablesError(ValueError):
-    """A table of RoPE that does not hold each angle twice, as its op reads it."""
-
-
 class Sizes:
     """Small numbers for the symbols that stand for sizes."""
 
@@ -117,33 +113,6 @@ def attend_reference(target: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any)
     return torch.softmax(scores, -1) @ v
 
 
-#: Where the ops of RoPE have their cosines; the sines follow.
-_COSINES = {"rope": 1, "rope_qk": 2, "qk_norm_rope": 4}
-#: By how much two values of one angle may differ: their rounding.
-_ROUNDED = 1e-2
-
-
-def _check_tables(target: Fused, args: Any) -> None:
-    """The rule that found a RoPE takes its table to hold each angle twice, of which kernels read
-    one; whether it does, only a real call shows.
-
-    Raises:
-        TablesError: it does not.
-    """
-    if target.op not in _COSINES:
-        return
-    at, params = _COSINES[target.op], target.formula.params
-    width = params.get("rotary_dim", 0) or args[0].shape[-1]
-    for table in args[at : at + 2]:
-        if not isinstance(table, Tensor) or table.is_complex() or table.shape[-1] != width:
-            continue
-        once, twice = (
-            (table[..., ::2], table[..., 1::2]) if params.get("interleaved") else table.chunk(2, -1)
-        )
-        if table.numel() and not (once - twice).abs().max() <= _ROUNDED:
-            raise TablesError("its RoPE has a table whose angles do not lie as its pairs do")
-
-
 class Interpreter:
     """A whole graph on a live block, in one dtype.
 
@@ -195,8 +164,6 @@ class Interpreter:
             return self._leaf(target, args, kwargs)
         if isinstance(target, CacheUpdate):
             return with_past(*args)
-        if isinstance(target, Fused) and self._wide is not None:
-            _check_tables(target, args)
         return operate(node, values.__getitem__, self._wide)
 
     def _param(self, path: str, name: str) -> Tensor:

@@ -251,7 +251,9 @@ class Kind:
             after = launches(captured.graph)
             if after >= before:
                 raise Uncapturable("nothing in it was found to fuse")
-            given = looks(captured.graph)
+            given, tables_hold = looks(captured.graph)
+            if not tables_hold(tensors):  # a gate of 0, or half types, would hide it from the proof
+                raise Uncapturable("its RoPE has a table whose angles do not lie as its pairs do")
             run, source = emit(captured.graph, block, captured.result, self.bind)
             ours = proof.run(captured.graph, run)
         result = original()
