@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from hfpatch.errors import TargetOutOfRangeError
 from hfpatch.handover import tensor_refusal
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.patches.base import only_by_operators
 from hfpatch.sources import local_package
 from hfpatch.training.remade import saving_is_watched
 
@@ -302,14 +303,6 @@ class _SummedCrossEntropy(torch.autograd.Function):
             for d, by, like in ((dx, of_rows, hidden), (dw, of_all, weight), (db, of_all, bias))
         ]
         return *found, None, None
-
-
-def only_by_operators(*grads: Tensor | None) -> bool:
-    """In a backward: whether gradients of its results may be asked for, or it is given a batch of
-    gradients at once (`is_grads_batched=True`, a vectorized Jacobian)."""
-    if torch.is_grad_enabled():
-        return True
-    return any(g is not None and "Batched" in str(torch._C._dispatch_keys(g)) for g in grads)
 
 
 def _finite_or_nan(grad: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ def block_paths(model: nn.Module) -> dict[str, str]:
 
     A block is a module whose class is called one and which holds a norm, and attention or an MLP
     (by the name, three linear layers, or two in a row: one that scales and one that puts out are
-    no MLP). One that holds a list of blocks is none but a stage of
-    them, as is a wrapper around one, and what is inside of a block are its parts.
+    no MLP). One that holds a list of blocks is a stage of them, as is a wrapper around one; what
+    is inside of a block are its parts.
     """
     found = {
         path: class_of(m).__name__

@@ -20,11 +20,7 @@ from hfpatch.decoding.proof import Proof, prove, with_rounding
 from hfpatch.decoding.replica import NoReplica, make_replica, rope_limit, text_config
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
-from hfpatch.decoding.surroundings import (
-    attention_functions,
-    check_attention,
-    check_cache,
-)
+from hfpatch.decoding.surroundings import attention_functions, check_attention, check_cache
 from hfpatch.patches.keys import code_of
 from hfpatch.patches.surroundings import functions_of_torch, replaced_function
 

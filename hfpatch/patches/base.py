@@ -301,6 +301,14 @@ def plain(x: Any) -> bool:
     return type(x) is nn.Parameter or type(x) is Tensor
 
 
+def only_by_operators(*grads: Tensor | None) -> bool:
+    """In a backward: whether gradients of its results may be asked for, or it is given a batch of
+    gradients at once (`is_grads_batched=True`, a vectorized Jacobian)."""
+    if torch.is_grad_enabled():
+        return True
+    return any(g is not None and "Batched" in str(torch._C._dispatch_keys(g)) for g in grads)
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether the memory of a tensor holds its values as they are: no sparse, MKL-DNN or nested
     one, and none that is read with another sign (`torch._neg_view`, views of such an `.imag`)."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfpatch.head_loss import only_by_operators
+from hfpatch.patches.base import only_by_operators
 from hfpatch.sources import local_package
 
 _CAST_NONE, _CAST_INPUT = 0, 1
