@@ -264,7 +264,7 @@ def _plan(args: argparse.Namespace, title: str) -> int:
 def _explain(args: argparse.Namespace, parts: list[tuple[str, Any]]) -> int:
     import torch
 
-    from hfpatch.coverage.models import small_copy
+    from hfpatch.coverage.small_copy import small_copy
     from hfpatch.inputs import sample_inputs
     from hfpatch.regions.explain import explain
 

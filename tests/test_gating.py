@@ -138,8 +138,8 @@ OF_LIBRARIES = {
 
 @pytest.mark.parametrize("class_name", OF_LIBRARIES)
 def test_served_in_the_libraries(class_name: str) -> None:
-    from hfpatch.coverage.models import of_transformers
     from hfpatch.coverage.small_diffusers import of_diffusers
+    from hfpatch.coverage.small_transformers import of_transformers
 
     wanted = OF_LIBRARIES[class_name]
     models = of_transformers() if wanted.startswith("transformers") else of_diffusers()

@@ -13,8 +13,8 @@ import hfpatch
 from hfpatch.coverage import page
 from hfpatch.coverage.blocks import block_paths
 from hfpatch.coverage.count import row_of
-from hfpatch.coverage.models import MOST
 from hfpatch.coverage.small_diffusers import diffusers_model
+from hfpatch.coverage.small_transformers import MOST
 from hfpatch.inputs import Sizes, sample_inputs
 
 #: By what was missing: sizes that go together, a list of models, a layout, an argument.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hfpatch
-from hfpatch.coverage.models import MOST, transformers_model
 from hfpatch.coverage.small_settings import SETTINGS
+from hfpatch.coverage.small_transformers import MOST, transformers_model
 from hfpatch.inputs import sample_inputs
 
 #: Type and class, and the shapes of what makes the call the model's own kind.

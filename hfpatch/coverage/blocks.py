@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.coverage.models import MOST
+from hfpatch.coverage.small_transformers import MOST
 from hfpatch.inputs import NoInputs, sample_inputs
 from hfpatch.patches.base import class_of
 from hfpatch.plan import Candidate

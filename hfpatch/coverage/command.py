@@ -67,8 +67,8 @@ def rows_of(only: re.Pattern[str], told: bool = False, called: bool = True) -> d
     import transformers
 
     from hfpatch.coverage.count import row_of
-    from hfpatch.coverage.models import of_transformers
     from hfpatch.coverage.small_diffusers import of_diffusers
+    from hfpatch.coverage.small_transformers import of_transformers
     from hfpatch.progress import (
         are_progress_bars_disabled,
         disable_progress_bars,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfpatch.coverage.blocks import blocks_of
-from hfpatch.coverage.models import MOST
+from hfpatch.coverage.small_transformers import MOST
 from hfpatch.patches.base import class_of
 from hfpatch.patches.gating import looks_gated
 from hfpatch.patches.norms import Norms

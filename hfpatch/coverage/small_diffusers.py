@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.coverage.models import MOST
+from hfpatch.coverage.small_transformers import MOST
 from hfpatch.inputs import NoInputs, sample_inputs
 
 

@@ -1,4 +1,4 @@
-"""Small settings by model type, of configurations whose sizes no rule of models.py brings together.
+"""Small settings by model type, for configurations whose sizes no rule brings together.
 
 A type's settings hold wherever its configuration is, as a model's own or as a part of another's.
 Settings that are a dict belong to the part of that name, for one parent alone.

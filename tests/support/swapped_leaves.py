@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.coverage.models import MOST, of_transformers
 from hfpatch.coverage.small_diffusers import of_diffusers
+from hfpatch.coverage.small_transformers import MOST, of_transformers
 from hfpatch.patches.base import class_of
 
 

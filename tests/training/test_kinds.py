@@ -12,7 +12,7 @@ from test_layers import build, layers_of
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.coverage.models import shrunk
+from hfpatch.coverage.small_transformers import shrunk
 from hfpatch.inputs import sample_inputs
 
 

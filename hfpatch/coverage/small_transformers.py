@@ -178,24 +178,3 @@ def own_shrunk(config: Any) -> Any:
         return type(config).from_dict(merged)
     except Exception as e:  # the class's own rules
         raise ValueError(f"`{type(config).__name__}` does not go with small numbers: {e}") from e
-
-
-def small_copy(model: nn.Module) -> nn.Module:
-    """A model as this one, of two layers and small sizes, with random weights.
-
-    Of transformers with all other settings of its configuration; of diffusers as its class's
-    defaults say.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
-    cls: Any = type(model)
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_diff_dict"):  # a PretrainedConfig
-        made: nn.Module = cls(own_shrunk(config))
-        return made
-    if config is None:
-        raise ValueError(f"`{cls.__name__}` has no `config` to make a small copy by")
-    from hfpatch.coverage.small_diffusers import diffusers_model
-
-    return diffusers_model(cls)
