@@ -35,6 +35,7 @@ from .builder import Builder
 from .commands import write
 from .errors import KernelBuildError, ToolchainMissing
 from .estimate import worth_showing
+from .objects import compile_all
 from .project import read_project
 from .ptxas import demangle
 from .tag import platform_tag
@@ -68,7 +69,7 @@ class BuiltVariant:
     backend: str
     id: str
     archs: tuple[str, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # until it was written; the backends of one call are compiled at once
 
 
 @dataclass
@@ -105,20 +106,55 @@ def build(
         ToolchainMissing: the machine lacks what a backend needs.
         KernelBuildError: a compiler or the linker failed.
     """
-    built = []
-    for backend in backends:
-        start = time.perf_counter()
-        builder = Builder(Path(project_dir).resolve(), backend, archs, verbose, also)
+    built = _built(project_dir, out_dir, backends, archs, verbose, also)
+    for found in built.values():
+        if isinstance(found, KernelBuildError):
+            raise found
+    return [found for found in built.values() if isinstance(found, BuiltVariant)]
+
+
+def _built(
+    project_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    backends: Sequence[str],
+    archs: str | None,
+    verbose: bool,
+    also: Callable[[str], None] | None,
+) -> dict[str, BuiltVariant | KernelBuildError]:
+    """What became of each backend; files of all of them are compiled at once."""
+    start = time.perf_counter()
+    result: dict[str, BuiltVariant | KernelBuildError] = {}
+    begun: list[tuple[Builder, Path]] = []
+    for backend in dict.fromkeys(backends):
+        try:
+            builder = Builder(Path(project_dir).resolve(), backend, archs, verbose, also)
+        except KernelBuildError as error:
+            result[backend] = error
+            continue
         path = Path(out_dir).resolve() / "build" / builder.variant
+        result[backend] = _variant(builder, path, start)
         if up_to_date(builder, path):
             builder.say(f"{path.name} is up to date")
         else:
-            write_variant(builder, path, builder.objects().compile())
-            builder.say(f"wrote {path} in {time.perf_counter() - start:.1f} s")
-        seconds = time.perf_counter() - start
-        variant = BuiltVariant(path.name, path, backend, builder.id, tuple(builder.archs), seconds)
-        built.append(variant)
-    return built
+            begun.append((builder, path))
+    compiled = compile_all([builder.objects() for builder, _ in begun])
+    for (builder, path), objects in zip(begun, compiled, strict=True):
+        try:
+            if isinstance(objects, KernelBuildError):
+                raise objects
+            write_variant(builder, path, objects)
+        except KernelBuildError as error:
+            result[builder.project.backend] = error
+            continue
+        builder.say(f"wrote {path} in {time.perf_counter() - start:.1f} s")
+        result[builder.project.backend] = _variant(builder, path, start)
+    return result
+
+
+def _variant(builder: Builder, path: Path, start: float) -> BuiltVariant:
+    seconds = time.perf_counter() - start
+    backend = builder.project.backend
+    return BuiltVariant(path.name, path, backend, builder.id, tuple(builder.archs), seconds)
 
 
 def resources(
@@ -161,13 +197,14 @@ def build_available(
     so: ``{"reason": text, "backends": {backend: text}}``. hfpatch's report shows it.
     """
     result = BuildResult()
-    for backend in ("cpu", "cuda"):
-        try:
-            result.variants += build(project_dir, out_dir, (backend,), archs, verbose, also)
-        except ToolchainMissing as error:
-            result.missing[backend] = str(error)
-        except KernelBuildError as error:
-            result.failed[backend] = str(error)
+    built = _built(project_dir, out_dir, ("cpu", "cuda"), archs, verbose, also)
+    for backend, found in built.items():
+        if isinstance(found, BuiltVariant):
+            result.variants.append(found)
+        elif isinstance(found, ToolchainMissing):
+            result.missing[backend] = str(found)
+        else:
+            result.failed[backend] = str(found)
     reasons = {**result.missing, **result.failed}
     try:
         if "cuda" in result.missing and find_torch().cuda is None:

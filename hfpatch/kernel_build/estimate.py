@@ -10,13 +10,15 @@ from pathlib import Path
 #: Seconds of one core of a cloud machine with two (g++ 12, CUDA 13.0): of a `.cu` file for one
 #: architecture, of others once. Files below 5 s are as others.
 _SECONDS = {
-    "sample.cu": 34, "fused_norm.cu": 20, "qk_norm_rope.cu": 19, "topk.cu": 15, "softmax.cu": 15,
-    "broadcast_backward.cu": 14, "layer_norm.cu": 13, "rms_norm.cu": 11,
-    "layer_norm_backward.cu": 10, "rms_norm_backward.cu": 9, "cross_entropy.cu": 8,
-    "group_norm.cu": 7, "gated_norm.cu": 6, "adamw.cu": 6, "cross_entropy_with_gradient.cu": 6,
-    "softmax_backward.cu": 6, "rope.cu": 5, "norm_backward.cpp": 24, "broadcast_backward.cpp": 13,
-    "torch_binding.cpp": 9, "softmax.cpp": 9, "layer_norm.cpp": 8, "rms_norm.cpp": 6, "rope.cpp": 6,
-    "fused_norm.cpp": 5,
+    "sample.cu": 34, "decode_attention.cu": 25, "fused_norm.cu": 20, "qk_norm_rope.cu": 19,
+    "attention.cu": 18, "layer_norm_backward.cu": 16, "topk.cu": 15, "softmax.cu": 15,
+    "broadcast_backward.cu": 14, "layer_norm.cu": 13, "attention_hopper.cu": 13,
+    "rms_norm_backward.cu": 13, "gated.cu": 12, "rms_norm.cu": 11,
+    "cross_entropy_with_gradient.cu": 10, "decode_product.cu": 9, "softmax_backward.cu": 9,
+    "cross_entropy.cu": 8, "rope.cu": 8, "group_norm.cu": 7, "gated_norm.cu": 6, "adamw.cu": 6,
+    "norm_backward.cpp": 24, "broadcast_backward.cpp": 13, "decode_step.cpp": 13,
+    "attention.cpp": 12, "torch_binding.cpp": 9, "softmax.cpp": 9, "layer_norm.cpp": 8,
+    "rms_norm.cpp": 6, "rope.cpp": 6, "gated.cpp": 6, "fused_norm.cpp": 5,
 }  # fmt: skip
 _OTHERS = 3.0
 

@@ -14,12 +14,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .commands import run, write
+from .commands import run as run_command
+from .commands import write
+from .errors import KernelBuildError
 from .estimate import Estimate
 from .ptxas import parse_ptxas
 from .toolchain import jobs
@@ -69,40 +71,12 @@ class Objects:
         Raises:
             KernelBuildError: a compiler failed; those that had not begun are not started.
         """
-        done = 0
-        lock = threading.Lock()
-        stale = {unit.object: unit.cost for unit in self.units if not self._fresh(unit)}
-        estimate = Estimate(list(stale.values()), jobs())
-        if stale:
-            self.say(
-                f"{len(stale)} of {len(self.units)} files to compile, {jobs()} at once: about "
-                f"{estimate}"
-            )
+        (found,) = compile_all([self])
+        if isinstance(found, KernelBuildError):
+            raise found
+        return found
 
-        def one(unit: Unit) -> None:
-            nonlocal done
-            start = time.perf_counter()
-            compiled = self._compile_unit(unit)
-            seconds = time.perf_counter() - start
-            with lock:
-                done += 1
-                estimate.done(stale.get(unit.object, 0.0), seconds, compiled)
-                took = f"{seconds:.1f} s" if compiled else "up to date"
-                left = f", about {estimate} left" if compiled and done < len(self.units) else ""
-                self.say(f"[{done}/{len(self.units)}] {unit.label} {took}{left}")
-
-        with ThreadPoolExecutor(jobs()) as pool:
-            futures = [pool.submit(one, unit) for unit in self.units]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
-        return [unit.object for unit in self.units]
-
-    def _fresh(self, unit: Unit) -> bool:
+    def fresh(self, unit: Unit) -> bool:
         """Whether its object is there, of the same command and files."""
         try:
             record = json.loads(unit.object.with_suffix(".json").read_text(encoding="utf-8"))
@@ -111,9 +85,9 @@ class Objects:
         key: object = record.get("key")
         return unit.object.is_file() and key == self._key(unit, record.get("deps", []))
 
-    def _compile_unit(self, unit: Unit) -> bool:
+    def compile_unit(self, unit: Unit) -> bool:
         """Returns whether a compiler ran: an object is reused while its command and files last."""
-        if self._fresh(unit) or self._borrowed(unit):
+        if self.fresh(unit) or self._borrowed(unit):
             return False
         state = unit.object.with_suffix(".json")
         state.unlink(missing_ok=True)
@@ -123,7 +97,7 @@ class Objects:
         command = [*unit.command[:-1], str(partial), "-MMD", "-MF", str(depfile)]
         start = time.time()
         try:
-            said = run(command, cwd=self.root)
+            said = run_command(command, cwd=self.root)
             deps = _parse_depfile(depfile.read_text(encoding="utf-8"))
             os.replace(partial, unit.object)
         finally:
@@ -216,6 +190,89 @@ class Objects:
             sha.update(dep.encode() + b"\0")
             sha.update(path.read_bytes() if path.is_file() else b"")
         return sha.hexdigest()
+
+
+def compile_all(builds: Sequence[Objects]) -> list[list[Path] | KernelBuildError]:
+    """Compiles several builds at once, so that no core waits for the last files of the first one.
+
+    An object that two of them may share is compiled by the first one.
+
+    Returns:
+        Of each build what `Objects.compile` returns, or the error that stopped it alone.
+    """
+    runs = [_Run(objects) for objects in builds]
+    costs = [cost for run in runs for cost in run.stale.values()]
+    estimate = Estimate(costs, jobs())
+    for run in runs:
+        run.begin(estimate)
+    parts = [(run, unit) for run in runs for unit in run.objects.units]
+    owners: dict[str, _Run] = {}
+    for run, unit in parts:
+        owners.setdefault(unit.object.name, run)
+    # What may be copied comes last: by then it is being compiled.
+    copied = [part for part in parts if owners[part[1].object.name] is not part[0]]
+    first = sorted(
+        (part for part in parts if owners[part[1].object.name] is part[0]),
+        key=lambda part: -part[1].cost,
+    )
+    with ThreadPoolExecutor(jobs()) as pool:
+        for run, unit in [*first, *copied]:
+            other = owners[unit.object.name].futures.get(unit.object.name)
+            run.futures[unit.object.name] = pool.submit(run.one, unit, other)
+        try:
+            return [run.result() for run in runs]
+        except BaseException:
+            for run in runs:
+                run.cancel()
+            raise
+
+
+class _Run:
+    """One of the builds that `compile_all` compiles."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.futures: dict[str, Future[None]] = {}
+        self.stale = {u.object: u.cost for u in objects.units if not objects.fresh(u)}
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def begin(self, estimate: Estimate) -> None:
+        """`estimate`: of all builds."""
+        self._estimate = estimate
+        if self.stale:
+            self.objects.say(
+                f"{len(self.stale)} of {len(self.objects.units)} files to compile, {jobs()} at "
+                f"once: about {estimate}"
+            )
+
+    def one(self, unit: Unit, other: Future[None] | None) -> None:
+        """Compiles `unit`, behind `other`, which may make the same object."""
+        if other is not None:
+            wait([other])
+        start = time.perf_counter()
+        compiled = self.objects.compile_unit(unit)
+        seconds = time.perf_counter() - start
+        count = len(self.objects.units)
+        with self._lock:
+            self._done += 1
+            self._estimate.done(self.stale.get(unit.object, 0.0), seconds, compiled)
+            took = f"{seconds:.1f} s" if compiled else "up to date"
+            left = f", about {self._estimate} left" if compiled and self._done < count else ""
+            self.objects.say(f"[{self._done}/{count}] {unit.label} {took}{left}")
+
+    def result(self) -> list[Path] | KernelBuildError:
+        try:
+            for future in as_completed(self.futures.values()):
+                future.result()
+        except KernelBuildError as e:
+            self.cancel()
+            return e
+        return [unit.object for unit in self.objects.units]
+
+    def cancel(self) -> None:
+        for future in self.futures.values():
+            future.cancel()
 
 
 def other_builds(cache: Path, own: Path) -> list[Path]:

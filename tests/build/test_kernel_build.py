@@ -20,7 +20,7 @@ from hfpatch.kernel_build import KernelBuildError, ToolchainMissing, toolchain
 from hfpatch.kernel_build import __main__ as command
 from hfpatch.kernel_build.builder import Builder
 from hfpatch.kernel_build.commands import run
-from hfpatch.kernel_build.objects import Objects, Unit, other_builds
+from hfpatch.kernel_build.objects import Objects, Unit, compile_all, other_builds
 from hfpatch.kernel_build.toolchain import Nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +133,7 @@ def test_objects_are_reused_until_a_header_changes(tmp_path: Path) -> None:
     (project / "build.toml").write_text(toml)
     ran: list[str] = []
     objects = Builder(project, "cpu", None, False).objects()
-    original = objects._compile_unit
+    original = objects.compile_unit
 
     def spy(unit: Unit) -> bool:
         fresh = original(unit)
@@ -141,7 +141,7 @@ def test_objects_are_reused_until_a_header_changes(tmp_path: Path) -> None:
             ran.append(unit.label.split()[-1])
         return fresh
 
-    objects._compile_unit = spy  # type: ignore[method-assign]
+    objects.compile_unit = spy  # type: ignore[method-assign]
     objects.compile()
     assert sorted(ran) == ["portable.cpp", "python_calls.cpp", "simd.cpp", "torch_binding.cpp"]
     ran.clear()
@@ -281,6 +281,34 @@ def test_another_builds_object_is_taken_where_it_is_the_same(tmp_path: Path) -> 
 
     other, said = builds_of(tmp_path, "other", "-DMORE")
     assert compiled(other, said) == ["asks.cpp", "plain.cpp"]
+
+
+def test_builds_are_compiled_at_once_and_share_an_object(tmp_path: Path) -> None:
+    (tmp_path / "plain.cpp").write_text("int plain() { return SEVEN; }\n")
+    (tmp_path / "asks.cpp").write_text(
+        "#ifdef CUDA_KERNEL\nint asks() { return 2; }\n#else\nint asks() { return 1; }\n#endif\n"
+    )
+    builds = [builds_of(tmp_path, name) for name in ("cpu", "cuda")]
+    for path in tmp_path.rglob("*.[ch]*"):
+        os.utime(path, (1e9, 1e9))
+    (cpu, cpu_said), (cuda, cuda_said) = builds
+    assert compile_all([cpu, cuda]) == [[u.object for u in o.units] for o in (cpu, cuda)]
+    assert cuda.units[0].object.read_bytes() == cpu.units[0].object.read_bytes()
+    assert cuda.units[1].object.read_bytes() != cpu.units[1].object.read_bytes()
+    assert not any("up to date" in line for line in cpu_said)
+    assert [line.split()[1] for line in cuda_said if "up to date" in line] == ["plain.cpp"]
+    assert cuda_said[-1].startswith("[2/2]")
+
+
+def test_a_build_that_fails_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "plain.cpp").write_text("int plain() { return SEVEN; }\n")
+    (tmp_path / "asks.cpp").write_text("#ifdef CPU_KERNEL\n#error not here\n#endif\n")
+    (cpu, _), (cuda, _) = (builds_of(tmp_path, name) for name in ("cpu", "cuda"))
+    failed, found = compile_all([cpu, cuda])
+    assert isinstance(failed, KernelBuildError)
+    assert "not here" in str(failed)
+    assert found == [u.object for u in cuda.units]
+    assert all(u.object.is_file() for u in cuda.units)
 
 
 @pytest.mark.parametrize("how", ["CXX", "PATH"])

@@ -37,8 +37,6 @@ from types import CodeType
 from plant import Fault, planted
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: Seconds of tests that one fault is given, as they took without it.
-BUDGET = 30.0
 #: Seconds after which a fault's tests hang.
 HANGS = 180.0
 #: What every fault in Python costs before its tests run is paid once.
@@ -59,7 +57,8 @@ class Outcome:
 class Coverage:
     """Which tests reach a line, and how long each takes."""
 
-    def __init__(self, data: Path, times: Path) -> None:
+    def __init__(self, data: Path, times: Path, budget: float) -> None:
+        self._budget = budget
         self._db = sqlite3.connect(data)
         self._files = {
             os.path.relpath(path, ROOT): number
@@ -109,7 +108,7 @@ class Coverage:
         rounds = [t for row in _in_turns(list(by_function.values())) for t in row]
         chosen, spent = [], 0.0
         for test in rounds:
-            if spent + self.seconds[test] > BUDGET and chosen:
+            if spent + self.seconds[test] > self._budget and chosen:
                 continue
             spent += self.seconds[test]
             chosen.append(test)
@@ -299,11 +298,14 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--counts", default="hfpatch=260,hub=60,kernels=80")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="of tests for a fault, as they took without it"
+    )
     parser.add_argument("--part", default="0/1", help="every N-th fault from the I-th")
     parser.add_argument("--copy", type=Path, default=ROOT / ".cache" / "mutation")
     arguments = parser.parse_args()
     index, parts = map(int, arguments.part.split("/"))
-    coverage = Coverage(arguments.coverage, arguments.times)
+    coverage = Coverage(arguments.coverage, arguments.times, arguments.seconds)
     for name in PRELOADED:
         importlib.import_module(name)
     kernel_tests = ["tests/kernels"]
