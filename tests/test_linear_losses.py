@@ -245,6 +245,21 @@ def test_distances(
     assert max(largest) <= 17 * CLASSES, "all logits at once"
 
 
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_from_a_teacher_of_another_form(name: str) -> None:
+    """With a width, a bias, a scale and a softcap of its own, none of them the student's."""
+    ours, theirs = DISTANCES[name]
+    x, w, _ = leaves(torch.float32, (3, 17), False)
+    hidden, weight, bias = drawn(7, 3, 17, 40), drawn(8, CLASSES, 40, scale=0.3), drawn(9, CLASSES)
+    teacher = loss.Teacher(hidden, weight, bias, scale=0.7, softcap=3.0)
+    form = {"temperature": 1.5, "scale": 1.2}
+    wide = (t.double() for t in (hidden, weight, bias))
+    q = whole(*wide, scale=0.7, cap=3.0, t=1.5).softmax(-1)
+    p = whole(x.double(), w.double(), None, scale=1.2, t=1.5).softmax(-1)
+    got = ours(x, w, teacher, **form)
+    torch.testing.assert_close(got.double(), theirs(p, q).mean(), rtol=1e-5, atol=1e-7)
+
+
 def test_distances_reduced() -> None:
     x, w, _ = leaves(torch.float32, (4, 5), False)
     teacher = loss.Teacher(drawn(9, 4, 5, CLASSES))

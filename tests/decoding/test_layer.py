@@ -12,7 +12,8 @@ import torch
 from decoding.families import FAMILIES, HALVES, REFUSED, make, prompts
 from support.nearness import assert_as_near
 from support.steps import WIDE, drawn
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
 from hfpatch.decoding import kept
@@ -113,3 +114,40 @@ def test_steps_end_where_rope_becomes_another(name: str) -> None:
 
     for a, b in zip(logits(plain), logits(patched), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("which", ["full_attention", "sliding_attention"])
+def test_two_ropes_that_are_alike_in_small_alone(which: str) -> None:
+    """A replica cannot tell which one a layer reads where both hold the same."""
+    alike = {
+        kind: {"rope_type": "default", "rope_theta": 10000.0}
+        for kind in ("full_attention", "sliding_attention")
+    }
+    model = make("gemma3", rope_parameters=alike)
+    assert describe(model).model.layers
+    held = model.model.rotary_emb._buffers
+    held[f"{which}_inv_freq"] = held[f"{which}_inv_freq"] * 0.6
+    with pytest.raises(Unexplained, match=r"RoPE: `.*` and `.*` differ, and only one is read"):
+        describe(model)
+
+
+def test_an_attention_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        out, weights = sdpa(*args, **kwargs)
+        return out * 0.5, weights
+
+    monkeypatch.setattr(
+        AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping}
+    )
+    AttentionInterface.register("halved", halved)
+    model = make("llama")
+    model.set_attn_implementation("halved")
+    with pytest.raises(Unexplained, match="attention"):
+        describe(model)
+    ids = prompts()["input_ids"]
+    before = model.generate(ids, **_GREEDY)
+    report = hfpatch.apply(model)
+    assert not any(s.op == "decoding" for s in report.swaps)
+    assert torch.equal(model.generate(ids, **_GREEDY), before) and model not in kept.decoders

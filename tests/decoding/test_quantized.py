@@ -136,6 +136,9 @@ def test_a_model(name: str, kernels_module: ModuleType) -> None:
     assert note.endswith("weights of 8 bits") and kept.decoders[model].steps >= 6
     hfpatch.restore(model)
     assert torch.equal(logits_of(model, ids), original)
+    hfpatch.apply(model)
+    logits_of(model, ids)
+    assert not any("8 bits" in n for n in hfpatch.status(model).notes)
 
 
 def test_generate_takes_them(kernels_module: ModuleType) -> None:

@@ -50,6 +50,8 @@ def test_a_block_is_explained(name: str, path: str, ops: set[str]) -> None:
         assert bool(s.why) is (s.kind != "op")
         assert s.error is None or s.error < 1e-6
         assert all(-1 <= u < found.steps.index(s) for u in s.uses)
+        assert s.uses, f"`{s.title}` reads nothing"
+        assert s.shape.startswith("[2, ") or s.kind == "cache", s
     measured = [s for s in found.steps if s.title.partition("(")[0] in ops]
     assert all(s.error is not None for s in measured)
     layers = [s for s in found.steps if s.kind == "wall"]
@@ -75,6 +77,9 @@ def test_the_drawing() -> None:
     said = "".join(root.itertext())
     assert "attention(causal=False, softcap=2, a mask)" in said and "<" not in said
     assert found._repr_svg_() == svg
+    titles = [s.title for s in found.steps if len(s.title) <= 58]
+    texts = {t.text for t in root.iter(f"{_SVG}text")}
+    assert titles and all(t in texts for t in titles), "a short title was cut"
 
 
 def test_text_of_others_is_escaped_in_the_drawing() -> None:
