@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hfpatch.errors import HfpatchError
-from hfpatch.head_loss import linear_cross_entropy
+from hfpatch.head_loss import loss_of_head
+from hfpatch.logits_hooks import Formula, Hook, LogitsHooks, Place
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class DeferredLogits(Tensor):
     _bare: Tensor | None  # without autograd, for code below it
     _after: list[weakref.ref[DeferredLogits]]  # what was made of it, in memory of its own
     _strides: tuple[int, ...]  # of the logits, were they made
-    _consumed: bool  # whether a loss was made of them that way
+    _losses: list[LogitsHooks]  # of the losses that were made of them without their values
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
@@ -109,6 +110,7 @@ class DeferredLogits(Tensor):
         With what was made of them in other memory before: who reads logits may write to them.
         """
         if self._made is None:
+            self._are_used()
             # They may be read for a metric first, and by the loss then.
             with torch.inference_mode(False), torch.set_grad_enabled(_requires_grad(self)):
                 if self._before is None or self._step is None:
@@ -130,18 +132,41 @@ class DeferredLogits(Tensor):
             logits = logits._before
         return self._steps
 
-    def consumed(self) -> None:
+    def consumed(self, hooks: LogitsHooks) -> None:
         """A loss was made of them that their own values took no part in."""
         logits: DeferredLogits | None = self
         while logits is not None:
-            logits._consumed, logits = True, logits._before
+            if logits._losses or logits._bare is not None:
+                logits._are_used()
+                hooks.is_alone = False
+            logits._losses.append(hooks)
+            logits = logits._before
+
+    def _are_used(self) -> None:
+        for hooks in self._losses:
+            hooks.is_alone = False
+
+    def _hooked(self, hook: Hook) -> Any:
+        """`register_hook` behind the losses."""
+        head = self._head
+        with torch._C.DisableTorchFunctionSubclass():
+            place = Place(len(self._steps), self.shape, self.dtype, self.device)
+        first, *others = self._losses
+        tensors = (head.hidden, head.weight, head.bias)
+        return first.add(hook, place, tensors, head.check_unchanged, others)
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if type(func) is types.FunctionType and not func.__code__.co_filename.startswith(_HOME):
             func = _caller(sys._getframe(1)) or func
-        if func in _ASKING and any(t._consumed for t in _deferred_in((args, kwargs))):
+        asks = func in _ASKING and any(t._losses for t in _deferred_in((args, kwargs)))
+        if asks and func is Tensor.register_hook and _requires_grad(args[0]):
+            hook = args[1] if len(args) > 1 else kwargs.get("hook")
+            # one for several tensors counts those of their nodes that a backward comes to
+            if getattr(hook, "__module__", "") != "torch.autograd.graph":
+                return args[0]._hooked(*args[1:], **kwargs)
+        if asks:
             raise HfpatchError(
                 f"`logits`: `{func.__name__}` asks for their gradient, which a loss that was made "
                 "without them does not pass; ask before the loss is made, or leave the head alone "
@@ -229,7 +254,7 @@ def _deferred(
         )
     made._head, made._before, made._step, made._made = head, before, step, None
     made._steps, made._bare, made._strides = steps, None, strides
-    made._after, made._consumed = [], False
+    made._after, made._losses = [], []
     if before is not None and step is not None and step[0] not in _VIEWS:
         # a view of logits is written to with them, but what is made of that is not
         logits: DeferredLogits | None = before
@@ -261,6 +286,7 @@ def _value(logits: DeferredLogits) -> Tensor:
         if logits._made is not None:
             return logits._made.detach()
         if logits._bare is None:
+            logits._are_used()
             logits._bare = logits._head.product()
             for name, value in logits._steps:
                 logits._bare = _STEPS[name](logits._bare, value)
@@ -443,6 +469,8 @@ def _tanh(logits: DeferredLogits) -> DeferredLogits | None:
     return _then(logits, "tanh", None)
 
 
+#: Reductions as PyTorch's C++ functions number them.
+_NONE, _SUM = 0, 2
 #: How far the factors of logits may go.
 _FAR = 2.0**20
 
@@ -497,6 +525,7 @@ def _cross_entropy(
         or len(shape) != 2
         or tuple(target.shape) != shape[:-1]
         or target.device != head.hidden.device
+        or reduction not in ("mean", "sum", "none")
         or not 0.0 <= label_smoothing <= 1.0
     ):
         return None
@@ -509,20 +538,31 @@ def _cross_entropy(
             hidden = hidden[value]
     scale, softcap = form
     records = torch.is_grad_enabled() and _requires_grad(logits)
-    with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(records):
-        loss = linear_cross_entropy(
-            hidden,
-            head.weight,
-            target,
-            head.bias,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            scale=scale,
-            softcap=softcap,
+
+    def loss_of(values: Tensor, summed: bool) -> Tensor:
+        # what `torch.nn.functional.cross_entropy` calls: its name may be somebody else's by now
+        found: Tensor = torch.ops.aten.cross_entropy_loss.default(
+            values, target, None, _SUM if summed else _NONE, ignore_index, label_smoothing
         )
-    logits.consumed()
+        return found
+
+    hooks = LogitsHooks(Formula(_product, [_step(*pair) for pair in steps or ()], loss_of))
+    options = (int(ignore_index), float(label_smoothing), scale, softcap)
+    with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(records):
+        loss = loss_of_head(
+            hidden, head.weight, target, head.bias, options, reduction,
+            source=head.hidden, hooks=hooks,
+        )  # fmt: skip
+    logits.consumed(hooks)
     return loss
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _Head.of(hidden, weight, bias).product()
+
+
+def _step(name: str, value: Any) -> Callable[[Tensor], Tensor]:
+    return lambda y: _STEPS[name](y, value)
 
 
 _RECORDED: dict[Any, Callable[..., Any]] = {

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 
 from hfpatch.errors import TargetOutOfRangeError
 from hfpatch.handover import tensor_refusal
+from hfpatch.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import only_by_operators
 from hfpatch.sources import local_package
@@ -106,9 +107,9 @@ def linear_cross_entropy(
         raise ValueError(f"`reduction`: expected 'mean', 'sum' or 'none', got {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"`num_items`: expected it with `reduction='mean'`, got {reduction!r}")
-    check_head(hidden, weight, target, bias, ignore_index)
-    rows = target.to(hidden.device, torch.int64).reshape(-1)
     if z_loss or class_weight is not None:
+        check_head(hidden, weight, target, bias, ignore_index)
+        rows = target.to(hidden.device, torch.int64).reshape(-1)
         from hfpatch import head_rows  # it stands on this module
 
         losses, z, found = head_rows.weighted_rows(
@@ -119,6 +120,33 @@ def linear_cross_entropy(
             return (losses + z).reshape(target.shape)
         return head_rows.reduced(losses, z, reduction, found, rows, class_weight, num_items)[0]
     options = (int(ignore_index), float(label_smoothing), float(scale), float(softcap))
+    return loss_of_head(
+        hidden, weight, target, bias, options, reduction, num_items=num_items, recompute=recompute
+    )
+
+
+def loss_of_head(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: tuple[int, float, float, float],
+    reduction: str,
+    *,
+    num_items: Tensor | float | None = None,
+    recompute: bool | None = None,
+    source: Tensor | None = None,
+    hooks: LogitsHooks | None = None,
+) -> Tensor:
+    """`linear_cross_entropy` without what is PyTorch's operators' alone.
+
+    Args:
+        options: `ignore_index`, `label_smoothing`, `scale`, `softcap`.
+        hooks: those on logits that a model's head has deferred: called in the backward.
+        source: what that head was given, of which `hidden` is some rows.
+    """
+    check_head(hidden, weight, target, bias, options[0])
+    rows = target.to(hidden.device, torch.int64).reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
     apply: Any = _LinearCrossEntropy.apply
     wanted = [t is not None and t.requires_grad for t in (flat, weight, bias)]
@@ -126,14 +154,14 @@ def linear_cross_entropy(
         recompute = saving_is_watched() or (weight.requires_grad and len(rows) < weight.shape[1])
     if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
         summed: Any = _SummedCrossEntropy.apply
-        total: Tensor = summed(flat, weight, bias, rows, options).to(torch.float64)
+        total: Tensor = summed(flat, weight, bias, rows, options, source, hooks).to(torch.float64)
     else:
-        loss: Tensor = apply(flat, weight, bias, rows, options)
+        loss: Tensor = apply(flat, weight, bias, rows, options, source, hooks)
         total = loss.sum(dtype=torch.float64) if reduction != "none" else loss
     if reduction == "none":
         return total.reshape(target.shape)
     if reduction == "mean":
-        items = (rows != ignore_index).sum() if num_items is None else num_items
+        items = (rows != options[0]).sum() if num_items is None else num_items
         total = total / (items.to(total.device) if isinstance(items, Tensor) else items)
     return total.to(torch.float32).reshape(())
 
@@ -199,6 +227,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         options: tuple[int, float, float, float],
+        source: Tensor | None,
+        hooks: LogitsHooks | None,
     ) -> Tensor:
         ignore_index, smoothing, scale, softcap = options
         own = weight.to(hidden.dtype)  # the same tensor, but under autocast
@@ -211,26 +241,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             losses.append(loss)
             lses.append(lse)
-        ctx.options = options
+        ctx.options, ctx.hooks = options, hooks
         ctx.save_for_backward(hidden, weight, bias, target, torch.cat(lses))
         return torch.cat(losses)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = ctx.saved_tensors
+        if (found := _by_hooks(ctx, grad)) is not None:
+            return found
         wants_hidden, wants_weight, wants_bias = wanted = ctx.needs_input_grad[:3]
         if only_by_operators(grad):
             return (
                 *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
-                None,
-                None,
+                *_NO_OTHERS,
             )
         grad = _finite_or_nan(grad)
         grads = Gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias)
         with torch.autocast(hidden.device.type, enabled=False):  # it may be on around a backward
             for part in grads.parts(hidden.element_size()):
                 grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
-        return *grads.results(), None, None
+        return *grads.results(), *_NO_OTHERS
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -244,6 +275,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         options: tuple[int, float, float, float],
+        source: Tensor | None,
+        hooks: LogitsHooks | None,
     ) -> Tensor:
         ignore_index, smoothing, scale, softcap = options
         own = weight.to(hidden.dtype)  # the same tensor, but under autocast
@@ -276,7 +309,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if db is not None:
                 db += z.sum(0, dtype=torch.float32)
             del z
-        ctx.options = options
+        ctx.options, ctx.hooks = options, hooks
         # All that PyTorch's own loss keeps, so that writing to one of them is the same error; and
         # the hidden states are alive anyway.
         ctx.save_for_backward(hidden, weight, bias, target, dx, dw, db)
@@ -285,12 +318,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, dx, dw, db = ctx.saved_tensors
+        if (changed := _by_hooks(ctx, grad)) is not None:
+            return changed
         if only_by_operators(grad):
             wanted = ctx.needs_input_grad[:3]
             return (
                 *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
-                None,
-                None,
+                *_NO_OTHERS,
             )
         # A row that does not count has the gradient 0 whatever the loss's is, which is infinite
         # where a mean is one over nothing.
@@ -302,7 +336,20 @@ class _SummedCrossEntropy(torch.autograd.Function):
             None if d is None else _scaled(d, by, like.dtype)
             for d, by, like in ((dx, of_rows, hidden), (dw, of_all, weight), (db, of_all, bias))
         ]
-        return *found, None, None
+        return *found, *_NO_OTHERS
+
+
+#: The gradients of what the functions above are given besides.
+_NO_OTHERS = (None, None, None, None)
+
+
+def _by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:
+    """All gradients where a hook on the logits has changed theirs, None where none has."""
+    if not ctx.hooks:
+        return None
+    needed = ctx.needs_input_grad
+    found = ctx.hooks.run(grad, (needed[5], *needed[1:3]))
+    return None if found is None else (None, *found[1:], None, None, found[0], None)
 
 
 def _finite_or_nan(grad: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ sharded in either order. Numbers must agree, kernels must run or a reason must b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -113,15 +114,30 @@ def check(
     return model
 
 
-def _check_gradients(name: str, plain: nn.Module, model: nn.Module, rank: Rank) -> None:
+def _of_squares(name: str, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return outputs(name, model, inputs).square().mean()
+
+
+def _its_own(name: str, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return model(**inputs, labels=inputs["input_ids"]).loss  # type: ignore[no-any-return]
+
+
+def _check_gradients(
+    name: str,
+    plain: nn.Module,
+    model: nn.Module,
+    rank: Rank,
+    loss_of: Callable[[str, nn.Module, dict[str, Any]], torch.Tensor] = _of_squares,
+) -> None:
     """One training step: gradients equal those of the mean loss over the ranks' own batches."""
     data = _sharded_data(model)
     seeds = range(dist.get_world_size()) if data else [0]
-    losses = [outputs(name, plain, inputs_of(name, rank, plain, s)).square().mean() for s in seeds]
+    losses = [loss_of(name, plain, inputs_of(name, rank, plain, s)) for s in seeds]
     (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
     own = rank.index if data else 0
-    with kernels_run():
-        loss = outputs(name, model, inputs_of(name, rank, plain, own)).square().mean()
+    # the head makes its logits where somebody watches operators, as `kernels_run` does
+    with kernels_run() if loss_of is _of_squares else contextlib.nullcontext():
+        loss = loss_of(name, model, inputs_of(name, rank, plain, own))
     loss.backward()
     close_to(loss.detach(), losses[own].detach(), "loss")
     ours = dict(model.named_parameters())
@@ -173,6 +189,19 @@ def served_layers(order: str, rank: Rank) -> None:
 
 for _order in ORDERS:
     case(f"fsdp2-llama-served layers-{_order}")(functools.partial(served_layers, _order))
+
+
+def models_own_loss(order: str, rank: Rank) -> None:
+    """FSDP2 hangs a hook on all that a model returns, the logits too, behind the model's loss."""
+    plain, model = build("llama", rank), build("llama", rank)
+    plain.train(), model.train()
+    report = patch(model, "training", order, fsdp, rank)
+    assert any(s.op == "linear_cross_entropy" for s in report.swaps) == (order == "patch first")
+    _check_gradients("llama", plain, model, rank, _its_own)
+
+
+for _order in ORDERS:
+    case(f"fsdp2-llama-its own loss-{_order}")(functools.partial(models_own_loss, _order))
 
 
 # FSDP1 -------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def hook_after(m):
     return o.loss
 
 
-add("hook after loss", hook_after, loud=True)
+add("hook after loss", hook_after)
 
 
 def hook_before(m):
