@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import os
 import sys
 import tempfile
@@ -60,8 +61,9 @@ class Failed(AssertionError):
 class Ranks:
     """`WORLD` processes in one process group."""
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
+    def __init__(self, device_type: str, cases: str = "sharded_cases") -> None:
+        """cases: the module that fills CASES in each process."""
+        self.device_type, self._cases = device_type, cases
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -103,7 +105,9 @@ class Ranks:
         for i in range(WORLD):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(i, self.device_type, str(meeting), theirs), daemon=True
+                target=_serve,
+                args=(i, self.device_type, str(meeting), theirs, self._cases),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -124,11 +128,11 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(index: int, device_type: str, meeting: str, pipe: Any) -> None:
+def _serve(index: int, device_type: str, meeting: str, pipe: Any, cases: str) -> None:
     """The life of one process: join the group, then run what comes through the pipe."""
     try:
         rank = _join(index, device_type, meeting)
-        import sharded_cases  # noqa: F401  # fills CASES
+        importlib.import_module(cases)
     except BaseException:
         pipe.send(traceback.format_exc())
         return
