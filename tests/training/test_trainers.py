@@ -104,6 +104,51 @@ def test_trainer_with_adapters_and_the_callback(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
+def _measured(outputs: Any) -> dict[str, float]:
+    logits, labels = (torch.as_tensor(x) for x in (outputs.predictions, outputs.label_ids))
+    counted = labels[:, 1:] != -100
+    hits = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & counted
+    return {"accuracy": (hits.sum() / counted.sum()).item()}
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_trainer_saves_measures_and_resumes(with_adapters: bool, tmp_path: Path) -> None:
+    """A checkpoint of a patched run is the original's: either goes on from the other's."""
+    from hfpatch.callbacks import TrainerCallback
+
+    rows = [{"input_ids": t} for t in tokens(32, 1, 16, 17)]
+    found: dict[Any, list[Any]] = {}
+    for patched, start in ((True, None), (False, None), (True, False), (False, True)):
+        folder = tmp_path / str(patched if start is None else f"{patched} from {start}")
+        options = arguments(TrainingArguments, folder, eval_steps=2, eval_strategy="steps")
+        options.save_strategy, options.save_steps = "steps", 3
+        model = lora(build()) if with_adapters else build()
+        trainer = Trainer(
+            model,
+            options,
+            train_dataset=rows,  # type: ignore[arg-type]
+            eval_dataset=rows[:6],  # type: ignore[arg-type]
+            data_collator=padded,
+            compute_metrics=_measured,
+            callbacks=[TrainerCallback()] if patched else [],
+        )
+        before = None if start is None else str(tmp_path / str(start) / "checkpoint-3")
+        trainer.train(resume_from_checkpoint=before)
+        log = trainer.state.log_history
+        assert not hfpatch.status(model).swaps  # the callback's restore
+        found[patched, start] = [
+            [(e["step"], e[name]) for e in log if name in e]
+            for name in ("loss", "eval_loss", "eval_accuracy")
+        ]
+    truth = found[False, None]
+    assert [len(x) for x in truth] == [STEPS, STEPS // 2, STEPS // 2]
+    for series in found.values():
+        for ours, theirs in zip(series, truth, strict=True):
+            assert [s for s, _ in ours] == [s for s, _ in theirs]
+            most = 0.03 if series[2] is ours else 1e-4  # of 90 tokens two may be nearly alike
+            assert [x for _, x in ours] == pytest.approx([x for _, x in theirs], abs=most)
+
+
 def test_accelerate(tmp_path: Path) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
