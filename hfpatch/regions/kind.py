@@ -26,7 +26,14 @@ from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.given import looks
 from hfpatch.regions.guard import functions_around, guard
 from hfpatch.regions.nodes import Project
-from hfpatch.regions.proof import Disproved, Evidence, compare, prepare_proof
+from hfpatch.regions.proof import (
+    Disproved,
+    Evidence,
+    check_disturbed,
+    compare,
+    prepare_disturbed,
+    prepare_proof,
+)
 from hfpatch.regions.rules import launches, rewrite
 from hfpatch.regions.shapes import Shapes
 from hfpatch.regions.structure import Structure, Unstructured, take_apart
@@ -244,6 +251,7 @@ class Kind:
                 raise Uncapturable("it is in training mode, or something was put around its parts")
             before = launches(captured.graph)
             proof = prepare_proof(captured, beside, tensors, structure.cache)
+            other = prepare_disturbed(captured, proof)
             linears = frozenset(
                 p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear)
             )
@@ -256,6 +264,11 @@ class Kind:
                 raise Uncapturable("its RoPE has a table whose angles do not lie as its pairs do")
             run, source = emit(captured.graph, block, captured.result, self.bind)
             ours = proof.run(captured.graph, run)
+            if tables_hold(other.tensors) and not check_disturbed(
+                other, other.run(captured.graph, run)
+            ):
+                raise _Undecided("its results with other numbers were not finite")
+            del other
         result = original()
         with quietly(device):
             evidence = compare(proof, ours, result)
