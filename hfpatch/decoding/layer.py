@@ -7,13 +7,13 @@ every stage of it explained (analysis.py), the explanation proven over decoding 
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from hfpatch import forks
 from hfpatch.decoding.analysis import Analysis
 from hfpatch.decoding.likeness import check_likeness
 from hfpatch.decoding.proof import Proof, prove, with_rounding
@@ -52,7 +52,7 @@ class Proven:
 # One proof serves every model of one class, code and configuration. The last ones are kept.
 _proofs: dict[Any, Proven | str] = {}
 _MOST = 16
-_lock = threading.RLock()
+_lock = forks.lock(waits=True)
 
 
 def is_candidate(model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ the dtype allows the model is left alone, and a warning says so.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.modules import module as module_calls
 
+from hfpatch import forks
 from hfpatch.announce import announce
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding import prompt as prompts
@@ -93,7 +93,7 @@ class Decoder:
         self.stream: Any = None  # of the last step
         self._due = True  # settings must be looked at: a new sequence
         self._cache: weakref.ref[Any] | None = None  # of the last step
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
 
     # --- which calls -------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hfpatch import forks
 from hfpatch.errors import KernelIntegrityError, KernelLoadError
 from hfpatch.files import read_regular
 from hfpatch.hub.cache import cache_dir
@@ -56,7 +56,7 @@ class HubPackage:
 
 
 _loaded: dict[tuple[Any, ...], HubPackage] = {}
-_lock = threading.RLock()
+_lock = forks.lock()
 
 
 def load(spec: HubSpec, options: HubOptions) -> HubPackage:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import Lock
 from typing import Any
 
-_lock = Lock()
+from hfpatch import forks
+
+_lock = forks.lock()
 #: Seconds that the headers of an answer may take. A read has a timeout of its own, but each byte
 #: that comes begins another one, and a server may send them one by one.
 LONGEST_HEADERS = 60.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,11 +12,12 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfpatch import forks
 from hfpatch.foreign.process import matmul_precision
 
 # The default dtype, the filters of warnings and the random state are the process's. Reentrant: what
 # is proven may call a module that makes a proof of its own.
-_lock = threading.RLock()
+_lock = forks.lock(waits=True)
 _under_way: set[Hashable] = set()
 
 

@@ -7,7 +7,6 @@ the original computes it; from then on such calls of every block of the kind run
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -86,7 +85,6 @@ class Kind:
     unfit: str = ""
     _known: dict[Any, Variant | None] = field(default_factory=dict)
     _tries: dict[Any, int] = field(default_factory=dict)
-    _lock: Any = field(default_factory=threading.Lock)
 
     def __deepcopy__(self, memo: Any) -> Kind:
         return self

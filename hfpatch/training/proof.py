@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hfpatch import forks
 from hfpatch.decoding.analysis import moved
 from hfpatch.decoding.replica import WithoutCasts, same
 from hfpatch.decoding.rules import LayerRule, Number, Recipe, Unexplained
@@ -30,7 +30,7 @@ from hfpatch.trial import Limits
 _ROWS, _TOKENS = 2, 24
 _NAME = "hfpatch_recorder"
 _PROBE = "hfpatch_probe"
-_lock = threading.RLock()
+_lock = forks.lock(waits=True)
 
 
 @dataclass(frozen=True)

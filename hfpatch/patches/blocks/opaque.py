@@ -17,7 +17,6 @@ import ast
 import functools
 import gc
 import operator
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch import forks
 from hfpatch.patches.base import Forward, Tensor
 from hfpatch.patches.blocks.masks import masks_nothing
 from hfpatch.patches.blocks.memo import Operator
@@ -322,7 +322,7 @@ torch.library.register_fake("hfpatch::blocks", _shape, lib=_library)
 # ---------------------------------------------------------------------------------------------
 # Which block it is
 
-_lock = threading.Lock()
+_lock = forks.lock()
 #: Blocks that may be called so: the paths of their anchors, and their patched forwards, without
 #: what may stand around these by now: dynamo traced that.
 _blocks: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], Forward]]
