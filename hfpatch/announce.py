@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -41,6 +42,29 @@ def announce(text: str, stacklevel: int = 2) -> None:
         return
     logger.warning(text)
     warnings.warn(f"hfpatch: {text}", RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def announce_in_call(text: str, stacklevel: int = 2) -> None:
+    """The same inside of a call of a model, which goes on where a filter makes an error of it."""
+    if logger.isEnabledFor(logging.WARNING):
+        logger.warning(text)
+        warn_in_call(f"hfpatch: {text}", RuntimeWarning, stacklevel + 1)
+
+
+def warn_in_call(text: str, category: type[Warning], stacklevel: int) -> None:
+    """A warning that is shown, and not raised, where a filter makes an error of it: the original
+    does not raise there, and what the call wrote by then, as to a cache, would be half of it."""
+    try:
+        warnings.warn(text, category, stacklevel=stacklevel + 1)
+    except Warning as e:
+        _not_raised(e, stacklevel)
+
+
+def _not_raised(warning: Warning, stacklevel: int) -> None:
+    frame = sys._getframe(1)
+    for _ in range(stacklevel):  # from `warn_in_call` on
+        frame = frame.f_back or frame
+    warnings.showwarning(warning, type(warning), frame.f_code.co_filename, frame.f_lineno)
 
 
 def what_was_lost(

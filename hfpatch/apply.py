@@ -130,6 +130,9 @@ def apply(
     if timed:
         table = gains.Table(host_counts=not cuda_graphs)
         prepared = [table.wrap(p) for p in prepared]
+    lost = what_was_lost(decided, roots, settings.sources.failures, settings.include is not None)
+    for text in (*lost, *in_vain, *offer.missed(decoding, decided.skips)):
+        announce(text)  # where a filter makes an error of it, nothing is patched
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
     gains.release(root for _, root in roots)
@@ -140,9 +143,6 @@ def apply(
     decided = replace(decided, seconds=time.perf_counter() - started)
     _remember(roots, decided)
     _asked.update((root, asked) for _, root in roots)
-    lost = what_was_lost(decided, roots, settings.sources.failures, settings.include is not None)
-    for text in (*lost, *in_vain, *offer.missed(decoding, decided.skips)):
-        announce(text)
     return Report(decided, applied=True)
 
 

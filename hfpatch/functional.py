@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfpatch.announce import announce
+from hfpatch.announce import announce_in_call
 from hfpatch.errors import KernelLoadError
 from hfpatch.ops import KERNEL_DTYPES, OPS
 
@@ -54,7 +54,7 @@ def _fall_back(name: str, why: str) -> None:
         raise KernelLoadError(f"`{name}`: {why}; HFPATCH_FALLBACK=error refuses PyTorch's")
     if (name, why) not in _warned:
         _warned.add((name, why))
-        announce(f"`{name}` is computed by PyTorch's operators: {why}", stacklevel=3)
+        announce_in_call(f"`{name}` is computed by PyTorch's operators: {why}", stacklevel=3)
 
 
 def _function(name: str) -> Function:

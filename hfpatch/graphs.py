@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hfpatch import gain, graph_caches, swap
-from hfpatch.announce import announce
+from hfpatch.announce import announce_in_call
 from hfpatch.captures import abandon, masks_as_outside, without_collection
 from hfpatch.graph_keys import (
     ADDRESSES,
@@ -576,7 +576,7 @@ class ModelGraphs:
             self.reasons[why] = None
             if self.auto:  # nobody asked for graphs where there are none
                 return
-            announce(
+            announce_in_call(
                 f"`{name}` was called where its CUDA graphs cannot be used; such calls "
                 f"run as they are: {why}",
                 stacklevel=5,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
@@ -11,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hfpatch.announce import warn_in_call
 from hfpatch.errors import KernelLoadError
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import Kernel, local_package
@@ -47,7 +47,8 @@ def warn_of_handover(who: str, original: str, reasons: Iterable[str]) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"`hfpatch.{who}` hands over to {original}: {listed}", stacklevel=level)
+    said = f"`hfpatch.{who}` hands over to {original}: {listed}"
+    warn_in_call(said, UserWarning, stacklevel=level)
 
 
 def _is_inside(module: str) -> bool:

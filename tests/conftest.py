@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.thinning import thin_out
 
-from hfpatch import kernel_build
+from hfpatch import announce, kernel_build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -182,6 +182,16 @@ def _same_random_numbers(request: pytest.FixtureRequest) -> None:
     """A GPU test draws the same whatever ran before it in its process, so a failure comes again."""
     if "gpu" in request.keywords and torch.cuda.is_available():
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + SEED)
+
+
+@pytest.fixture(autouse=True)
+def _warnings_may_be_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that allow no warning in a call make an error of it, which a call would only show."""
+
+    def raise_it(warning: Warning, stacklevel: int) -> None:
+        raise warning
+
+    monkeypatch.setattr(announce, "_not_raised", raise_it)
 
 
 #: Folders of tests of numbers, which are added up otherwise with more threads: these have them all.

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as module_calls
 
 from hfpatch import forks
-from hfpatch.announce import announce
+from hfpatch.announce import announce_in_call
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding import prompt as prompts
 from hfpatch.decoding.kept import Choice, decoders
@@ -453,7 +453,8 @@ class Decoder:
         self.refused = f"its first step with {key[0]} rows of {tokens} tokens: {why}"
         self.engines.clear()
         self._forget_prompts()
-        announce(f"`{type(model).__name__}` decodes as it did: {self.refused}", stacklevel=6)
+        text = f"`{type(model).__name__}` decodes as it did: {self.refused}"
+        announce_in_call(text, stacklevel=6)
 
     def _difference(
         self, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
@@ -491,7 +492,7 @@ class Decoder:
     def _say(self, model: nn.Module, why: str) -> None:
         if why not in self.reasons:
             self.reasons[why] = None
-            announce(
+            announce_in_call(
                 f"`{type(model).__name__}` was called where decoding steps cannot be used; such "
                 f"calls run as they are: {why}",
                 stacklevel=6,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
+from hfpatch.announce import warn_in_call
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import upstream
@@ -462,7 +462,7 @@ class ForwardWatch:
         self._warn(f"is not used any more: {why}")
 
     def _warn(self, what: str) -> None:
-        warnings.warn(
+        warn_in_call(
             f"hfpatch: the registered forward for {self._name} {what}", RuntimeWarning, stacklevel=6
         )
 

@@ -3,7 +3,6 @@ result is used."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hfpatch.announce import warn_in_call
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
@@ -265,7 +265,7 @@ class Watch:
             else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} of strides {t.stride()}"
             for t in tensors
         )
-        warnings.warn(
+        warn_in_call(
             f"hfpatch: kernel `{self._of.name}` for `{self._of.op}` {what} {shapes}; such calls "
             "use the same formula in PyTorch's operators",
             RuntimeWarning,

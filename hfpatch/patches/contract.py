@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfpatch.announce import announce
+from hfpatch.announce import announce_in_call
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Combo, Forward, Tensor, supported
 from hfpatch.patches.proving import may_prove
@@ -248,7 +248,7 @@ class Contract:
         once = about or message
         if once not in self._warned:
             self._warned.add(once)
-            announce(f"{self.name} {message}", stacklevel=5)
+            announce_in_call(f"{self.name} {message}", stacklevel=5)
 
 
 def _device_type(x: Tensor) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hfpatch.announce import announce
+from hfpatch.announce import announce_in_call
 from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
 from hfpatch.patches.base import Forward, class_of, coded, plain, watched
 from hfpatch.patches.tables import hold_twice
@@ -540,7 +540,7 @@ def adapter(
             return True
         if not told:
             told.append(True)
-            announce(
+            announce_in_call(
                 f"`{type(self).__name__}` got other settings, or hooks, forwards or modules "
                 "inside, after it was patched; such calls use its own forward. Call "
                 "`hfpatch.apply` again",

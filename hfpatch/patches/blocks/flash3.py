@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from hfpatch.announce import announce
+from hfpatch.announce import announce_in_call
 from hfpatch.config import attention_choice
 from hfpatch.patches.base import Tensor
 
@@ -276,7 +276,7 @@ def _decide(key: _Key, form: Form = PLAIN) -> None:
         why = package.problem or _prove(package.operator, device, dtype, dim)
         _proofs[key] = why
     if why is not None:
-        announce(
+        announce_in_call(
             f"FlashAttention-3 (`{package.name}`) is not used for {_short(dtype)} at head "
             f"dim {dim} on {device}, PyTorch's attention is: {why}",
             stacklevel=6,
