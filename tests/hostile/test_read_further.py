@@ -376,3 +376,56 @@ def test_gradients(function: Any, mode: Any) -> None:
                 m(leaf).backward(torch.full_like(x, scale))
                 grads.append(leaf.grad)
             torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-2)
+
+
+# What a layer holds of another one ---------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu}
+
+
+class TableMLP(MLP):
+    """Of a table of somebody's own, beside which transformers has one of the same words."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(ACTIVATIONS["silu"](self.gate_proj(x)) * self.up_proj(x))
+
+
+class Other(RMSNorm):
+    pass
+
+
+class BorrowingRMSNorm(RMSNorm):
+    """Normed by the method of a layer that is no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = Other().norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_table_of_functions_that_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(drawn(TableMLP()))
+    original = copy.deepcopy(model)
+    x = torch.randn(3, WIDTH)
+    for function in (F.silu, F.relu):
+        monkeypatch.setitem(ACTIVATIONS, "silu", function)
+        torch.testing.assert_close(model(x), original(x))
+        hfpatch.apply(model)
+        torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_method_of_another_layer() -> None:
+    norm: Any = BorrowingRMSNorm()
+    original: Any = BorrowingRMSNorm()
+    model = nn.Sequential(norm.eval())
+    hfpatch.apply(model)
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(model(x), original(x))
+    for m in (norm, original):
+        m.function.__self__.eps = 0.5
+        m.function.__self__.weight.data.mul_(2)
+    torch.testing.assert_close(model(x), original(x))
