@@ -5,6 +5,7 @@ A few steps each, of a tiny model, patched beside unpatched, with the same data 
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -252,12 +253,12 @@ def test_trl_dpo(with_adapters: bool, words: Any, trl: Any, tmp_path: Path) -> N
     assert found[1] == pytest.approx(found[0], abs=2e-4)
 
 
+def _rewarded(completions: list[str], **_: Any) -> list[float]:
+    return [float(c.count("1")) for c in completions]
+
+
 def test_trl_grpo(words: Any, trl: Any, tmp_path: Path) -> None:
     data = data_of(prompt=[text(t) for t in tokens(32, 1)])
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(c.count("1")) for c in completions]
-
     found = []
     for patched in (False, True):
         model = build()
@@ -267,9 +268,51 @@ def test_trl_grpo(words: Any, trl: Any, tmp_path: Path) -> None:
             trl.GRPOConfig, tmp_path, bf16=False, gradient_checkpointing=False, num_generations=2,
             max_completion_length=5,
         )  # fmt: skip
-        trainer = trl.GRPOTrainer(model, reward, args, train_dataset=data, processing_class=words)
+        trainer = trl.GRPOTrainer(
+            model, _rewarded, args, train_dataset=data, processing_class=words
+        )
         found.append(losses(trainer))
     assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
+#: By name: where the trainer is, its columns, and more of its configuration.
+PREFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "KTO": ("trl", {}),
+    "CPO": ("trl.experimental.cpo", {"max_length": 32}),
+    "ORPO": ("trl.experimental.orpo", {"max_length": 32}),
+    "RLOO": ("trl", {"beta": 0.0, "num_generations": 2, "max_completion_length": 5}),
+    "DPO": ("trl", {"gradient_checkpointing": True, "bf16": True}),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_trl_others(name: str, words: Any, trl: Any, tmp_path: Path) -> None:
+    where, options = PREFERENCES[name]
+    home = importlib.import_module(where)
+    columns = {n: [text(t) for t in tokens(32, i)] for i, n in enumerate(("prompt", "chosen"))}
+    if name == "KTO":
+        columns["completion"] = columns.pop("chosen")
+        columns["label"] = [i % 2 == 0 for i in range(32)]  # type: ignore[misc]
+    elif name == "RLOO":
+        del columns["chosen"]
+    else:
+        columns["rejected"] = [text(t) for t in tokens(32, 2)]
+    found = []
+    for patched in (False, True):
+        model = build()
+        if patched:
+            assert layers_of(hfpatch.apply(model, mode="training")) == 2
+        options = {"bf16": False, "gradient_checkpointing": False, **options}
+        args = arguments(getattr(home, f"{name}Config"), tmp_path, **options)
+        more: dict[str, Any] = {"ref_model": build()} if name in ("KTO", "DPO") else {}
+        if name == "RLOO":
+            more["reward_funcs"] = _rewarded
+        trainer = getattr(home, f"{name}Trainer")(
+            model, args=args, train_dataset=data_of(**columns), processing_class=words, **more
+        )
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], abs=3e-2 if options["bf16"] else 1e-3)
 
 
 # --- somebody else's kernels ----------------------------------------------------------------------
