@@ -85,13 +85,13 @@ def made(mini: Mini, smaller: int, dtype: torch.dtype) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).train()
 
 
-def text(vocabulary: int, rows: int, tokens: int) -> Tensor:
+def text(vocabulary: int, rows: int, tokens: int, steps: int = STEPS) -> Tensor:
     """Words of English by how often they come, [steps, rows, tokens]."""
     words = re.findall(r"\w+|[^\w\s]", (ROOT / "LICENSE").read_text("utf-8").lower())
     known = {w: 3 + i for i, w in enumerate(sorted(set(words), key=lambda w: -words.count(w)))}
     ids = torch.tensor([known[w] % vocabulary for w in words])
-    wanted = STEPS * rows * tokens
-    return ids.repeat(-(-wanted // len(ids)))[:wanted].view(STEPS, rows, tokens)
+    wanted = steps * rows * tokens
+    return ids.repeat(-(-wanted // len(ids)))[:wanted].view(steps, rows, tokens)
 
 
 def converged(model: Any, data: Tensor) -> Tensor:
