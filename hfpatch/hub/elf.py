@@ -27,6 +27,8 @@ _ARRAYS = {25: 27, 26: 28}  # constructors and destructors: the tag of the array
 _LOADERS = {0x6FFFFEFC: "AUDIT", 0x6FFFFEFB: "DEPAUDIT",
             0x7FFFFFFD: "AUXILIARY", 0x7FFFFFFF: "FILTER"}  # fmt: skip
 _RELATIVE = {62: 8, 183: 1027}  # a machine's number of "an address in this library"
+_ABSOLUTE = {62: 1, 183: 257}  # and of "the address of a symbol, and so much more"
+_COPY = {62: 5, 183: 1024}  # and of "what another library holds, of any length": of programs alone
 _LOCAL, _HIDDEN, _PROTECTED = 0, 2, 3  # of a symbol: its binding, its visibility
 _PAGE = 4096
 _LARGEST = 64 << 20  # bytes of a table
@@ -124,6 +126,8 @@ def _dynamic(
         if tag == 0:
             break
         tags.append((tag, value))
+    else:  # the loader reads on, to the next zero
+        raise ValueError("its headers are damaged (the dynamic section has no end)")
     known = dict(tags)
     strings = _read(file, segments, known.get(_STRTAB, 0), known.get(_STRSZ, 0))
 
@@ -184,11 +188,19 @@ def _outside(
             continue
         table = _read(file, segments, known[where], known.get(length, 0))
         for place, info, addend in struct.iter_unpack("<QQq", table[: len(table) // 24 * 24]):
-            if array <= place < array + 8 * entries:
-                if info & 0xFFFFFFFF == _RELATIVE.get(machine):
-                    targets[place] = addend
-                else:
-                    targets[place] = _own_symbol(file, known, segments, text, info >> 32)
+            kind = info & 0xFFFFFFFF
+            if kind == _COPY.get(machine):
+                raise ValueError("its headers are damaged (a relocation of a program's kind)")
+            if not array - 8 < place < array + 8 * entries:
+                continue
+            if (place - array) % 8:
+                raise ValueError("its headers are damaged (a relocation of half a constructor)")
+            targets[place] = None
+            if kind == _RELATIVE.get(machine):
+                targets[place] = addend
+            elif kind == _ABSOLUTE.get(machine):
+                own = _own_symbol(file, known, segments, text, info >> 32)
+                targets[place] = None if own is None else own + addend
     written = _read(file, segments, array, 8 * entries)
     for i, (value,) in enumerate(struct.iter_unpack("<Q", written)):
         target = targets.get(array + 8 * i, value)

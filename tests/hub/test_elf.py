@@ -14,13 +14,20 @@ from hfpatch.hub.elf import examine
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
-NEEDED, PLTRELSZ, STRTAB, STRSZ, JMPREL, ARRAY, ARRAYSZ = 1, 2, 5, 10, 23, 25, 27
+NEEDED, PLTRELSZ, STRTAB, SYMTAB, STRSZ, JMPREL, ARRAY, ARRAYSZ = 1, 2, 5, 6, 10, 23, 25, 27
+RELA, RELASZ, INIT = 7, 8, 12
+RELATIVE, ABSOLUTE, COPY = 8, 1, 5
 HERE = "/tmp/hostile/evil.so"
 RUNS = """
 extern void abort(void);
 static void own(void) {}
 __attribute__((section(".init_array"), used)) static void (*first)(void) = own;
 void call(void) { abort(); }
+"""
+#: A constructor of its own that other libraries may have written over by its name.
+OWN = """
+void hfpatch_of_this_test(void) {}
+__attribute__((section(".init_array"), used)) static void (*f)(void) = hfpatch_of_this_test;
 """
 
 
@@ -70,6 +77,17 @@ class Headers:
             if s[1] == 1 and s[4] <= address < s[4] + s[6]
         )
 
+    def constructor(self, kind: int) -> int:
+        """Where the relocation of this kind stands that writes the last constructor."""
+        place = self.value(ARRAY) + self.value(ARRAYSZ) - 8
+        start = self.place(self.value(RELA))
+        (found,) = (
+            at
+            for at in range(start, start + self.value(RELASZ), 24)
+            if struct.unpack_from("<QI", self.data, at) == (place, kind)
+        )
+        return found
+
     def set(self, tag: int, value: int) -> None:
         (at,) = (at for at, t, _ in self.rows() if t == tag)
         struct.pack_into("<Q", self.data, at + 8, value)
@@ -106,6 +124,18 @@ def cut_off(folder: Path) -> bytearray:
     return data
 
 
+def no_end(folder: Path) -> bytearray:
+    """A dynamic section that ends before its zero, with the needed library behind that end."""
+    data = needing(folder, HERE)
+    h = Headers(data)
+    rows = [(tag, value) for _, tag, value in h.rows()]
+    shown = [row for row in rows if row[0] != NEEDED]
+    for i, row in enumerate([*shown, *(row for row in rows if row[0] == NEEDED)]):
+        struct.pack_into("<QQ", data, h.dynamic[3] + 16 * i, *row)
+    struct.pack_into("<QQ", data, h.dynamic[0] + 32, 16 * len(shown), 16 * len(shown))
+    return data
+
+
 def mapped_over(folder: Path) -> bytearray:
     """A second segment over the first one's page, with other names in it."""
     data = needing(folder, HERE)
@@ -133,6 +163,40 @@ def by_the_procedure_table(folder: Path) -> bytearray:
     return data
 
 
+def half_a_constructor(folder: Path) -> bytearray:
+    """A relocation that writes over the second half of the last constructor's address."""
+    data = made(folder, RUNS, "-Wl,-z,now")
+    h = Headers(data)
+    place = h.value(ARRAY) + h.value(ARRAYSZ) - 4
+    struct.pack_into("<QQ", data, h.place(h.value(JMPREL)), place, RELATIVE)
+    return data
+
+
+def half_before(folder: Path) -> bytearray:
+    data = made(folder, RUNS, "-Wl,-z,now")
+    h = Headers(data)
+    struct.pack_into("<QQ", data, h.place(h.value(JMPREL)), h.value(ARRAY) - 4, RELATIVE)
+    return data
+
+
+def copied_over(folder: Path) -> bytearray:
+    """The constructors are written over by what another library holds."""
+    data = made(folder, RUNS, "-Wl,-z,now")
+    h = Headers(data)
+    table = h.place(h.value(JMPREL))
+    (info,) = struct.unpack_from("<Q", data, table + 8)
+    struct.pack_into("<QQ", data, table, h.value(ARRAY) - 64, info >> 32 << 32 | COPY)
+    return data
+
+
+def behind_its_own(folder: Path) -> bytearray:
+    """A constructor that lies so far behind a function of the library that it is another's."""
+    data = made(folder, OWN)
+    h = Headers(data)
+    struct.pack_into("<q", data, h.constructor(ABSOLUTE) + 16, 1 << 30)
+    return data
+
+
 def replaced(folder: Path) -> bytearray:
     """A constructor of its own whose name the process has too, so that that one runs."""
     own = "__attribute__((weak)) void abort(void) { __builtin_trap(); }\n"
@@ -149,8 +213,8 @@ def before_all(folder: Path) -> bytearray:
 
 
 HOSTILE = (
-    short_table, two_places, cut_off, mapped_over, long_name, by_the_procedure_table, replaced,
-    for_all, before_all,
+    short_table, two_places, cut_off, no_end, mapped_over, long_name, by_the_procedure_table,
+    half_a_constructor, half_before, copied_over, behind_its_own, replaced, for_all, before_all,
 )  # fmt: skip
 
 
@@ -171,3 +235,43 @@ def test_ordinary_ones(tmp_path: Path) -> None:
     public = "__attribute__((constructor)) void hfpatch_of_this_test(void) {}\n"
     found = examine(io.BytesIO(bytes(made(tmp_path, public))))
     assert found.problems == () and found.constructors >= 1
+    found = examine(io.BytesIO(bytes(made(tmp_path, OWN))))
+    assert found.problems == () and found.constructors >= 1
+
+
+@pytest.mark.parametrize("visibility", [2, 3], ids=["hidden", "protected"])
+def test_a_function_that_others_cannot_replace_is_the_library_s_own(
+    visibility: int, tmp_path: Path
+) -> None:
+    data = replaced(tmp_path)
+    h = Headers(data)
+    assert examine(io.BytesIO(bytes(data))).problems
+    (index,) = struct.unpack_from("<I", data, h.constructor(ABSOLUTE) + 12)
+    data[h.place(h.value(SYMTAB)) + 24 * index + 5] = visibility
+    assert examine(io.BytesIO(bytes(data))).problems == ()
+
+
+def test_what_runs_first_lies_in_code(tmp_path: Path) -> None:
+    data = made(tmp_path, RUNS)
+    h = Headers(data)
+    assert examine(io.BytesIO(bytes(data))).problems == ()
+    address = h.value(ARRAY)
+    h.set(INIT, address)
+    (problem,) = examine(io.BytesIO(bytes(data))).problems
+    assert problem == f"has code outside of itself run at {address:#x}"
+
+
+@pytest.mark.parametrize(("at", "value"), [(16, 2), (54, 57)], ids=["program", "rows"])
+def test_what_is_no_shared_library_is_called_so(at: int, value: int, tmp_path: Path) -> None:
+    data = made(tmp_path, RUNS)
+    struct.pack_into("<H", data, at, value)
+    with pytest.raises(ValueError, match="no shared library"):
+        examine(io.BytesIO(bytes(data)))
+
+
+def test_a_dynamic_section_of_two_sizes_is_refused(tmp_path: Path) -> None:
+    data = made(tmp_path, RUNS)
+    h = Headers(data)
+    struct.pack_into("<Q", data, h.dynamic[0] + 40, h.dynamic[6] + 16)
+    with pytest.raises(ValueError, match="the dynamic section has two sizes"):
+        examine(io.BytesIO(bytes(data)))
