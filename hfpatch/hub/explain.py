@@ -23,7 +23,7 @@ def reason(e: BaseException) -> str:
         if (answered := _answered(error)) is not None:
             return answered
     said, root = f"{type(e).__name__}: {_line(e)}", chain[-1]
-    if root is e or _line(root) in said:
+    if _line(root) in said:
         return said
     return f"{said} ({type(root).__name__}: {_line(root)})"
 

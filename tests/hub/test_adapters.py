@@ -301,6 +301,25 @@ def test_inspect_runs_nothing(hub: HubServer, capsys: pytest.CaptureFixture[str]
     assert told["publisher"]["answer"] is told["signature"]["answer"] is False
 
 
+@pytest.mark.parametrize("below", ["", "toy/"])
+@pytest.mark.parametrize("form", ["[{}]", "({})", "names()"])
+def test_inspect_shows_what_a_package_exports(form: str, below: str, tmp_path: Path) -> None:
+    """What `__all__` names, where it is a list; else all that is not private. Also where the
+    package lies in a folder of its name, and where a module only passes a layer on."""
+    source = "from .impl import silu, Norm\ndef other(x): pass\ndef _inner(x, y): pass\n"
+    source += "__all__ = " + form.format("'silu', '_inner'") + "\n"
+    impl = "def silu(x): pass\nclass Norm:\n    def forward(self, hidden_states): pass\n"
+    more = {"impl.py": impl, "layers.py": "from .impl import Norm as Layer\n"}
+    for path, data in package(source, more=more).items():
+        where = path.replace("torch-cpu/", f"torch-cpu/{below}") if path.endswith(".py") else path
+        (tmp_path / where).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / where).write_bytes(data)
+    found = inspect_local(tmp_path)
+    second = {"other": ("x",)} if form == "names()" else {"_inner": ("x", "y")}
+    assert found.functions == {"silu": ("x",), **second}
+    assert found.layers == {"Layer": ("hidden_states",)}
+
+
 @pytest.mark.parametrize("name", ["__init__.py", "inner.py", "metadata.json", "lib.so"])
 def test_inspect_does_not_hold_a_large_file(name: str, tmp_path: Path) -> None:
     """Of 2 GiB that lie in a file: none of it is needed to refuse it, or to leave it alone."""

@@ -371,6 +371,33 @@ def test_what_is_known_of_another_repository(toy: HubServer) -> None:
     assert len(toy.requests) > before
 
 
+def test_what_is_known_of_another_format(toy: HubServer) -> None:
+    loads()
+    (file,) = state().iterdir()
+    data = json.loads(file.read_text())
+    file.write_text(json.dumps({**data, "format": data["format"] + 1}))
+    before = len(toy.requests)
+    loads()
+    assert len(toy.requests) > before
+
+
+def test_where_what_is_known_is_kept(
+    toy: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of our own, unless the user named one."""
+    monkeypatch.delenv("HFPATCH_STATE")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    loads()
+    assert evidence.state_folder() == tmp_path / "states" / "hfpatch"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    loads()
+    assert evidence.state_folder() == tmp_path / "home" / ".local" / "state" / "hfpatch"
+    monkeypatch.setenv("HFPATCH_STATE", "~/mine")
+    loads()
+    assert evidence.state_folder() == tmp_path / "home" / "mine"
+
+
 def test_a_home_that_cannot_be_written(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the Hub is asked each time."""
     monkeypatch.setenv("HFPATCH_STATE", "/proc/hfpatch")

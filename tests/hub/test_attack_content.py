@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from attack import EVIL, SPEC, evil, loads, ran, sampled, withstood
+from attack import EVIL, SPEC, evil, loads, ran, sampled, snapshot, withstood
 from packages import SILU, package
 from server import HubServer
 from torch import nn
 
 import hfpatch
+from hfpatch.errors import KernelIntegrityError
+from hfpatch.hub import HubOptions, HubSpec, sealed
 from hfpatch.hub.elf import examine
+from hfpatch.hub.load import load
 from hfpatch.hub.resolver import PinnedResolver
 
 METADATA = "build/torch-cpu/metadata.json"
@@ -297,6 +300,26 @@ def test_a_library_that_is_taken_from_a_path(toy: HubServer, tmp_path: Path) -> 
     withstood(SPEC, "loads the file")
 
 
+def test_a_library_is_examined_as_it_was_copied(
+    toy: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache's is exchanged for a harmless one once its hash is known."""
+    good = library(tmp_path, CODE)
+    bad = library(tmp_path, CODE, "-Wl,-rpath,/tmp")
+    toy.put("toy/kernel", with_library(bad))
+    original = sealed._Found._look
+
+    def look(found: sealed._Found, path: str, file: Any) -> None:
+        if path == "lib.so":
+            (snapshot() / path).resolve().write_bytes(good)
+        original(found, path, file)
+
+    monkeypatch.setattr(sealed._Found, "_look", look)
+    with pytest.raises(KernelIntegrityError, match=r"(?s)lib\.so.*RUNPATH"):
+        load(HubSpec.parse(SPEC), HubOptions())
+    assert not ran()
+
+
 @pytest.mark.parametrize("size", sampled([0, 3, 4, 63, 64, 400, 3000], 3))
 def test_a_library_that_is_cut_off(size: int, toy: HubServer, tmp_path: Path) -> None:
     toy.put("toy/kernel", with_library(library(tmp_path, CODE)[:size]))
@@ -318,8 +341,8 @@ def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
     sampled(
         [
             ("torch.nn.functional.silu = lambda x, inplace=False: x", "torch.nn.functional.silu"),
-            ("torch.nn.SiLU.forward = lambda self, x: x", "SiLU.forward"),
             ("torch.nn.Module.__call__ = lambda self, x: x", "Module.__call__"),
+            ("torch.nn.SiLU.forward = lambda self, x: x", "SiLU.forward"),
             ("torch.Tensor.double = lambda self: self", "Tensor.double"),
             ("del torch.nn.functional.gelu", "torch.nn.functional.gelu"),
             ("import hfpatch.verify as v; v.verify_values = lambda *a: (0, 0)", "verify_values"),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from attack import EVIL, SPEC, evil, loads, model, sampled, withstood
 from huggingface_hub import constants
-from packages import package
+from packages import SILU, package
+from repositories import Blob
 from server import Body, Dripping, Edit, Endless, Headers, HubServer, Redirect, Slow
 
 import hfpatch
@@ -318,6 +319,26 @@ def test_a_lock_of_what_is_listed(toy: HubServer, tmp_path: Path) -> None:
     with pytest.raises(KernelLoadError):
         lock([HubSpec.parse(SPEC)], HubOptions(), tmp_path / "hfpatch.lock")
     assert not (tmp_path / "hfpatch.lock").exists()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_metadata_that_are_stored_as_a_large_file(
+    right: bool, toy: HubServer, tmp_path: Path
+) -> None:
+    """Of those the Hub lists a sha256."""
+    files = toy.repos["kernel", "toy/kernel"].commits[toy.put("toy/kernel", package(SILU + "\n"))]
+    path = "build/torch-cpu/metadata.json"
+    blob = files[path] = Blob(files[path].data, lfs=True)
+    toy.lfs[blob.sha256] = blob.data if right else blob.data.replace(b"Apache-2.0", b"Apache-2.1")
+    target = tmp_path / "hfpatch.lock"
+    if right:
+        locked = lock([HubSpec.parse(SPEC)], HubOptions(), target)
+        assert locked.of(HubSpec.parse(SPEC)).variants == {"torch-cpu": blob.sha256}
+        loads()
+    else:
+        with pytest.raises(KernelLoadError, match="is damaged"):
+            lock([HubSpec.parse(SPEC)], HubOptions(), target)
+        withstood(SPEC, "is damaged")
 
 
 @pytest.mark.parametrize(

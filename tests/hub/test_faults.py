@@ -32,7 +32,7 @@ from hfpatch.errors import (
     KernelUntrustedError,
     NoCompatibleVariantError,
 )
-from hfpatch.hub import HubOptions, HubSpec, verify
+from hfpatch.hub import HubOptions, HubSpec, explain, verify
 from hfpatch.hub.download import lock
 from hfpatch.hub.patience import impatient
 from hfpatch.hub.sealed import seal
@@ -84,6 +84,16 @@ def test_unreachable(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
         port = free.getsockname()[1]
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
     expect_original("Hub kernel `toy/kernel@v1` could not be loaded", "Connection refused")
+
+
+def test_what_led_to_an_error_is_told_with_it_and_once() -> None:
+    outer, inner, root = RuntimeError("no kernel"), ValueError("no file"), OSError("disk full")
+    assert explain.reason(outer) == "RuntimeError: no kernel"
+    outer.__cause__, inner.__cause__ = inner, root
+    assert explain.reason(outer) == "RuntimeError: no kernel (OSError: disk full)"
+    told = RuntimeError("no kernel, since the disk full error came")
+    told.__cause__ = root
+    assert explain.reason(told) == "RuntimeError: no kernel, since the disk full error came"
 
 
 def test_offline_and_never_downloaded(toy: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

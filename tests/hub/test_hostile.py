@@ -418,7 +418,8 @@ def test_only_a_whole_download_moves_a_version(
         return swap.version.split(":")[0]
 
     assert inspect_hub(spec).commit == new and used() == old[:12]
-    lock([spec], HubOptions(), tmp_path / "hfpatch.lock")
+    locked = lock([spec], HubOptions(), tmp_path / "hfpatch.lock")
+    assert locked.of(spec).commit == new  # as it is on the Hub, not as it was downloaded
     assert used() == old[:12]
     new = toy.put("toy/kernel", package(SILU + "\n# newer\n"))
     toy.fail("GET", "/resolve/.*__init__.py", Status(403))
