@@ -22,6 +22,7 @@ from autocast_cases import MODULES, Kernels, Pair, draw, off
 from torch import nn
 
 import hfpatch
+from hfpatch.patches import unchanged
 from hfpatch.patches.proving import float32_default
 from hfpatch.proofs import forget_proofs
 
@@ -268,3 +269,20 @@ def test_a_proof_puts_back_what_a_module_may_change(before: str, warn_only: bool
         assert state() == expected
     finally:
         change(False)
+
+
+def test_settings_while_another_thread_restores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes a method off the model between two looks at it."""
+    module: Any = MODULES["LlamaRMSNorm"]()
+    module.brought = 1.0
+    own = unchanged._is_setting
+
+    def and_restores(value: Any) -> bool:
+        module.__dict__.pop("brought", None)
+        return own(value)
+
+    monkeypatch.setattr(unchanged, "_is_setting", and_restores)
+    read, settings = unchanged.settings_of(module)
+    with pytest.raises(KeyError):  # it is another module now
+        read(module.__dict__)
+    assert 1.0 in settings

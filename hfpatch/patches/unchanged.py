@@ -71,9 +71,10 @@ def settings_of(
     Reading raises KeyError where one is no attribute any more.
     """
     named = names_read(module)
+    now = dict(module.__dict__)  # another thread may restore the model
     names = [
         k
-        for k, v in module.__dict__.items()
+        for k, v in now.items()
         if k not in BLANK_NAMES
         and k not in OWNED_BY_WRAPPERS
         and k not in ignore
@@ -87,7 +88,7 @@ def settings_of(
     }
     inherited |= {k for k in helpers_of(module) if k not in module.__dict__}
     read = operator.itemgetter(*names) if names else no_settings
-    found: Any = read(module.__dict__)
+    found: Any = read(now)
     settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
     if above := overridden(module):
         own_read, own_settings = read, settings
@@ -96,7 +97,7 @@ def settings_of(
             """Also what its class reaches by `super()`."""
             return own_read(attributes), [getattr(base, name, None) for base, name in above]
 
-        settings = (own_settings, read(module.__dict__)[1])
+        settings = (own_settings, read(now)[1])
     if not inherited:
         return read, settings
     cls, others = type(module), tuple(sorted(inherited))
