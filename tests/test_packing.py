@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -131,3 +132,16 @@ def test_only_plain_layers_on_a_gpu_are_packed() -> None:
     assert not packing.can_pack(layers())  # nothing gained on the CPU
     with torch.device("meta"):
         assert not packing.can_pack(layers())
+
+
+def test_sizes_that_are_numpys() -> None:
+    """An address is wider than 32 bits."""
+    made: list[Any] = layers()
+    x = torch.randn(2, 32)
+    expected = [m(x) for m in made]
+    for m in made:
+        m.in_features, m.out_features = numpy.int32(m.in_features), numpy.int32(m.out_features)
+    packing.pack(made)
+    assert is_packed(made, x)
+    for got, want in zip(project(x, made), expected, strict=True):
+        torch.testing.assert_close(got, want)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from leaves import OwnSwish
@@ -185,6 +186,25 @@ def test_a_parameter_written_to_past_pytorch() -> None:
         torch.testing.assert_close(model(x), TorchRMSNorm.forward(model[0], x))
         model[0].weight.numpy()[:] = 3.0
         torch.testing.assert_close(model(x), TorchRMSNorm.forward(model[0], x))
+
+
+def test_an_equal_setting_of_another_type() -> None:
+    class OwnRMSNorm(Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * y
+
+    module: Any = OwnRMSNorm()
+    model = nn.Sequential(module)
+    x = torch.randn(3, 32) * 1e-3
+    with torch.no_grad():
+        assert len(hfpatch.apply(model).swaps) == 1
+        proven = model(x)
+        module.eps = numpy.float16(1e-6)
+        assert module.eps == 1e-6
+        torch.testing.assert_close(model(x), proven)
+        assert not hfpatch.apply(model).swaps
+        assert not torch.allclose(model(x), proven)
 
 
 def test_a_dict_that_is_copied_by_hand() -> None:

@@ -131,8 +131,9 @@ def _packed(linears: Sequence[Any], x: Tensor) -> tuple[Tensor, Tensor | None] |
         own = linear._parameters
         if (
             (own["bias"] is None) != (bias is None)
-            or own["weight"].data_ptr() != weight_at + rows * columns * size
-            or (bias is not None and own["bias"].data_ptr() != bias_at + rows * size)
+            # an address is added to nothing: a layer's sizes may be NumPy's, of 32 bits
+            or own["weight"].data_ptr() - weight_at != rows * columns * size
+            or (bias is not None and own["bias"].data_ptr() - bias_at != rows * size)
         ):
             return None
         rows += linear.out_features
