@@ -116,6 +116,7 @@ def apply(
     from hfpatch import gain as gains
     from hfpatch import graphs
     from hfpatch.decoding import kept, offer
+    from hfpatch.patches.proving import outside_modes
 
     started = time.perf_counter()
     asked = {
@@ -126,7 +127,8 @@ def apply(
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub)
     timed = gains.check_choice(gain, settings.training)
     name, roots = _roots(model)
-    decided, prepared, in_vain = decide(name, roots, settings, cuda_graphs, decoding, blocks)
+    with outside_modes():
+        decided, prepared, in_vain = decide(name, roots, settings, cuda_graphs, decoding, blocks)
     if timed:
         table = gains.Table(host_counts=not cuda_graphs)
         prepared = [table.wrap(p) for p in prepared]
@@ -175,11 +177,13 @@ def plan(
         TypeError, ValueError, KernelLoadError, VerificationError: as `apply`.
     """
     from hfpatch import gain as gains
+    from hfpatch.patches.proving import outside_modes
 
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
     gains.check_choice(gain, settings.training)  # what is faster, no plan can tell
-    decided, _, _ = decide(*_roots(model), settings, cuda_graphs, decoding, blocks)
+    with outside_modes():
+        decided, _, _ = decide(*_roots(model), settings, cuda_graphs, decoding, blocks)
     return replace(decided, seconds=time.perf_counter() - started)
 
 

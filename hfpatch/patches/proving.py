@@ -101,6 +101,22 @@ def cpu_default() -> Iterator[None]:
 
 
 @contextmanager
+def outside_modes() -> Iterator[None]:
+    """A plan is of the model as it is, whatever its caller is inside of: `torch.inference_mode`,
+    `FakeTensorMode`, autocast, `torch.device("meta")`."""
+    with ExitStack() as modes:
+        if torch._C._len_torch_dispatch_stack():
+            modes.enter_context(_disable_current_modes())
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
+        modes.enter_context(cpu_default())
+        yield
+
+
+@contextmanager
 def quietly(device: str) -> Iterator[None]:
     """Nothing that the caller's thread is in the middle of takes part in a proof: a late one is
     made in a call, under autocast, in inference mode, or inside of a checkpoint."""
