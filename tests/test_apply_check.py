@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import check_cases
@@ -245,6 +246,29 @@ def test_outputs_that_are_all_nan() -> None:
     assert result["status"] == "not compared" and "NaN or infinite" in result["reason"]
 
 
+@pytest.mark.parametrize(
+    ("gradients", "said"),
+    [
+        ([1.0, 2.0], None),
+        ([1.0, 3.0], "gradients are not those of the original"),
+        ([1.0], "1 gradients in place of 2"),
+    ],
+)
+def test_gradients_are_compared_where_there_is_no_truth(
+    gradients: list[float], said: str | None
+) -> None:
+    """A model that does not run in fp64."""
+
+    def run(values: list[float]) -> Any:
+        return SimpleNamespace(
+            outputs=[torch.ones(3)], steps=[], gradients=[torch.full((3,), v) for v in values]
+        )
+
+    result: dict[str, Any] = {}
+    check._compare(result, run([1.0, 2.0]), run(gradients), None, torch.nn.Linear(3, 3))
+    assert result.get("reason") == said
+
+
 def test_decoding_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.ENTRIES["llama"].build()
     result, report = check.check_model("", model, check.How())
@@ -439,6 +463,13 @@ def test_a_mistyped_subfolder_is_named(pipeline: Path, capsys: pytest.CaptureFix
         assert "; it has transformer, vae, scheduler" in capsys.readouterr().err.replace(
             "scheduler, transformer, vae", "transformer, vae, scheduler"
         )
+
+
+def test_a_subfolder_of_a_model_that_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(tmp_path), "--subfolder", "vae"]) == 2
+    assert capsys.readouterr().err.endswith("has no model of that name\n")
 
 
 def test_missing_weights_name_the_way_without(

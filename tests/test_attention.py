@@ -112,6 +112,14 @@ def test_is_the_formula(size: tuple[int, int, int, int], dtype: torch.dtype) -> 
             check(attention(q, k, v, **how), q, k, v, **how)
 
 
+def test_layers_of_a_model_share_a_mask() -> None:
+    q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 5, 8)
+    seen = module._seen(q, k, None)
+    assert module._seen(q.clone(), k.clone(), None) is seen
+    windowed = module._seen(q, k, 2)
+    assert windowed is not seen and windowed.sum() == 6
+
+
 def test_values_of_another_size() -> None:
     q, k, v = draw(4, 2, 6, 6, torch.float32, dim=16, out=24)
     check(attention(q, k, v, causal=True), q, k, v, causal=True)

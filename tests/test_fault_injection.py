@@ -206,6 +206,15 @@ def test_every_write_of_apply_fails_once(
     original.check_patched(count)
 
 
+def test_what_could_not_be_put_back_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.ENTRIES["llama"].build()
+    real, undo = swap.Slot.set, swap._Undo.__call__
+    monkeypatch.setattr(swap.Slot, "set", failing(RuntimeError("swap"), 3, real))
+    monkeypatch.setattr(swap._Undo, "__call__", failing(OSError("stuck"), 0, undo))
+    with pytest.raises(PatchError, match=r"put back as it was, except in 1 of \d steps: stuck"):
+        hfpatch.apply(model)
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 def test_every_adapter_fails_once_to_be_made(
     error: BaseException, monkeypatch: pytest.MonkeyPatch

@@ -117,6 +117,13 @@ def test_layers_take_the_weights_of_transformers(kernels_module: object) -> None
         torch.testing.assert_close(z.grad, x.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("offset", "cast"), [(0.0, "input"), (1.0, "none")])
+def test_a_new_norm_scales_by_one(offset: float, cast: str, kernels_module: object) -> None:
+    norm = layers.RMSNorm(X.shape[-1], 1e-6, offset, cast)
+    expected = torch.nn.functional.rms_norm(X, X.shape[-1:], eps=1e-6)
+    torch.testing.assert_close(norm(X), expected)
+
+
 BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: layers.GatedMLP(0, 4), ValueError, "`hidden_size` must be at least 1, got 0"),
     (lambda: layers.GatedMLP(4, "8"), TypeError, "`intermediate_size` must be an int, got str"),

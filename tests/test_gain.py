@@ -67,8 +67,9 @@ def test_the_slow_way_is_not_kept(monkeypatch: pytest.MonkeyPatch, way: int) -> 
     assert not report.plan.times
     torch.testing.assert_close(run(model, given), expected, rtol=1e-4, atol=1e-5)
     kept = ("patched", "original")[way]
-    for name, modules in (("MistralRMSNorm", 5), ("MistralMLP", 2)):
+    for name, op, modules in (("MistralRMSNorm", "rms_norm", 5), ("MistralMLP", "gated", 2)):
         (found,) = of_class(model, name)
+        assert found.op == op
         assert found.kept == kept and found.modules == modules
         taken = (found.original_ms, found.patched_ms)
         assert taken[way] >= 20 and 0 < taken[1 - way] < taken[way]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
 from torch import nn
 
 import hfpatch
+from hfpatch import sites
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +136,21 @@ def test_removing_the_hooks_leaves_the_patch(order: str) -> None:
     hfpatch.restore(model)
     assert torch.equal(entry.run(model, inputs), original)
     assert not hfpatch.status(model).swaps
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [(0, "cuda"), ("cuda:1", "cuda"), (torch.device("cpu"), "cpu")]
+)
+def test_where_a_hook_moves_a_module(device: object, expected: str) -> None:
+    """A number is a GPU's, also where none is, as of a plan for another machine."""
+    module = nn.Linear(2, 2)
+    assert sites.execution_device(module) is None
+    hook: Any = ModelHook()
+    hook.execution_device = device
+    add_hook_to_module(module, hook)
+    assert sites.execution_device(module) == expected
+    add_hook_to_module(module, ModelHook(), append=True)
+    assert sites.execution_device(module) == expected
 
 
 class Doubling(DiffusersHook):

@@ -314,6 +314,26 @@ def test_equal_small_tensors_share_a_key() -> None:
     assert keys.value_key(whole[0]) != keys.value_key(whole[1])  # too large to be read
 
 
+def test_a_large_inference_tensor_is_a_key_by_identity() -> None:
+    """It counts no writes."""
+    with torch.inference_mode():
+        one, other = torch.zeros(1 << 16), torch.zeros(1 << 16)
+    assert keys.value_key(one) == keys.value_key(one) != keys.value_key(other)
+
+
+def test_what_an_instance_holds_is_in_its_key() -> None:
+    def made(**attributes: object) -> nn.Module:
+        module = nn.SiLU()
+        module.__dict__.update(attributes)
+        return module
+
+    key = keys.attributes_of
+    assert key(made(beta=1.0)) == key(made(beta=1.0)) != key(made(beta=2.0))
+    assert key(made(beta=1.0), {"beta"}) == key(made(beta=2.0), {"beta"}) == key(made())
+    assert key(made(beta=1.0), {"alpha"}) != key(made(beta=2.0), {"alpha"})
+    assert key(made().eval()) == key(made().train()) == key(made(_hf_hook=object()))
+
+
 def test_a_module_object_may_answer_for_other_names() -> None:
     class Answers(ModuleType):
         @property

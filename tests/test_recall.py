@@ -12,7 +12,14 @@ from torch import nn
 
 import hfpatch
 from hfpatch.patches.blocks.masks import masks_nothing
-from hfpatch.patches.blocks.memo import Capture, StepMemo, accompany, companion, rehearsal
+from hfpatch.patches.blocks.memo import (
+    Capture,
+    Operator,
+    StepMemo,
+    accompany,
+    companion,
+    rehearsal,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -199,5 +206,10 @@ def test_step_memo() -> None:
     with torch.inference_mode():
         c = torch.ones(2)
         assert memo(a, c) == 5 and memo(a, c) == 6
+    with Operator(blocks=2):
+        assert memo(a, b) == memo(a, b) == 7
+    assert memo._held is None, "of a compiled graph's call nothing is kept"
+    with Operator(blocks=1):
+        assert memo(a, b) == 8 and memo(a, b) == 9
     accompany(a, "x")
     assert companion(a) == "x" and companion(b) is None and companion(a.view(2)) is None

@@ -225,6 +225,17 @@ def test_other_caches_are_left_alone(gpu: CpuGraphs) -> None:
     assert "a cache with a Odd" in (graph_caches.unfit(odd) or "")
 
 
+def test_empty_caches_that_differ_are_told_apart() -> None:
+    """A graph has baked in how long the window is."""
+
+    def key(window: int, layers: int = 2) -> Any:
+        config = tr.MistralConfig(sliding_window=window, num_hidden_layers=layers)
+        return graph_caches.key_of(tr.DynamicCache(config=config))
+
+    assert key(8) == key(8) and hash(key(8)) == hash(key(8))
+    assert key(8) != key(16) and key(8) != key(8, 3)
+
+
 class Reads(nn.Module):
     def __init__(self, read: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch import builds, sources
+from hfpatch import builds, env, sources
 from hfpatch.errors import KernelLoadError
 from hfpatch.proofs import forget_proofs
 
@@ -135,6 +136,21 @@ def test_no_build_for_this_gpu() -> None:
         "silu", torch.nn.functional.silu, "cpu-only", devices=frozenset({"cpu"})
     )
     assert "has no code for cuda" in (kernel.refuses("cuda") or "")
+
+
+@pytest.mark.parametrize("rocm", [None, "6.4"])
+def test_a_build_without_code_for_the_gpu_is_told_by_env(
+    rocm: str | None, monkeypatch: pytest.MonkeyPatch, kernels_module: object
+) -> None:
+    """Not on ROCm, whose capabilities are other numbers."""
+    package = replace(sources.local_package(), archs=("8.0", "9.0"))
+    monkeypatch.setattr(sources, "local_package", lambda: package)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    problem = env.describe()["local build"].get("problem", "")
+    assert ("no code for compute capability 7.5" in problem) is (rocm is None)
 
 
 def test_hub_kernel_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.foreign import compare, samples
 
 WIDTH = 64
 
@@ -65,16 +67,28 @@ def gradients(model: nn.Module, x: Tensor, scale: float) -> list[Tensor]:
     return list(torch.autograd.grad(loss, wanted))
 
 
+def reject(model: nn.Module, kernel: Callable[..., Tensor]) -> None:
+    """Apply with a kernel that says it is differentiable: its gradient is why it is not taken."""
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="mine", differentiable=True)
+    try:
+        with pytest.warns(RuntimeWarning, match="mine"):
+            (skip,) = hfpatch.apply(model, mode="training", kernels={"layer_norm": "mine"}).skips
+    finally:
+        handle.remove()
+    assert skip.kind == "rejected" and "gradient" in skip.reason, skip
+
+
 @pytest.mark.parametrize(
     ("kernel", "scale", "frozen"),
     [
         (of_gradient(lambda g: g * 0.5 if g.stride(-1) == 0 else g), 0.0, ()),
         (of_gradient(lambda g: g.clamp(-6e4, 6e4)), 65536.0, ()),
+        (of_gradient(lambda g: torch.where((g.abs() > 1e5) & (g.abs() < 1e15), g / 2, g)), 1e6, ()),
         (where_frozen((True, True, False)), 1.0, ("bias",)),
         (where_frozen((True, False, True)), 1.0, ("weight",)),
         (where_frozen((False, True, True)), 1.0, ()),
     ],
-    ids=["of-a-sum", "large", "frozen-bias", "frozen-weight", "frozen-input"],
+    ids=["of-a-sum", "large", "large-alone", "frozen-bias", "frozen-weight", "frozen-input"],
 )
 def test_a_gradient_that_no_random_one_shows(
     kernel: Callable[..., Tensor], scale: float, frozen: tuple[str, ...]
@@ -85,11 +99,57 @@ def test_a_gradient_that_no_random_one_shows(
             getattr(each[0], name).requires_grad_(False)
     torch.manual_seed(0)
     x = torch.randn(6, WIDTH)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hfpatch.apply(model, mode="training", kernels={"layer_norm": kernel})
-        for ours, theirs in zip(gradients(model, x, scale), gradients(twin, x, scale), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+    reject(model, kernel)
+    for ours, theirs in zip(gradients(model, x, scale), gradients(twin, x, scale), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rope_qk"])
+def test_a_kernel_is_asked_for_the_call_as_it_is_first(op: str) -> None:
+    """Of an op that is not row by row for that alone: then for others of its values."""
+    given = (torch.randn(2, 5, WIDTH).transpose(0, 1), None, torch.randn(WIDTH))
+    sample = next(samples.samples_of(op, given, few=False))
+    assert (len(list(samples.samples_of(op, given, few=False))) == 1) is (op == "rope_qk")
+
+    def drawn() -> list[Tensor | None]:
+        sample.draw(torch.Generator())
+        return [None if t is None else t.clone() for t in sample.tensors]
+
+    first, second = drawn(), drawn()
+    for t, held, one, other in zip(given, sample.tensors, first, second, strict=True):
+        if t is None or held is None or one is None or other is None:
+            assert t is held is one is other is None
+            continue
+        assert torch.equal(one, t) and held.stride() == t.stride()
+        assert held.data_ptr() != t.data_ptr() and not torch.equal(other, t)
+
+
+@pytest.mark.parametrize("there", [0.0, float("nan")])
+def test_a_backward_that_writes_nan_where_nothing_is_or_the_other_way_round(there: float) -> None:
+    """Of an input, which the next call reads: a bias is 0 when it is new."""
+
+    class Writing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+            ctx.bias = bias.detach()
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            ctx.bias[0] = 0.0 if there else float("nan")
+            return grad, None
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        y: Tensor = Writing.apply(right(x, w, b, eps), b)
+        return y
+
+    bias = torch.zeros(WIDTH)
+    bias[0] = there
+    asked = compare.Asked("layer_norm", {"eps": 1e-5})
+    tensors = [torch.randn(6, WIDTH), torch.ones(WIDTH), bias]
+    assert compare.wrong_gradients(asked, right, tensors, nullcontext) is None
+    why = compare.wrong_gradients(asked, kernel, tensors, nullcontext)
+    assert why is not None and "writes to an input" in why
 
 
 class Ugly(Exception):
@@ -201,13 +261,13 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        _Statistics.held = x.detach()
-        return x.square()
+        ctx.own = _Statistics.held = x.detach()
+        return torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         assert _Statistics.held is not None
-        return 2 * grad * _Statistics.held
+        return grad * (_Statistics.held - ctx.own)
 
 
 def static_gradient(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
@@ -216,8 +276,8 @@ def static_gradient(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) 
 
 
 def static_statistics(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
-    """x² and its gradient of the last x: right as long as no other forward comes between."""
-    y: Tensor = right(x, w, b, eps) + _Statistics.apply(x) - x.square()
+    """A gradient by the last x: right as long as no other forward comes between."""
+    y: Tensor = right(x, w, b, eps) + _Statistics.apply(x)
     return y
 
 
@@ -231,19 +291,16 @@ def test_a_backward_that_others_disturb(kernel: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(6, WIDTH) for _ in range(2)]
     scale = 1e22 if kernel is clamped else 1.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = hfpatch.apply(model, mode="training", kernels={"layer_norm": kernel})
-        assert not report.swaps
-        found = []
-        for each in (model, twin):
-            xs = [x.clone().requires_grad_() for x in inputs]
-            ys = [each(x) for x in xs]
-            found.append(
-                [torch.autograd.grad((y * scale).sum(), x)[0] for x, y in zip(xs, ys, strict=True)]
-            )
-        for ours, theirs in zip(*found, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * scale)
+    reject(model, kernel)
+    found = []
+    for each in (model, twin):
+        xs = [x.clone().requires_grad_() for x in inputs]
+        ys = [each(x) for x in xs]
+        found.append(
+            [torch.autograd.grad((y * scale).sum(), x)[0] for x, y in zip(xs, ys, strict=True)]
+        )
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * scale)
 
 
 def _counting_by(bump: Callable[[], int]) -> Callable[..., Tensor]:

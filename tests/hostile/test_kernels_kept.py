@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -32,11 +33,20 @@ def _reading_a_list(*tensors: Any, **params: Any) -> Any:
     return OPS["layer_norm"].reference(*tensors, **params) * _HELD[0]
 
 
+@functools.cache
+def _cached(width: int) -> float:
+    return _SCALE
+
+
+def _reading_a_cache(*tensors: Any, **params: Any) -> Any:
+    return OPS["layer_norm"].reference(*tensors, **params) * _cached(tensors[0].shape[-1])
+
+
 def _with_default(*tensors: Any, scale: float = 1.0, **params: Any) -> Any:
     return OPS["layer_norm"].reference(*tensors, **params) * scale
 
 
-@pytest.mark.parametrize("how", ["closure", "global", "list", "default", "attribute"])
+@pytest.mark.parametrize("how", ["closure", "global", "list", "cache", "default", "attribute"])
 def test_a_closure_that_changed_is_another_kernel(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +64,7 @@ def test_a_closure_that_changed_is_another_kernel(
         "closure": closed,
         "global": _reading_a_global,
         "list": _reading_a_list,
+        "cache": _reading_a_cache,
         "default": _with_default,
         "attribute": held,
     }[how]
@@ -66,6 +77,7 @@ def test_a_closure_that_changed_is_another_kernel(
         scale = 2.0
         held.scale = 2.0  # type: ignore[attr-defined]
         monkeypatch.setattr(sys.modules[__name__], "_SCALE", 2.0)
+        _cached.cache_clear()
         monkeypatch.setitem(_HELD, 0, 2.0)
         monkeypatch.setitem(_with_default.__kwdefaults__, "scale", 2.0)
         assert reads.key_of(kernel) != before

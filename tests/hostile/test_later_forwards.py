@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.foreign import forwards
 
 F = nn.functional
 WIDTH = 16
@@ -138,6 +139,20 @@ def test_a_counter_is_not_compared_for_ever() -> None:
             for i in range(70):
                 _alike(model, twin, i + 8)
         assert sum("differ in numbers alone" in str(w.message) for w in said) == 1
+    finally:
+        handle.remove()
+
+
+def test_calls_of_many_shapes_are_each_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "_VALUES", 2)
+    handle = hfpatch.register("^Held$", forward=_fast, sample=_sample)
+    try:
+        model = nn.Sequential(Held()).eval()
+        assert _is_registered(hfpatch.apply(model))
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            for rows in range(3, 8):
+                model(torch.randn(rows, WIDTH))
     finally:
         handle.remove()
 
