@@ -14,6 +14,7 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlo
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.patches.blocks import ltx, projections
 
 NAME = "LTXVideoTransformerBlock"
 
@@ -104,6 +105,34 @@ def test_a_lookalike_is_left_alone(verify: bool) -> None:
     assert [s.kind for s in report.skips if s.path == "block"] == ["unsupported"]
     reason = next(s.reason for s in report.skips if s.path == "block")
     assert reason.endswith("is a class of its own, not the library's")
+
+
+def test_each_block_finds_its_keys_and_values_in_the_product_of_all() -> None:
+    blocks = [block().block for _ in range(3)]
+    for i, one in enumerate(blocks):  # of other sizes, so that each begins elsewhere
+        one.attn2.to_k, one.attn2.to_v = nn.Linear(48, 8 + i), nn.Linear(48, 16 + i)
+    linears = [m for b in blocks for m in (b.attn2.to_k, b.attn2.to_v)]
+    text = torch.randn(2, 6, 48)
+    parts = [m(text) for m in linears]
+    found = ltx._KeysValues(torch.cat(parts, -1), linears, blocks)
+    assert len(found) == 3
+    for i, one in enumerate(blocks):
+        k, v, stamp = found[i]
+        assert torch.equal(k, parts[2 * i]) and torch.equal(v, parts[2 * i + 1])
+        assert stamp == ltx._stamp(one.attn2)
+
+
+def test_a_dropout_behind_the_projection_is_left_out_only_where_it_drops_nothing() -> None:
+    attn, x, seen = nn.Module(), torch.ones(4, 64), []
+    attn.to_out = nn.ModuleList([nn.Linear(64, 64), nn.Dropout(0.5)])
+    plain = attn.to_out[0](x)
+    assert torch.equal(projections.output_projection(attn.eval(), x), plain)
+    torch.manual_seed(3)
+    dropped = projections.output_projection(attn.train(), x)
+    torch.manual_seed(3)
+    assert torch.equal(dropped, attn.to_out[1](plain)) and (dropped == 0).any()
+    attn.to_out[1].register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(projections.output_projection(attn.eval(), x), plain) and seen == [1]
 
 
 def test_a_copy_does_not_keep_the_first_alive() -> None:

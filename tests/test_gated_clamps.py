@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import hfpatch
+from hfpatch.patches import glu
 
 
 @pytest.fixture(autouse=True)
@@ -453,11 +454,21 @@ def test_twins_are_computed_as_they_were(make: Callable[[], nn.Module], mode: st
                 near(patched(ours), original(theirs))
 
 
+def test_gradients_are_compared_where_values_are_free_and_near_no_bound() -> None:
+    eps = torch.finfo(torch.float32).eps
+    values = torch.tensor([-3.0, -2.0 * (1 + eps), -1.0, 0.5, 1.0 - eps, 4.0, float("nan")])
+    near, free = glu._at_bounds(values, -2.0, 1.0, eps)
+    assert near.tolist() == [False, True, False, False, True, False, False]
+    assert free.tolist() == [False, False, True, True, True, False, False]
+    near, free = glu._at_bounds(values[:-1], None, None, eps)
+    assert not near.any() and free.all()
+
+
 def test_why_not() -> None:
     """The report names what stands in the way."""
     torch.manual_seed(0)
     for module, why in (
-        (Product(), "no known formula reproduces `Product`"),
+        (Product(), "no known formula reproduces `Product`; nearest: gated"),
         (FarProduct(), "clamps what it computes from below"),
         (Twice(), "clamps what it computes from below"),
         (BothSides(), "clamps the gate and what is computed of it"),

@@ -91,6 +91,20 @@ class ScaledGELU(nn.Module):
         return y if self.scale is None else y * self.scale
 
 
+class ExtendedMLP(nn.Module):
+    """What comes behind it is a child that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96)
+        self.down_proj, self.act_fn = nn.Linear(96, WIDTH), nn.SiLU()
+        self.register_module("behind", None)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y if self.behind is None else self.behind(y)
+
+
 def _rms_norm(weight: bool) -> nn.Module:
     from diffusers.models.normalization import RMSNorm
 
@@ -138,3 +152,17 @@ def test_an_attribute_becomes_a_parameter(make: Any, name: str, width: int, call
         with Kernels() as seen:
             assert off(pair.patched(x), expected) <= cases.noise(FP32)
         assert seen.names == ["rms_norm"]
+
+
+def test_a_child_that_was_not_there_is_noticed() -> None:
+    forget_proofs()
+    pair, x = Pair.of(ExtendedMLP(), kernels="local"), draw(FP32)
+    assert "0" in {s.path for s in hfpatch.status(pair.patched).swaps}
+    behind = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        pair.patched(x)
+        for model in (pair.plain, pair.patched):
+            model[0].behind = behind
+        expected = pair.plain(x)
+        with pytest.warns(RuntimeWarning, match="got other settings"):
+            assert torch.equal(pair.patched(x), expected)

@@ -386,6 +386,14 @@ class DroppedFirstGatedAct(DenseGatedAct):
         return super().forward(self.dropout(x))
 
 
+class DroppedGateGatedAct(DenseGatedAct):
+    """The same numbers, since factors commute; a hook of the dropout sees others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.wo(self.dropout(self.act(self.wi_0(x))) * self.wi_1(x))
+        return y
+
+
 class Halved(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x / 2

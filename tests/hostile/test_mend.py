@@ -171,6 +171,7 @@ def test_what_cannot_be_copied_is_not_called(what: str) -> None:
         leaves.DroppedAfterGatedAct,
         leaves.NeverDroppedGatedAct,
         leaves.DroppedFirstGatedAct,
+        leaves.DroppedGateGatedAct,
         lambda: DenseGatedAct(leaves.Halved()),
         lambda: leaves.DroppedAfterGatedAct(leaves.Halved()),
         lambda: leaves.NeverDroppedGatedAct(leaves.Halved()),
