@@ -7,6 +7,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -552,6 +553,13 @@ def test_pipeline_gets_graphs_for_its_denoiser() -> None:
     part = hfpatch.status(pipe.transformer)
     assert [s.path for s in part.swaps if s.op == "cuda_graphs"] == [""]
     assert not [s for s in hfpatch.status(pipe.vae).swaps if s.op == "cuda_graphs"]
+
+
+def test_as_many_graphs_are_kept_as_is_documented() -> None:
+    usage = Path(__file__).parent.parent / "docs" / "usage.md"
+    limit, timed = graphs.check_limit(True)
+    assert f"at most {limit} graphs are kept" in usage.read_text(encoding="utf-8") and not timed
+    assert graphs.check_limit("auto") == (limit, True) and graphs.check_limit(3) == (3, False)
 
 
 def test_bad_arguments() -> None:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.foreign import compare, samples
+from hfpatch.foreign import compare, device, samples
 
 WIDTH = 64
 
@@ -122,6 +123,22 @@ def test_a_kernel_is_asked_for_the_call_as_it_is_first(op: str) -> None:
             continue
         assert torch.equal(one, t) and held.stride() == t.stride()
         assert held.data_ptr() != t.data_ptr() and not torch.equal(other, t)
+
+
+def test_streams_are_tried_in_pairs_where_a_tensor_is_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+
+    def wrong_on_two(*_: Any) -> str | None:
+        tried.append(1)
+        return "is wrong" if len(tried) == 2 else None
+
+    monkeypatch.setattr(device, "_wrong_on_two", wrong_on_two)
+    asked, there = compare.Asked("layer_norm", {}), SimpleNamespace(is_cuda=True)
+    assert device.wrong_on_streams(asked, right, [torch.ones(2), None]) is None and not tried
+    assert device.wrong_on_streams(asked, right, [torch.ones(2), None, there]) == "is wrong"  # type: ignore[list-item]
+    assert len(tried) == 2
 
 
 @pytest.mark.parametrize("there", [0.0, float("nan")])

@@ -61,6 +61,12 @@ def test_a_block_is_explained(name: str, path: str, ops: set[str]) -> None:
     assert all(m.__dict__.keys() == held[n].keys() for n, m in model.named_modules())
 
 
+def test_an_activation_of_many_operators_is_one_step() -> None:
+    model, inputs = build("gpt2")
+    titles = {s.title.partition("(")[0] for s in explain(model, "h.0", inputs(2, 9)).steps}
+    assert "gelu" in titles and not titles & {"tanh", "pow"}
+
+
 def test_the_drawing() -> None:
     model, inputs = build("gemma2")
     found = explain(model, "layers.0", inputs(2, 9))
