@@ -368,7 +368,8 @@ def _parse(source: bytes, root: Path) -> _Module:
             for alias in node.names:
                 module.imports[alias.asname or alias.name] = (node.module, alias.name)
         elif isinstance(node, ast.Assign):
-            module.named = _all(node) or module.named
+            named = _all(node)
+            module.named = module.named if named is None else named
     return module
 
 

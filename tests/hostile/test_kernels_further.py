@@ -125,6 +125,17 @@ def test_a_kernel_is_asked_for_the_call_as_it_is_first(op: str) -> None:
         assert held.data_ptr() != t.data_ptr() and not torch.equal(other, t)
 
 
+def test_rows_have_both_signs_and_weights_are_about_one() -> None:
+    given = (torch.zeros(2, WIDTH), torch.zeros(WIDTH))
+    named = {s.what: s for s in samples.samples_of("rms_norm", given, few=False)}
+    for what in ("[3, 1024]", "[4, 48] of every second row", "[48, 48] transposed"):
+        named[what].draw(torch.Generator().manual_seed(0))
+        x, weight = named[what].tensors
+        assert x is not None and weight is not None
+        assert 0.3 < (x < 0).float().mean() < 0.7 and x.abs().max() > 5, what
+        assert 0.5 < weight.mean() < 1.5 and weight.abs().max() < 5, what
+
+
 def test_streams_are_tried_in_pairs_where_a_tensor_is_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
