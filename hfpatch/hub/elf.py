@@ -8,9 +8,10 @@ says the same of a build before it is published.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -28,10 +29,15 @@ _LOADERS = {0x6FFFFEFC: "AUDIT", 0x6FFFFEFB: "DEPAUDIT",
             0x7FFFFFFD: "AUXILIARY", 0x7FFFFFFF: "FILTER"}  # fmt: skip
 _RELATIVE = {62: 8, 183: 1027}  # a machine's number of "an address in this library"
 _ABSOLUTE = {62: 1, 183: 257}  # and of "the address of a symbol, and so much more"
+_RESOLVED = {62: 37, 183: 1032}  # and of "what a function gives that is called for it"
 _COPY = {62: 5, 183: 1024}  # and of "what another library holds, of any length": of programs alone
 _LOCAL, _HIDDEN, _PROTECTED = 0, 2, 3  # of a symbol: its binding, its visibility
 _PAGE = 4096
 _LARGEST = 64 << 20  # bytes of a table
+
+
+#: The address that is written, the kind, the symbol and what is added to it.
+_Relocation = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,8 @@ def _dynamic(
             problems.append("has functions that are run before the process' own (PREINIT_ARRAY)")
     code = [s for s in segments if s.type == _LOAD and s.flags & _EXECUTE]
     inside = [known[tag] for tag in (_INIT, _FINI) if tag in known]
+    relocations = functools.partial(_relocations, file, machine, known, segments)
+    inside += [to for _, kind, _, to in relocations() if kind == _RESOLVED.get(machine)]
     problems += [
         f"has code outside of itself run at {address:#x}"
         for address in inside
@@ -164,23 +172,18 @@ def _dynamic(
         if array in known:
             entries = known.get(size, 0) // 8
             count += entries if array == 25 else 0
-            problems += _outside(file, machine, known, segments, code, text, known[array], entries)
+            own = functools.partial(_own_symbol, file, known, segments, text)
+            targets = _targets(machine, relocations(), own, known[array], entries)
+            written = _read(file, segments, known[array], 8 * entries)
+            problems += _outside(written, targets, code)
     return list(dict.fromkeys(problems)), count
 
 
-def _outside(
-    file: BinaryIO,
-    machine: int,
-    known: dict[int, int],
-    segments: list[_Segment],
-    code: list[_Segment],
-    text: Callable[[int], str],
-    array: int,
-    entries: int,
-) -> Iterator[str]:
-    """Constructors that are not functions of the library itself."""
-    targets: dict[int, int | None] = {}
-    # a list of relative addresses is written where the array's own words are: what is there counts
+def _relocations(
+    file: BinaryIO, machine: int, known: dict[int, int], segments: list[_Segment]
+) -> Iterator[_Relocation]:
+    """All that have a row of their own. A list of relative addresses (RELR) is written where the
+    words themselves are: what is there counts."""
     if _REL in known or known.get(_PLTREL, _RELA) != _RELA:
         raise ValueError("its headers are damaged (relocations of another machine's kind)")
     for where, length in ((_RELA, _RELASZ), (_JMPREL, _PLTRELSZ)):
@@ -191,19 +194,37 @@ def _outside(
             kind = info & 0xFFFFFFFF
             if kind == _COPY.get(machine):
                 raise ValueError("its headers are damaged (a relocation of a program's kind)")
-            if not array - 8 < place < array + 8 * entries:
-                continue
-            if (place - array) % 8:
-                raise ValueError("its headers are damaged (a relocation of half a constructor)")
-            targets[place] = None
-            if kind == _RELATIVE.get(machine):
-                targets[place] = addend
-            elif kind == _ABSOLUTE.get(machine):
-                own = _own_symbol(file, known, segments, text, info >> 32)
-                targets[place] = None if own is None else own + addend
-    written = _read(file, segments, array, 8 * entries)
+            yield place, kind, info >> 32, addend
+
+
+def _targets(
+    machine: int,
+    relocations: Iterable[_Relocation],
+    own: Callable[[int], int | None],
+    array: int,
+    entries: int,
+) -> dict[int, int | None]:
+    """What relocations write to the words of an array, by their numbers: addresses in the library,
+    None for others."""
+    targets: dict[int, int | None] = {}
+    for place, kind, symbol, addend in relocations:
+        if not array - 8 < place < array + 8 * entries:
+            continue
+        if (place - array) % 8:
+            raise ValueError("its headers are damaged (a relocation of half a constructor)")
+        target: int | None = None
+        if kind == _RELATIVE.get(machine):
+            target = addend
+        elif kind == _ABSOLUTE.get(machine) and (address := own(symbol)) is not None:
+            target = address + addend
+        targets[(place - array) // 8] = target
+    return targets
+
+
+def _outside(written: bytes, targets: dict[int, int | None], code: list[_Segment]) -> Iterator[str]:
+    """Constructors that are not functions of the library itself."""
     for i, (value,) in enumerate(struct.iter_unpack("<Q", written)):
-        target = targets.get(array + 8 * i, value)
+        target = targets.get(i, value)
         if target in (0, 2**64 - 1):  # no function: the array's own marks
             continue
         if target is None or not any(s.holds(target) for s in code):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
 NEEDED, PLTRELSZ, STRTAB, SYMTAB, STRSZ, JMPREL, ARRAY, ARRAYSZ = 1, 2, 5, 6, 10, 23, 25, 27
 RELA, RELASZ, INIT = 7, 8, 12
-RELATIVE, ABSOLUTE, COPY = 8, 1, 5
+RELATIVE, ABSOLUTE, COPY, RESOLVED = 8, 1, 5, 37
 HERE = "/tmp/hostile/evil.so"
 RUNS = """
 extern void abort(void);
@@ -189,6 +189,15 @@ def copied_over(folder: Path) -> bytearray:
     return data
 
 
+def resolved_elsewhere(folder: Path) -> bytearray:
+    """Another library's function is asked, as this one is loaded, what is to be written."""
+    data = made(folder, RUNS, "-Wl,-z,now")
+    h = Headers(data)
+    place = h.place(h.value(JMPREL))
+    struct.pack_into("<Qq", data, place + 8, RESOLVED, 1 << 30)
+    return data
+
+
 def behind_its_own(folder: Path) -> bytearray:
     """A constructor that lies so far behind a function of the library that it is another's."""
     data = made(folder, OWN)
@@ -214,7 +223,8 @@ def before_all(folder: Path) -> bytearray:
 
 HOSTILE = (
     short_table, two_places, cut_off, no_end, mapped_over, long_name, by_the_procedure_table,
-    half_a_constructor, half_before, copied_over, behind_its_own, replaced, for_all, before_all,
+    half_a_constructor, half_before, copied_over, resolved_elsewhere, behind_its_own,
+    replaced, for_all, before_all,
 )  # fmt: skip
 
 
@@ -235,6 +245,11 @@ def test_ordinary_ones(tmp_path: Path) -> None:
     public = "__attribute__((constructor)) void hfpatch_of_this_test(void) {}\n"
     found = examine(io.BytesIO(bytes(made(tmp_path, public))))
     assert found.problems == () and found.constructors >= 1
+    chosen = "static int one(void) { return 1; }\nstatic void *choose(void) { return one; }\n"
+    chosen += 'int answer(void) __attribute__((ifunc("choose")));\n'
+    chosen += 'static int local(void) __attribute__((ifunc("choose")));\n'
+    chosen += "int ask(void) { return local(); }\n"
+    assert examine(io.BytesIO(bytes(made(tmp_path, chosen)))).problems == ()
     found = examine(io.BytesIO(bytes(made(tmp_path, OWN))))
     assert found.problems == () and found.constructors >= 1
 
