@@ -45,6 +45,7 @@ from hfpatch.patches.library import is_own, odd_class
 from hfpatch.patches.unchanged import is_bound, is_hooked, is_replaced
 from hfpatch.regions.caches import Noted, stand_in, with_past
 from hfpatch.regions.functional import in_known_forms, without_writes
+from hfpatch.regions.interrupts import held_back
 from hfpatch.regions.listening import is_idle
 from hfpatch.regions.nodes import CacheUpdate, Call, Constant, Leaf, Param, without_dead
 from hfpatch.regions.shapes import Shapes, shapes_of
@@ -235,7 +236,13 @@ class _Attempt:
             result.append(found)
             return made
 
-        with torch.no_grad(), _silenced(), self._mode, enable_python_dispatcher():
+        with (
+            held_back(),
+            torch.no_grad(),
+            _silenced(),
+            self._mode,
+            enable_python_dispatcher(),
+        ):
             traced = make_fx(call, tracing_mode="real", pre_dispatch=True)(*fakes)
         graph = self._cleaned(traced)
         return Captured(

@@ -1,0 +1,39 @@
+"""Interrupts that wait until a capture is over."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # whose handlers raise; Windows has not all of them
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Python's handlers of signals run at the end: PyTorch, whose modes a capture is inside of,
+    ends the process where one raises between two of them (`trying to set the current
+    FakeTensorMode, but one already exists`). Signals reach the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, int, Any]] = []
+    before: list[tuple[int, Any]] = []
+
+    def of(handler: Any) -> Any:
+        return lambda number, frame: came.append((handler, number, frame))
+
+    try:
+        for number in (getattr(signal, n) for n in _NAMES if hasattr(signal, n)):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                before.append((number, handler))
+                signal.signal(number, of(handler))
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+        for handler, number, frame in came:
+            handler(number, frame)
