@@ -204,6 +204,32 @@ for _order in ORDERS:
     case(f"fsdp2-llama-its own loss-{_order}")(functools.partial(models_own_loss, _order))
 
 
+# DDP ---------------------------------------------------------------------------------------------
+
+
+def ddp(options: dict[str, bool], rank: Rank) -> None:
+    """The model's own loss: DDP looks through all that a model returns for what has gradients."""
+    plain, model = build("llama", rank).train(), build("llama", rank).train()
+    report = hfpatch.apply(model, mode="training")
+    assert any(s.op == "linear_cross_entropy" for s in report.swaps)
+    whole = nn.parallel.DistributedDataParallel(model, **options)
+    for step in range(2):  # a static graph is looked at in the first
+        plain.zero_grad(), whole.zero_grad()
+        seeds = range(2 * step, 2 * step + dist.get_world_size())
+        losses = [_its_own("llama", plain, inputs_of("llama", rank, plain, s)) for s in seeds]
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+        loss = _its_own("llama", whole, inputs_of("llama", rank, plain, seeds[rank.index]))
+        loss.backward()
+        close_to(loss.detach(), losses[rank.index].detach(), "loss")
+        for (path, p), ours in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert p.grad is not None and ours.grad is not None, path
+            close_to(ours.grad, p.grad, f"gradient of `{path}`")
+
+
+for _option in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+    case(f"ddp-llama-its own loss-{_option}")(functools.partial(ddp, {_option: True}))
+
+
 # FSDP1 -------------------------------------------------------------------------------------------
 
 

@@ -139,7 +139,7 @@ def test_curves_of_small_models_in_bf16_are_no_farther_from_fp32(family: str) ->
         data = text(99, 1, 24, 200).roll(29 * seed, 0)
         exact = trained(copy.deepcopy(start).float(), data, False, 1e-3)
         theirs, ours = (trained(copy.deepcopy(start), data, p, 1e-3) for p in (False, True))
-        assert sum(exact[-50:]) < 0.95 * sum(exact[:50]), "it was not trained"
+        assert sum(exact[-50:]) < 0.97 * sum(exact[:50]), "it was not trained"
         draws += draws_of(ours, theirs, exact, 1)
     print(family, ", ".join(f"{d.ours:.3g}/{d.theirs:.3g}" for d in draws))
     assert_as_near(draws, torch.bfloat16, f"{family}'s loss")
