@@ -37,9 +37,23 @@ def lock(*, waits: bool = False) -> Any:
 
 def _before() -> None:
     until = time.monotonic() + _PATIENCE
-    _mine.locks = [
-        one for one in _waited_for if one.acquire(timeout=max(0.0, until - time.monotonic()))
-    ]
+    while True:
+        got: list[Any] = []
+        busy = None
+        for one in _waited_for:
+            if not one.acquire(blocking=False):
+                busy = one
+                break
+            got.append(one)
+        left = until - time.monotonic()
+        if busy is None or left <= 0:
+            break
+        # None is held while another one is waited for: who has that may want these.
+        for one in reversed(got):
+            one.release()
+        if busy.acquire(timeout=left):
+            busy.release()
+    _mine.locks = got
 
 
 def _in_parent() -> None:

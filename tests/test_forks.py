@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,3 +109,27 @@ def test_what_a_thread_holds_itself_it_holds_in_the_child() -> None:
                 return True
 
             assert in_child(releases)
+
+
+def test_a_fork_holds_no_lock_while_it_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof of decoding takes its own lock and then that of all proofs."""
+    inner, outer = threading.RLock(), threading.RLock()
+    monkeypatch.setattr(forks, "_waited_for", [inner, outer])
+    has_outer, done = threading.Event(), threading.Event()
+
+    def prove() -> None:
+        with outer:
+            has_outer.set()
+            time.sleep(0.3)  # the fork waits by now
+            with inner:
+                done.set()
+
+    thread = threading.Thread(target=prove)
+    thread.start()
+    has_outer.wait()
+    start = time.monotonic()
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert done.is_set() and time.monotonic() - start < 10, "each waited for the other"
+    thread.join()
