@@ -180,8 +180,10 @@ def frozen(value: Any, depth: int = 6) -> Any:
         return repr(value)
     if isinstance(value, dict):
         return tuple((repr(k), frozen(v, depth - 1)) for k, v in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple)):
         return tuple(frozen(v, depth - 1) for v in value)
+    if isinstance(value, (set, frozenset)):  # a copy's order can be another one
+        return frozenset(frozen(v, depth - 1) for v in value)
     held = getattr(value, "__dict__", None)
     if depth > 0 and isinstance(held, dict) and not isinstance(value, nn.Module):
         return (type(value).__name__, frozen(held, depth - 1))
