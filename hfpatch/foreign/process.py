@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import logging
+import operator
 import os
 import random
 import sys
@@ -150,31 +152,47 @@ def _restore_torch_rng(state: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def _rounding() -> int:
-    return int(ctypes.CDLL(None).fegetround())
+    return int(_libc().fegetround())
 
 
 def _restore_rounding(mode: int) -> None:
-    ctypes.CDLL(None).fesetround(mode)
+    _libc().fesetround(mode)
 
 
 #: PyTorch's functions, by where code finds them.
-_FUNCTIONS: list[tuple[Any, str]] = [
-    (of, name)
+_FUNCTIONS: list[tuple[Any, list[str]]] = [
+    (
+        of,
+        [
+            name
+            for name, value in vars(of).items()
+            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+        ],
+    )
     for of in (torch, functional, torch.Tensor, torch.nn.Module, torch.nn.Linear)
-    for name, value in vars(of).items()
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
 ]
+#: The same, read at once: it is done hundreds of times for a kernel, and they are 1,400.
+_READ = [(of, operator.itemgetter(*names)) for of, names in _FUNCTIONS]
 
 
 def _functions() -> Any:
-    return tuple(vars(of).get(name) for of, name in _FUNCTIONS)
+    try:
+        return tuple([read(vars(of)) for of, read in _READ])
+    except KeyError:  # one was deleted
+        return tuple([tuple(map(vars(of).get, names)) for of, names in _FUNCTIONS])
 
 
-def _restore_functions(values: tuple[Any, ...]) -> None:
-    for (of, name), value in zip(_FUNCTIONS, values, strict=True):
-        if vars(of).get(name) is not value:
-            setattr(of, name, value)
+def _restore_functions(values: tuple[tuple[Any, ...], ...]) -> None:
+    for (of, names), of_one in zip(_FUNCTIONS, values, strict=True):
+        for name, value in zip(names, of_one, strict=True):
+            if vars(of).get(name) is not value:
+                setattr(of, name, value)
 
 
 _HOOKS_ON_ALL = [
