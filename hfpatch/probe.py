@@ -39,6 +39,7 @@ class Proof:
     notes: dict[str, None] = field(default_factory=dict)  # for the report
     dims: frozenset[int] | None = None  # of the input, where it is not any number
     takes_empty: bool = True
+    autocasts: frozenset[str] = frozenset()  # see `Contract.autocasts`
     #: What the code used of its surroundings, in any combination.
     found: dict[tuple[int, Any], tuple[Any, Any, Any]] = field(default_factory=dict)
 
@@ -132,6 +133,7 @@ def _prove(task: _Task) -> Proof | Refusal:
     while True:
         proof = Proof({}, {}, {}, (), dropped=dict(dropped), dims=trial.dims)
         proof.takes_empty = trial.takes_empty
+        proof.autocasts = trial.reading.autocasts
         explained = [(trials[c][0], f) for c, f in formulas.items()]
         refusal = _prove_with(task, trial, explained, chosen, proof)
         if refusal is None:
@@ -150,6 +152,8 @@ def _prove_autocast(task: _Task, combo: Combo) -> Forward | Refusal:
     identified = identify(subject, task.device)
     if isinstance(identified, Refusal):
         return identified
+    if others := identified[0].reading.autocasts:
+        return Refusal("unsupported", f"its code asks for autocast on {', '.join(sorted(others))}")
     # autocast casts the inputs of some operators to fp32; inside of a linear layer it casts anyway
     widths = (False,) if subject.has_layers or combo.x == torch.float32 else (False, True)
     misfits: list[Refusal] = []
@@ -341,6 +345,7 @@ def fill(contract: Contract, proof: Proof, device: str) -> None:
     table = contract.table(device)
     if proof.dims is not None:
         contract.dims, contract.takes_empty = proof.dims, proof.takes_empty
+    contract.autocasts |= proof.autocasts
     for combo, entry in proof.entries.items():
         table[(combo.x, combo.param)] = entry
     contract.proven(device)

@@ -40,6 +40,8 @@ class Contract:
         self.dims: frozenset[int] | None = None
         #: Whether it may have no elements, where `dims` is given.
         self.takes_empty = True
+        #: Devices, others than its input's, under whose autocast the original does something else.
+        self.autocasts: frozenset[str] = frozenset()
         self.cpu: dict[Any, Forward] = {}
         self.cuda: dict[Any, Forward] = {}
         self.xpu: dict[Any, Forward] = {}
@@ -62,7 +64,11 @@ class Contract:
         self._proven[device, dtype if self._by_dtype else None] = None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the original takes an input of so many dimensions."""
+        """Whether the original takes an input of so many dimensions, and does now what it did."""
+        if self.autocasts and any(
+            torch.is_autocast_enabled(other) for other in self.autocasts - {_device_type(x)}
+        ):
+            return False
         return self.dims is None or (x.dim() in self.dims and (self.takes_empty or x.numel() > 0))
 
     def late(self, x: Tensor, key: Any) -> Any:
@@ -248,7 +254,7 @@ class Contract:
         once = about or message
         if once not in self._warned:
             self._warned.add(once)
-            announce_in_call(f"{self.name} {message}", stacklevel=5)
+            announce_in_call(f"{self.name} {message}", stacklevel=4)
 
 
 def _device_type(x: Tensor) -> str:

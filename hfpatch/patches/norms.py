@@ -38,6 +38,9 @@ from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
 _MAX_GUARDS = 64  # of an adapter, one after the other
+#: What an op takes behind the input and a norm's two parameters, and a norm does not have. No
+#: parameter has an empty name.
+_ABSENT: Mapping[str, tuple[None, ...]] = {"norm_modulate": (None, None)}
 _DEFAULT_WIDTH = 96  # of the probe's input when a norm has no weight that says its width
 
 
@@ -87,6 +90,10 @@ class NormSubject(Subject):
                     Formula("rms_norm", {"eps": eps, "cast": "none", "weight_offset": 1.0})
                 )
             result.append(Formula("layer_norm", {"eps": eps}))
+            if with_weight and self._param(self.bias) is not None:
+                # the LayerNorm of Nemotron and VideoPrism, `1 + weight`: a modulation by one row
+                params = {"eps": eps, "norm": "layer", "cast": "none"}
+                result.append(Formula("norm_modulate", params))
         if "Layer" in type(self.module).__name__:
             result.sort(key=lambda f: f.op != "layer_norm")
         return result
@@ -139,12 +146,12 @@ class NormSubject(Subject):
         return x.reshape(2, 7, width).to(device, combo.x)
 
     def compute(self, kernel: Kernel, formula: Formula, training: bool = False) -> Forward:
-        weight, bias = self.weight, self.bias
+        weight, bias, rest = self.weight, self.bias, _ABSENT.get(formula.op, ())
         call = kernel.bind(dict(formula.params), training)
 
         def compute(module: nn.Module, x: Tensor) -> Tensor:
             p = module._parameters
-            return call(x, p.get(weight), p.get(bias))
+            return call(x, p.get(weight), p.get(bias), *rest)
 
         return compute
 
@@ -158,12 +165,22 @@ class NormSubject(Subject):
         An RMS norm is faster: it multiplies them where they lie. A layer norm copies them too, and
         where autograd records the original would keep more for the gradient than a copy.
         """
-        run = kernel.bind(dict(formula.params), training)
+        bound, rest = kernel.bind(dict(formula.params), training), _ABSENT.get(formula.op, ())
+        run = bound if not rest else lambda x, weight, bias: bound(x, weight, bias, *rest)
         walks_apart = formula.op == "rms_norm" and not training
 
-        def guard(tensors: tuple[Tensor | None, ...], *of_module: Any) -> Forward | None:
-            guarded = kernel.guard(run, *tensors)
-            return None if guarded is None else kernel.of_module(guarded, *of_module)
+        def guard(
+            tensors: tuple[Tensor | None, ...],
+            names: tuple[str, ...],
+            there: tuple[bool, ...],
+            in_order: bool,
+            *of_module: Any,
+        ) -> Forward | None:
+            guarded = kernel.guard(bound, *tensors, *rest)
+            if guarded is None:
+                return None
+            names, there = (*names, *("" for _ in rest)), (*there, *(False for _ in rest))
+            return kernel.of_module(guarded, *of_module, names, there, in_order)
 
         keeps = (self._keeps(replica, x, -3), self._keeps(replica, x, -1))
         return run, guard, walks_apart, *keeps
@@ -198,19 +215,19 @@ class NormSubject(Subject):
         cls, own = class_of(self.module), coded(original)
         code = own.__code__
         missing = object()
-        quick: Forward | None = None  # for calls like the last one; it sees what has changed
+        quick: list[Forward | None] = [None]  # for calls like the last; it sees what changed
         guards = 0
 
         # Norms are called hundreds of times per step and last microseconds: this is written for
         # few frames, few attribute look-ups and no work that a plain call does not need.
         def forward(self: nn.Module, x: Any = missing, /, *args: Any, **kwargs: Any) -> Any:
-            nonlocal quick, guards
+            nonlocal guards
             # Inductor fuses a norm with its neighbours. Exports without dynamo are told by their
             # tensors, below: `is_compiling` would take three times as long.
             if is_dynamo_compiling():
                 return instead(self, *(() if x is missing else (x,)), *args, **kwargs)
-            if quick is not None and not args and not kwargs:
-                y = quick(self, x)
+            if (known := quick[0]) is not None and not args and not kwargs:
+                y = known(self, x)
                 if y is not NotImplemented:
                     return y
             # its class is another one, or was patched
@@ -297,6 +314,7 @@ class NormSubject(Subject):
                         if (
                             checked_width is None
                             and contract.dims is None
+                            and not contract.autocasts
                             and not training
                             and not casts
                             and p.get(weight) is w
@@ -306,11 +324,12 @@ class NormSubject(Subject):
                             reads = None if read is no_settings else read
                             what = (type(self), original, own, code, reads, settings)
                             of_parameters = (weight, bias), (has_weight, has_bias)
-                            quick = run[1]((x, w, b), *what, *of_parameters, run[3])
+                            quick[0] = run[1]((x, w, b), *of_parameters, run[3], *what)
                             guards += 1
                         return run[0](x, w, b)
             return instead(self, x)
 
+        forward.__hfpatch_quick__ = quick  # type: ignore[attr-defined]
         return forward
 
 
@@ -357,6 +376,12 @@ class ChannelNormSubject(NormSubject):
             return type(self).forward(self, *args, **kwargs)
 
         return forward
+
+
+def quick_of(adapter: Forward) -> list[Forward | None]:
+    """Where an adapter keeps what takes calls like the last one; nothing, where it has none."""
+    found: list[Forward | None] = getattr(adapter, "__hfpatch_quick__", [None])
+    return found
 
 
 def _not_implemented(*args: Any, **kwargs: Any) -> Any:

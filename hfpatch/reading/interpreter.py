@@ -68,6 +68,8 @@ class Interpreter:
         self.module, self.live, self.width = module, live, width
         #: Whether the code is one thing or another by the number of dimensions.
         self.by_rank = False
+        #: Devices, others than the inputs', for which the code asks whether autocast is on.
+        self.autocasts: set[str] = set()
         #: Whether it has an `autograd.Function`.
         self.own_gradient = False
         #: Calls of live children, in order: name and argument.

@@ -35,6 +35,8 @@ class Reading:
     counts: how many operations it has that could make a step, a bend or a bump, see `tally`.
     clamps: what it clamps, in order, and to what; no clamp changes what lies between its bounds.
     found: the globals, closures and library functions that the code used, for `still_holds`.
+    autocasts: types of devices, others than the inputs', for which the code branches on whether
+        autocast is on; what was read is what it does while it is off.
     """
 
     result: Tensor
@@ -45,6 +47,7 @@ class Reading:
     counts: Mapping[str, int]
     clamps: tuple[Clamp, ...]
     asked: frozenset[str] = frozenset()
+    autocasts: frozenset[str] = frozenset()
 
 
 def read(
@@ -90,6 +93,7 @@ def read(
         counts,
         tuple(counts.clamps),
         frozenset(reader.asked),
+        frozenset(reader.autocasts),
     )
 
 

@@ -172,6 +172,9 @@ class Scope:
         if isinstance(value, Traced):
             raise Unexplained("it branches on the values of a tensor")
         free = kinds_of(value) - FIXED
+        others = {kind for kind in free if kind.startswith("autocast on ")}
+        self.reader.autocasts |= {kind.removeprefix("autocast on ") for kind in others}
+        free -= others
         if free == {"rank"}:
             self.reader.by_rank, free = True, frozenset()
         taken = bool(plain_of(value)) if not free or free == {"width"} else False
@@ -444,6 +447,5 @@ def _described(kinds: frozenset[str]) -> str:
         "grad": "whether autograd records",
         "layout": "how its input lies in memory",
         "size": "the size of its input",
-        "other autocast": "autocast on another device than its input's",
     }
     return " and ".join(sorted(words.get(k, k) for k in kinds))

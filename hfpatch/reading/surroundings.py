@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.direct_calls import has_own_call
 from hfpatch.reading.operations import FUNCTIONS
 from hfpatch.reading.values import Fact, Unexplained, is_plain, plain_of
 
@@ -120,7 +121,11 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device:
     if function is torch.is_autocast_enabled:
         said = torch.is_autocast_enabled(*(plain_of(a) for a in args))
         of = plain_of(args[0]) if args else "cuda"  # without one it is asked of that
-        return Fact(said, frozenset({"autocast" if of == device else "other autocast"}))
+        if of == device:
+            return Fact(said, frozenset({"autocast"}))
+        if said:  # calls are taken while it is off, see `Contract.autocasts`
+            raise Unexplained(f"it asks whether autocast is on for {of}, which it is now")
+        return Fact(said, frozenset({f"autocast on {of}"}))
     if _is_library(function, _PREDICATES) and not kwargs:
         if not all(isinstance(a, str) for a in args):
             raise Unexplained(f"`{function.__name__}` is called with other things than texts")
@@ -176,7 +181,7 @@ def check_uncalled(module: nn.Module) -> None:
     for name in ("forward", "_call_impl", "__call__"):
         if name in held:
             raise Unexplained(f"`{type(module).__name__}` has a `{name}` of its own")
-    if held.get("_compiled_call_impl") is not None or any(held.get(n) for n in _HOOKS):
+    if has_own_call(held) or any(held.get(n) for n in _HOOKS):
         raise Unexplained(f"a `{type(module).__name__}` that is called has a hook on it")
 
 
