@@ -385,7 +385,11 @@ def _join(prefix: str, path: str) -> str:
 def _commit(roots: list[tuple[str, nn.Module]], prepared: list[Prepared]) -> None:
     keep = {id(p.module) for p in prepared}
     stale = [m for m in _modules(roots) if id(m) not in keep and swap.swapped(m) is not None]
-    swap.commit(stale, [swap.Fresh(p.module, p.make, p.swap, p.packs, p.brings) for p in prepared])
+    swap.commit(stale, [_fresh(p) for p in prepared])
+
+
+def _fresh(p: Prepared) -> swap.Fresh:
+    return swap.Fresh(p.module, p.make, p.swap, p.packs, p.brings, p.direct)
 
 
 def _modules(roots: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:

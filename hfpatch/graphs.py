@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hfpatch import gain, graph_caches, swap
 from hfpatch.announce import announce_in_call
 from hfpatch.captures import abandon, masks_as_outside, without_collection
+from hfpatch.direct_calls import has_own_call
 from hfpatch.graph_keys import (
     ADDRESSES,
     PLAIN,
@@ -221,8 +222,7 @@ def _reading(mode: Rehearsal | Replayed) -> Iterator[None]:
 def _compiled(model: nn.Module) -> bool:
     """Whether torch.compile is in the model: it runs nothing of its own under a mode."""
     return any(
-        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
-        for m in model.modules()
+        has_own_call(m.__dict__) or type(m).__name__ == "OptimizedModule" for m in model.modules()
     )
 
 

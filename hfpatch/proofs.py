@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch import packing, probe
+from hfpatch.direct_calls import direct_call
 from hfpatch.foreign import battery, reads
 from hfpatch.ops import OPS
 from hfpatch.patches.activations import ActivationSubject
@@ -21,7 +22,7 @@ from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.glu import GatedSubject
 from hfpatch.patches.keys import Same, code_of, held_by
 from hfpatch.patches.library import odd_code
-from hfpatch.patches.norms import NormSubject
+from hfpatch.patches.norms import NormSubject, quick_of
 from hfpatch.patches.proving import float32_default
 from hfpatch.patches.recall import RecallSubject, compared
 from hfpatch.patches.replicas import CannotReplicateError
@@ -46,6 +47,8 @@ class Prepared:
     over: Callable[[Forward], Forward] | None = None
     #: Methods of the instance that come with it, by name.
     brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    #: Of (its new forward, the adapter): the method that calls the module, see `hfpatch.swap`.
+    direct: Callable[[Forward, Forward], Forward] | None = None
     #: Of a norm or an activation: what it computes, and the names of its weight and bias.
     leaf: tuple[Formula, str | None, str | None] | None = None
     #: Of a gated MLP: its activation, which it bypasses, and what that computes.
@@ -143,7 +146,17 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
         entry,
         leaf=_leaf(subject, formula),
         act=_act(subject, formula),
+        direct=_direct(subject, proof.kernels[0]),
     )
+
+
+def _direct(subject: Subject, kernel: Kernel) -> Callable[[Forward, Forward], Forward] | None:
+    """What calls a norm past `Module._call_impl`, where its kernel's package can do that."""
+    made = getattr(kernel.calls, "direct", None)
+    if made is None or not isinstance(subject, NormSubject):
+        return None
+    call = made()
+    return lambda forward, adapter: direct_call(call, quick_of(adapter), forward)
 
 
 def _act(subject: Subject, formula: Formula) -> tuple[nn.Module, Formula] | None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hfpatch import packing
+from hfpatch.direct_calls import DIRECT, is_direct
 from hfpatch.errors import PatchError
 from hfpatch.kernelized import kernel_of
 from hfpatch.patches.base import Forward
@@ -224,12 +225,17 @@ for _name, _function in _COMPANIONS.items():
     _function.__name__ = _name  # a pickle holds a method by this name: the class's own, then
 
 #: Attributes of an instance that may be ours, beside its forward: a swap may bring methods.
-_BESIDE = (*_COMPANIONS, "generate")
+_BESIDE = (*_COMPANIONS, "generate", DIRECT)
 
 
 def _is_ours(method: Any) -> bool:
     function = getattr(method, "__func__", None)
-    return adapter_of(method) is not None or function in _COMPANIONS.values() or is_brought(method)
+    return (
+        adapter_of(method) is not None
+        or function in _COMPANIONS.values()
+        or is_brought(method)
+        or is_direct(method)
+    )
 
 
 @dataclass(frozen=True)
@@ -242,6 +248,8 @@ class Fresh:
     packs: Sequence[Sequence[nn.Module]] = ()  # linear layers whose weights shall be one
     #: Methods of the instance that come with it, by name; where somebody set one it stays.
     brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    #: Of (its new forward, the adapter): the method that calls the module past `_call_impl`.
+    direct: Callable[[Forward, Forward], Forward] | None = None
 
 
 def _pack(groups: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[nn.Parameter, ...]]:
@@ -291,6 +299,10 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
         companion.set(types.MethodType(function, module))
     _bring(fresh, done)
     slot.set(types.MethodType(forward, module))
+    direct = Slot(module, DIRECT)
+    if fresh.direct is not None and slot == Slot(module, "forward") and not direct.exists():
+        done.append(_remember(direct))
+        direct.set(types.MethodType(fresh.direct(slot.get(), forward), module))
 
 
 def _bring(fresh: Fresh, done: list[Callable[[], None]]) -> None:

@@ -431,7 +431,7 @@ bool in_order(const DLTensor &x) {
 enum Of { kGuarded, kClass, kForward, kCoded, kCode, kRead, kSettings, kNames, kThere, kInOrder, kOf };
 
 bool negative(PyObject *tensor) {
-  return is_true(Owned(PyObject_CallFunctionObjArgs(torch_.is_neg, tensor, nullptr)));
+  return is_true(Owned(torch_.is_neg(tensor, nullptr)));
 }
 
 // The guarded operator's result; null, perhaps with an exception set: not a call for this way.
@@ -508,6 +508,49 @@ PyObject *of_module(PyObject *, PyObject *arguments) {
     return nullptr;
   }
   return PyCFunction_NewEx(&module_method, arguments, nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------
+// A module's call, past `Module._call_impl` where that would do nothing but call the forward
+
+// Whether no hook would run, and the forward is still the one that was given.
+bool unhooked(PyObject *module, PyObject *forward) {
+  PyObject *cls = reinterpret_cast<PyObject *>(Py_TYPE(module));
+  if (Owned(PyObject_GetAttr(cls, torch_.call_impl)).get() != torch_.module_call_impl) return false;
+  const Owned attributes(PyObject_GetAttr(module, torch_.dict));
+  PyObject *held = attributes.get();
+  if (held == nullptr || !PyDict_Check(held)) return false;
+  if (PyDict_GetItemWithError(held, torch_.forward) != forward) return false;
+  if (PyDict_Contains(held, torch_.call_impl) != 0) return false;
+  const auto none = [](PyObject *dict, PyObject *name) {
+    PyObject *hooks = PyDict_GetItemWithError(dict, name);
+    return hooks != nullptr && PyDict_Check(hooks) && PyDict_Size(hooks) == 0;
+  };
+  for (std::size_t i = 0; i < kHooks; ++i)
+    if (!none(held, torch_.hooks[i]) || !none(torch_.of_modules, torch_.hooks_on_all[i])) return false;
+  return true;
+}
+
+// direct(quick, forward, module, args, kwargs) -> result, or NotImplemented
+PyObject *direct(PyObject *, PyObject *const *given, Py_ssize_t count) {
+  const bool known = count == 5 && PyList_Check(given[0]) && PyTuple_Check(given[3]) &&
+                     PyDict_Check(given[4]);
+  if (!known) {
+    PyErr_SetString(PyExc_TypeError,
+                    "`direct`: expected a list, a forward, a module, a tuple and a dict");
+    return nullptr;
+  }
+  PyObject *module = given[2], *result = nullptr;
+  // held while it runs: a call in another thread may exchange it
+  const Owned quick(PySequence_GetItem(given[0], 0));
+  if (quick.get() != nullptr && PyCFunction_Check(quick.get()) &&
+      PyCFunction_GetFunction(quick.get()) == module_method.ml_meth && PyTuple_Size(given[3]) == 1 &&
+      PyDict_Size(given[4]) == 0 && unhooked(module, given[1]))
+    result = call_unchanged(PyCFunction_GetSelf(quick.get()), module, PyTuple_GetItem(given[3], 0));
+  if (result != nullptr) return result;
+  if (PyErr_Occurred() != nullptr) PyErr_Clear();
+  Py_INCREF(Py_NotImplemented);
+  return Py_NotImplemented;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -657,27 +700,42 @@ PyObject *count_steps(PyObject *, PyObject *arguments) {
   return PyBool_FromLong(known);
 }
 
+// `is_neg` of a new tensor: a builtin without arguments, whose function is that of all tensors; null
+// where this torch has it otherwise.
+PyObject *is_neg_of(PyObject *tensor) {
+  const Owned made(PyObject_CallObject(tensor, nullptr));
+  Owned method(made.get() != nullptr ? PyObject_GetAttrString(made.get(), "is_neg") : nullptr);
+  const bool known = method.get() != nullptr && PyCFunction_Check(method.get()) &&
+                     PyCFunction_GetFlags(method.get()) == METH_NOARGS &&
+                     PyCFunction_GetSelf(method.get()) == made.get();
+  return known ? method.release() : nullptr;
+}
+
 // setup(exchange_api, Tensor, Parameter, new_empty_strided, empty_cpu, empty_cuda,
 //       (float32, float16, bfloat16), listeners, _is_any_autocast_enabled, is_autocast_enabled,
-//       forward_ad.__dict__) -> bool
+//       forward_ad.__dict__, Module._call_impl, torch.nn.modules.module.__dict__) -> bool
 PyObject *setup(PyObject *, PyObject *arguments) {
   Torch given;
-  PyObject *capsule = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOO)O!OOO!", &capsule, &given.tensor, &given.parameter,
+  PyObject *capsule = nullptr, *listeners = nullptr, *autocast_anywhere = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOO)O!OOO!OO!", &capsule, &given.tensor, &given.parameter,
                         &given.new_empty_strided, &given.empty_cpu, &given.empty_cuda,
                         &given.float32, &given.float16, &given.bfloat16, &PyTuple_Type,
-                        &given.listeners, &given.autocast_anywhere, &given.autocast_enabled,
-                        &PyDict_Type, &given.forward_ad))
+                        &listeners, &autocast_anywhere, &given.autocast_enabled,
+                        &PyDict_Type, &given.forward_ad, &given.module_call_impl, &PyDict_Type,
+                        &given.of_modules))
     return nullptr;
   const auto *api =
       static_cast<const ExchangeApi *>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (api == nullptr) return nullptr;
-  const bool known = api->header.major == 1 && api->dltensor_from_py_object_no_sync != nullptr;
+  const Owned is_neg(is_neg_of(given.tensor));
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  const bool known = api->header.major == 1 && api->dltensor_from_py_object_no_sync != nullptr &&
+                     is_neg.get() != nullptr && PyTuple_Size(listeners) <= kMaxListeners;
   if (known && torch_.api == nullptr) {
     for (PyObject *object : {given.tensor, given.parameter, given.new_empty_strided,
                              given.empty_cpu, given.empty_cuda, given.float32, given.float16,
-                             given.bfloat16, given.listeners, given.autocast_anywhere,
-                             given.autocast_enabled, given.forward_ad})
+                             given.bfloat16, given.autocast_enabled, given.forward_ad,
+                             given.module_call_impl, given.of_modules})
       Py_INCREF(object);
     given.current_level = PyUnicode_InternFromString("_current_level");
     given.requires_grad = PyUnicode_InternFromString("requires_grad");
@@ -685,7 +743,16 @@ PyObject *setup(PyObject *, PyObject *arguments) {
     given.code = PyUnicode_InternFromString("__code__");
     given.dict = PyUnicode_InternFromString("__dict__");
     given.parameters = PyUnicode_InternFromString("_parameters");
-    given.is_neg = PyObject_GetAttrString(given.tensor, "is_neg");
+    given.call_impl = PyUnicode_InternFromString("_call_impl");
+    for (std::size_t i = 0; i < kHooks; ++i) {
+      given.hooks[i] = PyUnicode_InternFromString(kHookNames[i]);
+      given.hooks_on_all[i] = PyUnicode_InternFromString(kHookOnAllNames[i]);
+    }
+    given.is_neg = PyCFunction_GetFunction(is_neg.get());
+    given.autocast_anywhere.take(autocast_anywhere);
+    for (; given.listeners_count < PyTuple_Size(listeners); ++given.listeners_count)
+      given.listeners[given.listeners_count].take(
+          PyTuple_GetItem(listeners, given.listeners_count));
     if (PyErr_Occurred() != nullptr) return nullptr;
     given.api = api;
     torch_ = given;
@@ -700,6 +767,8 @@ PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS, "bind(name, into, codes, operator) -> callable or None"},
     {"guard", guard, METH_VARARGS, "guard(bound, *tensors) -> callable or None"},
     {"of_module", of_module, METH_VARARGS, "of_module(guarded, ...) -> callable of (module, x)"},
+    {"direct", fastcall(direct), METH_FASTCALL,
+     "direct(quick, forward, module, args, kwargs) -> result, or NotImplemented"},
     {"setup", setup, METH_VARARGS, "setup(exchange_api, ...) -> whether this torch is known"},
     {nullptr, nullptr, 0, nullptr}};
 

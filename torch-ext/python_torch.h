@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <utility>
 
 #include "calls.h"
@@ -35,6 +36,44 @@ struct ExchangeApi {
   void *current_work_stream;
 };
 
+// A function of nothing. Most of torch's are built in: they are entered where Python's call would
+// enter them, which is most of what such a call takes.
+class Question {
+ public:
+  void take(PyObject *callable) {
+    Py_INCREF(callable);
+    callable_ = callable;
+    if (!PyCFunction_Check(callable)) return;
+    const PyCFunction entry = PyCFunction_GetFunction(callable);
+    const int flags = PyCFunction_GetFlags(callable);
+    if (flags == METH_NOARGS) plain_ = entry;
+    if (flags == (kFastcall | METH_KEYWORDS))
+      fast_ = reinterpret_cast<Fast>(reinterpret_cast<void (*)()>(entry));
+  }
+  PyObject *ask() const {
+    if (plain_ != nullptr) return plain_(PyCFunction_GetSelf(callable_), nullptr);
+    if (fast_ != nullptr) return fast_(PyCFunction_GetSelf(callable_), nullptr, 0, nullptr);
+    return PyObject_CallObject(callable_, nullptr);
+  }
+
+ private:
+  static constexpr int kFastcall = 0x80;  // METH_FASTCALL, in the stable ABI from 3.10
+  using Fast = PyObject *(*)(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
+  PyObject *callable_ = nullptr;
+  PyCFunction plain_ = nullptr;
+  Fast fast_ = nullptr;
+};
+
+constexpr Py_ssize_t kMaxListeners = 8;
+
+// The hooks that `Module._call_impl` looks at: a module's, and those on all modules.
+constexpr const char *kHookNames[] = {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks",
+                                      "_forward_pre_hooks"};
+constexpr const char *kHookOnAllNames[] = {"_global_backward_hooks", "_global_backward_pre_hooks",
+                                           "_global_forward_hooks", "_global_forward_pre_hooks"};
+constexpr std::size_t kHooks = std::size(kHookNames);
+static_assert(std::size(kHookOnAllNames) == kHooks);
+
 // What `setup` was given; the references live as long as the process.
 struct Torch {
   const ExchangeApi *api = nullptr;
@@ -43,12 +82,17 @@ struct Torch {
   // Of (shape, strides, dtype), past the dispatcher: on the CPU, on the current CUDA device; or None.
   PyObject *empty_cpu = nullptr, *empty_cuda = nullptr;
   PyObject *float32 = nullptr, *float16 = nullptr, *bfloat16 = nullptr;  // dtypes
-  PyObject *listeners = nullptr;  // tuple of functions: true while something listens to operators
-  PyObject *autocast_anywhere = nullptr, *autocast_enabled = nullptr;
+  Question listeners[kMaxListeners];  // true while something listens to operators
+  Py_ssize_t listeners_count = 0;
+  Question autocast_anywhere;
+  PyObject *autocast_enabled = nullptr;
   PyObject *forward_ad = nullptr;  // dict of the module: `_current_level` >= 0 in a dual level
   PyObject *current_level = nullptr, *requires_grad = nullptr;  // names of attributes
   PyObject *forward = nullptr, *code = nullptr, *dict = nullptr, *parameters = nullptr;
-  PyObject *is_neg = nullptr;  // `Tensor.is_neg`, a function of a tensor
+  PyObject *call_impl = nullptr, *hooks[kHooks] = {}, *hooks_on_all[kHooks] = {};
+  PyObject *module_call_impl = nullptr;  // the function that `torch.nn.Module` has
+  PyObject *of_modules = nullptr;        // dict of its file, where hooks on all modules are
+  PyCFunction is_neg = nullptr;  // `Tensor.is_neg`, entered as a method without arguments
 };
 
 Torch torch_;
@@ -79,10 +123,8 @@ bool is_true(const Owned &answer) {  // an error counts as true
 
 // Whether nobody would miss the operator.
 bool unheard() {
-  const Py_ssize_t count = PyTuple_Size(torch_.listeners);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (is_true(Owned(PyObject_CallObject(PyTuple_GetItem(torch_.listeners, i), nullptr))))
-      return false;
+  for (Py_ssize_t i = 0; i < torch_.listeners_count; ++i) {
+    if (is_true(Owned(torch_.listeners[i].ask()))) return false;
   }
   return true;
 }
@@ -92,7 +134,7 @@ bool differentiated(PyObject *const *args, Py_ssize_t count, PyObject *device) {
   PyObject *level = PyDict_GetItemWithError(torch_.forward_ad, torch_.current_level);
   if (level == nullptr || PyLong_AsLong(level) >= 0) return true;
   // The first is quicker, and most often says it all.
-  if (is_true(Owned(PyObject_CallObject(torch_.autocast_anywhere, nullptr))) &&
+  if (is_true(Owned(torch_.autocast_anywhere.ask())) &&
       is_true(Owned(PyObject_CallObject(torch_.autocast_enabled, device))))
     return true;
   if (!aoti_torch_grad_mode_is_enabled()) return false;

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hfpatch.announce import warn_in_call
+from hfpatch.direct_calls import has_own_call
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import upstream
@@ -575,7 +576,7 @@ class Surrounded:
                     if not is_installed(forward):
                         return None
                     found.append(Same(forward))
-                if "_call_impl" in d:
+                if has_own_call(d):
                     return None
             for attribute in held:
                 value = d.get(attribute)

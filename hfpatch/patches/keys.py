@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.direct_calls import DIRECT
+
 Tensor = torch.Tensor
 
 #: Values that are their own key.
@@ -34,6 +36,7 @@ OWNED_BY_WRAPPERS = frozenset(
     {
         *("forward", "_old_forward", "_hf_hook", "_diffusers_hook"),
         *("_replicate_for_data_parallel", "__getstate__"),  # see `hfpatch.swap`
+        DIRECT,
     }
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.direct_calls import has_own_call
 from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import (
     BLANK_NAMES,
@@ -290,8 +291,7 @@ def same_parts(
                         or d["_backward_hooks"]
                         or d["_backward_pre_hooks"]
                         or (("forward" in d or "_hf_hook" in d) and is_replaced(module))
-                        or "_call_impl" in d
-                        or d.get("_compiled_call_impl") is not None
+                        or has_own_call(d)
                         or ("_diffusers_hook" in d and has_diffusers_hook(d))
                     ):
                         return False
@@ -400,8 +400,7 @@ def is_hooked(module: nn.Module) -> bool:
     """Whether calling `module` would run somebody's hook, or call of their own."""
     d = module.__dict__
     return bool(
-        "_call_impl" in d
-        or d.get("_compiled_call_impl") is not None  # `module.compile()`, or of somebody's own
+        has_own_call(d)
         or d.get("_forward_hooks")
         or d.get("_forward_pre_hooks")
         or d.get("_backward_hooks")

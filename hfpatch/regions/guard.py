@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.direct_calls import has_own_call
 from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import names_read
 from hfpatch.patches.library import called_by_forward, reached
@@ -53,6 +54,7 @@ def guard(
     scope: dict[str, Any] = {
         "class_of": class_of, "is_ours": is_bound, "has_hook": has_diffusers_hook,
         "is_idle": is_idle, "otherwise": calls_otherwise,
+        "has_own_call": has_own_call,
     }  # fmt: skip
     lines: list[str] = []
     order = sorted(modules, key=lambda p: (p.count(".") + bool(p), p))
@@ -124,7 +126,7 @@ def _checks(
         scope[f"o{i}"] = own = coded(cls.forward)
         scope[f"k{i}"] = own.__code__
         yield f"if o{i}.__code__ is not k{i} or otherwise(c{i}): return False"
-        yield f"if '_call_impl' in d{i}: return False"
+        yield f"if has_own_call(d{i}): return False"
         yield f"if ({hooks}) and not is_idle(m{i}): return False"
         yield f"if 'forward' in d{i} and not is_ours(m{i}, d{i}['forward']): return False"
         yield f"if '_hf_hook' in d{i}: return False"

@@ -84,6 +84,21 @@ def of_module(
     return result
 
 
+def direct() -> Callable[..., Any]:
+    """What calls a module by what `of_module` returned: of (quick, forward, module, args, kwargs).
+
+    It returns NotImplemented where it is no call for that: where ``Module._call_impl`` would do
+    more than to call the forward (a hook on the module or on all modules), where the module's class
+    has another ``_call_impl``, where its forward is no longer ``forward``, and where what
+    `of_module` returned says so.
+
+    Its arguments: ``quick``, a list of one, what `of_module` returned or None; ``forward``, what
+    stands by that name in the module's ``__dict__``; the module, and the call's two containers.
+    """
+    result: Callable[..., Any] = _extension.direct
+    return result
+
+
 def over_lists(name: str, *arguments: Any) -> Optional[bool]:
     """Call an operator over lists of tensors, without autograd and past the dispatcher.
 
@@ -175,6 +190,8 @@ def _load() -> Any:
             torch._C._is_any_autocast_enabled,
             torch.is_autocast_enabled,
             vars(torch.autograd.forward_ad),
+            torch.nn.Module._call_impl,
+            vars(torch.nn.modules.module),
         )
     except (ImportError, AttributeError):  # built without Python's headers; another torch
         return None
