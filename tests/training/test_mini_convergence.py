@@ -139,12 +139,12 @@ def often(*names: str) -> list[Any]:
     return [pytest.param(n, marks=() if n in names else pytest.mark.exhaustive) for n in MINIS]
 
 
-@pytest.mark.parametrize("name", often("llama3", "qwen3", "gemma2", "olmo2", "mixtral", "granite3"))
+@pytest.mark.parametrize("name", often("llama3", "gemma2", "granite3"))
 def test_mini_models_an_eighth_as_wide(name: str) -> None:
     compare(name, 8, torch.float32, 2, 32)
 
 
-@pytest.mark.parametrize("name", often("llama3", "gemma2"))
+@pytest.mark.parametrize("name", often("gemma2"))
 def test_mini_models_an_eighth_as_wide_in_bf16(name: str) -> None:
     compare(name, 8, torch.bfloat16, 2, 32)
 
