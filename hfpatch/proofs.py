@@ -153,9 +153,9 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
 def _direct(subject: Subject, kernel: Kernel) -> Callable[[Forward, Forward], Forward] | None:
     """What calls a norm past `Module._call_impl`, where its kernel's package can do that."""
     made = getattr(kernel.calls, "direct", None)
-    if made is None or not isinstance(subject, NormSubject):
+    call = made() if made is not None and isinstance(subject, NormSubject) else None
+    if call is None:
         return None
-    call = made()
     return lambda forward, adapter: direct_call(call, quick_of(adapter), forward)
 
 

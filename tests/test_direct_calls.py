@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import subprocess
 import sys
 import threading
 import warnings
@@ -312,3 +314,38 @@ def test_threads(model: nn.Module) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("first", "variable"),
+    [
+        ("", {"HFPATCH_PYTHON_CALLS": "0"}),  # as a build without Python's headers
+        (
+            "own = nn.Module._call_impl\n"
+            "def call(self, *a, **k):\n"
+            "    y = own(self, *a, **k)\n"
+            "    return y * 2 if isinstance(self, nn.LayerNorm) else y\n"
+            "nn.Module._call_impl = call\n",
+            {},
+        ),
+    ],
+    ids=["no-calls-in-c", "a-tool-was-first"],
+)
+def test_in_another_process(first: str, variable: dict[str, str]) -> None:
+    code = f"""
+import copy, torch
+from torch import nn
+{first}
+import hfpatch
+model = nn.Sequential(nn.LayerNorm(16))
+twin = copy.deepcopy(model)
+assert len(hfpatch.apply(model).swaps) == 1
+assert "_compiled_call_impl" not in model[0].__dict__
+with torch.no_grad():
+    for _ in range(3):
+        torch.testing.assert_close(model(torch.ones(2, 16)), twin(torch.ones(2, 16)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | variable, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

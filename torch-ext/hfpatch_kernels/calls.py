@@ -84,8 +84,9 @@ def of_module(
     return result
 
 
-def direct() -> Callable[..., Any]:
+def direct() -> Optional[Callable[..., Any]]:
     """What calls a module by what `of_module` returned: of (quick, forward, module, args, kwargs).
+    None if this build has none of this, or torch's ``Module._call_impl`` was replaced before.
 
     It returns NotImplemented where it is no call for that: where ``Module._call_impl`` would do
     more than to call the forward (a hook on the module or on all modules), where the module's class
@@ -95,6 +96,8 @@ def direct() -> Callable[..., Any]:
     Its arguments: ``quick``, a list of one, what `of_module` returned or None; ``forward``, what
     stands by that name in the module's ``__dict__``; the module, and the call's two containers.
     """
+    if _extension is None or _call_impl() is None:
+        return None
     result: Callable[..., Any] = _extension.direct
     return result
 
@@ -159,6 +162,14 @@ def _allocators() -> tuple[Any, Any]:
     return (cpu, cuda) if known else (None, None)
 
 
+def _call_impl() -> Optional[Callable[..., Any]]:
+    """torch's own ``Module._call_impl``; None where a tool put another one there."""
+    found = torch.nn.Module._call_impl
+    file = torch.nn.modules.module.__file__
+    own = getattr(getattr(found, "__code__", None), "co_filename", None)
+    return found if own == file else None
+
+
 def _load() -> Any:
     if os.environ.get("HFPATCH_PYTHON_CALLS", "1") == "0":
         return None
@@ -190,7 +201,7 @@ def _load() -> Any:
             torch._C._is_any_autocast_enabled,
             torch.is_autocast_enabled,
             vars(torch.autograd.forward_ad),
-            torch.nn.Module._call_impl,
+            _call_impl(),
             vars(torch.nn.modules.module),
         )
     except (ImportError, AttributeError):  # built without Python's headers; another torch
