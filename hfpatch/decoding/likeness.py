@@ -13,6 +13,7 @@ from torch import nn
 from hfpatch import swap
 from hfpatch.decoding.replica import NoReplica, of_steps
 from hfpatch.decoding.rules import Unexplained
+from hfpatch.direct_calls import has_own_call
 from hfpatch.patches.base import class_of
 from hfpatch.patches.keys import (
     BLANK_NAMES,
@@ -149,6 +150,8 @@ def what_wraps(module: nn.Module, *, root: bool = False) -> str | None:
         return "has a forward that somebody put around ours"
     if "_call_impl" in module.__dict__:
         return "has a `_call_impl` of its own"
+    if not root and has_own_call(module.__dict__):
+        return "is called by what `Module.compile`, or somebody, put on it"
     if not root and is_hooked(module) and not only_captures(module):
         return "has hooks"
     d = module.__dict__

@@ -138,7 +138,7 @@ def _decide(
 
     def make() -> Any:
         step.keep(root, described, choice)
-        return step.adapter(type(root).forward, choice)
+        return step.adapter(None, choice)
 
     def over(forward: Any) -> Any:
         step.keep(root, described, choice)

@@ -15,11 +15,12 @@ from torch import nn
 
 from hfpatch.decoding.likeness import what_wraps
 from hfpatch.decoding.surroundings import Surroundings
+from hfpatch.direct_calls import DIRECT
 from hfpatch.patches.unchanged import settings_of
 
 _DATA_PTR = torch.Tensor.data_ptr
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_FORWARD = operator.itemgetter("forward")
+_FORWARD, _DIRECT = operator.itemgetter("forward"), operator.itemgetter(DIRECT)
 
 
 class Watch:
@@ -39,6 +40,7 @@ class Watch:
         self._ids = list(map(id, _values(self._holders)))
         self._tensors = [t for t in _values(self._holders) if t is not None]
         self._addresses = list(map(_DATA_PTR, self._tensors))
+        self._layouts = list(map(_layout_of, self._tensors))
         self._hooks = [d[name] for d in self._dicts for name in _HOOKS]
         self._note_wrappers()
         modules = (*inside, model)
@@ -71,9 +73,14 @@ class Watch:
         return None
 
     def changed(self, model: nn.Module) -> bool:
-        """Whether a setting, a class's code or what that finds by name is another than it was, or
-        a buffer was written to, of which a description may hold a copy. Slower: once a sequence."""
+        """Whether a setting, a class's code or what that finds by name is another than it was, a
+        buffer was written to, of which a description may hold a copy, or a tensor is another view
+        of its memory. Slower: once a sequence."""
         modules = (*self._inside, model)
+        if list(map(_layout_of, self._tensors)) != self._layouts:
+            return True
+        if not model.__dict__.keys().isdisjoint(model._modules):  # an attribute hides a child
+            return True
         if list(map(_class_of, modules)) != self._classes:
             return True
         if list(map(id, _held_by(modules))) != self._held_ids:
@@ -93,22 +100,28 @@ class Watch:
         return any(d["training"] for d in self._dicts)
 
     def _wrappers(self) -> tuple[int, list[int], list[int]]:
-        """How many hooks and attributes there are, and the forwards of instances: a new one is a
-        new attribute."""
+        """How many hooks and attributes there are, and the forwards and calls of instances: a new
+        one is a new attribute."""
         try:
             forwards = list(map(id, map(_FORWARD, self._with_forward)))
+            forwards += map(id, map(_DIRECT, self._with_call))
         except KeyError:  # one was deleted
             forwards = []
         return sum(map(len, self._hooks)), list(map(len, self._dicts)), forwards
 
     def _note_wrappers(self) -> None:
         self._with_forward = [d for d in self._dicts if "forward" in d]
+        self._with_call = [d for d in self._dicts if DIRECT in d]
         self._known_wrappers = self._wrappers()
 
 
 def _class_of(module: nn.Module) -> tuple[Any, ...]:
     cls: Any = type(module)
     return cls, cls.forward, getattr(cls.forward, "__code__", None), cls.__call__, cls._call_impl
+
+
+def _layout_of(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride() if t.layout is torch.strided else t.layout, t.dtype
 
 
 _CONTAINERS = operator.itemgetter("_modules", "_parameters", "_buffers", *_HOOKS)
