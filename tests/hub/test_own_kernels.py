@@ -73,7 +73,7 @@ def build(project: Path, backends: Sequence[str]) -> tuple[list[str], Path]:
 @pytest.mark.skipif(
     torch.cuda.is_available() and not (has_nvcc or brought), reason="a GPU, and no nvcc"
 )
-@pytest.mark.parametrize("share", [40, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("share", [160, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_published_kernels_pass_the_same_tests(
     share: int, hub: HubServer, tmp_path: Path
 ) -> None:

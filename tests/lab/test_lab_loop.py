@@ -205,6 +205,7 @@ def test_a_fused_block(commands: Commands, tmp_path: Path, kernels_module: objec
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_kernel_project(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
