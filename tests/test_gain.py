@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.recordings import MODELS, ids
-from torch import Tensor
+from torch import Tensor, nn
 
 import hfpatch
 from hfpatch import gain
@@ -143,6 +143,41 @@ def test_copies_and_restore() -> None:
     hfpatch.apply(model, decoding=False)
     run(model, given)
     assert not hfpatch.status(model).plan.times
+
+
+@pytest.mark.parametrize("of", ["module", "class"])
+@pytest.mark.parametrize("calls", [0, 1, 30], ids=["before", "while it is timed", "decided"])
+@pytest.mark.parametrize("slow", [0, 1], ids=["original", "patched"])
+@torch.no_grad()
+def test_the_class_counts_that_it_has_when_called(
+    monkeypatch: pytest.MonkeyPatch, slow: int, calls: int, of: str
+) -> None:
+    class Norm(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    class Twice(Norm):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    def twice(self: nn.LayerNorm, input: Tensor) -> Tensor:
+        return 2 * nn.LayerNorm.forward(self, input)
+
+    model = nn.Sequential(Norm(64)).eval().requires_grad_(False)
+    given = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    expected = 2 * model(given)
+    went = slowed(monkeypatch, slow, 0.002)
+    assert len(hfpatch.apply(model, gain="time").plan.swaps) == 1
+    for _ in range(calls):
+        model(given)
+    if calls == 30:
+        assert went[-1] == 1 - slow, "the faster one is kept"
+    if of == "module":
+        model[0].__class__ = Twice
+    else:
+        monkeypatch.setattr(Norm, "forward", twice)
+    for _ in range(3):
+        torch.testing.assert_close(model(given), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bad_arguments() -> None:
