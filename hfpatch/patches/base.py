@@ -267,6 +267,12 @@ def _has_foreign_mode() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a type of device: never for one that it does not know ("meta"),
+    where `torch.is_autocast_enabled` raises."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 class _Codeless:
     """Stands for a forward that is no Python function, whose code nobody can exchange."""
 

@@ -18,7 +18,16 @@ from torch.nn import functional as F
 from hfpatch.deferred_logits import DeferredLogits
 from hfpatch.head_loss import refusal
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Family, Forward, Subject, Tensor, coded, plain, watched
+from hfpatch.patches.base import (
+    Family,
+    Forward,
+    Subject,
+    Tensor,
+    autocasts,
+    coded,
+    plain,
+    watched,
+)
 from hfpatch.patches.recall import RecallSubject
 
 if TYPE_CHECKING:
@@ -110,7 +119,7 @@ def _deferring(original: Forward) -> Forward:
             weight, bias = self.weight, self.bias
             x = input
             kind = x.device.type
-            if torch.is_autocast_enabled(kind) and x.dtype.is_floating_point:
+            if autocasts(kind) and x.dtype.is_floating_point:
                 x = x.to(torch.get_autocast_dtype(kind))
             wide_weight = weight.dtype == torch.float32 and x.dtype in KERNEL_DTYPES
             if (

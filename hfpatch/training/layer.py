@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from hfpatch.announce import announce_in_call
 from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
-from hfpatch.patches.base import Forward, class_of, coded, plain, watched
+from hfpatch.patches.base import Forward, autocasts, class_of, coded, plain, watched
 from hfpatch.patches.tables import hold_twice
 from hfpatch.patches.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
@@ -143,7 +143,7 @@ def _parts_of(module: nn.Module, x: Tensor) -> _Product | None:
     found = lora.adapted(module)
     if found is None or not _is_plain_product(found.base, x):
         return None
-    casts = torch.is_autocast_enabled(x.device.type)
+    casts = autocasts(x.device.type)
     for t in (found.a, found.b):
         if t.device != x.device or not (t.dtype == x.dtype or (casts and t.dtype == torch.float32)):
             return None
@@ -461,7 +461,7 @@ def _cached(
 def _computed_in(x: Tensor) -> torch.dtype:
     """What products of `x` are computed in."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(kind) if autocasts(kind) else x.dtype
 
 
 def _kept(made: Tensor, make: Callable[[], Tensor], of: Sequence[Tensor | None]) -> Any:
@@ -604,7 +604,7 @@ def _serves(x: Any, proven: Proven) -> bool:
     if x.is_inference() and torch.is_grad_enabled():  # autograd may not save it
         return False
     kind = x.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    autocast = torch.get_autocast_dtype(kind) if autocasts(kind) else None
     return (
         (kind, x.dtype, autocast) in proven
         and not watched()

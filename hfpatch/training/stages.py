@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfpatch.patches.base import only_by_operators
+from hfpatch.patches.base import autocasts, only_by_operators
 from hfpatch.sources import local_package
 
 _CAST_NONE, _CAST_INPUT = 0, 1
@@ -88,7 +88,7 @@ def _ops() -> Any:
 
 def _without_autocast(device: str) -> Any:
     """The casts are in the stages."""
-    if torch.is_autocast_enabled(device):
+    if autocasts(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 

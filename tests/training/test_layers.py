@@ -630,3 +630,20 @@ def test_a_mask_that_says_more_than_the_positions_is_used() -> None:
     ours = gradients(model, **inputs)
     hfpatch.restore(model)
     assert_equal(ours, gradients(model, **inputs))
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_the_meta_device(autocast: bool, labels: bool) -> None:
+    """Which autocast does not know: `torch.is_autocast_enabled("meta")` raises."""
+    model, ids = build(), batch().to("meta")
+    reference = copy.deepcopy(model).to("meta")
+    assert layers_of(hfpatch.apply(model, mode="training")) > 0
+    model.to("meta")
+    inputs = {"input_ids": ids, **({"labels": ids} if labels else {})}
+    for records in (True, False):
+        with torch.set_grad_enabled(records), torch.autocast("cpu", enabled=autocast):
+            ours, theirs = model(**inputs), reference(**inputs)
+        assert ours.logits.device.type == "meta"
+        assert (ours.logits.shape, ours.logits.dtype) == (theirs.logits.shape, theirs.logits.dtype)
+        assert not labels or ours.loss.shape == theirs.loss.shape
