@@ -85,7 +85,7 @@ def what_was_lost(
             return []  # its blocks are proven at their first call
         if any(isinstance(root, jit.ScriptModule) for _, root in roots):
             why = "it is a ScriptModule, whose forwards cannot be replaced; patch the model that "
-            why += "it was made from, before torch.jit"
+            why += "it was made from, and call that: torch.jit keeps no kernels"
         elif included:
             said = [n for n in decided.notes if "`include`" in n]
             why = "`include` selects no module that hfpatch has a kernel for"
