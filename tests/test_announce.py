@@ -57,7 +57,7 @@ def test_a_build_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> object:
         raise KernelLoadError("the local kernel build is damaged. Rebuild it")
 
-    monkeypatch.setattr(sources, "local_package", broken)
+    monkeypatch.setattr(sources, "_load_local", broken)
     model = zoo.ENTRIES["llama"].build()
     (text,) = said(lambda: hfpatch.apply(model))
     assert text.startswith("the local kernel build is damaged. Rebuild it")

@@ -76,7 +76,7 @@ def test_the_kernel_build_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(*args: object) -> object:
         raise KernelLoadError("the local kernel build is damaged")
 
-    monkeypatch.setattr(sources, "local_package", broken)
+    monkeypatch.setattr(sources, "_load_local", broken)
     original = Original("llama")
     report = hfpatch.apply(original.model)
     assert all(s.source == "torch" for s in report.swaps)

@@ -27,7 +27,7 @@ def no_build(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise KernelLoadError("no compiled kernels in this installation")
 
-    monkeypatch.setattr(sources, "local_package", refuse)
+    monkeypatch.setattr(sources, "_load_local", refuse)
     monkeypatch.setattr(functional, "_warned", set())
     monkeypatch.delenv("HFPATCH_FALLBACK", raising=False)
 
