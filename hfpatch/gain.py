@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import Forward, Tensor, class_of, watched
+from hfpatch.patches.base import Forward, Tensor, class_of, forward_of_class, watched
 from hfpatch.patches.blocks.memo import for_a_graph
 from hfpatch.plan import Candidate, Timed
 from hfpatch.proofs import Prepared, stands_for
@@ -95,7 +95,7 @@ class Table:
 
     def _make(self, make: Callable[[], Forward], module: nn.Module, kind: _Kind) -> Forward:
         patched = make()
-        forward = _adapter(_of_class, patched, kind, self)
+        forward = _adapter(forward_of_class, patched, kind, self)
         stands_for(forward, patched)
         return forward
 
@@ -152,11 +152,6 @@ class _Now(threading.local):
 
 
 _now = _Now()
-
-
-def _of_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The original forward: that of the class which the module has now, as the class has it now."""
-    return type(self).forward(self, *args, **kwargs)
 
 
 def _adapter(original: Forward, patched: Forward, kind: _Kind, table: Table) -> Forward:

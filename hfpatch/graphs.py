@@ -40,7 +40,7 @@ from hfpatch.graph_keys import (
     rebuild_call,
 )
 from hfpatch.host_reads import Answers, Rehearsal, Replayed
-from hfpatch.patches.base import Forward, Tensor, watched
+from hfpatch.patches.base import Forward, Tensor, forward_of_class, watched
 from hfpatch.patches.blocks.memo import Capture, read_by, rehearsal
 from hfpatch.plan import Swap, Timed
 from hfpatch.proofs import Prepared
@@ -680,7 +680,7 @@ def prepare(
                 f"CUDA graphs: not for `{class_name}`: {foreign or 'it is a fused block itself'}"
             )
             continue
-        make = partial(adapter, type(root).forward, limit, auto)
+        make = partial(adapter, forward_of_class, limit, auto)
         title = "a CUDA graph per kind of call"
         if auto:
             title += ", where it is faster"

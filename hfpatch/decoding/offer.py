@@ -12,7 +12,7 @@ from hfpatch.decoding.kept import Choice
 from hfpatch.decoding.layer import describe, is_candidate
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.ops import OPS
-from hfpatch.patches.base import class_of
+from hfpatch.patches.base import class_of, forward_of_class
 from hfpatch.plan import Skip, Swap
 from hfpatch.proofs import Prepared
 from hfpatch.settings import Settings, matches
@@ -138,7 +138,7 @@ def _decide(
 
     def make() -> Any:
         step.keep(root, described, choice)
-        return step.adapter(None, choice)
+        return step.adapter(forward_of_class, choice)
 
     def over(forward: Any) -> Any:
         step.keep(root, described, choice)

@@ -550,12 +550,11 @@ def unsupported(model: Any) -> str | None:
     return engine.unsupported(model, 1)
 
 
-def adapter(around: Forward | None, choice: Choice) -> Forward:
+def adapter(original: Forward, choice: Choice) -> Forward:
     """The forward that replaces a model's own: the steps that were asked for by an engine, all else
-    by `around`, or by the class's own where that is None."""
+    by `original`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original = type(self).forward if around is None else around
         if is_compiling():
             return original(self, *args, **kwargs)
         held = decoders.get(self)

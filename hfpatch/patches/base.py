@@ -285,6 +285,11 @@ def coded(forward: Any) -> Any:
     return forward if isinstance(forward, types.FunctionType) else _Codeless
 
 
+def forward_of_class(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The original forward: that of the class which the module has now, as the class has it now."""
+    return type(self).forward(self, *args, **kwargs)
+
+
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The module's class as it was written: `fully_shard` puts one of its own before it.
 
