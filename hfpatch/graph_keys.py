@@ -19,6 +19,7 @@ from torch import nn
 
 from hfpatch import graph_caches
 from hfpatch.config import attention_choice
+from hfpatch.direct_calls import DIRECT
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.unchanged import has_diffusers_hook
 from hfpatch.regions.listening import is_idle
@@ -201,14 +202,16 @@ class Watch:
         return [
             addresses,  # ADDRESSES
             list(map(_DTYPE, tensors)),
+            list(map(_SHAPE, tensors)),  # with the strides: another view of the same memory
+            list(map(torch.Tensor.stride, tensors)),
             [d["training"] for d in dicts],
             [_read(d, get) for d, get in self._plain],
             [repr(d.get(name)) for d, name in self._lists],
             list(map(len, inside)),  # a setting that was not there, such as FreeU's
             _plain_of(model),
             _plain_of(model.__dict__.get("config")),
-            list(map(type, self._inside)),
-            [_identity(d.get("forward")) for d in inside],
+            [type(model), type(model).forward, *map(type, self._inside)],
+            [_identity(d.get(name)) for d in inside for name in ("forward", DIRECT)],
             [(id(p), getattr(p, "_attention_backend", None), _state_of(p)) for p in processors],
             [repr([d.get(name) for name in _ADAPTER_STATE]) for d in dicts if "scaling" in d],
         ]
@@ -266,6 +269,7 @@ def _state_of(processor: Any) -> Any:
 #: The place of the addresses in a signature.
 ADDRESSES = 0
 _IS_CUDA, _DTYPE = operator.attrgetter("is_cuda"), operator.attrgetter("dtype")
+_SHAPE = operator.attrgetter("shape")
 _DATA_PTR = operator.methodcaller("data_ptr")
 
 

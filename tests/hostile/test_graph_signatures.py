@@ -10,6 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+import hfpatch
 from hfpatch import graph_keys
 
 
@@ -82,6 +83,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a configuration": lambda m: setattr(m.config, "window", 4),
     "a forward": lambda m: setattr(m.layer, "forward", lambda x: x),
     "a class": lambda m: setattr(m.layer, "__class__", type("Layer", (Layer,), {})),
+    "a class of the model": lambda m: setattr(m, "__class__", type("Model", (Model,), {})),
+    "a call": lambda m: setattr(m.layer, "_compiled_call_impl", lambda x: x),
+    "a weight's data, transposed": lambda m: setattr(
+        m.layer.linear.weight, "data", m.layer.linear.weight.data.T
+    ),
+    "a weight's data, narrower": lambda m: setattr(
+        m.layer.linear.weight, "data", m.layer.linear.weight.data[:2]
+    ),
     "training": lambda m: m.layer.train(),
     "a weight": lambda m: setattr(m.layer.linear, "weight", nn.Parameter(torch.ones(4, 4))),
     "a dtype": lambda m: m.double(),
@@ -95,6 +104,24 @@ def test_a_change_is_another_signature(what: str) -> None:
     before = watch.signature(model)
     assert watch.signature(model) == before
     CHANGES[what](model)
+    assert watch.signature(model) != before
+
+
+def test_another_call_of_a_patched_norm() -> None:
+    """It has one of ours already: no more attributes than before."""
+    model = Model().eval()
+    hfpatch.apply(model)
+    watch = graph_keys.Watch(model)
+    before = watch.signature(model)
+    model.layer.norm._compiled_call_impl = lambda x: x
+    assert watch.signature(model) != before
+
+
+def test_a_forward_of_the_models_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model().eval()
+    watch = graph_keys.Watch(model)
+    before = watch.signature(model)
+    monkeypatch.setattr(Model, "forward", lambda self, x: x)
     assert watch.signature(model) != before
 
 
