@@ -16,6 +16,9 @@ from torch.compiler import is_dynamo_compiling
 #: The attribute's name.
 DIRECT = "_compiled_call_impl"
 _MARK = "__hfpatch_direct__"
+#: Of (a module's new forward, bound; its adapter): the method to put there; None where that would
+#: take no call.
+Direct = Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any] | None]
 
 
 def direct_call(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch import packing, probe
-from hfpatch.direct_calls import direct_call
+from hfpatch.direct_calls import Direct, direct_call
 from hfpatch.foreign import battery, reads
 from hfpatch.ops import OPS
 from hfpatch.patches.activations import ActivationSubject
@@ -47,8 +47,7 @@ class Prepared:
     over: Callable[[Forward], Forward] | None = None
     #: Methods of the instance that come with it, by name.
     brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    #: Of (its new forward, the adapter): the method that calls the module, see `hfpatch.swap`.
-    direct: Callable[[Forward, Forward], Forward] | None = None
+    direct: Direct | None = None
     #: Of a norm or an activation: what it computes, and the names of its weight and bias.
     leaf: tuple[Formula, str | None, str | None] | None = None
     #: Of a gated MLP: its activation, which it bypasses, and what that computes.
@@ -150,13 +149,18 @@ def prepare(site: Site, family: Family, subject: Subject, settings: Settings) ->
     )
 
 
-def _direct(subject: Subject, kernel: Kernel) -> Callable[[Forward, Forward], Forward] | None:
+def _direct(subject: Subject, kernel: Kernel) -> Direct | None:
     """What calls a norm past `Module._call_impl`, where its kernel's package can do that."""
     made = getattr(kernel.calls, "direct", None)
     call = made() if made is not None and isinstance(subject, NormSubject) else None
     if call is None:
         return None
-    return lambda forward, adapter: direct_call(call, quick_of(adapter), forward)
+
+    def direct(forward: Forward, adapter: Forward) -> Callable[..., Any] | None:
+        quick = quick_of(adapter)
+        return None if quick is None else direct_call(call, quick, forward)
+
+    return direct
 
 
 def _act(subject: Subject, formula: Formula) -> tuple[nn.Module, Formula] | None:

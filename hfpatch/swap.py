@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hfpatch import packing
-from hfpatch.direct_calls import DIRECT, is_direct
+from hfpatch.direct_calls import DIRECT, Direct, is_direct
 from hfpatch.errors import PatchError
 from hfpatch.kernelized import kernel_of
 from hfpatch.patches.base import Forward
@@ -248,8 +248,7 @@ class Fresh:
     packs: Sequence[Sequence[nn.Module]] = ()  # linear layers whose weights shall be one
     #: Methods of the instance that come with it, by name; where somebody set one it stays.
     brings: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    #: Of (its new forward, the adapter): the method that calls the module past `_call_impl`.
-    direct: Callable[[Forward, Forward], Forward] | None = None
+    direct: Direct | None = None
 
 
 def _pack(groups: Sequence[Sequence[nn.Module]]) -> Iterator[tuple[nn.Parameter, ...]]:
@@ -300,9 +299,11 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
     _bring(fresh, done)
     slot.set(types.MethodType(forward, module))
     direct = Slot(module, DIRECT)
-    if fresh.direct is not None and slot == Slot(module, "forward") and not direct.exists():
+    if fresh.direct is None or slot != Slot(module, "forward") or direct.exists():
+        return
+    if (call := fresh.direct(slot.get(), forward)) is not None:
         done.append(_remember(direct))
-        direct.set(types.MethodType(fresh.direct(slot.get(), forward), module))
+        direct.set(types.MethodType(call, module))
 
 
 def _bring(fresh: Fresh, done: list[Callable[[], None]]) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
+from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
@@ -63,8 +64,8 @@ def _agrees(model: nn.Module) -> None:
             torch.testing.assert_close(norm(_x(1)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_it_is_called(model: nn.Module) -> None:
-    """It is ours that is called."""
+def test_the_quick_way_is_taken(model: nn.Module) -> None:
+    """One function of ours is entered, and none of `_call_impl`."""
     seen: list[str] = []
 
     def trace(frame: Any, event: str, arg: Any) -> None:
@@ -74,13 +75,14 @@ def test_it_is_called(model: nn.Module) -> None:
     x, norm = _x(), model[0]
     with torch.no_grad():
         before = sys.getprofile()
+        gc.disable()  # a collection may run code of its own
         sys.setprofile(trace)
         try:
             norm(x)
         finally:
             sys.setprofile(before)
-    # whether it goes on in C depends on what else listens in this process
-    assert seen[:3] == ["_wrapped_call_impl", "direct", "is_dynamo_compiling"]
+            gc.enable()
+    assert seen == ["_wrapped_call_impl", "direct", "is_dynamo_compiling"]
 
 
 def test_hooks_of_the_module(model: nn.Module) -> None:
@@ -315,6 +317,25 @@ def test_threads(model: nn.Module) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def _has_direct(model: nn.Module, **how: Any) -> bool:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        assert hfpatch.apply(model, **how).swaps
+        found = DIRECT in model[0].__dict__
+        for _ in range(2):
+            model(torch.randn(2, 8, 6, 8))
+        hfpatch.restore(model)
+    return found
+
+
+def test_only_where_a_call_can_go_that_way() -> None:
+    """Elsewhere it would be asked for nothing."""
+    assert _has_direct(nn.Sequential(nn.LayerNorm(8)))
+    assert not _has_direct(nn.Sequential(nn.LayerNorm(8)), mode="training")
+    assert not _has_direct(nn.Sequential(nn.LayerNorm(8)), gain="time")
+    assert not _has_direct(nn.Sequential(ConvNextLayerNorm(8, data_format="channels_first")))
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,8 @@ class NormSubject(Subject):
                         return run[0](x, w, b)
             return instead(self, x)
 
-        forward.__hfpatch_quick__ = quick  # type: ignore[attr-defined]
+        if not training and checked_width is None and instead is original:
+            forward.__hfpatch_quick__ = quick  # type: ignore[attr-defined]
         return forward
 
 
@@ -378,9 +379,9 @@ class ChannelNormSubject(NormSubject):
         return forward
 
 
-def quick_of(adapter: Forward) -> list[Forward | None]:
-    """Where an adapter keeps what takes calls like the last one; nothing, where it has none."""
-    found: list[Forward | None] = getattr(adapter, "__hfpatch_quick__", [None])
+def quick_of(adapter: Forward) -> list[Forward | None] | None:
+    """Where an adapter keeps what takes calls like the last one; None where it never has that."""
+    found: list[Forward | None] | None = getattr(adapter, "__hfpatch_quick__", None)
     return found
 
 
