@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.direct_calls import has_own_call
+from hfpatch.direct_calls import DIRECT, has_own_call
 from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import (
     BLANK_NAMES,
@@ -291,7 +291,8 @@ def same_parts(
                         or d["_backward_hooks"]
                         or d["_backward_pre_hooks"]
                         or (("forward" in d or "_hf_hook" in d) and is_replaced(module))
-                        or has_own_call(d)
+                        or "_call_impl" in d
+                        or (DIRECT in d and has_own_call(d))
                         or ("_diffusers_hook" in d and has_diffusers_hook(d))
                     ):
                         return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.direct_calls import has_own_call
+from hfpatch.direct_calls import DIRECT, has_own_call
 from hfpatch.patches.base import class_of, coded
 from hfpatch.patches.keys import names_read
 from hfpatch.patches.library import called_by_forward, reached
@@ -126,7 +126,8 @@ def _checks(
         scope[f"o{i}"] = own = coded(cls.forward)
         scope[f"k{i}"] = own.__code__
         yield f"if o{i}.__code__ is not k{i} or otherwise(c{i}): return False"
-        yield f"if has_own_call(d{i}): return False"
+        called = f"'_call_impl' in d{i} or ({DIRECT!r} in d{i} and has_own_call(d{i}))"
+        yield f"if {called}: return False"
         yield f"if ({hooks}) and not is_idle(m{i}): return False"
         yield f"if 'forward' in d{i} and not is_ours(m{i}, d{i}['forward']): return False"
         yield f"if '_hf_hook' in d{i}: return False"
