@@ -26,9 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _counted(kernels_module: object) -> Iterator[None]:
-    """The compiled kernels must be there, and every call of one is counted."""
+    """The compiled kernels must be there, and every call of one is counted. Not beyond this folder:
+    a counted kernel is a Python function, and the tests behind would call no other."""
     with counting.installed():
         yield
 
