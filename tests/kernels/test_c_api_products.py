@@ -20,7 +20,7 @@ from test_c_api import (
 )
 
 #: Multiplications of a product in an emulator, which takes a hundred times as long.
-MOST = 3e5 if EMULATED else 3e6
+MOST = 3e5 if EMULATED else 1e7
 #: Of `make test-all`.
 WHOLE = 3e5 if EMULATED else math.inf
 
