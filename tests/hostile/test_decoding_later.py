@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from decoding.families import make
+from transformers import DynamicCache, LlamaForCausalLM
 
 import hfpatch
 
@@ -19,23 +20,6 @@ IDS = torch.arange(1, 13)[None]
 @pytest.fixture(autouse=True)
 def _kernels(kernels_module: object) -> None:
     """The compiled kernels must be there: these tests are about them."""
-
-
-def made() -> Any:
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0.0, 0.2)
-    return model
 
 
 def steps(model: Any) -> torch.Tensor:
@@ -71,7 +55,7 @@ def narrower_mlp(model: Any) -> None:
 
 def expanded_norm(model: Any) -> None:
     weight = model.model.norm.weight
-    weight.data = weight.data[:1].expand(64)
+    weight.data = weight.data[:1].expand(128)
 
 
 def _doubles(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +108,7 @@ WAYS: dict[str, dict[str, Any]] = {"steps": {}, "blocks": {"decoding": False, "b
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_sequences(change: str, way: str) -> None:
-    model = made()
+    model = make("llama", num_key_value_heads=4, mlp_bias=False)
     twin = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,7 +125,7 @@ def test_a_change_between_two_sequences(change: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_class_with_another_forward(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made()
+    model = make("llama", num_key_value_heads=4, mlp_bias=False)
     twin = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -156,7 +140,7 @@ def test_a_class_with_another_forward(way: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_parts_that_were_compiled_before() -> None:
     """Decoding leaves a model to its parts whose layers somebody had compiled."""
-    model = made()
+    model = make("llama", num_key_value_heads=4, mlp_bias=False)
     twin = copy.deepcopy(model)
     for layer in model.model.layers:
         layer.compile(backend="eager")
@@ -169,7 +153,7 @@ def test_parts_that_were_compiled_before() -> None:
 
 def test_the_model_itself_compiled() -> None:
     """That runs the forward, and with it the steps."""
-    model = made()
+    model = make("llama", num_key_value_heads=4, mlp_bias=False)
     model.compile(backend="eager")
     assert any(s.op == "decoding" for s in hfpatch.apply(model).swaps)
     torch._dynamo.reset()
