@@ -5,22 +5,19 @@ namespace hfp::cuda::decode {
 
 namespace {
 
-// With room for two of them on a multiprocessor, kernels for wider heads would spill hundreds of bytes.
-constexpr int ctas_of_processor(int dim) { return dim > 128 ? 1 : 2; }
-
 template <class T, int kDim, int kQueries>
 int32_t launch_for(Attention &a, int rows, void *stream) {
-  // A CTA for each part, or for several where there are more than a few for each multiprocessor.
-  constexpr int kMost = ctas_of_processor(kDim);
+  const int64_t room = int64_t{ctas_of_processor(kDim)} * a.processors, heads = int64_t{a.key_heads} * a.blocks;
+  // More parts than are read at once take longer to be put together; they pay where fewer would leave room. Not by
+  // the number of rows: a row's bits are the same in every batch.
+  a.parts = heads * kMostParts <= room ? kMostParts : kMostParts / 2;
+  // A CTA for each part, or for several where there is no room for all.
   int ctas = a.parts;
-  const int64_t heads = int64_t{a.key_heads} * a.blocks * rows;
-  while (ctas > 1 && ctas * heads > int64_t{kMost} * a.processors) ctas /= 2;
+  while (ctas > 1 && ctas * heads * rows > room) ctas /= 2;
   const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(a.key_heads * a.blocks),
                   static_cast<unsigned>(rows));
-  const auto kernel = ctas * heads <= a.processors ? &decode_attention_kernel<T, kDim, kQueries, 1>
-                                                   : &decode_attention_kernel<T, kDim, kQueries, kMost>;
-  return launch_step(kernel, grid, kAttentionThreads, static_cast<int>(sizeof(AttentionShared<T, kDim, kQueries>)), a,
-                     stream);
+  return launch_step(&decode_attention_kernel<T, kDim, kQueries>, grid, kAttentionThreads,
+                     static_cast<int>(sizeof(AttentionShared<T, kDim, kQueries>)), a, stream);
 }
 
 // Kernels for fewer queries than a block's most have it in fewer registers.

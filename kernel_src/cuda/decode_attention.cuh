@@ -3,8 +3,9 @@
 //
 // A CTA takes one head of keys, a block of the queries that share it (heads and tokens), and one part of the
 // keys. Scores are an mma with the queries as A and eight keys as B, each thread's elements eight
-// neighbours as in decode_product.cuh; values are summed by fma, a lane having some neighbouring elements of
-// a head. Of the CTAs of a block the one that ends last puts the parts together, in their order.
+// neighbours as in decode_product.cuh. Sums of values are one with 16 elements of a head as A, 16 keys' values
+// of each, and the weights as B: where the scores' mma leaves them. Of the CTAs of a block the one that ends last
+// puts the parts together, in their order.
 #pragma once
 
 #include "decode_product.cuh"
@@ -13,9 +14,11 @@ namespace hfp::cuda::decode {
 
 inline constexpr int kAttentionWarps = 8;
 inline constexpr int kAttentionThreads = kAttentionWarps * 32;
-inline constexpr int kTile = 8;  // keys that a warp takes at a time
+inline constexpr int kTile = 16;  // keys that a warp takes at a time
 inline constexpr int kPart = kAttentionWarps * kTile;
+inline constexpr int kFewBlocks = 3;  // of kPart keys
 inline constexpr int kNewKeys = 16;  // of one step
+static_assert(kMostParts == 32, "a lane has a part's sum");
 
 // kDim: at least a head's elements, a multiple of 32. kQueries: at least the queries of a block.
 template <class T, int kDim, int kQueries>
@@ -23,35 +26,34 @@ struct AttentionShared {
   alignas(16) T q[kQueries][kDim];
   alignas(16) T k[kNewKeys][kDim];
   float scratch[kAttentionWarps][kDim];
-  alignas(16) float p[kAttentionWarps][kTile][8];
-  float rescale[kAttentionWarps][8];
   float most[kAttentionWarps][8], sum[kAttentionWarps][8], by[kAttentionWarps][8];
   alignas(16) float o[kAttentionWarps][kQueries][kDim];
-  float share[8][kParts];  // of each part in a query's result
+  float share[8][kMostParts];  // of each part in a query's result
   int last;
 };
 
-template <int kWords>
-__device__ __forceinline__ void load_words(uint32_t (&to)[kWords], const void *from) {
-  if constexpr (kWords == 1) {
-    to[0] = __ldcg(static_cast<const unsigned int *>(from));
-  } else if constexpr (kWords == 2) {
-    const uint2 v = __ldcg(static_cast<const uint2 *>(from));
-    to[0] = v.x, to[1] = v.y;
+// Two weights as the halves of a word, the first one low.
+template <class T>
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+    memcpy(&word, &two, 4);
   } else {
-    static_assert(kWords == 4, "a lane has 2, 4 or 8 elements of a head");
-    const uint4 v = __ldcg(static_cast<const uint4 *>(from));
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    const __half2 two = __floats2half2_rn(low, high);
+    memcpy(&word, &two, 4);
   }
+  return word;
 }
 
-// kCtas: of them a multiprocessor must have room for. One leaves a thread the registers that it wants, two are
-// faster where there is more than one for each multiprocessor.
-template <class T, int kDim, int kQueries, int kCtas>
-__global__ void __launch_bounds__(kAttentionThreads, kCtas)
+// What a multiprocessor has registers for.
+constexpr int ctas_of_processor(int dim) { return dim <= 64 ? 2 : 1; }
+
+template <class T, int kDim, int kQueries>
+__global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     decode_attention_kernel(const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
-  constexpr int kLoads = kDim / 32, kOwn = kDim <= 64 ? 2 : kDim <= 128 ? 4 : 8, kWords = kOwn / 2;
+  constexpr int kLoads = kDim / 32, kSixties = (kDim + 63) / 64;  // 64 elements are eight of each group of lanes
   constexpr float kLog2E = 1.44269504f;
   using Shared = AttentionShared<T, kDim, kQueries>;
   extern __shared__ __align__(128) char memory[];
@@ -77,53 +79,90 @@ __global__ void __launch_bounds__(kAttentionThreads, kCtas)
   if (!a.across) q_norm.load(a.q_norm, 0, dim, lane), k_norm.load(a.k_norm, 0, dim, lane);
   const int first = a.window > 0 && length + 1 > a.window ? static_cast<int>(length + 1 - a.window) : 0;
   // Blocks of kPart keys are dealt out to the parts in turn: the same for every batch, so that a
-  // row's bits are. A CTA has one part or, in large grids, several, one after the other.
-  const int blocks = (end - first + kPart - 1) / kPart, active = min(blocks, a.parts);
+  // row's bits are. A CTA has one part or, in large grids, several, one after the other. A few blocks are one part:
+  // to put parts together takes as long as to read some blocks more.
+  const int blocks = (end - first + kPart - 1) / kPart, parts = blocks > kFewBlocks ? a.parts : 1;
+  const int active = min(blocks, parts);
   const int ctas = static_cast<int>(gridDim.x);
 
   const T *const qkv = static_cast<const T *>(a.qkv) + static_cast<int64_t>(row) * tokens * width;
   const T *const new_keys = qkv + a.heads * dim;
   const T *const new_values = new_keys + (a.key_heads + key_head) * dim;
 
-  // What a warp reads of a tile is on its way before it is needed.
-  uint4 key[kLoads];
-  uint32_t value[kTile][kWords];
-  const auto load_old = [&](int tile) {
+  // What a warp reads of a tile is on its way before it is needed: of keys number `group` and `group` + 8 the
+  // elements that a thread has of a query; of the values of four keys eight elements of each 64.
+  uint4 key[2][kLoads], value[kSixties][4];
+  const auto value_row = [&](int r) { return 2 * quarter + r % 2 + r / 2 * 8; };
+  const auto load_keys = [&](int tile) {
+    const bool whole = tile + kTile <= length;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int d = i * 32 + quarter * 8;
-      key[i] = make_uint4(0, 0, 0, 0);
-      if (tile + group < length && d < dim) {
-        key[i] = __ldcg(reinterpret_cast<const uint4 *>(keys + static_cast<int64_t>(tile + group) * dim + d));
-      }
-    }
+    for (int s = 0; s < 2; ++s) {
+      const int at = tile + 8 * s + group;
+      const T *const from = keys + static_cast<int64_t>(at) * dim + quarter * 8;
 #pragma unroll
-    for (int k = 0; k < kTile; ++k) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) value[k][i] = 0;
-      if (tile + k < length && lane * kOwn < dim) {
-        load_words(value[k], values + static_cast<int64_t>(tile + k) * dim + lane * kOwn);
+      for (int i = 0; i < kLoads; ++i) {
+        key[s][i] = make_uint4(0, 0, 0, 0);
+        if ((whole || at < length) && i * 32 + quarter * 8 < dim) {
+          key[s][i] = __ldcg(reinterpret_cast<const uint4 *>(from + i * 32));
+        }
       }
     }
   };
+  const auto load_values = [&](int tile) {
+    const bool whole = tile + kTile <= length;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int at = tile + value_row(r);
+      const T *const from = values + static_cast<int64_t>(at) * dim + group * 8;
+#pragma unroll
+      for (int h = 0; h < kSixties; ++h) {
+        value[h][r] = make_uint4(0, 0, 0, 0);
+        if ((whole || at < length) && h * 64 + group * 8 < dim) {
+          value[h][r] = __ldcg(reinterpret_cast<const uint4 *>(from + h * 64));
+        }
+      }
+    }
+  };
+  // This step's keys and values among them.
   const auto load_new = [&](int tile) {
     if (tile + kTile <= length) return;
 #pragma unroll
-    for (int k = 0; k < kTile; ++k) {
-      if (tile + k >= length && tile + k < end && lane * kOwn < dim) {
-        load_words(value[k], new_values + static_cast<int64_t>(tile + k - length) * width + lane * kOwn);
+    for (int s = 0; s < 2; ++s) {
+      const int at = tile + 8 * s + group;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int d = i * 32 + quarter * 8;
+        if (at >= length && at < end && d < dim) {
+          key[s][i] = *reinterpret_cast<const uint4 *>(&shared.k[at - length][d]);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int at = tile + value_row(r);
+#pragma unroll
+      for (int h = 0; h < kSixties; ++h) {
+        const int d = h * 64 + group * 8;
+        if (at >= length && at < end && d < dim) {
+          const T *const from = new_values + static_cast<int64_t>(at - length) * width;
+          value[h][r] = __ldcg(reinterpret_cast<const uint4 *>(from + d));
+        }
       }
     }
   };
-  const int stride = a.parts * kPart;
-  if (part < active) load_old(first + part * kPart + warp * kTile);
+  const int stride = parts * kPart;
+  if (part < active) {
+    load_keys(first + part * kPart + warp * kTile);
+    load_values(first + part * kPart + warp * kTile);
+  }
   wait_for_previous<false>();
   if (part >= active) return;
 
   // Whether new key t lies in one of this CTA's parts.
-  // `ctas` is a power of two, as kParts is.
+  // `ctas` is a power of two, as `parts` is.
   const auto own_key = [&](int t) {
-    return ((length + t - first) / kPart & (ctas - 1)) == static_cast<int>(blockIdx.x);
+    const int part_of_key = parts == 1 ? 0 : (length + t - first) / kPart;
+    return (part_of_key & (ctas - 1)) == static_cast<int>(blockIdx.x);
   };
   const float *const table = a.table != nullptr ? a.table + static_cast<int64_t>(row) * tokens * 2 * a.half : nullptr;
   const auto table_of = [&](int t) { return table != nullptr ? table + t * 2 * a.half : nullptr; };
@@ -150,12 +189,16 @@ __global__ void __launch_bounds__(kAttentionThreads, kCtas)
     }
   }
 
-  uint4 query[kLoads];
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
+  const auto read_query = [&](int i) {
     const int d = i * 32 + quarter * 8;
-    query[i] = make_uint4(0, 0, 0, 0);
-    if (group < queries && d < dim) query[i] = *reinterpret_cast<const uint4 *>(&shared.q[group][d]);
+    if (group >= queries || d >= dim) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4 *>(&shared.q[group][d]);
+  };
+  constexpr bool kQueryHeld = kDim <= 128;  // wider ones would take registers that tiles need
+  uint4 query[kQueryHeld ? kLoads : 1];
+  if constexpr (kQueryHeld) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) query[i] = read_query(i);
   }
   // What query `group` sees: [sees_from, sees_to).
   const auto token_of = [&](int i) { return tokens == 1 ? 0 : (first_query + i) / heads; };
@@ -193,83 +236,95 @@ __global__ void __launch_bounds__(kAttentionThreads, kCtas)
   int tile = first + part * kPart + warp * kTile;
   const int next_part = part + ctas < active ? tile + ctas * kPart : end;
   float most = -INFINITY, sum = 0.0f;  // of query `group`; sum: this lane's keys alone
-  float o[kQueries][kOwn] = {};
+  // Of elements 8 `group` + 2 i and the one behind it of each 64: [0], [2] of query 2 `quarter`, [1], [3] of the next.
+  float o[kSixties][4][4] = {};
   for (; tile < end; tile += stride) {
     load_new(tile);
-    if (tile + group >= length && tile + group < end) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int d = i * 32 + quarter * 8;
-        if (d < dim) key[i] = *reinterpret_cast<const uint4 *>(&shared.k[tile + group - length][d]);
-      }
-    }
-    float d[4] = {};
+    float d[2][4] = {};
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const uint32_t even[4] = {query[i].x, 0, query[i].y, 0}, odd[4] = {query[i].z, 0, query[i].w, 0};
-      mma<T>(d, even, key[i].x, key[i].y);
-      mma<T>(d, odd, key[i].z, key[i].w);
-    }
-    float score[2];
+      uint4 q;
+      if constexpr (kQueryHeld) q = query[i];
+      else q = read_query(i);
+      const uint32_t even[4] = {q.x, 0, q.y, 0}, odd[4] = {q.z, 0, q.w, 0};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = tile + quarter * 2 + i;
-      float s = d[i] * a.scale;
-      if (a.softcap > 0.0f) s = a.softcap * tanhf(s / a.softcap);
-      const bool there = at < sees_to && at >= sees_from &&
-                         (a.mask == nullptr || __ldcg(a.mask + row * a.mask_width + at) != 0);
-      score[i] = there ? s * kLog2E : -INFINITY;
+      for (int s = 0; s < 2; ++s) {
+        mma<T>(d[s], even, key[s][i].x, key[s][i].y);
+        mma<T>(d[s], odd, key[s][i].z, key[s][i].w);
+      }
     }
-    float tile_most = fmaxf(score[0], score[1]);
+    const int next = tile + stride < end ? tile + stride : next_part;
+    if (next < end) load_keys(next);
+
+    float p[2][2], tile_most = -INFINITY;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = tile + 8 * s + quarter * 2 + i;
+        float score = d[s][i] * a.scale;
+        if (a.softcap > 0.0f) score = a.softcap * tanhf(score / a.softcap);
+        const bool there = at < sees_to && at >= sees_from &&
+                           (a.mask == nullptr || __ldcg(a.mask + row * a.mask_width + at) != 0);
+        p[s][i] = there ? score * kLog2E : -INFINITY;
+        tile_most = fmaxf(tile_most, p[s][i]);
+      }
+    }
     tile_most = fmaxf(tile_most, __shfl_xor_sync(0xffffffffu, tile_most, 1));
     tile_most = fmaxf(tile_most, __shfl_xor_sync(0xffffffffu, tile_most, 2));
     const float now = fmaxf(most, tile_most), base = now == -INFINITY ? 0.0f : now;
     const float rescale = exp2f(most - base);
-    const float p0 = exp2f(score[0] - base), p1 = exp2f(score[1] - base);
-    sum = fmaf(sum, rescale, p0 + p1);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) p[s][i] = exp2f(p[s][i] - base);
+    }
+    sum = fmaf(sum, rescale, (p[0][0] + p[0][1]) + (p[1][0] + p[1][1]));
     most = now;
-    shared.p[warp][quarter * 2][group] = p0;
-    shared.p[warp][quarter * 2 + 1][group] = p1;
-    if (quarter == 0) shared.rescale[warp][group] = rescale;
-    __syncwarp();
-
-    float v[kTile][kOwn];
+    if (__any_sync(0xffffffffu, rescale != 1.0f)) {
+      const float by[2] = {__shfl_sync(0xffffffffu, rescale, quarter * 8),
+                           __shfl_sync(0xffffffffu, rescale, quarter * 8 + 4)};
 #pragma unroll
-    for (int k = 0; k < kTile; ++k) {
+      for (int h = 0; h < kSixties; ++h) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const float2 pair = unpack<T>(value[k][i]);
-        v[k][2 * i] = pair.x, v[k][2 * i + 1] = pair.y;
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) o[h][i][j] *= by[j % 2];
+        }
       }
     }
-    const int next = tile + stride < end ? tile + stride : next_part;
-    if (next < end) load_old(next);
+    const uint32_t weights[2] = {packed<T>(p[0][0], p[0][1]), packed<T>(p[1][0], p[1][1])};
 #pragma unroll
-    for (int h = 0; h < kQueries; ++h) {
-      const float by = shared.rescale[warp][h];
+    for (int h = 0; h < kSixties; ++h) {
+      const auto word = [&](int r, int i) {
+        const uint4 &v = value[h][r];
+        return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+      };
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) o[h][i] *= by;
-    }
-#pragma unroll
-    for (int k = 0; k < kTile; ++k) {
-#pragma unroll
-      for (int h = 0; h < kQueries; ++h) {
-        const float weight = shared.p[warp][k][h];
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) o[h][i] = fmaf(weight, v[k][i], o[h][i]);
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t of_keys[4] = {
+            __byte_perm(word(0, i), word(1, i), 0x5410), __byte_perm(word(0, i), word(1, i), 0x7632),
+            __byte_perm(word(2, i), word(3, i), 0x5410), __byte_perm(word(2, i), word(3, i), 0x7632)};
+        mma<T>(o[h][i], of_keys, weights[0], weights[1]);
       }
     }
-    __syncwarp();
+    if (next < end) load_values(next);
   }
 
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   sum += __shfl_xor_sync(0xffffffffu, sum, 2);
   if (quarter == 0) shared.most[warp][group] = most, shared.sum[warp][group] = sum;
-  if (lane * kOwn < kDim) {
 #pragma unroll
-    for (int h = 0; h < kQueries; ++h) {
+  for (int h = 0; h < kSixties; ++h) {
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) shared.o[warp][h][lane * kOwn + i] = o[h][i];
+    for (int i = 0; i < 4; ++i) {
+      const int at = h * 64 + group * 8 + i * 2;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (at >= kDim || quarter * 2 + j >= kQueries) continue;
+        float *const to = &shared.o[warp][quarter * 2 + j][at];
+        *reinterpret_cast<float2 *>(to) = make_float2(o[h][i][j], o[h][i][2 + j]);
+      }
     }
   }
   __syncthreads();
@@ -322,38 +377,52 @@ __global__ void __launch_bounds__(kAttentionThreads, kCtas)
   if (!shared.last) return;
   __threadfence();
 
-  // All that a thread reads is on its way at once: its elements of the parts, and a warp a query's sums.
-  float theirs[kRounds][kParts];
+  // What a thread reads of the parts, 16 of them at a time, is on its way at once, and a warp a query's sums.
+  constexpr int kReads = 16;
+  float theirs[kRounds][kReads], y[kRounds] = {};
+  const auto load_parts = [&](int begin) {
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const float *from = partial + (own_query + round * kAtOnce) * (2 + dim) + 2 + own;
+    for (int round = 0; round < kRounds; ++round) {
+      const int query = own_query + round * kAtOnce;
+      const float *from = partial + (begin * kQueries + query) * (2 + dim) + 2 + own;
 #pragma unroll
-    for (int s = 0; s < kParts; ++s, from += kQueries * (2 + dim)) {
-      theirs[round][s] = s < active && has(round) ? __ldcg(from) : 0.0f;
+      for (int s = 0; s < kReads; ++s, from += kQueries * (2 + dim)) {
+        theirs[round][s] = begin + s < active && has(round) ? __ldcg(from) : 0.0f;
+      }
     }
-  }
+  };
+  load_parts(0);
   if (warp < queries) {
     const float *const mine = partial + (min(lane, active - 1) * kQueries + warp) * (2 + dim);
     const float top = lane < active ? __ldcg(mine) : -INFINITY, total = lane < active ? __ldcg(mine + 1) : 0.0f;
     float all = top;
 #pragma unroll
-    for (int d = kParts / 2; d > 0; d /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, d));
+    for (int d = kMostParts / 2; d > 0; d /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, d));
     float by = exp2f(top - (all == -INFINITY ? 0.0f : all));
     float sums = total * by;
 #pragma unroll
-    for (int d = kParts / 2; d > 0; d /= 2) sums += __shfl_xor_sync(0xffffffffu, sums, d);
+    for (int d = kMostParts / 2; d > 0; d /= 2) sums += __shfl_xor_sync(0xffffffffu, sums, d);
     sums = whole_sum(warp, all, sums, &by);
-    if (lane < kParts) shared.share[warp][lane] = sums > 0.0f ? by / sums : 0.0f * sums;
+    shared.share[warp][lane] = sums > 0.0f ? by / sums : 0.0f * sums;
   }
   __syncthreads();
+#pragma unroll 1
+  for (int begin = 0;;) {
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (!has(round)) break;
+      const int query = own_query + round * kAtOnce;
+#pragma unroll
+      for (int s = 0; s < kReads; ++s) y[round] = fmaf(shared.share[query][begin + s], theirs[round][s], y[round]);
+    }
+    begin += kReads;
+    if (begin >= active) break;
+    load_parts(begin);
+  }
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     if (!has(round)) break;
-    const int h = own_query + round * kAtOnce;
-    float y = 0.0f;
-#pragma unroll
-    for (int s = 0; s < kParts; ++s) y = fmaf(shared.share[h][s], theirs[round][s], y);
-    out_of(h)[own] = from_float<T>(y);
+    out_of(own_query + round * kAtOnce)[own] = from_float<T>(y[round]);
   }
 #endif
 }

@@ -327,7 +327,7 @@ int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, v
 Device device_of(int device);
 
 // decode_attention.cu
-constexpr int kParts = 16;
+constexpr int kMostParts = 32;  // of a sequence's keys
 bool takes_attention(DType type, const DecodeLayer &layer, const DecodeArgs &args, const Device &device);
 int32_t run_attention(DType type, Attention a, int rows, void *stream);
 inline int queries_of_block(int64_t dim) { return dim > 128 ? 4 : 8; }

@@ -145,7 +145,7 @@ struct Buffers {
     table = take(n * 2 * s.pairs * 4);
     const int64_t blocks = (s.group * args.tokens + 3) / 4;  // the most there are, and of 8 queries each
     const int64_t heads = args.rows * s.key_heads * blocks;
-    partial = take(heads * kParts * 8 * (s.dim + 2) * 4);
+    partial = take(heads * kMostParts * 8 * (s.dim + 2) * 4);
     arrived = take(heads * 4);
     total = at + 256;  // to begin at a multiple
   }
@@ -255,7 +255,6 @@ class Step {
     a.across = layer.norm_across, a.after_rope = layer.norm_after_rope;
     a.scale = layer.scale, a.softcap = layer.softcap, a.window = layer.window;
     a.sinks = layer.sinks;
-    a.parts = kParts;
     a.processors = device_.processors;
     a.partial = reinterpret_cast<float *>(at(buffers_.partial));
     a.arrived = reinterpret_cast<unsigned int *>(at(buffers_.arrived));
