@@ -121,9 +121,15 @@ __device__ __forceinline__ float bias_at(const Product &p, int part, int row) {
   return parameter<T>(p.bias[part], row);
 }
 
+template <class T>
+__device__ __forceinline__ float residual_at(const Product &p, int row, int column) {
+  if (p.finish.residual == nullptr) return 0.0f;
+  return load_one(static_cast<const T *>(p.finish.residual) + static_cast<int64_t>(row) * p.out_columns + column);
+}
+
 // Stores the result at `column` of `row`; sum: bias included.
 template <class T>
-__device__ __forceinline__ void finish_one(const Product &p, int row, int column, float sum) {
+__device__ __forceinline__ void finish_one(const Product &p, int row, int column, float sum, float residual) {
   const Finish &f = p.finish;
   const int64_t at = static_cast<int64_t>(row) * p.out_columns + column;
   float y = rounded<T>(sum);
@@ -136,7 +142,7 @@ __device__ __forceinline__ void finish_one(const Product &p, int row, int column
   if (f.softcap > 0.0f) y = rounded<T>(rounded<T>(tanhf(rounded<T>(y / f.softcap))) * f.softcap);
   if (f.residual != nullptr) {
     if (f.multiplier != 1.0f) y = rounded<T>(y * f.multiplier);
-    y += load_one(static_cast<const T *>(f.residual) + at);
+    y += residual;
   }
   if (f.wide) static_cast<float *>(p.out)[at] = rounded<T>(y);
   else static_cast<T *>(p.out)[at] = from_float<T>(y);
@@ -317,6 +323,7 @@ int32_t launch_step(void (*kernel)(Params), dim3 grid, int threads, int bytes, P
 struct Device {
   int processors, shared_limit;
   bool tensor_cores;  // bf16 and fp16 mma and cp.async, in the code that the GPU runs
+  bool bulk_copies;   // cp.async.bulk too
 };
 
 // decode_product.cu: whether the tensor-core kernels take this product; if so it is launched, in rounds of 16
@@ -325,6 +332,13 @@ bool takes_product(DType type, const Product &p, const Device &device);
 int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, void *normed, const Device &device,
                     void *stream);
 Device device_of(int device);
+
+// decode_bulk.cu: the same for up to eight rows of x, from sm_90 on. The norm must be none, or one that
+// `takes_norm` is true of.
+bool takes_norm(const DecodeNorm &norm);
+bool takes_bulk(const Product &p, const Device &device);
+int32_t run_bulk(DType type, Product p, bool pairs, const Device &device, void *stream);
+bool bulk_copies_supported();
 
 // decode_attention.cu
 constexpr int kMostParts = 32;  // of a sequence's keys

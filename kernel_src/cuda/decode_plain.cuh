@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain_product_kernel(con
       if constexpr (kPairs) {
         finish_pair<T>(p, first + r, column, sum[r] + bias_at<T>(p, 0, row), up[r] + bias_at<T>(p, 1, row));
       } else {
-        finish_one<T>(p, first + r, column, sum[r] + bias_at<T>(p, part, row));
+        finish_one<T>(p, first + r, column, sum[r] + bias_at<T>(p, part, row), residual_at<T>(p, first + r, column));
       }
     }
   }

@@ -42,7 +42,7 @@ int depth_beside(const Product &p, bool staged, const Device &device) {
 }  // namespace
 
 Device device_of(int device) {
-  Device found{sm_count(device), shared_memory_limit(), false};
+  Device found{sm_count(device), shared_memory_limit(), false, false};
   cudaFuncAttributes of{};
   const void *kernel =
       reinterpret_cast<const void *>(&decode_product_kernel<__half, false, false, false, 4>);
@@ -50,6 +50,7 @@ Device device_of(int device) {
   found.tensor_cores = cudaFuncGetAttributes(&of, kernel) == cudaSuccess && capability_major() >= 8 &&
                        of.ptxVersion >= 80;
   if (!found.tensor_cores) cudaGetLastError();
+  found.bulk_copies = found.tensor_cores && bulk_copies_supported();
   return found;
 }
 
@@ -62,14 +63,16 @@ bool takes_product(DType type, const Product &p, const Device &device) {
   return true;
 }
 
+bool takes_norm(const DecodeNorm &norm) {
+  return !norm.layer() && norm.weight != nullptr && norm.bias == nullptr && pointer_aligned(norm.weight);
+}
+
 int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, void *normed, const Device &device,
                     void *stream) {
   const int rows = p.rows;
-  const bool here = norm.present() && !norm.layer() && norm.weight != nullptr && norm.bias == nullptr &&
-                    pointer_aligned(norm.weight);
   Product most = p;
   most.rows = rows < kMaxRows ? rows : kMaxRows;
-  const bool fused = here && depth_beside(most, true, device) != 0;
+  const bool fused = norm.present() && takes_norm(norm) && depth_beside(most, true, device) != 0;
   if (fused) {
     p.norm_weight = norm.weight;
     p.eps = norm.eps, p.norm_offset = norm.offset, p.round_normed = norm.rounded();
@@ -86,6 +89,7 @@ int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, v
     p.x = normed;
     p.x_stride = p.columns;
   }
+  if (takes_bulk(p, device)) return run_bulk(type, p, pairs, device, stream);
   for (int first = 0; first < rows; first += kMaxRows) {
     Product part = p;
     part.rows = rows - first < kMaxRows ? rows - first : kMaxRows;

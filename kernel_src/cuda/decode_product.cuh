@@ -85,6 +85,141 @@ __device__ __forceinline__ const T *unit_row(const Product &p, int i, int lane_r
   }
 }
 
+// How many units of a product are the CTA's; of pairs, two for each.
+template <bool kPairs>
+__device__ __forceinline__ int units_of_cta(const Product &p) {
+  const int all = ((kPairs ? p.end[0] : p.end[2]) + kUnit - 1) / kUnit;
+  const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+  return (all - cta + grid - 1) / grid * (kPairs ? 2 : 1);
+}
+
+// The eight elements of a row that a thread takes of each kThreads * 8, by their number: those of its warp's chunks.
+__device__ __forceinline__ int own_piece() {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  return (warp + lane / 8 * kWarps) * (kChunk / 8) + lane % 8;
+}
+
+// A row's scale, of the squares that each warp has summed.
+__device__ __forceinline__ float norm_scale(const Product &p, const float *squares) {
+  float square = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; w += 4) {
+    const float4 four = *reinterpret_cast<const float4 *>(squares + w);
+    square += four.x, square += four.y, square += four.z, square += four.w;
+  }
+  return rsqrtf(square / static_cast<float>(p.columns) + p.eps);
+}
+
+template <class T>
+__device__ __forceinline__ Eight<T> normed(const Product &p, Eight<T> v, float scale, const Eight<T> &weight) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float y = to_float(v.value[j]) * scale;
+    if (p.round_normed) y = rounded<T>(y);
+    v.value[j] = from_float<T>(y * (to_float(weight.value[j]) + p.norm_offset));
+  }
+  return v;
+}
+
+// Elements of the norm's weight that a thread of stage_rows takes of its warp's first chunks.
+template <class T>
+struct NormWeight {
+  static constexpr int kAhead = 4;
+  Eight<T> value[kAhead];
+
+  static __device__ __forceinline__ Eight<T> at(const Product &p, int chunk) {
+    Eight<T> w;
+    const int i = chunk * (kChunk / 8) + static_cast<int>(threadIdx.x) % 8;
+    w.bits = i < p.columns / 8 ? __ldg(static_cast<const uint4 *>(p.norm_weight) + i) : make_uint4(0, 0, 0, 0);
+    return w;
+  }
+  __device__ __forceinline__ void load(const Product &p) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (p.norm_weight != nullptr) value[j] = at(p, static_cast<int>(threadIdx.x) / 32 + j * kWarps);
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ float add_squares(float sum, const Eight<T> &v) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) sum = fmaf(to_float(v.value[j]), to_float(v.value[j]), sum);
+  return sum;
+}
+
+// x to shared memory, normed if asked for: a warp the chunks that it multiplies by, eight of its lanes a row. A row's
+// squares are summed in the order of own_piece(): of every fourth chunk by themselves. sync: a barrier of all kWarps.
+template <class T, class Sync>
+__device__ __forceinline__ void stage_rows(const Product &p, char *staged, int row_bytes, float *squares,
+                                           const NormWeight<T> &weight, const Sync &sync) {
+  constexpr int kSums = 4, kAtOnce = 2, kGroups = 4;  // rows of a group of lanes
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 8, own = lane % 8;
+  const int chunks = (p.columns + kChunk - 1) / kChunk, pieces = p.columns / 8;
+  const T *const x = static_cast<const T *>(p.x);
+  const auto to = [&](int row, int chunk) {
+    return reinterpret_cast<uint4 *>(staged + row * row_bytes + (chunk * (kChunk / 8) + own) * 16);
+  };
+#pragma unroll 1
+  for (int base = group; base - group < p.rows; base += kGroups * kAtOnce) {
+    float sum[kAtOnce][kSums] = {};
+#pragma unroll 1
+    for (int first = warp; first < chunks; first += kSums * kWarps) {
+      Eight<T> v[kAtOnce][kSums];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+#pragma unroll
+        for (int j = 0; j < kSums; ++j) {
+          const int row = base + r * kGroups, i = (first + j * kWarps) * (kChunk / 8) + own;
+          v[r][j].bits = make_uint4(0, 0, 0, 0);
+          if (row < p.rows && i < pieces) {
+            v[r][j].bits = __ldcg(reinterpret_cast<const uint4 *>(x + row * p.x_stride) + i);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+#pragma unroll
+        for (int j = 0; j < kSums; ++j) {
+          const int row = base + r * kGroups, chunk = first + j * kWarps;
+          if (row < p.rows && chunk < chunks) *to(row, chunk) = v[r][j].bits, sum[r][j] = add_squares(sum[r][j], v[r][j]);
+        }
+      }
+    }
+    if (p.norm_weight == nullptr) continue;
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      float square = (sum[r][0] + sum[r][2]) + (sum[r][1] + sum[r][3]);
+#pragma unroll
+      for (int d = 4; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
+      const int row = base + r * kGroups;
+      if (own == 0 && row < p.rows) squares[row * kWarps + warp] = square;
+    }
+  }
+  if (p.norm_weight != nullptr) {
+    sync();
+#pragma unroll 1
+    for (int row = group; row < p.rows; row += kGroups) {
+      const float scale = norm_scale(p, squares + row * kWarps);
+#pragma unroll
+      for (int j = 0; j < NormWeight<T>::kAhead; ++j) {
+        const int chunk = warp + j * kWarps;
+        if (chunk >= chunks) break;
+        Eight<T> v;
+        v.bits = *to(row, chunk);
+        *to(row, chunk) = normed<T>(p, v, scale, weight.value[j]).bits;
+      }
+#pragma unroll 1
+      for (int chunk = warp + NormWeight<T>::kAhead * kWarps; chunk < chunks; chunk += kWarps) {
+        Eight<T> v;
+        v.bits = *to(row, chunk);
+        *to(row, chunk) = normed<T>(p, v, scale, NormWeight<T>::at(p, chunk)).bits;
+      }
+    }
+  }
+  __syncwarp();
+}
+
 // kTall: more than eight rows of x. kStaged: x in shared memory, normed if asked for; else each warp
 // reads its part from L2 when it needs it.
 template <class T, bool kPairs, bool kTall, bool kStaged, int kStages>
@@ -100,17 +235,12 @@ __global__ void __launch_bounds__(kThreads, 1) decode_product_kernel(const __gri
   float *const sums = reinterpret_cast<float *>(staged + (kStaged ? p.rows * row_bytes : 0));
   float *const squares = sums + kWarps * p.rows * kRound * kUnit;
 
-  const int all_units = ((kPairs ? p.end[0] : p.end[2]) + kUnit - 1) / kUnit;
   const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-  const int units = (all_units - cta + grid - 1) / grid * (kPairs ? 2 : 1);
+  const int units = units_of_cta<kPairs>(p);
 
   // Before the ring, behind whose megabytes they would wait.
-  [[maybe_unused]] uint4 first_weight;
-  if constexpr (kStaged) {
-    if (p.norm_weight != nullptr && threadIdx.x * 8 < p.columns) {
-      first_weight = __ldg(static_cast<const uint4 *>(p.norm_weight) + threadIdx.x);
-    }
-  }
+  [[maybe_unused]] NormWeight<T> weight;
+  if constexpr (kStaged) weight.load(p);
 
   // What is copied next: by rounds, in a round by chunks, of a chunk unit by unit.
   int next_base = 0, next_unit = 0, next_chunk = warp, next_slot = 0;
@@ -137,83 +267,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_product_kernel(const __gri
   let_next_start();
   wait_for_previous<false>();
 
-  const T *const x = static_cast<const T *>(p.x);
-  if constexpr (kStaged) {
-    // Each warp takes the same part of every row, so that a row's sum does not depend on the others.
-    // Eight rows at a time are on their way.
-    const int pieces = p.columns / 8, padded = chunks * (kChunk / 8);
-    const bool normed = p.norm_weight != nullptr;
-    constexpr int kBatch = 8;
-    for (int r0 = 0; r0 < p.rows; r0 += kBatch) {
-      float square[kBatch] = {};
-      for (int i = threadIdx.x; i < padded; i += kThreads) {
-        Eight<T> v[kBatch];
-#pragma unroll
-        for (int r = 0; r < kBatch; ++r) {
-          v[r].bits = make_uint4(0, 0, 0, 0);
-          if (i < pieces && r0 + r < p.rows) {
-            v[r].bits = __ldcg(reinterpret_cast<const uint4 *>(x + (r0 + r) * p.x_stride) + i);
-          }
-        }
-#pragma unroll
-        for (int r = 0; r < kBatch; ++r) {
-          if (r0 + r < p.rows) {
-            *reinterpret_cast<uint4 *>(staged + (r0 + r) * row_bytes + i * 16) = v[r].bits;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) square[r] = fmaf(to_float(v[r].value[j]), to_float(v[r].value[j]), square[r]);
-          }
-        }
-      }
-      if (normed) {
-#pragma unroll
-        for (int r = 0; r < kBatch; ++r) {
-          if (r0 + r < p.rows) {
-#pragma unroll
-            for (int d = 16; d > 0; d /= 2) square[r] += __shfl_xor_sync(0xffffffffu, square[r], d);
-            if (lane == 0) squares[(r0 + r) * kWarps + warp] = square[r];
-          }
-        }
-      }
-    }
-    if (normed) {
-      __syncthreads();
-      // Each lane one row's scale; then all rows' pieces, whose loads overlap.
-      float scale = 0.0f;
-      if (lane < p.rows) {
-        float square = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kWarps; w += 4) {
-          const float4 four = *reinterpret_cast<const float4 *>(squares + lane * kWarps + w);
-          square += four.x, square += four.y, square += four.z, square += four.w;
-        }
-        scale = rsqrtf(square / static_cast<float>(p.columns) + p.eps);
-      }
-      for (int start = 0; start < pieces; start += kThreads) {
-        const int i = start + static_cast<int>(threadIdx.x);
-        Eight<T> w;
-        w.bits = make_uint4(0, 0, 0, 0);
-        if (start == 0) w.bits = first_weight;
-        else if (i < pieces) w.bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + i);
-#pragma unroll 4
-        for (int r = 0; r < p.rows; ++r) {
-          const float by = __shfl_sync(0xffffffffu, scale, r);
-          if (i < pieces) {
-            uint4 *const at = reinterpret_cast<uint4 *>(staged + r * row_bytes + i * 16);
-            Eight<T> v;
-            v.bits = *at;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-              float y = to_float(v.value[j]) * by;
-              if (p.round_normed) y = rounded<T>(y);
-              v.value[j] = from_float<T>(y * (to_float(w.value[j]) + p.norm_offset));
-            }
-            *at = v.bits;
-          }
-        }
-      }
-    }
-    __syncthreads();
-  }
+  [[maybe_unused]] const T *const x = static_cast<const T *>(p.x);
+  if constexpr (kStaged) stage_rows<T>(p, staged, row_bytes, squares, weight, [] { __syncthreads(); });
 
   // Rows `group` and `group + 8` of x, elements k to k + 7.
   const auto load_x = [&](int row, int k) -> uint4 {
@@ -303,7 +358,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_product_kernel(const __gri
         if (u < n && column < p.end[2]) {
           const int part = column >= p.end[1] ? 2 : column >= p.end[0] ? 1 : 0;
           const int first = part == 2 ? p.end[1] : part == 1 ? p.end[0] : 0;
-          finish_one<T>(p, row, column, total(row, u * kUnit + c) + bias_at<T>(p, part, column - first));
+          finish_one<T>(p, row, column, total(row, u * kUnit + c) + bias_at<T>(p, part, column - first),
+                        residual_at<T>(p, row, column));
         }
       }
     }

@@ -67,7 +67,7 @@ __device__ __forceinline__ float row_sum(float x, float *of_warps) {
   return sum;
 }
 
-// A CTA a row. An RMS norm's sums are those of decode_product.cuh: a thread has eight neighbours.
+// A CTA a row. An RMS norm's sums are those of decode_product.cuh, and its threads' elements.
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) decode_norm_kernel(const __grid_constant__ NormRow p) {
   __shared__ float of_warps[kRowWarps];
@@ -77,8 +77,9 @@ __global__ void __launch_bounds__(kRowThreads) decode_norm_kernel(const __grid_c
   const T *const x = static_cast<const T *>(p.x) + at;
   T *const out = static_cast<T *>(p.out) + at;
   const float columns = static_cast<float>(p.columns);
+  const int own = (threadIdx.x / 32 + threadIdx.x % 32 / 8 * kRowWarps) * 64 + threadIdx.x % 8 * 8;
   const auto each = [&](auto &&fn) {
-    for (int first = threadIdx.x * 8; first < p.columns; first += kRowThreads * 8) {
+    for (int first = own; first < p.columns; first += kRowThreads * 8) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (first + j < p.columns) fn(first + j);

@@ -135,6 +135,8 @@ SMALL: dict[str, tuple[Shape, int, int, int, bool]] = {
 #: Rows too wide to lie beside a deep ring, or at all, in a multiprocessor's memory.
 WIDE: dict[str, tuple[Shape, int, int, int, bool]] = {
     "wide": (replace(_EVEN, width=4096, inner=8200, vocab=72), 1, 1, 20, False),
+    "wider, one row": (replace(_EVEN, width=9000, inner=17000, vocab=72), 1, 1, 20, False),
+    "wide, three rows": (replace(_EVEN, width=5000, inner=8200, vocab=72), 3, 1, 20, False),
     "wide, sixteen rows": (replace(_EVEN, width=3000, inner=3000, vocab=72), 16, 1, 20, False),
     "wide, eight rows": (replace(_EVEN, width=7000, inner=4096, vocab=72), 8, 1, 20, False),
     "wider than fits": (replace(_EVEN, width=9000, inner=4096, vocab=72), 16, 1, 20, False),
