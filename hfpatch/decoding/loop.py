@@ -136,31 +136,62 @@ def _sample(
 
 
 class _Answer:
-    """Whether all texts had ended after a token, and the token, on their way to the host."""
+    """Whether texts are unfinished after a token, and the token, on their way to the host. One
+    object serves one answer after another: it is sent again when it has been read."""
 
-    def __init__(self, unfinished: Tensor, tokens: Tensor | None) -> None:
-        ended = unfinished.max() == 0
-        self._event: Any = None
-        if ended.is_cuda:
-            self._ended = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._ended.copy_(ended, non_blocking=True)
-            self._tokens = None
-            if tokens is not None:
-                self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-                self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def __init__(self, rows: int, device: torch.device, streamed: bool) -> None:
+        cuda = device.type == "cuda"
+        self._unfinished = torch.empty((), dtype=torch.bool, pin_memory=cuda)
+        self._tokens = torch.empty(rows, dtype=torch.int64, pin_memory=cuda) if streamed else None
+        self._event: Any = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+
+    def send(self, unfinished: Tensor, tokens: Tensor) -> _Answer:
+        """`unfinished`: of each row, bool."""
+        self._unfinished.copy_(unfinished.any(), non_blocking=True)
+        if self._tokens is not None:
+            self._tokens.copy_(tokens, non_blocking=True)
+        if self._event is not None:
             # not the current device's stream: the model may lie on another
-            self._event.record(torch.cuda.current_stream(ended.device))
-        else:
-            self._ended, self._tokens = ended, tokens
+            self._event.record(torch.cuda.current_stream(unfinished.device))
+        return self
 
     def read(self, streamer: Any) -> bool:
-        """Whether they had ended; the token is given to the streamer."""
+        """Whether all texts had ended; the token is given to the streamer."""
         if self._event is not None:
             self._event.synchronize()
         if streamer is not None and self._tokens is not None:
             streamer.put(self._tokens.clone())
-        return bool(self._ended)
+        return not bool(self._unfinished)
+
+
+#: Columns that are made at once: of ids, masks and positions each token takes one.
+_ROOM = 512
+
+
+class _Columns:
+    """A tensor `[rows, length]` that gets longer without a new one for each column.
+
+    Args:
+        first: as it is at the start.
+        more: columns behind it, of a number of them.
+    """
+
+    def __init__(self, first: Tensor, more: Callable[[int], Tensor]) -> None:
+        self._whole, self._more, self.length = first, more, first.shape[1]
+
+    def add(self) -> None:
+        """One more column, the next of `more`."""
+        if self.length == self._whole.shape[1]:
+            self._whole = torch.cat([self._whole, self._more(_ROOM)], dim=-1)
+        self.length += 1
+
+    def all(self) -> Tensor:
+        """All columns, a view."""
+        return self._whole[:, : self.length]
+
+    def last(self) -> Tensor:
+        """The last column, a view `[rows, 1]`."""
+        return self._whole[:, self.length - 1 : self.length]
 
 
 @dataclass
@@ -214,7 +245,18 @@ class _Loop:
         random = _Random(ids.device) if config.do_sample else None
         output = model._prefill(ids, config, model_kwargs)
         cache = output[caches.NAME]
-        mask, positions = model_kwargs.get("attention_mask"), model_kwargs["position_ids"][:, -1:]
+        mask: _Columns | None = None
+        if (given := model_kwargs.get("attention_mask")) is not None:
+            mask = _Columns(given, lambda count: given.new_ones((rows, count)))
+        last = model_kwargs["position_ids"][:, -1:]
+        steps_ahead = 1
+
+        def behind(count: int) -> Any:
+            nonlocal steps_ahead
+            start, steps_ahead = steps_ahead, steps_ahead + count
+            return last + torch.arange(start, steps_ahead, device=last.device)
+
+        positions = _Columns(last, behind)
         rest: dict[str, Any] = {
             k: model_kwargs[k] for k in ("use_cache", "logits_to_keep") if k in model_kwargs
         }
@@ -238,7 +280,7 @@ class _Loop:
                             random.take_back()
                 if ended:
                     break
-            reached = _reached(limits, text.ids, score)
+            reached = _reached(limits, text.columns, score)
             proven = (rows, 1) in decoder.trusted
             ahead = served and proven and not reached
             if not ahead and answer is not None and answer.read(self.streamer):
@@ -246,14 +288,14 @@ class _Loop:
             if reached:
                 break
             before = answer if ahead else None
-            positions = positions + 1
+            positions.add()
             if mask is not None:
-                mask = torch.cat([mask, mask.new_ones((rows, 1))], dim=-1)
-                rest["attention_mask"] = mask
+                mask.add()
+                rest["attention_mask"] = mask.all()
             steps = decoder.steps
             output = model(
-                input_ids=text.ids[:, -1:].contiguous(),
-                position_ids=positions,
+                input_ids=text.columns.last().contiguous(),
+                position_ids=positions.last(),
                 return_dict=True,
                 **{caches.NAME: cache},
                 **rest,
@@ -269,21 +311,28 @@ class _Text:
     """The tokens so far of all rows, and what was asked for beside them.
 
     Attributes:
-        ids: int64 `[rows, length]`.
+        columns: int64 `[rows, length]`.
     """
 
     def __init__(self, loop: _Loop, ids: Tensor) -> None:
         config: Any = loop.config
-        self.ids = ids
+        rows, device = ids.shape[0], ids.device
+        self.columns = _Columns(ids, lambda count: ids.new_empty((rows, count)))
         self._loop, self._sampled = loop, config.do_sample
         self._returned = config.return_dict_in_generate
         self._scores: list[Tensor] | None = [] if self._returned and config.output_scores else None
         self._logits: list[Tensor] | None = [] if self._returned and config.output_logits else None
+        # transformers chooses among numbers of fp32; the greatest is the same without
+        self._copied = self._returned or self._sampled or bool(loop.processors)
         found = (getattr(c, "eos_token_id", None) for c in loop.criteria)
-        self._ends = [end.to(ids.device) for end in found if end is not None]
+        self._ends = [end.to(device) for end in found if end is not None]
         pad = config._pad_token_tensor
-        self._pad = None if pad is None else pad.to(ids.device)
-        self._unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
+        self._pad = None if pad is None else pad.to(device)
+        self._unfinished = torch.ones(rows, dtype=torch.bool, device=device)
+        streamed = loop.streamer is not None
+        # two in turns: one is read when the next has been sent
+        self._answers = [_Answer(rows, device, streamed) for _ in range(2)]
+        self._answers = self._answers if self._ends or streamed else []
 
     def add(self, logits: Tensor) -> tuple[_Answer | None, Tensor]:
         """Choose each row's next token, as transformers does.
@@ -291,10 +340,14 @@ class _Text:
         Returns:
             what will say whether all texts have ended; None where nobody asks. The scores.
         """
-        chosen = logits[:, -1].to(copy=True, dtype=torch.float32, device=self.ids.device)
+        chosen = logits[:, -1]
+        if self._copied or chosen.device != self._unfinished.device:
+            chosen = chosen.to(copy=True, dtype=torch.float32, device=self._unfinished.device)
         score = chosen
-        for processor in self._loop.processors:  # the list itself reads each one's signature first
-            score = processor(self.ids, score)
+        if self._loop.processors:
+            ids = self.columns.all().contiguous()
+            for processor in self._loop.processors:  # the list itself reads each one's signature
+                score = processor(ids, score)
         if self._scores is not None:
             self._scores.append(score)
         if self._logits is not None:
@@ -304,42 +357,44 @@ class _Text:
         else:
             tokens = torch.argmax(score, dim=-1)
         if self._ends and self._pad is not None:
-            tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
-        self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
+            tokens = torch.where(self._unfinished, tokens, self._pad)
+        self.columns.add()
+        self.columns.last().copy_(tokens[:, None])
         for end in self._ends:
-            self._unfinished = self._unfinished & ~torch.isin(tokens, end)
-        streamed = self._loop.streamer is not None
-        if not self._ends and not streamed:
+            other = tokens != end if end.numel() == 1 else (tokens[:, None] != end).all(-1)
+            self._unfinished = self._unfinished & other
+        if not self._answers:
             return None, score
-        return _Answer(self._unfinished, tokens if streamed else None), score
+        self._answers.reverse()
+        return self._answers[0].send(self._unfinished, tokens), score
 
     def drop(self) -> None:
         """Take the last token back."""
-        self.ids = self.ids[:, :-1].contiguous()
+        self.columns.length -= 1
         for kept in (self._scores, self._logits):
             if kept is not None:
                 kept.pop()
 
     def result(self, cache: Any) -> Any:
         """In the form that was asked for."""
+        ids = self.columns.all().clone(memory_format=torch.contiguous_format)
         if not self._returned:
-            return self.ids
+            return ids
         return GenerateDecoderOnlyOutput(
-            sequences=self.ids,
+            sequences=ids,
             scores=None if self._scores is None else tuple(self._scores),
             logits=None if self._logits is None else tuple(self._logits),
             **{caches.NAME: cache},
         )
 
 
-def _reached(limits: list[Any], ids: Tensor, score: Tensor) -> bool:
+def _reached(limits: list[Any], ids: _Columns, score: Tensor) -> bool:
     """Whether a text is as long as it may be. The lengths are known without asking the GPU."""
-    length = ids.shape[1]
     for limit in limits:
         most = limit.max_position_embeddings
-        if most is not None and length >= most:
-            limit(ids, score)  # it warns of that once
-    return any(length >= limit.max_length for limit in limits)
+        if most is not None and ids.length >= most:
+            limit(ids.all(), score)  # it warns of that once
+    return any(ids.length >= limit.max_length for limit in limits)
 
 
 class _Random:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.decoding import kept
+from hfpatch.decoding import kept, loop
 
 NEW = 14
 
@@ -148,6 +148,25 @@ def test_a_streamer_gets_each_token_once(device: str, rows: int, ends: bool) -> 
     assert loops_of(patched) == before + 1
     assert streamers[0].tokens == streamers[1].tokens
     assert streamers[0].ended and streamers[1].ended
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_text_that_outgrows_its_room_and_ends_by_one_of_three(
+    device: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns are made a few at a time; rows that have ended are padded."""
+    monkeypatch.setattr(loop, "_ROOM", 4)
+    plain, patched = pair_of("qwen3", device)
+    inputs = on(device, prompts(rows))
+    end = an_end(plain, device, rows, do_sample=False)
+    for ends in (None, end, [end, 298, 299]):
+        more: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ends}
+        before, given = loops_of(patched), {k: v.clone() for k, v in inputs.items()}
+        got = patched.generate(**inputs, **more, pad_token_id=7)
+        assert torch.equal(got, plain.generate(**inputs, **more, pad_token_id=7))
+        assert loops_of(patched) == before + 1
+        assert got.is_contiguous() and got.untyped_storage().nbytes() == got.nbytes
+        assert all(torch.equal(given[k], inputs[k]) for k in inputs)
 
 
 def test_a_streamer_that_raises_leaves_the_cache_usable(device: str) -> None:
