@@ -10,6 +10,7 @@ from programs import parse, run, run_json
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 def test_the_curves_agree(tmp_path: Path) -> None:
     result = run_json("train_lm.py", "--steps", "3", "--sequence-length", "12",
                       cwd=tmp_path)  # fmt: skip
