@@ -241,6 +241,7 @@ def test_video_says_where_it_cannot_write(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_video_with_another_attention_backend(
     ltx_video: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +274,7 @@ def test_video_without_matplotlib(
     assert result == json.loads((tmp_path / "v_compare.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.exhaustive
 def test_video_original_alone(tmp_path: Path) -> None:
     done = run("ltx_video.py", *SMALL, "--no-optimized-kernels", "--warmup-iterations", "0",
                "--dtype", "bfloat16", "--guidance-scale", "1", cwd=tmp_path)  # fmt: skip

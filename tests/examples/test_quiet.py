@@ -59,6 +59,7 @@ def test_the_watch_sees_a_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_video(tmp_path: Path) -> None:
     """With what `make demo` gives it, except for the size; on stdout alone: `test_ltx_video.py`."""
     size = ["--num-frames", "9", "--height", "64", "--width", "64", "--steps", "2"]

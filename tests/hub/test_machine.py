@@ -16,6 +16,7 @@ from hfpatch.kernel_project.project import Project
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_machines_own_libstdcxx_is_passed_over_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_loop_that_never_ends_is_ended(commands: Commands, tmp_path: Path) -> 
     assert "did not end within 8 s" in found["rows"][0]["found"]
 
 
+@pytest.mark.exhaustive
 def test_an_op(commands: Commands, kernels_module: object) -> None:
     commands("init", "--op", "rms_norm", "--iterations", "1", "--size", "B=1,S=64,D=256",
              "--device", "cpu")  # fmt: skip
