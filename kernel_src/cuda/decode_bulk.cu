@@ -7,7 +7,8 @@ namespace {
 
 // Of shared memory, beside the ring.
 int bytes_beside(const Product &p) {
-  return p.rows * staged_row_bytes(p.columns) + sum_buffers(p.rows) * kWarps * p.rows * kRound * kUnit * 4 + kBulkRows * kWarps * 4;
+  const int sums = kWarps * p.rows * kRound * kUnit * 4, squares = kBulkRows * kWarps * 4;
+  return p.rows * staged_row_bytes(p.columns) + sum_buffers(p.rows) * sums + squares;
 }
 
 int slots_beside(const Product &p, const Device &device) {

@@ -1,4 +1,5 @@
-// decode_bulk.cuh: decode_product.cuh's products of up to eight rows of x, from sm_90 on; the same sums in the same order.
+// decode_bulk.cuh: decode_product.cuh's products of up to eight rows of x, from sm_90 on; the same sums in the same
+// order.
 //
 // A warp of its own has pieces of W's rows copied (cp.async.bulk), where there each thread copies what it multiplies:
 // of a short product's time the instructions for that were the larger part. What else there is between a kernel's start
@@ -28,15 +29,6 @@ struct Bulk {
 };
 
 #if __CUDA_ARCH__ >= 900
-struct Slot {
-  int at = 0;
-  uint32_t turn;
-  __device__ __forceinline__ explicit Slot(uint32_t turn) : turn(turn) {}
-  __device__ __forceinline__ void next(int slots) {
-    if (++at == slots) at = 0, turn ^= 1;
-  }
-};
-
 struct Mailboxes {
   Mailbox come[kMostSlots], gone[kMostSlots];
 };
@@ -45,7 +37,7 @@ struct Mailboxes {
 template <class T, bool kPairs>
 __device__ __forceinline__ void copy_weights(const Product &p, char *ring, Mailboxes &boxes, int slots) {
   const int lane = threadIdx.x % 32, units = units_of_cta<kPairs>(p);
-  Slot slot(1);
+  RingTurn slot(1);
 #pragma unroll 1
   for (int base = 0; base < units; base += kRound) {
     const T *rows[kRound / kSlotUnits];
@@ -66,11 +58,7 @@ __device__ __forceinline__ void copy_weights(const Product &p, char *ring, Mailb
         if (lane == 0) come.announce(bytes * __popc(there));
         __syncwarp();
         if (rows[s] != nullptr) {
-          asm volatile(
-              "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                  shared_address(ring + slot.at * kSlotBytes + lane * kSlabRow)),
-              "l"(rows[s] + first), "r"(bytes), "r"(shared_address(&come.barrier))
-              : "memory");
+          come.fetch(ring + slot.at * kSlotBytes + lane * kSlabRow, rows[s] + first, bytes);
         }
         slot.next(slots);
       }
@@ -213,7 +201,7 @@ __global__ void __launch_bounds__(kBulkThreads, 1) decode_bulk_kernel(const __gr
     stage_rows<T>(p, staged, row_bytes, squares, weight, [] { sync_warps(); });
   }
 
-  Slot slot(0);
+  RingTurn slot(0);
   const bool has_row = group < rows;
   const char *const x_at = staged + (has_row ? group : 0) * row_bytes + (warp * kChunk + quarter * 8) * 2;
   const char *const w_at = shared + group * kSlabRow + warp * (kChunk * 2) + quarter * 16;

@@ -64,6 +64,18 @@ __device__ __forceinline__ float parameter(const void *pointer, int i) {
   return pointer != nullptr ? load_parameter(static_cast<const T *>(pointer) + i) : 0.0f;
 }
 
+// Of kernels whose CTAs take rows of x.
+inline constexpr int kWarps = 16;
+inline constexpr int kThreads = kWarps * 32;
+inline constexpr int kChunk = 64;  // elements of a row that a warp takes at a time: a line of 128 bytes
+
+// The eight elements of a row that a thread takes of each kThreads * 8, by their number: those of its warp's chunks.
+// The order in which a row's squares are summed, by every kernel that norms one.
+__device__ __forceinline__ int own_piece() {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  return (warp + lane / 8 * kWarps) * (kChunk / 8) + lane % 8;
+}
+
 // All of a warp's lanes get the sum.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -333,9 +345,7 @@ int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, v
                     void *stream);
 Device device_of(int device);
 
-// decode_bulk.cu: the same for up to eight rows of x, from sm_90 on. The norm must be none, or one that
-// `takes_norm` is true of.
-bool takes_norm(const DecodeNorm &norm);
+// decode_bulk.cu: the same for up to eight rows of x, from sm_90 on, with the norm that p has.
 bool takes_bulk(const Product &p, const Device &device);
 int32_t run_bulk(DType type, Product p, bool pairs, const Device &device, void *stream);
 bool bulk_copies_supported();

@@ -63,16 +63,14 @@ bool takes_product(DType type, const Product &p, const Device &device) {
   return true;
 }
 
-bool takes_norm(const DecodeNorm &norm) {
-  return !norm.layer() && norm.weight != nullptr && norm.bias == nullptr && pointer_aligned(norm.weight);
-}
-
 int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, void *normed, const Device &device,
                     void *stream) {
   const int rows = p.rows;
   Product most = p;
   most.rows = rows < kMaxRows ? rows : kMaxRows;
-  const bool fused = norm.present() && takes_norm(norm) && depth_beside(most, true, device) != 0;
+  const bool here = norm.present() && !norm.layer() && norm.weight != nullptr && norm.bias == nullptr &&
+                    pointer_aligned(norm.weight);
+  const bool fused = here && depth_beside(most, true, device) != 0;
   if (fused) {
     p.norm_weight = norm.weight;
     p.eps = norm.eps, p.norm_offset = norm.offset, p.round_normed = norm.rounded();

@@ -20,12 +20,9 @@
 namespace hfp::cuda::decode {
 
 inline constexpr int kUnit = 8;    // W's rows in a unit: the n of an mma
-inline constexpr int kChunk = 64;  // elements of a row that a warp takes at a time: a line of 128 bytes
 inline constexpr int kRound = 4;   // units whose sums a warp holds at once
 inline constexpr int kMaxRows = 16;
 inline constexpr int kStageBytes = 1024;  // of a warp: a chunk of a unit
-inline constexpr int kWarps = 16;
-inline constexpr int kThreads = kWarps * 32;
 
 #if __CUDA_ARCH__ >= 800
 // 16 bytes, or zeros.
@@ -91,12 +88,6 @@ __device__ __forceinline__ int units_of_cta(const Product &p) {
   const int all = ((kPairs ? p.end[0] : p.end[2]) + kUnit - 1) / kUnit;
   const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
   return (all - cta + grid - 1) / grid * (kPairs ? 2 : 1);
-}
-
-// The eight elements of a row that a thread takes of each kThreads * 8, by their number: those of its warp's chunks.
-__device__ __forceinline__ int own_piece() {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  return (warp + lane / 8 * kWarps) * (kChunk / 8) + lane % 8;
 }
 
 // A row's scale, of the squares that each warp has summed.
@@ -182,7 +173,10 @@ __device__ __forceinline__ void stage_rows(const Product &p, char *staged, int r
 #pragma unroll
         for (int j = 0; j < kSums; ++j) {
           const int row = base + r * kGroups, chunk = first + j * kWarps;
-          if (row < p.rows && chunk < chunks) *to(row, chunk) = v[r][j].bits, sum[r][j] = add_squares(sum[r][j], v[r][j]);
+          if (row < p.rows && chunk < chunks) {
+            *to(row, chunk) = v[r][j].bits;
+            sum[r][j] = add_squares(sum[r][j], v[r][j]);
+          }
         }
       }
     }

@@ -6,8 +6,6 @@ namespace hfp::cuda::decode {
 
 namespace {
 
-constexpr int kRowThreads = 512, kRowWarps = kRowThreads / 32;
-
 struct Begin {
   const int64_t *ids, *positions;
   const void *embeds, *embedding;
@@ -62,24 +60,24 @@ __device__ __forceinline__ float row_sum(float x, float *of_warps) {
   __syncthreads();
   float sum = 0.0f;
 #pragma unroll
-  for (int w = 0; w < kRowWarps; ++w) sum += of_warps[w];
+  for (int w = 0; w < kWarps; ++w) sum += of_warps[w];
   __syncthreads();
   return sum;
 }
 
 // A CTA a row. An RMS norm's sums are those of decode_product.cuh, and its threads' elements.
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) decode_norm_kernel(const __grid_constant__ NormRow p) {
-  __shared__ float of_warps[kRowWarps];
+__global__ void __launch_bounds__(kThreads) decode_norm_kernel(const __grid_constant__ NormRow p) {
+  __shared__ float of_warps[kWarps];
   let_next_start();
   wait_for_previous<false>();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * p.columns;
   const T *const x = static_cast<const T *>(p.x) + at;
   T *const out = static_cast<T *>(p.out) + at;
   const float columns = static_cast<float>(p.columns);
-  const int own = (threadIdx.x / 32 + threadIdx.x % 32 / 8 * kRowWarps) * 64 + threadIdx.x % 8 * 8;
+  const int own = own_piece() * 8;
   const auto each = [&](auto &&fn) {
-    for (int first = own; first < p.columns; first += kRowThreads * 8) {
+    for (int first = own; first < p.columns; first += kThreads * 8) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (first + j < p.columns) fn(first + j);
@@ -326,7 +324,7 @@ class Step {
 
 int32_t run_norm(DType type, NormRow p, int rows, void *stream) {
   return launch_typed(type, &decode_norm_kernel<float>, &decode_norm_kernel<__half>,
-                      &decode_norm_kernel<__nv_bfloat16>, dim3(static_cast<unsigned>(rows)), kRowThreads, p, stream,
+                      &decode_norm_kernel<__nv_bfloat16>, dim3(static_cast<unsigned>(rows)), kThreads, p, stream,
                       true);
 }
 

@@ -69,6 +69,15 @@ struct Mailbox {
     } while (done == 0);
   }
 
+  // `bytes` of global memory come to `to`, and count here: multiples of 16, from and to addresses that are too.
+  __device__ __forceinline__ void fetch(void *to, const void *from, uint32_t bytes) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+        : "memory");
+  }
+
   // v goes to CTA `rank`, which has a variable where this CTA has `to`, and counts in its mailbox
   // there. 16-byte aligned where it is that long.
   __device__ __forceinline__ void send(float *to, const float (&v)[1], unsigned rank) {
@@ -93,6 +102,16 @@ struct Mailbox {
         : "memory");
   }
 #endif
+};
+
+// Whose turn it is in a ring of mailboxes, and the parity of its phase.
+struct RingTurn {
+  int at = 0;
+  uint32_t turn;
+  __device__ __forceinline__ explicit RingTurn(uint32_t turn) : turn(turn) {}
+  __device__ __forceinline__ void next(int count) {
+    if (++at == count) at = 0, turn ^= 1;
+  }
 };
 
 }  // namespace hfp::cuda

@@ -49,20 +49,10 @@ struct Ring {
   Mailbox come[kStages], gone[kStages];
 };
 
-// Whose turn it is.
-struct Stage {
-  int at = 0;
-  uint32_t turn;
-  __device__ __forceinline__ explicit Stage(uint32_t turn) : turn(turn) {}
-  __device__ __forceinline__ void next(int stages) {
-    if (++at == stages) at = 0, turn ^= 1;
-  }
-};
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // One row, by one thread.
 template <class T>
-__device__ __forceinline__ void feed_row(Ring &ring, unsigned char *stages, Stage &stage,
+__device__ __forceinline__ void feed_row(Ring &ring, unsigned char *stages, RingTurn &stage,
                                          const T *x, uint32_t cols) {
   const uint32_t vectors = cols / kVectorOf<T>;
   for (uint32_t first = 0; first < vectors; first += Ring::kVectors) {
@@ -70,18 +60,14 @@ __device__ __forceinline__ void feed_row(Ring &ring, unsigned char *stages, Stag
     Mailbox &come = ring.come[stage.at];
     ring.gone[stage.at].wait(stage.turn);
     come.announce(static_cast<int>(bytes));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(stages + stage.at * Ring::kBytes)),
-        "l"(x + first * kVectorOf<T>), "r"(bytes), "r"(shared_address(&come.barrier))
-        : "memory");
+    come.fetch(stages + stage.at * Ring::kBytes, x + first * kVectorOf<T>, bytes);
     stage.next(kStages);
   }
 }
 
 // One row, by the readers.
 template <class T>
-__device__ __forceinline__ void read_row(Ring &ring, const unsigned char *stages, Stage &stage,
+__device__ __forceinline__ void read_row(Ring &ring, const unsigned char *stages, RingTurn &stage,
                                          FlowRow &s, uint32_t cols) {
   constexpr int kInWord = 4 / sizeof(T);
   const uint32_t vectors = cols / kVectorOf<T>;
@@ -154,7 +140,7 @@ __device__ __forceinline__ void flow(const Params &p, const void *x, unsigned ch
     return *reinterpret_cast<FlowRow *>(memory + kStages * Ring::kBytes + slot * p.plan.row_bytes);
   };
   if (threadIdx.x < kReaders) {
-    Stage stage(0), slot(1);
+    RingTurn stage(0), slot(1);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
       empty[slot.at].wait(slot.turn);
       read_row<T>(ring, memory, stage, row_of(slot.at), cols);
@@ -173,7 +159,7 @@ __device__ __forceinline__ void flow(const Params &p, const void *x, unsigned ch
       turn ^= 1;
     }
   } else if (lane0) {
-    Stage stage(1);
+    RingTurn stage(1);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
       feed_row(ring, memory, stage, static_cast<const T *>(x) + row_offset(p.x_rows, row), cols);
     }
