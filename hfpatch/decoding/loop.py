@@ -173,16 +173,17 @@ class _Columns:
 
     Args:
         first: as it is at the start.
-        more: columns behind it, of a number of them.
+        more: columns from one number on, so many of them; `first` has those before.
     """
 
-    def __init__(self, first: Tensor, more: Callable[[int], Tensor]) -> None:
+    def __init__(self, first: Tensor, more: Callable[[int, int], Tensor]) -> None:
         self._whole, self._more, self.length = first, more, first.shape[1]
 
     def add(self) -> None:
         """One more column, the next of `more`."""
-        if self.length == self._whole.shape[1]:
-            self._whole = torch.cat([self._whole, self._more(_ROOM)], dim=-1)
+        made = self._whole.shape[1]
+        if self.length == made:
+            self._whole = torch.cat([self._whole, self._more(made, _ROOM)], dim=-1)
         self.length += 1
 
     def all(self) -> Tensor:
@@ -247,16 +248,11 @@ class _Loop:
         cache = output[caches.NAME]
         mask: _Columns | None = None
         if (given := model_kwargs.get("attention_mask")) is not None:
-            mask = _Columns(given, lambda count: given.new_ones((rows, count)))
+            mask = _Columns(given, lambda _, count: given.new_ones((rows, count)))
         last = model_kwargs["position_ids"][:, -1:]
-        steps_ahead = 1
-
-        def behind(count: int) -> Any:
-            nonlocal steps_ahead
-            start, steps_ahead = steps_ahead, steps_ahead + count
-            return last + torch.arange(start, steps_ahead, device=last.device)
-
-        positions = _Columns(last, behind)
+        positions = _Columns(
+            last, lambda start, count: last + torch.arange(start, start + count, device=last.device)
+        )
         rest: dict[str, Any] = {
             k: model_kwargs[k] for k in ("use_cache", "logits_to_keep") if k in model_kwargs
         }
@@ -317,13 +313,14 @@ class _Text:
     def __init__(self, loop: _Loop, ids: Tensor) -> None:
         config: Any = loop.config
         rows, device = ids.shape[0], ids.device
-        self.columns = _Columns(ids, lambda count: ids.new_empty((rows, count)))
+        self.columns = _Columns(ids, lambda _, count: ids.new_empty((rows, count)))
         self._loop, self._sampled = loop, config.do_sample
         self._returned = config.return_dict_in_generate
         self._scores: list[Tensor] | None = [] if self._returned and config.output_scores else None
         self._logits: list[Tensor] | None = [] if self._returned and config.output_logits else None
         # transformers chooses among numbers of fp32; the greatest is the same without
-        self._copied = self._returned or self._sampled or bool(loop.processors)
+        kept = self._scores is not None or self._logits is not None
+        self._copied = kept or self._sampled or bool(loop.processors)
         found = (getattr(c, "eos_token_id", None) for c in loop.criteria)
         self._ends = [end.to(device) for end in found if end is not None]
         pad = config._pad_token_tensor
@@ -331,8 +328,8 @@ class _Text:
         self._unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         streamed = loop.streamer is not None
         # two in turns: one is read when the next has been sent
-        self._answers = [_Answer(rows, device, streamed) for _ in range(2)]
-        self._answers = self._answers if self._ends or streamed else []
+        count = 2 if self._ends or streamed else 0
+        self._answers = [_Answer(rows, device, streamed) for _ in range(count)]
 
     def add(self, logits: Tensor) -> tuple[_Answer | None, Tensor]:
         """Choose each row's next token, as transformers does.
