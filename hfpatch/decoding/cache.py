@@ -400,7 +400,7 @@ def begin(cache: Any, kept: Kept) -> None:
     new.rows, new.capacity, new.table.length = memory[0].shape[0], memory[0].shape[2], kept.tokens
     plain: dict[type, dict[str, Any]] = {}
     for index, layer in enumerate(cache.layers):
-        _initialize(layer, memory[index][:, :, :0], plain)
+        _initialize(layer, memory[index], plain)
         for name in ("keys", "values", "cumulative_length"):
             layer.__dict__.pop(name, None)
         layer.__class__ = _CLASSES[type(layer)]
@@ -430,14 +430,16 @@ def _memory_for(kept: Kept) -> list[Tensor]:
     return list(memory.unbind(0))
 
 
-def _initialize(layer: Any, empty: Tensor, plain: dict[type, dict[str, Any]]) -> None:
-    """What a first update does before it takes keys: tensors of no elements, which go again. The
-    second layer of a class is given what the first one got, where that is nothing else."""
+def _initialize(layer: Any, memory: Tensor, plain: dict[type, dict[str, Any]]) -> None:
+    """What a first update does before it takes keys, which are of the form of `memory`: tensors of
+    no elements, which go again. The second layer of a class is given what the first one got, where
+    that is nothing else."""
     got = plain.get(type(layer))
     if got is not None:
         layer.__dict__.update(got)
         return
     before = dict(layer.__dict__)
+    empty = memory[:, :, :0]
     layer.lazy_initialization(empty, empty)
     now = layer.__dict__
     changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,19 @@ from hfpatch.direct_calls import DIRECT
 from hfpatch.patches.unchanged import settings_of
 
 _DATA_PTR = torch.Tensor.data_ptr
+_SHAPE, _DTYPE = (getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FORWARD, _DIRECT = operator.itemgetter("forward"), operator.itemgetter(DIRECT)
+#: What hooks, children and tensors are put into.
+_CONTAINERS = operator.itemgetter("_modules", "_parameters", "_buffers", *_HOOKS)
 
 
 class Watch:
     """A model's modules, tensors, hooks and forwards as they were when it was made.
 
-    It holds the modules inside of the model and its tensors, but not the model itself.
+    It holds the modules inside of the model and its tensors, but not the model itself. Lists are
+    gone through by `map` with functions in C: while a GPU makes a first token of a small model the
+    host has no more than 1.5 ms.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,21 +39,30 @@ class Watch:
         self._inside = inside
         self._dicts = [m.__dict__ for m in inside]
         self._parents = [d["_modules"] for d in (model.__dict__, *self._dicts) if d["_modules"]]
-        self._children = list(map(id, _values(self._parents)))
+        self._children = list(_values(self._parents))
         kinds = ("_parameters", "_buffers")
         self._holders = [m.__dict__[k] for m in inside for k in kinds if m.__dict__[k]]
-        self._ids = list(map(id, _values(self._holders)))
-        self._tensors = [t for t in _values(self._holders) if t is not None]
+        self._in_holders = list(_values(self._holders))
+        self._tensors = [t for t in self._in_holders if t is not None]
         self._addresses = list(map(_DATA_PTR, self._tensors))
-        self._layouts = list(map(_layout_of, self._tensors))
+        self._strided = [t for t in self._tensors if t.layout is torch.strided]
+        self._others = [t for t in self._tensors if t.layout is not torch.strided]
+        self._layouts = self._layouts_now()
         self._hooks = [d[name] for d in self._dicts for name in _HOOKS]
         self._note_wrappers()
         modules = (*inside, model)
-        self._classes = list(map(_class_of, modules))
-        self._held = _held_by(modules)  # held, so that an id stays its own
-        self._held_ids = list(map(id, self._held))
-        self._versions = _versions_of(modules)
-        self._settings = [settings_of(m) for m in modules]
+        self._types = list(map(type, modules))
+        self._classes = {c: _code_of(c) for c in self._types}
+        dicts = [m.__dict__ for m in modules]
+        self._containers = list(_containers_of(dicts))
+        self._configs = list(_configs_of(dicts))
+        self._buffers = [b for m in modules for b in _read_only(m)]
+        self._versions = _versions_of(self._buffers)
+        self._holders_of_buffers = [d["_buffers"] for d in dicts]
+        self._buffer_counts = list(map(len, self._holders_of_buffers))
+        found = [settings_of(m) for m in modules]
+        self._readers = [read for read, _ in found]
+        self._settings = [settings for _, settings in found]
         self._surroundings = Surroundings(model)
 
     def in_place(self) -> bool:
@@ -57,9 +71,8 @@ class Watch:
 
     def same_parts(self) -> bool:
         """Whether modules and tensors are those that they were."""
-        return (
-            list(map(id, _values(self._parents))) == self._children
-            and list(map(id, _values(self._holders))) == self._ids
+        return _same(self._children, _values(self._parents)) and _same(
+            self._in_holders, _values(self._holders)
         )
 
     def wrapped(self, model: nn.Module) -> str | None:
@@ -75,25 +88,41 @@ class Watch:
     def changed(self, model: nn.Module) -> bool:
         """Whether a setting, a class's code or what that finds by name is another than it was, a
         buffer was written to, of which a description may hold a copy, or a tensor is another view
-        of its memory. Slower: once a sequence."""
+        of its memory. Slower: once a sequence, where the parts are the same."""
         modules = (*self._inside, model)
-        if list(map(_layout_of, self._tensors)) != self._layouts:
+        dicts = [*self._dicts, model.__dict__]
+        if not _same(self._types, map(type, modules)) or any(
+            _code_of(c) != code for c, code in self._classes.items()
+        ):
             return True
         if not model.__dict__.keys().isdisjoint(model._modules):  # an attribute hides a child
             return True
-        if list(map(_class_of, modules)) != self._classes:
+        if not _same(self._containers, _containers_of(dicts)):
             return True
-        if list(map(id, _held_by(modules))) != self._held_ids:
+        if not _same(self._configs, _configs_of(dicts)):
             return True
-        if _versions_of(modules) != self._versions:
+        if list(map(len, self._holders_of_buffers)) != self._buffer_counts:
+            return True
+        if _versions_of(self._buffers) != self._versions:
             return True
         try:
-            return self._surroundings.changed(model) or any(
-                read(m.__dict__) != settings
-                for m, (read, settings) in zip(modules, self._settings, strict=True)
-            )
+            if self._layouts_now() != self._layouts:
+                return True
+            settings = [read(d) for read, d in zip(self._readers, dicts, strict=True)]
+            return settings != self._settings or self._surroundings.changed(model)
         except (AttributeError, KeyError):  # one was deleted
             return True
+        except RuntimeError:  # a tensor has no strides any more
+            return True
+
+    def _layouts_now(self) -> tuple[Any, ...]:
+        """What each tensor is a view of its memory as."""
+        return (
+            list(map(_SHAPE, self._tensors)),
+            list(map(torch.Tensor.stride, self._strided)),
+            list(map(_DTYPE, self._tensors)),
+            [t.layout for t in self._others],
+        )
 
     def trains(self) -> bool:
         """Whether a module inside is in training mode."""
@@ -115,35 +144,35 @@ class Watch:
         self._known_wrappers = self._wrappers()
 
 
-def _class_of(module: nn.Module) -> tuple[Any, ...]:
-    cls: Any = type(module)
-    return cls, cls.forward, getattr(cls.forward, "__code__", None), cls.__call__, cls._call_impl
+def _same(ours: Sequence[Any], theirs: Iterable[Any]) -> bool:
+    """Whether these are the very objects that they were, and as many."""
+    found = list(theirs)
+    return len(found) == len(ours) and all(map(operator.is_, ours, found))
 
 
-def _layout_of(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride() if t.layout is torch.strided else t.layout, t.dtype
+def _code_of(cls: Any) -> tuple[Any, ...]:
+    return cls.forward, getattr(cls.forward, "__code__", None), cls.__call__, cls._call_impl
 
 
-_CONTAINERS = operator.itemgetter("_modules", "_parameters", "_buffers", *_HOOKS)
+def _containers_of(dicts: list[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(_CONTAINERS, dicts))
 
 
-def _held_by(modules: Iterable[nn.Module]) -> list[Any]:
-    """What hooks, children and tensors are put into, and the configurations."""
-    dicts = [m.__dict__ for m in modules]
-    found = list(itertools.chain.from_iterable(map(_CONTAINERS, dicts)))
-    found += [d.get("config") for d in dicts]
-    return found
+def _configs_of(dicts: list[dict[str, Any]]) -> Iterator[Any]:
+    return map(dict.get, dicts, itertools.repeat("config"))
 
 
-def _versions_of(modules: Iterable[nn.Module]) -> list[int | None]:
-    """How often the buffers were written to, as far as PyTorch counts that."""
-    return [
-        None if b.is_inference() else b._version
-        for m in modules
-        for name, b in m._buffers.items()
+def _read_only(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The buffers that no forward writes to, of which a description may hold a copy."""
+    for name, b in module._buffers.items():
         # a prompt writes these, which are read from `original_inv_freq` (Described.limit)
-        if b is not None and (name != "inv_freq" or m.__dict__.get("rope_type") != "longrope")
-    ]
+        if b is not None and (name != "inv_freq" or module.__dict__.get("rope_type") != "longrope"):
+            yield b
+
+
+def _versions_of(buffers: list[torch.Tensor]) -> list[int | None]:
+    """How often the buffers were written to, as far as PyTorch counts that."""
+    return [None if b.is_inference() else b._version for b in buffers]
 
 
 def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
