@@ -89,6 +89,8 @@ lint: $(BIN)/.dev
 test test-cpus test-all: ARCHS ?= 8.0;9.0
 # Without a GPU the CUDA kernels have but to compile: nvcc takes a seventh of the time.
 test test-cpus test-all: export HFPATCH_CUDA_QUICK := $(if $(wildcard /dev/nvidia0),0,1)
+# Tests start some hundred processes of Python: none of them compiles the sources again.
+test test-cpus test-all: export PYTHONDONTWRITEBYTECODE :=
 test: build lint
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m 'not exhaustive'
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -161,6 +162,35 @@ def pytest_collection_finish() -> None:
     garbage would visit all of them, for half a second or more each, some hundred times."""
     gc.collect()
     gc.freeze()
+    gc.callbacks.append(_COLLECTIONS)
+
+
+class _Collections:
+    """How long Python's last full collection of garbage took."""
+
+    #: Seconds from which on what is left is not visited again: libraries' caches, mostly.
+    LONG = 0.15
+
+    def __init__(self) -> None:
+        self._start = self.seconds = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._start = time.perf_counter()
+        elif info["generation"] == 2:
+            self.seconds = time.perf_counter() - self._start
+
+
+_COLLECTIONS = _Collections()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Between two tests, where nobody holds a model whose end somebody waits for."""
+    if nextitem is not None and _COLLECTIONS.seconds > _Collections.LONG:
+        gc.collect()
+        gc.freeze()
+        _COLLECTIONS.seconds = 0.0
 
 
 @pytest.hookimpl(trylast=True)

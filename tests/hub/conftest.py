@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,10 @@ class _Hurried:
         time.sleep(min(seconds, 0.02))
 
 
+#: Each new client reads all certificates of the machine, which a loopback Hub has no use for.
+_certificates = functools.cache(ssl.create_default_context)
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A loopback Hub that this process' clients talk to, with an empty cache."""
@@ -46,6 +52,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
             monkeypatch.setattr(module, "CACHE_DIR", None)
         for name in ("KERNELS_CACHE", "LOCAL_KERNELS", "HFPATCH_KERNELS"):
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(ssl, "create_default_context", _certificates)
         monkeypatch.setenv("HFPATCH_CONFIG", "")
         monkeypatch.setenv("HFPATCH_EVIL", str(tmp_path / "the attacker's code ran"))
         monkeypatch.setenv("HFPATCH_STATE", str(tmp_path / "state"))
