@@ -1,9 +1,10 @@
-"""Milliseconds a token of plain `generate`, eager and patched, at the shapes of real models; and of
-the patched step's CUDA graph alone.
+"""Milliseconds a token of plain `generate` at the shapes of real models: eager, compiled as
+transformers does it for a static cache, and patched; and of the patched step's CUDA graph alone.
 
 python benchmarks/decode.py --models 8B 1B 0.6B --rows 1 8 --output benchmarks/results/decode.json
 
-Random weights, bf16 on a GPU. Of each of two lengths the least of three runs, then the difference:
+Random weights, bf16 on a GPU. The ways run in turns, five times, as models of their own over the
+same weights. Each turn is a short text and a long one; of each the median, then the difference:
 what the prompt costs is in neither. The texts are compared up to where they part, and there the
 original's two best logits: weights that are random lie close together.
 """
@@ -11,7 +12,9 @@ original's two best logits: weights that are random lie close together.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,13 @@ from hfpatch.bench import results as figures
 from hfpatch.decoding import kept
 
 PROMPT = 128
+#: New tokens of the short text and of the long one: a slow way has few, a fast one enough that a
+#: host's noise of some milliseconds is little to them.
+LENGTHS = {"eager": (4, 20), "compiled": (16, 144), "patched": (16, 272)}
+#: What `generate` is told beside that. transformers compiles the step where the cache is static.
+SETTINGS: dict[str, dict[str, Any]] = {"compiled": {"cache_implementation": "static"}}
+#: So many tokens of each way are compared.
+COMPARED = 32
 SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "8B": (
         LlamaForCausalLM,
@@ -98,8 +108,14 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def run(model: Any, rows: int, tokens: int, device: str, logits: bool = False) -> tuple[float, Any]:
-    """Seconds and result of one `generate`; with `logits`, a dictionary that has them."""
+def twin(model: Any) -> Any:
+    """Another model over the same weights."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def run(model: Any, rows: int, tokens: int, device: str, **settings: Any) -> tuple[float, Any]:
+    """Seconds and result of one `generate` with these settings beside the plain ones."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 1000, (rows, PROMPT), generator=generator).to(device)
     start = _now(device)
@@ -107,19 +123,39 @@ def run(model: Any, rows: int, tokens: int, device: str, logits: bool = False) -
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=tokens,
-        min_new_tokens=tokens,
         do_sample=False,
+        eos_token_id=2,
         pad_token_id=0,
-        return_dict_in_generate=logits,
-        output_logits=logits,
+        **settings,
     )
-    return _now(device) - start, out
+    seconds = _now(device) - start
+    length = (out.sequences if isinstance(out, dict) else out).shape[1] - PROMPT
+    if length != tokens:
+        raise RuntimeError(f"expected a text of {tokens} tokens, it ended after {length}")
+    return seconds, out
 
 
-def per_token(model: Any, rows: int, lengths: tuple[int, int], device: str) -> float:
-    """Milliseconds a token: the least of three runs of each length, then the difference."""
-    least = [min(run(model, rows, n, device)[0] for _ in range(3)) for n in lengths]
-    return (least[1] - least[0]) / (lengths[1] - lengths[0]) * 1e3
+def per_token(ways: dict[str, Any], rows: int, device: str) -> dict[str, dict[str, float]]:
+    """Milliseconds a token of each way: the median, and how far the turns spread around it.
+
+    Args:
+        ways: a model by the way's name.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(5):
+        for way, model in ways.items():
+            short, long = (
+                run(model, rows, count, device, **SETTINGS.get(way, {}))[0]
+                for count in LENGTHS[way]
+            )
+            seconds[way].append((short, long))
+    taken: dict[str, dict[str, float]] = {}
+    for way, turns in seconds.items():
+        count = LENGTHS[way][1] - LENGTHS[way][0]
+        short, long = (statistics.median(turn[i] for turn in turns) for i in range(2))
+        each = [1e3 * (turn[1] - turn[0]) / count for turn in turns]
+        taken[way] = {"ms": 1e3 * (long - short) / count, "spread_ms": max(each) - min(each)}
+    return taken
 
 
 def gpu_ms(model: Any, rows: int) -> float | None:
@@ -160,35 +196,49 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["8B", "1B", "0.6B"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--compiled-rows", nargs="*", type=int, default=[1], help="rows that are compiled as well"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", help="what was measured; default: git's HEAD")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    with_logits = {"return_dict_in_generate": True, "output_logits": True}
     results: list[dict[str, Any]] = []
     for shape in args.models:
         model = make(shape, getattr(torch, args.dtype), device)
-        eager: dict[int, tuple[float, Any]] = {}
-        for rows in args.rows:
-            run(model, rows, 3, device)
-            eager[rows] = (
-                per_token(model, rows, (4, 20), device),
-                run(model, rows, 32, device, True)[1],
-            )
+        eager = twin(model)
         start = time.perf_counter()
         report = hfpatch.apply(model)
         seconds = time.perf_counter() - start
         assert report.swaps and report.swaps[0].op == "decoding", report
         for rows in args.rows:
-            first = run(model, rows, 2, device)[0]
-            ms = per_token(model, rows, (16, 80), device)
-            last = run(model, rows, 32, device, True)[1]
-            texts = parted(eager[rows][1], last)
-            row = {"model": shape, "rows": rows, "dtype": args.dtype, "eager_ms": eager[rows][0]}
-            row |= {"patched_ms": ms, "gpu_ms": gpu_ms(model, rows)}
-            row |= {"apply_s": seconds, "first_generate_s": first, **texts}
+            ways = {"eager": eager, "patched": model}
+            first: dict[str, float] = {}
+            if rows in args.compiled_rows:
+                ways["compiled"] = twin(eager)
+            for way, each in ways.items():
+                # the long text first: a static cache is made for it, and compiled for its size
+                warm = [
+                    run(each, rows, count, device, **SETTINGS.get(way, {}))[0]
+                    for count in (*LENGTHS[way][::-1], *LENGTHS[way])
+                ]
+                first[way] = warm[0] - warm[-1]
+            taken = per_token(ways, rows, device)
+            original = run(eager, rows, COMPARED, device, **with_logits)[1]
+            last = run(model, rows, COMPARED, device, **with_logits)[1]
+            row = {"model": shape, "rows": rows, "dtype": args.dtype}
+            row |= {f"{way}_ms": figure["ms"] for way, figure in taken.items()}
+            row |= {f"{way}_spread_ms": figure["spread_ms"] for way, figure in taken.items()}
+            row |= {"gpu_ms": gpu_ms(model, rows), "apply_s": seconds}
+            row |= {f"{way}_first_s": first[way] for way in ways if way != "eager"}
+            row |= parted(original, last)
             row["notes"] = list(hfpatch.status(model).notes)
             print(json.dumps(row), flush=True)
             results.append(row)
+            del ways
+            torch.compiler.reset()
+        del eager
         del model
         if device == "cuda":
             torch.cuda.empty_cache()

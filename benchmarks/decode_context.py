@@ -37,17 +37,20 @@ class Text:
 
     def seconds(self, count: int) -> float:
         """Of `count` tokens more."""
-        start = self._now()
+        start, before = self._now(), self.ids.shape[1]
         self.ids = self._model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
             past_key_values=self.cache,
             max_new_tokens=count,
-            min_new_tokens=count,
             do_sample=False,
+            eos_token_id=2,
             pad_token_id=0,
         )
-        return self._now() - start
+        seconds = self._now() - start
+        if (length := self.ids.shape[1] - before) != count:
+            raise RuntimeError(f"expected {count} tokens more, the text ended after {length}")
+        return seconds
 
     def _now(self) -> float:
         if self._device == "cuda":
