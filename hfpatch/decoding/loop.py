@@ -147,7 +147,8 @@ class _Answer:
 
     def send(self, unfinished: Tensor, tokens: Tensor) -> _Answer:
         """`unfinished`: of each row, bool."""
-        self._unfinished.copy_(unfinished.any(), non_blocking=True)
+        any_of = unfinished[0] if unfinished.numel() == 1 else unfinished.any()
+        self._unfinished.copy_(any_of, non_blocking=True)
         if self._tokens is not None:
             self._tokens.copy_(tokens, non_blocking=True)
         if self._event is not None:
@@ -325,6 +326,7 @@ class _Text:
         self._ends = [end.to(device) for end in found if end is not None]
         pad = config._pad_token_tensor
         self._pad = None if pad is None else pad.to(device)
+        self._alone = rows == 1
         self._unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         streamed = loop.streamer is not None
         # two in turns: one is read when the next has been sent
@@ -349,17 +351,23 @@ class _Text:
             self._scores.append(score)
         if self._logits is not None:
             self._logits.append(chosen)
+        self.columns.add()
+        column = self.columns.last()
         if self._sampled:
             tokens = torch.multinomial(nn.functional.softmax(score, dim=-1), 1).squeeze(1)
+        elif self._alone:
+            tokens = torch.argmax(score, dim=-1, keepdim=True, out=column)[:, 0]
         else:
             tokens = torch.argmax(score, dim=-1)
-        if self._ends and self._pad is not None:
+        # one text goes on until it ends: there is no padding behind it, and nothing to add up
+        if self._ends and self._pad is not None and not self._alone:
             tokens = torch.where(self._unfinished, tokens, self._pad)
-        self.columns.add()
-        self.columns.last().copy_(tokens[:, None])
-        for end in self._ends:
+        if self._sampled or not self._alone:
+            column.copy_(tokens[:, None])
+        for index, end in enumerate(self._ends):
             other = tokens != end if end.numel() == 1 else (tokens[:, None] != end).all(-1)
-            self._unfinished = self._unfinished & other
+            first = index == 0 and self._alone
+            self._unfinished = other if first else self._unfinished & other
         if not self._answers:
             return None, score
         self._answers.reverse()

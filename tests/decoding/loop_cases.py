@@ -81,6 +81,9 @@ MODES: dict[str, dict[str, Any]] = {
     "at least": {"min_new_tokens": 9},
     "three rows": {"rows": 3},
     "one row": {"rows": 1},
+    "one row, sampled": {"rows": 1, "do_sample": True, "top_k": 20},
+    "one row, several ends": {"rows": 1, "another_end": 5},
+    "two rows, several ends": {"another_end": 5},
     "by length": {"max_length": 17, "max_new_tokens": None},
     "no padding": {"padding": 0},
 }
@@ -107,7 +110,8 @@ def test_a_mode(device: str, family: str, mode: str, ends: bool) -> None:
     inputs = on(device, prompts(rows, padding=own.pop("padding", 3)))
     own = {"max_new_tokens": NEW, "do_sample": False, **own}
     chosen = {k: own[k] for k in ("do_sample", "temperature", "top_k", "top_p") if k in own}
-    own["eos_token_id"] = an_end(plain, device, rows, **chosen) if ends else None
+    others = [own.pop("another_end")] if "another_end" in own else []
+    own["eos_token_id"] = [an_end(plain, device, rows, **chosen), *others] if ends else None
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
     def run(model: Any, **more: Any) -> tuple[Any, torch.Tensor]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any, cast
+
 import pytest
+import torch
 
 # ruff: noqa: F401
 from decoding.loop_cases import (
@@ -18,6 +22,8 @@ from decoding.loop_cases import (
     test_nothing_is_kept,
     test_what_goes_to_transformers_loop,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig
 
 from hfpatch.decoding import loop
 
@@ -26,3 +32,40 @@ from hfpatch.decoding import loop
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(loop, "DEVICES", frozenset({"cpu"}))
     return "cpu"
+
+
+class _Launched(TorchDispatchMode):
+    """The operators that compute something, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "launched"),
+    [
+        (1, ["argmax", "ne", "copy_"]),
+        (2, ["argmax", "where", "copy_", "ne", "bitwise_and", "any", "copy_"]),
+    ],
+)
+def test_what_a_token_costs_beside_its_step(rows: int, launched: list[str]) -> None:
+    """A GPU's stream has nothing else meanwhile: each launch is 3 µs of a token's 800."""
+    config = GenerationConfig()
+    config._pad_token_tensor = torch.tensor(0)
+    end = types.SimpleNamespace(eos_token_id=torch.tensor([3]))
+    call = types.SimpleNamespace(config=config, processors=[], criteria=[end], streamer=None)
+    text = loop._Text(cast(Any, call), torch.ones(rows, 4, dtype=torch.int64))
+    logits = torch.zeros(rows, 1, 8)
+    logits[:, :, 5] = 1
+    text.add(logits)  # makes room for more tokens
+    with _Launched() as seen:
+        answer, _ = text.add(logits)
+    assert seen.names == launched
+    assert answer is not None and not answer.read(None)
+    assert text.columns.all().tolist() == [[1, 1, 1, 1, 5, 5]] * rows
