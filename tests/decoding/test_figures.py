@@ -10,16 +10,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_table_is_the_file() -> None:
-    measured = json.loads((ROOT / "benchmarks/results/decode-h200-2.json").read_text("utf-8"))
+    measured = json.loads((ROOT / "benchmarks/results/decode-h200-3.json").read_text("utf-8"))
     page = (ROOT / "docs/decoding.md").read_text("utf-8")
     found = re.findall(
-        r"^\| \w+ ([\w.]+), (\d+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE
+        r"^\| \w+ ([\w.]+), (\d+) \| (\S+) \| (\S*) ?\| (\S+) \| (\S+) \|$", page, re.MULTILINE
     )
     rows = {(r["model"], str(r["rows"])): r for r in measured["rows"]}
     assert len(found) == len(rows) == 6
     for model, count, *figures in found:
         row = rows[model, count]
-        exact = (row["eager_ms"], row["patched_ms"], row["gpu_ms"])
+        exact = [row.get(f"{name}_ms") for name in ("eager", "compiled", "patched", "gpu")]
         for figure, value in zip(figures, exact, strict=True):
             digits = len(figure.partition(".")[2])
-            assert f"{value:.{digits}f}" == figure, (model, count)
+            assert ("" if value is None else f"{value:.{digits}f}") == figure, (model, count)
