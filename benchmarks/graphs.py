@@ -27,8 +27,8 @@ import torch.nn.functional as F
 import transformers as tr
 
 import hfpatch
-from hfpatch import graphs
 from hfpatch.bench import results
+from hfpatch.graphs import recording as graphs
 
 Inputs = dict[str, Any]
 #: Ways to run a model: the arguments of `apply`; None: not patched.

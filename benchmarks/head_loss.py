@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import hfpatch
 from hfpatch.bench import results
-from hfpatch.head_loss import linear_cross_entropy
+from hfpatch.losses.head_loss import linear_cross_entropy
 
 
 class Case(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import jit, nn
 
-from hfpatch.plan import Plan, Skip
+from hfpatch.planning.plan import Plan, Skip
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 #: Kinds of skips that are no loss: the original is as fast, or the user wanted it.

@@ -13,16 +13,16 @@ from torch import nn
 from hfpatch import swap
 from hfpatch.announce import announce, what_was_lost
 from hfpatch.kernelized import OVERWRITTEN
-from hfpatch.plan import Candidate, Plan, Skip, Swap
+from hfpatch.planning.plan import Candidate, Plan, Skip, Swap
+from hfpatch.planning.settings import Settings, check_settings
 from hfpatch.report import Report
-from hfpatch.settings import Settings, check_settings
 
 # What makes and proves a plan is imported by the first call: `import hfpatch` stays light.
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hfpatch.hub import HubOptions
-    from hfpatch.proofs import Prepared
+    from hfpatch.proof.proofs import Prepared
 
 #: One source, or several in order of preference, or either by op.
 Kernels = (
@@ -113,10 +113,10 @@ def apply(
         KernelLoadError, VerificationError: under `strict`.
         PatchError: the swap itself failed and was rolled back.
     """
-    from hfpatch import gain as gains
-    from hfpatch import graphs
     from hfpatch.decoding import kept, offer
+    from hfpatch.graphs import recording as graphs
     from hfpatch.patches.proving import outside_modes
+    from hfpatch.planning import gain as gains
 
     started = time.perf_counter()
     asked = {
@@ -176,8 +176,8 @@ def plan(
     Raises:
         TypeError, ValueError, KernelLoadError, VerificationError: as `apply`.
     """
-    from hfpatch import gain as gains
     from hfpatch.patches.proving import outside_modes
+    from hfpatch.planning import gain as gains
 
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
@@ -192,9 +192,9 @@ def restore(model: Any) -> int:
 
     Each module's `__dict__` is as it was before `apply`. A model that was not patched stays as is.
     """
-    from hfpatch import gain as gains
-    from hfpatch import graphs
     from hfpatch.decoding import kept
+    from hfpatch.graphs import recording as graphs
+    from hfpatch.planning import gain as gains
 
     _, roots = _roots(model)
     _forget(roots)
@@ -229,11 +229,11 @@ def status(model: Any) -> Report:
     that the last apply of each module gave; of a copy none is known. A swap that somebody wrote
     over since, as `kernels.kernelize` does, is among them, of kind "foreign".
     """
-    from hfpatch import gain as gains
-    from hfpatch import graphs
     from hfpatch.decoding import kept
+    from hfpatch.graphs import recording as graphs
     from hfpatch.patches.blocks import flash3
-    from hfpatch.proofs import autocast_notes
+    from hfpatch.planning import gain as gains
+    from hfpatch.proof.proofs import autocast_notes
     from hfpatch.training.adapted_by import stepping_aside
 
     name, roots = _roots(model)
@@ -285,9 +285,9 @@ def decide(
 ) -> tuple[Plan, list[Prepared], list[str]]:
     """The plan for modules by the prefix of their paths, what carries it out, and what to warn of:
     things that were asked for in vain."""
-    from hfpatch import graphs
     from hfpatch.decoding import offer
-    from hfpatch.planner import make_plan
+    from hfpatch.graphs import recording as graphs
+    from hfpatch.planning.planner import make_plan
 
     limit, auto = graphs.check_limit(cuda_graphs)
     if limit and settings.training:

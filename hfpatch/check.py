@@ -19,7 +19,7 @@ from hfpatch.bench.spread import Gain, Spread
 from hfpatch.foreign.memory import bits
 from hfpatch.inputs import Inputs, NoInputs, cast, sample_inputs
 from hfpatch.inputs.of_pipelines import denoiser_of, pipeline_inputs
-from hfpatch.plan import Candidate
+from hfpatch.planning.plan import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -240,8 +240,8 @@ def _env(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, title: str) -> int:
     from hfpatch.apply import decide
+    from hfpatch.planning.settings import check_settings
     from hfpatch.report import Report, as_text
-    from hfpatch.settings import check_settings
 
     if args.svg and not args.explain:
         raise ValueError("`--svg` is of `--explain PATH`: say which block")

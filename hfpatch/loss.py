@@ -19,20 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfpatch.deferred_logits import DeferredLogits
-from hfpatch.divergence import Teacher, linear_jsd, linear_kl, linear_tvd
 from hfpatch.errors import KernelLoadError
 from hfpatch.handover import local_kernel, tensor_refusal, warn_of_handover
-from hfpatch.head_loss import linear_cross_entropy
-from hfpatch.head_rows import (
+from hfpatch.losses.deferred_logits import DeferredLogits
+from hfpatch.losses.divergence import Teacher, linear_jsd, linear_kl, linear_tvd
+from hfpatch.losses.head_loss import linear_cross_entropy
+from hfpatch.losses.head_rows import (
     CrossEntropy,
     LogProbs,
     linear_cross_entropy_and_metrics,
     linear_log_probs,
     linear_log_probs_and_entropy,
 )
-from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.preference import (
+from hfpatch.losses.preference import (
     Grpo,
     Kto,
     Preference,
@@ -43,6 +42,7 @@ from hfpatch.preference import (
     linear_orpo,
     linear_simpo,
 )
+from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.sources import Kernel, local_package
 
 __all__ = [

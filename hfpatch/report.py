@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hfpatch.text import printable
 
 if TYPE_CHECKING:
-    from hfpatch.plan import Candidate, Plan, Skip, Swap
+    from hfpatch.planning.plan import Candidate, Plan, Skip, Swap
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hfpatch.plan import SKIP_KINDS, Plan
+from hfpatch.planning.plan import SKIP_KINDS, Plan
 
 _SWAPPED = "#2a7f62"
 #: By kind of skip, in the order of `SKIP_KINDS`: greys for what is wanted or no loss.

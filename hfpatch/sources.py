@@ -19,10 +19,10 @@ import torch
 from hfpatch import builds
 from hfpatch.choices import RESERVED, Choices, Source, require_op
 from hfpatch.config import FOUND_MAY_CHOOSE, check_kernel_variables, read_defaults
-from hfpatch.elsewhere import Elsewhere, as_one_operator
 from hfpatch.errors import KernelLoadError, KernelUntrustedError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.ops import OPS
+from hfpatch.planning.elsewhere import Elsewhere, as_one_operator
 from hfpatch.text import meant
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
 from torch import nn
 
 import hfpatch
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 #: fp32 through two layers, with reductions in another order.
 NOISE = 1e-5

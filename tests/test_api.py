@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
 from hfpatch.errors import VerificationError
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfpatch
 from hfpatch.decoding import layer
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 SIZES = {
     "hidden_size": 64,

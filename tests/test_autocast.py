@@ -17,7 +17,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

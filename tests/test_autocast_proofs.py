@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hfpatch import probe
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof import probe
+from hfpatch.proof.proofs import forget_proofs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hfpatch
 from hfpatch.patches.blocks.base import BlockSubject
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 CALLS = [(name, call) for name, row in ROWS.items() for call in row.calls]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ import zoo
 from torch import nn
 
 import hfpatch
-from hfpatch.plan import SKIP_KINDS, Plan, Skip
+from hfpatch.planning.plan import SKIP_KINDS, Plan, Skip
 from hfpatch.report import Report
 from hfpatch.text import meant
 
@@ -155,8 +155,8 @@ def test_importing_stays_light() -> None:
     heavy = {"transformers", "diffusers", "kernels", "huggingface_hub", "accelerate", "rich",
              "tqdm", "matplotlib", "sigstore", "IPython"}  # fmt: skip
     assert not tops & heavy
-    lazy = {"hfpatch.optim", "hfpatch.loss", "hfpatch.callbacks", "hfpatch.planner",
-            "hfpatch.probe", "hfpatch.report_chart"}  # fmt: skip
+    lazy = {"hfpatch.optim", "hfpatch.loss", "hfpatch.callbacks", "hfpatch.planning.planner",
+            "hfpatch.proof.probe", "hfpatch.report_chart"}  # fmt: skip
     assert not set(brought.split()) & lazy
     assert float(spent) < 1.0, "seconds of this process; a tenth on an idle machine"
 

@@ -17,8 +17,8 @@ import pytest
 from hfpatch import cli, kernel_build, registry, sources
 from hfpatch.announce import logger
 from hfpatch.ops import OPS
-from hfpatch.plan import SKIP_KINDS
-from hfpatch.trial import LIMITS
+from hfpatch.planning.plan import SKIP_KINDS
+from hfpatch.proof.trial import LIMITS
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Written from measurements, so it may be missing in a fresh tree.

@@ -12,9 +12,10 @@ import zoo
 from torch import nn
 
 import hfpatch
-from hfpatch import builds, cli, elsewhere, sources
-from hfpatch.elsewhere import Elsewhere, parse_device
-from hfpatch.proofs import forget_proofs
+from hfpatch import builds, cli, sources
+from hfpatch.planning import elsewhere
+from hfpatch.planning.elsewhere import Elsewhere, parse_device
+from hfpatch.proof.proofs import forget_proofs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 

@@ -19,9 +19,10 @@ from expect import assert_same_dicts, expected_swaps, snapshot
 from torch import nn
 
 import hfpatch
-from hfpatch import packing, probe, proofs, sources, swap
+from hfpatch import packing, sources, swap
 from hfpatch.errors import HfpatchError, KernelLoadError, PatchError, VerificationError
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof import probe, proofs
+from hfpatch.proof.proofs import forget_proofs
 
 
 @pytest.fixture(autouse=True)
@@ -231,10 +232,17 @@ def test_every_adapter_fails_once_to_be_made(
 
 
 @pytest.mark.parametrize(
-    "step", ["planner.sites_of", "probe.prove", "apply._commit", "swap.commit", "swap._remember"]
+    "step",
+    [
+        "planning.planner.sites_of",
+        "proof.probe.prove",
+        "apply._commit",
+        "swap.commit",
+        "swap._remember",
+    ],
 )
 def test_an_interrupt_at_each_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, _, name = step.partition(".")
+    where, _, name = step.rpartition(".")
     original = Original("llama")
     holder = vars(importlib.import_module(f"hfpatch.{where}"))
     monkeypatch.setitem(holder, name, failing(KeyboardInterrupt(), 0, holder[name]))

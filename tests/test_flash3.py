@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
-from hfpatch import attention, cli, graphs
+from hfpatch import attention, cli
+from hfpatch.graphs import recording as graphs
 from hfpatch.patches.blocks import flash3
 from hfpatch.patches.blocks.attention import fastest
 

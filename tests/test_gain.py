@@ -12,8 +12,8 @@ from support.recordings import MODELS, ids
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch import gain
-from hfpatch.race import Race
+from hfpatch.planning import gain
+from hfpatch.planning.race import Race
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch.ops import OPS
-from hfpatch.trial import LIMITS
+from hfpatch.proof.trial import LIMITS
 
 WIDTH = 64
 #: module of transformers.models, class, keyword arguments, (norm_before_gate, cast, activation).

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hfpatch
-from hfpatch import head_loss
-from hfpatch.deferred_logits import DeferredLogits
 from hfpatch.errors import HfpatchError
-from hfpatch.head_loss import linear_cross_entropy
+from hfpatch.losses import head_loss
+from hfpatch.losses.deferred_logits import DeferredLogits
+from hfpatch.losses.head_loss import linear_cross_entropy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLASSES = 199

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch import head_loss, loss
+from hfpatch import loss
+from hfpatch.losses import head_loss
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLASSES, WIDTH = 199, 32

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import hfpatch
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

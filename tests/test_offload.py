@@ -18,7 +18,7 @@ from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
 from torch import nn
 
 import hfpatch
-from hfpatch import sites
+from hfpatch.planning import sites
 
 
 @pytest.fixture(autouse=True)

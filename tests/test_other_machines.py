@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
-from hfpatch import env, probe, sources
+from hfpatch import env, sources
 from hfpatch.ops import OPS
 from hfpatch.patches import contract
 from hfpatch.patches.blocks import flash3
-from hfpatch.plan import Refusal
-from hfpatch.proofs import forget_proofs
-from hfpatch.sites import Site, probe_devices
+from hfpatch.planning.plan import Refusal
+from hfpatch.planning.sites import Site, probe_devices
+from hfpatch.proof import probe
+from hfpatch.proof.proofs import forget_proofs
 from hfpatch.sources import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,7 +137,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """As on a machine with an XPU, and a kernel that is registered for it."""
     forget_proofs()
     monkeypatch.setattr(probe, "torch", _AsOnXpu())
-    monkeypatch.setattr("hfpatch.proofs.probe_devices", lambda site: ("xpu",))
+    monkeypatch.setattr("hfpatch.proof.proofs.probe_devices", lambda site: ("xpu",))
     seen: list[Any] = []
 
     def kernel(*tensors: Any, **params: Any) -> Any:

@@ -363,7 +363,7 @@ def _swiglu(self: GluLookalike, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_probing_a_mlp_leaves_the_random_state_alone() -> None:
-    from hfpatch.proofs import forget_proofs
+    from hfpatch.proof.proofs import forget_proofs
 
     forget_proofs()
     model = Root(type("SomeMLP", (GluLookalike,), {"forward": _swiglu})())
@@ -392,7 +392,7 @@ def test_an_activation_with_tensors_of_its_own_is_left_as_it_is() -> None:
 
 
 def test_apply_under_a_default_device() -> None:
-    from hfpatch.proofs import forget_proofs
+    from hfpatch.proof.proofs import forget_proofs
 
     forget_proofs()
     model = Root(nn.LayerNorm(64))
@@ -407,7 +407,7 @@ def test_apply_under_a_default_dtype(name: str, default: torch.dtype) -> None:
     import zoo
     from expect import relative_error
 
-    from hfpatch.proofs import forget_proofs
+    from hfpatch.proof.proofs import forget_proofs
 
     entry = zoo.ENTRIES[name]
     model = entry.build(torch.float32)

@@ -15,8 +15,8 @@ import zoo
 from torch import nn
 
 import hfpatch
-from hfpatch import probe, proofs
 from hfpatch.patches import keys
+from hfpatch.proof import probe, proofs
 from hfpatch.reading import surroundings
 from hfpatch.reading.surroundings import Unexplained
 

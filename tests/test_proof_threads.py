@@ -24,7 +24,7 @@ from torch import nn
 import hfpatch
 from hfpatch.patches import unchanged
 from hfpatch.patches.proving import float32_default
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

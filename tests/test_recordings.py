@@ -19,8 +19,10 @@ from transformers import masking_utils
 from transformers.utils import import_utils
 
 import hfpatch
-from hfpatch import attention, graph_caches, graphs
-from hfpatch.captures import masks_as_outside
+from hfpatch import attention
+from hfpatch.graphs import caches as graph_caches
+from hfpatch.graphs import recording as graphs
+from hfpatch.graphs.captures import masks_as_outside
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import nn
 import hfpatch
 from hfpatch import builds, env, sources
 from hfpatch.errors import KernelLoadError
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 MODEL_WIDTH = 48
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
-from hfpatch import graphs
+from hfpatch.graphs import recording as graphs
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hfpatch.captures import abandon
+from hfpatch.graphs.captures import abandon
 
 Call = Callable[[], Any]
 

@@ -15,7 +15,7 @@ import hfpatch
 from hfpatch.coverage.small_transformers import MOST
 from hfpatch.inputs import NoInputs, sample_inputs
 from hfpatch.patches.base import class_of
-from hfpatch.plan import Candidate
+from hfpatch.planning.plan import Candidate
 
 #: `uncalled` of a row that was written without calling its model.
 NOT_RUN = "not run yet"

@@ -14,9 +14,9 @@ from hfpatch.coverage.small_transformers import MOST
 from hfpatch.patches.base import class_of
 from hfpatch.patches.gating import looks_gated
 from hfpatch.patches.norms import Norms
-from hfpatch.plan import Plan
-from hfpatch.planner import make_plan
-from hfpatch.settings import check_settings
+from hfpatch.planning.plan import Plan
+from hfpatch.planning.planner import make_plan
+from hfpatch.planning.settings import check_settings
 
 #: A single kernel already: nothing is left to serve.
 SERVED_AS_IT_IS = "no gain"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hfpatch.captures import recorded
 from hfpatch.errors import DecodingError
+from hfpatch.graphs.captures import recorded
 
 Tensor = torch.Tensor
 

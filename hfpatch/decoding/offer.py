@@ -13,9 +13,9 @@ from hfpatch.decoding.layer import describe, is_candidate
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.ops import OPS
 from hfpatch.patches.base import class_of, forward_of_class
-from hfpatch.plan import Skip, Swap
-from hfpatch.proofs import Prepared
-from hfpatch.settings import Settings, matches
+from hfpatch.planning.plan import Skip, Swap
+from hfpatch.planning.settings import Settings, matches
+from hfpatch.proof.proofs import Prepared
 
 OP = "decoding"
 #: By what `apply(decoding=…)` is given.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfpatch.captures import recorded
 from hfpatch.decoding import reference
 from hfpatch.decoding.spec import Attention, Layer, Mlp, Model, Norm, Product, Rope
 from hfpatch.errors import DecodingError, HfpatchError
+from hfpatch.graphs.captures import recorded
 
 #: Lengths that prompts are filled up to, and tokens of all rows together at most.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)

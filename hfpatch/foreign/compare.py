@@ -1,8 +1,8 @@
 """Is what a kernel returned the formula's, row by row, and are its gradients?
 
-What decides is `hfpatch.trial.Limits`, in epsilons of the result's dtype relative to the largest
-value of each row. A row is right where it is as near to the formula in fp64 as the formula in the
-tensors' own dtypes is, or is what that gives: where its squares overflow both are allowed.
+What decides is `hfpatch.proof.trial.Limits`, in epsilons of the result's dtype relative to the
+largest value of each row. A row is right where it is as near to the formula in fp64 as the formula
+in the tensors' own dtypes is, or is what that gives: where its squares overflow both are allowed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hfpatch.errors import FAILURES
 from hfpatch.foreign.memory import bits
 from hfpatch.foreign.samples import ROWWISE
 from hfpatch.ops import OPS
+from hfpatch.proof.trial import LIMITS
 from hfpatch.text import told
-from hfpatch.trial import LIMITS
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]

@@ -1,7 +1,7 @@
 """What a patch family is, and what every adapter shares.
 
 A family nominates modules by class name, proposes formulas, and knows how to call a kernel in a
-module's place. It decides nothing: `hfpatch.probe` runs the original against each formula.
+module's place. It decides nothing: `hfpatch.proof.probe` runs the original against each formula.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The head of a language model in training: its logits are made when somebody reads them.
 
-See `hfpatch.deferred_logits`. A head has no class name of its own: it is the linear layer that a
-model's `get_output_embeddings` names.
+See `hfpatch.losses.deferred_logits`. A head has no class name of its own: it is the linear layer
+that a model's `get_output_embeddings` names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from hfpatch.deferred_logits import DeferredLogits
-from hfpatch.head_loss import refusal
+from hfpatch.losses.deferred_logits import DeferredLogits
+from hfpatch.losses.head_loss import refusal
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Family,
@@ -31,7 +31,7 @@ from hfpatch.patches.base import (
 from hfpatch.patches.recall import RecallSubject
 
 if TYPE_CHECKING:
-    from hfpatch.sites import Site
+    from hfpatch.planning.sites import Site
 
 
 class Heads(Family):

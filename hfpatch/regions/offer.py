@@ -17,14 +17,14 @@ from hfpatch.patches.keys import attributes_of, code_of
 from hfpatch.patches.library import is_own, odd_class, strange_names
 from hfpatch.patches.recorded import may_record
 from hfpatch.patches.unchanged import hooks_on_all, layers_replaced
-from hfpatch.plan import Candidate
-from hfpatch.proofs import Prepared
+from hfpatch.planning.plan import Candidate
+from hfpatch.planning.settings import Settings, matches
+from hfpatch.proof.proofs import Prepared
 from hfpatch.regions.capture import KnownLeaf, is_wall, numbers_of
 from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind
 from hfpatch.regions.listening import is_idle
-from hfpatch.settings import Settings, matches
 from hfpatch.sources import Kernel, Sources
 
 #: What a candidate's fused calls may need.

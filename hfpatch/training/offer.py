@@ -24,9 +24,9 @@ from hfpatch.decoding.rules import OpaqueRule, Unexplained
 from hfpatch.errors import HfpatchError
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import class_of
-from hfpatch.plan import Skip, Swap
-from hfpatch.proofs import Prepared
-from hfpatch.settings import Settings, matches
+from hfpatch.planning.plan import Skip, Swap
+from hfpatch.planning.settings import Settings, matches
+from hfpatch.proof.proofs import Prepared
 from hfpatch.training import proof
 from hfpatch.training.adapted_by import OP
 from hfpatch.training.layer import LayerPlan, adapter, mlp_parts, unchanged

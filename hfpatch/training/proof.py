@@ -23,9 +23,9 @@ from hfpatch import forks
 from hfpatch.decoding.analysis import moved
 from hfpatch.decoding.replica import WithoutCasts, same
 from hfpatch.decoding.rules import LayerRule, Number, Recipe, Unexplained
+from hfpatch.proof.trial import Limits
 from hfpatch.training.attend import Argument, Call, Passed
 from hfpatch.training.layer import CACHES, LayerPlan, Runner, mlp_parts, unsupported
-from hfpatch.trial import Limits
 
 _ROWS, _TOKENS = 2, 24
 _NAME = "hfpatch_recorder"
@@ -293,7 +293,8 @@ def prove(
         autocast: its dtype; None: without it.
 
     Errors are root mean squares relative to the fp64 gradient's; allowed is the original's in
-    `dtype` and what a kernel may be off by (`hfpatch.trial.Limits`): one rounding in half types.
+    `dtype` and what a kernel may be off by (`hfpatch.proof.trial.Limits`): one rounding in half
+    types.
 
     Raises:
         Unexplained: one is farther off; the text says which.

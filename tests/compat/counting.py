@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from hfpatch import probe, proofs, sources
+from hfpatch import sources
+from hfpatch.proof import probe, proofs
 
 
 @dataclass

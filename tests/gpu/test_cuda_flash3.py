@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
-from hfpatch import graphs
+from hfpatch.graphs import recording as graphs
 from hfpatch.patches.blocks import flash3
 from hfpatch.patches.blocks.attention import fastest
 

@@ -12,7 +12,8 @@ import zoo
 from expect import assert_same_dicts, snapshot
 
 import hfpatch
-from hfpatch import captures, graphs
+from hfpatch.graphs import captures
+from hfpatch.graphs import recording as graphs
 
 pytestmark = pytest.mark.gpu
 NAMES = ["ltx", "wan", "sd15-unet", "flux", "sd3"]

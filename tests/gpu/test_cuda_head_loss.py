@@ -12,8 +12,8 @@ from test_head_loss import training_model as model_of
 from torch import Tensor
 
 import hfpatch
-from hfpatch import head_loss
-from hfpatch.head_loss import linear_cross_entropy
+from hfpatch.losses import head_loss
+from hfpatch.losses.head_loss import linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
 

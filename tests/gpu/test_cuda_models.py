@@ -146,7 +146,7 @@ def test_apply_is_quick_on_the_full_ltx_transformer() -> None:
         model = LTXVideoTransformer3DModel().to(torch.bfloat16)
     hfpatch.plan(torch.nn.Sequential(torch.nn.LayerNorm(8)).cuda())  # loads the library
     load_torch_libraries()
-    from hfpatch.proofs import forget_proofs
+    from hfpatch.proof.proofs import forget_proofs
 
     forget_proofs()
     report = hfpatch.apply(model)

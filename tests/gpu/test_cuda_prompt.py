@@ -13,8 +13,8 @@ from decoding.test_image_models import MODELS, asked
 from decoding.test_image_models import make as make_image_model
 
 import hfpatch
-from hfpatch.captures import recorded
 from hfpatch.decoding import kept
+from hfpatch.graphs.captures import recorded
 
 pytestmark = [pytest.mark.gpu]
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from support.recordings import MODELS, calls_of, ids, tensors
 
 import hfpatch
-from hfpatch import attention, graphs
+from hfpatch import attention
+from hfpatch.graphs import recording as graphs
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hfpatch
 from hfpatch.kernel_project.new import new_project
 from hfpatch.ops import OPS
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 pytestmark = pytest.mark.gpu
 

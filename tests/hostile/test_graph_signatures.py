@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch import graph_keys
+from hfpatch.graphs import keys as graph_keys
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hfpatch
-from hfpatch.plan import Plan
+from hfpatch.planning.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:hfpatch")
 

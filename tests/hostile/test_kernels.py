@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch.foreign.process import Process
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 OPS = ("rms_norm", "layer_norm", "silu", "gelu", "gated")
 #: One op for each fault, in turn, and all of them in `make test-all`.

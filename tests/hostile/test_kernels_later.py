@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 import hfpatch
 from hfpatch.foreign.process import Process
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 WIDTH = 64
 Kernel = Callable[..., Any]

@@ -16,7 +16,7 @@ from leaves import WIDTH, DenseGatedAct, PlainRMSNorm, SomeMLP, drawn
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import huggingface_hub
 import kernels.importer
 
 from hfpatch.hub.load import forget_packages
-from hfpatch.proofs import forget_proofs
+from hfpatch.proof.proofs import forget_proofs
 
 _ids = itertools.count()
 

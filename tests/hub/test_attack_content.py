@@ -117,7 +117,7 @@ def test_a_digest_that_is_said_twice(toy: HubServer) -> None:
 @pytest.mark.parametrize(
     "name",
     sampled(["torch", "json", "sys", "hfpatch", "antigravity", "t\u043erch", "\uff54orch", "a.b",
-             "__main__", "", "x" * 10 + "\u200b", "hfpatch.verify"], 4),
+             "__main__", "", "x" * 10 + "\u200b", "hfpatch.proof.verify"], 4),
 )  # fmt: skip
 def test_an_id_that_is_a_modules_or_looks_like_it(name: str, toy: HubServer) -> None:
     toy.put("toy/kernel", evil(id=name))
@@ -345,8 +345,11 @@ def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
             ("torch.nn.SiLU.forward = lambda self, x: x", "SiLU.forward"),
             ("torch.Tensor.double = lambda self: self", "Tensor.double"),
             ("del torch.nn.functional.gelu", "torch.nn.functional.gelu"),
-            ("import hfpatch.verify as v; v.verify_values = lambda *a: (0, 0)", "verify_values"),
-            ("import hfpatch.trial as t; t.LIMITS = None", "LIMITS"),
+            (
+                "import hfpatch.proof.verify as v; v.verify_values = lambda *a: (0, 0)",
+                "verify_values",
+            ),
+            ("import hfpatch.proof.trial as t; t.LIMITS = None", "LIMITS"),
             (
                 "from hfpatch.hub.trust import Trust; Trust.require = lambda *a, **k: False",
                 "require",
@@ -356,7 +359,7 @@ def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
             ("import hashlib; hashlib.sha256 = None", "hashlib.sha256"),
             ("import sys; sys.modules['hfpatch.report'] = torch", "hfpatch.report"),
             ("import sys; sys.modules['hfpatch.later'] = type(sys)('x')", "hfpatch.later"),
-            ("import sys; del sys.modules['hfpatch.verify']", "hfpatch.verify"),
+            ("import sys; del sys.modules['hfpatch.proof.verify']", "hfpatch.proof.verify"),
             ("import sys, os; sys.path.insert(0, os.path.dirname(__file__))", "sys.path"),
             ("torch.set_default_dtype(torch.float64)", "default_dtype"),
             ("torch.set_grad_enabled(False)", "grad_enabled"),
@@ -366,12 +369,12 @@ def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
 )
 def test_what_an_import_changes(code: str, said: str, toy: HubServer) -> None:
     """It is taken back, and the package is not used."""
-    silu, forward, verify = nn.functional.silu, nn.SiLU.forward, sys.modules["hfpatch.verify"]
+    silu, forward, verify = nn.functional.silu, nn.SiLU.forward, sys.modules["hfpatch.proof.verify"]
     dtype, path = torch.get_default_dtype(), list(sys.path)
     toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
     withstood(SPEC, said)
     assert nn.functional.silu is silu and nn.SiLU.forward is forward
-    assert sys.modules["hfpatch.verify"] is verify and "hfpatch.later" not in sys.modules
+    assert sys.modules["hfpatch.proof.verify"] is verify and "hfpatch.later" not in sys.modules
     assert torch.get_default_dtype() == dtype and torch.is_grad_enabled() and sys.path == path
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfpatch import graphs, host_reads
+from hfpatch.graphs import host_reads
+from hfpatch.graphs import recording as graphs
 
 _WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select")
 
@@ -80,7 +81,7 @@ class _Stream:
 
 
 class CpuGraphs:
-    """What `hfpatch.graphs` uses of torch.cuda, on the CPU."""
+    """What `hfpatch.graphs.recording` uses of torch.cuda, on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.capturing = False

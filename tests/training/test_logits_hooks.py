@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch.errors import HfpatchError
-from hfpatch.logits_hooks import DeferredGradient
+from hfpatch.losses.logits_hooks import DeferredGradient
 
 Found = tuple[Tensor, dict[str, Tensor], list[Any]]
 #: What is done to a model's result, and the list that a hook writes to: the loss.

@@ -42,7 +42,7 @@ from hfpatch.patches.unchanged import (
     layers_replaced,
     same_parts,
 )
-from hfpatch.plan import Refusal
+from hfpatch.planning.plan import Refusal
 from hfpatch.sources import Kernel, Sources
 
 

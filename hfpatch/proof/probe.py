@@ -1,7 +1,7 @@
 """Which candidate formula reproduces this module, and does the kernel compute it?
 
 The proof as a whole: `identify` finds the formula, `verify` asks the kernel, and a kernel that does
-not do gives way to the next one. What decides is written in `hfpatch.trial.Limits`.
+not do gives way to the next one. What decides is written in `hfpatch.proof.trial.Limits`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from hfpatch.gradients import explain_gradients
-from hfpatch.identify import by_consistency, fits_of, fp32_trial, identify, matching
 from hfpatch.ops import OPS
 from hfpatch.patches.base import Combo, Formula, Forward, Subject
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.proving import quietly
-from hfpatch.plan import Refusal
+from hfpatch.planning.plan import Refusal
+from hfpatch.proof.gradients import explain_gradients
+from hfpatch.proof.identify import by_consistency, fits_of, fp32_trial, identify, matching
+from hfpatch.proof.trial import OperatorCounter, Trial
+from hfpatch.proof.verify import verify_foreign, verify_gradients, verify_values
 from hfpatch.reading.leaf import still_holds
 from hfpatch.sources import Kernel, Sources
-from hfpatch.trial import OperatorCounter, Trial
-from hfpatch.verify import verify_foreign, verify_gradients, verify_values
 
 
 @dataclass

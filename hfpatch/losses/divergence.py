@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hfpatch import head_loss
-from hfpatch.head_loss import check_head
-from hfpatch.head_rows import Form, rows_at_a_time
+from hfpatch.losses import head_loss
+from hfpatch.losses.head_loss import check_head
+from hfpatch.losses.head_rows import Form, rows_at_a_time
 
 
 @dataclass(frozen=True)

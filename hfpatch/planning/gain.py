@@ -21,9 +21,9 @@ from torch.compiler import is_compiling
 
 from hfpatch.patches.base import Forward, Tensor, class_of, forward_of_class, watched
 from hfpatch.patches.blocks.memo import for_a_graph
-from hfpatch.plan import Candidate, Timed
-from hfpatch.proofs import Prepared, stands_for
-from hfpatch.race import Race
+from hfpatch.planning.plan import Candidate, Timed
+from hfpatch.planning.race import Race
+from hfpatch.proof.proofs import Prepared, stands_for
 
 #: What `gain=` may be.
 CHOICES = (None, "time")

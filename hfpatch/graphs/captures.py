@@ -109,8 +109,8 @@ def masks_as_outside() -> Iterator[None]:
 
     In a capture it does not look at what a mask holds, and makes full ones where none is needed:
     attention with a mask has slower kernels, or none for grouped heads. Here its masks are made as
-    ever, by values that `hfpatch.host_reads` answers; all its other code goes in both runs the way
-    that it goes in a capture, where it leaves out checks that would wait for the GPU.
+    ever, by values that `hfpatch.graphs.host_reads` answers; all its other code goes in both runs
+    the way that it goes in a capture, where it leaves out checks that would wait for the GPU.
 
     transformers asks by functions of its own modules and has no switch. They are replaced for as
     long as this lasts, and answer other threads as ever.

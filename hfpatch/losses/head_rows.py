@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hfpatch import head_loss
-from hfpatch.head_loss import check_head, linear_cross_entropy, refusal
+from hfpatch.losses import head_loss
+from hfpatch.losses.head_loss import check_head, linear_cross_entropy, refusal
 
 
 class LogProbs(NamedTuple):

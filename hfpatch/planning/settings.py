@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hfpatch.elsewhere import is_here, parse_device
+from hfpatch.planning.elsewhere import is_here, parse_device
 from hfpatch.sources import Sources
 from hfpatch.text import meant
 

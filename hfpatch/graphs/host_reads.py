@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hfpatch.graph_keys import NotCapturable
+from hfpatch.graphs.keys import NotCapturable
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.blocks.memo import version
 

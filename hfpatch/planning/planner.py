@@ -16,11 +16,11 @@ from hfpatch.patches.blocks.chain import Chain
 from hfpatch.patches.head import HEADS, head_sites
 from hfpatch.patches.keys import classes_read_once
 from hfpatch.patches.proving import cpu_default
-from hfpatch.plan import Plan, Refusal, Skip
+from hfpatch.planning.plan import Plan, Refusal, Skip
+from hfpatch.planning.settings import Settings, matches
+from hfpatch.planning.sites import Site, sites_of, unfit
 from hfpatch.progress import track
-from hfpatch.proofs import Prepared, prepare
-from hfpatch.settings import Settings, matches
-from hfpatch.sites import Site, sites_of, unfit
+from hfpatch.proof.proofs import Prepared, prepare
 from hfpatch.sources import compiled_here
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfpatch.head_rows import linear_log_probs
+from hfpatch.losses.head_rows import linear_log_probs
 
 #: Of `linear_dpo`.
 DPO = ("sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",

@@ -14,7 +14,7 @@ from hfpatch.patches.base import Subject, class_of, is_dtensor
 from hfpatch.patches.blocks.base import BlockSubject
 from hfpatch.patches.custom import CustomSubject
 from hfpatch.patches.unchanged import is_hooked
-from hfpatch.plan import Refusal
+from hfpatch.planning.plan import Refusal
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hfpatch.errors import HfpatchError
-from hfpatch.head_loss import loss_of_head
-from hfpatch.logits_hooks import Formula, Hook, LogitsHooks, Place
+from hfpatch.losses.head_loss import loss_of_head
+from hfpatch.losses.logits_hooks import Formula, Hook, LogitsHooks, Place
 
 
 @dataclass(frozen=True)

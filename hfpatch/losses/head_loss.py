@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from hfpatch.errors import TargetOutOfRangeError
 from hfpatch.handover import tensor_refusal
-from hfpatch.logits_hooks import LogitsHooks
+from hfpatch.losses.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import only_by_operators
 from hfpatch.sources import local_package
@@ -110,7 +110,7 @@ def linear_cross_entropy(
     if z_loss or class_weight is not None:
         check_head(hidden, weight, target, bias, ignore_index)
         rows = target.to(hidden.device, torch.int64).reshape(-1)
-        from hfpatch import head_rows  # it stands on this module
+        from hfpatch.losses import head_rows
 
         losses, z, found = head_rows.weighted_rows(
             hidden, weight, target, bias, ignore_index, label_smoothing,

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from hfpatch import packing, probe
+from hfpatch import packing
 from hfpatch.direct_calls import Direct, direct_call
 from hfpatch.foreign import battery, reads
 from hfpatch.ops import OPS
@@ -27,10 +27,11 @@ from hfpatch.patches.proving import float32_default
 from hfpatch.patches.recall import RecallSubject, compared
 from hfpatch.patches.replicas import CannotReplicateError
 from hfpatch.patches.surroundings import functions_of_torch, replaced_function
-from hfpatch.plan import Refusal, Swap
+from hfpatch.planning.plan import Refusal, Swap
+from hfpatch.planning.settings import Settings
+from hfpatch.planning.sites import Site, probe_devices
+from hfpatch.proof import probe
 from hfpatch.reading.leaf import still_holds
-from hfpatch.settings import Settings
-from hfpatch.sites import Site, probe_devices
 from hfpatch.sources import Kernel
 
 

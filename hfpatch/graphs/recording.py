@@ -25,11 +25,13 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hfpatch import gain, graph_caches, swap
+from hfpatch import swap
 from hfpatch.announce import announce_in_call
-from hfpatch.captures import abandon, masks_as_outside, without_collection
 from hfpatch.direct_calls import has_own_call
-from hfpatch.graph_keys import (
+from hfpatch.graphs import caches as graph_caches
+from hfpatch.graphs.captures import abandon, masks_as_outside, without_collection
+from hfpatch.graphs.host_reads import Answers, Rehearsal, Replayed
+from hfpatch.graphs.keys import (
     ADDRESSES,
     PLAIN,
     NotCapturable,
@@ -39,12 +41,12 @@ from hfpatch.graph_keys import (
     global_state,
     rebuild_call,
 )
-from hfpatch.host_reads import Answers, Rehearsal, Replayed
 from hfpatch.patches.base import Forward, Tensor, forward_of_class, watched
 from hfpatch.patches.blocks.memo import Capture, read_by, rehearsal
-from hfpatch.plan import Swap, Timed
-from hfpatch.proofs import Prepared
-from hfpatch.race import Race
+from hfpatch.planning import gain
+from hfpatch.planning.plan import Swap, Timed
+from hfpatch.planning.race import Race
+from hfpatch.proof.proofs import Prepared
 
 #: Graphs that one model keeps; the one that was not used for longest is dropped first.
 DEFAULT_LIMIT = 8

@@ -1,0 +1,1 @@
+"""From a model to its plan: which modules, with which settings, for which machine."""
