@@ -35,8 +35,8 @@ from hfpatch.hub import HubOptions
 from hfpatch.hub.inspection import inspect_hub
 from hfpatch.hub.kernel import hub_kernel
 from hfpatch.hub.spec import HubSpec
+from hfpatch.kernels.sources import Kernel, local_package
 from hfpatch.ops import OPS
-from hfpatch.sources import Kernel, local_package
 
 WIDTH = 1024
 

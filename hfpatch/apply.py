@@ -12,7 +12,7 @@ from torch import nn
 
 from hfpatch import swap
 from hfpatch.announce import announce, what_was_lost
-from hfpatch.kernelized import OVERWRITTEN
+from hfpatch.kernels.kernelized import OVERWRITTEN
 from hfpatch.planning.plan import Candidate, Plan, Skip, Swap
 from hfpatch.planning.settings import Settings, check_settings
 from hfpatch.report import Report

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from hfpatch.config import attention_choice
 from hfpatch.errors import KernelLoadError
+from hfpatch.kernels.config import attention_choice
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.blocks import flash3
 from hfpatch.patches.blocks.memo import keep_for_capture, stream_of
@@ -158,7 +158,7 @@ def _own_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
         or torch.cuda.get_device_capability(q.device)[0] < 8  # no tensor cores for it before
     ):
         return None
-    from hfpatch.sources import local_package  # it loads kernels
+    from hfpatch.kernels.sources import local_package  # it loads kernels
 
     try:
         package = local_package()

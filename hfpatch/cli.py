@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hfpatch import loading, setup_kernels
+from hfpatch import loading
 from hfpatch.bench import command as bench
 from hfpatch.bench.output import require_writable
 from hfpatch.coverage import command as coverage
@@ -22,6 +22,7 @@ from hfpatch.errors import KernelLoadError
 from hfpatch.hub.cli import HUB_COMMANDS, add_hub_commands
 from hfpatch.kernel_build import clib
 from hfpatch.kernel_project.cli import add_kernel_commands, run_kernel_command
+from hfpatch.kernels import setup_kernels
 from hfpatch.lab import command as lab
 from hfpatch.profiling import command as profiling
 from hfpatch.text import printable
@@ -295,7 +296,7 @@ def _explain(args: argparse.Namespace, parts: list[tuple[str, Any]]) -> int:
 
 
 def _kernels(args: argparse.Namespace) -> Any:
-    from hfpatch.choices import parse_variable
+    from hfpatch.kernels.choices import parse_variable
 
     return None if args.kernels is None else parse_variable(args.kernels)
 

@@ -33,7 +33,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 def _why_not(name: str, given: list[torch.Tensor]) -> str | None:
     """Why the kernel cannot take these tensors; None if it can."""
-    from hfpatch.sources import local_package
+    from hfpatch.kernels.sources import local_package
 
     if not given:
         return None  # the function itself says what it expects
@@ -62,7 +62,7 @@ def _function(name: str) -> Function:
 
     @functools.wraps(op.reference)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from hfpatch.sources import local_package
+        from hfpatch.kernels.sources import local_package
 
         why = _why_not(name, _tensors(args, kwargs))
         if why is None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hfpatch.announce import warn_in_call
 from hfpatch.errors import KernelLoadError
+from hfpatch.kernels.sources import Kernel, local_package
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.sources import Kernel, local_package
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _OURS = (__name__, "hfpatch.optim", "hfpatch.loss")

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from hfpatch.errors import KernelLoadError
 from hfpatch.handover import local_kernel, tensor_refusal, warn_of_handover
+from hfpatch.kernels.sources import Kernel, local_package
 from hfpatch.losses.deferred_logits import DeferredLogits
 from hfpatch.losses.divergence import Teacher, linear_jsd, linear_kl, linear_tvd
 from hfpatch.losses.head_loss import linear_cross_entropy
@@ -43,7 +44,6 @@ from hfpatch.losses.preference import (
     linear_simpo,
 )
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.sources import Kernel, local_package
 
 __all__ = [
     "CrossEntropy",

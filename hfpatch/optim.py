@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hfpatch.handover import PLAIN_TENSORS, local_kernel, tensor_refusal, warn_of_handover
-from hfpatch.sources import Kernel, local_package
+from hfpatch.kernels.sources import Kernel, local_package
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 

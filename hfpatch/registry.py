@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfpatch import sources
+from hfpatch.kernels import sources
 from hfpatch.patches.base import Family, class_of
 from hfpatch.patches.custom import CustomFamily
 from hfpatch.patches.keys import kept_while_planning

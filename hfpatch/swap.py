@@ -23,7 +23,7 @@ from torch import nn
 from hfpatch import packing
 from hfpatch.direct_calls import DIRECT, Direct, is_direct
 from hfpatch.errors import PatchError
-from hfpatch.kernelized import kernel_of
+from hfpatch.kernels.kernelized import kernel_of
 from hfpatch.patches.base import Forward
 from hfpatch.patches.keys import BROUGHT, is_brought
 

@@ -1,7 +1,8 @@
 """A wheel of one compiled variant: `hfpatch-kernels-cpu`, `hfpatch-kernels-cu130`.
 
 It holds the Hub's layout and nothing else: `hfpatch_kernel_builds/build/<variant>/`, which
-`hfpatch.builds` finds. So a variant is the same files in a wheel, on the Hub and in a source tree.
+`hfpatch.kernels.builds` finds. So a variant is the same files in a wheel, on the Hub and in a
+source tree.
 """
 
 from __future__ import annotations

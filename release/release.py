@@ -131,7 +131,7 @@ def compiled(kernels: Path | None, archs: str, out: Path) -> list[Path]:
 
 
 def write_pins(tree: Path, wheels: dict[str, Path], version: str, url: str) -> None:
-    """`hfpatch/builds.json`: what `hfpatch setup` may download, see `hfpatch.setup_kernels`."""
+    """`hfpatch/builds.json`: what `hfpatch setup` may download (`kernels/setup_kernels.py`)."""
     builds = [
         {"variant": variant, "file": w.name, "sha256": sha256(w), "size": w.stat().st_size}
         for variant, w in sorted(wheels.items())

@@ -15,10 +15,10 @@ import zoo
 from torch import nn
 
 import hfpatch
-from hfpatch import config, sources
 from hfpatch.announce import logger
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub import HubOptions
+from hfpatch.kernels import config, sources
 
 
 @pytest.fixture(autouse=True)

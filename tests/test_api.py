@@ -214,7 +214,8 @@ def test_variables_that_the_kernels_read(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(name, "x")
     with pytest.raises(ValueError, match=f"{name} is 'x'; expected `.*{good}`.*, or nothing"):
         hfpatch.apply(model)
-    code = "from hfpatch.sources import local_package; local_package()"  # as optimizers load them
+    # as optimizers load them
+    code = "from hfpatch.kernels.sources import local_package; local_package()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and f"ValueError: {name} is 'x'" in done.stderr
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hfpatch import cli, kernel_build, registry, sources
+from hfpatch import cli, kernel_build, registry
 from hfpatch.announce import logger
+from hfpatch.kernels import sources
 from hfpatch.ops import OPS
 from hfpatch.planning.plan import SKIP_KINDS
 from hfpatch.proof.trial import LIMITS

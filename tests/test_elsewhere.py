@@ -12,7 +12,8 @@ import zoo
 from torch import nn
 
 import hfpatch
-from hfpatch import builds, cli, sources
+from hfpatch import cli
+from hfpatch.kernels import builds, sources
 from hfpatch.planning import elsewhere
 from hfpatch.planning.elsewhere import Elsewhere, parse_device
 from hfpatch.proof.proofs import forget_proofs

@@ -19,8 +19,9 @@ from expect import assert_same_dicts, expected_swaps, snapshot
 from torch import nn
 
 import hfpatch
-from hfpatch import packing, sources, swap
+from hfpatch import packing, swap
 from hfpatch.errors import HfpatchError, KernelLoadError, PatchError, VerificationError
+from hfpatch.kernels import sources
 from hfpatch.proof import probe, proofs
 from hfpatch.proof.proofs import forget_proofs
 

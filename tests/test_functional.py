@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import hfpatch
-from hfpatch import functional, layers, sources
+from hfpatch import functional, layers
 from hfpatch.errors import KernelLoadError
+from hfpatch.kernels import sources
 from hfpatch.ops import OPS
 
 X, W = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)), torch.full((64,), 1.5)

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
-from hfpatch import env, sources
+from hfpatch import env
+from hfpatch.kernels import sources
+from hfpatch.kernels.sources import Kernel
 from hfpatch.ops import OPS
 from hfpatch.patches import contract
 from hfpatch.patches.blocks import flash3
@@ -27,7 +29,6 @@ from hfpatch.planning.plan import Refusal
 from hfpatch.planning.sites import Site, probe_devices
 from hfpatch.proof import probe
 from hfpatch.proof.proofs import forget_proofs
-from hfpatch.sources import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch import builds, env, sources
+from hfpatch import env
 from hfpatch.errors import KernelLoadError
+from hfpatch.kernels import builds, sources
 from hfpatch.proof.proofs import forget_proofs
 
 MODEL_WIDTH = 48

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
     from hfpatch.bench import results
     from hfpatch.bench.output import require_writable
-    from hfpatch.sources import local_package
+    from hfpatch.kernels.sources import local_package
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from hfpatch.bench.inputs import Shape, label, make_inputs
 from hfpatch.bench.peers import OURS, function_of, prepare
 from hfpatch.bench.shapes import shapes_of
 from hfpatch.bench.timing import Call, host_times
-from hfpatch.sources import local_package
+from hfpatch.kernels.sources import local_package
 
 Tensor = torch.Tensor
 

@@ -390,7 +390,7 @@ def _library(package: ModuleType | None) -> Caller:
     Raises:
         DecodingError: there are no kernels, or they are older than the decoding step.
     """
-    from hfpatch.sources import local_package
+    from hfpatch.kernels.sources import local_package
 
     try:
         module = local_package().module if package is None else package

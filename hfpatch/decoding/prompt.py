@@ -350,7 +350,7 @@ def _kernels(package: ModuleType | None) -> Any:
     Raises:
         DecodingError: there is none.
     """
-    from hfpatch.sources import local_package
+    from hfpatch.kernels.sources import local_package
 
     try:
         return local_package().module if package is None else package

@@ -16,8 +16,8 @@ from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
 from hfpatch.foreign.memory import Held, bits, form, reform
 from hfpatch.foreign.process import Process, surroundings
+from hfpatch.kernels.sources import Kernel
 from hfpatch.patches.proving import may_prove, quietly
-from hfpatch.sources import Kernel
 from hfpatch.text import told
 
 Tensor = torch.Tensor

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.config import attention_choice
 from hfpatch.direct_calls import DIRECT
 from hfpatch.graphs import caches as graph_caches
+from hfpatch.kernels.config import attention_choice
 from hfpatch.patches.base import Tensor
 from hfpatch.patches.unchanged import has_diffusers_hook
 from hfpatch.regions.listening import is_idle

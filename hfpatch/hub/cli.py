@@ -55,8 +55,8 @@ def add_hub_commands(commands: Any) -> None:
 
 
 def _options(args: argparse.Namespace) -> HubOptions:
-    from hfpatch.config import read_defaults
     from hfpatch.hub.options import HubOptions
+    from hfpatch.kernels.config import read_defaults
 
     chosen: dict[str, Any] = {}
     for name in ("trust_remote_code", "allow_branches", "require_signed"):

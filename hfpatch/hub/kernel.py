@@ -19,8 +19,8 @@ from hfpatch.hub.fetch import METADATA, SIGNATURE
 from hfpatch.hub.load import HubPackage, load
 from hfpatch.hub.options import HubOptions
 from hfpatch.hub.spec import HubSpec
+from hfpatch.kernels.sources import LOCAL_BUILD, Kernel, KernelPackage
 from hfpatch.ops import OPS
-from hfpatch.sources import LOCAL_BUILD, Kernel, KernelPackage
 
 #: The package that this project builds: its functions are the ops.
 OWN = "hfpatch-kernels"

@@ -36,7 +36,8 @@ class HubOptions:
     allow_branches: bool = False
     lockfile: Path | None = None
     repos: tuple[str, ...] = ()
-    refused: str = ""  # why nothing may be loaded: set by `hfpatch.config`, for a file's options
+    #: Why nothing may be loaded: set by `hfpatch.kernels.config`, for a file's options.
+    refused: str = ""
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -25,7 +25,7 @@ def built(lab: Lab, n: int, device: str) -> Any:
 
 def built_kernels(lab: Lab, n: int, device: str) -> Any:
     """hfpatch's own kernels, built from a version's sources. Raises ToolMissing, CompileError."""
-    from hfpatch.sources import local_package
+    from hfpatch.kernels.sources import local_package
 
     return local_package(_build(lab, n, device))
 

@@ -69,7 +69,7 @@ def inputs_of(
 
 def kernels() -> Any:
     """The kernels that this installation has. Raises KernelLoadError where there are none."""
-    from hfpatch.sources import local_package
+    from hfpatch.kernels.sources import local_package
 
     return local_package()
 

@@ -37,10 +37,10 @@ from torch.nn import functional as F
 
 from hfpatch.errors import TargetOutOfRangeError
 from hfpatch.handover import tensor_refusal
+from hfpatch.kernels.sources import local_package
 from hfpatch.losses.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import only_by_operators
-from hfpatch.sources import local_package
 from hfpatch.training.remade import saving_is_watched
 
 #: Bytes of logits that exist at a time.

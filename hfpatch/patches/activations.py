@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from hfpatch.kernels.sources import Kernel, torch_kernel
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
@@ -32,7 +33,6 @@ from hfpatch.patches.contract import Contract
 from hfpatch.patches.keys import attributes_of
 from hfpatch.patches.replicas import random_linear, replicate
 from hfpatch.patches.unchanged import leaf_settings
-from hfpatch.sources import Kernel, torch_kernel
 
 _WIDTH = 64  # of the probe's input
 _FORMULAS = [

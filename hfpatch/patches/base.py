@@ -19,10 +19,10 @@ from torch import nn
 from torch.autograd import forward_ad as _forward_ad
 from torch.utils._device import DeviceContext
 
+from hfpatch.kernels.sources import Kernel
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.reading.leaf import Reading, Unexplained, read
 from hfpatch.reading.values import Clamp
-from hfpatch.sources import Kernel
 
 if TYPE_CHECKING:
     from hfpatch.patches.contract import Contract

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from hfpatch.kernels.sources import Kernel
 from hfpatch.patches.base import (
     Combo,
     Family,
@@ -23,7 +24,6 @@ from hfpatch.patches.base import (
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.replicas import CannotReplicateError, copied_apart
 from hfpatch.patches.unchanged import Part, same_parts
-from hfpatch.sources import Kernel
 
 
 class CustomSubject(Subject):

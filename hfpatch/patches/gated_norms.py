@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from hfpatch.kernels.sources import Kernel
 from hfpatch.patches.base import (
     Combo,
     Family,
@@ -25,7 +26,6 @@ from hfpatch.patches.base import (
 from hfpatch.patches.contract import Contract
 from hfpatch.patches.norms import NormSubject, fits, memory_order
 from hfpatch.patches.unchanged import leaf_settings
-from hfpatch.sources import Kernel
 
 #: The gate's name in every forward of transformers.
 _GATE = "gate"

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from hfpatch.kernels.sources import Kernel, reference_kernel, torch_kernel
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.ops.activation import ACTIVATIONS
 from hfpatch.ops.gated import clamped
@@ -44,7 +45,6 @@ from hfpatch.patches.replicas import random_linear, replicate
 from hfpatch.patches.unchanged import Part, hooks_on_all, leaf_settings
 from hfpatch.reading.leaf import Unexplained
 from hfpatch.reading.values import Clamp
-from hfpatch.sources import Kernel, reference_kernel, torch_kernel
 
 _IN, _HIDDEN = 24, 40  # widths of the probe's replica
 #: Bounds of clamps reach at most so far, and far samples a million times farther: they show.

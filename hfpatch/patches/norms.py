@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from hfpatch.kernels.sources import Kernel
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
@@ -34,7 +35,6 @@ from hfpatch.patches.proving import cpu_default
 from hfpatch.patches.replicas import own_copy, random_like, replicate
 from hfpatch.patches.unchanged import leaf_settings, no_settings
 from hfpatch.reading.leaf import Reading, Unexplained, read
-from hfpatch.sources import Kernel
 
 _BIAS_NAMES = ("bias", "beta")
 _MAX_GUARDS = 64  # of an adapter, one after the other

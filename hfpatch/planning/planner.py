@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch import kernelized, packing, registry
+from hfpatch import packing, registry
 from hfpatch.errors import HfpatchError, PatchError, VerificationError
+from hfpatch.kernels import kernelized
+from hfpatch.kernels.sources import compiled_here
 from hfpatch.patches.base import Family, class_of
 from hfpatch.patches.blocks.chain import Chain
 from hfpatch.patches.head import HEADS, head_sites
@@ -21,7 +23,6 @@ from hfpatch.planning.settings import Settings, matches
 from hfpatch.planning.sites import Site, sites_of, unfit
 from hfpatch.progress import track
 from hfpatch.proof.proofs import Prepared, prepare
-from hfpatch.sources import compiled_here
 
 
 @dataclass

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hfpatch.kernels.sources import Sources
 from hfpatch.planning.elsewhere import is_here, parse_device
-from hfpatch.sources import Sources
 from hfpatch.text import meant
 
 MODES = ("inference", "training")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.kernels.sources import reference_kernel
 from hfpatch.patches.base import Formula, Tensor
 from hfpatch.planning.plan import Refusal
 from hfpatch.proof.identify import trained
 from hfpatch.proof.trial import LIMITS, Trial, error_of, formula_limit, seeded
 from hfpatch.proof.verify import gradients
-from hfpatch.sources import reference_kernel
 
 
 def explain_gradients(trial: Trial, formula: Formula, *, briefly: bool = False) -> Refusal | None:

@@ -11,12 +11,12 @@ import itertools
 import torch
 from torch import nn
 
+from hfpatch.kernels.sources import reference_kernel
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
 from hfpatch.patches.replicas import own_copy, replicate
 from hfpatch.planning.plan import Refusal
 from hfpatch.proof.trial import LIMITS, Trial, error_of, formula_limit, seeded
 from hfpatch.reading.leaf import Unexplained
-from hfpatch.sources import reference_kernel
 
 
 def identify(subject: Subject, device: torch.device) -> tuple[Trial, list[Formula]] | Refusal:

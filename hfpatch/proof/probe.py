@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.ops import OPS
 from hfpatch.patches.base import Combo, Formula, Forward, Subject
 from hfpatch.patches.contract import Contract
@@ -23,7 +24,6 @@ from hfpatch.proof.identify import by_consistency, fits_of, fp32_trial, identify
 from hfpatch.proof.trial import OperatorCounter, Trial
 from hfpatch.proof.verify import verify_foreign, verify_gradients, verify_values
 from hfpatch.reading.leaf import still_holds
-from hfpatch.sources import Kernel, Sources
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import nn
 from hfpatch import packing
 from hfpatch.direct_calls import Direct, direct_call
 from hfpatch.foreign import battery, reads
+from hfpatch.kernels.sources import Kernel
 from hfpatch.ops import OPS
 from hfpatch.patches.activations import ActivationSubject
 from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, class_of
@@ -32,7 +33,6 @@ from hfpatch.planning.settings import Settings
 from hfpatch.planning.sites import Site, probe_devices
 from hfpatch.proof import probe
 from hfpatch.reading.leaf import still_holds
-from hfpatch.sources import Kernel
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfpatch.kernels.sources import reference_kernel
 from hfpatch.patches.base import Combo, Formula, Subject, Tensor
 from hfpatch.reading.leaf import Unexplained
-from hfpatch.sources import reference_kernel
 
 
 @dataclass(frozen=True)

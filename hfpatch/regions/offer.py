@@ -11,6 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch import packing, swap
+from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.patches.keys import attributes_of, code_of
@@ -25,7 +26,6 @@ from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind
 from hfpatch.regions.listening import is_idle
-from hfpatch.sources import Kernel, Sources
 
 #: What a candidate's fused calls may need.
 _OPS = (

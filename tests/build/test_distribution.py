@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 import hfpatch
-from hfpatch import builds, cli, setup_kernels, sources
+from hfpatch import cli
 from hfpatch.errors import KernelIntegrityError, KernelLoadError
 from hfpatch.kernel_build import tag
+from hfpatch.kernels import builds, setup_kernels, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 URL = "https://example.invalid/{file}"

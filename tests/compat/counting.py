@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hfpatch import sources
+from hfpatch.kernels import sources
 from hfpatch.proof import probe, proofs
 
 

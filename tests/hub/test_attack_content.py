@@ -128,7 +128,7 @@ def test_an_id_that_is_a_modules_or_looks_like_it(name: str, toy: HubServer) -> 
 
 def test_an_id_that_another_kernel_has(toy: HubServer) -> None:
     """`kernels` would put the later one in the place of the earlier."""
-    own = hfpatch.sources.local_package().module
+    own = hfpatch.kernels.sources.local_package().module
     toy.put("toy/kernel", package(id=own.__name__))
     toy.put("toy/other", package(SILU + "\n", id=own.__name__))
     loads()

@@ -22,11 +22,11 @@ from server import Body, Edit, Flip, Headers, HubServer, Redirect, Status, Trunc
 
 import hfpatch
 from hfpatch.cli import main
-from hfpatch.config import read_defaults
 from hfpatch.errors import HfpatchError
 from hfpatch.files import strict_json
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.hub.lock import LockFile
+from hfpatch.kernels.config import read_defaults
 
 METADATA = "build/torch-cpu/metadata.json"
 FILE = "/resolve/.*__init__.py"

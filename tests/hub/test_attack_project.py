@@ -15,11 +15,11 @@ from server import HubServer
 
 import hfpatch
 from hfpatch import cli
-from hfpatch.config import read_defaults
 from hfpatch.errors import KernelLoadError, KernelUntrustedError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.hub.download import lock
 from hfpatch.hub.lock import LockFile
+from hfpatch.kernels.config import read_defaults
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import pytest
 from packages import fresh, package
 from server import HubServer
 
-from hfpatch import config
 from hfpatch.cli import main
 from hfpatch.hub.adapters import ADAPTERS
 from hfpatch.hub.lock import LockFile
+from hfpatch.kernels import config
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ def test_the_commands_run(
 def test_the_environment_and_the_config_file_are_understood(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hfpatch.choices import Choices
+    from hfpatch.kernels.choices import Choices
 
     exports = [
         line for block in blocks("sh") for line in block.splitlines() if line.startswith("export")

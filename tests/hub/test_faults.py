@@ -36,7 +36,7 @@ from hfpatch.hub import HubOptions, HubSpec, explain, verify
 from hfpatch.hub.download import lock
 from hfpatch.hub.patience import impatient
 from hfpatch.hub.sealed import seal
-from hfpatch.sources import Kernel
+from hfpatch.kernels.sources import Kernel
 
 SPEC = "toy/kernel@v1"
 X = torch.linspace(-4, 4, 96).reshape(2, 48)

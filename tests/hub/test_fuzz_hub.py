@@ -24,13 +24,13 @@ from endpoints import ROUTES, Answer, Endpoints, Problem
 from packages import package
 from server import HubServer
 
-from hfpatch.config import read_defaults
 from hfpatch.errors import KernelLoadError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.hub.load import install
 from hfpatch.hub.lock import LockFile
 from hfpatch.hub.spec import is_commit
-from hfpatch.sources import Sources
+from hfpatch.kernels.config import read_defaults
+from hfpatch.kernels.sources import Sources
 
 pytestmark = pytest.mark.timeout(1800)  # of ten thousand on a busy machine
 

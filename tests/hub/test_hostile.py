@@ -17,7 +17,6 @@ from server import Flip, HubServer, Status
 from torch import nn
 
 import hfpatch
-from hfpatch import sources
 from hfpatch.cli import main
 from hfpatch.errors import KernelIntegrityError, KernelLoadError, KernelUntrustedError
 from hfpatch.hub import HubOptions, HubSpec
@@ -25,6 +24,7 @@ from hfpatch.hub.download import download, lock
 from hfpatch.hub.inspection import inspect_hub, inspect_local
 from hfpatch.hub.load import load
 from hfpatch.hub.lock import LockFile
+from hfpatch.kernels import sources
 from hfpatch.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]

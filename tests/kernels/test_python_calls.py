@@ -483,7 +483,7 @@ def test_threads_run_side_by_side(kernels_module: ModuleType) -> None:
 
 SWITCHED_OFF = """
 import torch
-from hfpatch.sources import local_package
+from hfpatch.kernels.sources import local_package
 package = local_package()
 assert package.module.calls.bind("silu", ()) is None
 x = torch.randn(3, 8)
@@ -505,7 +505,7 @@ if sys.argv[1] == "none":
     del guards._empty_strided_cpu
 else:
     guards._empty_strided_cpu = lambda shape, strides, dtype: torch.empty(shape[::-1], dtype=dtype)
-from hfpatch.sources import local_package
+from hfpatch.kernels.sources import local_package
 package = local_package()
 assert package.module.calls._allocators() == (None, None)
 x = torch.randn(3, 8)
@@ -533,7 +533,7 @@ TWO_COPIES = """
 import shutil, sys, torch
 from pathlib import Path
 from kernels import get_local_kernel
-from hfpatch.sources import LOCAL_BUILD
+from hfpatch.kernels.sources import LOCAL_BUILD
 copy = Path(sys.argv[1]) / "copy"
 shutil.copytree(LOCAL_BUILD, copy)
 first, second = get_local_kernel(LOCAL_BUILD), get_local_kernel(copy)
@@ -623,7 +623,7 @@ def test_a_source_that_is_older_than_of_module(
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     import hfpatch
-    from hfpatch.sources import local_package
+    from hfpatch.kernels.sources import local_package
 
     calls = local_package().kernel("rms_norm").calls
     monkeypatch.delattr(calls, "of_module")

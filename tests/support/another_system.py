@@ -84,7 +84,8 @@ def used(folder: Path) -> dict[str, Any]:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     import hfpatch
-    from hfpatch import builds, cli, kernel_build, sources
+    from hfpatch import cli, kernel_build
+    from hfpatch.kernels import builds, sources
 
     sources.LOCAL_BUILD = folder / "_kernels"
     builds.beside = list

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import hfpatch
-from hfpatch import sources
+from hfpatch.kernels import sources
 from hfpatch.ops import OPS
 
 #: Norms: every mutation has a meaning there.

@@ -200,7 +200,7 @@ def pytest_configure(config: pytest.Config) -> None:
         patcher = Patcher()
         patcher.watch(PreTrainedModel)
         patcher.watch(ModelMixin)
-        from hfpatch.sources import Kernel
+        from hfpatch.kernels.sources import Kernel
 
         Kernel.bind = patcher.counted(Kernel.bind)  # type: ignore[method-assign]
     record = os.environ.get("HFPATCH_UPSTREAM_RECORD")

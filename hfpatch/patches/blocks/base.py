@@ -14,6 +14,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch.foreign.watch import Watched
+from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.patches.base import (
     Combo,
@@ -43,7 +44,6 @@ from hfpatch.patches.unchanged import (
     same_parts,
 )
 from hfpatch.planning.plan import Refusal
-from hfpatch.sources import Kernel, Sources
 
 
 class NotCovered(Exception):

@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_compiling
 
 from hfpatch.announce import announce_in_call
-from hfpatch.config import attention_choice
+from hfpatch.kernels.config import attention_choice
 from hfpatch.patches.base import Tensor
 
 #: Distributions that have it: the compiled module is `_C` in the folder, which is the name of the

@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from hfpatch import builds, kernel_build, sources
-from hfpatch.builds import INSTALLED
+from hfpatch import kernel_build
 from hfpatch.errors import KernelIntegrityError, KernelLoadError
 from hfpatch.kernel_build.clib import source_root
+from hfpatch.kernels import builds, sources
+from hfpatch.kernels.builds import INSTALLED
 
-PINS = Path(__file__).parent / "builds.json"
+PINS = Path(__file__).parents[1] / "builds.json"
 _TIMEOUT = 60.0  # seconds without a byte
 _LARGEST = 4 << 30  # bytes, unpacked
 _ARCHS = re.compile(r"all|native|none|\d+\.\d(\+PTX)?([;,\s]+\d+\.\d(\+PTX)?)*", re.IGNORECASE)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfpatch import builds
-from hfpatch.choices import RESERVED, Choices, Source, require_op
-from hfpatch.config import FOUND_MAY_CHOOSE, check_kernel_variables, read_defaults
 from hfpatch.errors import KernelLoadError, KernelUntrustedError
 from hfpatch.hub import HubOptions, HubSpec
+from hfpatch.kernels import builds
+from hfpatch.kernels.choices import RESERVED, Choices, Source, require_op
+from hfpatch.kernels.config import FOUND_MAY_CHOOSE, check_kernel_variables, read_defaults
 from hfpatch.ops import OPS
 from hfpatch.planning.elsewhere import Elsewhere, as_one_operator
 from hfpatch.text import meant
@@ -28,7 +28,7 @@ from hfpatch.text import meant
 if TYPE_CHECKING:
     from hfpatch.hub.load import HubPackage
 
-LOCAL_BUILD = Path(__file__).parent / "_kernels"
+LOCAL_BUILD = Path(__file__).parents[1] / "_kernels"
 REBUILD = "pip install --force-reinstall --no-deps ."
 _ARCH = re.compile(r"(\d+)\.(\d+)([af]?)(\+PTX)?", re.ASCII)
 
@@ -257,7 +257,7 @@ class KernelPackage:
 
 
 def local_package(root: Path | None = None) -> KernelPackage:
-    """The kernels that are on this machine, see `hfpatch.builds`; loaded once.
+    """The kernels that are on this machine, see `hfpatch.kernels.builds`; loaded once.
 
     Args:
         root: look there alone.

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hfpatch.choices import parse_variable
 from hfpatch.files import read_regular, read_start
 from hfpatch.hub import HubOptions
+from hfpatch.kernels.choices import parse_variable
 from hfpatch.text import printable
 
 _ATTENTION = "HFPATCH_ATTENTION"

@@ -1,0 +1,1 @@
+"""Where kernels come from: what the user chose, what is on this machine, what others replaced."""
