@@ -90,6 +90,29 @@ def hidden_head(model: Any) -> None:
     model.__dict__["lm_head"] = lambda x: head(x) * 3
 
 
+def other_weights(model: Any) -> None:
+    norm = _layer(model).input_layernorm
+    norm.__dict__["_parameters"] = {"weight": torch.nn.Parameter(norm.weight.detach() * 2)}
+
+
+def other_children(model: Any) -> None:
+    layers = list(model.model.layers)
+    model.model.layers.__dict__["_modules"] = {"0": layers[1], "1": layers[0]}
+
+
+def other_hooks(model: Any) -> None:
+    hooks = {1: lambda module, args, output: output * 2}
+    _layer(model).mlp.__dict__["_forward_hooks"] = hooks
+
+
+def turned_otherwise(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.3)
+
+
+def larger_epsilon(model: Any) -> None:
+    _layer(model).input_layernorm.variance_epsilon = 10.0
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "a weight's data is its transpose": transposed_data,
     "a weight is transposed in place": transposed_in_place,
@@ -101,6 +124,11 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a projection is called otherwise": _own_call(lambda m: _layer(m).mlp.gate_proj),
     "a norm is called otherwise": _own_call(lambda m: m.model.norm),
     "an attribute hides the head": hidden_head,
+    "a norm's weight is in another dict": other_weights,
+    "the layers are in another dict": other_children,
+    "hooks are in another dict": other_hooks,
+    "a buffer was written to": turned_otherwise,
+    "a norm's epsilon is another": larger_epsilon,
 }
 WAYS: dict[str, dict[str, Any]] = {"steps": {}, "blocks": {"decoding": False, "blocks": True}}
 
