@@ -55,7 +55,7 @@ class _Launched(TorchDispatchMode):
     ],
 )
 def test_what_a_token_costs_beside_its_step(rows: int, launched: list[str]) -> None:
-    """A GPU's stream has nothing else meanwhile: each launch is 3 µs of a token's 800."""
+    """A GPU's stream has nothing else meanwhile: each launch is some µs of a token's 800."""
     config = GenerationConfig()
     config._pad_token_tensor = torch.tensor(0)
     end = types.SimpleNamespace(eos_token_id=torch.tensor([3]))
