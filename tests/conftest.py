@@ -186,8 +186,11 @@ _COLLECTIONS = _Collections()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """Between two tests, where nobody holds a model whose end somebody waits for."""
-    if nextitem is not None and _COLLECTIONS.seconds > _Collections.LONG:
+    """Between two tests, where nobody holds a model whose end somebody waits for. Not on a GPU: a
+    fixture's model that is frozen would keep its memory there."""
+    if nextitem is None or torch.cuda.is_initialized():
+        return
+    if _COLLECTIONS.seconds > _Collections.LONG:
         gc.collect()
         gc.freeze()
         _COLLECTIONS.seconds = 0.0
