@@ -364,10 +364,12 @@ class _Text:
             tokens = torch.where(self._unfinished, tokens, self._pad)
         if self._sampled or not self._alone:
             column.copy_(tokens[:, None])
-        for index, end in enumerate(self._ends):
+        unfinished = None if self._alone else self._unfinished
+        for end in self._ends:
             other = tokens != end if end.numel() == 1 else (tokens[:, None] != end).all(-1)
-            first = index == 0 and self._alone
-            self._unfinished = other if first else self._unfinished & other
+            unfinished = other if unfinished is None else unfinished & other
+        if unfinished is not None:
+            self._unfinished = unfinished
         if not self._answers:
             return None, score
         self._answers.reverse()

@@ -22,29 +22,16 @@ from decoding.loop_cases import (
     test_nothing_is_kept,
     test_what_goes_to_transformers_loop,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from hfpatch.decoding import loop
+from hfpatch.proof.trial import OperatorCounter
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(loop, "DEVICES", frozenset({"cpu"}))
     return "cpu"
-
-
-class _Launched(TorchDispatchMode):
-    """The operators that compute something, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +51,8 @@ def test_what_a_token_costs_beside_its_step(rows: int, launched: list[str]) -> N
     logits = torch.zeros(rows, 1, 8)
     logits[:, :, 5] = 1
     text.add(logits)  # makes room for more tokens
-    with _Launched() as seen:
+    with OperatorCounter() as seen:
         answer, _ = text.add(logits)
-    assert seen.names == launched
+    assert seen.names == [f"aten::{name}" for name in launched]
     assert answer is not None and not answer.read(None)
     assert text.columns.all().tolist() == [[1, 1, 1, 1, 5, 5]] * rows
