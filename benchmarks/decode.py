@@ -6,7 +6,8 @@ python benchmarks/decode.py --models 8B 1B 0.6B --rows 1 8 --output benchmarks/r
 Random weights, bf16 on a GPU. The ways run in turns, five times, as models of their own over the
 same weights. Each turn is a short text and a long one; of each the median, then the difference:
 what the prompt costs is in neither. The texts are compared up to where they part, and there the
-original's two best logits: weights that are random lie close together.
+original's two best logits: weights that are random lie close together. `…_first_s` is what a way's
+first text took beyond the same text later: compiling, recording, judging.
 """
 
 from __future__ import annotations
