@@ -14,6 +14,7 @@ from hfpatch.capi.library import Caller
 from hfpatch.capi.signatures import CONSTANTS
 from hfpatch.capi.tensors import DLTensor, HfpTensorList
 from hfpatch.decoding.arguments import Arguments, Unsupported, describe
+from hfpatch.decoding.greedy import Chain, Chooser, Ends
 from hfpatch.decoding.spec import CacheTable, Model
 from hfpatch.errors import DecodingError, HfpatchError
 
@@ -78,6 +79,7 @@ class Engine:
         self.graphs: Any = None
         with torch.inference_mode(False):  # else it could be written to under that mode alone
             self._build(package)
+        self._choosers: dict[Ends | None, Chooser] = {}  # on a CPU
         self._shape = (rows, tokens)
         self._state = (rows, tokens, model.embedding.shape[1])
         vocab = model.head.weight.shape[0]
@@ -119,6 +121,7 @@ class Engine:
         mask: Tensor | None = None,
         embeds: Tensor | None = None,
         hidden: Tensor | None = None,
+        chain: Chain | None = None,
     ) -> None:
         """Write the new keys and values into `cache`, and the new tokens' logits.
 
@@ -134,6 +137,8 @@ class Engine:
                 that is not seen. A query sees no later key and none before its window in any case.
             embeds: `[rows, tokens, hidden]`, instead of the ids' embeddings.
             hidden: written: the final norm's result, `[rows, tokens, hidden]`.
+            chain: the text whose tokens are chosen as well, by `chooser(chain.ends)`; with one
+                token a row. `accept` is up to who calls. Its mask has ones behind each call's.
 
         Raises:
             DecodingError: an argument that does not fit; nothing was written.
@@ -153,7 +158,28 @@ class Engine:
         positions = positions.contiguous()
         ids = None if embeds is not None or ids is None else ids.contiguous()
         embeds = None if embeds is None else embeds.contiguous()
-        self._run(ids, positions, cache, logits, mask, embeds, hidden)
+        if chain is not None and self.tokens != 1:
+            raise DecodingError(f"`chain`: expected one token a row, got {self.tokens}")
+        self._run(ids, positions, cache, logits, mask, embeds, hidden, chain)
+
+    def logits(self) -> Tensor:
+        """Where the steps of a chain write their logits `[rows, 1, vocab]`, of the model's dtype:
+        the next step writes there too."""
+        if self.graphs is not None:
+            found: Tensor = self.graphs.logits(self.model.dtype)
+            return found
+        return torch.empty(self._logits_shapes[1], dtype=self.model.dtype, device=self._device)
+
+    def chooser(self, ends: Ends | None) -> Chooser:
+        """What chooses the tokens of texts that end so."""
+        if self.graphs is not None:
+            made: Chooser = self.graphs.chooser(ends)
+            return made
+        if ends not in self._choosers:
+            with torch.inference_mode(False):
+                ids = torch.zeros(self._shape, dtype=torch.int64)
+                self._choosers[ends] = Chooser(self._call, ids, torch.zeros_like(ids[:0]), ends)
+        return self._choosers[ends]
 
     def _run(
         self,
@@ -164,12 +190,17 @@ class Engine:
         mask: Tensor | None,
         embeds: Tensor | None,
         hidden: Tensor | None,
+        chain: Chain | None,
     ) -> None:
         self._table.take(cache)
         if self.graphs is not None:
-            self.graphs.run(ids, positions, logits, mask, embeds, hidden)
-        else:
-            self._call(logits, hidden, self._table.entries, ids, embeds, positions, mask)
+            self.graphs.run(ids, positions, logits, mask, embeds, hidden, chain)
+            return
+        self._call(logits, hidden, self._table.entries, ids, embeds, positions, mask)
+        if chain is not None:
+            chooser = self.chooser(chain.ends)
+            chooser.begin(chain)
+            chooser.launch(logits)
 
     def _check(
         self,
@@ -208,6 +239,8 @@ class Engine:
             raise DecodingError(
                 f"`mask`: expected it on {self.model.device}, got {mask.device}; move it there"
             )
+        if self.graphs is not None:
+            return mask  # it is copied into one of bool
         if mask.dtype not in (torch.bool, torch.uint8):
             mask = mask != 0
         return mask.contiguous()
@@ -243,6 +276,7 @@ class Call:
         self._keep += [views, pointers]
         self._function = self._caller.function("hfp_decode_step")
         self._threads = 0
+        self._rows_workspace: Tensor | None = None  # of `argmax`
         self.workspace = torch.empty(0)
         self._make_workspace()
 
@@ -257,6 +291,31 @@ class Call:
         self._threads = threads
         self.workspace = torch.zeros(int(found), dtype=torch.float32, device=self.model.device)
         self._workspace_view = describe(self.workspace)
+
+    def argmax(self, tokens: Tensor, logits: Tensor) -> None:
+        """The first index of each row's greatest value, on the current stream.
+
+        Args:
+            tokens: written, int64 `[rows, 1]`.
+            logits: `[rows, 1, vocab]`, contiguous.
+
+        Raises:
+            DecodingError: what the C function says.
+        """
+        if self._rows_workspace is None:
+            size = self._caller.function("hfp_row_workspace")(logits.shape[0], logits.shape[-1])
+            made = torch.empty(int(size), dtype=torch.int64, device=logits.device)
+            self._rows_workspace, self._argmax = made, self._caller.function("hfp_argmax")
+        views = [ctypes.byref(describe(t)) for t in (tokens, self._rows_workspace, logits)]
+        if self._argmax(*views, self._stream()) != CONSTANTS["HFP_OK"]:
+            raise DecodingError(self._caller.last_error().partition(": ")[2])
+
+    def _stream(self) -> int | None:
+        device = self.model.device
+        if device.type != "cuda":
+            return None
+        found: int = torch.cuda.current_stream(device).cuda_stream
+        return found
 
     def share_workspace(self, other: Call) -> None:
         """Use that of another call of the same device, which is as large or larger."""
@@ -278,9 +337,6 @@ class Call:
             DecodingError: what the C function says.
         """
         self._make_workspace()
-        stream = None
-        if self.model.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.model.device).cuda_stream
         views = [
             None if t is None else ctypes.byref(describe(t))
             for t in (logits, hidden, table, ids, embeds, positions, mask)
@@ -292,7 +348,7 @@ class Call:
             ctypes.byref(self._list),
             *views[2:],
             self._threads,
-            stream,
+            self._stream(),
         )
         if status != CONSTANTS["HFP_OK"]:
             raise DecodingError(self._caller.last_error().partition(": ")[2])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hfpatch.decoding.greedy import Chain, Chooser, Ends
 from hfpatch.errors import DecodingError
 from hfpatch.graphs.captures import recorded
 
@@ -33,9 +34,12 @@ class StepGraphs:
         device, width = model.device, model.embedding.shape[1]
         self._device = device
         self.ids = torch.zeros(rows, tokens, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.ids)
-        self._entries = torch.zeros_like(table.entries, device=device)
+        # what grows by one from token to token lies together
+        numbers = torch.zeros(rows * tokens + len(table.entries), dtype=torch.int64, device=device)
+        self.positions = numbers[: rows * tokens].view(rows, tokens)
+        self._entries = numbers[rows * tokens :]
         self._length = self._entries[:1]
+        self._counters = numbers[: rows * tokens + 1]
         self._held = -1  # what `_length` holds
         self._version = -1  # of the table, in `_entries`
         self._state = (rows, tokens, width)
@@ -46,6 +50,15 @@ class StepGraphs:
         self._hidden: Tensor | None = None
         self._mask: Tensor | None = None
         self._graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self._choosers: dict[Ends | None, Chooser] = {}
+
+    def chooser(self, ends: Ends | None) -> Chooser:
+        """What chooses the tokens of texts that end so, behind a step of one token a row."""
+        if ends not in self._choosers:
+            with torch.inference_mode(False):
+                made = Chooser(self._call, self.ids, self._counters, ends)
+            self._choosers[ends] = made
+        return self._choosers[ends]
 
     @property
     def made(self) -> list[torch.cuda.CUDAGraph]:
@@ -67,36 +80,60 @@ class StepGraphs:
         mask: Tensor | None,
         embeds: Tensor | None,
         hidden: Tensor | None,
+        chain: Chain | None = None,
     ) -> None:
-        """One step on the current stream; the table was `take`n."""
+        """One step on the current stream; the table was `take`n. Of a chain the tokens are chosen
+        too, by its chooser."""
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 raise DecodingError(
                     "a step is a CUDA graph of its own: call it outside of captures"
                 )
-            self._fill(ids, positions, mask, embeds)
+            chooser = None if chain is None else self.chooser(chain.ends)
+            goes_on = chooser is not None and chain is not None and chooser.goes_on(chain)
+            if not goes_on:
+                if ids is not None and embeds is None:
+                    self.ids.copy_(ids)
+                self.positions.copy_(positions)
+                if chooser is not None and chain is not None:
+                    chooser.begin(chain)
+            self._fill(embeds)
+            if mask is not None and not (goes_on and self._holds(mask)):
+                self._fill_mask(mask, chain is not None)
+            for other in self._choosers.values():
+                other.left(chain if other is chooser else None)
             result = self._result(logits)
             if hidden is not None and self._hidden is None:
                 self._hidden = _own(self._state, hidden)
             own_hidden = self._hidden if hidden is not None else None
-            key = (logits.shape[1], logits.dtype, mask is None, embeds is None, hidden is None)
+            kinds = (mask is None, embeds is None, hidden is None)
+            key = (logits.shape[1], logits.dtype, *kinds, chooser)
             graph = self._graphs.get(key)
             if graph is None:
                 # Not from the graph: what a kernel needs at its first launch cannot be captured.
-                self._launch(result, mask is not None, embeds is not None, own_hidden)
-                self._graphs[key] = self._captured(result, mask, embeds, own_hidden)
+                self._launch(result, mask is not None, embeds is not None, own_hidden, chooser)
+                graph = self._captured(result, mask, embeds, own_hidden, chooser)
+                self._graphs[key] = graph
             else:
                 graph.replay()
-            logits.copy_(result)
+            if chooser is not None:
+                self._held += 1
+            if logits is not result:
+                logits.copy_(result)
             if hidden is not None and own_hidden is not None:
                 hidden.copy_(own_hidden)
 
-    def _fill(
-        self, ids: Tensor | None, positions: Tensor, mask: Tensor | None, embeds: Tensor | None
-    ) -> None:
-        if ids is not None and embeds is None:
-            self.ids.copy_(ids)
-        self.positions.copy_(positions)
+    def logits(self, dtype: torch.dtype) -> Tensor:
+        """Where a step writes each row's last logits `[rows, 1, vocab]`, until the next step."""
+        key = (1, dtype)
+        if key not in self._logits:
+            rows, device = self.ids.shape[0], self._device
+            with torch.inference_mode(False):
+                made = torch.empty((rows, 1, self._vocab), dtype=dtype, device=device)
+            self._logits[key] = made
+        return self._logits[key]
+
+    def _fill(self, embeds: Tensor | None) -> None:
         if embeds is not None:
             if self._embeds is None:
                 self._embeds = _own(self._state, embeds)
@@ -108,17 +145,21 @@ class StepGraphs:
         elif length != self._held:
             self._length.fill_(length)
         self._held = length
-        if mask is not None:
-            self._fill_mask(mask)
 
-    def _fill_mask(self, mask: Tensor) -> None:
+    def _holds(self, mask: Tensor) -> bool:
+        return self._mask is not None and self._mask.shape[1] >= mask.shape[1]
+
+    def _fill_mask(self, mask: Tensor, chained: bool) -> None:
+        """`chained`: each next token is seen."""
         keys = mask.shape[1]
-        if self._mask is None or self._mask.shape[1] < keys:
+        if self._mask is None or not self._holds(mask):
             width = (keys // _MASK_STEP + 2) * _MASK_STEP
             self._mask = _own((mask.shape[0], width), mask, torch.bool).zero_()
             # graphs that read the old one
             self._graphs = {k: g for k, g in self._graphs.items() if k[2]}
         self._mask[:, :keys].copy_(mask)
+        if chained:
+            self._mask[:, keys:] = True
 
     def _result(self, logits: Tensor) -> Tensor:
         key = (logits.shape[1], logits.dtype)
@@ -127,7 +168,14 @@ class StepGraphs:
             found = self._logits[key] = _own(logits.shape, logits)
         return found
 
-    def _launch(self, logits: Tensor, masked: bool, embedded: bool, hidden: Tensor | None) -> None:
+    def _launch(
+        self,
+        logits: Tensor,
+        masked: bool,
+        embedded: bool,
+        hidden: Tensor | None,
+        chooser: Chooser | None,
+    ) -> None:
         self._call(
             logits,
             hidden,
@@ -137,12 +185,20 @@ class StepGraphs:
             self.positions,
             self._mask if masked else None,
         )
+        if chooser is not None:
+            chooser.launch(logits)
 
     def _captured(
-        self, result: Tensor, mask: Tensor | None, embeds: Tensor | None, hidden: Tensor | None
+        self,
+        result: Tensor,
+        mask: Tensor | None,
+        embeds: Tensor | None,
+        hidden: Tensor | None,
+        chooser: Chooser | None,
     ) -> torch.cuda.CUDAGraph:
         """The same launches as a graph. They are not run: neither cache nor counters change."""
-        return recorded(lambda: self._launch(result, mask is not None, embeds is not None, hidden))
+        masked, embedded = mask is not None, embeds is not None
+        return recorded(lambda: self._launch(result, masked, embedded, hidden, chooser))
 
 
 def _own(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

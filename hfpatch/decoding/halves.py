@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from hfpatch.decoding import reference
 from hfpatch.decoding.engine import Call, Engine, Table
 from hfpatch.decoding.spec import CacheTable, Layer, Model, Opaque
+from hfpatch.errors import DecodingError
 
 Tensor = torch.Tensor
 
@@ -104,7 +106,10 @@ class HalvesEngine(Engine):
         mask: Tensor | None,
         embeds: Tensor | None,
         hidden: Tensor | None,
+        chain: Any = None,
     ) -> None:
+        if chain is not None:
+            raise DecodingError("`chain`: expected None for a model with modules of its own")
         model = self.model
         x = embeds
         if x is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,11 @@ from transformers.generation.utils import (
 )
 
 from hfpatch.decoding import cache as caches
+from hfpatch.decoding.greedy import Chain, ends_of
 from hfpatch.decoding.kept import decoders
+from hfpatch.decoding.likeness import only_captures
+from hfpatch.direct_calls import has_own_call
+from hfpatch.patches.unchanged import is_bound, is_hooked
 
 #: Where a step runs beside the host; elsewhere there is nothing to gain.
 DEVICES = frozenset({"cuda"})
@@ -136,33 +141,65 @@ def _sample(
 
 
 class _Answer:
-    """Whether texts are unfinished after a token, and the token, on their way to the host. One
-    object serves one answer after another: it is sent again when it has been read."""
+    """What is known of a token on its way to the host: whether each row is unfinished, and the
+    tokens. One object serves one answer after another: it is sent again when it has been read."""
 
     def __init__(self, rows: int, device: torch.device, streamed: bool) -> None:
         cuda = device.type == "cuda"
-        self._unfinished = torch.empty((), dtype=torch.bool, pin_memory=cuda)
+        self._unfinished = torch.empty(rows, dtype=torch.bool, pin_memory=cuda)
         self._tokens = torch.empty(rows, dtype=torch.int64, pin_memory=cuda) if streamed else None
         self._event: Any = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, unfinished: Tensor, tokens: Tensor) -> _Answer:
         """`unfinished`: of each row, bool."""
-        any_of = unfinished[0] if unfinished.numel() == 1 else unfinished.any()
-        self._unfinished.copy_(any_of, non_blocking=True)
+        self._unfinished.copy_(unfinished, non_blocking=True)
         if self._tokens is not None:
             self._tokens.copy_(tokens, non_blocking=True)
-        if self._event is not None:
-            # not the current device's stream: the model may lie on another
-            self._event.record(torch.cuda.current_stream(unfinished.device))
+        self._record(unfinished.device)
         return self
 
-    def read(self, streamer: Any) -> bool:
-        """Whether all texts had ended; the token is given to the streamer."""
+    def _record(self, device: torch.device) -> None:
+        if self._event is not None:
+            # not the current device's stream: the model may lie on another
+            self._event.record(torch.cuda.current_stream(device))
+
+    def read(self, text: _Text, streamer: Any) -> bool:
+        """Whether all rows of `text` had ended; the token is given to the streamer."""
         if self._event is not None:
             self._event.synchronize()
         if streamer is not None and self._tokens is not None:
             streamer.put(self._tokens.clone())
-        return not bool(self._unfinished)
+        text.unfinished_rows = self._unfinished.tolist()
+        return not any(text.unfinished_rows)
+
+
+class _ChainedAnswer(_Answer):
+    """The tokens that a step has chosen. Whether a row has ended the host sees by them."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__(rows, device, streamed=True)
+
+    def send_chained(self, tokens: Tensor, column: int) -> _Answer:
+        """`tokens`: int64 `[rows, 1]`; `column`: where in the text they belong."""
+        assert self._tokens is not None
+        self._column = column
+        self._tokens.copy_(tokens[:, 0], non_blocking=True)
+        self._record(tokens.device)
+        return self
+
+    def read(self, text: _Text, streamer: Any) -> bool:
+        """Whether all rows of `text` had ended; the token is given to the streamer."""
+        assert self._tokens is not None
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = self._tokens.tolist()
+        text.chosen[self._column] = tokens
+        for row, token in enumerate(tokens):
+            if token in text.end_tokens:
+                text.unfinished_rows[row] = False
+        if streamer is not None:
+            streamer.put(torch.tensor(tokens))
+        return not any(text.unfinished_rows)
 
 
 #: Columns that are made at once: of ids, masks and positions each token takes one.
@@ -259,16 +296,26 @@ class _Loop:
         }
         served = True
         before: _Answer | None = None  # to the token before the last
+        chain: Chain | None = None  # where steps choose the tokens
+        chosen = 0  # of its tokens, those of the text
         while True:
             if random is not None:
                 random.keep()
-            answer, score = text.add(output.logits)
+            if chain is not None and chain.count > chosen:
+                answer: _Answer | None = text.take(chain)
+                score = output.logits[:, -1]
+                chosen = chain.count
+            else:
+                if chain is not None:
+                    text.leave(chain)
+                    chain = None
+                answer, score = text.add(output.logits)
             del output
             if before is not None:
                 ended, arena = True, caches.held_arena(cache)
                 # an error of the streamer takes the step back as well
                 try:
-                    ended = before.read(self.streamer)
+                    ended = before.read(text, self.streamer)
                 finally:
                     if ended:
                         text.drop()
@@ -280,7 +327,7 @@ class _Loop:
             reached = _reached(limits, text.columns, score)
             proven = (rows, 1) in decoder.trusted
             ahead = served and proven and not reached
-            if not ahead and answer is not None and answer.read(self.streamer):
+            if not ahead and answer is not None and answer.read(text, self.streamer):
                 break
             if reached:
                 break
@@ -290,8 +337,14 @@ class _Loop:
                 mask.add()
                 rest["attention_mask"] = mask.all()
             steps = decoder.steps
+            if text.chains and ahead and _calls_ours_alone(model):
+                if chain is None:
+                    chain, chosen = text.begin(decoder), 0
+            elif chain is not None:
+                text.leave(chain)
+                chain = None
             output = model(
-                input_ids=text.columns.last().contiguous(),
+                input_ids=text.columns.last().contiguous() if chain is None else chain.ids,
                 position_ids=positions.last(),
                 return_dict=True,
                 **{caches.NAME: cache},
@@ -308,12 +361,18 @@ class _Text:
     """The tokens so far of all rows, and what was asked for beside them.
 
     Attributes:
-        columns: int64 `[rows, length]`.
+        columns: int64 `[rows, length]`; those of tokens that steps chose are set by `settle`.
+        chains: whether steps may choose the tokens.
+        chosen: what they chose, by column.
+        unfinished_rows: of each row, as far as answers were read.
+        end_tokens: that end a row.
     """
 
     def __init__(self, loop: _Loop, ids: Tensor) -> None:
         config: Any = loop.config
         rows, device = ids.shape[0], ids.device
+        self.unfinished_rows = [True] * rows
+        self.chosen: dict[int, list[int]] = {}
         self.columns = _Columns(ids, lambda _, count: ids.new_empty((rows, count)))
         self._loop, self._sampled = loop, config.do_sample
         self._returned = config.return_dict_in_generate
@@ -326,6 +385,15 @@ class _Text:
         self._ends = [end.to(device) for end in found if end is not None]
         pad = config._pad_token_tensor
         self._pad = None if pad is None else pad.to(device)
+        self.chains = not self._copied
+        self.end_tokens: frozenset[int] = frozenset()
+        if self.chains:  # before the prompt's call: a GPU that is asked is idle
+            tokens = [end.view(-1).tolist() for end in self._ends]
+            self.end_tokens = frozenset(itertools.chain.from_iterable(tokens))
+            self._chain_ends = ends_of(
+                sorted(self.end_tokens), None if pad is None else int(pad), rows
+            )
+            self._chained = [_ChainedAnswer(rows, device) for _ in range(2)]
         self._alone = rows == 1
         self._unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         streamed = loop.streamer is not None
@@ -375,6 +443,36 @@ class _Text:
         self._answers.reverse()
         return self._answers[0].send(self._unfinished, tokens), score
 
+    def begin(self, decoder: Any) -> Chain:
+        """From here on steps choose the tokens."""
+        chain: Chain = decoder.chains.begin(self.columns.last(), self._unfinished, self._chain_ends)
+        return chain
+
+    def take(self, chain: Chain) -> _Answer:
+        """Each row's next token, which the last step has chosen.
+
+        Returns:
+            what will say which they are, and whether all texts have ended.
+        """
+        self.columns.add()
+        self._chained.reverse()
+        return self._chained[0].send_chained(chain.ids, self.columns.length - 1)
+
+    def leave(self, chain: Chain) -> None:
+        """From here on no step chooses a token."""
+        self.chains = False
+        self.columns.last().copy_(chain.ids)  # what the host has not read yet
+        if chain.unfinished is not None:
+            self._unfinished = chain.unfinished[:, 0]
+
+    def settle(self) -> None:
+        """Put the tokens that steps chose into their columns."""
+        if self.chosen:
+            ids = self.columns.all()
+            where = torch.tensor(list(self.chosen), device=ids.device)
+            ids[:, where] = torch.tensor(list(self.chosen.values()), device=ids.device).T
+            self.chosen = {}
+
     def drop(self) -> None:
         """Take the last token back."""
         self.columns.length -= 1
@@ -384,6 +482,7 @@ class _Text:
 
     def result(self, cache: Any) -> Any:
         """In the form that was asked for."""
+        self.settle()
         ids = self.columns.all().clone(memory_format=torch.contiguous_format)
         if not self._returned:
             return ids
@@ -393,6 +492,18 @@ class _Text:
             logits=None if self._logits is None else tuple(self._logits),
             **{caches.NAME: cache},
         )
+
+
+def _calls_ours_alone(model: Any) -> bool:
+    """Whether nobody else sees what a call of the model is given and returns: with a chain both
+    are written to again."""
+    forward = model.__dict__.get("forward")
+    return (
+        forward is not None
+        and is_bound(model, forward)
+        and not (is_hooked(model) and not only_captures(model))
+        and not has_own_call(model.__dict__)
+    )
 
 
 def _reached(limits: list[Any], ids: _Columns, score: Tensor) -> bool:

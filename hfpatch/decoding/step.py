@@ -23,6 +23,7 @@ from hfpatch import forks
 from hfpatch.announce import announce_in_call
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding import prompt as prompts
+from hfpatch.decoding.greedy import Chain, Chains
 from hfpatch.decoding.kept import Choice, decoders
 from hfpatch.decoding.layer import Described, describe
 from hfpatch.decoding.quantized import eight_bits, weights_of
@@ -90,6 +91,7 @@ class Decoder:
         self.unlike: str | None = None  # why the model as it is now has no description
         self.steps = 0
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
+        self.chains = Chains()  # the greedy texts whose tokens the steps choose
         self.stream: Any = None  # of the last step
         self._due = True  # settings must be looked at: a new sequence
         self._cache: weakref.ref[Any] | None = None  # of the last step
@@ -338,13 +340,14 @@ class Decoder:
         if engine is None:
             return None
         proven = (rows, tokens) in self.trusted
+        chain = self.chains.of(step.ids) if proven and self.described.model.whole else None
         try:
             with _after_the_last(self, step.ids):
                 if proven:
                     arena = caches.take(step.cache, tokens)
                 else:
                     arena = caches.copied(step.cache, tokens)
-                logits = self._run(engine, step, arena)
+                logits = self._run(engine, step, arena, chain)
         except torch.OutOfMemoryError:
             self._say(model, "there was no memory for a larger cache")
             return None
@@ -358,6 +361,8 @@ class Decoder:
         if late and not self._is_still_current(model):
             self._due = True
             return self._serve(model, original, step, args, kwargs)
+        if chain is not None:
+            chain.accept(engine.chooser(chain.ends))
         arena.table.length += tokens
         self.steps += 1
         return self._result(logits, step.cache)
@@ -420,14 +425,19 @@ class Decoder:
             self._bytes = eight_bits(self.described.model)
         return self._bytes
 
-    def _run(self, engine: Any, step: _Step, arena: caches.Arena) -> Tensor:
+    def _run(
+        self, engine: Any, step: _Step, arena: caches.Arena, chain: Chain | None = None
+    ) -> Tensor:
         rows, tokens = step.ids.shape
         head = self.described.model.head.weight
-        logits = torch.empty(
-            (rows, tokens if step.all_logits else 1, head.shape[0]),
-            dtype=head.dtype,
-            device=head.device,
-        )
+        if chain is not None:
+            logits: Tensor = engine.logits()
+        else:
+            logits = torch.empty(
+                (rows, tokens if step.all_logits else 1, head.shape[0]),
+                dtype=head.dtype,
+                device=head.device,
+            )
         positions = step.positions
         if positions is None:
             start = arena.length
@@ -437,7 +447,8 @@ class Decoder:
         mask = step.mask
         if mask is not None and not mask.is_cuda and bool(mask.all()):
             mask = None
-        engine.step(step.ids, positions, arena.table, logits, mask=mask)
+        more = {} if chain is None else {"chain": chain}
+        engine.step(step.ids, positions, arena.table, logits, mask=mask, **more)
         return logits
 
     def _judge(

@@ -49,7 +49,9 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
 // What a multiprocessor has registers for.
 constexpr int ctas_of_processor(int dim) { return dim <= 64 ? 2 : 1; }
 
-template <class T, int kDim, int kQueries>
+// kUsual: for what `is_usual` (decode_attention.cu) finds, in half the code: between a layer's products it is fetched
+// anew. The same arithmetic, so the same bits.
+template <class T, int kDim, int kQueries, bool kUsual>
 __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     decode_attention_kernel(const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
@@ -61,8 +63,11 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   int part = blockIdx.x;
   const int row = blockIdx.z;
-  const int key_head = blockIdx.y / a.blocks, block = blockIdx.y % a.blocks;
-  const int heads = a.group(), dim = a.dim, width = a.width(), tokens = a.tokens;
+  const int key_head = kUsual ? blockIdx.y : blockIdx.y / a.blocks, block = kUsual ? 0 : blockIdx.y % a.blocks;
+  const int heads = a.group(), dim = kUsual ? kDim : a.dim, tokens = kUsual ? 1 : a.tokens;
+  const int width = (a.heads + 2 * a.key_heads) * dim;
+  const int64_t window = kUsual ? 0 : a.window;
+  const uint8_t *const mask = kUsual ? nullptr : a.mask;
   // Queries of the block: number q is head q % heads of token q / heads.
   const int first_query = block * kQueries, queries = min(kQueries, heads * tokens - first_query);
 
@@ -76,8 +81,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
   T *const keys = reinterpret_cast<T *>(__ldcg(entry)) + memory_of_head;
   T *const values = reinterpret_cast<T *>(__ldcg(entry + 1)) + memory_of_head;
   HeadNorm<T, kDim> q_norm, k_norm;
-  if (!a.across) q_norm.load(a.q_norm, 0, dim, lane), k_norm.load(a.k_norm, 0, dim, lane);
-  const int first = a.window > 0 && length + 1 > a.window ? static_cast<int>(length + 1 - a.window) : 0;
+  if (kUsual || !a.across) {
+    q_norm.template load<kUsual>(a.q_norm, 0, dim, lane), k_norm.template load<kUsual>(a.k_norm, 0, dim, lane);
+  }
+  const int first = window > 0 && length + 1 > window ? static_cast<int>(length + 1 - window) : 0;
   // Blocks of kPart keys are dealt out to the parts in turn: the same for every batch, so that a
   // row's bits are. A CTA has one part or, in large grids, several, one after the other. A few blocks are one part:
   // to put parts together takes as long as to read some blocks more.
@@ -151,12 +158,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     }
   };
   const int stride = parts * kPart;
-  if (part < active) {
-    load_keys(first + part * kPart + warp * kTile);
-    load_values(first + part * kPart + warp * kTile);
-  }
+  if (part >= active) return;  // the grid ends no earlier: its first CTAs wait
+  load_keys(first + part * kPart + warp * kTile);
+  load_values(first + part * kPart + warp * kTile);
   wait_for_previous<false>();
-  if (part >= active) return;
 
   // Whether new key t lies in one of this CTA's parts.
   // `ctas` is a power of two, as `parts` is.
@@ -164,8 +169,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     const int part_of_key = parts == 1 ? 0 : (length + t - first) / kPart;
     return (part_of_key & (ctas - 1)) == static_cast<int>(blockIdx.x);
   };
-  const float *const table = a.table != nullptr ? a.table + static_cast<int64_t>(row) * tokens * 2 * a.half : nullptr;
-  const auto table_of = [&](int t) { return table != nullptr ? table + t * 2 * a.half : nullptr; };
+  const int half = kUsual ? kDim / 2 : a.half;
+  const bool turned = kUsual || a.table != nullptr;
+  const float *const table = turned ? a.table + static_cast<int64_t>(row) * tokens * 2 * half : nullptr;
+  const auto table_of = [&](int t) { return turned ? table + t * 2 * half : nullptr; };
 #pragma unroll 1
   for (int i = warp; i < queries + tokens; i += kAttentionWarps) {
     const bool of_key = i >= queries;
@@ -174,7 +181,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     HeadNorm<T, kDim> norm = q_norm;
     if (of_key) norm = k_norm;
     const T *const from = (of_key ? new_keys : qkv) + static_cast<int64_t>(t) * width;
-    prepare_head<T, kDim>(a, of_key ? a.k_norm : a.q_norm, norm, from, (of_key ? a.key_heads : a.heads) * dim,
+    prepare_head<T, kDim, kUsual>(a, of_key ? a.k_norm : a.q_norm, norm, from, (of_key ? a.key_heads : a.heads) * dim,
                           (of_key ? key_head : key_head * heads + q - t * heads) * dim, table_of(t),
                           of_key ? shared.k[t] : shared.q[i], shared.scratch[warp], lane);
   }
@@ -201,10 +208,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     for (int i = 0; i < kLoads; ++i) query[i] = read_query(i);
   }
   // What query `group` sees: [sees_from, sees_to).
-  const auto token_of = [&](int i) { return tokens == 1 ? 0 : (first_query + i) / heads; };
+  const auto token_of = [&](int i) { return kUsual || tokens == 1 ? 0 : (first_query + i) / heads; };
   const int own_token = token_of(min(group, queries - 1));
   const int sees_to = length + own_token + 1;
-  const int64_t sees_from = a.window > 0 ? sees_to - a.window : 0;
+  const int64_t sees_from = window > 0 ? sees_to - window : 0;
 
   const auto out_of = [&](int i) {
     const int token = token_of(i), head = first_query + i - token * heads;
@@ -219,7 +226,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
   };
   // One more score, of the sink, beside those that have `all` as their greatest and the sum `total`.
   const auto whole_sum = [&](int i, float all, float total, float *by) {
-    if (a.sinks != nullptr) {
+    if (!kUsual && a.sinks != nullptr) {
       const int head = key_head * heads + (first_query + i) % heads;
       const float sink = parameter<T>(a.sinks, head) * kLog2E;
       const float top = fmaxf(all, sink);
@@ -229,7 +236,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     }
     return total;
   };
-  const int64_t head_at = (static_cast<int64_t>(row) * a.key_heads + key_head) * a.blocks + block;
+  const int64_t head_at = (static_cast<int64_t>(row) * a.key_heads + key_head) * (kUsual ? 1 : a.blocks) + block;
   float *const partial = a.partial + head_at * a.parts * kQueries * (2 + dim);
 
   for (; part < active; part += ctas) {
@@ -263,9 +270,9 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
       for (int i = 0; i < 2; ++i) {
         const int at = tile + 8 * s + quarter * 2 + i;
         float score = d[s][i] * a.scale;
-        if (a.softcap > 0.0f) score = a.softcap * tanhf(score / a.softcap);
+        if (!kUsual && a.softcap > 0.0f) score = a.softcap * tanhf(score / a.softcap);
         const bool there = at < sees_to && at >= sees_from &&
-                           (a.mask == nullptr || __ldcg(a.mask + row * a.mask_width + at) != 0);
+                           (mask == nullptr || __ldcg(mask + row * a.mask_width + at) != 0);
         p[s][i] = there ? score * kLog2E : -INFINITY;
         tile_most = fmaxf(tile_most, p[s][i]);
       }

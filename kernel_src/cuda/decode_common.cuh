@@ -2,8 +2,9 @@
 //
 // They are launched one after the other with programmatic dependent launch: a kernel reads weights before
 // wait_for_previous, and what other kernels of the step wrote after it, from L2, since L1 may hold it as
-// it was a layer ago. Every thread of every kernel waits, or the kernel after next could overtake. The
-// first kernel of a step is launched without: what runs before may be what writes the weights.
+// it was a layer ago. Every thread that has work waits, and at least one of each kernel, or the kernel after
+// next could overtake: it waits for this one's end. The first kernel of a step is launched without: what runs
+// before may be what writes the weights.
 #pragma once
 
 #include "../decode.h"
@@ -209,45 +210,50 @@ struct HeadNorm {
   static constexpr int kEach = (kDim + 31) / 32;
   float weight[kEach], bias[kEach];
 
+  // kUsual: without a bias.
+  template <bool kUsual = false>
   __device__ __forceinline__ void load(const DecodeNorm &norm, int from, int dim, int lane) {
     if (!norm.present()) return;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int d = min(lane + 32 * i, dim - 1);
       weight[i] = norm.weight != nullptr ? parameter<T>(norm.weight, from + d) + norm.offset : 1.0f;
-      bias[i] = parameter<T>(norm.bias, from + d);
+      if constexpr (!kUsual) bias[i] = parameter<T>(norm.bias, from + d);
     }
   }
 };
 
 // A warp's head: norm and rotation of `row` + `column` to `to`; `scratch`: kDim floats of the warp's own. `row`:
 // all `width` elements of q or k, for a norm across its heads, whose parameters are loaded here.
-template <class T, int kDim>
+template <class T, int kDim, bool kUsual = false>
 __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNorm &norm,
                                              const HeadNorm<T, kDim> &of_head, const T *row, int width, int column,
                                              const float *table, T *to, float *scratch, int lane) {
   constexpr int kEach = (kDim + 31) / 32;
+  const int dim = kUsual ? kDim : a.dim, half = kUsual ? kDim / 2 : a.half;
+  const bool across = !kUsual && a.across, after_rope = !kUsual && a.after_rope;
+  const bool interleaved = !kUsual && a.interleaved, layer = !kUsual && norm.layer();
   float v[kEach], cosine[kEach], sine[kEach];
   HeadNorm<T, kDim> by = of_head;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int d = lane + 32 * i;
-    v[i] = d < a.dim ? load_one(row + column + d) : 0.0f;
+    v[i] = d < dim ? load_one(row + column + d) : 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int d = lane + 32 * i;
-    if (d < 2 * a.half) {  // half is 0 where there is no table
-      const int pair = a.interleaved ? d / 2 : d >= a.half ? d - a.half : d;
-      cosine[i] = __ldcg(table + pair), sine[i] = __ldcg(table + a.half + pair);
+    if (d < 2 * half) {  // half is 0 where there is no table
+      const int pair = interleaved ? d / 2 : d >= half ? d - half : d;
+      cosine[i] = __ldcg(table + pair), sine[i] = __ldcg(table + half + pair);
     }
   }
   const auto normalize = [&] {
     float mean = 0.0f, square = 0.0f;
-    const int count = a.across ? width : a.dim;
-    if (a.across) {
-      by.load(norm, column, a.dim, lane);
-      if (norm.layer()) {
+    const int count = across ? width : dim;
+    if (across) {
+      by.load(norm, column, dim, lane);
+      if (layer) {
         for (int d = lane; d < width; d += 32) mean += load_one(row + d);
         mean = warp_sum(mean) / static_cast<float>(width);
       }
@@ -256,14 +262,14 @@ __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNor
         square = fmaf(x, x, square);
       }
     } else {
-      if (norm.layer()) {
+      if (layer) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) mean += v[i];
-        mean = warp_sum(mean) / static_cast<float>(a.dim);
+        mean = warp_sum(mean) / static_cast<float>(dim);
       }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const float x = lane + 32 * i < a.dim ? v[i] - mean : 0.0f;
+        const float x = lane + 32 * i < dim ? v[i] - mean : 0.0f;
         square = fmaf(x, x, square);
       }
     }
@@ -272,24 +278,24 @@ __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNor
     for (int i = 0; i < kEach; ++i) {
       float y = (v[i] - mean) * scale;
       if (norm.rounded()) y = rounded<T>(y);
-      v[i] = rounded<T>(y * by.weight[i] + by.bias[i]);
+      v[i] = rounded<T>(kUsual ? y * by.weight[i] : y * by.weight[i] + by.bias[i]);
     }
   };
   // One copy of each in the code: a step's kernels evict each other's, and fetching it takes longer than running it.
 #pragma unroll 1
   for (bool turned_already = false;; turned_already = true) {
-    if (norm.present() && a.after_rope == turned_already) normalize();
+    if (norm.present() && after_rope == turned_already) normalize();
     if (turned_already) break;
-    if (a.half <= 0) continue;
+    if (half <= 0) continue;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) scratch[lane + 32 * i] = v[i];
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int d = lane + 32 * i;
-      if (d >= 2 * a.half) continue;
-      const bool second = a.interleaved ? (d & 1) != 0 : d >= a.half;
-      const float other = scratch[a.interleaved ? d ^ 1 : second ? d - a.half : d + a.half];
+      if (d >= 2 * half) continue;
+      const bool second = interleaved ? (d & 1) != 0 : d >= half;
+      const float other = scratch[interleaved ? d ^ 1 : second ? d - half : d + half];
       const float turned = second ? other : -other;
       v[i] = a.round_products ? rounded<T>(rounded<T>(v[i] * cosine[i]) + rounded<T>(turned * sine[i]))
                               : rounded<T>(fmaf(v[i], cosine[i], turned * sine[i]));
@@ -299,7 +305,7 @@ __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNor
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int d = lane + 32 * i;
-    if (d < a.dim) to[d] = from_float<T>(v[i]);
+    if (d < dim) to[d] = from_float<T>(v[i]);
   }
 }
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.decoding import kept, loop
+from hfpatch.decoding import greedy, kept, loop
 
 NEW = 14
 
@@ -318,3 +318,111 @@ def test_nothing_is_kept(device: str) -> None:
         gc.collect()
         counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
     assert counts[1] == counts[2]
+
+
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each step whose tokens it has chosen itself."""
+    found: list[int] = []
+    accept = greedy.Chain.accept
+
+    def noted(chain: greedy.Chain, chooser: greedy.Chooser) -> None:
+        found.append(len(chain.ids))
+        accept(chain, chooser)
+
+    monkeypatch.setattr(greedy.Chain, "accept", noted)
+    return found
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("ends", [0, 1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_greedy_tokens_are_chosen_by_the_steps(
+    device: str, family: str, rows: int, ends: int, padding: int, accepted: list[int]
+) -> None:
+    """Texts and caches are transformers' own, rows that end one after the other among them."""
+    plain, patched = pair_of(family, device)
+    inputs = on(device, prompts(rows, padding=padding))
+    end = [an_end(plain, device, 1), an_end(plain, device, rows)][:ends] or None
+    more = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": end, "pad_token_id": 1}
+    expected = plain.generate(**inputs, return_dict_in_generate=True, **more)
+    accepted.clear()
+    streamer = Streamer() if rows == 1 else None
+    result = patched.generate(**inputs, return_dict_in_generate=True, streamer=streamer, **more)
+    torch.testing.assert_close(result.sequences, expected.sequences, rtol=0, atol=0)
+    assert set(accepted) == {rows}
+    new = result.sequences.shape[1] - inputs["input_ids"].shape[1]
+    assert new - 2 <= len(accepted) <= new  # all but the prompt's
+    cache, wanted = result.past_key_values, expected.past_key_values
+    assert cache.get_seq_length() == wanted.get_seq_length()
+    for mine, theirs in zip(cache.layers, wanted.layers, strict=True):
+        assert mine.keys.shape == theirs.keys.shape
+    if streamer is not None:
+        tokens = [t for step in streamer.tokens for t in step]
+        assert tokens == result.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_another_text_in_the_middle_of_one(device: str, rows: int, accepted: list[int]) -> None:
+    """Both use the engine's memory, in turns."""
+    plain, patched = pair_of("qwen3", device)
+    accepted.clear()
+    inputs = on(device, prompts(rows, padding=0))
+    other = {**inputs, "input_ids": inputs["input_ids"].flip(1)}
+    more = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = [plain.generate(**i, **more).tolist() for i in (inputs, other)]
+
+    class Between(Streamer):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) in (4, 5, 9):
+                assert patched.generate(**other, **more).tolist() == expected[1]
+
+    if rows == 1:
+        assert patched.generate(**inputs, streamer=Between(), **more).tolist() == expected[0]
+        assert len(accepted) > 60
+        return
+    # transformers takes no streamer of several rows: a look from within
+    look = loop._ChainedAnswer.read
+    with pytest.MonkeyPatch.context() as patch:
+
+        def read(answer: Any, *given: Any) -> bool:
+            patch.setattr(loop._ChainedAnswer, "read", look)
+            assert patched.generate(**other, **more).tolist() == expected[1]
+            return look(answer, *given)
+
+        patch.setattr(loop._ChainedAnswer, "read", read)
+        assert patched.generate(**inputs, **more).tolist() == expected[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_hook_in_the_middle_of_a_text(device: str, rows: int, accepted: list[int]) -> None:
+    """It may keep what the model was given and has returned: neither is written to again."""
+    plain, patched = pair_of("qwen3", device)
+    accepted.clear()
+    inputs = on(device, prompts(rows))
+    more = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = plain.generate(**inputs, **more)
+    kept_ids: list[torch.Tensor] = []
+    kept_logits: list[torch.Tensor] = []
+
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        kept_ids.append(kwargs["input_ids"])
+        kept_logits.append(output.logits[:, -1])
+
+    look = loop._ChainedAnswer.read
+    with pytest.MonkeyPatch.context() as patch:
+
+        def read(answer: Any, *given: Any) -> bool:
+            if len(accepted) == 6 and not patched._forward_hooks:
+                patched.register_forward_hook(hook, with_kwargs=True)
+            return look(answer, *given)
+
+        patch.setattr(loop._ChainedAnswer, "read", read)
+        result = patched.generate(**inputs, **more)
+    assert result.tolist() == expected.tolist()
+    assert 6 <= len(accepted) <= 7 and len(kept_ids) > 8
+    tokens = torch.stack([logits.argmax(-1) for logits in kept_logits], dim=1)
+    assert tokens.tolist() == expected[:, -tokens.shape[1] :].tolist()
+    assert torch.cat(kept_ids, dim=1)[:, 1:].tolist() == tokens[:, :-1].tolist()

@@ -14,17 +14,21 @@ import torch
 # ruff: noqa: F401
 from decoding.families import FAMILIES, make, prompts
 from decoding.loop_cases import (
+    accepted,
     loops_of,
     on,
     pair_of,
     test_a_cache_goes_on_between_both,
     test_a_generate_of_the_users_stays,
+    test_a_hook_in_the_middle_of_a_text,
     test_a_mode,
     test_a_model_that_changes_under_a_streamer,
     test_a_streamer_gets_each_token_once,
     test_a_streamer_that_raises_leaves_the_cache_usable,
     test_a_text_that_outgrows_its_room_and_ends_by_one_of_three,
+    test_another_text_in_the_middle_of_one,
     test_copies_restore_and_pickles,
+    test_greedy_tokens_are_chosen_by_the_steps,
     test_hooks_of_the_model_itself_are_called,
     test_nothing_is_kept,
     test_what_goes_to_transformers_loop,
