@@ -32,7 +32,7 @@ from hfpatch.decoding.greedy import Chain, ends_of
 from hfpatch.decoding.kept import decoders
 from hfpatch.decoding.likeness import only_captures
 from hfpatch.direct_calls import has_own_call
-from hfpatch.patches.unchanged import is_bound, is_hooked
+from hfpatch.patches.unchanged import calls_otherwise, is_bound, is_hooked
 
 #: Where a step runs beside the host; elsewhere there is nothing to gain.
 DEVICES = frozenset({"cuda"})
@@ -503,6 +503,7 @@ def _calls_ours_alone(model: Any) -> bool:
         and is_bound(model, forward)
         and not (is_hooked(model) and not only_captures(model))
         and not has_own_call(model.__dict__)
+        and not calls_otherwise(type(model))
     )
 
 

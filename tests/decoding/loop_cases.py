@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -426,3 +427,18 @@ def test_a_hook_in_the_middle_of_a_text(device: str, rows: int, accepted: list[i
     tokens = torch.stack([logits.argmax(-1) for logits in kept_logits], dim=1)
     assert tokens.tolist() == expected[:, -tokens.shape[1] :].tolist()
     assert torch.cat(kept_ids, dim=1)[:, 1:].tolist() == tokens[:, :-1].tolist()
+
+
+def test_texts_of_several_threads_choose_their_own_tokens(device: str, accepted: list[int]) -> None:
+    """One engine's memory, several texts in the making."""
+    plain, patched = pair_of("qwen3", device)
+    accepted.clear()
+    more = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    asked = [on(device, prompts(1 + i % 2, padding=i % 3)) for i in range(6)]
+    asked = [i | {"input_ids": i["input_ids"].roll(n, 1)} for n, i in enumerate(asked)]
+    expected = [plain.generate(**inputs, **more).tolist() for inputs in asked]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            found = pool.map(lambda inputs: patched.generate(**inputs, **more).tolist(), asked)
+            assert list(found) == expected
+    assert len(accepted) > 3 * 6 * 20

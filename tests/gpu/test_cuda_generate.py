@@ -31,6 +31,7 @@ from decoding.loop_cases import (
     test_greedy_tokens_are_chosen_by_the_steps,
     test_hooks_of_the_model_itself_are_called,
     test_nothing_is_kept,
+    test_texts_of_several_threads_choose_their_own_tokens,
     test_what_goes_to_transformers_loop,
 )
 from support.nearness import assert_as_near
