@@ -35,7 +35,7 @@ from hfpatch.bench import results
 from hfpatch.check import FAILED, NOT_COMPARED, PASSED, How, check_model
 from hfpatch.coverage.small_diffusers import of_diffusers
 from hfpatch.coverage.small_transformers import MOST, of_transformers
-from hfpatch.patches.keys import OWNED_BY_WRAPPERS
+from hfpatch.proof.keys import OWNED_BY_WRAPPERS
 
 #: Seconds that one model may take, its fp64 twin and gradients included.
 _SECONDS = 60

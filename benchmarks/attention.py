@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hfpatch.bench import results
 from hfpatch.bench.timing import Replay, host_times, interleaved
-from hfpatch.patches.blocks import flash3
+from hfpatch.blocks import flash3
 
 Tensor = torch.Tensor
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]

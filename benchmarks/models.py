@@ -24,8 +24,8 @@ import torch
 
 import hfpatch
 from hfpatch.bench.timing import queued_milliseconds, step_milliseconds
+from hfpatch.blocks import flash3
 from hfpatch.env import versions
-from hfpatch.patches.blocks import flash3
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 Call = Callable[[], Any]

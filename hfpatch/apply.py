@@ -115,8 +115,8 @@ def apply(
     """
     from hfpatch.decoding import kept, offer
     from hfpatch.graphs import recording as graphs
-    from hfpatch.patches.proving import outside_modes
     from hfpatch.planning import gain as gains
+    from hfpatch.proof.proving import outside_modes
 
     started = time.perf_counter()
     asked = {
@@ -176,8 +176,8 @@ def plan(
     Raises:
         TypeError, ValueError, KernelLoadError, VerificationError: as `apply`.
     """
-    from hfpatch.patches.proving import outside_modes
     from hfpatch.planning import gain as gains
+    from hfpatch.proof.proving import outside_modes
 
     started = time.perf_counter()
     settings = check_settings(mode, kernels, include, exclude, verify, strict, hub, device)
@@ -229,9 +229,9 @@ def status(model: Any) -> Report:
     that the last apply of each module gave; of a copy none is known. A swap that somebody wrote
     over since, as `kernels.kernelize` does, is among them, of kind "foreign".
     """
+    from hfpatch.blocks import flash3
     from hfpatch.decoding import kept
     from hfpatch.graphs import recording as graphs
-    from hfpatch.patches.blocks import flash3
     from hfpatch.planning import gain as gains
     from hfpatch.proof.proofs import autocast_notes
     from hfpatch.training.adapted_by import stepping_aside

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from hfpatch.blocks import flash3
+from hfpatch.blocks.memo import keep_for_capture, stream_of
 from hfpatch.errors import KernelLoadError
 from hfpatch.kernels.config import attention_choice
-from hfpatch.patches.base import Tensor
-from hfpatch.patches.blocks import flash3
-from hfpatch.patches.blocks.memo import keep_for_capture, stream_of
+from hfpatch.proof.subject import Tensor
 
 #: Not what somebody may have put in its place when a kernel is chosen, which is kept.
 _PYTORCHS: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention

@@ -46,10 +46,10 @@ def version_line() -> str:
 
 def describe() -> dict[str, Any]:
     """Versions, devices, the local kernel build and FlashAttention-3, as plain data."""
+    from hfpatch.blocks import flash3
     from hfpatch.errors import KernelLoadError
     from hfpatch.kernels.sources import local_package, unsupported_capability
     from hfpatch.ops import OPS
-    from hfpatch.patches.blocks import flash3
 
     devices: list[dict[str, Any]] = [
         {

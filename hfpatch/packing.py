@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.patches.unchanged import is_hooked
+from hfpatch.proof.unchanged import is_hooked
 
 #: Kernels read 16 bytes at a time: each piece starts at a multiple.
 _ALIGNMENT = 16

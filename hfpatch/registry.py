@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hfpatch.kernels import sources
-from hfpatch.patches.base import Family, class_of
-from hfpatch.patches.custom import CustomFamily
-from hfpatch.patches.keys import kept_while_planning
+from hfpatch.leaves.custom import CustomFamily
+from hfpatch.proof.keys import kept_while_planning
+from hfpatch.proof.subject import Family, class_of
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _device_types(devices: Any) -> frozenset[str] | None:
 
 def own_families() -> tuple[Family, ...]:
     """hfpatch's, in the order of their rank; imported here because there are many."""
-    from hfpatch.patches.families import FAMILIES
+    from hfpatch.planning.families import FAMILIES
 
     return FAMILIES
 

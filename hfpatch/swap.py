@@ -24,8 +24,8 @@ from hfpatch import packing
 from hfpatch.direct_calls import DIRECT, Direct, is_direct
 from hfpatch.errors import PatchError
 from hfpatch.kernels.kernelized import kernel_of
-from hfpatch.patches.base import Forward
-from hfpatch.patches.keys import BROUGHT, is_brought
+from hfpatch.proof.keys import BROUGHT, is_brought
+from hfpatch.proof.subject import Forward
 
 _MARK = "__hfpatch__"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hfpatch.patches.blocks import projections
-from hfpatch.patches.blocks.base import BlockSubject
-from hfpatch.patches.families import FAMILIES
+from hfpatch.blocks import projections
+from hfpatch.blocks.base import BlockSubject
+from hfpatch.planning.families import FAMILIES
 
 
 def groups_of(root: nn.Module) -> list[list[Any]]:

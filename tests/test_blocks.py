@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlo
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.patches.blocks import ltx, projections
+from hfpatch.blocks import ltx, projections
 
 NAME = "LTXVideoTransformerBlock"
 

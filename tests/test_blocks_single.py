@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hfpatch
-from hfpatch.patches.blocks.base import BlockSubject
+from hfpatch.blocks.base import BlockSubject
 from hfpatch.proof.proofs import forget_proofs
 
 CALLS = [(name, call) for name, row in ROWS.items() for call in row.calls]
@@ -418,7 +418,7 @@ class Shifted(nn.LayerNorm):
 def test_odd_norms_of_cogvideox(path: str, norm: nn.Module | None, reason: str) -> None:
     from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 
-    from hfpatch.patches.blocks.cogvideox import CogVideoXSubject
+    from hfpatch.blocks.cogvideox import CogVideoXSubject
 
     block = CogVideoXBlock(64, 4, 16, 32)
     assert CogVideoXSubject.odd(block) is None

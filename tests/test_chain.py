@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hfpatch
 from hfpatch import packing
-from hfpatch.patches.blocks import projections
+from hfpatch.blocks import projections
 
 ENTRY = zoo.ENTRIES["ltx"]
 

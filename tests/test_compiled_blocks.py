@@ -17,9 +17,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 
 import hfpatch
-from hfpatch.patches.blocks import ltx as ltx_blocks
-from hfpatch.patches.blocks import opaque
-from hfpatch.patches.blocks.chain import Chain
+from hfpatch.blocks import ltx as ltx_blocks
+from hfpatch.blocks import opaque
+from hfpatch.blocks.chain import Chain
 
 #: fp32 through two layers, with sums in another order.
 NOISE = 1e-5

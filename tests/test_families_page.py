@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hfpatch.patches.families import FAMILIES
+from hfpatch.planning.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")

@@ -123,7 +123,7 @@ def test_proving_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_family_cannot_examine_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfpatch.patches.norms import Norms
+    from hfpatch.leaves.norms import Norms
 
     original = Original("llama")
     monkeypatch.setattr(Norms, "examine", failing(AttributeError("odd"), 0, Norms.examine))
@@ -221,7 +221,7 @@ def test_what_could_not_be_put_back_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_adapter_fails_once_to_be_made(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hfpatch.patches.norms import NormSubject
+    from hfpatch.leaves.norms import NormSubject
 
     original = Original("llama")
     real = NormSubject.forward

@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
 from hfpatch import attention, cli
+from hfpatch.blocks import flash3
+from hfpatch.blocks.attention import fastest
 from hfpatch.graphs import recording as graphs
-from hfpatch.patches.blocks import flash3
-from hfpatch.patches.blocks.attention import fastest
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(out!)? out=None, "

@@ -17,7 +17,7 @@ from autocast_cases import MODULES
 import hfpatch
 from hfpatch import forks
 from hfpatch.decoding import layer
-from hfpatch.patches import proving
+from hfpatch.proof import proving
 from hfpatch.training import proof
 
 pytestmark = [

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.patches import glu
+from hfpatch.leaves import glu
 
 
 @pytest.fixture(autouse=True)

@@ -202,7 +202,7 @@ def test_a_model_in_training() -> None:
 def test_axk2s_own_structure_is_left_to_its_parts() -> None:
     from transformers.models.axk2 import modeling_axk2
 
-    from hfpatch.patches.gated_norms import GatedNorms
+    from hfpatch.leaves.gated_norms import GatedNorms
 
     module = modeling_axk2.AXK2GatedRMSNorm.__new__(modeling_axk2.AXK2GatedRMSNorm)
     nn.Module.__init__(module)

@@ -20,13 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
 from hfpatch.attention import worth_cudnn
+from hfpatch.blocks.memo import Capture, for_a_graph, rehearsal
+from hfpatch.blocks.parts import Constant
 from hfpatch.graphs import captures
 from hfpatch.graphs import recording as graphs
 from hfpatch.graphs.host_reads import Answers
 from hfpatch.graphs.keys import NotCapturable, call_key, model_signature, rebuild_call
 from hfpatch.graphs.recording import ModelGraphs
-from hfpatch.patches.blocks.memo import Capture, for_a_graph, rehearsal
-from hfpatch.patches.blocks.parts import Constant
 
 
 @pytest.fixture

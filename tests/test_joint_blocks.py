@@ -17,7 +17,7 @@ from support.samples import SEEDS, Sample
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.patches.blocks.joint import MaskedAttention, joined, product_of_two
+from hfpatch.blocks.joint import MaskedAttention, joined, product_of_two
 
 Inputs = dict[str, Any]
 
@@ -173,7 +173,7 @@ def test_masks(row: Row, kept: str, batch: int) -> None:
 
 
 def test_masked_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import hfpatch.patches.blocks.joint as joint
+    import hfpatch.blocks.joint as joint
 
     seen: list[tuple[int, bool]] = []
 

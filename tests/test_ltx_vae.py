@@ -22,7 +22,7 @@ from support.nearness import Draw
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.patches.blocks import ltx_vae
+from hfpatch.blocks import ltx_vae
 
 NAME = "LTXVideoResnetBlock3d"
 

@@ -20,14 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
 from hfpatch import env
+from hfpatch.blocks import flash3
 from hfpatch.kernels import sources
 from hfpatch.kernels.sources import Kernel
 from hfpatch.ops import OPS
-from hfpatch.patches import contract
-from hfpatch.patches.blocks import flash3
 from hfpatch.planning.plan import Refusal
 from hfpatch.planning.sites import Site, probe_devices
-from hfpatch.proof import probe
+from hfpatch.proof import contract, probe
 from hfpatch.proof.proofs import forget_proofs
 
 ROOT = Path(__file__).resolve().parents[1]

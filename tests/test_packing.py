@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hfpatch import packing
-from hfpatch.patches.blocks.projections import _packed, project
+from hfpatch.blocks.projections import _packed, project
 
 
 def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> list[nn.Linear]:

@@ -15,8 +15,7 @@ import zoo
 from torch import nn
 
 import hfpatch
-from hfpatch.patches import keys
-from hfpatch.proof import probe, proofs
+from hfpatch.proof import keys, probe, proofs
 from hfpatch.reading import surroundings
 from hfpatch.reading.surroundings import Unexplained
 

@@ -22,9 +22,9 @@ from autocast_cases import MODULES, Kernels, Pair, draw, off
 from torch import nn
 
 import hfpatch
-from hfpatch.patches import unchanged
-from hfpatch.patches.proving import float32_default
+from hfpatch.proof import unchanged
 from hfpatch.proof.proofs import forget_proofs
+from hfpatch.proof.proving import float32_default
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -11,8 +11,8 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
 from torch import nn
 
 import hfpatch
-from hfpatch.patches.blocks.masks import masks_nothing
-from hfpatch.patches.blocks.memo import (
+from hfpatch.blocks.masks import masks_nothing
+from hfpatch.blocks.memo import (
     Capture,
     Operator,
     StepMemo,

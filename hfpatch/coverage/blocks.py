@@ -14,8 +14,8 @@ from torch import nn
 import hfpatch
 from hfpatch.coverage.small_transformers import MOST
 from hfpatch.inputs import NoInputs, sample_inputs
-from hfpatch.patches.base import class_of
 from hfpatch.planning.plan import Candidate
+from hfpatch.proof.subject import class_of
 
 #: `uncalled` of a row that was written without calling its model.
 NOT_RUN = "not run yet"

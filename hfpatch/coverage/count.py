@@ -11,12 +11,12 @@ from torch import nn
 
 from hfpatch.coverage.blocks import blocks_of
 from hfpatch.coverage.small_transformers import MOST
-from hfpatch.patches.base import class_of
-from hfpatch.patches.gating import looks_gated
-from hfpatch.patches.norms import Norms
+from hfpatch.leaves.gating import looks_gated
+from hfpatch.leaves.norms import Norms
 from hfpatch.planning.plan import Plan
 from hfpatch.planning.planner import make_plan
 from hfpatch.planning.settings import check_settings
+from hfpatch.proof.subject import class_of
 
 #: A single kernel already: nothing is left to serve.
 SERVED_AS_IT_IS = "no gain"

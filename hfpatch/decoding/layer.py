@@ -21,8 +21,8 @@ from hfpatch.decoding.replica import NoReplica, make_replica, rope_limit, text_c
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
 from hfpatch.decoding.surroundings import attention_functions, check_attention, check_cache
-from hfpatch.patches.keys import code_of
-from hfpatch.patches.surroundings import functions_of_torch, replaced_function
+from hfpatch.proof.keys import code_of
+from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 
 
 @dataclass(frozen=True)

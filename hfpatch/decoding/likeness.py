@@ -14,16 +14,16 @@ from hfpatch import swap
 from hfpatch.decoding.replica import NoReplica, of_steps
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.direct_calls import has_own_call
-from hfpatch.patches.base import class_of
-from hfpatch.patches.keys import (
+from hfpatch.proof.keys import (
     BLANK_NAMES,
     OWNED_BY_WRAPPERS,
     is_brought,
     names_read,
     value_key,
 )
-from hfpatch.patches.library import odd_code
-from hfpatch.patches.unchanged import is_bound, is_hooked
+from hfpatch.proof.library import odd_code
+from hfpatch.proof.subject import class_of
+from hfpatch.proof.unchanged import is_bound, is_hooked
 
 #: What no forward computes with.
 _IDLE = frozenset(

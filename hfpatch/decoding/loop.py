@@ -32,7 +32,7 @@ from hfpatch.decoding.greedy import Chain, ends_of
 from hfpatch.decoding.kept import decoders
 from hfpatch.decoding.likeness import only_captures
 from hfpatch.direct_calls import has_own_call
-from hfpatch.patches.unchanged import calls_otherwise, is_bound, is_hooked
+from hfpatch.proof.unchanged import calls_otherwise, is_bound, is_hooked
 
 #: Where a step runs beside the host; elsewhere there is nothing to gain.
 DEVICES = frozenset({"cuda"})

@@ -12,10 +12,10 @@ from hfpatch.decoding.kept import Choice
 from hfpatch.decoding.layer import describe, is_candidate
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.ops import OPS
-from hfpatch.patches.base import class_of, forward_of_class
 from hfpatch.planning.plan import Skip, Swap
 from hfpatch.planning.settings import Settings, matches
 from hfpatch.proof.proofs import Prepared
+from hfpatch.proof.subject import class_of, forward_of_class
 
 OP = "decoding"
 #: By what `apply(decoding=…)` is given.

@@ -31,8 +31,8 @@ from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.decoding.watch import Watch
 from hfpatch.errors import DecodingError
-from hfpatch.patches.base import Forward, watched
-from hfpatch.patches.unchanged import calls_otherwise
+from hfpatch.proof.subject import Forward, watched
+from hfpatch.proof.unchanged import calls_otherwise
 
 #: Sequences, and new tokens of each, that an engine is made for.
 MOST_ROWS, MOST_TOKENS = 16, 8

@@ -14,8 +14,8 @@ from torch import nn
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
-from hfpatch.patches.keys import function_in, held_by, helpers_of
-from hfpatch.patches.library import is_own, odd_class
+from hfpatch.proof.keys import function_in, held_by, helpers_of
+from hfpatch.proof.library import is_own, odd_class
 
 #: Attention functions whose result the replica's own stands for: the same up to rounding.
 _KNOWN = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")

@@ -16,7 +16,7 @@ from torch import nn
 from hfpatch.decoding.likeness import what_wraps
 from hfpatch.decoding.surroundings import Surroundings
 from hfpatch.direct_calls import DIRECT
-from hfpatch.patches.unchanged import settings_of
+from hfpatch.proof.unchanged import settings_of
 
 _DATA_PTR = torch.Tensor.data_ptr
 _SHAPE, _DTYPE = (getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype"))

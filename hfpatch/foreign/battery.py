@@ -16,7 +16,7 @@ from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wron
 from hfpatch.foreign.device import waits, wrong_on_streams
 from hfpatch.foreign.process import Process
 from hfpatch.foreign.samples import Sample, samples_of
-from hfpatch.patches.keys import Same
+from hfpatch.proof.keys import Same
 from hfpatch.text import told
 
 Tensor = torch.Tensor

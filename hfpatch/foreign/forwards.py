@@ -19,11 +19,11 @@ from hfpatch.foreign import reads
 from hfpatch.foreign.compare import upstream
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process, surroundings
-from hfpatch.patches.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same, fingerprint
-from hfpatch.patches.library import HOOKS, is_installed
-from hfpatch.patches.proving import may_prove
-from hfpatch.patches.replicas import copied_apart
-from hfpatch.patches.unchanged import is_bound
+from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same, fingerprint
+from hfpatch.proof.library import HOOKS, is_installed
+from hfpatch.proof.proving import may_prove
+from hfpatch.proof.replicas import copied_apart
+from hfpatch.proof.unchanged import is_bound
 from hfpatch.regions.listening import is_idle
 from hfpatch.text import told
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.foreign.memory import bits
-from hfpatch.patches.keys import Same, is_transparent, names_of, value_key
+from hfpatch.proof.keys import Same, is_transparent, names_of, value_key
 
 #: How deep functions that functions read are followed, and how many values are looked at.
 _DEPTH, _VALUES = 4, 2000

@@ -17,7 +17,7 @@ from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wron
 from hfpatch.foreign.memory import Held, bits, form, reform
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.kernels.sources import Kernel
-from hfpatch.patches.proving import may_prove, quietly
+from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.text import told
 
 Tensor = torch.Tensor

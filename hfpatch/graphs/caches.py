@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from hfpatch.patches.base import Tensor
+from hfpatch.proof.subject import Tensor
 
 #: Classes of `transformers.cache_utils` that hold nothing but what their layers were given.
 _CACHES = ("DynamicCache", "EncoderDecoderCache")

@@ -20,8 +20,8 @@ from torch import nn
 from hfpatch.direct_calls import DIRECT
 from hfpatch.graphs import caches as graph_caches
 from hfpatch.kernels.config import attention_choice
-from hfpatch.patches.base import Tensor
-from hfpatch.patches.unchanged import has_diffusers_hook
+from hfpatch.proof.subject import Tensor
+from hfpatch.proof.unchanged import has_diffusers_hook
 from hfpatch.regions.listening import is_idle
 
 #: Types whose values a graph can hold, and a key compare.

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hfpatch import swap
 from hfpatch.announce import announce_in_call
+from hfpatch.blocks.memo import Capture, read_by, rehearsal
 from hfpatch.direct_calls import has_own_call
 from hfpatch.graphs import caches as graph_caches
 from hfpatch.graphs.captures import abandon, masks_as_outside, without_collection
@@ -41,12 +42,11 @@ from hfpatch.graphs.keys import (
     global_state,
     rebuild_call,
 )
-from hfpatch.patches.base import Forward, Tensor, forward_of_class, watched
-from hfpatch.patches.blocks.memo import Capture, read_by, rehearsal
 from hfpatch.planning import gain
 from hfpatch.planning.plan import Swap, Timed
 from hfpatch.planning.race import Race
 from hfpatch.proof.proofs import Prepared
+from hfpatch.proof.subject import Forward, Tensor, forward_of_class, watched
 
 #: Graphs that one model keeps; the one that was not used for longest is dropped first.
 DEFAULT_LIMIT = 8

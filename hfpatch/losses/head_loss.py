@@ -40,7 +40,7 @@ from hfpatch.handover import tensor_refusal
 from hfpatch.kernels.sources import local_package
 from hfpatch.losses.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import only_by_operators
+from hfpatch.proof.subject import only_by_operators
 from hfpatch.training.remade import saving_is_watched
 
 #: Bytes of logits that exist at a time.

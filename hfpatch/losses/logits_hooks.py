@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hfpatch.errors import HfpatchError
-from hfpatch.patches.base import only_by_operators
+from hfpatch.proof.subject import only_by_operators
 
 Hook = Callable[[Tensor], Any]
 

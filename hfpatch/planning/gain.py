@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hfpatch.patches.base import Forward, Tensor, class_of, forward_of_class, watched
-from hfpatch.patches.blocks.memo import for_a_graph
+from hfpatch.blocks.memo import for_a_graph
 from hfpatch.planning.plan import Candidate, Timed
 from hfpatch.planning.race import Race
 from hfpatch.proof.proofs import Prepared, stands_for
+from hfpatch.proof.subject import Forward, Tensor, class_of, forward_of_class, watched
 
 #: What `gain=` may be.
 CHOICES = (None, "time")

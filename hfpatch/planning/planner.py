@@ -10,19 +10,19 @@ from typing import Any
 from torch import nn
 
 from hfpatch import packing, registry
+from hfpatch.blocks.chain import Chain
 from hfpatch.errors import HfpatchError, PatchError, VerificationError
 from hfpatch.kernels import kernelized
 from hfpatch.kernels.sources import compiled_here
-from hfpatch.patches.base import Family, class_of
-from hfpatch.patches.blocks.chain import Chain
-from hfpatch.patches.head import HEADS, head_sites
-from hfpatch.patches.keys import classes_read_once
-from hfpatch.patches.proving import cpu_default
+from hfpatch.leaves.head import HEADS, head_sites
 from hfpatch.planning.plan import Plan, Refusal, Skip
 from hfpatch.planning.settings import Settings, matches
 from hfpatch.planning.sites import Site, sites_of, unfit
 from hfpatch.progress import track
+from hfpatch.proof.keys import classes_read_once
 from hfpatch.proof.proofs import Prepared, prepare
+from hfpatch.proof.proving import cpu_default
+from hfpatch.proof.subject import Family, class_of
 
 
 @dataclass

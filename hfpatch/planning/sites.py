@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from hfpatch import swap
+from hfpatch.blocks.base import BlockSubject
+from hfpatch.leaves.custom import CustomSubject
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Subject, class_of, is_dtensor
-from hfpatch.patches.blocks.base import BlockSubject
-from hfpatch.patches.custom import CustomSubject
-from hfpatch.patches.unchanged import is_hooked
 from hfpatch.planning.plan import Refusal
+from hfpatch.proof.subject import Subject, class_of, is_dtensor
+from hfpatch.proof.unchanged import is_hooked
 
 
 @dataclass(frozen=True)

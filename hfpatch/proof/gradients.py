@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from hfpatch.kernels.sources import reference_kernel
-from hfpatch.patches.base import Formula, Tensor
 from hfpatch.planning.plan import Refusal
 from hfpatch.proof.identify import trained
+from hfpatch.proof.subject import Formula, Tensor
 from hfpatch.proof.trial import LIMITS, Trial, error_of, formula_limit, seeded
 from hfpatch.proof.verify import gradients
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hfpatch.kernels.sources import reference_kernel
-from hfpatch.patches.base import Combo, Formula, Subject, Tensor
-from hfpatch.patches.replicas import own_copy, replicate
 from hfpatch.planning.plan import Refusal
+from hfpatch.proof.replicas import own_copy, replicate
+from hfpatch.proof.subject import Combo, Formula, Subject, Tensor
 from hfpatch.proof.trial import LIMITS, Trial, error_of, formula_limit, seeded
 from hfpatch.reading.leaf import Unexplained
 

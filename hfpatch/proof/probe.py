@@ -15,12 +15,12 @@ import torch
 
 from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.ops import OPS
-from hfpatch.patches.base import Combo, Formula, Forward, Subject
-from hfpatch.patches.contract import Contract
-from hfpatch.patches.proving import quietly
 from hfpatch.planning.plan import Refusal
+from hfpatch.proof.contract import Contract
 from hfpatch.proof.gradients import explain_gradients
 from hfpatch.proof.identify import by_consistency, fits_of, fp32_trial, identify, matching
+from hfpatch.proof.proving import quietly
+from hfpatch.proof.subject import Combo, Formula, Forward, Subject
 from hfpatch.proof.trial import OperatorCounter, Trial
 from hfpatch.proof.verify import verify_foreign, verify_gradients, verify_values
 from hfpatch.reading.leaf import still_holds

@@ -11,27 +11,27 @@ import torch
 from torch import nn
 
 from hfpatch import packing
+from hfpatch.blocks.base import BlockProof, BlockSubject
 from hfpatch.direct_calls import Direct, direct_call
 from hfpatch.foreign import battery, reads
 from hfpatch.kernels.sources import Kernel
+from hfpatch.leaves.activations import ActivationSubject
+from hfpatch.leaves.custom import CustomSubject
+from hfpatch.leaves.glu import GatedSubject
+from hfpatch.leaves.norms import NormSubject, quick_of
+from hfpatch.leaves.recall import RecallSubject, compared
 from hfpatch.ops import OPS
-from hfpatch.patches.activations import ActivationSubject
-from hfpatch.patches.base import Combo, Family, Formula, Forward, Subject, class_of
-from hfpatch.patches.blocks.base import BlockProof, BlockSubject
-from hfpatch.patches.contract import Contract
-from hfpatch.patches.custom import CustomSubject
-from hfpatch.patches.glu import GatedSubject
-from hfpatch.patches.keys import Same, code_of, held_by
-from hfpatch.patches.library import odd_code
-from hfpatch.patches.norms import NormSubject, quick_of
-from hfpatch.patches.proving import float32_default
-from hfpatch.patches.recall import RecallSubject, compared
-from hfpatch.patches.replicas import CannotReplicateError
-from hfpatch.patches.surroundings import functions_of_torch, replaced_function
 from hfpatch.planning.plan import Refusal, Swap
 from hfpatch.planning.settings import Settings
 from hfpatch.planning.sites import Site, probe_devices
 from hfpatch.proof import probe
+from hfpatch.proof.contract import Contract
+from hfpatch.proof.keys import Same, code_of, held_by
+from hfpatch.proof.library import odd_code
+from hfpatch.proof.proving import float32_default
+from hfpatch.proof.replicas import CannotReplicateError
+from hfpatch.proof.subject import Combo, Family, Formula, Forward, Subject, class_of
+from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 from hfpatch.reading.leaf import still_holds
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.kernels.sources import reference_kernel
-from hfpatch.patches.base import Combo, Formula, Subject, Tensor
+from hfpatch.proof.subject import Combo, Formula, Subject, Tensor
 from hfpatch.reading.leaf import Unexplained
 
 

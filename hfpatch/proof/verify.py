@@ -18,8 +18,8 @@ from hfpatch.foreign.memory import bits
 from hfpatch.foreign.process import Process
 from hfpatch.foreign.watch import Watched
 from hfpatch.kernels.sources import Kernel, reference_kernel
-from hfpatch.patches.base import Formula, Forward, Subject, Tensor
 from hfpatch.planning.plan import Refusal
+from hfpatch.proof.subject import Formula, Forward, Subject, Tensor
 from hfpatch.proof.trial import LIMITS, Trial, error_of, formula_limit, kernel_slack, seeded
 from hfpatch.text import told
 

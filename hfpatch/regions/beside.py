@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.patches.base import class_of
-from hfpatch.patches.library import HOOKS, is_installed
-from hfpatch.patches.replicas import CannotReplicateError, copied_apart
+from hfpatch.proof.library import HOOKS, is_installed
+from hfpatch.proof.replicas import CannotReplicateError, copied_apart
+from hfpatch.proof.subject import class_of
 from hfpatch.regions.capture import is_wall
 from hfpatch.regions.listening import is_idle
 

@@ -39,10 +39,10 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.overrides import TorchFunctionMode
 
-from hfpatch.patches.base import Formula, class_of
-from hfpatch.patches.keys import OWNED_BY_WRAPPERS
-from hfpatch.patches.library import is_own, odd_class
-from hfpatch.patches.unchanged import is_bound, is_hooked, is_replaced
+from hfpatch.proof.keys import OWNED_BY_WRAPPERS
+from hfpatch.proof.library import is_own, odd_class
+from hfpatch.proof.subject import Formula, class_of
+from hfpatch.proof.unchanged import is_bound, is_hooked, is_replaced
 from hfpatch.regions.caches import Noted, stand_in, with_past
 from hfpatch.regions.functional import in_known_forms, without_writes
 from hfpatch.regions.interrupts import held_back

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from hfpatch.attention import attention
-from hfpatch.patches.blocks.projections import gelu_product, is_plain, project
+from hfpatch.blocks.projections import gelu_product, is_plain, project
 from hfpatch.regions.caches import update, update_cross, update_self
 from hfpatch.regions.nodes import (
     Attend,

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 import hfpatch
 from hfpatch import attention, swap
 from hfpatch.ops import OPS
-from hfpatch.patches.base import class_of
+from hfpatch.proof.subject import class_of
 from hfpatch.regions.capture import Captured, Uncapturable
 from hfpatch.regions.interpret import Interpreter, attend_reference
 from hfpatch.regions.kind import Kind, Variant, _Undecided

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.patches.tables import hold_twice, rows_are_open, without_inf
+from hfpatch.leaves.tables import hold_twice, rows_are_open, without_inf
 from hfpatch.regions.capture import Uncapturable
 from hfpatch.regions.nodes import Attend, Constant, Fused, fixed, is_tensor, value
 from hfpatch.regions.scores import TERMS

@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from hfpatch.direct_calls import DIRECT, has_own_call
-from hfpatch.patches.base import class_of, coded
-from hfpatch.patches.keys import names_read
-from hfpatch.patches.library import called_by_forward, reached
-from hfpatch.patches.surroundings import functions_of_torch
-from hfpatch.patches.unchanged import (
+from hfpatch.proof.keys import names_read
+from hfpatch.proof.library import called_by_forward, reached
+from hfpatch.proof.subject import class_of, coded
+from hfpatch.proof.surroundings import functions_of_torch
+from hfpatch.proof.unchanged import (
     ProcessorPart,
     calls_otherwise,
     has_diffusers_hook,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.patches.base import is_dense
-from hfpatch.patches.proving import may_prove, quietly
-from hfpatch.patches.replicas import CannotReplicateError
+from hfpatch.proof.proving import may_prove, quietly
+from hfpatch.proof.replicas import CannotReplicateError
+from hfpatch.proof.subject import is_dense
 from hfpatch.regions.beside import stand_beside
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture

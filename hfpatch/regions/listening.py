@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from hfpatch.patches.library import is_own
-from hfpatch.patches.unchanged import has_diffusers_hook
+from hfpatch.proof.library import is_own
+from hfpatch.proof.unchanged import has_diffusers_hook
 
 _HOME = "transformers.utils.output_capturing"
 _NAME = "install_output_capuring_hook.<locals>.output_capturing_hook"

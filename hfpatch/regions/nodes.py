@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from hfpatch.patches.base import Formula
+from hfpatch.proof.subject import Formula
 
 Tensor = torch.Tensor
 

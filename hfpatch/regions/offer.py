@@ -12,15 +12,15 @@ from torch.compiler import is_compiling
 
 from hfpatch import packing, swap
 from hfpatch.kernels.sources import Kernel, Sources
+from hfpatch.leaves.recorded import may_record
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import Forward, class_of, coded, is_dtensor, watched
-from hfpatch.patches.keys import attributes_of, code_of
-from hfpatch.patches.library import is_own, odd_class, strange_names
-from hfpatch.patches.recorded import may_record
-from hfpatch.patches.unchanged import hooks_on_all, layers_replaced
 from hfpatch.planning.plan import Candidate
 from hfpatch.planning.settings import Settings, matches
+from hfpatch.proof.keys import attributes_of, code_of
+from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
+from hfpatch.proof.subject import Forward, class_of, coded, is_dtensor, watched
+from hfpatch.proof.unchanged import hooks_on_all, layers_replaced
 from hfpatch.regions.capture import KnownLeaf, is_wall, numbers_of
 from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides

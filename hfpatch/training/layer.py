@@ -21,9 +21,9 @@ from torch.compiler import is_compiling
 from hfpatch.announce import announce_in_call
 from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
 from hfpatch.kernels.sources import local_package
-from hfpatch.patches.base import Forward, autocasts, class_of, coded, plain, watched
-from hfpatch.patches.tables import hold_twice
-from hfpatch.patches.unchanged import hooks_on_all, is_hooked, layers_replaced
+from hfpatch.leaves.tables import hold_twice
+from hfpatch.proof.subject import Forward, autocasts, class_of, coded, plain, watched
+from hfpatch.proof.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
 from hfpatch.regions.guard import guard, hides
 from hfpatch.training import attend, lora, stages

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hfpatch.patches.base import plain
-from hfpatch.patches.unchanged import is_hooked
+from hfpatch.proof.subject import plain
+from hfpatch.proof.unchanged import is_hooked
 
 
 class Adapted(NamedTuple):

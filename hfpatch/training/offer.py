@@ -23,10 +23,10 @@ from hfpatch.decoding.replica import head_counts, text_config
 from hfpatch.decoding.rules import OpaqueRule, Unexplained
 from hfpatch.errors import HfpatchError
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.patches.base import class_of
 from hfpatch.planning.plan import Skip, Swap
 from hfpatch.planning.settings import Settings, matches
 from hfpatch.proof.proofs import Prepared
+from hfpatch.proof.subject import class_of
 from hfpatch.training import proof
 from hfpatch.training.adapted_by import OP
 from hfpatch.training.layer import LayerPlan, adapter, mlp_parts, unchanged

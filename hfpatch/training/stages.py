@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hfpatch.kernels.sources import local_package
-from hfpatch.patches.base import autocasts, only_by_operators
+from hfpatch.proof.subject import autocasts, only_by_operators
 
 _CAST_NONE, _CAST_INPUT = 0, 1
 #: Activations of the gated kernels, and their codes.

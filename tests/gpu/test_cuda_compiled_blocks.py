@@ -10,7 +10,7 @@ import torch
 import zoo
 
 import hfpatch
-from hfpatch.patches.blocks import opaque
+from hfpatch.blocks import opaque
 
 pytestmark = pytest.mark.gpu
 

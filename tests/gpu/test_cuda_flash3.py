@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hfpatch
+from hfpatch.blocks import flash3
+from hfpatch.blocks.attention import fastest
 from hfpatch.graphs import recording as graphs
-from hfpatch.patches.blocks import flash3
-from hfpatch.patches.blocks.attention import fastest
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.patches.keys import OWNED_BY_WRAPPERS
+from hfpatch.proof.keys import OWNED_BY_WRAPPERS
 
 Tensor = torch.Tensor
 

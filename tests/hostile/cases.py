@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.patches.keys import OWNED_BY_WRAPPERS
+from hfpatch.proof.keys import OWNED_BY_WRAPPERS
 from hfpatch.report import Report
 
 

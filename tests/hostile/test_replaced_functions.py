@@ -104,7 +104,7 @@ def test_attention_is_the_users_where_diffusers_dispatches_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As people put in a faster one: `F.scaled_dot_product_attention = sageattn`."""
-    from hfpatch.patches.blocks.attention import _dispatch, is_native
+    from hfpatch.blocks.attention import _dispatch, is_native
 
     entry = zoo.ENTRIES[name]
     model = entry.build().requires_grad_(False)

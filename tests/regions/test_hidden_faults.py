@@ -13,7 +13,7 @@ from torch.fx import Graph
 from transformers import BertConfig, BertModel, Dinov2Config, Dinov2Model
 
 import hfpatch
-from hfpatch.patches.tables import hold_twice, rows_are_open
+from hfpatch.leaves.tables import hold_twice, rows_are_open
 from hfpatch.regions import rules
 from hfpatch.regions.disturbed import Disturbed
 from hfpatch.regions.nodes import Attend, Fused

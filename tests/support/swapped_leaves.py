@@ -11,7 +11,7 @@ from torch import nn
 import hfpatch
 from hfpatch.coverage.small_diffusers import of_diffusers
 from hfpatch.coverage.small_transformers import MOST, of_transformers
-from hfpatch.patches.base import class_of
+from hfpatch.proof.subject import class_of
 
 
 def leaves_of(

@@ -1,0 +1,187 @@
+"""FLUX.1's transformer blocks: double-stream, then single-stream with attention and MLP in parallel
+(diffusers, `FluxTransformerBlock`, `FluxSingleTransformerBlock`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfpatch.blocks.attention import attention
+from hfpatch.blocks.joint import (
+    JointFamily,
+    JointSubject,
+    Part,
+    Stream,
+    Tokens,
+    added_qkv_of,
+    compact,
+    joined,
+    mlp,
+    product_of_two,
+    qkv_of,
+    rows,
+    to_out,
+    weights_of,
+    within_range,
+)
+from hfpatch.blocks.memo import StepMemo
+from hfpatch.blocks.projections import feed_forward
+from hfpatch.proof.subject import Forward, Tensor
+
+
+def sample(generator: torch.Generator) -> dict[str, Any]:
+    """Arguments of a small block: 6 text and 10 image tokens of 64 channels, 4 heads."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    angles = draw(16, 8).repeat_interleave(2, -1)
+    return {
+        "hidden_states": draw(2, 10, 64),
+        "encoder_hidden_states": draw(2, 6, 64),
+        "temb": draw(2, 64),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+class FluxSubject(JointSubject):
+    title = "fused block: AdaLN, joint attention, qk norm + RoPE, gates"
+    processor = "FluxAttnProcessor"
+    like = ("encoder_hidden_states", "hidden_states")
+    anchor = ("norm1", "linear", "weight")
+
+    @classmethod
+    def attentions(cls, block: Any) -> list[Any]:
+        return [block.attn]
+
+    @classmethod
+    def layer_norms(cls, block: Any) -> list[Any]:
+        return [block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context]
+
+    @classmethod
+    def others(cls, block: Any) -> list[nn.Module]:
+        norms = (block.norm1, block.norm1_context)
+        return [*norms, *(norm.silu for norm in norms)]
+
+    @classmethod
+    def unfit(cls, block: Any) -> str | None:
+        if block.norm1.emb is not None or block.norm1_context.emb is not None:
+            return "its AdaLN embeds the timestep itself"
+        return None
+
+    def build(self, block: Any) -> nn.Module:
+        made: nn.Module = type(block)(dim=64, num_attention_heads=4, attention_head_dim=16)
+        return made
+
+    def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+        return sample(generator)
+
+    def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
+        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+
+        def fused(
+            block: Any,
+            hidden_states: Tensor,
+            encoder_hidden_states: Tensor,
+            temb: Tensor,
+            image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+            joint_attention_kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            h, text = hidden_states, encoder_hidden_states
+            if joint_attention_kwargs or not h.dtype == text.dtype == temb.dtype:
+                return original(block, h, text, temb, image_rotary_emb, joint_attention_kwargs)
+            a, split = block.attn, text.shape[1]
+            emb = kernels.silu(temb)
+            tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
+            streams = (
+                Stream(
+                    text,
+                    block.norm1_context.linear(emb).chunk(6, 1),
+                    added_qkv_of(a),
+                    (a.norm_added_q, a.norm_added_k),
+                    rows(tables, 0, split),
+                    a.to_add_out,
+                    lambda x: feed_forward(block.ff_context, x),
+                ),
+                Stream(
+                    h,
+                    block.norm1.linear(emb).chunk(6, 1),
+                    qkv_of(a),
+                    (a.norm_q, a.norm_k),
+                    rows(tables, split, split + h.shape[1]),
+                    to_out(a),
+                    lambda x: feed_forward(block.ff, x),
+                ),
+            )
+            backend = a.processor._attention_backend
+            text, h = kernels.double(streams, a.heads, None, backend)
+            return within_range(text), h
+
+        return fused
+
+
+class FluxSingleSubject(JointSubject):
+    title = "fused block: AdaLN, attention and MLP in parallel, qk norm + RoPE, gate"
+    processor = "FluxAttnProcessor"
+    like = ("encoder_hidden_states", "hidden_states")
+    anchor = ("norm", "linear", "weight")
+
+    @classmethod
+    def attentions(cls, block: Any) -> list[Any]:
+        return [block.attn]
+
+    @classmethod
+    def layer_norms(cls, block: Any) -> list[Any]:
+        return [block.norm.norm]
+
+    @classmethod
+    def others(cls, block: Any) -> list[nn.Module]:
+        return [block.norm, block.norm.silu, block.act_mlp]
+
+    @classmethod
+    def unfit(cls, block: Any) -> str | None:
+        approximate = block.act_mlp.approximate
+        return None if approximate == "tanh" else f"its MLP has gelu(approximate={approximate!r})"
+
+    def build(self, block: Any) -> nn.Module:
+        made: nn.Module = type(block)(dim=64, num_attention_heads=4, attention_head_dim=16)
+        return made
+
+    def sample(self, block: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+        return sample(generator)
+
+    def fuse(self, bind: Callable[..., Callable[..., Any]]) -> Forward:
+        kernels, tables_of, original = self.kernels(bind), StepMemo(compact), self.handed_back()
+
+        def fused(
+            block: Any,
+            hidden_states: Tensor,
+            encoder_hidden_states: Tensor,
+            temb: Tensor,
+            image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+            joint_attention_kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            h, text = hidden_states, encoder_hidden_states
+            if joint_attention_kwargs or not h.dtype == text.dtype == temb.dtype:
+                return original(block, h, text, temb, image_rotary_emb, joint_attention_kwargs)
+            a, split = block.attn, text.shape[1]
+            h = joined(text, h)
+            shift, scale, gate = block.norm.linear(kernels.silu(temb)).chunk(3, 1)
+            x = kernels.modulate(h, scale, shift, None, None)
+            tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
+            tokens = Tokens(h.shape[1], *weights_of((a.norm_q, a.norm_k)), tables)
+            q, k, v = kernels.qkv((Part(x, qkv_of(a), (tokens,)),), a.heads)
+            backend = a.processor._attention_backend
+            attended = attention(q, k, v, backend=backend).flatten(2)
+            h = kernels.gate(h, gate, product_of_two(block.proj_out, attended, mlp(block, x)))
+            h = within_range(h)
+            return h[:, :split], h[:, split:]
+
+        return fused
+
+
+FLUX = JointFamily("^FluxTransformerBlock$", FluxSubject)
+FLUX_SINGLE = JointFamily("^FluxSingleTransformerBlock$", FluxSingleSubject)

@@ -1,0 +1,1 @@
+"""Leaves: single modules, such as norms, activations and gated MLPs; one file each kind."""

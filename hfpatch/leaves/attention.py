@@ -1,0 +1,25 @@
+"""Attention processors of diffusers, by the processor convention (`get_processor`).
+
+They are listed so that the report is complete; the norms and projections inside an attention are
+sites of their own and are patched one by one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from hfpatch.proof.subject import Family, Subject
+
+
+class AttentionProcessors(Family):
+    name = "attention"
+    pattern = re.compile(r"Attention|Attn")
+    rank = 10
+
+    def examine(self, module: nn.Module) -> Subject | str | None:
+        processor = module.__dict__.get("processor")
+        if processor is None:
+            return None
+        return f"no fused kernel for `{type(processor).__name__}` yet; its norms are patched alone"

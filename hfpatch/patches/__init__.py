@@ -1,1 +1,0 @@
-"""Patch families: one file each; `families.py` lists them."""
