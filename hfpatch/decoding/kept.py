@@ -43,7 +43,7 @@ def notes(model: nn.Module) -> tuple[str, ...]:
     if held.choice.eight_bits:
         made += ", weights of 8 bits"
     if held.loops:
-        made += f", {held.loops} calls of `generate` without a wait after each token"
+        made += f", {held.loops} calls of `generate` in a loop of its own"
     if held.prompts_served:
         made += f", {held.prompts_served} prompts as graphs"
     return (made, *(f"decoding steps not used: {why}" for why in held.reasons))

@@ -1,10 +1,11 @@
-"""`generate` of one sequence after another without waiting for the GPU between two tokens.
+"""`generate` of one sequence after another without what transformers does again for each token.
 
 transformers asks the GPU after every token whether all texts have ended, so that the host's time
 and the GPU's add up. Here the answer for a token is read while the next step runs; if it was yes,
-that one step is taken back: from the texts, the cache and the random numbers. Preparation of
-inputs, the prompt's call, selection of tokens and their order are transformers' own. Whatever is
-not of the plain kind (`_fits`) goes to transformers' own loop.
+that one step is taken back: from the texts, the cache and the random numbers. On a CPU, where a
+step would be lost, it is read at once. Preparation of inputs, the prompt's call, selection of
+tokens and their order are transformers' own; greedy tokens that nobody looks at otherwise the steps
+choose. Whatever is not of the plain kind (`_fits`) goes to transformers' own loop.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from hfpatch.decoding.likeness import only_captures
 from hfpatch.direct_calls import has_own_call
 from hfpatch.proof.unchanged import calls_otherwise, is_bound, is_hooked
 
-#: Where a step runs beside the host; elsewhere there is nothing to gain.
-DEVICES = frozenset({"cuda"})
+#: Where a step runs beside the host: the next one is launched before the answer for it is read.
+AHEAD = frozenset({"cuda"})
 #: Methods that the loop stands for or relies on: a class that has its own keeps its own loop.
 _RELIED_ON = (
     *("generate", "_sample", "_prefill", "prepare_inputs_for_generation"),
@@ -100,7 +101,7 @@ def method_for(model: Any) -> Callable[..., Any] | None:
 def _is_plain(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call of `generate` may end in `_sample`, as far as its arguments say."""
     decoder = decoders.get(model)
-    if decoder is None or decoder.refused is not None or model.device.type not in DEVICES:
+    if decoder is None or decoder.refused is not None:
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
@@ -326,7 +327,8 @@ class _Loop:
                     break
             reached = _reached(limits, text.columns, score)
             proven = (rows, 1) in decoder.trusted
-            ahead = served and proven and not reached
+            plain = served and proven and not reached
+            ahead = plain and ids.device.type in AHEAD
             if not ahead and answer is not None and answer.read(text, self.streamer):
                 break
             if reached:
@@ -337,7 +339,7 @@ class _Loop:
                 mask.add()
                 rest["attention_mask"] = mask.all()
             steps = decoder.steps
-            if text.chains and ahead and _calls_ours_alone(model):
+            if text.chains and plain and _calls_ours_alone(model):
                 if chain is None:
                     chain, chosen = text.begin(decoder), 0
             elif chain is not None:

@@ -352,7 +352,7 @@ def test_greedy_tokens_are_chosen_by_the_steps(
     streamer = Streamer() if rows == 1 else None
     result = patched.generate(**inputs, return_dict_in_generate=True, streamer=streamer, **more)
     torch.testing.assert_close(result.sequences, expected.sequences, rtol=0, atol=0)
-    assert set(accepted) == {rows}
+    assert set(accepted) <= {rows}
     new = result.sequences.shape[1] - inputs["input_ids"].shape[1]
     assert new - 2 <= len(accepted) <= new  # all but the prompt's
     cache, wanted = result.past_key_values, expected.past_key_values

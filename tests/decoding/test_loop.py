@@ -1,4 +1,4 @@
-"""`generate`'s loop without waits, on the CPU, where it is not used: what it gives is the same."""
+"""`generate`'s loop on the CPU, also as a GPU has it: what it gives is transformers' own."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ from hfpatch.decoding import loop
 from hfpatch.proof.trial import OperatorCounter
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(loop, "DEVICES", frozenset({"cpu"}))
+@pytest.fixture(params=["ahead", "in turn"])
+def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """As on a GPU, whose answers are read while the next step runs, and as on a CPU."""
+    if request.param == "ahead":
+        monkeypatch.setattr(loop, "AHEAD", frozenset({"cpu"}))
     return "cpu"
 
 
