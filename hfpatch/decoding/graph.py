@@ -102,7 +102,7 @@ class StepGraphs:
                 self._fill_mask(mask, chain is not None)
             for other in self._choosers.values():
                 other.left(chain if other is chooser else None)
-            result = self._result(logits)
+            result = self._result(logits.shape, logits.dtype)
             if hidden is not None and self._hidden is None:
                 self._hidden = _own(self._state, hidden)
             own_hidden = self._hidden if hidden is not None else None
@@ -125,13 +125,7 @@ class StepGraphs:
 
     def logits(self, dtype: torch.dtype) -> Tensor:
         """Where a step writes each row's last logits `[rows, 1, vocab]`, until the next step."""
-        key = (1, dtype)
-        if key not in self._logits:
-            rows, device = self.ids.shape[0], self._device
-            with torch.inference_mode(False):
-                made = torch.empty((rows, 1, self._vocab), dtype=dtype, device=device)
-            self._logits[key] = made
-        return self._logits[key]
+        return self._result((self.ids.shape[0], 1, self._vocab), dtype)
 
     def _fill(self, embeds: Tensor | None) -> None:
         if embeds is not None:
@@ -161,12 +155,11 @@ class StepGraphs:
         if chained:
             self._mask[:, keys:] = True
 
-    def _result(self, logits: Tensor) -> Tensor:
-        key = (logits.shape[1], logits.dtype)
-        found = self._logits.get(key)
-        if found is None:
-            found = self._logits[key] = _own(logits.shape, logits)
-        return found
+    def _result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        key = (shape[1], dtype)
+        if key not in self._logits:
+            self._logits[key] = _own(shape, self.ids, dtype)
+        return self._logits[key]
 
     def _launch(
         self,
