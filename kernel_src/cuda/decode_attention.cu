@@ -14,9 +14,9 @@ bool is_usual(const Attention &a, int dim) {
          a.window == 0 && plain(a.q_norm) && plain(a.k_norm);
 }
 
-template <class T, int kDim, int kQueries>
-int32_t launch_for(Attention &a, int rows, void *stream) {
-  const int64_t room = int64_t{ctas_of_processor(kDim)} * a.processors, heads = int64_t{a.key_heads} * a.blocks;
+template <class T, int kDim, int kQueries, int kWarps>
+int32_t launch_warps(Attention &a, int rows, void *stream) {
+  const int64_t room = int64_t{ctas_of_processor(kDim, kWarps)} * a.processors, heads = int64_t{a.key_heads} * a.blocks;
   // More parts than are read at once take longer to be put together; they pay where fewer would leave room. Not by
   // the number of rows: a row's bits are the same in every batch.
   a.parts = heads * kMostParts <= room ? kMostParts : kMostParts / 2;
@@ -25,10 +25,18 @@ int32_t launch_for(Attention &a, int rows, void *stream) {
   while (ctas > 1 && ctas * heads * rows > room) ctas /= 2;
   const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(a.key_heads * a.blocks),
                   static_cast<unsigned>(rows));
-  const auto kernel = is_usual(a, kDim) ? &decode_attention_kernel<T, kDim, kQueries, true>
-                                        : &decode_attention_kernel<T, kDim, kQueries, false>;
-  return launch_step(kernel, grid, kAttentionThreads,
-                     static_cast<int>(sizeof(AttentionShared<T, kDim, kQueries>)), a, stream);
+  const auto kernel = is_usual(a, kDim) ? &decode_attention_kernel<T, kDim, kQueries, kWarps, true>
+                                        : &decode_attention_kernel<T, kDim, kQueries, kWarps, false>;
+  return launch_step(kernel, grid, kWarps * 32, static_cast<int>(sizeof(AttentionShared<T, kDim, kQueries, kWarps>)), a,
+                     stream);
+}
+
+template <class T, int kDim, int kQueries>
+int32_t launch_for(Attention &a, int rows, void *stream) {
+  if constexpr (kDim == 128) {
+    if (a.beside_products) return launch_warps<T, kDim, kQueries, 4>(a, rows, stream);
+  }
+  return launch_warps<T, kDim, kQueries, 8>(a, rows, stream);
 }
 
 // Kernels for fewer queries than a block's most have it in fewer registers.

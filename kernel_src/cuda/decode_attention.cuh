@@ -12,16 +12,13 @@
 
 namespace hfp::cuda::decode {
 
-inline constexpr int kAttentionWarps = 8;
-inline constexpr int kAttentionThreads = kAttentionWarps * 32;
 inline constexpr int kTile = 16;  // keys that a warp takes at a time
-inline constexpr int kPart = kAttentionWarps * kTile;
-inline constexpr int kFewBlocks = 3;  // of kPart keys
+inline constexpr int kFewBlocks = 3;  // of the keys that a CTA takes at a time
 inline constexpr int kNewKeys = 16;  // of one step
 static_assert(kMostParts == 32, "a lane has a part's sum");
 
 // kDim: at least a head's elements, a multiple of 32. kQueries: at least the queries of a block.
-template <class T, int kDim, int kQueries>
+template <class T, int kDim, int kQueries, int kAttentionWarps>
 struct AttentionShared {
   alignas(16) T q[kQueries][kDim];
   alignas(16) T k[kNewKeys][kDim];
@@ -47,17 +44,19 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
 }
 
 // What a multiprocessor has registers for.
-constexpr int ctas_of_processor(int dim) { return dim <= 64 ? 2 : 1; }
+constexpr int ctas_of_processor(int dim, int warps) { return (dim <= 64 ? 2 : 1) * 8 / warps; }
 
 // kUsual: for what `is_usual` (decode_attention.cu) finds, in half the code: between a layer's products it is fetched
-// anew. The same arithmetic, so the same bits.
-template <class T, int kDim, int kQueries, bool kUsual>
-__global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
+// anew. The same arithmetic, so the same bits. kAttentionWarps: 8, or 4, whose registers a multiprocessor has beside a
+// short layer's products (Share): such a CTA has asked for its keys before the products are there.
+template <class T, int kDim, int kQueries, int kAttentionWarps, bool kUsual>
+__global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, kAttentionWarps))
     decode_attention_kernel(const __grid_constant__ Attention a) {
 #if __CUDA_ARCH__ >= 800
+  constexpr int kAttentionThreads = kAttentionWarps * 32, kPart = kAttentionWarps * kTile;
   constexpr int kLoads = kDim / 32, kSixties = (kDim + 63) / 64;  // 64 elements are eight of each group of lanes
   constexpr float kLog2E = 1.44269504f;
-  using Shared = AttentionShared<T, kDim, kQueries>;
+  using Shared = AttentionShared<T, kDim, kQueries, kAttentionWarps>;
   extern __shared__ __align__(128) char memory[];
   Shared &shared = *reinterpret_cast<Shared *>(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
@@ -338,15 +337,15 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
 
   // Warps' results to the CTA's: first each warp's share, by 64 threads, then the elements.
   if (threadIdx.x < kAttentionWarps * 8) {
-    const int h = threadIdx.x / 8, w = threadIdx.x % 8;
+    const int h = threadIdx.x / kAttentionWarps, w = threadIdx.x % kAttentionWarps;
     const float top = shared.most[w][h];
     float all = top;
 #pragma unroll
-    for (int d = 4; d > 0; d /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, d));
+    for (int d = kAttentionWarps / 2; d > 0; d /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, d));
     float by = exp2f(top - (all == -INFINITY ? 0.0f : all));
     float total = shared.sum[w][h] * by;
 #pragma unroll
-    for (int d = 4; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
+    for (int d = kAttentionWarps / 2; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
     if (h < queries) {
       if (active == 1) {
         const float sums = whole_sum(h, all, total, &by);
@@ -384,8 +383,8 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
   if (!shared.last) return;
   __threadfence();
 
-  // What a thread reads of the parts, 16 of them at a time, is on its way at once, and a warp a query's sums.
-  constexpr int kReads = 16;
+  // What a thread reads of the parts, so many at a time, is on its way at once, and a warp a query's sums.
+  constexpr int kReads = kRounds <= 4 ? 16 : 8;
   float theirs[kRounds][kReads], y[kRounds] = {};
   const auto load_parts = [&](int begin) {
 #pragma unroll
@@ -399,8 +398,9 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     }
   };
   load_parts(0);
-  if (warp < queries) {
-    const float *const mine = partial + (min(lane, active - 1) * kQueries + warp) * (2 + dim);
+#pragma unroll 1
+  for (int q = warp; q < queries; q += kAttentionWarps) {
+    const float *const mine = partial + (min(lane, active - 1) * kQueries + q) * (2 + dim);
     const float top = lane < active ? __ldcg(mine) : -INFINITY, total = lane < active ? __ldcg(mine + 1) : 0.0f;
     float all = top;
 #pragma unroll
@@ -409,8 +409,8 @@ __global__ void __launch_bounds__(kAttentionThreads, ctas_of_processor(kDim))
     float sums = total * by;
 #pragma unroll
     for (int d = kMostParts / 2; d > 0; d /= 2) sums += __shfl_xor_sync(0xffffffffu, sums, d);
-    sums = whole_sum(warp, all, sums, &by);
-    shared.share[warp][lane] = sums > 0.0f ? by / sums : 0.0f * sums;
+    sums = whole_sum(q, all, sums, &by);
+    shared.share[q][lane] = sums > 0.0f ? by / sums : 0.0f * sums;
   }
   __syncthreads();
 #pragma unroll 1

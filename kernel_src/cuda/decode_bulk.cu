@@ -11,41 +11,64 @@ int bytes_beside(const Product &p) {
   return p.rows * staged_row_bytes(p.columns) + sum_buffers(p.rows) * sums + squares;
 }
 
-int slots_beside(const Product &p, const Device &device) {
-  constexpr int kMailboxes = 256;
-  const int slots = (device.shared_limit - kMailboxes - bytes_beside(p)) / kSlotBytes;
+constexpr int kReserved = 1 << 10;  // of shared memory of each CTA, by the driver
+constexpr int kMailboxes = 256;
+constexpr int kFewestWhole = 8, kFewestShared = 3;
+// Of kMoreRegisters, by which two of these do not fit on a multiprocessor, and one beside kMoreMemory does.
+constexpr int kIdleThreads = 128;
+constexpr int kAllRegisters = 64 << 10, kMore = (bulk_threads(2) + kIdleThreads) * kSharedRegisters;
+static_assert(2 * kMore > kAllRegisters && kMore + bulk_threads(2) * kSharedRegisters <= kAllRegisters);
+
+// Of shared memory, what a CTA may have beside what the driver takes.
+int shared_bytes(const Device &device, Share share) {
+  constexpr int kBeyondHalf = 4 << 10;
+  const int all = device.shared_limit + kReserved, more = all / 2 + kBeyondHalf;
+  if (share == Share::kWhole) return device.shared_limit;
+  return (share == Share::kMoreMemory ? more : all - more) - kReserved;
+}
+
+int slots_beside(const Product &p, const Device &device, Share share) {
+  const int slots = (shared_bytes(device, share) - kMailboxes - bytes_beside(p)) / kSlotBytes;
   return slots < kMostSlots ? slots : kMostSlots;
 }
 
 template <class T, bool kPairs>
-int32_t launch_rows(Bulk &b, const Device &device, void *stream) {
-  const int units = ((kPairs ? b.p.end[0] : b.p.end[2]) + kUnit - 1) / kUnit;
-  const int grid = units < device.processors ? units : device.processors;
-  const auto kernel = b.p.rows == 1 ? &decode_bulk_kernel<T, kPairs, true> : &decode_bulk_kernel<T, kPairs, false>;
-  return launch_step(kernel, dim3(static_cast<unsigned>(grid)), kBulkThreads,
-                     b.slots * kSlotBytes + bytes_beside(b.p), b, stream);
+int32_t launch_rows(const Product &p, const Device &device, void *stream) {
+  const int units = ((kPairs ? p.end[0] : p.end[2]) + kUnit - 1) / kUnit;
+  const dim3 grid(static_cast<unsigned>(units < device.processors ? units : device.processors));
+  const bool shared = p.share != Share::kWhole && p.rows == 1 && slots_beside(p, device, p.share) >= kFewestShared;
+  const Share share = shared ? p.share : Share::kWhole;
+  Bulk b{p, slots_beside(p, device, share)};
+  const int bytes = share == Share::kMoreMemory ? shared_bytes(device, share) - kMailboxes
+                                                : b.slots * kSlotBytes + bytes_beside(p);
+  if (shared) {
+    const int threads = bulk_threads(2) + (share == Share::kMoreRegisters ? kIdleThreads : 0);
+    return launch_step(&decode_bulk_kernel<T, kPairs, true, 2>, grid, threads, bytes, b, stream);
+  }
+  const auto kernel =
+      p.rows == 1 ? &decode_bulk_kernel<T, kPairs, true, 1> : &decode_bulk_kernel<T, kPairs, false, 1>;
+  return launch_step(kernel, grid, bulk_threads(1), bytes, b, stream);
 }
 
 template <class T>
-int32_t launch_for(Bulk &b, bool pairs, const Device &device, void *stream) {
-  return pairs ? launch_rows<T, true>(b, device, stream) : launch_rows<T, false>(b, device, stream);
+int32_t launch_for(const Product &p, bool pairs, const Device &device, void *stream) {
+  return pairs ? launch_rows<T, true>(p, device, stream) : launch_rows<T, false>(p, device, stream);
 }
 
 }  // namespace
 
 bool bulk_copies_supported() {
-  return early_start_supported(reinterpret_cast<const void *>(&decode_bulk_kernel<__half, false, true>));
+  return early_start_supported(reinterpret_cast<const void *>(&decode_bulk_kernel<__half, false, true, 1>));
 }
 
 bool takes_bulk(const Product &p, const Device &device) {
   return device.bulk_copies && p.rows <= kBulkRows && p.columns <= kMostSlabs * kSlab &&
-         slots_beside(p, device) >= kFewestSlots;
+         slots_beside(p, device, Share::kWhole) >= kFewestWhole;
 }
 
 int32_t run_bulk(DType type, Product p, bool pairs, const Device &device, void *stream) {
-  Bulk b{p, slots_beside(p, device)};
-  return type == DType::BF16 ? launch_for<__nv_bfloat16>(b, pairs, device, stream)
-                             : launch_for<__half>(b, pairs, device, stream);
+  return type == DType::BF16 ? launch_for<__nv_bfloat16>(p, pairs, device, stream)
+                             : launch_for<__half>(p, pairs, device, stream);
 }
 
 }  // namespace hfp::cuda::decode

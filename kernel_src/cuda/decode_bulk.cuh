@@ -1,10 +1,11 @@
 // decode_bulk.cuh: decode_product.cuh's products of up to eight rows of x, from sm_90 on; the same sums in the same
-// order.
+// order. W's rows are the mma's A, 16 at a time, and x's the B.
 //
 // A warp of its own has pieces of W's rows copied (cp.async.bulk), where there each thread copies what it multiplies:
 // of a short product's time the instructions for that were the larger part. What else there is between a kernel's start
 // and its end is kept short too, for nothing hides it: a warp has the part of x that it multiplies by to itself, so
-// that one barrier is enough for a norm, and none otherwise; loads that wait for nothing are asked for at once.
+// that one barrier is enough for a norm, and none otherwise; loads that wait for nothing are asked for at once. Short
+// products of one row lie two to a multiprocessor (Share), so that one's start is beside the other's end.
 #pragma once
 
 #include "decode_product.cuh"
@@ -12,13 +13,16 @@
 namespace hfp::cuda::decode {
 
 inline constexpr int kBulkRows = 8;
-inline constexpr int kBulkThreads = kThreads + 32;
+// kStreams: a warp has the chunks of so many of kWarps, each summed by itself. Two where a multiprocessor is to have
+// registers for another product's warps beside them.
+__host__ __device__ constexpr int multiplying_threads(int streams) { return kThreads / streams; }
+__host__ __device__ constexpr int bulk_threads(int streams) { return multiplying_threads(streams) + 32; }
+inline constexpr int kSharedRegisters = 80;  // of a thread, with two streams
 inline constexpr int kSlab = kWarps * kChunk;  // elements of a row that all warps take at a time
-inline constexpr int kSlotUnits = 2;
-// A slot of the ring: two units' rows of a slab. 64 bytes behind each row, so that the two rows which a quarter of a
+// A slot of the ring: a unit's rows of a slab. 64 bytes behind each row, so that the two rows which a quarter of a
 // load reads lie in different banks.
-inline constexpr int kSlabRow = kSlab * 2 + 64, kSlabBytes = kUnit * kSlabRow, kSlotBytes = kSlotUnits * kSlabBytes;
-inline constexpr int kMostSlots = 6, kFewestSlots = 4;
+inline constexpr int kSlabRow = kSlab * 2 + 64, kSlotBytes = kUnit * kSlabRow;
+inline constexpr int kMostSlots = 12;
 inline constexpr int kMostSlabs = 16;  // of a row
 
 __host__ __device__ constexpr int sum_buffers(int rows) { return rows <= 2 ? 2 : 1; }
@@ -33,33 +37,30 @@ struct Mailboxes {
   Mailbox come[kMostSlots], gone[kMostSlots];
 };
 
-// All of the CTA's weights, by one warp: 16 lanes, of which each copies a row's piece.
+// All of the CTA's weights, by one warp: eight lanes, of which each copies a row's piece.
 template <class T, bool kPairs>
 __device__ __forceinline__ void copy_weights(const Product &p, char *ring, Mailboxes &boxes, int slots) {
   const int lane = threadIdx.x % 32, units = units_of_cta<kPairs>(p);
   RingTurn slot(1);
 #pragma unroll 1
   for (int base = 0; base < units; base += kRound) {
-    const T *rows[kRound / kSlotUnits];
+    const T *rows[kRound];
 #pragma unroll
-    for (int s = 0; s < kRound / kSlotUnits; ++s) {
-      const int u = base + s * kSlotUnits + lane / kUnit;
-      rows[s] = lane < kSlotUnits * kUnit && u < units ? unit_row<T, kPairs>(p, u, lane % kUnit) : nullptr;
+    for (int u = 0; u < kRound; ++u) {
+      rows[u] = lane < kUnit && base + u < units ? unit_row<T, kPairs>(p, base + u, lane) : nullptr;
     }
 #pragma unroll 1
     for (int first = 0; first < p.columns; first += kSlab) {
       const int bytes = min(kSlab, p.columns - first) * 2;
 #pragma unroll
-      for (int s = 0; s < kRound / kSlotUnits; ++s) {
-        if (base + s * kSlotUnits >= units) break;
+      for (int u = 0; u < kRound; ++u) {
+        if (base + u >= units) break;
         boxes.gone[slot.at].wait(slot.turn);
         Mailbox &come = boxes.come[slot.at];
-        const unsigned there = __ballot_sync(0xffffffffu, rows[s] != nullptr);
+        const unsigned there = __ballot_sync(0xffffffffu, rows[u] != nullptr);
         if (lane == 0) come.announce(bytes * __popc(there));
         __syncwarp();
-        if (rows[s] != nullptr) {
-          come.fetch(ring + slot.at * kSlotBytes + lane * kSlabRow, rows[s] + first, bytes);
-        }
+        if (rows[u] != nullptr) come.fetch(ring + slot.at * kSlotBytes + lane * kSlabRow, rows[u] + first, bytes);
         slot.next(slots);
       }
     }
@@ -113,15 +114,21 @@ struct Result {
 };
 
 // Of the warps that multiply.
-__device__ __forceinline__ void sync_warps() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+template <int kStreams>
+__device__ __forceinline__ void sync_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(multiplying_threads(kStreams)) : "memory");
+}
 #endif
 
 // kOne: of one row of x, whose parts stay in registers until they are normed.
-template <class T, bool kPairs, bool kOne>
-__global__ void __launch_bounds__(kBulkThreads, 1) decode_bulk_kernel(const __grid_constant__ Bulk b) {
+template <class T, bool kPairs, bool kOne, int kStreams>
+__global__ void __maxnreg__(kStreams == 2 ? kSharedRegisters : 96)
+    decode_bulk_kernel(const __grid_constant__ Bulk b) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
   __shared__ Mailboxes boxes;
+  constexpr int kBulkWarps = kWarps / kStreams;
+  constexpr int kMultiplying = multiplying_threads(kStreams), kBulkThreads = bulk_threads(kStreams);
   const Product &p = b.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   const int chunks = (p.columns + kChunk - 1) / kChunk, units = units_of_cta<kPairs>(p);
@@ -132,12 +139,12 @@ __global__ void __launch_bounds__(kBulkThreads, 1) decode_bulk_kernel(const __gr
   float *const squares = sums + sum_buffers(rows) * kWarps * rows * row_sums;
 
   let_next_start();
-  if (threadIdx.x == kThreads) {
-    for (int s = 0; s < b.slots; ++s) boxes.come[s].init(), boxes.gone[s].init(kWarps);
+  if (threadIdx.x == kMultiplying) {
+    for (int s = 0; s < b.slots; ++s) boxes.come[s].init(), boxes.gone[s].init(kBulkWarps);
   }
   __syncthreads();
-  if (threadIdx.x >= kThreads) {
-    copy_weights<T, kPairs>(p, shared, boxes, b.slots);
+  if (threadIdx.x >= kMultiplying) {
+    if (threadIdx.x < kBulkThreads) copy_weights<T, kPairs>(p, shared, boxes, b.slots);
     wait_for_previous<false>();
     return;
   }
@@ -146,59 +153,71 @@ __global__ void __launch_bounds__(kBulkThreads, 1) decode_bulk_kernel(const __gr
   Result<T, kPairs> result;
   result.begin(p, 0, min(kRound, units));
   if constexpr (kOne) {
-    // Of each 64 chunks eight elements a thread.
-    const int own = own_piece(), padded = chunks * (kChunk / 8), pieces = p.columns / 8;
+    // Of each 64 chunks eight elements a thread of each stream.
+    const int padded = chunks * (kChunk / 8), pieces = p.columns / 8;
+    const auto own = [&](int e, int j) { return own_piece(warp + e * kBulkWarps) + j * kThreads; };
     const uint4 *const x = static_cast<const uint4 *>(p.x);
     constexpr int kMost = kMostSlabs / 4;
-    Eight<T> v[kMost], weight[2];
+    Eight<T> v[kStreams][kMost], weight[kStreams];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (p.norm_weight != nullptr) {
-        weight[j].bits = make_uint4(0, 0, 0, 0);
-        if (own + j * kThreads < pieces) {
-          weight[j].bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + own + j * kThreads);
-        }
+    for (int e = 0; e < kStreams; ++e) {
+      weight[e].bits = make_uint4(0, 0, 0, 0);
+      if (p.norm_weight != nullptr && own(e, 0) < pieces) {
+        weight[e].bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + own(e, 0));
       }
     }
     wait_for_previous<false>();
 #pragma unroll
     for (int j = 0; j < kMost; ++j) {
-      v[j].bits = make_uint4(0, 0, 0, 0);
-      if (own + j * kThreads < pieces) v[j].bits = __ldcg(x + own + j * kThreads);
+#pragma unroll
+      for (int e = 0; e < kStreams; ++e) {
+        v[e][j].bits = make_uint4(0, 0, 0, 0);
+        if (own(e, j) < pieces) v[e][j].bits = __ldcg(x + own(e, j));
+      }
     }
     if constexpr (!kPairs) result.load_residual(p);
     if (p.norm_weight != nullptr) {
-      float square = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kMost; ++j) {
-        if (own + j * kThreads < padded) square = add_squares(square, v[j]);
+      for (int e = 0; e < kStreams; ++e) {
+        float square = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kMost; ++j) {
+          if (own(e, j) < padded) square = add_squares(square, v[e][j]);
+        }
+        square = warp_sum(square);
+        if (lane == 0) squares[warp + e * kBulkWarps] = square;
       }
-      square = warp_sum(square);
-      if (lane == 0) squares[warp] = square;
-      sync_warps();
+      sync_warps<kStreams>();
       const float scale = norm_scale(p, squares);
 #pragma unroll
       for (int j = 0; j < kMost; ++j) {
-        const int i = own + j * kThreads;
-        if (i >= pieces) continue;
-        Eight<T> w;
-        if (j < 2) w = weight[j];
-        else w.bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + i);
-        v[j] = normed<T>(p, v[j], scale, w);
+#pragma unroll
+        for (int e = 0; e < kStreams; ++e) {
+          const int i = own(e, j);
+          if (i >= pieces) continue;
+          Eight<T> w;
+          if (j == 0) w = weight[e];
+          else w.bits = __ldg(static_cast<const uint4 *>(p.norm_weight) + i);
+          v[e][j] = normed<T>(p, v[e][j], scale, w);
+        }
       }
     }
 #pragma unroll
     for (int j = 0; j < kMost; ++j) {
-      const int i = own + j * kThreads;
-      if (i < padded) *reinterpret_cast<uint4 *>(staged + i * 16) = v[j].bits;
+#pragma unroll
+      for (int e = 0; e < kStreams; ++e) {
+        const int i = own(e, j);
+        if (i < padded) *reinterpret_cast<uint4 *>(staged + i * 16) = v[e][j].bits;
+      }
     }
     __syncwarp();
   } else {
+    static_assert(kStreams == 1, "stage_rows");
     NormWeight<T> weight;
     weight.load(p);
     wait_for_previous<false>();
     if constexpr (!kPairs) result.load_residual(p);
-    stage_rows<T>(p, staged, row_bytes, squares, weight, [] { sync_warps(); });
+    stage_rows<T>(p, staged, row_bytes, squares, weight, [] { sync_warps<kStreams>(); });
   }
 
   RingTurn slot(0);
@@ -213,54 +232,66 @@ __global__ void __launch_bounds__(kBulkThreads, 1) decode_bulk_kernel(const __gr
       result.begin(p, base, n);
       if constexpr (!kPairs) result.load_residual(p);
     }
-    float d[kRound][4] = {};
+    float d[kRound / 2][kStreams][4] = {};  // of two units a row of each, for two rows of x
 #pragma unroll 1
     for (int first = 0; first < chunks; first += kWarps) {
-      const int k = (first + warp) * kChunk + quarter * 8;
-      const bool here = first + warp < chunks;
-      uint4 xs[2] = {};
-      if (here && has_row) {
-        xs[0] = *reinterpret_cast<const uint4 *>(x_at + first * (kChunk * 2));
-        xs[1] = *reinterpret_cast<const uint4 *>(x_at + first * (kChunk * 2) + 64);
-      }
 #pragma unroll
-      for (int s = 0; s < kRound / kSlotUnits; ++s) {
-        if (s * kSlotUnits >= n) break;
+      for (int u = 0; u < kRound; u += 2) {
+        if (u >= n) break;
+        const bool two = u + 1 < n;
         boxes.come[slot.at].wait(slot.turn);
-        if (here) {
-          const char *const at = w_at + slot.at * kSlotBytes;
-          uint4 w[kSlotUnits][2];
+        RingTurn second = slot;
+        second.next(b.slots);
+        if (two) boxes.come[second.at].wait(second.turn);
+        // x is read anew for each two units: held in registers it would leave no room for a second CTA.
 #pragma unroll
-          for (int u = 0; u < kSlotUnits; ++u) {
+        for (int e = 0; e < kStreams; ++e) {
+          const int chunk = first + warp + e * kBulkWarps, k = chunk * kChunk + quarter * 8;
+          const int at = e * kBulkWarps * (kChunk * 2);
+          uint4 x[2], w[2][2];
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              w[u][j] = *reinterpret_cast<const uint4 *>(at + u * kSlabBytes + j * 64);
-              if (k + 32 * j >= p.columns) w[u][j] = make_uint4(0, 0, 0, 0);  // whatever was there before
+          for (int j = 0; j < 2; ++j) {
+            x[j] = w[0][j] = w[1][j] = make_uint4(0, 0, 0, 0);  // beyond the row's end is what was there before
+            if (k + 32 * j < p.columns) {
+              w[0][j] = *reinterpret_cast<const uint4 *>(w_at + slot.at * kSlotBytes + at + j * 64);
+              if (two) w[1][j] = *reinterpret_cast<const uint4 *>(w_at + second.at * kSlotBytes + at + j * 64);
+            }
+            if (has_row && chunk < chunks) {
+              x[j] = *reinterpret_cast<const uint4 *>(x_at + first * (kChunk * 2) + at + j * 64);
             }
           }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const uint32_t even[4] = {xs[j].x, 0, xs[j].y, 0}, odd[4] = {xs[j].z, 0, xs[j].w, 0};
-#pragma unroll
-            for (int u = 0; u < kSlotUnits; ++u) mma<T>(d[s * kSlotUnits + u], even, w[u][j].x, w[u][j].y);
-#pragma unroll
-            for (int u = 0; u < kSlotUnits; ++u) mma<T>(d[s * kSlotUnits + u], odd, w[u][j].z, w[u][j].w);
+            const uint32_t even[4] = {w[0][j].x, w[1][j].x, w[0][j].y, w[1][j].y};
+            const uint32_t odd[4] = {w[0][j].z, w[1][j].z, w[0][j].w, w[1][j].w};
+            mma<T>(d[u / 2][e], even, x[j].x, x[j].y);
+            mma<T>(d[u / 2][e], odd, x[j].z, x[j].w);
           }
         }
         __syncwarp();
-        if (lane == 0) boxes.gone[slot.at].arrive();
-        slot.next(b.slots);
+        if (lane == 0) {
+          boxes.gone[slot.at].arrive();
+          if (two) boxes.gone[second.at].arrive();
+        }
+        slot = second;
+        if (two) slot.next(b.slots);
       }
     }
     float *const of_round = sums + (sum_buffers(rows) > 1 ? turn * kWarps * rows * row_sums : 0);
-    if (has_row) {
-      float *const mine = of_round + (warp * rows + group) * row_sums + quarter * 2;
 #pragma unroll
-      for (int u = 0; u < kRound; ++u) *reinterpret_cast<float2 *>(mine + u * kUnit) = make_float2(d[u][0], d[u][1]);
+    for (int e = 0; e < kStreams; ++e) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = quarter * 2 + i;
+        if (row >= rows) continue;
+        float *const mine = of_round + ((warp + e * kBulkWarps) * rows + row) * row_sums + group;
+#pragma unroll
+        for (int u = 0; u < kRound; ++u) mine[u * kUnit] = d[u / 2][e][u % 2 * 2 + i];
+      }
     }
-    sync_warps();
+    sync_warps<kStreams>();
     result.finish(p, of_round);
-    if (sum_buffers(rows) == 1 && base + kRound < units) sync_warps();
+    if (sum_buffers(rows) == 1 && base + kRound < units) sync_warps<kStreams>();
   }
 #endif
 }

@@ -72,8 +72,8 @@ inline constexpr int kChunk = 64;  // elements of a row that a warp takes at a t
 
 // The eight elements of a row that a thread takes of each kThreads * 8, by their number: those of its warp's chunks.
 // The order in which a row's squares are summed, by every kernel that norms one.
-__device__ __forceinline__ int own_piece() {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ __forceinline__ int own_piece(int warp) {
+  const int lane = threadIdx.x % 32;
   return (warp + lane / 8 * kWarps) * (kChunk / 8) + lane % 8;
 }
 
@@ -112,6 +112,11 @@ struct Finish {
   bool wide = false;  // `out` is fp32
 };
 
+// What of a multiprocessor a product of one row takes. Short ones lie two to a multiprocessor: the next one copies its
+// first weights, and waits, beside this one's work. But never two CTAs of one, for then another multiprocessor would
+// have none: of each two in turn the one takes more than half of the registers, the other of the shared memory.
+enum class Share { kWhole, kMoreRegisters, kMoreMemory };
+
 // One product, or several of one x, one below the other; `pairs`: act(x gate) * (x up), of equal size.
 struct Product {
   const void *weight[3];
@@ -127,6 +132,7 @@ struct Product {
   void *out;
   int64_t out_columns;
   Finish finish;
+  Share share = Share::kWhole;
 };
 
 template <class T>
@@ -197,6 +203,7 @@ struct Attention {
   const void *sinks;
   int parts, blocks;     // blocks: of queries
   int processors;
+  bool beside_products;  // of a short layer (Share)
   float *partial;        // [rows, key heads, blocks, parts, queries of a block, 2 + dim]
   unsigned int *arrived;  // [rows, key heads, blocks], 0
 

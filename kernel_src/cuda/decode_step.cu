@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) decode_norm_kernel(const __grid_cons
   const T *const x = static_cast<const T *>(p.x) + at;
   T *const out = static_cast<T *>(p.out) + at;
   const float columns = static_cast<float>(p.columns);
-  const int own = own_piece() * 8;
+  const int own = own_piece(threadIdx.x / 32) * 8;
   const auto each = [&](auto &&fn) {
     for (int first = own; first < p.columns; first += kThreads * 8) {
 #pragma unroll
@@ -224,11 +224,14 @@ class Step {
                : run_plain_product(args_.type, p, pairs, norm, normed, stream_);
   }
 
+  Share share(Share of_short) const { return short_layer_ ? of_short : Share::kWhole; }
+
   // out = residual + multiplier * after(x W^T)
   int32_t into_stream(const DecodeProduct &w, const void *x, const DecodeNorm &after, float multiplier,
                       const void *residual, void *out) const {
     const DecodeProduct *const parts[] = {&w};
     Product p = product(x, parts, 1, after.present() ? at(buffers_.wide) : out);
+    p.share = share(Share::kMoreMemory);
     if (!after.present()) p.finish.residual = residual, p.finish.multiplier = multiplier;
     const int32_t status = run_any(p, false, DecodeNorm{});
     if (status != HFP_OK || !after.present()) return status;
@@ -255,6 +258,7 @@ class Step {
     a.scale = layer.scale, a.softcap = layer.softcap, a.window = layer.window;
     a.sinks = layer.sinks;
     a.processors = device_.processors;
+    a.beside_products = short_layer_;
     a.partial = reinterpret_cast<float *>(at(buffers_.partial));
     a.arrived = reinterpret_cast<unsigned int *>(at(buffers_.arrived));
     const int rows = static_cast<int>(args_.rows);
@@ -262,12 +266,26 @@ class Step {
                                                               : run_plain_attention(args_.type, a, rows, stream_);
   }
 
+  // Whether each of a layer's products would fit into the multiprocessors' shared memory: then it is for the most part
+  // there before it begins, if its CTAs lie beside those of the one before (Share). Longer ones need all of the memory,
+  // for more copies on their way.
+  bool is_short(const DecodeLayer &l) const {
+    const int64_t most = int64_t{device_.processors} * device_.shared_limit;
+    const auto bytes = [&](const DecodeProduct &w) {
+      return w.weight == nullptr ? 0 : w.out * w.in * size_of(args_.type);
+    };
+    return device_.bulk_copies && bytes(l.q) + bytes(l.k) + bytes(l.v) <= most && bytes(l.o) <= most &&
+           bytes(l.gate) + bytes(l.up) <= most && bytes(l.down) <= most;
+  }
+
   int32_t layer(int64_t index) {
     const DecodeLayer l = args_.layer(index);
+    short_layer_ = is_short(l);
     char *const hidden = hidden_, *const middle = middle_;
     const DecodeProduct *const qkv[] = {&l.q, &l.k, &l.v};
     Product p = product(hidden, qkv, 3, at(buffers_.qkv));
     p.finish.clip = l.clip;
+    p.share = share(Share::kMoreRegisters);
     int32_t status = run_any(p, false, l.before_attention);
     if (status == HFP_OK) status = attention(l, index);
     if (status == HFP_OK) {
@@ -286,6 +304,7 @@ class Step {
     p = product(x, gate_up, gated ? 2 : 1, at(buffers_.inner));
     p.out_columns = l.up.out;
     p.finish.activation = l.activation;
+    p.share = share(Share::kMoreRegisters);
     status = run_any(p, gated, norm);
     if (status != HFP_OK) return status;
     return into_stream(l.down, at(buffers_.inner), l.after_mlp, l.multiplier, middle, hidden);
@@ -309,6 +328,7 @@ class Step {
     p.x_stride = step * args_.width;
     p.finish.scale = args_.logit_scale, p.finish.softcap = args_.logit_softcap;
     p.finish.wide = args_.logits_type == DType::F32;
+    p.share = share(Share::kMoreRegisters);
     return run_any(p, false, norm);
   }
 
@@ -317,6 +337,7 @@ class Step {
   const Device device_;
   void *const stream_;
   char *base_;
+  bool short_layer_ = false;  // the layer that is launched, or was last
   char *hidden_, *middle_;  // the residual stream, and what it is behind a layer's attention
 };
 
