@@ -10,6 +10,13 @@
 
 #include "decode_product.cuh"
 
+// At most so many of a thread; by older compilers as many as so many threads would leave.
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
+#define HFP_REGISTERS(most) __maxnreg__(most)
+#else
+#define HFP_REGISTERS(most) __launch_bounds__((64 << 10) / (most) / 128 * 128, 1)
+#endif
+
 namespace hfp::cuda::decode {
 
 inline constexpr int kBulkRows = 8;
@@ -122,7 +129,7 @@ __device__ __forceinline__ void sync_warps() {
 
 // kOne: of one row of x, whose parts stay in registers until they are normed.
 template <class T, bool kPairs, bool kOne, int kStreams>
-__global__ void __maxnreg__(kStreams == 2 ? kSharedRegisters : 96)
+__global__ void HFP_REGISTERS(kStreams == 2 ? kSharedRegisters : 96)
     decode_bulk_kernel(const __grid_constant__ Bulk b) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
