@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -191,17 +192,42 @@ for _order in ORDERS:
     case(f"fsdp2-llama-served layers-{_order}")(functools.partial(served_layers, _order))
 
 
-def models_own_loss(order: str, rank: Rank) -> None:
-    """FSDP2 hangs a hook on all that a model returns, the logits too, behind the model's loss."""
+def models_own_loss(order: str, back: bool, rank: Rank) -> None:
+    """FSDP2 hangs a hook on all that a model returns, the logits too, behind the model's loss.
+
+    back: it gives the head's weight back behind the forward, where logits are still to be had."""
+    from hfpatch.losses.deferred_logits import DeferredLogits, _Head
+
+    def shard(model: nn.Module, rank: Rank) -> None:
+        for block in blocks_of(model):
+            fully_shard(block, mesh=rank.mesh)
+        fully_shard(model, mesh=rank.mesh, **({"reshard_after_forward": True} if back else {}))
+
     plain, model = build("llama", rank), build("llama", rank)
     plain.train(), model.train()
-    report = patch(model, "training", order, fsdp, rank)
-    assert any(s.op == "linear_cross_entropy" for s in report.swaps) == (order == "patch first")
-    _check_gradients("llama", plain, model, rank, _its_own)
+    report = patch(model, "training", order, shard, rank)
+    assert any(s.op == "linear_cross_entropy" for s in report.swaps)
+    of = mock.Mock(side_effect=DeferredLogits.of)
+    made = mock.Mock(side_effect=_Head.product)
+    with (
+        mock.patch.object(DeferredLogits, "of", of),
+        mock.patch.object(_Head, "product", lambda head: made(head)),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        _check_gradients("llama", plain, model, rank, _its_own)
+    assert any("`reshard_after_forward=True`" in str(w.message) for w in told) == back
+    assert of.call_count == (0 if back else 1)
+    assert not made.called
+    if back:
+        logits = model(**inputs_of("llama", rank, plain, rank.index)).logits
+        assert torch.isfinite(logits.float().sum())
 
 
-for _order in ORDERS:
-    case(f"fsdp2-llama-its own loss-{_order}")(functools.partial(models_own_loss, _order))
+for _order, _back in itertools.product(ORDERS, (False, True)):
+    case(f"fsdp2-llama-its own loss-{_order}-given back={_back}")(
+        functools.partial(models_own_loss, _order, _back)
+    )
 
 
 # DDP ---------------------------------------------------------------------------------------------

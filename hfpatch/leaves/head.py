@@ -15,8 +15,10 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from hfpatch.announce import announce_in_call
 from hfpatch.leaves.recall import RecallSubject
 from hfpatch.losses.deferred_logits import DeferredLogits
+from hfpatch.losses.given_back import is_given_back
 from hfpatch.losses.head_loss import refusal
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.proof.subject import (
@@ -26,12 +28,20 @@ from hfpatch.proof.subject import (
     Tensor,
     autocasts,
     coded,
+    is_dtensor,
     plain,
     watched,
 )
 
 if TYPE_CHECKING:
     from hfpatch.planning.sites import Site
+
+
+_GIVEN_BACK = (
+    "the head's logits are made, which takes their memory: FSDP2 gives its weight back behind the "
+    "forward of its unit (`reshard_after_forward=True`), and a loss without logits needs it then; "
+    "leave that option to its default for the model that has the head"
+)
 
 
 class Heads(Family):
@@ -46,9 +56,12 @@ class Heads(Family):
     def examine(self, module: nn.Module) -> Subject | str | None:
         if type(module) is not nn.Linear:
             return f"its logits cannot be deferred: the head is a `{type(module).__name__}`"
-        if not plain(module.weight) or not (module.bias is None or plain(module.bias)):
+        # FSDP2 makes a DTensor whole for the forward. Where nobody does, planning says so.
+        held: list[Any] = [p for p in module._parameters.values() if p is not None]
+        own = [p.to_local() if is_dtensor(p) else p for p in held]
+        if not all(map(plain, own)):
             return "its logits cannot be deferred: the head's weight is a tensor subclass"
-        if (why := refusal(module.weight, module.weight)) is not None:
+        if (why := refusal(own[0], own[0])) is not None:
             return f"its logits cannot be deferred: {why}"
         return HeadSubject(module, "logits made only where they are read", _deferring, self)
 
@@ -97,6 +110,7 @@ def _apart(found: list[list[Tensor]], eps: float) -> tuple[float, float] | str:
 def _deferring(original: Forward) -> Forward:
     own = coded(original)
     code = own.__code__
+    told: list[bool] = []
 
     def forward(self: nn.Module, input: Any) -> Any:
         if type(self).forward is not original or own.__code__ is not code:  # it was patched since
@@ -133,7 +147,11 @@ def _deferring(original: Forward) -> Forward:
                 and (x.requires_grad or weight.requires_grad)
                 and refusal(x, weight) is None
             ):
-                return DeferredLogits.of(x, weight, bias)
+                if not is_given_back(self):
+                    return DeferredLogits.of(x, weight, bias)
+                if not told:
+                    told.append(True)
+                    announce_in_call(_GIVEN_BACK)
         return original(self, input)
 
     return forward

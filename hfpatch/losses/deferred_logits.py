@@ -175,6 +175,8 @@ class DeferredLogits(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func == _BASE and (args[0]._step is None or args[0]._step[0] not in _VIEWS):
+            return None  # FSDP2 asks each result of a model whether it is a view
         step = _RECORDED.get(func)
         if step is not None and args and type(args[0]) is DeferredLogits:
             found = step(*args, **kwargs)
@@ -593,6 +595,7 @@ _ASKING = {
     Tensor.grad.__get__,  # type: ignore[union-attr]
 }
 
+_BASE = Tensor._base.__get__  # type: ignore[union-attr]
 #: Reading these needs no values.
 _METADATA = {
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
