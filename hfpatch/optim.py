@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from hfpatch.handover import PLAIN_TENSORS, local_kernel, tensor_refusal, warn_of_handover
 from hfpatch.kernels.sources import Kernel, local_package
+from hfpatch.proof.subject import is_dtensor
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 
@@ -88,6 +89,13 @@ class _Bucket:
             self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, tops, self.steps, strict=True
         )
 
+    @classmethod
+    def of(cls, rows: Iterable[_Row]) -> _Bucket:
+        bucket = cls()
+        for row in rows:
+            bucket.append(row)
+        return bucket
+
     def append(self, row: _Row) -> None:
         for values, value in zip(self.lists(), row, strict=True):
             if value is not None:
@@ -146,8 +154,11 @@ class AdamW(torch.optim.AdamW):
     divides by it when a second moment is zero too, and the parameter becomes infinite; here, as
     with ``fused=True``, it stays what it is.
 
+    Of DTensors (FSDP2, tensor parallel) each process updates its part, where parameter, gradient
+    and state are spread alike.
+
     Without a kernel for them, parameters are handed over to PyTorch's own implementation, with one
-    warning per optimizer: other dtypes (fp64, complex), tensor subclasses (DTensor), layouts with
+    warning per optimizer: other dtypes (fp64, complex), other tensor subclasses, layouts with
     gaps or with a gradient laid out otherwise, parameters that share memory,
     ``differentiable=True``, a learning rate below 0 or not finite, a device or machine without our
     kernels. Sparse gradients are an error, as in PyTorch.
@@ -239,15 +250,17 @@ class AdamW(torch.optim.AdamW):
             self._hand_over(group, everything, has_complex)
             return
         whole_group = _group_refusal(group)
-        if whole_group is None and _alike(everything) and not _shared(everything.params):
-            self._launch(group, everything)  # as mostly: nothing to sort
+        here = everything
+        if whole_group is None and not set(map(type, everything.params)) <= _PLAIN:
+            here = _Bucket.of(map(_part_here, everything.rows()))
+        if whole_group is None and _alike(here) and not _shared(here.params):
+            self._launch(group, here)  # as mostly: nothing to sort
+            _count_writes(everything, here)
             return
         kinds: list[tuple[Any, ...] | None] = []
-        refusals = [whole_group or _refusal(*row) for row in everything.rows()]
-        shared = _shared(
-            p for p, why in zip(everything.params, refusals, strict=True) if why is None
-        )
-        for row, why in zip(everything.rows(), refusals, strict=True):
+        refusals = [whole_group or _refusal(*row) for row in here.rows()]
+        shared = _shared(p for p, why in zip(here.params, refusals, strict=True) if why is None)
+        for row, why in zip(here.rows(), refusals, strict=True):
             p, _, m, *_ = row
             if why is None and shared and p.data_ptr() in shared:
                 why = "memory that parameters share"
@@ -255,11 +268,15 @@ class AdamW(torch.optim.AdamW):
             if why is not None:
                 reasons.append(why)
         buckets: defaultdict[tuple[Any, ...] | None, _Bucket] = defaultdict(_Bucket)
-        for kind, row in zip(kinds, everything.rows(), strict=True):
+        wholes: defaultdict[tuple[Any, ...] | None, _Bucket] = defaultdict(_Bucket)
+        for kind, row, whole in zip(kinds, here.rows(), everything.rows(), strict=True):
             buckets[kind].append(row)
-        theirs = buckets.pop(None, None)
-        for bucket in buckets.values():
-            self._launch(group, bucket)
+            wholes[kind].append(whole)
+        theirs = wholes.pop(None, None)
+        for kind, bucket in buckets.items():
+            if kind is not None:
+                self._launch(group, bucket)
+                _count_writes(wholes[kind], bucket)
         if theirs is not None:
             self._hand_over(group, theirs, has_complex)
 
@@ -326,6 +343,31 @@ def _group_refusal(group: dict[str, Any]) -> str | None:
         if not 0 <= float(value) <= _LARGEST:
             return f"{name}={float(value)}"
     return None
+
+
+def _part_here(row: _Row) -> _Row:
+    """Of a DTensor (FSDP2, tensor parallel) and its state what this process has, if it has the same
+    part of all: each element is updated by itself. Else the row as it is. Without gradients."""
+    there: list[Any] = [t for t in row[:-1] if t is not None]
+    p = there[0]
+    if not all(map(is_dtensor, there)):
+        return row
+    placements, mesh = p.placements, p.device_mesh
+    if any(place.is_partial() for place in placements):
+        return row
+    for t in there[1:]:
+        if t.placements != placements or t.device_mesh != mesh:
+            return row
+    parts: Any = [t.to_local() for t in there]
+    return (*parts, row[-1]) if len(there) > 4 else (*parts, None, row[-1])
+
+
+def _count_writes(whole: _Bucket, here: _Bucket) -> None:
+    """A write to a DTensor's part is one to the DTensor, for autograd."""
+    if whole is not here:
+        lists = (whole.params, whole.exp_avgs, whole.exp_avg_sqs, whole.max_exp_avg_sqs)
+        changed = [t for values in lists for t in values if is_dtensor(t)]
+        torch.autograd.graph.increment_version(changed)
 
 
 def _refusal(

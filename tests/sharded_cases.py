@@ -22,7 +22,7 @@ import zoo
 from sharded import Rank, blocks_of, case, close_to, full, kernels_run
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -228,6 +228,50 @@ for _order, _back in itertools.product(ORDERS, (False, True)):
     case(f"fsdp2-llama-its own loss-{_order}-given back={_back}")(
         functools.partial(models_own_loss, _order, _back)
     )
+
+
+def optimizer(options: dict[str, Any], rank: Rank) -> None:
+    """Each rank updates its parts of the DTensors, of which some have no element, in our kernel."""
+    from hfpatch.optim import AdamW
+
+    models = [build("llama", rank).to(options.pop("dtype", torch.float32)) for _ in range(2)]
+    for model in models:  # a parameter of one row: the other ranks have none of it
+        model.extra = nn.Parameter(torch.linspace(-1, 1, 5, device=rank.device)[None])
+        fsdp(model, rank)
+    theirs, ours = (
+        make(m.parameters(), lr=0.05, **options)
+        for make, m in zip((torch.optim.AdamW, AdamW), models, strict=True)
+    )
+    with mock.patch("hfpatch.optim.adamw") as handed_over:
+        for step in range(3):
+            for a, b in zip(*(m.parameters() for m in models), strict=True):
+                generator = torch.Generator(device=rank.device).manual_seed(step)
+                part = a.to_local()
+                values = torch.randn(part.shape, generator=generator, device=rank.device)
+                a.grad, b.grad = (
+                    DTensor.from_local(
+                        values.to(part.dtype), p.device_mesh, p.placements,
+                        shape=p.shape, stride=p.stride(),
+                    )
+                    for p in (a, b)
+                )  # fmt: skip
+            version = next(iter(models[1].parameters()))._version
+            theirs.step(), ours.step()
+            assert next(iter(models[1].parameters()))._version > version
+    assert not handed_over.called
+    for (path, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        close_to(full(b), full(a), path)
+    kept = ours.state_dict()["state"][0]["exp_avg"]
+    assert type(kept) is DTensor
+    close_to(full(kept), full(theirs.state_dict()["state"][0]["exp_avg"]), "exp_avg")
+
+
+for _name, _options in {
+    "plain": {},
+    "amsgrad, maximize": {"amsgrad": True, "maximize": True},
+    "counted on the device": {"capturable": True} if torch.cuda.is_available() else {"fused": True},
+}.items():
+    case(f"fsdp2-AdamW-{_name}")(functools.partial(optimizer, _options))
 
 
 # DDP ---------------------------------------------------------------------------------------------
