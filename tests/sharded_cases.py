@@ -277,12 +277,15 @@ for _name, _options in {
 # DDP ---------------------------------------------------------------------------------------------
 
 
-def ddp(options: dict[str, bool], rank: Rank) -> None:
+def ddp(options: dict[str, bool], order: str, rank: Rank) -> None:
     """The model's own loss: DDP looks through all that a model returns for what has gradients."""
     plain, model = build("llama", rank).train(), build("llama", rank).train()
-    report = hfpatch.apply(model, mode="training")
-    assert any(s.op == "linear_cross_entropy" for s in report.swaps)
+    if order == "patch first":
+        report = hfpatch.apply(model, mode="training")
     whole = nn.parallel.DistributedDataParallel(model, **options)
+    if order == "shard first":
+        report = hfpatch.apply(whole, mode="training")
+    assert {"linear_cross_entropy", "layer"} <= {s.op for s in report.swaps}
     for step in range(2):  # a static graph is looked at in the first
         plain.zero_grad(), whole.zero_grad()
         seeds = range(2 * step, 2 * step + dist.get_world_size())
@@ -296,14 +299,18 @@ def ddp(options: dict[str, bool], rank: Rank) -> None:
             close_to(ours.grad, p.grad, f"gradient of `{path}`")
 
 
-for _option in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
-    case(f"ddp-llama-its own loss-{_option}")(functools.partial(ddp, {_option: True}))
+for _option, _order in itertools.product(
+    ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"), ORDERS
+):
+    case(f"ddp-llama-its own loss-{_option}-{_order}")(
+        functools.partial(ddp, {_option: True}, _order)
+    )
 
 
 # FSDP1 -------------------------------------------------------------------------------------------
 
 
-def fsdp1(use_orig_params: bool, rank: Rank) -> None:
+def fsdp1(use_orig_params: bool, order: str, rank: Rank) -> None:
     """It leaves plain tensors where parameters were: a norm must not run without its weight."""
     plain, model = (build("llama", rank) for _ in range(2))
     with torch.no_grad():
@@ -311,7 +318,8 @@ def fsdp1(use_orig_params: bool, rank: Rank) -> None:
             if ours.dim() == 1:  # of a norm: another factor for each column
                 factors = torch.linspace(0.5, 1.5, ours.numel(), device=rank.device)
                 ours.copy_(factors), theirs.copy_(factors)
-    assert hfpatch.apply(model, mode="training").swaps
+    if order == "patch first":
+        assert hfpatch.apply(model, mode="training").swaps
     wrap = functools.partial(
         FullyShardedDataParallel, device_id=rank.device, use_orig_params=use_orig_params
     )
@@ -319,6 +327,10 @@ def fsdp1(use_orig_params: bool, rank: Rank) -> None:
     for i, block in enumerate(blocks):
         blocks[i] = wrap(block)
     whole = wrap(model)
+    if order == "shard first":
+        report = hfpatch.apply(whole, mode="training")
+        assert ({s.op for s in report.swaps} >= {"gated", "rms_norm"}) == use_orig_params
+        assert "could not be examined" not in str(report)
     for autocast, off in ((False, 1e-4), (True, 3e-2)):
         plain.zero_grad(), whole.zero_grad()
         with torch.autocast(rank.device.type, torch.bfloat16, enabled=autocast):
@@ -336,9 +348,9 @@ def fsdp1(use_orig_params: bool, rank: Rank) -> None:
         torch.testing.assert_close(whole.clip_grad_norm_(float("inf")), norm, rtol=off, atol=0)
 
 
-for _whole in (False, True):
-    case(f"fsdp1-llama-training-patch first-use_orig_params={_whole}")(
-        functools.partial(fsdp1, _whole)
+for _whole, _order in itertools.product((False, True), ORDERS):
+    case(f"fsdp1-llama-training-use_orig_params={_whole}-{_order}")(
+        functools.partial(fsdp1, _whole, _order)
     )
 
 

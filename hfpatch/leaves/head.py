@@ -56,8 +56,10 @@ class Heads(Family):
     def examine(self, module: nn.Module) -> Subject | str | None:
         if type(module) is not nn.Linear:
             return f"its logits cannot be deferred: the head is a `{type(module).__name__}`"
-        # FSDP2 makes a DTensor whole for the forward. Where nobody does, planning says so.
         held: list[Any] = [p for p in module._parameters.values() if p is not None]
+        if module._parameters.get("weight") is None:  # FSDP1 leaves a view of its flat parameter
+            return "its logits cannot be deferred: the head's weight is not its parameter"
+        # FSDP2 makes a DTensor whole for the forward. Where nobody does, planning says so.
         own = [p.to_local() if is_dtensor(p) else p for p in held]
         if not all(map(plain, own)):
             return "its logits cannot be deferred: the head's weight is a tensor subclass"

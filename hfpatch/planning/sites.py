@@ -13,6 +13,7 @@ from hfpatch.blocks.base import BlockSubject
 from hfpatch.leaves.custom import CustomSubject
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.planning.plan import Refusal
+from hfpatch.proof.keys import is_given_back
 from hfpatch.proof.subject import Subject, class_of, is_dtensor
 from hfpatch.proof.unchanged import is_hooked
 
@@ -101,6 +102,11 @@ def unfit(site: Site, subject: Subject) -> Refusal | None:
         return Refusal(
             "unsupported", f"child `{hooked[0]}` has hooks, which the fused forward would not run"
         )
+    why = _without_memory(module, isinstance(subject, BlockSubject))
+    if why is None and isinstance(subject, CustomSubject) and subject.own:
+        why = _partitioned(site, subject)
+    if why is not None:
+        return Refusal("unsupported", why)
     if isinstance(subject, CustomSubject):
         return None
     for child in subject.covers():
@@ -132,6 +138,18 @@ def _context_parallel(block: nn.Module) -> bool:
     """Whether diffusers' `enable_parallelism` splits the attention of a block."""
     processors = [getattr(m, "processor", None) for m in block.modules()]
     return any(getattr(p, "_parallel_config", None) is not None for p in processors)
+
+
+def _without_memory(module: nn.Module, whole: bool) -> str | None:
+    """Why tensors cannot be read, if their memory is given back between calls."""
+    for m in module.modules() if whole else (module,):
+        for name, t in {**vars(m), **m._parameters, **m._buffers}.items():
+            if isinstance(t, torch.Tensor) and is_given_back(t):
+                return (
+                    f"`{name}` has no memory now: it is given back between calls, as FSDP1 does; "
+                    "call `apply` before the model is wrapped"
+                )
+    return None
 
 
 def _partitioned(site: Site, subject: Subject) -> str | None:

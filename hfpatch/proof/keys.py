@@ -312,10 +312,19 @@ def is_transparent(cls: type) -> bool:
     )
 
 
+def is_given_back(x: Tensor) -> bool:
+    """Whether an ordinary tensor's memory was taken from it, as FSDP1 does between calls
+    (`untyped_storage().resize_(0)`): to read its values would end the process."""
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or not x.numel():
+        return False
+    return x.device.type != "meta" and not x.untyped_storage().nbytes()
+
+
 def _tensor(tensor: Tensor) -> Any:
     head = (type(tensor), tensor.dtype, tuple(tensor.shape))
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
-    if plain and tensor.numel() <= _SMALL and tensor.layout == torch.strided:
+    small = plain and tensor.numel() <= _SMALL and tensor.layout == torch.strided
+    if small and not is_given_back(tensor):
         return (*head, repr(tensor.tolist()))  # a text: NaN is not equal to itself
     return (*head, Same(tensor), None if tensor.is_inference() else tensor._version)
 
