@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from hfpatch.announce import announce_in_call
 from hfpatch.leaves.recall import RecallSubject
 from hfpatch.losses.deferred_logits import DeferredLogits
-from hfpatch.losses.given_back import is_given_back
 from hfpatch.losses.head_loss import refusal
+from hfpatch.losses.resharded import is_resharded
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.proof.subject import (
     Family,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hfpatch.planning.sites import Site
 
 
-_GIVEN_BACK = (
+_RESHARDED = (
     "the head's logits are made, which takes their memory: FSDP2 gives its weight back behind the "
     "forward of its unit (`reshard_after_forward=True`), and a loss without logits needs it then; "
     "leave that option to its default for the model that has the head"
@@ -149,11 +149,11 @@ def _deferring(original: Forward) -> Forward:
                 and (x.requires_grad or weight.requires_grad)
                 and refusal(x, weight) is None
             ):
-                if not is_given_back(self):
+                if not is_resharded(self):
                     return DeferredLogits.of(x, weight, bias)
                 if not told:
                     told.append(True)
-                    announce_in_call(_GIVEN_BACK)
+                    announce_in_call(_RESHARDED)
         return original(self, input)
 
     return forward

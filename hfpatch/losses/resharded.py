@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 
-def is_given_back(head: nn.Module) -> bool:
+def is_resharded(head: nn.Module) -> bool:
     """Whether an FSDP2 unit has this module's parameters and reshards them behind its forward. True
     too where this torch keeps what is asked for elsewhere."""
     states = sys.modules.get("torch.distributed._composable_state")
