@@ -270,11 +270,13 @@ class Step {
   // there before it begins, if its CTAs lie beside those of the one before (Share). Longer ones need all of the memory,
   // for more copies on their way.
   bool is_short(const DecodeLayer &l) const {
+    constexpr int kTwoRings = 200 << 10;  // of shared memory; other GPUs take decode_product.cuh's kernels
     const int64_t most = int64_t{device_.processors} * device_.shared_limit;
     const auto bytes = [&](const DecodeProduct &w) {
       return w.weight == nullptr ? 0 : w.out * w.in * size_of(args_.type);
     };
-    return device_.bulk_copies && bytes(l.q) + bytes(l.k) + bytes(l.v) <= most && bytes(l.o) <= most &&
+    return device_.bulk_copies && device_.shared_limit >= kTwoRings &&
+           bytes(l.q) + bytes(l.k) + bytes(l.v) <= most && bytes(l.o) <= most &&
            bytes(l.gate) + bytes(l.up) <= most && bytes(l.down) <= most;
   }
 
