@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from hfpatch import dtensors
 from hfpatch.handover import PLAIN_TENSORS, local_kernel, tensor_refusal, warn_of_handover
 from hfpatch.kernels.sources import Kernel, local_package
 from hfpatch.proof.subject import is_dtensor
@@ -346,20 +347,12 @@ def _group_refusal(group: dict[str, Any]) -> str | None:
 
 
 def _part_here(row: _Row) -> _Row:
-    """Of a DTensor (FSDP2, tensor parallel) and its state what this process has, if it has the same
-    part of all: each element is updated by itself. Else the row as it is. Without gradients."""
-    there: list[Any] = [t for t in row[:-1] if t is not None]
-    p = there[0]
-    if not all(map(is_dtensor, there)):
+    there = [t for t in row[:-1] if t is not None]
+    parts = dtensors.parts_here(there)
+    if parts is None:
         return row
-    placements, mesh = p.placements, p.device_mesh
-    if any(place.is_partial() for place in placements):
-        return row
-    for t in there[1:]:
-        if t.placements != placements or t.device_mesh != mesh:
-            return row
-    parts: Any = [t.to_local() for t in there]
-    return (*parts, row[-1]) if len(there) > 4 else (*parts, None, row[-1])
+    top = parts[4] if len(parts) > 4 else None
+    return (parts[0], parts[1], parts[2], parts[3], top, row[-1])
 
 
 def _count_writes(whole: _Bucket, here: _Bucket) -> None:
@@ -480,13 +473,16 @@ def clip_grad_norm_(
         foreach: as in PyTorch, where it takes over.
 
     Returns:
-        The total norm before clipping, 0 dimensions; fp32, also of fp16 and bf16 gradients.
+        The total norm before clipping, 0 dimensions; fp32, also of fp16 and bf16 gradients. Of
+        DTensors a DTensor, as PyTorch's is; each process has all of it.
 
     Raises:
         RuntimeError: `error_if_nonfinite`, and the norm is not finite.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
+    if dtensors.can_clip(grads, norm_type):
+        return dtensors.clip(grads, float(max_norm), float(norm_type), error_if_nonfinite)
     why = None if torch.compiler.is_compiling() else _clip_refusal(grads, norm_type)
     if why is not None and why not in _warned_clip:
         _warned_clip.add(why)

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import zoo
 from sharded import Rank, blocks_of, case, close_to, full, kernels_run
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -272,6 +273,54 @@ for _name, _options in {
     "counted on the device": {"capturable": True} if torch.cuda.is_available() else {"fused": True},
 }.items():
     case(f"fsdp2-AdamW-{_name}")(functools.partial(optimizer, _options))
+
+
+def clipping(dtype: torch.dtype, rank: Rank) -> None:
+    """Rows over the ranks, an uneven number of them, columns, one row alone, and a whole copy."""
+    from hfpatch.optim import clip_grad_norm_
+
+    shapes = [((8, 6), Shard(0)), ((5, 3), Shard(0)), ((6, 8), Shard(1)), ((1, 4), Shard(0))]
+    shapes.append(((7,), Replicate()))
+
+    def made() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(3)
+        params = []
+        for shape, place in shapes:
+            values = torch.randn(2, *shape, generator=generator).to(rank.device, dtype)
+            p, grad = (distribute_tensor(v, rank.mesh, [place]) for v in values)
+            params.append(nn.Parameter(p))
+            params[-1].grad = grad
+        return params
+
+    for most in (0.5, 1e9, float("inf")):
+        ours = made()
+        version = ours[0].grad._version  # type: ignore[union-attr]
+        with mock.patch("torch.nn.utils.clip_grad_norm_") as handed_over:
+            total = clip_grad_norm_(ours, most)
+        assert not handed_over.called
+        exact = torch.cat([full(p.grad).double().flatten() for p in made()]).norm()
+        torch.testing.assert_close(full(total).double(), exact, rtol=1e-6, atol=0)
+        for a, b in zip(ours, made(), strict=True):
+            wanted = full(b.grad).double() * min(1.0, most / (exact.item() + 1e-6))
+            off = (full(a.grad).double() - wanted).abs().max() / wanted.abs().max()
+            assert off < 2 * torch.finfo(dtype).eps, (most, off)
+        assert ours[0].grad._version > version  # type: ignore[union-attr]
+    by_largest = clip_grad_norm_(made(), 0.5, norm_type=float("inf"))
+    assert full(by_largest).item() == max(full(p.grad).abs().max().item() for p in made())
+    for norm_type in (2.0, float("inf")):
+        wrong = made()
+        if rank.index == 1:
+            wrong[1].grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
+        before = full(wrong[0].grad).clone()
+        with pytest.raises(RuntimeError, match="total norm of the gradients is nan"):
+            clip_grad_norm_(wrong, 0.5, norm_type, error_if_nonfinite=True)
+        assert torch.equal(full(wrong[0].grad), before)
+        assert full(clip_grad_norm_(wrong, 0.5, norm_type)).isnan()
+        assert all(full(p.grad).isnan().all() for p in wrong)  # as in PyTorch
+
+
+for _dtype in (torch.float32, torch.bfloat16):
+    case(f"clip_grad_norm_ of DTensors-{_dtype}")(functools.partial(clipping, _dtype))
 
 
 # DDP ---------------------------------------------------------------------------------------------
