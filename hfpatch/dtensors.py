@@ -2,12 +2,13 @@
 
 PyTorch's optimizers and its clipping run DTensors through a dispatcher of their own, operator by
 operator, which takes tens of microseconds a tensor. Parts of equal placement need none of it: AdamW
-updates each element by itself, and a norm is one sum over the processes.
+updates each element by itself, and a norm is one reduction over the processes.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,19 +78,23 @@ def clip(
                 f"the total norm of the gradients is {total.item()}, expected a finite one; look "
                 "for NaN or overflow, or pass `error_if_nonfinite=False`"
             )
-        if ours := [p for p in parts if _is_ours(p)]:
-            kernels.clip_grads(ours, total, max_norm)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for part in parts:
-            if not _is_ours(part):
-                part.mul_(factor.to(part.dtype))
+        _scale(kernels, [p for p in parts if p.numel()], total, max_norm)
         torch.autograd.graph.increment_version(grads)
         everywhere = [Replicate()] * mesh.ndim
         return DTensor.from_local(total, mesh, everywhere, run_check=False)
 
 
-def _is_ours(part: Tensor) -> bool:
-    return part.numel() > 0 and part.is_contiguous()
+def _scale(kernels: Any, parts: list[Tensor], total: Tensor, max_norm: float) -> None:
+    """By the kernel; by PyTorch what it does not take: with gaps, or memory that two share."""
+    places = Counter(p.data_ptr() for p in parts)
+    theirs = [p for p in parts if not p.is_contiguous() or places[p.data_ptr()] > 1]
+    if len(theirs) < len(parts):
+        left = set(map(id, theirs))
+        kernels.clip_grads([p for p in parts if id(p) not in left], total, max_norm)
+    if theirs:
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for part in theirs:
+            part.mul_(factor.to(part.dtype))
 
 
 def _norm(kernels: Any, parts: list[Tensor], norm_type: float) -> Tensor:

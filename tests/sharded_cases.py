@@ -305,6 +305,18 @@ def clipping(dtype: torch.dtype, rank: Rank) -> None:
             off = (full(a.grad).double() - wanted).abs().max() / wanted.abs().max()
             assert off < 2 * torch.finfo(dtype).eps, (most, off)
         assert ours[0].grad._version > version  # type: ignore[union-attr]
+    # columns with gaps, and memory that two share, which PyTorch scales twice
+    wide, held = (torch.ones(4, 6, dtype=dtype, device=rank.device) for _ in range(2))
+    odd = []
+    for part in (wide[:, ::2], held, held):
+        grad = DTensor.from_local(part, rank.mesh, [Shard(0)])
+        odd.append(nn.Parameter(torch.zeros_like(grad)))
+        odd[-1].grad = grad
+    clip_grad_norm_(odd, 0.5, norm_type=float("inf"))
+    expected = torch.full_like(wide, 0.5)
+    expected[:, 1::2] = 1.0
+    torch.testing.assert_close(wide, expected)
+    torch.testing.assert_close(held, torch.full_like(held, 0.25))
     by_largest = clip_grad_norm_(made(), 0.5, norm_type=float("inf"))
     assert full(by_largest).item() == max(full(p.grad).abs().max().item() for p in made())
     for norm_type in (2.0, float("inf")):
