@@ -237,15 +237,15 @@ def main() -> None:
             row["notes"] = list(hfpatch.status(model).notes)
             print(json.dumps(row), flush=True)
             results.append(row)
+            if args.output:  # after each, for a run that is cut short
+                about = figures.head("decoding", torch.device(device), args.commit)
+                figures.write(about | {"prompt": PROMPT, "rows": results}, args.output)
             del ways
             torch.compiler.reset()
         del eager
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
-    if args.output:
-        about = figures.head("decoding", torch.device(device), args.commit)
-        figures.write(about | {"prompt": PROMPT, "rows": results}, args.output)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ const char *hfp_last_error(void) { return message; }
 int32_t hfp_abi_version(void) { return HFP_ABI_VERSION; }
 
 const char *hfp_build_info(void) {
-  return "{\"abi\": 3, \"devices\": [], \"cuda_archs\": [], \"compiler\": \"\", \"simd\": \"none\", \"openmp\": false, \"stub\": true}";
+  return "{\"abi\": 4, \"devices\": [], \"cuda_archs\": [], \"compiler\": \"\", \"simd\": \"none\", \"openmp\": false, \"stub\": true}";
 }
 
 int32_t hfp_rms_norm(DLTensor *out, const DLTensor *x, const DLTensor *weight, const DLTensor *bias, double eps, double weight_offset, int64_t cast, void *stream) {
@@ -713,7 +713,7 @@ int64_t hfp_decode_workspace(const HfpTensorList *model, int64_t rows, int64_t t
   return missing("hfp_decode_workspace" HFP_WHY);
 }
 
-int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace, const HfpTensorList *model, const DLTensor *cache, const DLTensor *ids, const DLTensor *embeds, const DLTensor *positions, const DLTensor *mask, int64_t threads, void *stream) {
+int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace, const HfpTensorList *model, const DLTensor *cache, const DLTensor *ids, const DLTensor *embeds, const DLTensor *positions, const DLTensor *mask, int64_t most_keys, int64_t threads, void *stream) {
   (void)logits;
   (void)hidden;
   (void)workspace;
@@ -723,6 +723,7 @@ int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
   (void)embeds;
   (void)positions;
   (void)mask;
+  (void)most_keys;
   (void)threads;
   (void)stream;
   return missing("hfp_decode_step" HFP_WHY);

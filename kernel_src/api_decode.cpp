@@ -128,7 +128,7 @@ int64_t hfp_decode_workspace(const HfpTensorList *model, int64_t rows, int64_t t
 int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
                         const HfpTensorList *model, const DLTensor *cache, const DLTensor *ids,
                         const DLTensor *embeds, const DLTensor *positions, const DLTensor *mask,
-                        int64_t threads, void *stream) {
+                        int64_t most_keys, int64_t threads, void *stream) {
   constexpr const char *kName = "hfp_decode_step";
   Check check(kName);
   DecodeModelReader reader(check, kName);
@@ -141,7 +141,12 @@ int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
   args.rows = positions->shape[0];
   args.tokens = positions->shape[1];
   args.threads = threads;
+  args.most_keys = most_keys;
   const int64_t shape[3] = {args.rows, args.tokens, 0};
+  if (most_keys < 0) {
+    check.fail("`most_keys` must be 0 or more");
+    return check.status();
+  }
   if (!sized(check, args.rows, args.tokens, threads) || !reader.read(model, &args) ||
       !check.indices("positions", positions, 2, shape, &places)) {
     return check.status();

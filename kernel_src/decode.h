@@ -83,7 +83,7 @@ struct DecodeArgs {
   const uint8_t *mask;
   int64_t mask_width;
   bool last_only;  // logits of each row's last token alone
-  int64_t threads;
+  int64_t most_keys, threads;
 
   DecodeLayer layer(int64_t i) const;
   DecodeRope rope(int64_t i) const;

@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 /* Bumped when a function changes; adding one is compatible. */
-#define HFP_ABI_VERSION 3
+#define HFP_ABI_VERSION 4
 
 #if defined(_WIN32)
 #define HFP_EXPORT __declspec(dllexport)
@@ -668,10 +668,12 @@ HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLT
  * L + tokens. logits: [rows, tokens or 1, vocab], the weights' dtype or fp32; 1: of the last token;
  * NULL where only hidden is asked for. hidden: [rows, tokens, hidden], what the head is given, or NULL.
  * workspace: fp32 [hfp_decode_workspace(...) or more], scratch; on CUDA zero before its first use.
- * threads: on the CPU, at most; 0: OpenMP's number. A row's results are the same bits whatever the
- * other rows and the number of threads. On CUDA all but `model`, `threads` and the shapes is read on
- * the device, so that a captured graph serves all lengths and caches; the caller keeps L, the
- * addresses, the capacities and the mask's width right, and an id outside of [0, vocab) gives NaN.
+ * most_keys: what L + tokens is at most, for kernels that are fast up to there; 0: not known. With more
+ * the results are the same, more slowly. threads: on the CPU, at most; 0: OpenMP's number.
+ * A row's results are the same bits whatever the other rows, most_keys and the number of threads. On
+ * CUDA all but `model`, `most_keys`, `threads` and the shapes is read on the device, so that a captured
+ * graph serves all lengths and caches; the caller keeps L, the addresses, the capacities and the mask's
+ * width right, and an id outside of [0, vocab) gives NaN.
  */
 enum { HFP_DECODE_NORM_RMS = 1, HFP_DECODE_NORM_LAYER = 2, HFP_DECODE_NORM_ROUNDED = 4 };
 enum { HFP_DECODE_RELU_SQUARED = 16 }; /* max(x, 0)^2 */
@@ -686,8 +688,8 @@ HFP_EXPORT int64_t hfp_decode_workspace(const HfpTensorList *model, int64_t rows
 HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
                                    const HfpTensorList *model, const DLTensor *cache,
                                    const DLTensor *ids, const DLTensor *embeds,
-                                   const DLTensor *positions, const DLTensor *mask, int64_t threads,
-                                   void *stream);
+                                   const DLTensor *positions, const DLTensor *mask,
+                                   int64_t most_keys, int64_t threads, void *stream);
 
 /*
  * The ops that also have an in-place operator NAME_, and which arguments its results replace, in

@@ -153,6 +153,7 @@ def main(package: Any = None) -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 8, 16])
     parser.add_argument("--lengths", nargs="+", type=int, default=[64, 1000, 8000, 32000])
+    parser.add_argument("--row-lengths", nargs="+", type=int, default=[1000], help="of rows > 1")
     parser.add_argument("--times", type=int, default=15)
     args = parser.parse_args()
     if args.threads:
@@ -166,7 +167,8 @@ def main(package: Any = None) -> None:
         for dtype in args.dtypes:
             model = model_of(shape, getattr(torch, dtype), args.device)
             cases = [(1, length) for length in args.lengths]
-            cases += [(rows, 1000) for rows in args.rows if rows > 1]
+            several = [rows for rows in args.rows if rows > 1]
+            cases += [(rows, length) for rows in several for length in args.row_lengths]
             for rows, length in cases:
                 row = measure(model, rows, length, package, args.times)
                 row |= {"model": shape, "dtype": dtype, "rows": rows, "length": length}

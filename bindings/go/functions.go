@@ -9,7 +9,7 @@ import "unsafe"
 
 // The choices of integer arguments.
 const (
-	AbiVersion        = 3
+	AbiVersion        = 4
 	ActGeluErf        = 0
 	ActGeluSigmoid    = 2
 	ActGeluTanh       = 1

@@ -5,10 +5,10 @@ Written by `python bindings/generate` from kernel_src/hfpatch.h; do not edit.
 
 from __future__ import annotations
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 CONSTANTS: dict[str, int] = {
-    "HFP_ABI_VERSION": 3,
+    "HFP_ABI_VERSION": 4,
     "HFP_ACT_COUNT": 5,
     "HFP_ACT_GELU_ERF": 0,
     "HFP_ACT_GELU_SIGMOID": 2,
@@ -822,6 +822,7 @@ SIGNATURES: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
             ("tensor", "embeds"),
             ("tensor", "positions"),
             ("tensor", "mask"),
+            ("int", "most_keys"),
             ("int", "threads"),
             ("stream", "stream"),
         ),

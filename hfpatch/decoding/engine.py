@@ -330,8 +330,12 @@ class Call:
         embeds: Tensor | None,
         positions: Tensor,
         mask: Tensor | None,
+        most_keys: int = 0,
     ) -> None:
         """One step on the current stream.
+
+        Args:
+            most_keys: what the keys are at most, this step's among them; 0: not known.
 
         Raises:
             DecodingError: what the C function says.
@@ -347,6 +351,7 @@ class Call:
             ctypes.byref(self._workspace_view),
             ctypes.byref(self._list),
             *views[2:],
+            most_keys,
             self._threads,
             self._stream(),
         )

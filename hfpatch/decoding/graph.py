@@ -16,9 +16,15 @@ Tensor = torch.Tensor
 #: Keys that the mask's buffer grows by.
 _MASK_STEP = 1024
 
+#: Behind so many keys at most, few sequences have a graph of their own: in it a head's CTAs are a
+#: cluster (`kClusterKeys` and `few` of decode_attention.cu).
+_FEW_KEYS = 1024
+_CLUSTER = 8
+
 
 class StepGraphs:
-    """The step's kernels in CUDA graphs: one for each set of arguments that are there.
+    """The step's kernels in CUDA graphs: one for each set of arguments that are there, and for few
+    keys.
 
     The kernels read ids, positions, mask, and where the cache lies and how long it is, from buffers
     of this object and write to others: a step is some small copies and one launch.
@@ -42,7 +48,10 @@ class StepGraphs:
         self._counters = numbers[: rows * tokens + 1]
         self._held = -1  # what `_length` holds
         self._version = -1  # of the table, in `_entries`
-        self._state = (rows, tokens, width)
+        heads = min((layer.attention.key_heads for layer in model.layers), default=1)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._few_keys = _FEW_KEYS if rows * heads * _CLUSTER <= processors else 0
+        self._tokens, self._state = tokens, (rows, tokens, width)
         vocab = model.head.weight.shape[0]
         self._logits: dict[tuple[int, torch.dtype], Tensor] = {}
         self._vocab = vocab
@@ -107,13 +116,19 @@ class StepGraphs:
                 self._hidden = _own(self._state, hidden)
             own_hidden = self._hidden if hidden is not None else None
             kinds = (mask is None, embeds is None, hidden is None)
-            key = (logits.shape[1], logits.dtype, *kinds, chooser)
+            most_keys = self._few_keys if self._held + self._tokens <= self._few_keys else 0
+            key = (logits.shape[1], logits.dtype, *kinds, most_keys, chooser)
             graph = self._graphs.get(key)
             if graph is None:
+
+                def launch() -> None:
+                    masked, embedded = mask is not None, embeds is not None
+                    self._launch(result, masked, embedded, own_hidden, most_keys, chooser)
+
                 # Not from the graph: what a kernel needs at its first launch cannot be captured.
-                self._launch(result, mask is not None, embeds is not None, own_hidden, chooser)
-                graph = self._captured(result, mask, embeds, own_hidden, chooser)
-                self._graphs[key] = graph
+                launch()
+                # The same launches are not run: neither cache nor counters change.
+                graph = self._graphs[key] = recorded(launch)
             else:
                 graph.replay()
             if chooser is not None:
@@ -167,6 +182,7 @@ class StepGraphs:
         masked: bool,
         embedded: bool,
         hidden: Tensor | None,
+        most_keys: int,
         chooser: Chooser | None,
     ) -> None:
         self._call(
@@ -177,21 +193,10 @@ class StepGraphs:
             self._embeds if embedded else None,
             self.positions,
             self._mask if masked else None,
+            most_keys,
         )
         if chooser is not None:
             chooser.launch(logits)
-
-    def _captured(
-        self,
-        result: Tensor,
-        mask: Tensor | None,
-        embeds: Tensor | None,
-        hidden: Tensor | None,
-        chooser: Chooser | None,
-    ) -> torch.cuda.CUDAGraph:
-        """The same launches as a graph. They are not run: neither cache nor counters change."""
-        masked, embedded = mask is not None, embeds is not None
-        return recorded(lambda: self._launch(result, masked, embedded, hidden, chooser))
 
 
 def _own(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

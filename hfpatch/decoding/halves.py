@@ -117,6 +117,7 @@ class HalvesEngine(Engine):
             x = reference.embedded(ids, model)
         for part in self._parts:
             y = torch.empty_like(x)
-            part.call(None, y, part.entries(cache), None, x.contiguous(), positions, mask)
+            entries, keys = part.entries(cache), cache.length + self.tokens
+            part.call(None, y, entries, None, x.contiguous(), positions, mask, keys)
             x = y if part.ends is None else reference.with_mlp(x, y, part.ends)
         reference.finish(x, model, logits, hidden)

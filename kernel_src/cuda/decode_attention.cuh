@@ -4,29 +4,48 @@
 // A CTA takes one head of keys, a block of the queries that share it (heads and tokens), and one part of the
 // keys. Scores are an mma with the queries as A and eight keys as B, each thread's elements eight
 // neighbours as in decode_product.cuh. Sums of values are one with 16 elements of a head as A, 16 keys' values
-// of each, and the weights as B: where the scores' mma leaves them. Of the CTAs of a block the one that ends last
-// puts the parts together, in their order.
+// of each, and the weights as B: where the scores' mma leaves them. The parts of a block are put together, in their
+// order, by the CTA of theirs that ends last. Behind few keys they are a cluster: then by its first one, which they
+// send their results to.
 #pragma once
 
 #include "decode_product.cuh"
+#include "mailbox.cuh"
 
 namespace hfp::cuda::decode {
 
 inline constexpr int kTile = 16;  // keys that a warp takes at a time
-inline constexpr int kFewBlocks = 3;  // of the keys that a CTA takes at a time
+inline constexpr int kClusterKeys = 1024;  // at most, for parts that a cluster puts together
 inline constexpr int kNewKeys = 16;  // of one step
 static_assert(kMostParts == 32, "a lane has a part's sum");
+
+// The parts' results, in the shared memory of a cluster's first CTA.
+template <int kDim, int kQueries, int kParts>
+struct PartResults {
+  alignas(16) float y[kParts][kQueries][kDim];
+  alignas(8) float sums[kParts][kQueries][2];  // the greatest score and the sum
+  Mailbox mailbox;
+};
 
 // kDim: at least a head's elements, a multiple of 32. kQueries: at least the queries of a block.
 template <class T, int kDim, int kQueries, int kAttentionWarps>
 struct AttentionShared {
+  // Parts whose warps' results are kept, to be put together at once.
+  static constexpr int kFit = (4 << 10) / (kQueries * kDim * 4), kKept = kFit < 1 ? 1 : kFit > 4 ? 4 : kFit;
+  static constexpr int kClusterParts = kClusterKeys / (kAttentionWarps * kTile);
+
   alignas(16) T q[kQueries][kDim];
-  alignas(16) T k[kNewKeys][kDim];
+  alignas(16) T k[kNewKeys][kDim], v[kNewKeys][kDim];
   float scratch[kAttentionWarps][kDim];
-  float most[kAttentionWarps][8], sum[kAttentionWarps][8], by[kAttentionWarps][8];
-  alignas(16) float o[kAttentionWarps][kQueries][kDim];
+  float most[kKept][8][kAttentionWarps], sum[kKept][8][kAttentionWarps];
+  alignas(16) float o[kKept][kAttentionWarps][kQueries][kDim];
   float share[8][kMostParts];  // of each part in a query's result
   int last;
+  PartResults<kDim, kQueries, kClusterParts> results;  // last: there in clusters alone
+
+  static constexpr int bytes(bool clusters) {
+    return static_cast<int>(sizeof(AttentionShared) - (clusters ? 0 : sizeof(results)));
+  }
 };
 
 // Two weights as the halves of a word, the first one low.
@@ -85,11 +104,20 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   }
   const int first = window > 0 && length + 1 > window ? static_cast<int>(length + 1 - window) : 0;
   // Blocks of kPart keys are dealt out to the parts in turn: the same for every batch, so that a
-  // row's bits are. A CTA has one part or, in large grids, several, one after the other. A few blocks are one part:
-  // to put parts together takes as long as to read some blocks more.
-  const int blocks = (end - first + kPart - 1) / kPart, parts = blocks > kFewBlocks ? a.parts : 1;
+  // row's bits are. A CTA has one part or, in large grids, several, one after the other.
+  const int blocks = (end - first + kPart - 1) / kPart, parts = a.parts;
   const int active = min(blocks, parts);
   const int ctas = static_cast<int>(gridDim.x);
+  // Whether this cluster, which has all of them, puts them together.
+  const bool in_cluster = kUsual && a.clusters && active <= Shared::kClusterParts;
+  auto &results = shared.results;
+  if constexpr (kUsual) {
+    if (in_cluster && blockIdx.x == 0) {
+      const int own = (active + ctas - 1) / ctas;
+      results.mailbox.begin((active - own) * queries * (kDim + 2) * 4);
+    }
+    if (in_cluster) Team<true>::leave();
+  }
 
   const T *const qkv = static_cast<const T *>(a.qkv) + static_cast<int64_t>(row) * tokens * width;
   const T *const new_keys = qkv + a.heads * dim;
@@ -150,8 +178,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
       for (int h = 0; h < kSixties; ++h) {
         const int d = h * 64 + group * 8;
         if (at >= length && at < end && d < dim) {
-          const T *const from = new_values + static_cast<int64_t>(at - length) * width;
-          value[h][r] = __ldcg(reinterpret_cast<const uint4 *>(from + d));
+          value[h][r] = *reinterpret_cast<const uint4 *>(&shared.v[at - length][d]);
         }
       }
     }
@@ -160,22 +187,32 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   if (part >= active) return;  // the grid ends no earlier: its first CTAs wait
   load_keys(first + part * kPart + warp * kTile);
   load_values(first + part * kPart + warp * kTile);
+  if constexpr (kUsual) {
+    __syncwarp();
+    if (in_cluster) Team<true>::left();  // the first one's mailbox is there
+  }
   wait_for_previous<false>();
 
   // Whether new key t lies in one of this CTA's parts.
   // `ctas` is a power of two, as `parts` is.
   const auto own_key = [&](int t) {
-    const int part_of_key = parts == 1 ? 0 : (length + t - first) / kPart;
-    return (part_of_key & (ctas - 1)) == static_cast<int>(blockIdx.x);
+    return (((length + t - first) / kPart) & (ctas - 1)) == static_cast<int>(blockIdx.x);
   };
   const int half = kUsual ? kDim / 2 : a.half;
   const bool turned = kUsual || a.table != nullptr;
   const float *const table = turned ? a.table + static_cast<int64_t>(row) * tokens * 2 * half : nullptr;
   const auto table_of = [&](int t) { return turned ? table + t * 2 * half : nullptr; };
 #pragma unroll 1
-  for (int i = warp; i < queries + tokens; i += kAttentionWarps) {
+  for (int i = warp; i < queries + 2 * tokens; i += kAttentionWarps) {
+    if (i >= queries + tokens) {
+      const int t = i - queries - tokens, d = lane * 8;
+      if (d >= dim || !own_key(t)) continue;
+      const T *const from = new_values + static_cast<int64_t>(t) * width + d;
+      *reinterpret_cast<uint4 *>(&shared.v[t][d]) = __ldcg(reinterpret_cast<const uint4 *>(from));
+      continue;
+    }
     const bool of_key = i >= queries;
-    const int q = first_query + i, t = of_key ? i - queries : q / heads;
+    const int q = first_query + i, t = of_key ? i - queries : kUsual ? 0 : q / heads;
     if (of_key && !own_key(t)) continue;
     HeadNorm<T, kDim> norm = q_norm;
     if (of_key) norm = k_norm;
@@ -191,7 +228,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
       if (!own_key(t) || d >= dim) continue;
       const int64_t at = static_cast<int64_t>(length + t) * dim + d;
       keys[at] = shared.k[t][d];
-      values[at] = from_float<T>(load_one(new_values + static_cast<int64_t>(t) * width + d));
+      values[at] = shared.v[t][d];
     }
   }
 
@@ -223,21 +260,32 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   const auto has = [&](int round) {
     return own_query < kAtOnce && own < dim && own_query + round * kAtOnce < queries;
   };
-  // One more score, of the sink, beside those that have `all` as their greatest and the sum `total`.
-  const auto whole_sum = [&](int i, float all, float total, float *by) {
+  // One more score, of the sink, beside those that have `all` as their greatest and the sum `total`. The factor by
+  // which the sums of values become the result.
+  const auto whole_factor = [&](int i, float all, float total) {
+    float turned = 1.0f;
     if (!kUsual && a.sinks != nullptr) {
       const int head = key_head * heads + (first_query + i) % heads;
       const float sink = parameter<T>(a.sinks, head) * kLog2E;
       const float top = fmaxf(all, sink);
-      const float turned = all == -INFINITY ? 0.0f : exp2f(all - top);
+      turned = all == -INFINITY ? 0.0f : exp2f(all - top);
       total = total * turned + exp2f(sink - top);
-      *by *= turned;
     }
-    return total;
+    return total > 0.0f ? turned / total : 0.0f * total;  // nothing is seen: 0; NaN stays
   };
+  // Of all parts: the sums of values, then of each the greatest score and the sum of weights.
   const int64_t head_at = (static_cast<int64_t>(row) * a.key_heads + key_head) * (kUsual ? 1 : a.blocks) + block;
   float *const partial = a.partial + head_at * a.parts * kQueries * (2 + dim);
+  float *const partial_sums = partial + a.parts * kQueries * dim;
+  // Four elements of a query's result, from number d on.
+  const auto store_four = [&](int h, int d, const float (&y)[4]) {
+    uint2 four;
+    four.x = packed<T>(y[0], y[1]), four.y = packed<T>(y[2], y[3]);
+    *reinterpret_cast<uint2 *>(out_of(h) + d) = four;
+  };
+  constexpr int kFours = kDim / 4;
 
+  int kept = 0;  // of this CTA's parts
   for (; part < active; part += ctas) {
   int tile = first + part * kPart + warp * kTile;
   const int next_part = part + ctas < active ? tile + ctas * kPart : end;
@@ -319,7 +367,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
 
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-  if (quarter == 0) shared.most[warp][group] = most, shared.sum[warp][group] = sum;
+  if (quarter == 0) shared.most[kept][group][warp] = most, shared.sum[kept][group][warp] = sum;
 #pragma unroll
   for (int h = 0; h < kSixties; ++h) {
 #pragma unroll
@@ -328,49 +376,100 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         if (at >= kDim || quarter * 2 + j >= kQueries) continue;
-        float *const to = &shared.o[warp][quarter * 2 + j][at];
+        float *const to = &shared.o[kept][warp][quarter * 2 + j][at];
         *reinterpret_cast<float2 *>(to) = make_float2(o[h][i][j], o[h][i][2 + j]);
       }
     }
   }
+  if (++kept < Shared::kKept && part + ctas < active) continue;
   __syncthreads();
 
-  // Warps' results to the CTA's: first each warp's share, by 64 threads, then the elements.
-  if (threadIdx.x < kAttentionWarps * 8) {
-    const int h = threadIdx.x / kAttentionWarps, w = threadIdx.x % kAttentionWarps;
-    const float top = shared.most[w][h];
-    float all = top;
+  // Warps' results to the parts'.
+  const int first_kept = part - (kept - 1) * ctas;
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < kept * kQueries * kFours; e += kAttentionThreads) {
+    const int d = e % kFours * 4, h = e / kFours % kQueries, which = e / (kFours * kQueries);
+    if (h >= queries || d >= dim) continue;
+    float by[kAttentionWarps], all = -INFINITY, total = 0.0f, y[4] = {};
 #pragma unroll
-    for (int d = kAttentionWarps / 2; d > 0; d /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, d));
-    float by = exp2f(top - (all == -INFINITY ? 0.0f : all));
-    float total = shared.sum[w][h] * by;
+    for (int w = 0; w < kAttentionWarps; ++w) all = fmaxf(all, by[w] = shared.most[which][h][w]);
 #pragma unroll
-    for (int d = kAttentionWarps / 2; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
-    if (h < queries) {
-      if (active == 1) {
-        const float sums = whole_sum(h, all, total, &by);
-        by = sums > 0.0f ? by / sums : 0.0f * sums;  // nothing is seen: 0; NaN stays
-      } else if (w == 0) {
-        float *const mine = partial + (part * kQueries + h) * (2 + dim);
-        mine[0] = all, mine[1] = total;
+    for (int w = 0; w < kAttentionWarps; ++w) {
+      by[w] = exp2f(by[w] - (all == -INFINITY ? 0.0f : all));
+      total = fmaf(shared.sum[which][h][w], by[w], total);
+      const float4 o = *reinterpret_cast<const float4 *>(&shared.o[which][w][h][d]);
+      y[0] = fmaf(o.x, by[w], y[0]), y[1] = fmaf(o.y, by[w], y[1]);
+      y[2] = fmaf(o.z, by[w], y[2]), y[3] = fmaf(o.w, by[w], y[3]);
+    }
+    const int at = first_kept + which * ctas;
+    if (active == 1) {
+      const float factor = whole_factor(h, all, total);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[i] *= factor;
+      store_four(h, d, y);
+      continue;
+    }
+    const float sums[2] = {all, total};
+    if constexpr (kUsual) {
+      if (in_cluster && blockIdx.x > 0) {
+        results.mailbox.send(&results.y[at][h][d], y, 0);
+        if (d == 0) results.mailbox.send(results.sums[at][h], sums, 0);
+        continue;
       }
     }
-    shared.by[w][h] = by;
+    float *const to = in_cluster ? &results.y[at][h][d] : partial + (at * kQueries + h) * dim + d;
+    *reinterpret_cast<float4 *>(to) = make_float4(y[0], y[1], y[2], y[3]);
+    if (d == 0) {
+      float *const beside = in_cluster ? results.sums[at][h] : partial_sums + (at * kQueries + h) * 2;
+      beside[0] = all, beside[1] = total;
+    }
   }
-  __syncthreads();
-#pragma unroll 1
-  for (int round = 0; round < kRounds; ++round) {
-    if (!has(round)) break;
-    const int h = own_query + round * kAtOnce;
-    float y = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) y = fmaf(shared.o[w][h][own], shared.by[w][h], y);
-    if (active == 1) out_of(h)[own] = from_float<T>(y);
-    else partial[(part * kQueries + h) * (2 + dim) + 2 + own] = y;
-  }
+  kept = 0;
   if (part + ctas < active) __syncthreads();  // before the next part's results come into the same memory
   }
   if (active == 1) return;
+
+  if constexpr (kUsual) {
+    if (in_cluster) {
+      if (blockIdx.x > 0) return;
+      __syncthreads();
+      results.mailbox.wait(0);
+#pragma unroll 1
+      for (int e = static_cast<int>(threadIdx.x); e < queries * kFours; e += kAttentionThreads) {
+        const int d = e % kFours * 4, h = e / kFours;
+        constexpr int kParts = Shared::kClusterParts;
+        float by[kParts], sums[kParts], all = -INFINITY, y[4] = {};
+#pragma unroll
+        for (int s = 0; s < kParts; ++s) {
+          const float2 of_part = *reinterpret_cast<const float2 *>(results.sums[s][h]);
+          by[s] = s < active ? of_part.x : -INFINITY, sums[s] = s < active ? of_part.y : 0.0f;
+          all = fmaxf(all, by[s]);
+        }
+        const float base = all == -INFINITY ? 0.0f : all;
+#pragma unroll
+        for (int s = 0; s < kParts; ++s) by[s] = exp2f(by[s] - base), sums[s] = __fmul_rn(sums[s], by[s]);
+        // As a warp's sum over all parts, below: in its order, and no product joined to a sum.
+#pragma unroll
+        for (int d = kParts / 2; d > 0; d /= 2) {
+#pragma unroll
+          for (int s = 0; s < kParts / 2; ++s) {
+            if (s < d) sums[s] += sums[s + d];
+          }
+        }
+        const float factor = whole_factor(h, all, sums[0]);
+#pragma unroll
+        for (int s = 0; s < kParts; ++s) {
+          if (s >= active) continue;
+          const float share = by[s] * factor;
+          const float4 part_y = *reinterpret_cast<const float4 *>(&results.y[s][h][d]);
+          y[0] = fmaf(share, part_y.x, y[0]), y[1] = fmaf(share, part_y.y, y[1]);
+          y[2] = fmaf(share, part_y.z, y[2]), y[3] = fmaf(share, part_y.w, y[3]);
+        }
+        store_four(h, d, y);
+      }
+      return;
+    }
+  }
 
   __threadfence();
   __syncthreads();
@@ -390,9 +489,9 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       const int query = own_query + round * kAtOnce;
-      const float *from = partial + (begin * kQueries + query) * (2 + dim) + 2 + own;
+      const float *from = partial + (begin * kQueries + query) * dim + own;
 #pragma unroll
-      for (int s = 0; s < kReads; ++s, from += kQueries * (2 + dim)) {
+      for (int s = 0; s < kReads; ++s, from += kQueries * dim) {
         theirs[round][s] = begin + s < active && has(round) ? __ldcg(from) : 0.0f;
       }
     }
@@ -400,17 +499,16 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   load_parts(0);
 #pragma unroll 1
   for (int q = warp; q < queries; q += kAttentionWarps) {
-    const float *const mine = partial + (min(lane, active - 1) * kQueries + q) * (2 + dim);
+    const float *const mine = partial_sums + (min(lane, active - 1) * kQueries + q) * 2;
     const float top = lane < active ? __ldcg(mine) : -INFINITY, total = lane < active ? __ldcg(mine + 1) : 0.0f;
     float all = top;
 #pragma unroll
     for (int d = kMostParts / 2; d > 0; d /= 2) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, d));
-    float by = exp2f(top - (all == -INFINITY ? 0.0f : all));
+    const float by = exp2f(top - (all == -INFINITY ? 0.0f : all));
     float sums = total * by;
 #pragma unroll
     for (int d = kMostParts / 2; d > 0; d /= 2) sums += __shfl_xor_sync(0xffffffffu, sums, d);
-    sums = whole_sum(q, all, sums, &by);
-    shared.share[q][lane] = sums > 0.0f ? by / sums : 0.0f * sums;
+    shared.share[q][lane] = by * whole_factor(q, all, sums);
   }
   __syncthreads();
 #pragma unroll 1

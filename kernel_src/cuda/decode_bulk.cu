@@ -11,7 +11,6 @@ int bytes_beside(const Product &p) {
   return p.rows * staged_row_bytes(p.columns) + sum_buffers(p.rows) * sums + squares;
 }
 
-constexpr int kReserved = 1 << 10;  // of shared memory of each CTA, by the driver
 constexpr int kMailboxes = 256;
 constexpr int kFewestWhole = 8, kFewestShared = 3;
 // Of kMoreRegisters, by which two of these do not fit on a multiprocessor, and one beside kMoreMemory does.
@@ -22,9 +21,9 @@ static_assert(2 * kMore > kAllRegisters && kMore + bulk_threads(2) * kSharedRegi
 // Of shared memory, what a CTA may have beside what the driver takes.
 int shared_bytes(const Device &device, Share share) {
   constexpr int kBeyondHalf = 4 << 10;
-  const int all = device.shared_limit + kReserved, more = all / 2 + kBeyondHalf;
+  const int all = device.shared_limit + kReservedShared, more = all / 2 + kBeyondHalf;
   if (share == Share::kWhole) return device.shared_limit;
-  return (share == Share::kMoreMemory ? more : all - more) - kReserved;
+  return (share == Share::kMoreMemory ? more : all - more) - kReservedShared;
 }
 
 int slots_beside(const Product &p, const Device &device, Share share) {

@@ -202,7 +202,8 @@ struct Attention {
   int64_t window;
   const void *sinks;
   int parts, blocks;     // blocks: of queries
-  int processors;
+  bool clusters;         // a block's CTAs are one
+  int64_t most_keys;     // hfp_decode_step's
   bool beside_products;  // of a short layer (Share)
   float *partial;        // [rows, key heads, blocks, parts, queries of a block, 2 + dim]
   unsigned int *arrived;  // [rows, key heads, blocks], 0
@@ -318,10 +319,12 @@ __device__ __forceinline__ void prepare_head(const Attention &a, const DecodeNor
 
 // ---------------------------------------------------------------------------------------------
 
-// `early`: as this header's first lines say.
+constexpr int kReservedShared = 1 << 10;  // of each CTA, by the driver
+
+// `early`: as this header's first lines say. `cluster`: CTAs of one.
 template <class Params>
 int32_t launch_step(void (*kernel)(Params), dim3 grid, int threads, int bytes, Params &params, void *stream,
-                    bool early = true) {
+                    bool early = true, int cluster = 1) {
   constexpr const char *kOp = "decode_step";
   const cudaError_t allowed = allow_shared_memory(kernel, bytes);
   if (allowed != cudaSuccess) return check(allowed, kOp);
@@ -331,22 +334,31 @@ int32_t launch_step(void (*kernel)(Params), dim3 grid, int threads, int bytes, P
                                                    cudaSharedmemCarveoutMaxShared);
   if (divided != cudaSuccess) return check(divided, kOp);
   void *arguments[] = {&params};
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (early && early_start_supported(function)) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = early && early_start_supported(function) ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return check(cudaLaunchKernelExC(&config, function, arguments), kOp);
 }
 
 // What the device is, asked once a step.
 struct Device {
-  int processors, shared_limit;
+  int index, processors, shared_limit;
   bool tensor_cores;  // bf16 and fp16 mma and cp.async, in the code that the GPU runs
   bool bulk_copies;   // cp.async.bulk too
 };
@@ -366,7 +378,7 @@ bool bulk_copies_supported();
 // decode_attention.cu
 constexpr int kMostParts = 32;  // of a sequence's keys
 bool takes_attention(DType type, const DecodeLayer &layer, const DecodeArgs &args, const Device &device);
-int32_t run_attention(DType type, Attention a, int rows, void *stream);
+int32_t run_attention(DType type, Attention a, int rows, const Device &device, void *stream);
 inline int queries_of_block(int64_t dim) { return dim > 128 ? 4 : 8; }
 
 // decode_plain.cu: any size, alignment and dtype.

@@ -42,7 +42,7 @@ int depth_beside(const Product &p, bool staged, const Device &device) {
 }  // namespace
 
 Device device_of(int device) {
-  Device found{sm_count(device), shared_memory_limit(), false, false};
+  Device found{device, sm_count(device), shared_memory_limit(), false, false};
   cudaFuncAttributes of{};
   const void *kernel =
       reinterpret_cast<const void *>(&decode_product_kernel<__half, false, false, false, 4>);

@@ -257,12 +257,12 @@ class Step {
     a.across = layer.norm_across, a.after_rope = layer.norm_after_rope;
     a.scale = layer.scale, a.softcap = layer.softcap, a.window = layer.window;
     a.sinks = layer.sinks;
-    a.processors = device_.processors;
+    a.most_keys = args_.most_keys;
     a.beside_products = short_layer_;
     a.partial = reinterpret_cast<float *>(at(buffers_.partial));
     a.arrived = reinterpret_cast<unsigned int *>(at(buffers_.arrived));
     const int rows = static_cast<int>(args_.rows);
-    return takes_attention(args_.type, layer, args_, device_) ? run_attention(args_.type, a, rows, stream_)
+    return takes_attention(args_.type, layer, args_, device_) ? run_attention(args_.type, a, rows, device_, stream_)
                                                               : run_plain_attention(args_.type, a, rows, stream_);
   }
 

@@ -37,14 +37,16 @@ def test_each_path(kernels_module: ModuleType, dtype: torch.dtype, name: str) ->
     visit((SMALL | WIDE)[name], dtype, kernels_module)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_a_row_does_not_depend_on_the_others(
-    kernels_module: ModuleType, dtype: torch.dtype
+    kernels_module: ModuleType, dtype: torch.dtype, dim: int
 ) -> None:
-    shape = Shape(width=256, inner=512, heads=8, key_heads=2, dim=64, vocab=512, qk_norm="head")
+    """Nor on whether its parts are put together by a cluster."""
+    shape = Shape(width=256, inner=512, heads=8, key_heads=2, dim=dim, vocab=512, qk_norm="head")
     model = decoder(shape, dtype, "cuda")
     for rows in (2, 8, 9, 16, 24):
-        for length in (4, 200, 3000):
+        for length in (4, 200, 900, 3000):
             ids, positions = arguments(model, rows, 1, length)
             cache = table(model, rows, length, length + 1)
             whole = torch.empty(rows, 1, 512, dtype=dtype, device="cuda")
@@ -62,12 +64,12 @@ def test_a_row_does_not_depend_on_the_others(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_graph_serves_every_length_and_cache(
+def test_its_graphs_serve_every_length_and_cache(
     kernels_module: ModuleType, dtype: torch.dtype
 ) -> None:
     model = decoder(Shape(width=128, inner=256, dim=64, vocab=256), dtype, "cuda")
     engine = Engine(model, 2, package=kernels_module)
-    for length in (3, 4, 5, 500, 64, 2000, 1, 0):
+    for length in (3, 4, 5, 500, 64, 2000, 1022, 1, 0):
         cache = table(model, 2, length, length + 9, seed=length)
         for step in range(3):
             ids, positions = arguments(model, 2, 1, cache.length, step)

@@ -42,7 +42,7 @@ pub struct HfpTensorList {
     pub count: i64,
 }
 
-pub const HFP_ABI_VERSION: i32 = 3;
+pub const HFP_ABI_VERSION: i32 = 4;
 pub const HFP_ACT_COUNT: i64 = 5;
 pub const HFP_ACT_GELU_ERF: i64 = 0;
 pub const HFP_ACT_GELU_SIGMOID: i64 = 2;
@@ -666,6 +666,7 @@ unsafe extern "C" {
         embeds: *const DLTensor,
         positions: *const DLTensor,
         mask: *const DLTensor,
+        most_keys: i64,
         threads: i64,
         stream: *mut c_void,
     ) -> i32;
