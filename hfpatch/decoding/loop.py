@@ -95,6 +95,8 @@ def method_for(model: Any) -> Callable[..., Any] | None:
             kwargs["custom_generate"] = functools.partial(_sample, into=streamer)
         return type(self).generate(self, *args, **kwargs)
 
+    # What callers reach for to have gradients: theirs without its `no_grad`.
+    setattr(generate, "__wrapped__", getattr(cls.generate, "__wrapped__", cls.generate))  # noqa: B010
     return generate
 
 
@@ -250,6 +252,8 @@ class _Loop:
         model, config, ids = self.model, self.config, self.input_ids
         positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
         if ids.device != model.device or ids.dim() != 2 or model.config.is_encoder_decoder:
+            return False
+        if ids.dtype is not torch.int64:  # transformers' texts get wider with the first token
             return False
         if not set(model_kwargs) <= _ARGUMENTS or not model_kwargs.get("use_cache"):
             return False

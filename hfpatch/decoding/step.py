@@ -394,8 +394,8 @@ class Decoder:
                 self.unlike = f"it is not what it was: {e}"
                 self._say(model, self.unlike)
             self.watch = Watch(model)
-        if self._due and self.watch.trains():
-            self._say(model, "a module of it is in training mode")
+        if self._due and (path := self.watch.trains(model)) is not None:
+            self._say(model, f"`{path}` is in training mode; call `model.eval()`")
             return False
         self._due = False
         return self.unlike is None

@@ -22,7 +22,11 @@ _DATA_PTR = torch.Tensor.data_ptr
 _SHAPE, _DTYPE = (getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FORWARD, _DIRECT = operator.itemgetter("forward"), operator.itemgetter(DIRECT)
+#: What reads no training flag. A model in `eval` has such in training mode, for example behind
+#: `resize_token_embeddings`, which makes new ones.
+_WITHOUT_MODES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.Identity)
 #: What hooks, children and tensors are put into.
+_TRAINING = operator.itemgetter("training")
 _CONTAINERS = operator.itemgetter("_modules", "_parameters", "_buffers", *_HOOKS)
 
 
@@ -38,6 +42,9 @@ class Watch:
         inside = [m for m in model.modules() if m is not model]
         self._inside = inside
         self._dicts = [m.__dict__ for m in inside]
+        self._modal = [m.__dict__ for m in inside if type(m) not in _WITHOUT_MODES]
+        self._without = [m.__dict__ for m in inside if type(m) in _WITHOUT_MODES]
+        self._modes = list(map(_TRAINING, self._without))
         self._parents = [d["_modules"] for d in (model.__dict__, *self._dicts) if d["_modules"]]
         self._children = list(_values(self._parents))
         kinds = ("_parameters", "_buffers")
@@ -105,6 +112,8 @@ class Watch:
             return True
         if _versions_of(self._buffers) != self._versions:
             return True
+        if list(map(_TRAINING, self._without)) != self._modes:  # a parent may read it
+            return True
         try:
             if self._layouts_now() != self._layouts:
                 return True
@@ -124,9 +133,16 @@ class Watch:
             [t.layout for t in self._others],
         )
 
-    def trains(self) -> bool:
-        """Whether a module inside is in training mode."""
-        return any(d["training"] for d in self._dicts)
+    def trains(self, model: nn.Module) -> str | None:
+        """The path of a module inside that is in training mode, or None."""
+        if not any(d["training"] for d in self._modal):
+            return None
+        found: Iterator[str] = (
+            path
+            for path, m in model.named_modules()
+            if path and m.training and type(m) not in _WITHOUT_MODES
+        )
+        return next(found)
 
     def _wrappers(self) -> tuple[int, list[int], list[int]]:
         """How many hooks and attributes there are, and the forwards and calls of instances: a new

@@ -209,6 +209,59 @@ def test_a_chat_goes_on_in_its_cache() -> None:
     assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_prompts_of_int32(rows: int, sampled: bool) -> None:
+    """As tokenizers in C++ give them; transformers' texts of them are int64."""
+    plain, patched = pair("gemma2")
+    inputs = prompts(rows)
+    inputs["input_ids"] = inputs["input_ids"].int()
+    texts = []
+    for model in (plain, patched):
+        torch.manual_seed(5)
+        texts.append(model.generate(**inputs, max_new_tokens=10, do_sample=sampled))
+    assert texts[0].dtype == texts[1].dtype and torch.equal(*texts)
+
+
+def test_gradients_through_the_loop_without_its_decorator() -> None:
+    """`generate.__wrapped__`, by which people differentiate what is generated."""
+    plain, patched = pair("gemma2")
+    kept = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    found = []
+    for model in (plain, patched):
+        given = prompts(1) | kept | {"return_dict_in_generate": True}
+        logits = model.generate.__wrapped__(model, **given).logits
+        assert logits[-1].requires_grad
+        found.append(torch.stack(logits).detach())
+    assert torch.allclose(*found, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_behind_resize_token_embeddings(before: bool) -> None:
+    """The new head is in training mode, which nothing reads."""
+    plain = make("phi3")
+    model = copy.deepcopy(plain)
+    if not before:
+        hfpatch.apply(model)
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each.resize_token_embeddings(each.config.vocab_size + 8, mean_resizing=False)
+    if before:
+        hfpatch.apply(model)
+    assert any(m.training for m in model.modules()) and not model.training
+    texts = [m.generate(**prompts(2), max_new_tokens=8, do_sample=False) for m in (plain, model)]
+    assert torch.equal(*texts) and steps_of(model) > 0
+
+
+def test_a_module_in_training_mode_is_named() -> None:
+    model = make("gemma2")
+    hfpatch.apply(model)
+    model.model.layers[1].mlp.train()
+    with pytest.warns(RuntimeWarning, match=r"`model\.layers\.1\.mlp.* is in training mode; call"):
+        model.generate(**prompts(1), max_new_tokens=4, do_sample=False)
+    assert steps_of(model) == 0
+
+
 def test_under_inference_mode_and_out_of_it_again() -> None:
     """What a cache got under inference mode goes on outside of it."""
     plain, patched = pair("llama-tied")
