@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
@@ -124,7 +125,24 @@ def quietly(device: str) -> Iterator[None]:
         if torch._C._len_torch_dispatch_stack():
             modes.enter_context(_disable_current_modes())
         modes.enter_context(_by_itself(device))
+        modes.enter_context(_unheard())
         yield
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """transformers' hooks that note router logits and attentions for a caller, which stay on the
+    parts that a proof calls as they are, note nothing."""
+    home: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(home, "_active_collector", None)
+    if collector is None or collector.get() is None:
+        yield
+        return
+    token = collector.set(None)
+    try:
+        yield
+    finally:
+        collector.reset(token)
 
 
 @contextmanager

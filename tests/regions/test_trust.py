@@ -164,6 +164,37 @@ def test_attentions_that_are_asked_for_are_given() -> None:
                 assert (x - y).abs().max() <= 1e-5 * y.abs().max()
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss", "Phimoe"])
+def test_a_proof_leaves_nothing_among_what_a_call_collects(family: str) -> None:
+    """Routers and experts are called by the proof as they are, with the hooks by which transformers
+    collects `router_logits`: the first call of each kind gave the proof's too."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=99, head_dim=16, moe_intermediate_size=32,
+        num_local_experts=4, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.1,
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    ids = torch.randint(3, 99, (2, 9))
+    padded = torch.ones_like(ids)
+    padded[1, :4] = 0
+    calls = [
+        {"input_ids": ids, "labels": ids, "output_router_logits": True, "use_cache": False} | more
+        for more in ({}, {"attention_mask": padded})
+    ]
+    expected = [model(**call) for call in calls]
+    hfpatch.apply(model, decoding=False, blocks=True)
+    for call, wanted in zip(calls, expected, strict=True):
+        for _ in range(2):
+            found = model(**call)
+            assert len(found.router_logits) == len(wanted.router_logits) == 2
+            for name in ("loss", "aux_loss"):
+                assert torch.allclose(found[name], wanted[name], rtol=1e-5)
+
+
 def test_copies_and_pickles() -> None:
     model, call = fused("qwen3")
     expected = run(model, call)
