@@ -398,6 +398,14 @@ LOSSES: dict[str, Any] = {
     "scaled behind the cast": lambda logits, ids: F.cross_entropy(
         (logits.float() / 1.7).view(-1, logits.shape[-1]), ids.view(-1)
     ),
+    "flattened": lambda logits, ids: F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()),
+    "flattened, from the end": lambda logits, ids: F.cross_entropy(
+        torch.flatten(logits[..., :-1, :].float(), end_dim=-2), ids[..., 1:].flatten()
+    ),
+    "reshaped by a function": lambda logits, ids: F.cross_entropy(
+        torch.reshape(logits.float(), (-1, logits.shape[-1])), torch.reshape(ids, (-1,))
+    ),
+    "all in one dimension": lambda logits, ids: logits.float().flatten().square().mean(),
     "twice": lambda logits, ids: (
         F.cross_entropy(logits.float().view(-1, logits.shape[-1]), ids.view(-1))
         + 1e-3 * logits.float().logsumexp(-1).square().mean()
@@ -419,6 +427,84 @@ def test_any_loss_of_the_users(name: str, dtype: torch.dtype) -> None:
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).abs().max() <= 8 * eps * theirs.abs().max()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_half_logits_of_a_masked_model(
+    dtype: torch.dtype, autocast: bool, reduction: str, largest: list[int]
+) -> None:
+    """BERT takes its loss of the logits as they are: of a half type, or by autocast in fp32. It is
+    as near fp64 as PyTorch's, and no logits are made."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=CLASSES, num_attention_heads=2, **sizes)
+    whole = BertForMaskedLM(config).train().double()
+    model = copy.deepcopy(whole).to(torch.float32 if autocast else dtype)
+    twin = copy.deepcopy(model)
+    hfpatch.apply(model, mode="training", include="cls.predictions.decoder")
+    largest.clear()  # of the proof's
+    ids, labels = torch.randint(CLASSES, (3, 21)), targets(1, 3, 21)
+
+    def outcome(m: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype, enabled=autocast and m is not whole):
+            logits = m(input_ids=ids).logits
+            loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), reduction=reduction)
+        (gradient,) = torch.autograd.grad(loss.double().sum(), [m.get_output_embeddings().weight])
+        return loss, gradient
+
+    (ours, mine), (theirs, other), (true, best) = map(outcome, (model, twin, whole))
+    assert ours.dtype == theirs.dtype == (torch.float32 if autocast else dtype)
+    assert largest and max(largest) < ids.numel() * CLASSES
+    eps = torch.finfo(dtype).eps
+    for got, like, want in ((ours, theirs, true), (mine, other, best)):
+        error, expected = ((t.double() - want).abs().max() for t in (got, like))
+        assert error <= 1.2 * expected + eps * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ["flattened", "flattened, from the end", "reshaped by a function"])
+def test_a_shape_by_any_name_makes_no_logits(name: str) -> None:
+    model = training_model()
+    hfpatch.apply(model, mode="training", include="lm_head")
+    ids = ids_of(model)
+    logits = model(input_ids=ids).logits
+    LOSSES[name](logits, ids).backward()
+    assert logits._made is None
+
+
+#: A checkpoint runs its loss twice, the second time with logits that the first one made.
+CHECKPOINTED = (
+    "by hand",
+    "twice",
+    "flattened",
+    "of its own dtype",
+    "a metric first",
+    "channels second",
+    "scaled and capped",
+)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_checkpoint_around_a_loss_of_logits(name: str, reentrant: bool) -> None:
+    model = training_model()
+    ids, weight = ids_of(model), model.lm_head.weight
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        logits = model(input_ids=ids).logits
+        loss: Any = torch.utils.checkpoint.checkpoint(
+            LOSSES[name], logits, ids, use_reentrant=reentrant
+        )
+        loss.backward()
+        found.append((loss.detach(), weight.grad, model.model.norm.weight.grad))
+        hfpatch.apply(model, mode="training", include="lm_head")
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
 
 
 def test_transformers_loss_and_ours_with_items() -> None:

@@ -135,13 +135,14 @@ def _deferring(original: Forward) -> Forward:
             weight, bias = self.weight, self.bias
             x = input
             kind = x.device.type
-            if autocasts(kind) and x.dtype.is_floating_point:
+            cast = autocasts(kind) and x.dtype.is_floating_point
+            if cast:
                 x = x.to(torch.get_autocast_dtype(kind))
             wide_weight = weight.dtype == torch.float32 and x.dtype in KERNEL_DTYPES
             if (
                 type(weight) is nn.Parameter
                 and (bias is None or type(bias) is nn.Parameter)
-                and (weight.dtype == x.dtype or (x is not input and wide_weight))
+                and (weight.dtype == x.dtype or (cast and wide_weight))
                 and weight.device == x.device
                 and weight.dim() == 2
                 and weight.shape[1] == x.shape[-1]

@@ -17,6 +17,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from torch.nn import functional as F
 from hfpatch.errors import HfpatchError
 from hfpatch.losses.head_loss import loss_of_head
 from hfpatch.losses.logits_hooks import Formula, Hook, LogitsHooks, Place
+from hfpatch.proof.subject import autocasts, no_gradients
+from hfpatch.training.remade import kept_as_they_are, saving_is_watched
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class DeferredLogits(Tensor):
     _before: DeferredLogits | None
     _step: tuple[str, Any] | None
     _made: Tensor | None
+    _as_made: int  # its version
     _steps: list[tuple[str, Any]]  # all of them, from the head's result on
     _bare: Tensor | None  # without autograd, for code below it
     _after: list[weakref.ref[DeferredLogits]]  # what was made of it, in memory of its own
@@ -112,12 +116,15 @@ class DeferredLogits(Tensor):
         if self._made is None:
             self._are_used()
             # They may be read for a metric first, and by the loss then.
-            with torch.inference_mode(False), torch.set_grad_enabled(_requires_grad(self)):
+            # By then inside of a checkpoint, which would save them there at its first run alone.
+            keeps = kept_as_they_are() if saving_is_watched() else nullcontext()
+            with torch.inference_mode(False), torch.set_grad_enabled(_requires_grad(self)), keeps:
                 if self._before is None or self._step is None:
                     self._made = self._head.product()
                 else:
                     name, value = self._step
                     self._made = _STEPS[name](self._before.materialized(), value)
+            self._as_made = self._made._version
             for reference in self._after:
                 if (later := reference()) is not None:
                     later.materialized()
@@ -127,10 +134,16 @@ class DeferredLogits(Tensor):
         """What was done to the head's result; None if somebody has read it meanwhile."""
         logits: DeferredLogits | None = self
         while logits is not None:
-            if logits._made is not None:
+            if logits._made is not None and not logits._is_taken_again():
                 return None
             logits = logits._before
         return self._steps
+
+    def _is_taken_again(self) -> bool:
+        """Whether this may be a checkpoint that runs its loss once more: what was read behind the
+        loss, and not written to, must not change what that saves."""
+        made = self._made
+        return bool(self._losses) and saving_is_watched() and made._version == self._as_made  # type: ignore[union-attr]
 
     def consumed(self, hooks: LogitsHooks) -> None:
         """A loss was made of them that their own values took no part in."""
@@ -215,6 +228,7 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> DeferredLogits:
+        ctx.set_materialize_grads(False)
         ctx.steps = steps
         ctx.save_for_backward(hidden, weight, bias)
         made: DeferredLogits = Tensor._make_wrapper_subclass(
@@ -223,7 +237,9 @@ class _Product(torch.autograd.Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return no_gradients(ctx)
         needed = ctx.needs_input_grad[3:]
         graph = torch.is_grad_enabled()  # gradients of these gradients may be asked for
         inputs: list[Any] = [
@@ -425,6 +441,19 @@ def _shaped(
         return _then(logits, "copy", sizes, torch.empty(sizes, device="meta")) if copies else None
 
 
+def _flatten(
+    logits: DeferredLogits, start_dim: Any = 0, end_dim: Any = -1
+) -> DeferredLogits | None:
+    old = _shape(logits)
+    if not all(isinstance(d, int) and -len(old) <= d < len(old) for d in (start_dim, end_dim)):
+        return None
+    first, last = start_dim % len(old), end_dim % len(old)
+    if first > last:
+        return None
+    sizes = (*old[:first], math.prod(old[first : last + 1]), *old[last + 1 :])
+    return _shaped(logits, sizes, {}, copies=True)
+
+
 def _contiguous(logits: DeferredLogits) -> DeferredLogits | None:
     if _meta(logits).is_contiguous():
         return logits
@@ -514,6 +543,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
+    device = logits._head.hidden.device.type
+    if _dtype(logits) != torch.float32 and autocasts(device):
+        logits = _cast(logits, torch.float32)  # as autocast does
     steps, head, shape = logits.steps(), logits._head, _shape(logits)
     form = None if steps is None else _form(steps, head.hidden.dtype != torch.float32)
     if (
@@ -523,7 +555,6 @@ def _cross_entropy(
         or reduce is not None
         or type(target) is not Tensor
         or target.dtype != torch.int64
-        or _dtype(logits) != torch.float32  # the loss of half types is rounded to them
         or len(shape) != 2
         or tuple(target.shape) != shape[:-1]
         or target.device != head.hidden.device
@@ -555,6 +586,7 @@ def _cross_entropy(
             hidden, head.weight, target, head.bias, options, reduction,
             source=head.hidden, hooks=hooks,
         )  # fmt: skip
+        loss = loss.to(_dtype(logits))  # of half types it is rounded to them
     logits.consumed(hooks)
     return loss
 
@@ -572,6 +604,9 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.view: _view,
     Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
     Tensor.contiguous: _contiguous,
     Tensor.__getitem__: _rows,
     Tensor.__mul__: _times,

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from hfpatch.losses import head_loss
 from hfpatch.losses.head_loss import check_head
 from hfpatch.losses.head_rows import Form, rows_at_a_time
+from hfpatch.proof.subject import no_gradients
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,7 @@ class _Distance(torch.autograd.Function):
         kind: str,
         beta: float,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         own = weight.to(hidden.dtype)
         own_bias = None if bias is None else bias.to(hidden.dtype)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -277,7 +279,9 @@ class _Distance(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return no_gradients(ctx)
         hidden, weight, bias, counted, found = ctx.saved_tensors
         grads = head_loss.Gradients(hidden, weight, bias, *ctx.needs_input_grad[:3])
         form, kind, beta = ctx.form, ctx.kind, ctx.beta

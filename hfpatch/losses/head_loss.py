@@ -40,7 +40,7 @@ from hfpatch.handover import tensor_refusal
 from hfpatch.kernels.sources import local_package
 from hfpatch.losses.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.proof.subject import only_by_operators
+from hfpatch.proof.subject import no_gradients, only_by_operators
 from hfpatch.training.remade import saving_is_watched
 
 #: Bytes of logits that exist at a time.
@@ -49,6 +49,9 @@ CHUNK_BYTES = 64 << 20
 ROWS_BYTES = 512 << 20
 #: Rows of a product below which a GPU's products are slow.
 LEAST = 512
+#: Devices on which few rows' gradients too are made in the forward: logits made twice are 15 % of a
+#: small model's step there, and memory is the host's.
+TIME_FIRST = frozenset({"cpu"})
 #: Reductions as PyTorch's C++ functions number them.
 _NONE, _SUM = 0, 2
 
@@ -92,9 +95,9 @@ def linear_cross_entropy(
             accumulated over batches; for ``reduction="mean"``.
         recompute: True: make the logits once more in the backward, in place of keeping the
             gradients from the forward on: a third more time, ``4 * V * H`` bytes less. False: keep
-            them. None: False, but True with fewer than ``H`` rows, where these bytes are more than
-            the logits' in fp32, and where hooks look at what autograd saves, as activation
-            checkpointing's do.
+            them. None: False, but True on a GPU with fewer than ``H`` rows, where these bytes are
+            more than the logits' in fp32, and where hooks look at what autograd saves, as
+            activation checkpointing's do.
 
     Returns:
         fp32: 0 dimensions, or ``[...]`` for ``reduction="none"``. The mean over no row is NaN.
@@ -151,7 +154,8 @@ def loss_of_head(
     apply: Any = _LinearCrossEntropy.apply
     wanted = [t is not None and t.requires_grad for t in (flat, weight, bias)]
     if recompute is None:
-        recompute = saving_is_watched() or (weight.requires_grad and len(rows) < weight.shape[1])
+        few = weight.requires_grad and len(rows) < weight.shape[1]
+        recompute = saving_is_watched() or (few and hidden.device.type not in TIME_FIRST)
     if reduction != "none" and not recompute and any(wanted) and torch.is_grad_enabled():
         summed: Any = _SummedCrossEntropy.apply
         total: Tensor = summed(flat, weight, bias, rows, options, source, hooks).to(torch.float64)
@@ -230,6 +234,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         source: Tensor | None,
         hooks: LogitsHooks | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ignore_index, smoothing, scale, softcap = options
         own = weight.to(hidden.dtype)  # the same tensor, but under autocast
         own_bias = None if bias is None else bias.to(hidden.dtype)
@@ -246,7 +251,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return _none(ctx)
         hidden, weight, bias, target, lse = ctx.saved_tensors
         if (found := _by_hooks(ctx, grad)) is not None:
             return found
@@ -278,6 +285,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         source: Tensor | None,
         hooks: LogitsHooks | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ignore_index, smoothing, scale, softcap = options
         own = weight.to(hidden.dtype)  # the same tensor, but under autocast
         own_bias = None if bias is None else bias.to(hidden.dtype)
@@ -316,7 +324,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return losses.sum(dtype=torch.float64).to(torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return _none(ctx)
         hidden, weight, bias, target, dx, dw, db = ctx.saved_tensors
         if (changed := _by_hooks(ctx, grad)) is not None:
             return changed
@@ -341,6 +351,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 #: The gradients of what the functions above are given besides.
 _NO_OTHERS = (None, None, None, None)
+
+
+def _none(ctx: Any) -> tuple[None, ...]:
+    """Where the loss has no gradient, which hooks on the logits are told."""
+    found = no_gradients(ctx)
+    if ctx.hooks:
+        ctx.hooks.run_without_gradient()
+    return found
 
 
 def _by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:

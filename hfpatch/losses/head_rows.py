@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hfpatch.losses import head_loss
 from hfpatch.losses.head_loss import check_head, linear_cross_entropy, refusal
+from hfpatch.proof.subject import no_gradients
 
 
 class LogProbs(NamedTuple):
@@ -373,6 +374,8 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(g is None for g in upstream):
+            return no_gradients(ctx)
         hidden, weight, bias, target, counted, lse, entropy = ctx.saved_tensors
         grads = head_loss.Gradients(hidden, weight, bias, *ctx.needs_input_grad[:3])
         of_log_prob, of_lse, of_mean, of_entropy, _ = upstream

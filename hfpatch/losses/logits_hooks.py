@@ -139,8 +139,7 @@ class LogitsHooks:
         Args:
             grad: of the sum of the rows' losses, or of the loss of each.
         """
-        # autograd comes to what was made last first
-        hooks = sorted(self._hooks.values(), key=lambda pair: -pair[0].steps)
+        hooks = self._in_turn()
         if only_by_operators(grad):
             return self._by_autograd(hooks, grad, wanted)
         changed: tuple[int, Tensor] | None = None
@@ -161,6 +160,18 @@ class LogitsHooks:
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             y = self._logits(own, changed[0])
         return _gradients(y, own, wanted, changed[1])
+
+    def run_without_gradient(self) -> None:
+        """Call them where the losses have none: PyTorch gives a hook None then, and takes no
+        other."""
+        for _, hook in self._in_turn():
+            given: Any = None
+            if hook(given) is not None:
+                raise RuntimeError("can't replace a None gradient with a non-None value")
+
+    def _in_turn(self) -> list[tuple[Place, Hook]]:
+        """Autograd comes to what was made last first."""
+        return sorted(self._hooks.values(), key=lambda pair: -pair[0].steps)
 
     def _gradient(self, steps: int, behind: tuple[int, Tensor] | None, grad: Tensor) -> Tensor:
         """Of the logits `steps` behind the head's result; `behind`: of those behind them, where a

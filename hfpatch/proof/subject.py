@@ -320,6 +320,18 @@ def only_by_operators(*grads: Tensor | None) -> bool:
     return any(g is not None and "Batched" in str(torch._C._dispatch_keys(g)) for g in grads)
 
 
+def no_gradients(ctx: Any) -> tuple[None, ...]:
+    """A backward's answer where what follows gives no gradient: none for any input.
+
+    Zeros would not be the same: an optimizer leaves a parameter without a gradient alone, and
+    decays the weights of one whose gradient is 0. So functions call
+    `ctx.set_materialize_grads(False)`. As PyTorch's own nodes do, this asks for what was saved even
+    so, which is an error where that was freed or written to.
+    """
+    _ = ctx.saved_tensors
+    return (None,) * len(ctx.needs_input_grad)
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether the memory of a tensor holds its values as they are: no sparse, MKL-DNN or nested
     one, and none that is read with another sign (`torch._neg_view`, views of such an `.imag`)."""

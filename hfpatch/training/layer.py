@@ -22,6 +22,7 @@ from hfpatch.announce import announce_in_call
 from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
 from hfpatch.kernels.sources import local_package
 from hfpatch.leaves.tables import hold_twice
+from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.proof.subject import Forward, autocasts, class_of, coded, plain, watched
 from hfpatch.proof.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
@@ -171,6 +172,7 @@ class _Norm:
 
     def __init__(self, rule: NormRule) -> None:
         self.path, self.rule = _parts(rule.path), rule
+        self._names = tuple(name for name in (rule.weight, rule.bias) if name is not None)
 
     def form(self, module: nn.Module) -> stages.NormForm:
         eps = self.rule.eps
@@ -185,10 +187,14 @@ class _Norm:
         )
 
     def is_there(self, module: nn.Module) -> bool:
-        """Whether its parameters are the module's own: somebody may have put results of others in
-        their place, as attributes."""
-        p, rule = module._parameters, self.rule
-        return all(name is None or p.get(name) is not None for name in (rule.weight, rule.bias))
+        """Whether its parameters are the module's own, for somebody may have put results of others
+        in their place, as attributes; and of dtypes that kernels take: in a wider one, as of a
+        layer that was made `double()`, is then all that follows it."""
+        for name in self._names:
+            t = module._parameters.get(name)
+            if t is None or t.dtype not in KERNEL_DTYPES:
+                return False
+        return True
 
     def is_plain(self, module: nn.Module, x: Tensor) -> bool:
         return all(

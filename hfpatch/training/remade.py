@@ -63,7 +63,8 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
 
         def pack(saved: Tensor) -> Any:
             if (
-                saved.untyped_storage()._cdata == storage
+                saved.layout is torch.strided  # others have no storage
+                and saved.untyped_storage()._cdata == storage
                 and saved.numel() == count
                 and saved.storage_offset() == offset
                 and saved.dtype == dtype
@@ -80,6 +81,26 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
                     raise _written(second, third)
                 return second  # type: ignore[no-any-return]
             return first.take().as_strided(second, third)  # type: ignore[no-any-return]
+
+        super().__init__(pack, unpack)
+
+
+class kept_as_they_are(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd saves inside this context is kept, whatever hooks are around it.
+
+    Of hooks only the innermost are called. An output of the function that saves it must not hold
+    itself, hence another tensor of the same memory.
+    """
+
+    def __init__(self) -> None:
+        def pack(saved: Tensor) -> Any:
+            return saved.detach(), None if saved.is_inference() else saved._version
+
+        def unpack(packed: Any) -> Tensor:
+            saved, counted = packed
+            if counted is not None and saved._version != counted:
+                raise _written(saved, counted)
+            return saved  # type: ignore[no-any-return]
 
         super().__init__(pack, unpack)
 

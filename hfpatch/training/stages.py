@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hfpatch.kernels.sources import local_package
-from hfpatch.proof.subject import autocasts, only_by_operators
+from hfpatch.proof.subject import autocasts, no_gradients, only_by_operators
 
 _CAST_NONE, _CAST_INPUT = 0, 1
 #: Activations of the gated kernels, and their codes.
@@ -309,6 +309,7 @@ class _Front(torch.autograd.Function):
         sin: Tensor | None,
         *adapters: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         weight, bias = _together(form, (qw, kw, vw), (qb, kb, vb))
         n = _rows(normed(x, form.norm, nw, nb)).to(form.compute)
         whole = n.new_empty(len(n), len(weight))
@@ -335,11 +336,14 @@ class _Front(torch.autograd.Function):
     def backward(
         ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
     ) -> tuple[Any, ...]:
+        if dq is None and dk is None and dv is None:
+            return no_gradients(ctx)
         form: FrontForm = ctx.form
         saved, count = ctx.saved_tensors, 13 + 2 * len(form.scales)
         inputs, (raw_q, raw_k, *low) = list(saved[:count]), saved[count:]
         if only_by_operators(dq, dk, dv):
-            return None, *_recorded(_front_formula, ctx, inputs, dq, dk, dv)
+            found = _recorded(_front_formula, ctx, inputs, dq, dk, dv)
+            return None, *_reached(form, found, dq, dk, dv)
         x, nw, nb, qw, qb, kw, kb, vw, vb, q_norm, k_norm, cos, sin, *adapters = inputs
         need = ctx.needs_input_grad[1:]
         need_x, need_nw, need_nb, *need_products = need[:9]
@@ -347,7 +351,7 @@ class _Front(torch.autograd.Function):
         parts = _heads(whole, x.shape, form)
         given = [None if d is None else _dense(d.transpose(1, 2)) for d in (dq, dk, dv)]
         d_q, d_k, d_v = (
-            into.zero_() if d is None else d for d, into in zip(given, parts, strict=True)
+            torch.zeros_like(into) if d is None else d for d, into in zip(given, parts, strict=True)
         )
         d_qn = d_kn = None
         if form.rotary_dim and form.qk_norm is None:
@@ -364,8 +368,7 @@ class _Front(torch.autograd.Function):
             d_k, d_kn = _qk_norm_backward(form, d_k, raw_k, k_norm, need[10])
         done = 2 if form.rotary_dim and form.qk_norm is None else 0
         for into, d in list(zip(parts, (d_q, d_k, d_v), strict=True))[done:]:
-            if d is not into:
-                into.copy_(d)
+            into.copy_(d)
         weights = [None] * 6
         dx = dnw = dnb = n = None
         if any(need_products) or any(need[13::2]):
@@ -385,7 +388,24 @@ class _Front(torch.autograd.Function):
         if dn is not None:
             dn = dn.view(x.shape).to(x.dtype)
             dx, dnw, dnb = _norm_backward(dn, x, form.norm, nw, nb, (need_nw, need_nb))
-        return None, dx, dnw, dnb, *weights, d_qn, d_kn, None, None, *of_adapters
+        found = [dx, dnw, dnb, *weights, d_qn, d_kn, None, None, *of_adapters]
+        return None, *_reached(form, found, dq, dk, dv)
+
+
+def _reached(form: FrontForm, found: list[Any], *grads: Tensor | None) -> list[Any]:
+    """Gradients of the front's tensors, without those of parameters that stand before nothing but
+    queries, or keys, or values, where these have none. All three are parts of one tensor here, for
+    which zeros are made; in the original they are only where `form.packed`."""
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            continue
+        if i < 2:
+            found[9 + i] = None  # the norm
+        if not form.packed:
+            found[3 + 2 * i : 5 + 2 * i] = None, None
+            if form.scales:
+                found[13 + 2 * i : 15 + 2 * i] = None, None
+    return found
 
 
 def _sizes(form: FrontForm) -> list[int]:
@@ -585,6 +605,7 @@ class _Back(torch.autograd.Function):
         uw: Tensor, ub: Any, dw: Tensor, db: Any, aw: Any, ab: Any, bw: Any, bb: Any, mw: Any,
         mb: Any, *adapters: Any,
     ) -> Tensor:  # fmt: skip
+        ctx.set_materialize_grads(False)
         pairs, scales = _pairs(adapters, 4), form.scales or (0.0,) * 4
         raw_h = _product(a, ow, ob)
         low_o = _adapt(_rows(raw_h), _rows(a), pairs[0], scales[0])
@@ -626,7 +647,9 @@ class _Back(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return no_gradients(ctx)
         form: BackForm = ctx.form
         *inputs, s, first, raw_h, raw_y, low_o, low_g, low_u, low_d = ctx.saved_tensors
         if only_by_operators(grad):

@@ -329,3 +329,28 @@ def test_tensors_of_inference_mode() -> None:
         each(inputs_embeds=embeds, labels=batch()).loss.backward()
         found.append({n: p.grad for n, p in each.named_parameters() if p.grad is not None})
     assert_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("all_behind", [False, True])
+def test_a_layer_made_double(family: str, all_behind: bool) -> None:
+    """For which there are no kernels: it runs as it is, and the error is PyTorch's where what is
+    behind it is not double."""
+    model, twin = build(family, tie_word_embeddings=False), build(family, tie_word_embeddings=False)
+    hfpatch.apply(model, mode="training")
+    found = []
+    for each in (model, twin):
+        each.model.layers[1 if all_behind else 0].double()
+        if all_behind:
+            each.model.norm.double()
+            each.lm_head.double()
+            found.append(gradients(each))
+        else:
+            with pytest.raises(RuntimeError) as raised:
+                gradients(each)
+            found.append(str(raised.value))
+    if all_behind:
+        assert found[0]["model.layers.1.mlp.up_proj.weight"].dtype == torch.float64
+        assert_equal(*found)
+    else:
+        assert found[0] == found[1]

@@ -647,3 +647,24 @@ def test_on_the_meta_device(autocast: bool, labels: bool) -> None:
         assert ours.logits.device.type == "meta"
         assert (ours.logits.shape, ours.logits.dtype) == (theirs.logits.shape, theirs.logits.dtype)
         assert not labels or ours.loss.shape == theirs.loss.shape
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_adapter_that_saves_sparse_tensors(before: bool) -> None:
+    """PEFT's SHiRA adds a sparse tensor to a weight; sparse tensors have no storage to ask."""
+    peft = pytest.importorskip("peft")
+    model = build()
+    if not before:
+        hfpatch.apply(model, mode="training")
+    targets = ["q_proj", "down_proj"]
+    config = peft.ShiraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
+    adapted = peft.get_peft_model(model, config)
+    for name, p in adapted.named_parameters():
+        if "shira" in name:  # zeros when they are new
+            nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    if before:
+        hfpatch.apply(adapted, mode="training")
+    ours = gradients(adapted)
+    hfpatch.restore(adapted if before else model)
+    assert_equal(ours, gradients(adapted))
+    assert any("shira" in name for name in ours)

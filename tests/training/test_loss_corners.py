@@ -31,6 +31,7 @@ from transformers import (
 
 import hfpatch
 import hfpatch.loss
+from hfpatch.losses import head_loss
 
 CLASSES, WIDTH = 97, 32
 #: Tokens of a row; a batch has two. In the forward where all tokens are at least WIDTH.
@@ -39,8 +40,10 @@ MADE_IN_THE_FORWARD = "_SummedCrossEntropyBackward"
 
 
 @pytest.fixture(autouse=True)
-def _kernels(kernels_module: object) -> None:
-    """The compiled kernels must be there: these tests are about them."""
+def _kernels(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels must be there: these tests are about them, and about both ways, which a
+    GPU takes."""
+    monkeypatch.setattr(head_loss, "TIME_FIRST", frozenset())
 
 
 def built(kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
@@ -764,7 +767,7 @@ def made_by(loss: Tensor) -> set[str]:
     return {type(node).__name__ for node in found}
 
 
-def test_which_way_is_taken() -> None:
+def test_which_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built()
     hfpatch.apply(model, mode="training")
     many, few = (batch(LENGTHS[way]) for way in LENGTHS)
@@ -774,6 +777,9 @@ def test_which_way_is_taken() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         assert MADE_IN_THE_FORWARD not in made_by(loss_of(model, *many))
     model.get_output_embeddings().requires_grad_(False)  # nothing is kept for the weight
+    assert MADE_IN_THE_FORWARD in made_by(loss_of(model, *few))
+    model.get_output_embeddings().requires_grad_()
+    monkeypatch.undo()  # a CPU, where time comes first
     assert MADE_IN_THE_FORWARD in made_by(loss_of(model, *few))
 
 

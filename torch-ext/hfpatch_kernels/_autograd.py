@@ -1,7 +1,8 @@
 """Gradients: forward and backward are one kernel each.
 
 Each class is entered only when a gradient is wanted, since `Function.apply` costs more than a
-kernel launch. A second derivative is the formula's: `_second`.
+kernel launch. A second derivative is the formula's: `_second`, which also answers where there is no
+gradient (None): zeros are not made of it.
 """
 
 import torch
@@ -30,6 +31,7 @@ def _of_norm(backward, ctx, grad):
 class RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, weight_offset, cast):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias)
         ctx.codes = (eps, weight_offset, cast)
         return ops.rms_norm.default(x, weight, bias, eps, weight_offset, cast)
@@ -43,6 +45,7 @@ class RMSNorm(Function):
 class LayerNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias)
         ctx.codes = (eps,)
         return ops.layer_norm.default(x, weight, bias, eps)
@@ -56,6 +59,7 @@ class LayerNorm(Function):
 class Activation(Function):
     @staticmethod
     def forward(ctx, x, activation):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.codes = (activation,)
         if activation == _codes.SILU:
@@ -74,6 +78,7 @@ class Activation(Function):
 class Gated(Function):
     @staticmethod
     def forward(ctx, gate, up, activation):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(gate, up)
         ctx.codes = (activation,)
         return ops.gated.default(gate, up, activation)
@@ -90,6 +95,7 @@ class Gated(Function):
 class GatedPacked(Function):
     @staticmethod
     def forward(ctx, x, activation, gate_first):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.codes = (activation, gate_first)
         return ops.gated_packed.default(x, activation, gate_first)
@@ -104,6 +110,7 @@ class GatedPacked(Function):
 class CrossEntropy(Function):
     @staticmethod
     def forward(ctx, logits, target, ignore_index, label_smoothing, softcap):
+        ctx.set_materialize_grads(False)
         ctx.codes = (ignore_index, label_smoothing, softcap)
         loss, lse = ops.cross_entropy.default(logits, target, *ctx.codes)
         ctx.save_for_backward(logits, target, lse)
@@ -135,6 +142,7 @@ class TotalCrossEntropy(Function):
     def forward(
         ctx, logits, target, divisor_tensor, divisor, ignore_index, label_smoothing, softcap
     ):
+        ctx.set_materialize_grads(False)
         ctx.codes = (divisor, ignore_index, label_smoothing, softcap)
         total, _, _, dlogits = ops.cross_entropy_with_gradient.default(
             logits, target, divisor_tensor, *ctx.codes

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import _autograd, _codes
 from ._ops import ops
+from ._second import no_gradients
 
 _REDUCTIONS = ("none", "mean", "sum")
 
@@ -167,6 +168,7 @@ def cross_entropy_log_probs(
 class _LoadBalancing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, mask, k):
+        ctx.set_materialize_grads(False)
         loss, stats, _ = ops.load_balancing_loss.default(logits, mask, k)
         ctx.save_for_backward(logits, stats, *(() if mask is None else (mask,)))
         return loss
@@ -174,6 +176,8 @@ class _LoadBalancing(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        if grad is None:
+            return no_gradients(ctx)
         logits, stats, *mask = ctx.saved_tensors
         given = mask[0] if mask else None
         grad = grad.to(torch.float32)

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from . import _codes
 from ._ops import ops
+from ._second import no_gradients
 
 _add_bias = ops.add_bias.default
 _add_gelu = ops.add_gelu.default
@@ -22,6 +23,7 @@ _CASTS = _codes.MODULATION_CASTS
 class AddActivation(Function):
     @staticmethod
     def forward(ctx, x, bias, activation):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, bias)
         ctx.activation = activation
         if activation == _codes.SILU:
@@ -31,6 +33,8 @@ class AddActivation(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        if grad is None:
+            return no_gradients(ctx)
         x, bias = ctx.saved_tensors
         need_x, need_bias, _ = ctx.needs_input_grad
         needs = _codes.NEED_BIAS if need_bias else 0
@@ -47,6 +51,7 @@ class MulAdd(Function):
 
     @staticmethod
     def forward(ctx, a, b, c, cast):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(a, b)
         ctx.cast, ctx.shape, ctx.dtype = cast, c.shape, c.dtype
         return _mul_add(a, b, c, cast)
@@ -54,6 +59,8 @@ class MulAdd(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        if grad is None:
+            return no_gradients(ctx)
         a, b = ctx.saved_tensors
         need_a, need_b, need_c, _ = ctx.needs_input_grad
         fused = need_c and ctx.shape == b.shape

@@ -8,6 +8,7 @@ from torch.autograd import Function
 
 from . import _codes, _functions
 from ._ops import ops
+from ._second import no_gradients
 
 _rope = ops.rope.default
 _rope_qk = ops.rope_qk.default
@@ -38,27 +39,45 @@ class Rope(Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, codes):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.codes = codes
         return _rope(x, cos, sin, *codes)
 
     @staticmethod
     def backward(ctx, grad):
+        if grad is None:
+            return no_gradients(ctx)
         opposite = _opposite(*ctx.saved_tensors)
         if torch.is_grad_enabled():  # a second derivative
             return Rope.apply(grad, *opposite, ctx.codes), None, None, None
         return _rope(grad, *opposite, *ctx.codes), None, None, None
 
 
+def _each_turned_back(ctx, *grads):
+    """Where not both have a gradient: the other stays without."""
+    opposite = _opposite(*ctx.saved_tensors)
+    for grad in grads:
+        if grad is None:
+            yield None
+        elif torch.is_grad_enabled():  # a second derivative
+            yield Rope.apply(grad, *opposite, ctx.codes)
+        else:
+            yield _rope(grad, *opposite, *ctx.codes)
+
+
 class RopeQK(Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, codes):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.codes = codes
         return _rope_qk(q, k, cos, sin, *codes)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k):
+        if grad_q is None or grad_k is None:
+            return (*_each_turned_back(ctx, grad_q, grad_k), None, None, None)
         opposite = _opposite(*ctx.saved_tensors)
         if torch.is_grad_enabled():  # a second derivative
             return (*RopeQK.apply(grad_q, grad_k, *opposite, ctx.codes), None, None, None)

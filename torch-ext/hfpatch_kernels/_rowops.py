@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops
+from ._second import no_gradients
 
 _softmax = ops.softmax.default
 _softmax_backward = ops.softmax_backward.default
@@ -17,6 +18,7 @@ _sample = ops.sample.default
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mask, scale):
+        ctx.set_materialize_grads(False)
         out, _ = _softmax(x, mask, scale)
         ctx.save_for_backward(out)
         ctx.scale = scale
@@ -25,6 +27,8 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        if grad is None:
+            return no_gradients(ctx)
         (out,) = ctx.saved_tensors
         dx, _ = _softmax_backward(grad, out, ctx.scale)
         return dx, None, None

@@ -14,8 +14,21 @@ import torch.nn.functional as F
 from . import _codes
 
 
+def no_gradients(ctx):
+    """A backward's answer where what follows gives no gradient: none for any input.
+
+    Zeros would not be the same: an optimizer leaves a parameter without a gradient alone, and
+    decays the weights of one whose gradient is 0. So functions call
+    ``ctx.set_materialize_grads(False)``. As PyTorch's own nodes do, this asks for what was saved
+    even so, which is an error where that was freed or written to.
+    """
+    _ = ctx.saved_tensors
+    return (None,) * len(ctx.needs_input_grad)
+
+
 def twice_differentiable(formula):
-    """Decorate the backward of a function with one output; it is called without recording.
+    """Decorate the backward of a function with one output; it is called without recording, and
+    with a gradient.
 
     ``formula(*saved tensors, *ctx.codes)`` computes what the forward did; the saved tensors begin
     with the forward's first inputs, in order.
@@ -24,6 +37,8 @@ def twice_differentiable(formula):
     def decorate(backward):
         @functools.wraps(backward)
         def wrapped(ctx, grad):
+            if grad is None:
+                return no_gradients(ctx)
             if not torch.is_grad_enabled():  # the usual case, which pays for nothing else
                 return backward(ctx, grad)
             if not torch.compiler.is_compiling():
