@@ -71,6 +71,23 @@ def test_half_types_follow_the_original(device: str, family: str, dtype: torch.d
     assert_as_near(drawn(family, dtype, device, tokens=40), dtype, family)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_text_that_leaves_the_graph_for_few_keys(device: str, rows: int) -> None:
+    """It ends at 1,024 keys, in the middle of a text whose steps choose its tokens; the next text
+    is a short one again."""
+    plain, patched = pair_of("llama", device)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 150, (rows, 1017), generator=generator).to(device)
+    for given in (ids, ids[:, -9:]):
+        texts = [
+            m.generate(given, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+            for m in (plain, patched)
+        ]
+        assert torch.equal(*texts)
+    graphs = kept.decoders[patched].engines[rows, 1].graphs
+    assert {key[-2] for key in graphs._graphs} == {graphs._few_keys, 0}
+
+
 def test_threads_write_each_its_own_text(device: str) -> None:
     plain, patched = pair_of("qwen3", device)
     more: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
