@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from hfpatch import swap
 from hfpatch.announce import announce, what_was_lost
 from hfpatch.kernels.kernelized import OVERWRITTEN
+from hfpatch.per_object import PerObject
 from hfpatch.planning.plan import Candidate, Plan, Skip, Swap
 from hfpatch.planning.settings import Settings, check_settings
 from hfpatch.report import Report
@@ -32,12 +33,20 @@ Kernels = (
     | None
 )
 
-# For `status`, what the last apply said: of each module, whichever model it was reached by, and of
-# the whole model. The swaps themselves are read off the modules.
-_said: weakref.WeakKeyDictionary[nn.Module, Swap | Skip] = weakref.WeakKeyDictionary()
-_last: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
-# And with which arguments, so that `hfpatch.applied` can go back to them.
-_asked: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Noted:
+    """What the last apply left about a module, whichever model it was reached by. Its swap is read
+    off the module itself."""
+
+    #: For `status`, what it said of the module; of a model as a whole, what it decided.
+    said: Swap | Skip | None = None
+    plan: Plan | None = None
+    #: And with which arguments, so that `hfpatch.applied` can go back to them.
+    asked: dict[str, Any] | None = None
+
+
+_noted: PerObject[nn.Module, _Noted] = PerObject()
 
 
 def apply(
@@ -50,16 +59,17 @@ def apply(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int | str = False,
-    decoding: str | bool = "auto",
-    blocks: str | bool = "auto",
+    cuda_graphs: bool | int | str | None = False,
+    decoding: str | bool | None = "auto",
+    blocks: str | bool | None = "auto",
     gain: str | None = None,
 ) -> Report:
     """Swap the forwards of `model`'s modules for fused kernels, where that is proven equal.
 
     Only instances change, and only their forward: same classes, same `state_dict`, and
     `hfpatch.restore(model)` takes it back. Calling it again re-plans with the new settings. If
-    anything fails the model is as it was before the call.
+    anything fails the model is as it was before the call. None for `cuda_graphs`, `decoding` or
+    `blocks` is their default.
 
     Args:
         model: a `torch.nn.Module`, a diffusers pipeline (each of its modules is patched), or a
@@ -137,15 +147,16 @@ def apply(
         announce(text)  # where a filter makes an error of it, nothing is patched
     graphs.release(_modules(roots))  # those of an apply before
     kept.release(_modules(roots))
+    try:
+        _commit(roots, prepared, partial(_remember, roots, decided, asked))
+    except BaseException:
+        kept.release(_modules(roots))  # those of adapters that were made and taken off again
+        raise
     gains.release(root for _, root in roots)
-    _commit(roots, prepared)
     if timed:
         for _, root in roots:
             gains.keep(root, table)
-    decided = replace(decided, seconds=time.perf_counter() - started)
-    _remember(roots, decided)
-    _asked.update((root, asked) for _, root in roots)
-    return Report(decided, applied=True)
+    return Report(replace(decided, seconds=time.perf_counter() - started), applied=True)
 
 
 def plan(
@@ -158,9 +169,9 @@ def plan(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int | str = False,
-    decoding: str | bool = "auto",
-    blocks: str | bool = "auto",
+    cuda_graphs: bool | int | str | None = False,
+    decoding: str | bool | None = "auto",
+    blocks: str | bool | None = "auto",
     gain: str | None = None,
     device: str | None = None,
 ) -> Plan:
@@ -194,14 +205,27 @@ def restore(model: Any) -> int:
     """
     from hfpatch.decoding import kept
     from hfpatch.graphs import recording as graphs
-    from hfpatch.planning import gain as gains
 
     _, roots = _roots(model)
-    _forget(roots)
-    gains.release(root for _, root in roots)
-    graphs.release(_modules(roots))
-    kept.release(_modules(roots))
-    return swap.restore(_modules(roots))
+    try:
+        # first: weights that were made one take memory of their own again
+        graphs.release(_modules(roots))
+        kept.release(_modules(roots))
+    finally:
+        count = _take_back(roots)
+    return count
+
+
+def _take_back(roots: list[tuple[str, nn.Module]]) -> int:
+    """Restore every module; what the last apply left is forgotten when all of them are."""
+    from hfpatch.planning import gain as gains
+
+    try:
+        return swap.restore(_modules(roots))
+    finally:  # an interrupt comes when all are restored, another error when one could not be
+        if all(swap.swapped(module) is None for module in _modules(roots)):
+            gains.release(root for _, root in roots)
+            _forget(roots)
 
 
 def arguments_of(model: Any) -> dict[str, Any] | None:
@@ -213,7 +237,7 @@ def arguments_of(model: Any) -> dict[str, Any] | None:
     name, roots = _roots(model)
     if not any(swap.swapped(module) for module in _modules(roots)):
         return None
-    asked = [_asked.get(root) for _, root in roots]
+    asked = [_noted_of(root).asked for _, root in roots]
     if asked[0] is None or any(one is not asked[0] for one in asked):
         raise ValueError(
             f"`{name}` is patched already, not by one `apply` of the whole of it, so that state "
@@ -242,7 +266,7 @@ def status(model: Any) -> Report:
     candidates: list[Candidate] = []
     adapters = []
     for path, module in _paths(roots):
-        mark, said = swap.swapped(module), _said.get(module)
+        mark, said = swap.swapped(module), _noted_of(module).said
         if mark is not None and isinstance(mark.details, Candidate):
             candidates.append(mark.details.now(path))  # type: ignore[attr-defined]
         elif mark is not None:
@@ -253,7 +277,7 @@ def status(model: Any) -> Report:
         elif said is not None and "forward" in module.__dict__:
             # a restored module holds no forward, one that was written over holds somebody's
             skips.append(Skip(path, said.class_name, "foreign", OVERWRITTEN))
-    known = [p for _, root in roots if (p := _last.get(root)) is not None]
+    known = [p for _, root in roots if (p := _noted_of(root).plan) is not None]
     modes = {s.mode for s in swaps} or {p.mode for p in known} or {"inference"}
     notes = [
         *(note for p in known for note in p.notes),
@@ -279,9 +303,9 @@ def decide(
     name: str,
     roots: list[tuple[str, nn.Module]],
     settings: Settings,
-    cuda_graphs: bool | int | str = False,
-    decoding: str | bool = "auto",
-    blocks: str | bool = "auto",
+    cuda_graphs: bool | int | str | None = False,
+    decoding: str | bool | None = "auto",
+    blocks: str | bool | None = "auto",
 ) -> tuple[Plan, list[Prepared], list[str]]:
     """The plan for modules by the prefix of their paths, what carries it out, and what to warn of:
     things that were asked for in vain."""
@@ -289,10 +313,11 @@ def decide(
     from hfpatch.graphs import recording as graphs
     from hfpatch.planning.planner import make_plan
 
-    limit, auto = graphs.check_limit(cuda_graphs)
+    limit, auto = graphs.check_limit(False if cuda_graphs is None else cuda_graphs)
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
-    wanted = offer.check_choice(decoding)
+    wanted = offer.check_choice("auto" if decoding is None else decoding)
+    blocks = "auto" if blocks is None else blocks
     if not isinstance(blocks, bool) and blocks != "auto":
         raise TypeError(f"`blocks` must be 'auto', True or False, got {blocks!r}")
     decided, prepared = make_plan(roots, name, settings)
@@ -359,33 +384,55 @@ def _candidates(
     return offer(roots, settings, prepared, devices, past=not auto)
 
 
-def _remember(roots: list[tuple[str, nn.Module]], decided: Plan) -> None:
-    """Keep for `status` what was decided, in place of what was before."""
-    _forget(roots)
+def _remember(
+    roots: list[tuple[str, nn.Module]],
+    decided: Plan,
+    asked: dict[str, Any],
+    done: list[Callable[[], object]],
+) -> None:
+    """Keep what was decided, in place of what was before; appends what undoes it."""
     by_path: dict[str, Swap | Skip] = {s.path: s for s in decided.skips}
     by_path |= {s.path: s for s in decided.swaps}
+    wholes = {id(root) for _, root in roots}
+    before, now = [], []
     for path, module in _paths(roots):
-        if path in by_path:
-            _said[module] = by_path[path]
-    for _, root in roots:
-        _last[root] = decided
+        whole = id(module) in wholes
+        said = by_path.get(path)
+        new = _Noted(said, decided, asked) if whole else None if said is None else _Noted(said)
+        before.append((module, _noted.get(module)))
+        now.append((module, new))
+    done.append(partial(_note, before))
+    _note(now)
+
+
+def _noted_of(module: nn.Module) -> _Noted:
+    return _noted.get(module) or _Noted()
 
 
 def _forget(roots: list[tuple[str, nn.Module]]) -> None:
-    for module in _modules(roots):
-        _said.pop(module, None)
-        _last.pop(module, None)
-        _asked.pop(module, None)
+    _note([(module, None) for module in _modules(roots)])
+
+
+def _note(each: Sequence[tuple[nn.Module, _Noted | None]]) -> None:
+    for module, noted in each:
+        if noted is None:
+            _noted.pop(module, None)
+        else:
+            _noted[module] = noted
 
 
 def _join(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix and path else prefix or path
 
 
-def _commit(roots: list[tuple[str, nn.Module]], prepared: list[Prepared]) -> None:
+def _commit(
+    roots: list[tuple[str, nn.Module]],
+    prepared: list[Prepared],
+    remember: Callable[[list[Callable[[], object]]], None],
+) -> None:
     keep = {id(p.module) for p in prepared}
     stale = [m for m in _modules(roots) if id(m) not in keep and swap.swapped(m) is not None]
-    swap.commit(stale, [_fresh(p) for p in prepared])
+    swap.commit(stale, [_fresh(p) for p in prepared], remember)
 
 
 def _fresh(p: Prepared) -> swap.Fresh:

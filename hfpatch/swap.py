@@ -268,7 +268,7 @@ def _unpack(module: nn.Module, mark: Swapped) -> None:
         packing.unpack(alive)
 
 
-def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
+def _write(fresh: Fresh, done: list[Callable[[], object]]) -> None:
     """Carry out one swap; appends what undoes it, step by step."""
     module, forward = fresh.module, fresh.make()
     slot = _innermost(module)
@@ -299,14 +299,15 @@ def _write(fresh: Fresh, done: list[Callable[[], None]]) -> None:
     _bring(fresh, done)
     slot.set(types.MethodType(forward, module))
     direct = Slot(module, DIRECT)
-    if fresh.direct is None or slot != Slot(module, "forward") or direct.exists():
+    own = slot.owner is module and slot.attribute == "forward"
+    if fresh.direct is None or not own or direct.exists():
         return
     if (call := fresh.direct(slot.get(), forward)) is not None:
         done.append(_remember(direct))
         direct.set(types.MethodType(call, module))
 
 
-def _bring(fresh: Fresh, done: list[Callable[[], None]]) -> None:
+def _bring(fresh: Fresh, done: list[Callable[[], object]]) -> None:
     """Put the swap's methods on the instance; those of a swap before it go."""
     for attribute in _BESIDE:
         method = Slot(fresh.module, attribute)
@@ -319,7 +320,7 @@ def _bring(fresh: Fresh, done: list[Callable[[], None]]) -> None:
             method.set(types.MethodType(function, fresh.module))
 
 
-def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
+def _erase(module: nn.Module, done: list[Callable[[], object]]) -> bool:
     """Take our adapter off; appends what undoes it before anything is written."""
     for slot in slots(module):
         mark = adapter_of(slot.get())
@@ -339,29 +340,35 @@ def _erase(module: nn.Module, done: list[Callable[[], None]]) -> bool:
     return False
 
 
-def _erase_companions(module: nn.Module, done: list[Callable[[], None]]) -> None:
+def _erase_companions(module: nn.Module, done: list[Callable[[], object]]) -> None:
     for companion in (Slot(module, attribute) for attribute in _BESIDE):
         if _is_ours(companion.get()):
             done.append(_remember(companion))
             companion.clear()
 
 
-def commit(stale: Iterable[nn.Module], fresh: Iterable[Fresh]) -> None:
+def commit(
+    stale: Iterable[nn.Module],
+    fresh: Iterable[Fresh],
+    last: Callable[[list[Callable[[], object]]], None] = lambda done: None,
+) -> None:
     """Take our adapters off `stale` modules and put new ones on; all of it or nothing.
 
     Args:
         stale: modules that carry an adapter and shall not.
         fresh: what to put where.
+        last: what else belongs to it; given a list, to which it appends what undoes it.
 
     Raises:
         PatchError: something failed; the model is as it was.
     """
-    done: list[Callable[[], None]] = []
+    done: list[Callable[[], object]] = []
     try:
         for module in stale:
             _erase(module, done)
         for one in fresh:
             _write(one, done)
+        last(done)
     except BaseException as e:
         failed = _each(reversed(done))
         if not isinstance(e, Exception):

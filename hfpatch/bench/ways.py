@@ -159,7 +159,7 @@ def _state(name: str, subject: Subject, row: Measured) -> Callable[[], AbstractC
     calls = {}
     for module in modules:
         module.compile(dynamic=False)
-        calls[module] = module._compiled_call_impl
+        calls[id(module)] = module, module._compiled_call_impl
         del module._compiled_call_impl
     return lambda: _called_compiled(calls)
 
@@ -176,14 +176,14 @@ def _applied(subject: Subject, row: Measured, graphs: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _called_compiled(calls: dict[nn.Module, Any]) -> Iterator[None]:
+def _called_compiled(calls: dict[int, tuple[nn.Module, Any]]) -> Iterator[None]:
     """The modules are called by what `Module.compile` made of them."""
-    for module, call in calls.items():
+    for module, call in calls.values():
         module._compiled_call_impl = call
     try:
         yield
     finally:
-        for module in calls:
+        for module, _ in calls.values():
             del module._compiled_call_impl  # None would be another module to what was compiled
 
 

@@ -74,7 +74,7 @@ class Chain:
 
     def _make_shared(self, make: SharedMake, *tensors: Tensor) -> Sequence[Any] | None:
         blocks = [r() for r in self._blocks]
-        return None if None in blocks else make(blocks, *tensors)
+        return None if any(b is None for b in blocks) else make(blocks, *tensors)
 
     def _add_tables(self, temb: Tensor) -> _Sums | None:
         tables = [getattr(r(), "scale_shift_table", None) for r in self._blocks]

@@ -27,6 +27,7 @@ from torch import nn
 from hfpatch import forks
 from hfpatch.blocks.masks import masks_nothing
 from hfpatch.blocks.memo import Operator
+from hfpatch.per_object import PerObject
 from hfpatch.proof.subject import Forward, Tensor
 
 #: Where compiled models call fused blocks. On the CPU inductor's own code is as fast.
@@ -325,8 +326,7 @@ torch.library.register_fake("hfpatch::blocks", _shape, lib=_library)
 _lock = forks.lock()
 #: Blocks that may be called so: the paths of their anchors, and their patched forwards, without
 #: what may stand around these by now: dynamo traced that.
-_blocks: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], Forward]]
-_blocks = weakref.WeakKeyDictionary()
+_blocks: PerObject[nn.Module, tuple[tuple[str, ...], Forward]] = PerObject()
 _by_address: dict[int, weakref.ref[nn.Module]] = {}
 
 
@@ -385,7 +385,7 @@ def _block_of(anchor: Tensor) -> nn.Module:
 def _register_copies() -> None:
     """Deep copies of blocks have their forwards, and were never registered."""
     known = {type(block): path for block, (path, _) in _blocks.items()}
-    forwards = {forward for _, forward in _blocks.values()}
+    forwards = {forward for _, (_, forward) in _blocks.items()}
     for each in gc.get_objects():
         if type(each) in known and each not in _blocks:
             for name in ("forward", "_old_forward"):

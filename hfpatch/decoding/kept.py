@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from hfpatch.per_object import PerObject
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Choice:
 
 
 #: By model; the values are `hfpatch.decoding.step.Decoder`.
-decoders: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+decoders: PerObject[nn.Module, Any] = PerObject()
 
 
 def release(modules: Iterable[nn.Module]) -> None:

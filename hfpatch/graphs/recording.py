@@ -42,6 +42,7 @@ from hfpatch.graphs.keys import (
     global_state,
     rebuild_call,
 )
+from hfpatch.per_object import PerObject
 from hfpatch.planning import gain
 from hfpatch.planning.plan import Swap, Timed
 from hfpatch.planning.race import Race
@@ -597,7 +598,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or ["no message"])[0]
 
 
-_graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+_graphs: PerObject[nn.Module, ModelGraphs] = PerObject()
 
 
 def adapter(original: Forward, limit: int, auto: bool = False) -> Forward:

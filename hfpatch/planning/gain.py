@@ -9,7 +9,6 @@ twice and a model of eight equal layers has decided behind its first call.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +19,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hfpatch.blocks.memo import for_a_graph
+from hfpatch.per_object import PerObject
 from hfpatch.planning.plan import Candidate, Timed
 from hfpatch.planning.race import Race
 from hfpatch.proof.proofs import Prepared, stands_for
@@ -207,7 +207,7 @@ def _described(tensors: Sequence[Tensor]) -> str:
 # -------------------------------------------------------------------------------------------------
 # The tables of models
 
-_tables: weakref.WeakKeyDictionary[nn.Module, Table] = weakref.WeakKeyDictionary()
+_tables: PerObject[nn.Module, Table] = PerObject()
 
 
 def keep(root: nn.Module, table: Table) -> None:

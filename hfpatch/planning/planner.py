@@ -230,6 +230,7 @@ def _packed_across(blocks: list[Prepared]) -> list[Prepared]:
         if len(blocks) < 2 or not packing.can_pack(together):
             continue
         for i, (p, group) in enumerate(zip(result, kind, strict=True)):
-            own = tuple(pack for pack in p.packs if set(pack) != set(group))
+            those = {id(linear) for linear in group}
+            own = tuple(pack for pack in p.packs if {id(linear) for linear in pack} != those)
             result[i] = replace(p, packs=(*own, together) if i == 0 else own)
     return result

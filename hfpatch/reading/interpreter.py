@@ -184,7 +184,8 @@ class Interpreter:
             value = held[name]
             if name in _TABLES:
                 raise Unexplained(f"`self.{name}` is read")
-            if module is not self.module and module not in self.module._modules.values():
+            near = (self.module, *self.module._modules.values())
+            if all(module is not m for m in near):  # not `in`: its class may say what is equal
                 self.found.append((held, name, value))  # a global one, such as `gelu`
             return self._setting(value, name, module)
         if name in held["_parameters"]:

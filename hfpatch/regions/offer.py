@@ -14,6 +14,7 @@ from hfpatch import packing, swap
 from hfpatch.kernels.sources import Kernel, Sources
 from hfpatch.leaves.recorded import may_record
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.per_object import PerObject
 from hfpatch.planning.plan import Candidate
 from hfpatch.planning.settings import Settings, matches
 from hfpatch.proof.keys import attributes_of, code_of
@@ -73,7 +74,7 @@ class Mark(Candidate):
                 packing.unpack(alive)
 
 
-_packed: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+_packed: PerObject[nn.Module, list[tuple[Any, ...]]] = PerObject()
 
 
 def refusal(settings: Settings) -> str | None:
