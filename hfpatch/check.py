@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from hfpatch.planning.plan import Candidate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_T = TypeVar("_T")
+
 PASSED, FAILED, NOT_COMPARED = "passed", "failed", "not compared"
 #: How many times farther than the original the patched model may be from the result in fp64. Two
 #: right results of many roundings differ by tenths; a wrong formula by orders of magnitude.
@@ -32,8 +34,11 @@ FACTOR = 2.0
 APART = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 #: Decoding steps that are compared.
 _STEPS = 3
-#: Turns of each way that are timed, and calls before each: the first decides captured blocks.
+#: Turns of each way that are timed, and calls before each: captured blocks are decided by then.
 _ROUNDS, _WARMUP = 7, 2
+#: Runs that are looked at until all captured blocks ran fused in one. A first call decides a kind,
+#: and where that fuses one block, the next one's input may lie otherwise in memory: another kind.
+_RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,7 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
             # Captured blocks and decoding steps answer their first call with the original's result.
             _Run(model, inputs or {}, how, before)
             called = {id(m) for path, m in model.named_modules() if path in ran}
-            with blocks.watched(model, called):
-                patched = _Run(model, inputs or {}, how, before)
+            patched = blocks.compared(model, called, lambda: _Run(model, inputs or {}, how, before))
             ran = _with_decoders(ran, report, model)
     finally:
         same = all(torch.equal(bits(v), bits(state[k])) for k, v in model.state_dict().items())
@@ -147,8 +151,9 @@ def check_pipeline(pipeline: Any, how: How) -> tuple[dict[str, Any], Any]:
     blocks = _Blocks()
     try:
         pipeline(**inputs, **seeded(pipeline))  # what is decided at a first call
-        with blocks.watched(pipeline, called):
-            patched = outputs_of(pipeline(**inputs, **seeded(pipeline)))
+        patched = blocks.compared(
+            pipeline, called, lambda: outputs_of(pipeline(**inputs, **seeded(pipeline)))
+        )
     finally:
         restored = hfpatch.restore(pipeline)
     result |= {"swapped": len(report.swaps), "restored": restored == len(report.swaps)}
@@ -170,18 +175,40 @@ def _settle(result: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
     return result
 
 
+#: Why a block whose kind is fused ran as it is.
+_NEW = f"each of {_RUNS + 1} calls in turn was of a kind that none before it was"
+_REFUSED = "the call or the block is not as it was when a call of its kind was proven"
+
+
 class _Blocks:
     """What became of captured blocks: whether each ran fused, the compared run alone says."""
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self.fused = 0
         self.left: list[str] = []
         self.missed: list[str] = []
         self.uncalled: list[str] = []
+        self.why = ""  # those that are missed did not run fused
+
+    def compared(self, model: Any, called: set[int], run: Callable[[], _T]) -> _T:
+        """What a patched model gives when no call of its blocks is of a new kind any more.
+
+        Args:
+            called: ids of modules that a call runs.
+        """
+        for _ in range(_RUNS):
+            self._clear()
+            with self._watched(model, called):
+                result = run()
+            if not self.missed or self.why != _NEW:
+                break
+        return result
 
     @contextmanager
-    def watched(self, model: Any, called: set[int]) -> Iterator[None]:
-        """Around the compared run of a patched model; `called`: ids of modules that a call runs."""
+    def _watched(self, model: Any, called: set[int]) -> Iterator[None]:
         from hfpatch import swap
         from hfpatch.regions.kind import runs_seen
 
@@ -190,7 +217,9 @@ class _Blocks:
             for path, module in modules_of(model)
             if (mark := swap.swapped(module)) is not None and isinstance(mark.details, Candidate)
         ]
-        with runs_seen(candidate.kind for *_, candidate in candidates) as seen:
+        kinds = list({id(c.kind): c.kind for *_, c in candidates}.values())
+        before = sum(kind.decisions for kind in kinds)
+        with runs_seen(kinds) as seen:
             yield
         for path, module, candidate in candidates:
             now = candidate.now(path)
@@ -202,6 +231,9 @@ class _Blocks:
                 self.left.append(path)
             else:
                 self.missed.append(path)
+                self.why = candidate.kind.unfit or _REFUSED
+        if self.missed and sum(kind.decisions for kind in kinds) > before:
+            self.why = _NEW
 
     def tell(self, result: dict[str, Any], swapped: int) -> None:
         """Add to the result how many were compared, and whether anything of ours was."""
@@ -218,7 +250,7 @@ class _Blocks:
                 result,
                 NOT_COMPARED,
                 f"{len(self.missed)} of {every} captured blocks did not run fused, "
-                f"`{self.missed[0]}` among them",
+                f"`{self.missed[0]}` among them: {self.why}",
             )
         result["hfpatch computed"] = bool(swapped or self.fused)
         if not result["hfpatch computed"]:

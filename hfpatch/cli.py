@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -283,7 +284,16 @@ def _explain(args: argparse.Namespace, parts: list[tuple[str, Any]]) -> int:
         known = ", ".join(f"{n}.…" for n, _ in parts)
         raise ValueError(f"`--explain {args.explain}`: of a pipeline, name the part: {known}")
     torch.manual_seed(0)
-    small = small_copy(model).to(getattr(torch, args.dtype)).eval().requires_grad_(False)
+    try:
+        small = small_copy(model).to(getattr(torch, args.dtype)).eval().requires_grad_(False)
+    except Exception as e:  # what its class demands of sizes, whatever that raises
+        said = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+        raise ValueError(
+            f"`--explain` has no small copy of `{type(model).__name__}` to call: {said}; with a "
+            "model that you built call `hfpatch.regions.explain.explain(model, path, inputs)`"
+        ) from e
+    if (fewer := _beyond(path, model, small)) is not None:
+        raise ValueError(fewer)
     found = explain(
         small, path, sample_inputs(small), f"in a small copy of its {type(model).__name__}"
     )
@@ -293,6 +303,21 @@ def _explain(args: argparse.Namespace, parts: list[tuple[str, Any]]) -> int:
     text = json.dumps(found.to_dict(), indent=2) if args.json else str(found)
     print(printable(text, len(text)))
     return 0
+
+
+def _beyond(path: str, model: Any, small: Any) -> str | None:
+    """What to say of a layer of the model that its small copy is too small to have."""
+    there = dict(small.named_modules(remove_duplicate=False))
+    if path in there or path not in dict(model.named_modules(remove_duplicate=False)):
+        return None
+    place = re.sub(r"\d+", "#", path)
+    known = [f"`{p}`" for p in there if re.sub(r"\d+", "#", p) == place]
+    if not known:
+        return None
+    return (
+        f"`--explain {path}`: the small copy that is called has fewer layers than the model; "
+        f"explain {' or '.join(known[:6])}"
+    )
 
 
 def _kernels(args: argparse.Namespace) -> Any:
@@ -349,3 +374,7 @@ def _said(value: Any) -> str:
     if isinstance(value, list):
         return " to ".join(map(_said, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -259,9 +259,25 @@ def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any
     name = names[0] if isinstance(names, list) and names else None
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if cls is None:
-        raise _NoModel(f"`architectures` {names} names no class of this transformers version")
+        raise _NoModel(_no_class(config, names, transformers.__version__))
     with explained(args.model), torch.device(device):
         return cls(cls.config_class.from_dict(config)).to(dtype)
+
+
+def _no_class(config: dict[str, Any], names: Any, version: str) -> str:
+    """What to say of a configuration whose model transformers has not."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    said = f"`architectures` {names} names no class of this transformers version ({version})"
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING_NAMES:
+        return (
+            f"{said}, nor is its model_type `{kind}` known: a later transformers may have it, or "
+            "the model's repository has code of its own (`auto_map`, with --trust-remote-code)"
+        )
+    if names:
+        return f"{said}: a later one may have it"
+    return f'{said}: write its class into the config.json, as `"architectures": ["BertModel"]`'
 
 
 def _own_code(config: dict[str, Any], args: argparse.Namespace) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import warnings
@@ -348,8 +349,34 @@ def test_a_captured_block_that_did_not_run_is_not_compared(
     assert found.status == 3
     assert found.rows[0]["blocks"] == {"fused": 0, "left": 0, "not run": 1, "not called": 0}
     assert found.rows[0]["reason"] == (
-        "1 of 1 captured blocks did not run fused, `layers.0` among them"
+        "1 of 1 captured blocks did not run fused, `layers.0` among them: the call or the block is "
+        "not as it was when a call of its kind was proven"
     )
+
+
+def test_blocks_behind_a_fused_block_meet_another_kind_of_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whisper's encoder: what the first block gives lies otherwise in memory when it is fused."""
+    offer.forget()
+    found = Checked(capsys, check_cases.write("whisper", tmp_path), "--blocks")
+    assert_passed(found)
+    assert found.rows[0]["blocks"] == {"fused": 4, "left": 0, "not run": 0, "not called": 0}
+
+
+def test_calls_that_are_of_another_kind_each_time(
+    one_layer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not waited for for ever."""
+    decided = itertools.count()
+    monkeypatch.setattr(Kind, "_find", lambda self, *_: None)
+    monkeypatch.setattr(Kind, "_remember", lambda self, key, variant: variant)
+    monkeypatch.setattr(Kind, "decisions", property(lambda self: next(decided)))
+    found = Checked(capsys, one_layer, "--blocks")
+    assert found.status == 3
+    reason = "each of 5 calls in turn was of a kind that none before it was"
+    assert found.rows[0]["reason"].endswith(f"`layers.0` among them: {reason}")
+    assert next(decided) < 20
 
 
 def test_a_block_that_is_left_to_its_parts_is_counted(

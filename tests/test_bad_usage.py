@@ -38,6 +38,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "list/config.json": "[1]",
         "unknown/config.json": '{"architectures": ["NoSuchModel"]}',
         "none/config.json": "{}",
+        "newer/config.json": '{"architectures": ["FrobModel"], "model_type": "frobnicate"}',
+        "typed/config.json": '{"model_type": "bert"}',
         "own/config.json": json.dumps(
             {"architectures": ["Own"], "auto_map": {"AutoModel": "modeling_own.Own"}}
         ),
@@ -130,6 +132,13 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan up", 2, "names a part '../llama'", "expected the name of a folder"),
     ("plan deep", 2, "deep/config.json`", "nested too deeply"),
     ("plan llama --explain ''", 2, "`--explain` is empty", "expected the path of a block"),
+    ("plan llama --explain layers.0", 2, "no block of `layers.0`", "mean `model.layers.0`?"),
+    ("plan llama --explain nothing.7", 2, "no module of that path", "may: model.layers.0, model"),
+    ("plan llama --explain model.norm", 2, "it is a `LlamaRMSNorm`", "may: model.layers.0, model"),
+    ("plan llama --explain model", 2, "it is a `LlamaModel`", "those that may: model.layers.0"),
+    ("plan newer --explain layers.0", 2, "model_type `frobnicate`", "a later transformers may"),
+    ("plan newer", 2, "`architectures` ['FrobModel'] names no class", "--trust-remote-code"),
+    ("plan typed", 2, "`architectures` [] names no class", "write its class into the config.json"),
     ("plan llama --explain x --svg full", 2, "`full` is a folder", "expected a file's name"),
     # plan: options
     ("plan llama --dtype float64", 2, "invalid choice: 'float64'", "'bfloat16'"),

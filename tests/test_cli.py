@@ -327,12 +327,13 @@ def test_a_gpu_that_is_not_there(llama: Path, capsys: pytest.CaptureFixture[str]
     assert "--device cuda: this torch sees no CUDA device" in capsys.readouterr().err
 
 
-def test_python_dash_m() -> None:
+@pytest.mark.parametrize("module", ["hfpatch", "hfpatch.cli"])
+def test_python_dash_m(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hfpatch", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True
     )
     assert "apply-check" in done.stdout
     done = subprocess.run(
-        [sys.executable, "-m", "hfpatch", "plan"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", module, "plan"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -52,6 +53,8 @@ _SMALL = {
 }
 #: Of numbers that mean a size of the input, tokens that must be in the vocabulary.
 _TOKENS = re.compile(r"_token_id$|_token_index$")
+#: A backbone's stages, one for each of its layers where nothing else says how many there are.
+_STAGES = ("stage_names", "out_features", "out_indices")
 
 
 def of_transformers() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
@@ -163,13 +166,12 @@ def own_shrunk(config: Any) -> Any:
     Raises:
         ValueError: its class does not take them together.
     """
-    small = shrunk(config).to_dict()
+    small = shrunk(copy.deepcopy(config)).to_dict()
     given = config.to_dict()
-    merged = {k: small[k] if k in _SMALL or _TOKENS.search(k) else v for k, v in given.items()}
-    layers = given.get("num_hidden_layers")
-    for key, value in merged.items():
-        if isinstance(value, list) and isinstance(layers, int) and len(value) == layers:
-            merged[key] = value[: merged["num_hidden_layers"]]  # one for each layer
+    merged = {k: _own_small(k, v, small) for k, v in given.items()}
+    layers, left = given.get("num_hidden_layers"), merged.get("num_hidden_layers")
+    if isinstance(layers, int) and isinstance(left, int):
+        merged = {k: _of_layers(v, layers, left) for k, v in merged.items()}
     for key in getattr(type(config), "sub_configs", {}):
         part = getattr(config, key, None)
         if part is not None and hasattr(part, "to_dict"):
@@ -177,4 +179,26 @@ def own_shrunk(config: Any) -> Any:
     try:
         return type(config).from_dict(merged)
     except Exception as e:  # the class's own rules
-        raise ValueError(f"`{type(config).__name__}` does not go with small numbers: {e}") from e
+        said = " ".join(str(e).split())
+        raise ValueError(f"`{type(config).__name__}` does not go with small numbers: {said}") from e
+
+
+def _own_small(key: str, value: Any, small: dict[str, Any]) -> Any:
+    """A setting, or its small number; `small` has none of what the class has no field for, which a
+    configuration keeps all the same."""
+    if key not in _SMALL and key not in _STAGES and not _TOKENS.search(key):
+        return value
+    if key in small:
+        return small[key]
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    return min(value, _SMALL[key]) if key in _SMALL else value if value < 199 else 7
+
+
+def _of_layers(value: Any, layers: int, left: int) -> Any:
+    """What a setting says of the first layers, where it is a list or a table of all of them."""
+    if isinstance(value, list) and len(value) == layers:
+        return value[:left]
+    if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+        return {key: of for key, of in value.items() if int(key) < left}
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -110,8 +111,7 @@ def explain(model: nn.Module, path: str, inputs: Mapping[str, Any], note: str = 
     try:
         candidates = {c.path: c for c in hfpatch.status(model).plan.candidates}
         if path not in candidates:
-            known = ", ".join(list(candidates)[:6]) or "none"
-            raise ValueError(f"no block of `{path}` may be captured; those that may: {known}")
+            raise ValueError(_no_block(model, path, list(candidates)))
         block = model.get_submodule(path)
         mark: Any = swap.swapped(block)
         found: list[Explanation] = []
@@ -132,6 +132,25 @@ def explain(model: nn.Module, path: str, inputs: Mapping[str, Any], note: str = 
     if not found:
         raise ValueError(f"`{path}` was not called with these inputs")
     return found[0]
+
+
+def _no_block(model: nn.Module, path: str, candidates: list[str]) -> str:
+    """Why nothing is captured at `path`, and what may be asked for in its place."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if path not in modules:
+        ends = [p for p in modules if path and p.endswith(f".{path}")]
+        close = [*ends[:1], *difflib.get_close_matches(path, candidates, 1)]
+        why = "the model has no module of that path"
+        why += f"; did you mean `{close[0]}`?" if close else ""
+    elif any(s.op == "block" and s.path == path for s in hfpatch.status(model).swaps):
+        why = "it is fused by code that was written for its class (docs/families.md)"
+    elif not path:
+        why = "that is the whole model"
+    else:
+        name = class_of(modules[path]).__name__
+        why = f"it is a `{name}`; blocks are elements of lists of layers, by the libraries' code"
+    known = ", ".join(candidates[:6]) or "none"
+    return f"no block of `{path}` may be captured: {why}; those that may: {known}"
 
 
 def _explained(

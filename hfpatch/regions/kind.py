@@ -94,6 +94,11 @@ class Kind:
         """Every capture that calls run by."""
         return [v for found in self.variants.values() for v in found]
 
+    @property
+    def decisions(self) -> int:
+        """How often a call was decided on: more of them, and there was one of a new kind."""
+        return len(self.decided) + len(self.refused) + sum(self._tries.values())
+
     def lookup(self, args: Any, kwargs: Any, block: nn.Module) -> tuple[Any, Any, Any, Any]:
         """(the variant or None, the call's structure, its tensors, its cache); the structure is
         None where the call cannot be one."""
@@ -297,21 +302,26 @@ def runs_seen(kinds: Iterable[Kind]) -> Iterator[set[int]]:
 
         return replace(variant, run=run)
 
-    kept = []
-    for kind in {id(k): k for k in kinds}.values():
-        kept.append((kind, kind.variants, kind._known.copy()))
-        watching = {id(v): watched(v) for v in kind.decided}
-        kind.variants = {k: [watching[id(v)] for v in found] for k, found in kind.variants.items()}
-        for key, variant in kind._known.items():
-            if variant is not None:
-                kind._known[key] = watching[id(variant)]
+    every = list({id(k): k for k in kinds}.values())
+    own = {id(v): v for kind in every for v in kind.decided}
+    watching = {at: watched(v) for at, v in own.items()}
+    for kind in every:
+        _replace(kind, watching)
     try:
         yield seen
-    finally:
-        for kind, variants, known in kept:
-            kind.variants = variants
-            kind._known.clear()  # the adapters hold it
-            kind._known.update(known)
+    finally:  # what was decided meanwhile stays
+        back = {id(w): own[at] for at, w in watching.items()}
+        for kind in every:
+            _replace(kind, back)
+
+
+def _replace(kind: Kind, others: Mapping[int, Variant]) -> None:
+    """Other variants, by the ids of those that they replace."""
+    for found in kind.variants.values():
+        found[:] = [others.get(id(v), v) for v in found]
+    for key, variant in list(kind._known.items()):  # in place: the adapters hold it
+        if variant is not None:
+            kind._known[key] = others.get(id(variant), variant)
 
 
 class _Undecided(Exception):

@@ -13,6 +13,7 @@ from regions.families import build
 
 import hfpatch
 from hfpatch import cli
+from hfpatch.coverage.small_transformers import own_shrunk
 from hfpatch.regions.explain import KINDS, Explanation, Step, explain
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -122,6 +123,84 @@ def test_no_such_block() -> None:
     model, inputs = build("llama")
     with pytest.raises(ValueError, match=r"no block of `layers\.7` .* layers\.0, layers\.1, "):
         explain(model, "layers.7", inputs(2, 9))
+
+
+def saved(config: Any, folder: Path, name: str) -> str:
+    config.architectures = [name]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_token_that_the_class_has_no_field_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As published T5 configurations have it."""
+    from transformers import T5Config
+
+    small = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "vocab_size": 32128}
+    config = T5Config(**small, num_layers=3, decoder_start_token_id=0, forced_eos_token_id=32000)
+    folder = saved(config, tmp_path, "T5ForConditionalGeneration")
+    assert cli.main(["plan", folder, "--explain", "encoder.block.1"]) == 0
+    assert "T5Block `encoder.block.1`: 17 operators" in capsys.readouterr().out
+
+
+def test_what_the_small_copy_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import BertConfig, XLNetConfig
+
+    folder = saved(BertConfig(num_hidden_layers=4), tmp_path / "bert", "BertModel")
+    assert cli.main(["plan", folder, "--explain", "encoder.layer.3"]) == 2
+    said = capsys.readouterr().err
+    assert "has fewer layers than the model" in said
+    assert "explain `encoder.layer.0` or `encoder.layer.1`" in said
+    folder = saved(XLNetConfig(), tmp_path / "xlnet", "XLNetModel")
+    assert cli.main(["plan", folder, "--explain", "layer.0"]) == 2
+    said = capsys.readouterr().err
+    assert "`XLNetConfig` does not go with small numbers: " in said and len(said.splitlines()) == 1
+    assert "hfpatch.regions.explain.explain(model, path, inputs)" in said
+
+
+_TYPES = ("bert", "dinov2", "gemma3", "gemma4", "llama", "qwen2_vl", "t5", "swin", "whisper")
+#: What files say beside what a class has fields for.
+_MORE: tuple[dict[str, Any], ...] = (
+    {},
+    {
+        "decoder_start_token_id": 0, "forced_bos_token_id": 250001, "sep_token_id": 102,
+        "eos_token_id": [1, 128009], "image_token_index": 32000,
+    },
+    {"q_lora_rank": None, "rotary_dim": None, "projection_dim": None, "n_inner": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*_TYPES, pytest.param("", marks=pytest.mark.exhaustive)])
+def test_any_configuration_is_made_small_or_refused(kind: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    tried, refused = 0, []
+    for name in [kind] if kind else sorted(CONFIG_MAPPING):
+        for more in _MORE:
+            try:
+                config = CONFIG_MAPPING[name](**more)
+            except Exception:  # a class that takes no such setting
+                continue
+            before, tried = config.to_dict(), tried + 1
+            try:
+                small = own_shrunk(config)
+            except ValueError as e:
+                refused.append(str(e))
+                continue
+            assert config.to_dict() == before
+            assert small.to_dict().keys() >= before.keys()
+    assert all("does not go with small numbers: " in why for why in refused)
+    assert tried and len(refused) < 0.05 * tried, refused
+
+
+def test_blocks_that_are_fused_by_code_of_their_own() -> None:
+    import zoo
+
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build()
+    with pytest.raises(ValueError, match=r"code that was written for its class \(docs/families"):
+        explain(model, "transformer_blocks.0", entry.inputs(model))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
