@@ -59,8 +59,8 @@ def apply(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int | str | None = False,
-    decoding: str | bool | None = "auto",
+    cuda_graphs: bool | int | str = False,
+    decoding: str | bool = "auto",
     blocks: str | bool | None = "auto",
     gain: str | None = None,
 ) -> Report:
@@ -68,8 +68,7 @@ def apply(
 
     Only instances change, and only their forward: same classes, same `state_dict`, and
     `hfpatch.restore(model)` takes it back. Calling it again re-plans with the new settings. If
-    anything fails the model is as it was before the call. None for `cuda_graphs`, `decoding` or
-    `blocks` is their default.
+    anything fails the model is as it was before the call.
 
     Args:
         model: a `torch.nn.Module`, a diffusers pipeline (each of its modules is patched), or a
@@ -109,7 +108,7 @@ def apply(
             and proven on that call's arguments, while the original computes its result. Until then
             they are `candidates` of the report; `status` says what came of them. "auto": those on
             a GPU, and calls without a cache that has entries; True: those on the CPU too, where it
-            gains little, and all calls; False: none.
+            gains little, and all calls; False: none; None: as "auto".
         gain: None: what is known to be faster is swapped. "time": beside that, the original and the
             patched forward of each kind of module are timed on the first calls that come without
             gradients, in turns, and the faster is kept for calls of that size; `status` shows both
@@ -169,8 +168,8 @@ def plan(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int | str | None = False,
-    decoding: str | bool | None = "auto",
+    cuda_graphs: bool | int | str = False,
+    decoding: str | bool = "auto",
     blocks: str | bool | None = "auto",
     gain: str | None = None,
     device: str | None = None,
@@ -303,8 +302,8 @@ def decide(
     name: str,
     roots: list[tuple[str, nn.Module]],
     settings: Settings,
-    cuda_graphs: bool | int | str | None = False,
-    decoding: str | bool | None = "auto",
+    cuda_graphs: bool | int | str = False,
+    decoding: str | bool = "auto",
     blocks: str | bool | None = "auto",
 ) -> tuple[Plan, list[Prepared], list[str]]:
     """The plan for modules by the prefix of their paths, what carries it out, and what to warn of:
@@ -313,10 +312,10 @@ def decide(
     from hfpatch.graphs import recording as graphs
     from hfpatch.planning.planner import make_plan
 
-    limit, auto = graphs.check_limit(False if cuda_graphs is None else cuda_graphs)
+    limit, auto = graphs.check_limit(cuda_graphs)
     if limit and settings.training:
         raise ValueError("`cuda_graphs` needs mode='inference': a graph records no gradient")
-    wanted = offer.check_choice("auto" if decoding is None else decoding)
+    wanted = offer.check_choice(decoding)
     blocks = "auto" if blocks is None else blocks
     if not isinstance(blocks, bool) and blocks != "auto":
         raise TypeError(f"`blocks` must be 'auto', True or False, got {blocks!r}")

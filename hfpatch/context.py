@@ -24,8 +24,8 @@ def applied(
     exclude: str | Sequence[str] | None = None,
     verify: bool = True,
     strict: bool = False,
-    cuda_graphs: bool | int | str | None = False,
-    decoding: str | bool | None = "auto",
+    cuda_graphs: bool | int | str = False,
+    decoding: str | bool = "auto",
     blocks: str | bool | None = "auto",
     gain: str | None = None,
 ) -> Iterator[Report]:

@@ -265,12 +265,3 @@ def test_restore_that_fails_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert hfpatch.status(model).skips == skips  # as it was asked for, the whole of it
     hfpatch.restore(model)
     assert not hfpatch.status(model).skips and not hfpatch.status(model).swaps
-
-
-def test_none_is_the_default() -> None:
-    model = of_class(LlamaForCausalLM)
-    as_is = hfpatch.plan(model)
-    none = hfpatch.plan(model, blocks=None, decoding=None, cuda_graphs=None)
-    assert none.swaps == as_is.swaps and none.candidates == as_is.candidates
-    with hfpatch.applied(model, blocks=None, decoding=None, cuda_graphs=None) as report:
-        assert [s.path for s in report.swaps] == [s.path for s in as_is.swaps]

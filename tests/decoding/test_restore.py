@@ -125,7 +125,7 @@ CHANGES = {
     **{f.__name__: (f, False) for f in (_hook, _pre_hook, _adapter, _own_forward)},
     **{f.__name__: (f, True) for f in (_new_weight, _moved_weight, _in_place, _another_scale)},
     **{f.__name__: (f, True) for f in (_another_epsilon, _other_frequencies)},
-    "_fewer_layers": (_fewer_layers, False),  # its cache is made for those that it had
+    "_fewer_layers": (_fewer_layers, True),
 }
 
 

@@ -230,6 +230,11 @@ def test_left_out_and_switched_off() -> None:
     assert not hfpatch.apply(model, blocks=True, exclude="*mlp*").plan.candidates
     assert not hfpatch.apply(model, blocks=True, mode="training").plan.candidates
     assert not hfpatch.apply(model, blocks=True, kernels="torch").plan.candidates
+    for device in ("cpu", "cuda:9.0"):
+        none = hfpatch.plan(model, blocks=None, device=device).candidates
+        assert none == hfpatch.plan(model, device=device).candidates
+        assert bool(none) is (device != "cpu")
+    assert hfpatch.apply(model, blocks=None).swaps
     with pytest.raises(TypeError, match="`blocks` must be 'auto', True or False, got 3"):
         hfpatch.apply(model, blocks=3)  # type: ignore[arg-type]
 
