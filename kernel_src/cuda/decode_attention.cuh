@@ -75,6 +75,11 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   constexpr int kAttentionThreads = kAttentionWarps * 32, kPart = kAttentionWarps * kTile;
   constexpr int kLoads = kDim / 32, kSixties = (kDim + 63) / 64;  // 64 elements are eight of each group of lanes
   constexpr float kLog2E = 1.44269504f;
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kClusters = kUsual;
+#else
+  constexpr bool kClusters = false;
+#endif
   using Shared = AttentionShared<T, kDim, kQueries, kAttentionWarps>;
   extern __shared__ __align__(128) char memory[];
   Shared &shared = *reinterpret_cast<Shared *>(memory);
@@ -109,9 +114,9 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   const int active = min(blocks, parts);
   const int ctas = static_cast<int>(gridDim.x);
   // Whether this cluster, which has all of them, puts them together.
-  const bool in_cluster = kUsual && a.clusters && active <= Shared::kClusterParts;
+  const bool in_cluster = kClusters && a.clusters && active <= Shared::kClusterParts;
   auto &results = shared.results;
-  if constexpr (kUsual) {
+  if constexpr (kClusters) {
     if (in_cluster && blockIdx.x == 0) {
       const int own = (active + ctas - 1) / ctas;
       results.mailbox.begin((active - own) * queries * (kDim + 2) * 4);
@@ -187,7 +192,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   if (part >= active) return;  // the grid ends no earlier: its first CTAs wait
   load_keys(first + part * kPart + warp * kTile);
   load_values(first + part * kPart + warp * kTile);
-  if constexpr (kUsual) {
+  if constexpr (kClusters) {
     __syncwarp();
     if (in_cluster) Team<true>::left();  // the first one's mailbox is there
   }
@@ -410,7 +415,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
       continue;
     }
     const float sums[2] = {all, total};
-    if constexpr (kUsual) {
+    if constexpr (kClusters) {
       if (in_cluster && blockIdx.x > 0) {
         results.mailbox.send(&results.y[at][h][d], y, 0);
         if (d == 0) results.mailbox.send(results.sums[at][h], sums, 0);
@@ -429,7 +434,7 @@ __global__ void __launch_bounds__(kAttentionWarps * 32, ctas_of_processor(kDim, 
   }
   if (active == 1) return;
 
-  if constexpr (kUsual) {
+  if constexpr (kClusters) {
     if (in_cluster) {
       if (blockIdx.x > 0) return;
       __syncthreads();
