@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -318,15 +318,18 @@ class Process:
     """The state of the process at one moment."""
 
     values: tuple[Any, ...]
+    entries: Sequence[_Entry]
 
     @classmethod
-    def now(cls) -> Process:
-        return cls(tuple(map(_read, _ENTRIES)))
+    def now(cls, only: Collection[str] | None = None) -> Process:
+        """`only`: of these entries, by their names."""
+        entries = _ENTRIES if only is None else [e for e in _ENTRIES if e[0] in only]
+        return cls(tuple(map(_read, entries)), entries)
 
     def changed(self) -> list[str]:
         """What is no longer as it was, after setting it back."""
         found = []
-        for entry, before in zip(_ENTRIES, self.values, strict=True):
+        for entry, before in zip(self.entries, self.values, strict=True):
             after = _read(entry)
             if after is not _MISSING and before is not _MISSING and after != before:
                 found.append(entry[0])

@@ -7,6 +7,7 @@ of what it is built on, modules that are there, and the way to those that are no
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -15,12 +16,26 @@ from typing import Any
 import torch
 
 from hfpatch.errors import KernelIntegrityError
+from hfpatch.foreign.process import Process
 
 #: Modules whose functions and classes must stay; those of torch are what models call.
 _ROOTS = ("hfpatch", "kernels", "huggingface_hub", "builtins", "importlib", "hashlib", "json")
 _OF_TORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.autograd",
              "torch._C._nn", "torch.ops", "torch.library", "torch.cuda")  # fmt: skip
 _CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.autograd.Function)
+
+#: What of the process an import has no reason to change, by its name in `Process`.
+_SETTINGS = frozenset({
+    "the grad mode",
+    "the default dtype",
+    "the default device",
+    "the precision of matrix products",
+    "the deterministic switch",
+    "flushing of denormals",
+    "the working directory",
+    "hooks on what autograd saves",
+    "hooks on all modules",
+})  # fmt: skip
 
 
 class Footprint:
@@ -33,7 +48,8 @@ class Footprint:
         self.modules = dict(sys.modules)
         self.values = [(owner, dict(vars(owner))) for owner in _owners(self.modules)]
         self.path = list(sys.path)
-        self.dtype, self.grad = torch.get_default_dtype(), torch.is_grad_enabled()
+        self.process = Process.now(_SETTINGS)
+        self.operators = set(torch.library._impls)
         self.random = torch.get_rng_state()
         return self
 
@@ -84,14 +100,20 @@ class Footprint:
         if any(str(p).startswith(self.folder) for p in sys.path if p not in self.path):
             changed.append("sys.path")
             sys.path[:] = self.path
-        if torch.get_default_dtype() != self.dtype:
-            changed.append("torch.get_default_dtype()")
-            torch.set_default_dtype(self.dtype)
-        if torch.is_grad_enabled() != self.grad:
-            changed.append("torch.is_grad_enabled()")
-            torch.set_grad_enabled(self.grad)
+        changed += [*self.process.changed(), *self._operators()]
         if not torch.equal(torch.get_rng_state(), self.random):
             torch.set_rng_state(self.random)  # numbers drawn are no harm, other numbers later are
+        return changed
+
+    def _operators(self) -> list[str]:
+        """PyTorch's own operators that have another kernel now: every model would call it."""
+        new = set(torch.library._impls) - self.operators
+        changed = sorted(key for key in new if key.startswith("aten/"))
+        if changed:
+            for library in gc.get_objects():
+                held = isinstance(library, torch.library.Library) and library._op_impls
+                if held and not held.isdisjoint(changed):
+                    library._destroy()
         return changed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -361,8 +362,8 @@ def test_a_library_that_asks_for_nothing(tmp_path: Path) -> None:
             ("import sys; sys.modules['hfpatch.later'] = type(sys)('x')", "hfpatch.later"),
             ("import sys; del sys.modules['hfpatch.proof.verify']", "hfpatch.proof.verify"),
             ("import sys, os; sys.path.insert(0, os.path.dirname(__file__))", "sys.path"),
-            ("torch.set_default_dtype(torch.float64)", "default_dtype"),
-            ("torch.set_grad_enabled(False)", "grad_enabled"),
+            ("torch.set_default_dtype(torch.float64)", "the default dtype"),
+            ("torch.set_grad_enabled(False)", "the grad mode"),
         ],
         6,
     ),
@@ -376,6 +377,31 @@ def test_what_an_import_changes(code: str, said: str, toy: HubServer) -> None:
     assert nn.functional.silu is silu and nn.SiLU.forward is forward
     assert sys.modules["hfpatch.proof.verify"] is verify and "hfpatch.later" not in sys.modules
     assert torch.get_default_dtype() == dtype and torch.is_grad_enabled() and sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "L = torch.library.Library('aten', 'IMPL'); L.impl('silu', lambda x: x * 0, 'CPU')",
+            "aten/silu/CPU",
+        ),
+        (
+            "torch.nn.modules.module.register_module_forward_hook(lambda m, a, y: y * 0)",
+            "hooks on all modules",
+        ),
+        ("torch.use_deterministic_algorithms(True)", "the deterministic switch"),
+        ("import os; os.chdir('/')", "the working directory"),
+    ],
+)
+def test_what_an_import_puts_in_the_place_of_others(code: str, said: str, toy: HubServer) -> None:
+    """An operator of PyTorch's, by which formula and original would lie alike, and settings."""
+    where, x = os.getcwd(), torch.randn(5)
+    expected = nn.SiLU()(x)
+    toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
+    withstood(SPEC, said)
+    assert torch.equal(nn.SiLU()(x), expected) and os.getcwd() == where
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_random_numbers_are_as_they_were(toy: HubServer) -> None:
