@@ -14,6 +14,7 @@ import trainer
 import zoo
 from autocast_cases import HALVES, MODULES, WIDTH, Kernels, Pair, call, check, draw, off
 from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hfpatch
@@ -190,6 +191,23 @@ def _is_the_original(pair: Pair, recorded: bool, why: str) -> None:
     (note,) = (n for n in hfpatch.status(pair.patched).notes if "autocast" in n)
     assert f"`{type(pair.plain[0]).__name__}` with float32 input" in note
     assert ": the original, since " in note
+
+
+@pytest.mark.parametrize(("name", "value"), [("use_cache", False), ("problem_type", "regression")])
+def test_a_setting_of_the_config_that_nothing_reads(name: str, value: Any) -> None:
+    """`Trainer` sets the first, a classifier's loss the second: the MLP keeps its config, and has
+    no use for them."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=99, num_labels=3, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForSequenceClassification(config).train()
+    hfpatch.apply(model, mode="training")
+    setattr(model.config, name, value)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=torch.arange(1, 25).view(2, 12)).logits.sum().backward()
+    notes = [n for n in hfpatch.status(model).notes if "`LlamaMLP` with" in n]
+    assert notes and all(n.endswith(": the kernel") for n in notes), notes
 
 
 def test_another_function_is_the_originals() -> None:

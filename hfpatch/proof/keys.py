@@ -6,6 +6,7 @@ They are made while a model is planned, never at a call.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import types
 import weakref
@@ -55,13 +56,17 @@ class Same:
 
     def __init__(self, value: Any) -> None:
         self.id = id(value)
+        self._kept = False
         try:
             self.ref: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self.ref = lambda: value
+        except TypeError:  # a number, a list, None
+            self.ref, self._kept = lambda: value, True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.ref() is not None and self.ref() is other.ref()
+        if not isinstance(other, Same) or self._kept is not other._kept:
+            return False
+        value = self.ref()
+        return value is other.ref() and (self._kept or value is not None)
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -98,16 +103,41 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
 
 def held_by(modules: Iterable[nn.Module]) -> Callable[[], Any]:
     """What the objects that modules hold contain now (a config, a list), except tensors and
-    modules: equal answers mean that nothing was written to them. It holds those objects alone."""
+    modules: equal answers mean that nothing was written to them. It holds those objects alone.
+
+    Of a configuration of transformers what the module's class names counts: `Trainer` and losses
+    write other settings to it (`use_cache`, `problem_type`).
+    """
     held = [
-        v
+        (v, _settings_named(m, v) if _is_configuration(v) else None)
         for m in modules
         for k, v in m.__dict__.items()
         if k not in BLANK_NAMES
         and k not in OWNED_BY_WRAPPERS
         and not isinstance(v, (*_PLAIN, Tensor, types.MethodType))
     ]
-    return lambda: tuple(_Reader(objects=True).value(v) for v in held)
+
+    def contents() -> Any:
+        read = _Reader(objects=True).value
+        return tuple(
+            read(v) if names is None else tuple(read(v.__dict__.get(n)) for n in names)
+            for v, names in held
+        )
+
+    return contents
+
+
+def _is_configuration(value: Any) -> bool:
+    home: Any = sys.modules.get("transformers.configuration_utils")
+    return home is not None and isinstance(value, home.PreTrainedConfig)
+
+
+def _settings_named(module: nn.Module, config: Any) -> list[str]:
+    """Where a configuration has the settings that the code of a module's class names."""
+    named = names_read(module)
+    other_names = type(config).attribute_map
+    found = named | {f"_{n}" for n in named} | {other_names[n] for n in named & other_names.keys()}
+    return sorted(found)
 
 
 class _Token:
