@@ -123,6 +123,10 @@ def _challenge(
         return Verdict(None, tuple(state), waits(call, tensors))
     except _Wrong as e:
         return Verdict(str(e))
+    except FAILURES as e:  # of a call that is made again: each first one's is looked at above
+        return Verdict(f"failed: {told(e)}")
+    finally:
+        inquiry.set_back()
 
 
 class _Wrong(Exception):
@@ -181,6 +185,10 @@ class _Inquiry:
                 self.smallest = sample
         elif self.smallest is None and must:
             self.smallest = sample
+
+    def set_back(self) -> None:
+        """What is left changed by a call that was wrong, or that an interrupt ended."""
+        self._before.changed()
 
     def _left_alone(self, sample: Sample) -> None:
         if (place := sample.written()) is not None:

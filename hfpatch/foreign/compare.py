@@ -314,15 +314,15 @@ def _off(a: Tensor, b: Tensor, eps: float, floor: float) -> Tensor:
 
 
 #: Gradients of a result: see `upstream`.
-_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large", "huge")
+_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large", "huge", "small")
 
 
 def wrong_gradients(
     asked: Asked, fn: Callable[..., Any], tensors: Tensors, context: Callable[[], Any]
 ) -> str | None:
     """Differentiate `fn` and the formula by every floating tensor, and by some of them alone; with
-    dense, repeated and transposed gradients of the result, with that of a sum and with large ones.
-    Why they differ, or None.
+    dense, repeated and transposed gradients of the result, with that of a sum, with large and small
+    ones. Why they differ, or None.
 
     Nothing that backward is given or was left by forward may be written to, nor may a second
     backward through the same graph give something else.
@@ -477,6 +477,8 @@ def upstream(y: Tensor, kind: str, seed: int) -> Tensor:
         drawn = drawn * 2.0**20
     if kind == "huge" and y.dtype != torch.float16:  # what a clamp would cut
         drawn = drawn * 2.0**80
+    if kind == "small" and y.dtype != torch.float16:  # as a mean over many gives it
+        drawn = drawn * 2.0**-30
     return drawn.bfloat16().to(y.device).to(y.dtype)
 
 

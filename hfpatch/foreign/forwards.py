@@ -40,6 +40,11 @@ _KINDS = 1024
 _VALUES = 64
 #: How often the numbers are changed in place, and how often a call is repeated then.
 _CHANGES, _REPEATS = 2, 6
+#: What begins the reasons that are found where gradients are recorded.
+_RECORDED = "where gradients are recorded, "
+
+#: What calls that record no gradients run in: `torch.no_grad` or `torch.inference_mode`.
+Mode = Callable[[], Any]
 
 
 class Different(Exception):
@@ -54,8 +59,11 @@ def compare_forwards(
     kwargs: dict[str, Any],
     *,
     gradients: bool,
+    inference: bool = False,
 ) -> tuple[float, float]:
     """Run both on copies of the module and of the inputs, again and again, and differentiate them.
+
+    inference: whether they run under `torch.inference_mode`; the copies are made outside of it.
 
     Returns the largest absolute and relative error.
 
@@ -63,6 +71,7 @@ def compare_forwards(
         Different: they are not alike.
         CannotReplicateError: nothing was called, since it would write to the module or an input.
     """
+    mode: Mode = torch.inference_mode if inference else torch.no_grad
     theirs_on, ours_on = (copied_apart(module, "it") for _ in range(2))
     given = [_copied((args, kwargs)) for _ in range(2)]
     worst = [0.0, 0.0]
@@ -72,7 +81,7 @@ def compare_forwards(
         if again:  # what is kept of a tensor by its address or its version is stale
             for held in (*given, list(theirs_on.parameters()), list(ours_on.parameters())):
                 _stir(held)
-        found = _both(theirs_on, ours_on, original, replacement, given, again > 0)
+        found = _both(theirs_on, ours_on, original, replacement, given, mode, again > 0)
         if found is None:
             break
         last, ours = found
@@ -80,18 +89,12 @@ def compare_forwards(
         _aliases(ours, last, given)
         kept.append(_Kept(ours, (given[1], list(ours_on.parameters()))))
     else:
-        _repeat(ours_on, replacement, given[1], last, worst, kept)
+        _repeat(ours_on, replacement, given[1], mode, last, worst, kept)
+    _with_other_buffers(module, original, replacement, (args, kwargs), mode, worst)
+    for kind in _UPSTREAMS if gradients else ():
+        _compare_recorded(module, original, replacement, (args, kwargs), kind, worst, kept)
     if not all(k.stays() for k in kept):
         raise Different("a later call changed the result of an earlier one")
-    for kind in _UPSTREAMS if gradients else ():
-        both = [
-            _gradients(copied_apart(module, "it"), run, (args, kwargs), kind)
-            for run in (original, replacement)
-        ]
-        if both[0] is not None:
-            if both[1] is None:
-                raise Different("its results have no gradient")
-            _compare(both[1], both[0], [0.0, 0.0], "the gradient of ", LIMIT * GRADIENT)
     return worst[0], worst[1]
 
 
@@ -105,15 +108,15 @@ class _Kept:
             if isinstance(t, Tensor) and t.numel()
         }
         self._tensors = [
-            t
+            t.detach()  # and no graph
             for t in pytree.tree_leaves(result)
             if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places
         ]
-        self._before = [bits(t.detach()).clone() for t in self._tensors]
+        self._before = [bits(t).clone() for t in self._tensors]
 
     def stays(self) -> bool:
         """Whether the result is what it was."""
-        return all(map(torch.equal, self._before, (bits(t.detach()) for t in self._tensors)))
+        return all(map(torch.equal, self._before, map(bits, self._tensors)))
 
 
 def _stir(inputs: Any) -> None:
@@ -125,10 +128,49 @@ def _stir(inputs: Any) -> None:
                 t.data.as_strided((extent,), (1,), t.storage_offset()).mul_(0.75)
 
 
+def _with_other_buffers(
+    module: nn.Module,
+    original: Forward,
+    replacement: Forward,
+    inputs: Any,
+    mode: Mode,
+    worst: list[float],
+) -> None:
+    """Both once more after the floating buffers changed: what was folded from them is stale.
+
+    On copies of their own, since the original may not take other numbers in a buffer, which ends
+    the comparison, and calls may have written to the buffers of the ones that there are."""
+    theirs_on, ours_on = (copied_apart(module, "it") for _ in range(2))
+    if not _floating_buffers(ours_on):
+        return
+    given = [_copied(inputs) for _ in range(2)]
+    for again in (False, True):
+        if again:
+            for held in (theirs_on, ours_on):
+                _stir(_floating_buffers(held))
+        found = _both(theirs_on, ours_on, original, replacement, given, mode, again)
+        if found is None:
+            return
+        _compare(found[1], found[0], worst, "after its buffers changed, " if again else "", LIMIT)
+        _aliases(found[1], found[0], given)
+
+
+def _floating_buffers(module: nn.Module) -> list[Tensor]:
+    """Those whose numbers can be changed in place: no quantized, sparse or other special ones."""
+    return [
+        b
+        for b in module.buffers()
+        if type(b) is Tensor
+        and b.layout == torch.strided
+        and (b.is_complex() or (b.is_floating_point() and b.element_size() > 1))
+    ]
+
+
 def _repeat(
     ours_on: nn.Module,
     replacement: Forward,
     given: Any,
+    mode: Mode,
     expected: Any,
     worst: list[float],
     kept: list[_Kept],
@@ -139,7 +181,7 @@ def _repeat(
         reading = reads.key_of(replacement) if i == _REPEATS - 1 else None
         before = Process.now()
         try:
-            with torch.no_grad():
+            with mode():
                 ours = replacement(ours_on, *args, **kwargs)
         finally:
             before.changed()
@@ -158,6 +200,7 @@ def _both(
     original: Forward,
     replacement: Forward,
     given: list[Any],
+    mode: Mode,
     again: bool,
 ) -> tuple[Any, Any] | None:
     """(the original's result, the replacement's); None where the original does not take the changed
@@ -166,7 +209,7 @@ def _both(
     before = Process.now()
     try:
         args, kwargs = given[0]
-        with torch.no_grad():
+        with mode():
             theirs = original(theirs_on, *args, **kwargs)
     except Exception:
         if again:
@@ -177,25 +220,43 @@ def _both(
     before.changed()
     try:
         args, kwargs = given[1]
-        with torch.no_grad():
+        with mode():
             ours = replacement(ours_on, *args, **kwargs)
         changed = after.changed()
     finally:
         before.changed()
     if changed:
         raise Different(f"it changed {', '.join(changed)}")
-    _compare_bits(given[1], given[0], "it wrote to its input")
-    for name in ("parameters", "buffers"):
-        mine, others = (list(getattr(m, name)()) for m in (ours_on, theirs_on))
-        _compare_bits(mine, others, f"it wrote to the module's {name}")
-    mine_changed = fingerprint(ours_on) != states[1]
-    if mine_changed and fingerprint(theirs_on) == states[0]:
-        raise Different("it changed attributes of the module")
+    _compare_written([theirs_on, ours_on], given, states, "")
     return theirs, ours
 
 
-def _copied(inputs: Any, requires_grad: bool = False) -> Any:
-    """The inputs with tensors of their own, of the same strides."""
+def _compare_written(
+    modules: list[nn.Module], given: list[Any], states: tuple[Any, Any], what: str
+) -> None:
+    """What ours wrote to that the original did not: its inputs, and what the module holds."""
+    theirs_on, ours_on = modules
+    _compare_bits(given[1], given[0], f"{what}it wrote to its input")
+    for name in ("parameters", "buffers"):
+        mine, others = (list(getattr(m, name)()) for m in (ours_on, theirs_on))
+        _compare_bits(mine, others, f"{what}it wrote to the module's {name}")
+    mine_changed = fingerprint(ours_on) != states[1]
+    if mine_changed and fingerprint(theirs_on) == states[0]:
+        raise Different(f"{what}it changed attributes of the module")
+
+
+def _copied(inputs: Any, requires_grad: bool | None = False) -> Any:
+    """The inputs with tensors of their own, of the same strides; what is one object in the inputs
+    is one in the copies, since a forward may ask (`if query is key`).
+
+    requires_grad: of the floating tensors; None for that of each.
+    """
+    copies: dict[int, Any] = {}
+
+    def once(value: Any) -> Any:
+        if id(value) not in copies:
+            copies[id(value)] = one(value)
+        return copies[id(value)]
 
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -203,14 +264,15 @@ def _copied(inputs: Any, requires_grad: bool = False) -> Any:
         if type(value) not in (Tensor, nn.Parameter):
             raise Different(f"an input is a {type(value).__name__}, which cannot be copied")
         scaled = value.is_floating_point() or value.is_complex()
-        with torch.inference_mode(value.is_inference() and not requires_grad):
+        needs = value.requires_grad if requires_grad is None else requires_grad
+        with torch.inference_mode(value.is_inference() and not needs):
             if value._is_view() or not value.is_contiguous() or value.data_ptr() % 64:
                 copied = Held.like(value).tensor
             else:  # nor shall its copy be a view
                 copied = value.detach().clone()
-        return copied.requires_grad_(requires_grad) if scaled and requires_grad else copied
+        return copied.requires_grad_() if scaled and needs else copied
 
-    return pytree.tree_map(one, inputs)
+    return pytree.tree_map(once, inputs)
 
 
 def _compare_bits(ours: Any, theirs: Any, what: str) -> None:
@@ -291,8 +353,9 @@ def _compare_tensors(a: Any, b: Tensor, worst: list[float], what: str, limit: fl
         raise Different(f"{form}, of which one is negated or conjugated when it is read")
     if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         raise Different(form)
-    if not what and a.numel() and b.is_contiguous() and not a.is_contiguous():
-        raise Different(f"it returned strides {a.stride()}, the original {b.stride()}")
+    dense = what in ("", _RECORDED)  # as the original's; gradients may have any strides
+    if dense and a.numel() and b.is_contiguous() and not a.is_contiguous():
+        raise Different(f"{what}it returned strides {a.stride()}, the original {b.stride()}")
     if not a.numel():
         return
     if a.is_complex():
@@ -325,39 +388,102 @@ def _signature(value: Any) -> str:
     return type(value).__name__
 
 
-def _gradients(module: nn.Module, run: Forward, inputs: Any, kind: str) -> list[Tensor] | None:
-    """By the floating inputs and parameters, zeros where there is none; None if nothing has one.
+def _compare_recorded(
+    module: nn.Module,
+    original: Forward,
+    replacement: Forward,
+    inputs: Any,
+    kind: str,
+    worst: list[float],
+    kept: list[_Kept],
+) -> None:
+    """Both where gradients are recorded, and their backwards: a forward can tell that case from
+    others, so all that is compared without gradients is compared there as well.
 
     kind: of `_UPSTREAMS`.
     """
-    args, kwargs = _copied(inputs, requires_grad=kind != "parameters alone")
-    params = [
-        p.requires_grad_(kind != "inputs alone")
-        for p in module.parameters()
-        if p.is_floating_point()
-    ]
+    modules = [copied_apart(module, "it") for _ in range(2)]
+    for p in (p for m in modules for p in m.parameters() if p.is_floating_point()):
+        if kind != "as called":
+            p.requires_grad_(kind != "inputs alone")
+    needs = None if kind == "as called" else kind != "parameters alone"
+    given = [_copied(inputs, requires_grad=needs) for _ in range(2)]
+    states = fingerprint(modules[0]), fingerprint(modules[1])
     before = Process.now()
-    with torch.enable_grad():
-        results = [
-            y
-            for y in pytree.tree_leaves(run(module, *args, **kwargs))
-            if isinstance(y, Tensor) and y.requires_grad
-        ]
-        if not results:
-            return None
-        ups = [upstream(y, kind, i) for i, y in enumerate(results)]
-        leaves = [
-            t
-            for t in (*pytree.tree_leaves((args, kwargs)), *params)
-            if isinstance(t, Tensor) and t.requires_grad
-        ]
-        found = torch.autograd.grad(results, leaves, ups, allow_unused=True)
-    before.changed()
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
+    try:
+        theirs = _Recorded(modules[0], original, given[0], kind)
+        after = Process.now()
+        before.changed()
+        ours = _Recorded(modules[1], replacement, given[1], kind)
+        changed = after.changed()
+    finally:
+        before.changed()
+    if changed:
+        raise Different(f"{_RECORDED}it changed {', '.join(changed)}")
+    if not ours.kept.stays():
+        raise Different("its backward changed its result")
+    _compare(ours.results, theirs.results, worst, _RECORDED, LIMIT)
+    _aliases(ours.results, theirs.results, given)
+    _compare_written(modules, given, states, _RECORDED)
+    if theirs.gradients is not None:
+        if ours.gradients is None:
+            raise Different("its results have no gradient")
+        _compare(ours.gradients, theirs.gradients, [0.0, 0.0], "the gradient of ", LIMIT * GRADIENT)
+    for i in ours.upstreams.keys() & theirs.upstreams.keys():
+        wrote = "its backward wrote to the gradient of its result"
+        _compare_bits(ours.upstreams[i], theirs.upstreams[i], wrote)
+    kept.append(ours.kept)
 
 
-#: What gradients are of (see `upstream`), by all that floats or, of a dense one, by half of it.
-_UPSTREAMS = ("dense", "summed", "huge", "transposed", "inputs alone", "parameters alone")
+class _Recorded:
+    """A call that records gradients, and its backward.
+
+    Attributes:
+        results: what it returned.
+        kept: that, as it was before the backward.
+        upstreams: what its backward was given, by the position of the result.
+        gradients: by the floating inputs and parameters, zeros where there is none; None if nothing
+            has one.
+    """
+
+    def __init__(self, module: nn.Module, run: Forward, inputs: Any, kind: str) -> None:
+        args, kwargs = inputs
+        params = list(module.parameters())
+        with torch.enable_grad():
+            self.results = run(module, *args, **kwargs)
+            self.kept = _Kept(self.results, (inputs, params, list(module.buffers())))
+            results = {
+                i: y
+                for i, y in enumerate(pytree.tree_leaves(self.results))
+                if isinstance(y, Tensor) and y.requires_grad
+            }
+            # by identity: an argument can be given twice, or be a parameter
+            leaves = {
+                id(t): t
+                for t in (*pytree.tree_leaves(inputs), *params)
+                if isinstance(t, Tensor) and t.requires_grad
+            }.values()
+            self.upstreams = {i: upstream(y, kind, i) for i, y in results.items()}
+            self.gradients: list[Tensor] | None = None
+            if not results or not leaves:
+                return
+            found = torch.autograd.grad(
+                list(results.values()),
+                list(leaves),
+                list(self.upstreams.values()),
+                allow_unused=True,
+            )
+        self.gradients = [
+            torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)
+        ]
+
+
+#: What gradients are of (see `upstream`), by all that floats or, of a dense one, by half of it, and
+#: by what needs one in the call itself.
+_UPSTREAMS = (
+    *("dense", "summed", "huge", "small", "transposed", "inputs alone", "parameters alone"),
+    "as called",
+)
 
 
 # ------------------------------------------------------------------------------ at calls
@@ -367,8 +493,9 @@ class ForwardWatch:
     """A user's forward of one module, as its adapter calls it: the first call of each kind is the
     original's, beside which the user's runs on copies; later ones are the user's, if it was right.
 
-    A kind is the shapes, strides, dtypes, devices and alignment of the tensors, the values of
-    texts, numbers and truth values, those that objects and containers hold, the types of all else,
+    A kind is the shapes, strides, dtypes, devices and alignment of the tensors, which of them are
+    one, the values of texts, numbers and truth values, those that objects and containers hold, the
+    types of all else,
     the thread, the modes of the call, of the module and of the process, and what the modules hold
     and have around them (`Surrounded`). One that raises where it was right before is not used any
     more.
@@ -391,9 +518,10 @@ class ForwardWatch:
         around = self._around.now(module)
         if around is None:
             return self._original(module, *args, **kwargs)
+        seen: dict[int, int] = {}
         kind = (
-            _kind(args),
-            _kind(kwargs),
+            _kind(args, seen),
+            _kind(kwargs, seen),
             around,
             module.training,
             torch._C._is_any_autocast_enabled() and _autocast(),
@@ -430,6 +558,7 @@ class ForwardWatch:
         self, kind: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         recorded = torch.is_grad_enabled()  # leaving inference mode turns it on
+        inference = torch.is_inference_mode_enabled()
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(recorded):
                 compare_forwards(
@@ -438,7 +567,8 @@ class ForwardWatch:
                     self._replacement,
                     args,
                     kwargs,
-                    gradients=recorded,
+                    gradients=recorded and not inference,
+                    inference=inference,
                 )
         except torch.OutOfMemoryError:
             return  # the next call asks again
@@ -482,7 +612,8 @@ def _form(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: Any, seen: dict[int, int]) -> Any:
+    """seen: the tensors of the call so far, numbered, so that one that comes again is told."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter):
             return type(value)
@@ -495,11 +626,12 @@ def _kind(value: Any) -> Any:
             value.get_device(),
             value._is_view(),
             value.is_inference(),
+            seen.setdefault(id(value), len(seen)),
         )
     if isinstance(value, (tuple, list)):
-        return (type(value), *map(_kind, value))
+        return (type(value), *[_kind(v, seen) for v in value])
     if isinstance(value, dict):
-        return (type(value), *((k, _kind(v)) for k, v in value.items()))
+        return (type(value), *[(k, _kind(v, seen)) for k, v in value.items()])
     return content(value)
 
 

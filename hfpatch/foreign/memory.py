@@ -39,16 +39,18 @@ def form(t: Tensor) -> tuple[object, ...]:
     """What of a tensor, beside its elements, a kernel can change in place."""
     grad = t.grad if t.is_leaf else None
     hooks: Any = t._backward_hooks
+    after: Any = t._post_accumulate_grad_hooks
     return (
         *(t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad),
         *(_Very(grad), tuple(map(_Very, (hooks or {}).values()))),
+        tuple(map(_Very, (after or {}).values())),
         tuple((k, _Very(v)) for k, v in t.__dict__.items()),
     )
 
 
 def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage) -> None:
     """Set it back."""
-    shape, stride, offset, _, _, requires_grad, grad, hooks, attributes = before
+    shape, stride, offset, _, _, requires_grad, grad, hooks, after, attributes = before
     t.__dict__.clear()
     t.__dict__.update((k, v.value) for k, v in attributes)  # type: ignore[attr-defined]
     with torch.inference_mode(t.is_inference()), torch.no_grad():
@@ -56,6 +58,9 @@ def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage)
             t.grad = grad.value  # type: ignore[attr-defined]
         kept: Any = t._backward_hooks
         for key in [k for k, hook in (kept or {}).items() if _Very(hook) not in hooks]:  # type: ignore
+            del kept[key]
+        kept = t._post_accumulate_grad_hooks
+        for key in [k for k, hook in (kept or {}).items() if _Very(hook) not in after]:  # type: ignore
             del kept[key]
         t.detach_().requires_grad_(False)
         t.set_(storage, offset, shape, stride)  # type: ignore[call-overload]

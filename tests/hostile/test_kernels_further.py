@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import queue
 import subprocess
 import sys
@@ -85,11 +86,20 @@ def reject(model: nn.Module, kernel: Callable[..., Tensor]) -> None:
         (of_gradient(lambda g: g * 0.5 if g.stride(-1) == 0 else g), 0.0, ()),
         (of_gradient(lambda g: g.clamp(-6e4, 6e4)), 65536.0, ()),
         (of_gradient(lambda g: torch.where((g.abs() > 1e5) & (g.abs() < 1e15), g / 2, g)), 1e6, ()),
+        (of_gradient(lambda g: torch.where(g.abs() < 1e-6, 0.0, g)), 1e-8, ()),
         (where_frozen((True, True, False)), 1.0, ("bias",)),
         (where_frozen((True, False, True)), 1.0, ("weight",)),
         (where_frozen((False, True, True)), 1.0, ()),
     ],
-    ids=["of-a-sum", "large", "large-alone", "frozen-bias", "frozen-weight", "frozen-input"],
+    ids=[
+        "of-a-sum",
+        "large",
+        "large-alone",
+        "small",
+        "frozen-bias",
+        "frozen-weight",
+        "frozen-input",
+    ],
 )
 def test_a_gradient_that_no_random_one_shows(
     kernel: Callable[..., Tensor], scale: float, frozen: tuple[str, ...]
@@ -102,7 +112,7 @@ def test_a_gradient_that_no_random_one_shows(
     x = torch.randn(6, WIDTH)
     reject(model, kernel)
     for ours, theirs in zip(gradients(model, x, scale), gradients(twin, x, scale), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * max(scale, 1.0))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * (scale or 1.0))
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rope_qk"])
@@ -408,3 +418,55 @@ def test_a_weight_that_is_kept_on_itself() -> None:
             each[0].weight.mul_(3.0)
         torch.testing.assert_close(model(x), twin(x))
         assert not hasattr(model[0].weight, "kept")
+
+
+_LAYER_NORM = torch.nn.functional.layer_norm
+
+
+def test_a_global_function_of_pytorch_is_no_state(kernels_module: object) -> None:
+    """Its defaults are None, of which there is no weak reference: a right kernel was said to keep
+    state, and compared at each call."""
+
+    def kernel(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        return _LAYER_NORM(x, x.shape[-1:], weight, bias, eps)
+
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="mine")
+    try:
+        report = hfpatch.apply(model, kernels={"layer_norm": "mine"})
+    finally:
+        handle.remove()
+    assert len(report.swaps) == 1 and "state" not in str(report), report
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_what_a_backward_left_that_failed_is_set_back(error: type[BaseException]) -> None:
+    before = os.getcwd(), torch.get_default_dtype()
+
+    def backward(g: Tensor) -> Tensor:
+        os.chdir("/")
+        torch.set_default_dtype(torch.float64)
+        raise error("no")
+
+    reject(nn.Sequential(nn.LayerNorm(WIDTH)), of_gradient(backward))
+    assert (os.getcwd(), torch.get_default_dtype()) == before
+
+
+def test_a_hook_behind_the_accumulation_of_a_gradient() -> None:
+    """It makes nothing of the weight's gradient, which `torch.autograd.grad` does not show."""
+
+    def kernel(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        if weight is not None and weight.is_leaf and weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+        return _LAYER_NORM(x, x.shape[-1:], weight, bias, eps)
+
+    model, twin = nn.Sequential(nn.LayerNorm(WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH))
+    x = torch.randn(6, WIDTH)
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="mine", differentiable=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hfpatch.apply(model, mode="training", kernels={"layer_norm": "mine"})
+        handle.remove()
+        for each in (model, twin):
+            each(x).square().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
