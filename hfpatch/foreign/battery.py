@@ -25,6 +25,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 #: How often one call is repeated; and one of a kernel that keeps state.
 _REPEATS, _MORE_REPEATS = 40, 300
+#: Results that are held at once.
+_HELD = 24
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def _challenge(
         repeated = inquiry.smallest
         if repeated is None:
             raise _Wrong("failed with every size that it was asked about")
-        state = inquiry.repeat(repeated, fn)
+        state = inquiry.repeat(repeated, fn, differentiated is not None)
         tensors = repeated.tensors
         if (why := wrong_on_streams(asked, call, tensors)) is not None:
             raise _Wrong(why)
@@ -196,7 +198,7 @@ class _Inquiry:
         if changed := self._before.changed():
             raise _Wrong(f"changed {', '.join(changed)}")
 
-    def repeat(self, sample: Sample, fn: Callable[..., Any]) -> list[str]:
+    def repeat(self, sample: Sample, fn: Callable[..., Any], recorded: bool) -> list[str]:
         """The same call again and again, at its old place and at new ones; names of what changes
         each time."""
         state = reads.iterators_of(fn)
@@ -206,6 +208,9 @@ class _Inquiry:
             state += reads.names_changed(before, after)
         self._repeat(sample, _MORE_REPEATS if state else _REPEATS)
         self._left_alone(sample)
+        self._hold(sample, recorded=False)
+        if recorded:
+            self._hold(sample, recorded=True)
         return list(dict.fromkeys(state))
 
     def _repeat(self, sample: Sample, times: int) -> None:
@@ -226,6 +231,23 @@ class _Inquiry:
                 raise _Wrong(f"is wrong with {sample.what} when it is called again: {why}")
             first = y
 
+    def _hold(self, sample: Sample, recorded: bool) -> None:
+        """Results of other contents, all of them right when the last one is there: a kernel may
+        have several buffers for its results, in turns."""
+        held: list[tuple[list[Tensor | None], Any]] = []
+        for _ in range(_HELD):
+            sample.draw(self._generator)
+            copies = [None if t is None else t.clone() for t in sample.tensors]
+            given = [
+                t.clone().requires_grad_() if recorded and _floats(t) else t  # type: ignore[union-attr]
+                for t in copies
+            ]
+            with torch.set_grad_enabled(recorded), self._context():
+                held.append((copies, _detached(self._call(*given))))
+        for copies, y in held:
+            if (why := wrong_values(self._asked, copies, y)) is not None:
+                raise _Wrong(f"is wrong with {sample.what} when others are called after it: {why}")
+
     def differentiate(self, sample: Sample, fn: Callable[..., Any]) -> None:
         sample.draw(self._generator)
         tensors = sample.tensors
@@ -233,6 +255,16 @@ class _Inquiry:
             raise _Wrong(f"has a gradient that {why}, with {sample.what}")
         if changed := self._before.changed():
             raise _Wrong(f"changed {', '.join(changed)} in its backward")
+
+
+def _floats(t: Tensor | None) -> bool:
+    return t is not None and t.is_floating_point()
+
+
+def _detached(y: Any) -> Any:
+    if isinstance(y, (tuple, list)):
+        return type(y)(map(_detached, y))
+    return y.detach() if isinstance(y, Tensor) else y
 
 
 def _size(sample: Sample) -> int:

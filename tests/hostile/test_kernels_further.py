@@ -470,3 +470,30 @@ def test_a_hook_behind_the_accumulation_of_a_gradient() -> None:
         for each in (model, twin):
             each(x).square().sum().backward()
     torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("count", [3, 8])
+def test_buffers_in_turns(count: int, recorded: bool) -> None:
+    """One call more than there are buffers writes to the first result."""
+    rings: dict[int, list[Any]] = {}
+
+    def kernel(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        if y.requires_grad is not recorded or y.dtype != torch.float32:
+            return y
+        new = [numpy.empty(y.numel(), numpy.float32) for _ in range(count)]
+        ring = rings.setdefault(y.numel(), new)
+        ring.append(ring.pop(0))
+        y.data = torch.from_numpy(ring[-1]).view(y.shape).copy_(y.detach())
+        return y
+
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="mine", differentiable=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = hfpatch.apply(model, mode="training", kernels={"layer_norm": "mine"})
+    finally:
+        handle.remove()
+    assert not report.swaps and report.skips[0].kind == "rejected", report
