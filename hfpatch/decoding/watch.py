@@ -25,8 +25,8 @@ _FORWARD, _DIRECT = operator.itemgetter("forward"), operator.itemgetter(DIRECT)
 #: What reads no training flag. A model in `eval` has such in training mode, for example behind
 #: `resize_token_embeddings`, which makes new ones.
 _WITHOUT_MODES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.Identity)
-#: What hooks, children and tensors are put into.
 _TRAINING = operator.itemgetter("training")
+#: What hooks, children and tensors are put into.
 _CONTAINERS = operator.itemgetter("_modules", "_parameters", "_buffers", *_HOOKS)
 
 

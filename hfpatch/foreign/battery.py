@@ -125,6 +125,8 @@ def _challenge(
         return Verdict(None, tuple(state), waits(call, tensors))
     except _Wrong as e:
         return Verdict(str(e))
+    except torch.OutOfMemoryError:
+        raise
     except FAILURES as e:  # of a call that is made again: each first one's is looked at above
         return Verdict(f"failed: {told(e)}")
     finally:
@@ -247,6 +249,8 @@ class _Inquiry:
         for copies, y in held:
             if (why := wrong_values(self._asked, copies, y)) is not None:
                 raise _Wrong(f"is wrong with {sample.what} when others are called after it: {why}")
+        if changed := self._before.changed():
+            raise _Wrong(f"changed {', '.join(changed)}")
 
     def differentiate(self, sample: Sample, fn: Callable[..., Any]) -> None:
         sample.draw(self._generator)

@@ -495,10 +495,9 @@ class ForwardWatch:
 
     A kind is the shapes, strides, dtypes, devices and alignment of the tensors, which of them are
     one, the values of texts, numbers and truth values, those that objects and containers hold, the
-    types of all else,
-    the thread, the modes of the call, of the module and of the process, and what the modules hold
-    and have around them (`Surrounded`). One that raises where it was right before is not used any
-    more.
+    types of all else, the thread, the modes of the call, of the module and of the process, and what
+    the modules hold and have around them (`Surrounded`). One that raises where it was right before
+    is not used any more.
     """
 
     def __init__(

@@ -110,10 +110,11 @@ class Footprint:
         new = set(torch.library._impls) - self.operators
         changed = sorted(key for key in new if key.startswith("aten/"))
         if changed:
-            for library in gc.get_objects():
-                held = isinstance(library, torch.library.Library) and library._op_impls
-                if held and not held.isdisjoint(changed):
-                    library._destroy()
+            # by its type: what else there is may answer `isinstance` by code of its own
+            libraries = [o for o in gc.get_objects() if type(o) is torch.library.Library]
+            for library in libraries:
+                if not library._op_impls.isdisjoint(changed):
+                    library._destroy()  # type: ignore[no-untyped-call]
         return changed
 
 

@@ -389,6 +389,22 @@ def test_a_layer_that_ends_behind_attention(kernels_module: ModuleType) -> None:
     assert hidden.isfinite().all()
 
 
+def test_how_many_keys_there_are_at_most_changes_no_result(kernels_module: ModuleType) -> None:
+    model = decoder(Shape(), torch.float32)
+    ids, positions = arguments(model, 2, 1, 5, 0)
+    call, entries = Call(model, 2, 1, kernels_module), Table(model, 2, 1)
+    found = []
+    for most in (0, 6, 2, 1 << 40):  # not known, right, too few, many
+        cache = table(model, 2, 5, 8)  # the table does not hold it
+        entries.take(cache)
+        logits = torch.empty(2, 1, model.head.weight.shape[0])
+        call(logits, None, entries.entries, ids, None, positions, None, most)
+        found.append(logits)
+    assert all(torch.equal(logits, found[0]) for logits in found)
+    with pytest.raises(DecodingError, match="`most_keys` must be 0 or more"):
+        call(found[0], None, entries.entries, ids, None, positions, None, -1)
+
+
 def test_bad_models(kernels_module: ModuleType) -> None:
     good = decoder(Shape(), torch.float32)
     layer = good.layers[1]

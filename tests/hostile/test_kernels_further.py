@@ -12,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.foreign import compare, device, samples
+from hfpatch.foreign import battery, compare, device, samples
 
 WIDTH = 64
 
@@ -470,6 +470,28 @@ def test_a_hook_behind_the_accumulation_of_a_gradient() -> None:
         for each in (model, twin):
             each(x).square().sum().backward()
     torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
+
+
+def test_a_lack_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the kernel: it is not remembered, and the next `apply` asks again."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+
+    def kernel(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="mine")
+    try:
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setattr(battery._Inquiry, "_repeat", full)
+            with suppress(torch.OutOfMemoryError):
+                assert not hfpatch.apply(model, kernels={"layer_norm": "mine"}).swaps
+        assert len(hfpatch.apply(model, kernels={"layer_norm": "mine"}).swaps) == 1
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("recorded", [False, True])
