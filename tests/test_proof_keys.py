@@ -348,3 +348,33 @@ def test_a_module_object_may_answer_for_other_names() -> None:
     for library, name in ((Answers("some"), "answered"), (AnswersAll("all"), "eps")):
         with pytest.raises(Unexplained, match="which may change"):
             surroundings.check_library(library, name)
+
+
+def _decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As people write it, without `functools.wraps`."""
+    return lambda self, x: function(self, x)
+
+
+class _Scaled(nn.Module):
+    config: Any
+
+    @_decorated
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.config.hidden_scale
+
+
+def test_the_names_behind_a_decorator_are_read() -> None:
+    assert {"config", "hidden_scale"} <= keys.names_read(_Scaled())
+
+
+def test_of_a_configuration_what_the_code_names_counts() -> None:
+    from transformers import LlamaConfig
+
+    module = _Scaled()
+    module.config = LlamaConfig(hidden_scale=2.0)
+    held, everything = keys.held_by([module]), keys.contents_of([module.config])
+    was, all_was = held(), everything()
+    module.config.use_cache = False
+    assert held() == was and everything() != all_was
+    module.config.hidden_scale = 3.0
+    assert held() != was

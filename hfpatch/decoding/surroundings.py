@@ -14,7 +14,7 @@ from torch import nn
 from hfpatch.decoding import cache as caches
 from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
-from hfpatch.proof.keys import function_in, held_by, helpers_of
+from hfpatch.proof.keys import contents_of, function_in, helpers_of
 from hfpatch.proof.library import is_own, odd_class
 
 #: Attention functions whose result the replica's own stands for: the same up to rounding.
@@ -35,7 +35,7 @@ class Surroundings:
         self._functions = [f for v in found if isinstance(f := function_in(v), types.FunctionType)]
         self._codes = [f.__code__ for f in self._functions]
         configs = {id(c): c for m in model.modules() if (c := m.__dict__.get("config")) is not None}
-        self._read = held_by([types.SimpleNamespace(**{f"c{i}": c}) for i, c in configs.items()])  # type: ignore[misc]
+        self._read = contents_of(configs.values())
         self._configs = self._read()
         self._attention = _attention_of(model)
 

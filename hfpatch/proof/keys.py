@@ -105,7 +105,7 @@ def held_by(modules: Iterable[nn.Module]) -> Callable[[], Any]:
     """What the objects that modules hold contain now (a config, a list), except tensors and
     modules: equal answers mean that nothing was written to them. It holds those objects alone.
 
-    Of a configuration of transformers what the module's class names counts: `Trainer` and losses
+    Of a configuration of transformers what the module's code names counts: `Trainer` and losses
     write other settings to it (`use_cache`, `problem_type`).
     """
     held = [
@@ -127,14 +127,28 @@ def held_by(modules: Iterable[nn.Module]) -> Callable[[], Any]:
     return contents
 
 
+def contents_of(objects: Iterable[Any]) -> Callable[[], Any]:
+    """What objects contain now, every setting of a configuration too; as in `held_by`."""
+    held = list(objects)
+    return lambda: tuple(_Reader(objects=True).value(v) for v in held)
+
+
 def _is_configuration(value: Any) -> bool:
     home: Any = sys.modules.get("transformers.configuration_utils")
     return home is not None and isinstance(value, home.PreTrainedConfig)
 
 
 def _settings_named(module: nn.Module, config: Any) -> list[str]:
-    """Where a configuration has the settings that the code of a module's class names."""
-    named = names_read(module)
+    """Where a configuration has the settings that a module's code names: its class's, and that of
+    the functions which this calls by a global name and may hand the configuration to."""
+    named = names_read(module).copy()
+    for base in _bases(module):
+        for _, value in _members(base):
+            for function in functions_in(value):
+                known = function.__globals__
+                for name in names_of(function.__code__) & known.keys():
+                    if isinstance(called := known[name], types.FunctionType):
+                        named |= _names_in(called)
     other_names = type(config).attribute_map
     found = named | {f"_{n}" for n in named} | {other_names[n] for n in named & other_names.keys()}
     return sorted(found)
@@ -211,8 +225,24 @@ def names_read(module: nn.Module) -> set[str]:
     found: set[str] = known.setdefault(type(module), set())
     for base in _bases(module):
         for _, value in _members(base):
-            if (code := getattr(function_in(value), "__code__", None)) is not None:
-                found |= names_of(code)
+            found |= _names_in(value)
+    return found
+
+
+def _names_in(value: Any) -> set[str]:
+    return set().union(*(names_of(f.__code__) for f in functions_in(value)))
+
+
+def functions_in(value: Any) -> list[types.FunctionType]:
+    """The function in what a class holds and those that decorators put in it."""
+    found: list[types.FunctionType] = []
+    left = [function_in(value)]
+    while left and len(found) < _DEPTH:
+        function = left.pop()
+        if not isinstance(function, types.FunctionType) or function in found:
+            continue
+        found.append(function)
+        left += [*map(_content, function.__closure__ or ()), getattr(function, "__wrapped__", None)]
     return found
 
 
@@ -227,8 +257,7 @@ def helpers_of(module: nn.Module) -> set[str]:
     left = ["forward"]
     while left:
         for value in members.get(left.pop(), ()):
-            code = getattr(function_in(value), "__code__", None)
-            names = names_of(code) if code is not None else frozenset()
+            names = _names_in(value)
             reached = {n for n in names if n in members and hasattr(members[n][0], "__get__")}
             left += reached - found
             found |= reached
