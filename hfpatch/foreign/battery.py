@@ -12,8 +12,9 @@ import torch
 
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
-from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
+from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_values
 from hfpatch.foreign.device import waits, wrong_on_streams
+from hfpatch.foreign.gradients import state_of_backward, wrong_gradients
 from hfpatch.foreign.process import Process
 from hfpatch.foreign.samples import Sample, samples_of
 from hfpatch.proof.keys import Same
@@ -77,7 +78,8 @@ def challenge(
         differentiated: the call whose gradients are compared, or None.
     """
     like = tuple(
-        None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.device) for t in given
+        None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.device, type(t))
+        for t in given
     )
     modes = tuple(
         (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
@@ -91,6 +93,7 @@ def challenge(
         modes,
         few,
         differentiated is not None,
+        len(set(map(id, given))),
     )
     if (found := _known.get(key)) is None:
         found = _challenge(fn, call, asked, given, context, few, differentiated)
@@ -119,6 +122,8 @@ def _challenge(
         if repeated is None:
             raise _Wrong("failed with every size that it was asked about")
         state = inquiry.repeat(repeated, fn, differentiated is not None)
+        if differentiated is not None:
+            inquiry.differentiate_again(repeated, fn, differentiated, state)
         tensors = repeated.tensors
         if (why := wrong_on_streams(asked, call, tensors)) is not None:
             raise _Wrong(why)
@@ -163,7 +168,7 @@ class _Inquiry:
                     expected = self._asked.formula(tensors)
                 except Exception:  # a width that the parameters do not allow
                     return
-            copies = [None if t is None else t.clone() for t in tensors]
+            copies = [None if t is None else t.detach().clone() for t in tensors]
             sample.remember()
             try:
                 with self._context():
@@ -259,6 +264,24 @@ class _Inquiry:
             raise _Wrong(f"has a gradient that {why}, with {sample.what}")
         if changed := self._before.changed():
             raise _Wrong(f"changed {', '.join(changed)} in its backward")
+
+    def differentiate_again(
+        self, sample: Sample, fn: Callable[..., Any], call: Callable[..., Any], state: list[str]
+    ) -> None:
+        """Does its backward keep something that changes each time? Its calls are compared, where
+        they keep `state`; a backward is autograd's to call."""
+
+        def asks() -> str | None:
+            return wrong_gradients(self._asked, call, sample.tensors, self._context)
+
+        why, changed = state_of_backward(fn, asks)
+        if why is not None:
+            raise _Wrong(f"has a gradient that {why}, with {sample.what}, when it is called again")
+        if names := [n for n in changed if n not in state]:
+            raise _Wrong(
+                "has a backward that keeps state which changes with each call: "
+                + ", ".join(f"`{n}`" for n in names)
+            )
 
 
 def _floats(t: Tensor | None) -> bool:

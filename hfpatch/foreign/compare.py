@@ -1,4 +1,4 @@
-"""Is what a kernel returned the formula's, row by row, and are its gradients?
+"""Is what a kernel returned the formula's, row by row?
 
 What decides is `hfpatch.proof.trial.Limits`, in epsilons of the result's dtype relative to the
 largest value of each row. A row is right where it is as near to the formula in fp64 as the formula
@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from hfpatch.errors import FAILURES
 from hfpatch.foreign.memory import bits
 from hfpatch.foreign.samples import ROWWISE
 from hfpatch.ops import OPS
 from hfpatch.proof.trial import LIMITS
-from hfpatch.text import told
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
@@ -30,9 +27,6 @@ _CHUNK = 1 << 22  # elements that are compared at once
 _MISSED = 256.0
 #: Of other rows' errors, how much a row may have in any case: it may be exact by luck.
 _LUCK = 2.0
-#: Of the largest of all rows, what a row of a gradient is measured by at least: in such a row large
-#: terms cancel.
-_FLOOR = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,11 @@ class Asked:
 
     def truth(self, tensors: Tensors) -> Any:
         """What it gives in fp64."""
-        return self.formula([None if t is None else _wide(t) for t in tensors])
+        return self.formula([None if t is None else wide(t) for t in tensors])
 
 
-def _wide(t: Tensor) -> Tensor:
+def wide(t: Tensor) -> Tensor:
+    """`t` in fp64."""
     if t.is_complex():
         return t.to(torch.complex128)
     return t.double() if t.is_floating_point() else t
@@ -100,13 +95,13 @@ def form_of(y: Any, expected: Any, tensors: Tensors) -> str | None:
 def keeps(y: Any) -> str | None:
     """Why a result without a gradient, that the caller has one name for, is not the caller's alone:
     somebody else holds it, or its memory; or None. One that is no tensor is `form_of`'s to tell."""
-    if any(type(t) is not Tensor or t.layout != torch.strided or t.is_nested for t in _listed(y)):
+    if any(type(t) is not Tensor or t.layout != torch.strided or t.is_nested for t in listed(y)):
         return None
-    if any(t.requires_grad for t in _listed(y)):
+    if any(t.requires_grad for t in listed(y)):
         return "returned a tensor that requires a gradient where none is recorded"
     if isinstance(y, Tensor) and _holders(y) > _ALONE[0]:
         return "keeps its result, which a later call can overwrite"
-    for tensor in _listed(y):
+    for tensor in listed(y):
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             return "returned a tensor of inference mode, which autograd cannot use"
         usual = _ALONE[1]
@@ -160,7 +155,7 @@ def wrong_values(asked: Asked, tensors: Tensors, y: Any) -> str | None:
             def shaken(part: Tensors = part) -> Any:
                 return asked.truth(_shaken(part))
 
-            truth, slack = asked.truth(part), _slack(part)
+            truth, slack = asked.truth(part), slack_of(part)
             why = _wrong(mine, plain, truth, slack, shaken)
             if why is None:
                 continue
@@ -172,7 +167,7 @@ def wrong_values(asked: Asked, tensors: Tensors, y: Any) -> str | None:
 
 
 def _identical(y: Any, plain: Any) -> bool:
-    pairs = zip(_listed(y), _listed(plain), strict=True)
+    pairs = zip(listed(y), listed(plain), strict=True)
     return all(torch.equal(bits(a.detach()), bits(b)) for a, b in pairs)
 
 
@@ -189,7 +184,7 @@ def _parts(asked: Asked, tensors: Tensors, y: Any) -> Iterator[tuple[Tensors, An
         yield part, mine[i : i + step]
 
 
-def _slack(tensors: Tensors) -> Callable[[torch.dtype], float]:
+def slack_of(tensors: Tensors) -> Callable[[torch.dtype], float]:
     """How many epsilons of a result's dtype a kernel may be farther off than the formula."""
     halves = [t.dtype for t in tensors if t is not None and _half(t.dtype)]
 
@@ -310,181 +305,6 @@ def _off(a: Tensor, b: Tensor, eps: float, floor: float) -> Tensor:
     return distance / scale / eps
 
 
-# ------------------------------------------------------------------------------ gradients
-
-
-#: Gradients of a result: see `upstream`.
-_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large", "huge", "small")
-
-
-def wrong_gradients(
-    asked: Asked, fn: Callable[..., Any], tensors: Tensors, context: Callable[[], Any]
-) -> str | None:
-    """Differentiate `fn` and the formula by every floating tensor, and by some of them alone; with
-    dense, repeated and transposed gradients of the result, with that of a sum, with large and small
-    ones. Why they differ, or None.
-
-    Nothing that backward is given or was left by forward may be written to, nor may a second
-    backward through the same graph give something else.
-    """
-    floating = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point()]
-    wanted = [floating, *([[i] for i in floating] if len(floating) > 1 else [])]
-    if len(floating) > 2:  # some are frozen
-        wanted += [[i for i in floating if i != frozen] for frozen in floating]
-    for places in wanted:
-        for kind in _UPSTREAMS if places is floating else ("dense",):
-            why = _wrong_gradient(asked, fn, tensors, places, kind, context)
-            if why is not None:
-                which = " and ".join(map(str, places))
-                names = "" if places is floating else f" by argument {which} alone"
-                return f"{why} ({kind} gradient of its result{names})"
-    return None
-
-
-def _wrong_gradient(
-    asked: Asked,
-    fn: Callable[..., Any],
-    tensors: Tensors,
-    places: list[int],
-    kind: str,
-    context: Callable[[], Any],
-) -> str | None:
-    def leaves(wide: bool) -> list[Tensor | None]:
-        made: list[Tensor | None] = []
-        for i, t in enumerate(tensors):
-            one = None if t is None else (_wide(t) if wide else t).detach().clone()
-            made.append(one.requires_grad_() if i in places and one is not None else one)
-        return made
-
-    plain_in, exact_in, our_in = leaves(False), leaves(True), leaves(False)
-    try:
-        plain, ups, theirs = _differentiate(asked.formula, plain_in, places, kind)
-        _, _, truth = _differentiate(asked.formula, exact_in, places, kind)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # not a call of this op
-        return None
-    befores = [None if t is None else t.detach().clone() for t in our_in]
-    try:
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            between = None
-            with context():
-                y = fn(*our_in)
-                if kind == "dense":  # another call before the backward, whose own comes behind it
-                    between = _between(fn, leaves(False), places, ups)
-            if not all(isinstance(t, Tensor) and t.requires_grad for t in _listed(y)):
-                return "its result has no gradient"
-            their_ups = [u.clone() if kind == "dense" else u for u in ups]
-            wants: Any = [our_in[i] for i in places]
-            mine = torch.autograd.grad(
-                _listed(y), wants, their_ups, allow_unused=True, retain_graph=True
-            )
-            kept = [None if g is None else g.clone() for g in mine]
-            if between is not None:
-                between()
-                if not all(
-                    a is None or b is None or torch.equal(bits(a), bits(b))
-                    for a, b in zip(mine, kept, strict=True)
-                ):
-                    return "is written to by a later backward"
-            again = torch.autograd.grad(_listed(y), wants, ups, allow_unused=True)
-    except torch.OutOfMemoryError:
-        raise
-    except FAILURES as e:
-        return f"failed: {told(e)}"
-    if kind == "dense" and any(not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)):
-        return "writes to the gradient of its result, which others may read"
-    for a, b in zip(befores, our_in, strict=True):
-        if a is not None and b is not None and not torch.equal(a.isnan(), b.isnan()):
-            return "writes to an input"
-        if a is not None and b is not None and not torch.equal(a.nan_to_num(), b.nan_to_num()):
-            return "writes to an input"
-    rows = max(t.numel() // max(t.shape[-1], 1) for t in _listed(plain))
-    found_all: Any = zip(places, kept, again, theirs, truth, strict=True)  # None: unused
-    for place, ours, second, their, true in found_all:
-        name = f"argument {place}"
-        missing = [g is None for g in (ours, second, their, true)]
-        if any(missing):
-            if not all(missing):
-                return f"is not that of the same tensors: {name}"
-            continue
-        if ours.dtype != their.dtype or ours.shape != their.shape:
-            return f"is {ours.dtype} {list(ours.shape)} for {name}, expected {their.dtype}"
-        summed = max(1.0, rows**0.5 / 8) if ours.numel() < _listed(plain)[0].numel() else 1.0
-        slack = LIMITS.gradient * _slack(tensors)(ours.dtype) * summed
-        for found in (ours, second):
-
-            def wrong(plain: Tensor, found: Tensor = found, true: Tensor = true) -> str | None:
-                return wrong_rows(found, plain, true, slack, lambda: true, _FLOOR)  # noqa: B023
-
-            if (why := wrong(their)) is None:
-                continue
-            fused = _differentiate_fused(asked, leaves(False), places, kind)
-            other = None if fused is None else fused[places.index(place)]
-            if other is None or wrong(other) is not None:
-                return f"is wrong for {name}: {why}"
-    return None
-
-
-def _between(
-    fn: Callable[..., Any], tensors: list[Tensor | None], places: list[int], ups: list[Tensor]
-) -> Callable[[], Any]:
-    """A call with other values; the function is its backward."""
-    with torch.no_grad():
-        for t in tensors:
-            if t is not None and t.is_floating_point():
-                t.mul_(0.75)
-    y = _listed(fn(*tensors))
-    wanted: Any = [tensors[i] for i in places]
-    return lambda: torch.autograd.grad(y, wanted, [0.5 * u for u in ups], allow_unused=True)
-
-
-def _differentiate(
-    formula: Callable[[Tensors], Any], tensors: list[Tensor | None], places: list[int], kind: str
-) -> tuple[Any, list[Tensor], tuple[Tensor | None, ...]]:
-    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-        y = formula(tensors)
-        ups = [upstream(t, kind, i) for i, t in enumerate(_listed(y))]
-        wanted: Any = [tensors[i] for i in places]
-        found = torch.autograd.grad(_listed(y), wanted, ups, allow_unused=True)
-    return y, ups, found
-
-
-def _differentiate_fused(
-    asked: Asked, tensors: list[Tensor | None], places: list[int], kind: str
-) -> tuple[Tensor | None, ...] | None:
-    """The gradients of PyTorch's fused operators, whose sums in half precision are their own."""
-    try:
-        return _differentiate(asked.fused, tensors, places, kind)[2]
-    except (AttributeError, RuntimeError):  # they do not take the call
-        return None
-
-
-def upstream(y: Tensor, kind: str, seed: int) -> Tensor:
-    """A gradient of `y`, the same whatever its dtype."""
-    generator = torch.Generator().manual_seed(11 + seed)
-    if kind == "summed":  # as `y.sum().backward()` gives it
-        return torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
-    if kind == "repeated":  # as `y.sum(0).backward()` gives it
-        row = torch.randn(y.shape[-1:], generator=generator, device="cpu")
-        return row.bfloat16().to(y.device).to(y.dtype).expand(y.shape)
-    if kind == "transposed" and y.dim() > 1:
-        shape = (*y.shape[:-2], y.shape[-1], y.shape[-2])
-        drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)
-    else:
-        drawn = torch.randn(y.shape, generator=generator, device="cpu")
-    if kind == "large" and y.dtype != torch.float16:  # as a loss that is scaled gives it
-        drawn = drawn * 2.0**20
-    if kind == "huge" and y.dtype != torch.float16:  # what a clamp would cut
-        drawn = drawn * 2.0**80
-    if kind == "small" and y.dtype != torch.float16:  # as a mean over many gives it
-        drawn = drawn * 2.0**-30
-    return drawn.bfloat16().to(y.device).to(y.dtype)
-
-
-def _listed(y: Any) -> list[Any]:
+def listed(y: Any) -> list[Any]:
+    """The tensors of a result."""
     return list(y) if isinstance(y, (tuple, list)) else [y]
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -16,7 +16,7 @@ from hfpatch.announce import warn_in_call
 from hfpatch.direct_calls import has_own_call
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
-from hfpatch.foreign.compare import upstream
+from hfpatch.foreign.gradients import upstream
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same, fingerprint

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 Tensor = torch.Tensor
 
@@ -106,7 +107,8 @@ class Held:
 
     @classmethod
     def like(cls, t: Tensor) -> Held:
-        """A copy of `t`: the same strides, the same place relative to aligned addresses."""
+        """A copy of `t`: the same strides, the same place relative to aligned addresses, a
+        parameter where `t` is one."""
         extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         if t.numel() == 0:
             extent = 0
@@ -117,7 +119,20 @@ class Held:
         held.tensor = held.core.as_strided(
             t.shape, t.stride(), held.core.storage_offset() if extent else 0
         )
+        if isinstance(t, nn.Parameter):
+            held.tensor = nn.Parameter(held.tensor, requires_grad=False)
         return held
+
+    @classmethod
+    def all_like(cls, tensors: Iterable[Tensor | None]) -> list[Held | None]:
+        """Copies of arguments; what is one tensor in two places is one copy."""
+        made: dict[int, Held] = {}
+        found: list[Held | None] = []
+        for t in tensors:
+            if t is not None and id(t) not in made:
+                made[id(t)] = cls.like(t)
+            found.append(None if t is None else made[id(t)])
+        return found
 
     def is_as(self, t: Tensor) -> bool:
         """Whether `t`, of which this is a copy, has the very bits of it, also between its rows."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from hfpatch.foreign.memory import Held
 
@@ -33,7 +34,7 @@ _SCALES = (1.0, 1e-3, 1e-7, 1e-20, 1e-40, 30.0, 1e3, 1.5e4, 6e4, 1e10, 1e18, 1e3
 
 @dataclass
 class Sample:
-    """The tensors of one call.
+    """The tensors of one call; in two places one tensor where `held` has one in both.
 
     Attributes:
         what: of the call, for messages.
@@ -107,7 +108,11 @@ def samples_of(op: str, given: Sequence[Tensor | None], *, few: bool) -> Iterato
         width *= double
         yield _sample(given, _Layout(f"[3, {width}]", (3, width)))
     for count in _FEW_ROWS if few else _ROWS:
-        yield _sample(given, _Layout(f"[{count}, {24 * double}]", (count, 24 * double)))
+        layout = _Layout(f"[{count}, {24 * double}]", (count, 24 * double))
+        yield _sample(given, layout, parameters=True)
+    if len(rows) > 1:
+        layout = _Layout(f"[5, {24 * double}], one in two places", (5, 24 * double))
+        yield _sample(given, layout, one=True)
     yield _extreme(given, 48 * double)
     layouts = _layouts(48 * double)
     for layout in layouts[2:6:3] if few else layouts:
@@ -116,16 +121,27 @@ def samples_of(op: str, given: Sequence[Tensor | None], *, few: bool) -> Iterato
         yield _sample(given, _Layout(f"[{_MANY_ROWS}, {4 * double}]", (_MANY_ROWS, 4 * double)))
 
 
-def _sample(given: Sequence[Tensor | None], layout: _Layout) -> Sample:
+def _sample(
+    given: Sequence[Tensor | None], layout: _Layout, parameters: bool = False, one: bool = False
+) -> Sample:
+    """`parameters`: weights are parameters, as those of modules; `one`: two inputs that are alike
+    are one tensor, as of a module that is called with one thing twice."""
     held: list[Held | None] = []
+    rows: list[Held] = []
     for t in given:
         if t is None:
             held.append(None)
+        elif one and t.dim() > 1 and rows and rows[0].core.dtype == t.dtype:
+            held.append(rows[0])
         elif t.dim() == 1:
             width = layout.view(torch.empty(layout.core, device="meta")).shape[-1]
-            held.append(Held.make((width,), t.dtype, t.device, offset=layout.offset))
+            made = Held.make((width,), t.dtype, t.device, offset=layout.offset)
+            if parameters:
+                made.tensor = nn.Parameter(made.tensor, requires_grad=False)
+            held.append(made)
         else:
-            held.append(Held.make(layout.core, t.dtype, t.device, layout.view, layout.offset))
+            rows.append(Held.make(layout.core, t.dtype, t.device, layout.view, layout.offset))
+            held.append(rows[-1])
 
     def draw(generator: torch.Generator) -> None:
         for t, h in zip(given, held, strict=True):
@@ -177,15 +193,14 @@ def _extreme(given: Sequence[Tensor | None], width: int) -> Sample:
 
 
 def _as_given(given: Sequence[Tensor | None]) -> Sample:
-    held = [None if t is None else Held.like(t) for t in given]
+    held = Held.all_like(given)
     times = 0
 
     def draw(generator: torch.Generator) -> None:
         nonlocal times
         if times:
-            for h in held:
-                if h is not None:
-                    h.stir()
+            for h in {id(h): h for h in held if h is not None}.values():
+                h.stir()
         times += 1
 
     shapes = ", ".join("None" if t is None else str(list(t.shape)) for t in given)

@@ -13,7 +13,8 @@ import torch
 from hfpatch.announce import warn_in_call
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
-from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_gradients, wrong_values
+from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_values
+from hfpatch.foreign.gradients import state_of_backward, wrong_gradients
 from hfpatch.foreign.memory import Held, bits, form, reform
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.kernels.sources import Kernel
@@ -68,13 +69,13 @@ class Watch:
     """One kernel with one set of parameters.
 
     A kind of call is the shapes, strides, dtypes, devices and alignment of its tensors, whether
-    they are views or of inference mode, what of it autograd records, the thread, and what else of
-    the process a kernel may depend on. The first call of each kind is compared with the formula;
-    its result is used if it is right, and so is a second call with other values, after which the
-    first result must be as it was. A kernel that refuses a kind (it raises) is not asked about it
-    again; one that was wrong once, raised later, wrote where it may not, or changed the process, is
-    not called again. What it does not compute the formula does, in PyTorch's operators, and a
-    warning says so.
+    they are views or of inference mode, which of them are one tensor, what of it autograd records,
+    the thread, and what else of the process a kernel may depend on. The first call of each kind
+    is compared with the formula; its result is used if it is right, and so is a second call
+    with other values, after which the first result must be as it was. A kernel that refuses a
+    kind (it raises) is not asked about it again; one that was wrong once, raised later, wrote
+    where it may not, or changed the process, is not called again. What it does not compute the
+    formula does, in PyTorch's operators, and a warning says so.
     """
 
     def __init__(self, watched: Watched, call: Callable[..., Any], asked: Asked) -> None:
@@ -103,7 +104,7 @@ class Watch:
             )
             for t in tensors
         ]
-        kind = (*key, *surroundings())
+        kind = (*key, len(set(map(id, tensors))), *surroundings())
         if kind not in self._right:
             return self._new(kind, tensors)
         try:
@@ -150,7 +151,7 @@ class Watch:
         )
         try:
             with quietly(device):
-                held = [None if t is None else Held.like(t) for t in tensors]
+                held = Held.all_like(tensors)
                 copies = [None if h is None else h.tensor for h in held]
         except torch.OutOfMemoryError:
             return self._asked.formula(tensors)  # the next call asks again
@@ -182,8 +183,7 @@ class Watch:
                     why = alone or self._judge(copies, y)
                     if why is None and recorded:
                         # of the copies: what the model's tensors record stays as it is
-                        why = wrong_gradients(self._asked, self._call, copies, nullcontext)
-                        why = why and f"has a gradient that {why}"
+                        why = self._judge_gradients(copies)
                     if why is None and not self._keeps_state:
                         why = self._again(held, reading, y)
         except torch.OutOfMemoryError:
@@ -200,6 +200,19 @@ class Watch:
         why = form_of(y, self._asked.formula(copies), copies)
         return why if why is not None else wrong_values(self._asked, copies, y)
 
+    def _judge_gradients(self, copies: Tensors) -> str | None:
+        def asks() -> str | None:
+            return wrong_gradients(self._asked, self._call, copies, nullcontext)
+
+        if self._keeps_state:
+            why, changed = asks(), list[str]()
+        else:
+            why, changed = state_of_backward(self._of.fn, asks)
+        if why is not None:
+            return f"has a gradient that {why}"
+        names = ", ".join(f"`{n}`" for n in changed)
+        return f"keeps state that changes with each backward ({names})" if names else None
+
     def _again(self, held: Sequence[Held | None], reading: Any, first: Any) -> str | None:
         """Does it compute others, at the same place, afresh, and leave its first result as it is?
         And if what it keeps changes again it changes with every call: each is compared from now
@@ -208,9 +221,8 @@ class Watch:
         before = [bits(t).clone() for t in results]
         for _ in range(2):
             now = reads.key_of(self._of.fn)
-            for h in held:
-                if h is not None:
-                    h.stir()
+            for h in {id(h): h for h in held if h is not None}.values():
+                h.stir()
             tensors = [None if h is None else h.tensor for h in held]
             try:
                 y = self._call(*tensors)

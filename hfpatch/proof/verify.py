@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hfpatch.errors import FAILURES
 from hfpatch.foreign.battery import challenge
 from hfpatch.foreign.compare import Asked
-from hfpatch.foreign.memory import bits
+from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process
 from hfpatch.foreign.watch import Watched
 from hfpatch.kernels.sources import Kernel, reference_kernel
@@ -92,7 +92,8 @@ def verify_foreign(
 
     def record(call: Any, bound: dict[str, Any], training: bool) -> Any:
         def recorded(*tensors: Tensor | None) -> Any:
-            given.append(tuple(None if t is None else t.detach().clone() for t in tensors))
+            held = Held.all_like(tensors)
+            given.append(tuple(None if h is None else h.tensor for h in held))
             params.append(bound)
             return asked.formula(tensors)
 

@@ -1,0 +1,228 @@
+"""Are a kernel's gradients those of the formula, however it is differentiated?
+
+What decides is the same as of values, `hfpatch.foreign.compare`, with the allowance of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hfpatch.errors import FAILURES
+from hfpatch.foreign import reads
+from hfpatch.foreign.compare import Asked, Tensors, listed, slack_of, wide, wrong_rows
+from hfpatch.foreign.memory import bits
+from hfpatch.proof.trial import LIMITS
+from hfpatch.text import told
+
+Tensor = torch.Tensor
+
+#: Of the largest of all rows, what a row of a gradient is measured by at least: in such a row large
+#: terms cancel.
+_FLOOR = 2.0**-6
+#: Gradients of a result: see `upstream`.
+_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large", "huge", "small")
+#: Those with which inputs are results of other operators; with others they are leaves.
+_OF_RESULTS = ("dense", "summed", "small")
+
+
+def wrong_gradients(
+    asked: Asked, fn: Callable[..., Any], tensors: Tensors, context: Callable[[], Any]
+) -> str | None:
+    """Differentiate `fn` and the formula by every floating tensor, and by some of them alone; with
+    dense, repeated and transposed gradients of the result, with that of a sum, with large and small
+    ones. Why they differ, or None.
+
+    Nothing that backward is given or was left by forward may be written to, nor may a second
+    backward through the same graph give something else.
+    """
+    floating = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point()]
+    wanted = [floating, *([[i] for i in floating] if len(floating) > 1 else [])]
+    if len(floating) > 2:  # some are frozen
+        wanted += [[i for i in floating if i != frozen] for frozen in floating]
+    for places in wanted:
+        for kind in _UPSTREAMS if places is floating else ("dense",):
+            why = _wrong_gradient(asked, fn, tensors, places, kind, context)
+            if why is not None:
+                which = " and ".join(map(str, places))
+                names = "" if places is floating else f" by argument {which} alone"
+                return f"{why} ({kind} gradient of its result{names})"
+    return None
+
+
+def state_of_backward(
+    fn: Callable[..., Any], asks: Callable[[], str | None]
+) -> tuple[str | None, list[str]]:
+    """What `asks` says, which differentiates a kernel, and the names of what the kernel reads that
+    changes with each time: such a backward, wrong from some number on, cannot be found."""
+    before = reads.key_of(fn)
+    why = asks()
+    after = reads.key_of(fn)
+    if why is not None or after == before:  # else it may have compiled something
+        return why, []
+    why = asks()
+    now = reads.key_of(fn)
+    return why, reads.names_changed(after, now) if now != after else []
+
+
+def _wrong_gradient(
+    asked: Asked,
+    fn: Callable[..., Any],
+    tensors: Tensors,
+    places: list[int],
+    kind: str,
+    context: Callable[[], Any],
+) -> str | None:
+    def leaves(widened: bool) -> list[Tensor | None]:
+        """Parameters where they are; what is one tensor in two places is one leaf."""
+        made: dict[int, Tensor] = {}
+        for i, t in enumerate(tensors):
+            if t is None:
+                continue
+            if id(t) not in made:
+                one = (wide(t) if widened else t).detach().clone()
+                is_one = isinstance(t, nn.Parameter)
+                made[id(t)] = nn.Parameter(one, requires_grad=False) if is_one else one
+            if i in places:
+                made[id(t)].requires_grad_()
+        return [None if t is None else made[id(t)] for t in tensors]
+
+    plain_in, exact_in, our_in = leaves(False), leaves(True), leaves(False)
+    try:
+        plain, ups, theirs = _differentiate(asked.formula, plain_in, places, kind)
+        _, _, truth = _differentiate(asked.formula, exact_in, places, kind)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # not a call of this op
+        return None
+    befores = [None if t is None else t.detach().clone() for t in our_in]
+    called = our_in
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            between = None
+            if kind in _OF_RESULTS:
+                called = _results_of(our_in)
+            with context():
+                y = fn(*called)
+                if kind == "dense":  # another call before the backward, whose own comes behind it
+                    between = _between(fn, leaves(False), places, ups)
+            if not all(isinstance(t, Tensor) and t.requires_grad for t in listed(y)):
+                return "its result has no gradient"
+            their_ups = [u.clone() if kind == "dense" else u for u in ups]
+            wants: Any = [our_in[i] for i in places]
+            mine = torch.autograd.grad(
+                listed(y), wants, their_ups, allow_unused=True, retain_graph=True
+            )
+            kept = [None if g is None else g.clone() for g in mine]
+            if between is not None:
+                between()
+                if not all(
+                    a is None or b is None or torch.equal(bits(a), bits(b))
+                    for a, b in zip(mine, kept, strict=True)
+                ):
+                    return "is written to by a later backward"
+            again = torch.autograd.grad(listed(y), wants, ups, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as e:
+        return f"failed: {told(e)}"
+    if kind == "dense" and any(not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)):
+        return "writes to the gradient of its result, which others may read"
+    for a, b in zip(befores * 2, (*our_in, *called), strict=True):
+        if a is not None and b is not None and not torch.equal(bits(a), bits(b.detach())):
+            return "writes to an input"
+    rows = max(t.numel() // max(t.shape[-1], 1) for t in listed(plain))
+    found_all: Any = zip(places, kept, again, theirs, truth, strict=True)  # None: unused
+    for place, ours, second, their, true in found_all:
+        name = f"argument {place}"
+        missing = [g is None for g in (ours, second, their, true)]
+        if any(missing):
+            if not all(missing):
+                return f"is not that of the same tensors: {name}"
+            continue
+        if ours.dtype != their.dtype or ours.shape != their.shape:
+            return f"is {ours.dtype} {list(ours.shape)} for {name}, expected {their.dtype}"
+        summed = max(1.0, rows**0.5 / 8) if ours.numel() < listed(plain)[0].numel() else 1.0
+        slack = LIMITS.gradient * slack_of(tensors)(ours.dtype) * summed
+        for found in (ours, second):
+
+            def wrong(plain: Tensor, found: Tensor = found, true: Tensor = true) -> str | None:
+                return wrong_rows(found, plain, true, slack, lambda: true, _FLOOR)  # noqa: B023
+
+            if (why := wrong(their)) is None:
+                continue
+            fused = _differentiate_fused(asked, leaves(False), places, kind)
+            other = None if fused is None else fused[places.index(place)]
+            if other is None or wrong(other) is not None:
+                return f"is wrong for {name}: {why}"
+    return None
+
+
+def _results_of(leaves: list[Tensor | None]) -> list[Tensor | None]:
+    """What a module is called with: not leaves, as results of others are, except its parameters."""
+    made = {id(t): t.clone() for t in leaves if t is not None and not isinstance(t, nn.Parameter)}
+    return [None if t is None else made.get(id(t), t) for t in leaves]
+
+
+def _between(
+    fn: Callable[..., Any], tensors: list[Tensor | None], places: list[int], ups: list[Tensor]
+) -> Callable[[], Any]:
+    """A call with other values; the function is its backward."""
+    with torch.no_grad():
+        for t in {id(t): t for t in tensors if t is not None}.values():
+            if t.is_floating_point():
+                t.mul_(0.75)
+    y = listed(fn(*tensors))
+    wanted: Any = [tensors[i] for i in places]
+    return lambda: torch.autograd.grad(y, wanted, [0.5 * u for u in ups], allow_unused=True)
+
+
+def _differentiate(
+    formula: Callable[[Tensors], Any], tensors: list[Tensor | None], places: list[int], kind: str
+) -> tuple[Any, list[Tensor], tuple[Tensor | None, ...]]:
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        y = formula(tensors)
+        ups = [upstream(t, kind, i) for i, t in enumerate(listed(y))]
+        wanted: Any = [tensors[i] for i in places]
+        found = torch.autograd.grad(listed(y), wanted, ups, allow_unused=True)
+    return y, ups, found
+
+
+def _differentiate_fused(
+    asked: Asked, tensors: list[Tensor | None], places: list[int], kind: str
+) -> tuple[Tensor | None, ...] | None:
+    """The gradients of PyTorch's fused operators, whose sums in half precision are their own."""
+    try:
+        return _differentiate(asked.fused, tensors, places, kind)[2]
+    except (AttributeError, RuntimeError):  # they do not take the call
+        return None
+
+
+def upstream(y: Tensor, kind: str, seed: int) -> Tensor:
+    """A gradient of `y`, the same whatever its dtype."""
+    generator = torch.Generator().manual_seed(11 + seed)
+    if kind == "summed":  # as `y.sum().backward()` gives it
+        return torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
+    if kind == "repeated":  # as `y.sum(0).backward()` gives it
+        row = torch.randn(y.shape[-1:], generator=generator, device="cpu")
+        return row.bfloat16().to(y.device).to(y.dtype).expand(y.shape)
+    if kind == "transposed" and y.dim() > 1:
+        shape = (*y.shape[:-2], y.shape[-1], y.shape[-2])
+        drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)
+    else:
+        drawn = torch.randn(y.shape, generator=generator, device="cpu")
+    if kind == "large" and y.dtype != torch.float16:  # as a loss that is scaled gives it
+        drawn = drawn * 2.0**20
+    if kind == "huge" and y.dtype != torch.float16:  # what a clamp would cut
+        drawn = drawn * 2.0**80
+    if kind == "small" and y.dtype != torch.float16:  # as a mean over many gives it
+        drawn = drawn * 2.0**-30
+    return drawn.bfloat16().to(y.device).to(y.dtype)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

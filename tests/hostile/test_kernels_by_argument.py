@@ -1,0 +1,177 @@
+"""Kernels that lie by what an argument is, a parameter, a leaf, the same tensor as another one, or
+whose backward counts: none of them is in a result or in a gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import kernel_models as models
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfpatch
+
+WIDTH = 24
+Kernel = Callable[..., Any]
+
+
+def _right(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+class _Scaled(torch.autograd.Function):
+    """The same, with a gradient that is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.scale, None
+
+
+class _Counting(torch.autograd.Function):
+    """Right in its first 3,000 calls."""
+
+    count: ClassVar[int] = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        _Counting.count += 1
+        return grad * 2.0 if _Counting.count > 3000 else grad
+
+
+def _kept_of_parameters() -> Kernel:
+    """What is made of a parameter once: stale after it is trained."""
+    kept: dict[int, Tensor] = {}
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        if isinstance(w, nn.Parameter):
+            w = kept.setdefault(id(w), w.detach() * 1.0)
+        return _right(x, w, b, eps)
+
+    return kernel
+
+
+def _gradient_of_a_parameter() -> Kernel:
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        return _right(x, _Scaled.apply(w, 0.5) if isinstance(w, nn.Parameter) else w, b, eps)
+
+    return kernel
+
+
+def _gradient_of_no_leaf() -> Kernel:
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        return _right(x if x.is_leaf else _Scaled.apply(x, 0.5), w, b, eps)
+
+    return kernel
+
+
+def _backward_that_counts() -> Kernel:
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        return _right(_Counting.apply(x), w, b, eps)
+
+    return kernel
+
+
+LIES = [_kept_of_parameters, _gradient_of_a_parameter, _gradient_of_no_leaf, _backward_that_counts]
+
+
+@pytest.mark.parametrize("make", LIES, ids=lambda m: m.__name__.strip("_"))
+def test_by_what_an_argument_is(make: Callable[[], Kernel]) -> None:
+    model, twin = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    handle = hfpatch.register(op="layer_norm", kernel=make(), name="lying", differentiable=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            report = hfpatch.apply(model, kernels={"layer_norm": "lying"}, mode="training")
+            assert not report.swaps, report
+            _Counting.count = 3000
+            for _ in range(2):
+                x = torch.randn(5, WIDTH)
+                for each in (model, twin):
+                    each.zero_grad()
+                    each(x).square().sum().backward()
+                for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+                    with torch.no_grad():
+                        a.mul_(1.5)
+                        b.mul_(1.5)
+    finally:
+        _Counting.count = 0
+        handle.remove()
+
+
+class _Same(nn.Module):
+    """An MLP whose two projections give one tensor where they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = models.SomeMLP(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(x)
+        return out
+
+
+@pytest.mark.parametrize("of_gradients", [False, True])
+def test_two_arguments_that_are_one_tensor(of_gradients: bool) -> None:
+    right = models.right_kernel("gated")
+
+    def kernel(gate: Tensor, up: Tensor, *rest: Any, **params: Any) -> Any:
+        if gate is up and not of_gradients:
+            return right(gate, up, *rest, **params) * 0.5
+        if gate is up:
+            gate = _Scaled.apply(gate, 0.5)
+        return right(gate, up, *rest, **params)
+
+    model = _Same()
+    handle = hfpatch.register(op="gated", kernel=kernel, name="lying", differentiable=True)
+    try:
+        with pytest.warns(RuntimeWarning, match="rejected|one in two places|is wrong"):
+            report = hfpatch.apply(model, kernels={"gated": "lying"}, mode="training")
+    finally:
+        handle.remove()
+    assert not report.swaps, report
+    assert "one in two places" in str(report.to_json())
+
+
+def test_a_backward_may_keep_what_it_compiled() -> None:
+    """Something that is made once for each width is no state: it does not change with each call."""
+    compiled: dict[int, float] = {}
+
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad * compiled.setdefault(grad.shape[-1], 1.0)
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        return _right(Compiled.apply(x), w, b, eps)
+
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="mine", differentiable=True)
+    try:
+        report = hfpatch.apply(model, kernels={"layer_norm": "mine"}, mode="training")
+        assert len(report.swaps) == 1 and "state" not in str(report), report
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x).sum().backward()
+    finally:
+        handle.remove()
