@@ -217,15 +217,20 @@ def class_values(module: nn.Module) -> dict[str, Any]:
 
 
 def names_read(module: nn.Module) -> set[str]:
-    """Every name, attribute and short text in the code of a module's class."""
+    """Every name, attribute and short text in the code of a module's class; behind decorators, of
+    what its forward may reach: others have methods for the user, such as one that fuses layers."""
     known = kept_while_planning(names_read)
     if type(module) in known:
         read: set[str] = known[type(module)]
         return read
     found: set[str] = known.setdefault(type(module), set())
+    reached = {"forward"} | helpers_of(module)
     for base in _bases(module):
-        for _, value in _members(base):
-            found |= _names_in(value)
+        for name, value in _members(base):
+            if name in reached:
+                found |= _names_in(value)
+            elif (code := getattr(function_in(value), "__code__", None)) is not None:
+                found |= names_of(code)
     return found
 
 
