@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
-from hfpatch.announce import warn_in_call
-from hfpatch.direct_calls import has_own_call
-from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.gradients import upstream
 from hfpatch.foreign.memory import Held, bits
-from hfpatch.foreign.process import Process, surroundings
-from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same, fingerprint
-from hfpatch.proof.library import HOOKS, is_installed
-from hfpatch.proof.proving import may_prove
+from hfpatch.foreign.process import Process
+from hfpatch.proof.keys import fingerprint
 from hfpatch.proof.replicas import copied_apart
-from hfpatch.proof.unchanged import is_bound
-from hfpatch.regions.listening import is_idle
-from hfpatch.text import told
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
@@ -86,13 +76,19 @@ def compare_forwards(
             break
         last, ours = found
         _compare(ours, last, worst, "", LIMIT)
-        _aliases(ours, last, given)
+        _aliases(ours, last, given, (theirs_on, ours_on))
         kept.append(_Kept(ours, (given[1], list(ours_on.parameters()))))
     else:
         _repeat(ours_on, replacement, given[1], mode, last, worst, kept)
+        _written_to(module, original, replacement, (args, kwargs), mode, worst)
     _with_other_buffers(module, original, replacement, (args, kwargs), mode, worst)
+    reading: list[Any] = []
     for kind in _UPSTREAMS if gradients else ():
         _compare_recorded(module, original, replacement, (args, kwargs), kind, worst, kept)
+        reading = [*reading[-2:], reads.key_of(replacement)]
+    if len(reading) > 2 and reading[0] != reading[1] != reading[2]:
+        names = ", ".join(f"`{n}`" for n in reads.names_changed(*reading[1:]))
+        raise Different(f"what its backward reads changes with each call: {names}")
     if not all(k.stays() for k in kept):
         raise Different("a later call changed the result of an earlier one")
     return worst[0], worst[1]
@@ -152,7 +148,7 @@ def _with_other_buffers(
         if found is None:
             return
         _compare(found[1], found[0], worst, "after its buffers changed, " if again else "", LIMIT)
-        _aliases(found[1], found[0], given)
+        _aliases(found[1], found[0], given, (theirs_on, ours_on))
 
 
 def _floating_buffers(module: nn.Module) -> list[Tensor]:
@@ -192,6 +188,52 @@ def _repeat(
             raise Different(f"what it reads changes with each call: {names}")
     if moved := reads.iterators_of(replacement):
         raise Different(f"it reads iterators, which each call may move on: {', '.join(moved)}")
+
+
+def _written_to(
+    module: nn.Module,
+    original: Forward,
+    replacement: Forward,
+    inputs: Any,
+    mode: Mode,
+    worst: list[float],
+) -> None:
+    """Both once more after what they returned was written to, as a caller may (`x += y`): memory
+    that is used again is stale. Nothing is compared where the original's own result changes."""
+    on = [copied_apart(module, "it") for _ in range(2)]
+    given = [_copied(inputs) for _ in range(2)]
+    found = _both(on[0], on[1], original, replacement, given, mode, True)
+    if found is None:
+        return
+    expected, theirs = _copied(found[0]), found[0]
+    for result, held, arguments in zip(found, on, given, strict=True):
+        _write_to(result, _storages((arguments, *held.parameters(), *held.buffers())))
+    args, kwargs = given[0]
+    before = Process.now()
+    try:
+        with mode():
+            theirs = original(on[0], *args, **kwargs)
+        _compare(theirs, expected, [0.0, 0.0], "again ", 0.0)
+    except Exception:  # it keeps its result, too, or is not to be called again
+        return
+    finally:
+        before.changed()
+    args, kwargs = given[1]
+    try:
+        with mode():
+            ours = replacement(on[1], *args, **kwargs)
+    finally:
+        before.changed()
+    _compare(ours, theirs, worst, "after its first result was written to, ", LIMIT)
+
+
+def _write_to(result: Any, places: set[int]) -> None:
+    """Other numbers in all floating tensors of a result that lie nowhere else."""
+    for t in pytree.tree_leaves(result):
+        dense = isinstance(t, Tensor) and t.layout == torch.strided
+        if dense and t.is_floating_point() and _storages(t).isdisjoint(places):
+            with torch.inference_mode(t.is_inference()), torch.no_grad():
+                t.detach().fill_(0.5)
 
 
 def _both(
@@ -283,21 +325,30 @@ def _compare_bits(ours: Any, theirs: Any, what: str) -> None:
                 raise Different(what)
 
 
-def _aliases(ours: Any, theirs: Any, given: list[Any]) -> None:
-    """A result in the memory of an input, where the original's is not."""
+def _storages(values: Any) -> set[int]:
+    """Where tensors lie."""
+    leaves = pytree.tree_leaves(values)
+    return {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, Tensor) and t.numel()}
 
-    def places(inputs: Any) -> set[int]:
-        leaves = pytree.tree_leaves(inputs)
-        return {
-            t.untyped_storage().data_ptr() for t in leaves if isinstance(t, Tensor) and t.numel()
-        }
 
-    in_theirs, in_ours = map(places, given)
-    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=False):
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel():
-            mine = a.untyped_storage().data_ptr() in in_ours
-            if mine and b.untyped_storage().data_ptr() not in in_theirs:
-                raise Different("it returned a tensor in the memory of an input")
+def _aliases(ours: Any, theirs: Any, given: list[Any], on: tuple[nn.Module, nn.Module]) -> None:
+    """A result in the memory of an input, of what the module holds or of another result, where the
+    original's is not."""
+    pairs = [
+        (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr())
+        for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=False)
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel()
+    ]
+    in_theirs, in_ours = map(_storages, given)
+    of_theirs, of_ours = (_storages([*m.parameters(), *m.buffers()]) for m in on)
+    first: dict[int, int] = {}
+    for mine, other in pairs:
+        if mine in in_ours and other not in in_theirs:
+            raise Different("it returned a tensor in the memory of an input")
+        if mine in of_ours and other not in of_theirs:
+            raise Different("it returned a tensor in the memory of a parameter or a buffer")
+        if first.setdefault(mine, other) != other:
+            raise Different("it returned two tensors in one memory")
 
 
 def _compare(ours: Any, theirs: Any, worst: list[float], what: str, limit: float) -> None:
@@ -408,13 +459,14 @@ def _compare_recorded(
             p.requires_grad_(kind != "inputs alone")
     needs = None if kind == "as called" else kind != "parameters alone"
     given = [_copied(inputs, requires_grad=needs) for _ in range(2)]
+    results = _no_leaves(inputs) if kind == "as called" else kind in _OF_RESULTS
     states = fingerprint(modules[0]), fingerprint(modules[1])
     before = Process.now()
     try:
-        theirs = _Recorded(modules[0], original, given[0], kind)
+        theirs = _Recorded(modules[0], original, given[0], kind, results)
         after = Process.now()
         before.changed()
-        ours = _Recorded(modules[1], replacement, given[1], kind)
+        ours = _Recorded(modules[1], replacement, given[1], kind, results)
         changed = after.changed()
     finally:
         before.changed()
@@ -423,16 +475,30 @@ def _compare_recorded(
     if not ours.kept.stays():
         raise Different("its backward changed its result")
     _compare(ours.results, theirs.results, worst, _RECORDED, LIMIT)
-    _aliases(ours.results, theirs.results, given)
+    called = [theirs.called, ours.called]
+    _aliases(ours.results, theirs.results, called, (modules[0], modules[1]))
     _compare_written(modules, given, states, _RECORDED)
+    _compare_written(modules, called, states, _RECORDED)
     if theirs.gradients is not None:
         if ours.gradients is None:
             raise Different("its results have no gradient")
-        _compare(ours.gradients, theirs.gradients, [0.0, 0.0], "the gradient of ", LIMIT * GRADIENT)
+        far = LIMIT * GRADIENT
+        _compare(ours.gradients, theirs.gradients, [0.0, 0.0], "the gradient of ", far)
+        _compare_upstreams(ours, theirs)
+        if theirs.second is not None:
+            if ours.second is None:
+                raise Different("a second backward through the same graph failed")
+            _compare(ours.second, theirs.second, [0.0, 0.0], "the second gradient of ", far)
+            if not ours.gradients_stay:
+                raise Different("its second backward changed the gradients of the first")
+    _compare_upstreams(ours, theirs)
+    kept.append(ours.kept)
+
+
+def _compare_upstreams(ours: _Recorded, theirs: _Recorded) -> None:
     for i in ours.upstreams.keys() & theirs.upstreams.keys():
         wrote = "its backward wrote to the gradient of its result"
         _compare_bits(ours.upstreams[i], theirs.upstreams[i], wrote)
-    kept.append(ours.kept)
 
 
 class _Recorded:
@@ -442,16 +508,25 @@ class _Recorded:
         results: what it returned.
         kept: that, as it was before the backward.
         upstreams: what its backward was given, by the position of the result.
+        called: the inputs that it was given.
         gradients: by the floating inputs and parameters, zeros where there is none; None if nothing
             has one.
+        second: those of half the gradients of its results, through the same graph; None if it has
+            no second backward.
+        gradients_stay: whether the first ones were the same after it.
     """
 
-    def __init__(self, module: nn.Module, run: Forward, inputs: Any, kind: str) -> None:
-        args, kwargs = inputs
+    def __init__(
+        self, module: nn.Module, run: Forward, inputs: Any, kind: str, results_of: bool | set[int]
+    ) -> None:
+        """results_of: whether its inputs are results of other operators, or the places of such."""
         params = list(module.parameters())
+        self.second: list[Tensor] | None = None
         with torch.enable_grad():
+            self.called = _results_of(inputs, results_of)
+            args, kwargs = self.called
             self.results = run(module, *args, **kwargs)
-            self.kept = _Kept(self.results, (inputs, params, list(module.buffers())))
+            self.kept = _Kept(self.results, (inputs, self.called, params, list(module.buffers())))
             results = {
                 i: y
                 for i, y in enumerate(pytree.tree_leaves(self.results))
@@ -467,258 +542,58 @@ class _Recorded:
             self.gradients: list[Tensor] | None = None
             if not results or not leaves:
                 return
-            found = torch.autograd.grad(
-                list(results.values()),
-                list(leaves),
-                list(self.upstreams.values()),
-                allow_unused=True,
-            )
-        self.gradients = [
-            torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)
-        ]
+            ends, ups = list(results.values()), list(self.upstreams.values())
+            wanted = list(leaves)
+            found = torch.autograd.grad(ends, wanted, ups, allow_unused=True, retain_graph=True)
+            first = _filled(found, wanted)
+            self.gradients = [g.clone() for g in first]
+            try:
+                again = torch.autograd.grad(ends, wanted, [0.5 * u for u in ups], allow_unused=True)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # checkpoints of the older kind have one backward
+                return
+            self.second = _filled(again, wanted)
+        self.gradients_stay = all(map(torch.equal, map(bits, first), map(bits, self.gradients)))
+
+
+def _filled(gradients: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, of, strict=True)]
+
+
+def _no_leaves(inputs: Any) -> set[int]:
+    """The places of the inputs that are results of other operators."""
+    return {
+        i
+        for i, t in enumerate(pytree.tree_leaves(inputs))
+        if isinstance(t, Tensor) and not t.is_leaf
+    }
+
+
+def _results_of(inputs: Any, places: bool | set[int]) -> Any:
+    """The inputs, those that need gradients as results of another operator: all, or at places."""
+    made: dict[int, Tensor] = {}
+    count = -1
+
+    def one(value: Any) -> Any:
+        nonlocal count
+        count += 1
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if not (places if isinstance(places, bool) else count in places):
+            return value
+        if isinstance(value, nn.Parameter):
+            return value
+        return made.setdefault(id(value), value.clone())
+
+    return pytree.tree_map(one, inputs)
 
 
 #: What gradients are of (see `upstream`), by all that floats or, of a dense one, by half of it, and
 #: by what needs one in the call itself.
 _UPSTREAMS = (
-    *("dense", "summed", "huge", "small", "transposed", "inputs alone", "parameters alone"),
-    "as called",
+    *("as called", "parameters alone", "inputs alone", "transposed", "summed"),
+    *("small", "huge", "dense"),  # alike but for their numbers: what a backward reads is as it was
 )
-
-
-# ------------------------------------------------------------------------------ at calls
-
-
-class ForwardWatch:
-    """A user's forward of one module, as its adapter calls it: the first call of each kind is the
-    original's, beside which the user's runs on copies; later ones are the user's, if it was right.
-
-    A kind is the shapes, strides, dtypes, devices and alignment of the tensors, which of them are
-    one, the values of texts, numbers and truth values, those that objects and containers hold, the
-    types of all else, the thread, the modes of the call, of the module and of the process, and what
-    the modules hold and have around them (`Surrounded`). One that raises where it was right before
-    is not used any more.
-    """
-
-    def __init__(
-        self, name: str, original: Forward, replacement: Forward, around: Surrounded
-    ) -> None:
-        self._name, self._original, self._replacement = name, original, replacement
-        self._around = around
-        self._right: set[Any] = set()
-        self._refused: set[Any] = set()
-        #: How many values were asked of kinds that differ in no shape and type.
-        self._asked: dict[Any, int] = {}
-        self._lied = False
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._lied or is_compiling():  # nothing can be compared while a graph is traced
-            return self._original(module, *args, **kwargs)
-        around = self._around.now(module)
-        if around is None:
-            return self._original(module, *args, **kwargs)
-        seen: dict[int, int] = {}
-        kind = (
-            _kind(args, seen),
-            _kind(kwargs, seen),
-            around,
-            module.training,
-            torch._C._is_any_autocast_enabled() and _autocast(),
-            *surroundings(),
-        )
-        if kind in self._right:
-            try:
-                return self._replacement(module, *args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise
-            except FAILURES as e:  # as it did not when it was asked
-                self._lies(f"it failed ({told(e)})")
-        if kind not in self._refused and not _capturing() and self._may_ask(args, kwargs):
-            with may_prove((self, kind)) as may:
-                if may:
-                    self._compare(kind, module, args, kwargs)
-        return self._original(module, *args, **kwargs)
-
-    def _may_ask(self, args: Any, kwargs: Any) -> bool:
-        """Not without end: a counter makes a kind of each call."""
-        alike = pytree.tree_map(_form, (args, kwargs))
-        key = repr(alike)
-        asked = self._asked[key] = self._asked.get(key, 0) + 1
-        if asked == _VALUES + 1:
-            self._warn(
-                f"was compared for {_VALUES} calls that differ in numbers alone, of its arguments "
-                "or of what the module holds; calls with further ones use the original"
-            )
-        if len(self._asked) > _KINDS:
-            self._asked.clear()
-        return asked <= _VALUES
-
-    def _compare(
-        self, kind: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        recorded = torch.is_grad_enabled()  # leaving inference mode turns it on
-        inference = torch.is_inference_mode_enabled()
-        try:
-            with torch.inference_mode(False), torch.set_grad_enabled(recorded):
-                compare_forwards(
-                    module,
-                    self._original,
-                    self._replacement,
-                    args,
-                    kwargs,
-                    gradients=recorded and not inference,
-                    inference=inference,
-                )
-        except torch.OutOfMemoryError:
-            return  # the next call asks again
-        except Different as e:
-            self._lies(str(e))
-        except FAILURES as e:  # a module or an input that cannot be copied, or its own
-            if len(self._refused) >= _KINDS:
-                self._refused.clear()
-            self._refused.add(kind)
-            self._warn(
-                f"could not be compared with the original for a call ({told(e)}); such calls use "
-                "the original"
-            )
-        else:
-            if len(self._right) >= _KINDS:
-                self._right.clear()
-            self._right.add(kind)
-
-    def _lies(self, why: str) -> None:
-        self._lied = True
-        self._right.clear()
-        self._warn(f"is not used any more: {why}")
-
-    def _warn(self, what: str) -> None:
-        warn_in_call(
-            f"hfpatch: the registered forward for {self._name} {what}", RuntimeWarning, stacklevel=6
-        )
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _autocast() -> tuple[Any, ...]:
-    """What autocast is on, and to which dtype."""
-    kinds = [d for d in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(d)]
-    return tuple((d, torch.get_autocast_dtype(d)) for d in kinds)
-
-
-def _form(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _kind(value: Any, seen: dict[int, int]) -> Any:
-    """seen: the tensors of the call so far, numbered, so that one that comes again is told."""
-    if isinstance(value, Tensor):
-        if type(value) not in (Tensor, nn.Parameter):
-            return type(value)
-        return (
-            value.shape,
-            value.stride(),
-            value.dtype,
-            value.data_ptr() & 63,
-            value.requires_grad,
-            value.get_device(),
-            value._is_view(),
-            value.is_inference(),
-            seen.setdefault(id(value), len(seen)),
-        )
-    if isinstance(value, (tuple, list)):
-        return (type(value), *[_kind(v, seen) for v in value])
-    if isinstance(value, dict):
-        return (type(value), *[(k, _kind(v, seen)) for k, v in value.items()])
-    return content(value)
-
-
-#: How deep objects and containers are looked into at a call, and at how many values of each.
-_DEPTH, _MOST = 2, 128
-_PLAIN = frozenset({int, float, complex, bool, torch.dtype, torch.device})
-
-
-def content(value: Any, depth: int = _DEPTH) -> Any:
-    """The plain values in a value, hashable; of all else the type."""
-    kind = type(value)
-    if value is None or kind is str:
-        return value
-    if kind in _PLAIN:
-        return kind, value
-    if not depth or isinstance(value, (Tensor, nn.Module, type)):
-        return kind
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if isinstance(held, dict):
-        if len(held) > _MOST:
-            return kind, len(held)
-        names = tuple(k if isinstance(k, str) else type(k) for k in held)
-        return kind, names, tuple([content(v, depth - 1) for v in held.values()])
-    if isinstance(value, (list, tuple)):
-        if len(value) > _MOST:
-            return kind, len(value)
-        return kind, tuple([content(v, depth - 1) for v in value])
-    return kind
-
-
-class Surrounded:
-    """What the modules of a registered forward hold that is no plain setting, and what calling the
-    ones inside runs beside their forwards. It holds none of them: copies share it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._rows: list[tuple[int, str | None, tuple[str, ...]]] = []
-        places: dict[str, int] = {}
-        for path, m in module.named_modules(remove_duplicate=False):
-            above, _, name = path.rpartition(".")
-            held = tuple(
-                k
-                for k, v in m.__dict__.items()
-                if k not in BLANK_NAMES and k not in OWNED_BY_WRAPPERS and _is_holder(v)
-            )
-            self._rows.append((places.get(above, 0), name if path else None, held))
-            places[path] = len(places)
-
-    def now(self, root: nn.Module) -> Any:
-        """A key of it; None where the original has to be called: somebody's hook is on a module
-        inside, which a comparison would call as well, or a module is gone."""
-        found: list[Any] = []
-        dicts: list[dict[str, Any]] = []
-        seen: set[int] = set()
-        for above, name, held in self._rows:
-            try:
-                module = root if name is None else dicts[above]["_modules"][name]
-                d = module.__dict__
-            except (KeyError, AttributeError):
-                return None
-            dicts.append(d)
-            if name is not None:
-                if (
-                    d["_forward_hooks"]
-                    or d["_forward_pre_hooks"]
-                    or d["_backward_hooks"]
-                    or d["_backward_pre_hooks"]
-                ) and not is_idle(module):
-                    hooks = [h for kind in HOOKS for h in d[kind].values()]
-                    if not all(map(is_installed, hooks)):
-                        return None
-                    found += map(Same, hooks)
-                forward = d.get("forward")
-                if forward is not None and not is_bound(module, forward):
-                    if not is_installed(forward):
-                        return None
-                    found.append(Same(forward))
-                if has_own_call(d):
-                    return None
-            for attribute in held:
-                value = d.get(attribute)
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    found.append(content(value))
-        return tuple(found)
-
-
-def _is_holder(value: Any) -> bool:
-    return isinstance(value, (dict, list)) or (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (type, Tensor, nn.Module, types.FunctionType, types.MethodType))
-    )
+#: Those with which inputs are results of other operators, as in a model; else they are leaves.
+_OF_RESULTS = ("summed", "small", "inputs alone")

@@ -169,7 +169,8 @@ class Watch:
             raise
         except FAILURES as e:
             failure = e
-        why = self._left(before, tensors, forms, held)
+        finally:  # also when an interrupt ended it
+            why = self._left(before, tensors, forms, held)
         if failure is not None and why is None:
             if len(self._refused) >= _KINDS:
                 self._refused.clear()

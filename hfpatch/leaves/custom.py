@@ -52,7 +52,8 @@ class CustomSubject(Subject):
             before.changed()  # `sample` may draw
 
     def _compare(self, module: nn.Module) -> tuple[float, float] | str:
-        from hfpatch.foreign.forwards import Different, Surrounded, compare_forwards
+        from hfpatch.foreign.forward_watch import Surrounded
+        from hfpatch.foreign.forwards import Different, compare_forwards
 
         if Surrounded(module).now(module) is None:
             raise CannotReplicateError(
@@ -78,7 +79,7 @@ class CustomSubject(Subject):
         return (id(self.module), id(self.family))
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
-        from hfpatch.foreign.forwards import ForwardWatch, Surrounded
+        from hfpatch.foreign.forward_watch import ForwardWatch, Surrounded
 
         around = Surrounded(self.module)
         watch = ForwardWatch(contract.name, original, self.family.replacement, around)

@@ -175,3 +175,33 @@ def test_a_backward_may_keep_what_it_compiled() -> None:
             model(x).sum().backward()
     finally:
         handle.remove()
+
+
+def test_an_interrupt_in_the_first_call_of_a_kind() -> None:
+    """What the kernel had changed by then is set back, as where it fails."""
+    told: list[bool] = []
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        if told:
+            torch.set_default_dtype(torch.float64)
+            x.mul_(2.0)
+            raise KeyboardInterrupt
+        return _right(x, w, b, eps)
+
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="mine")
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert hfpatch.apply(model, kernels={"layer_norm": "mine"}).swaps
+            x = torch.ones(3, WIDTH)
+            told.append(True)
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            assert torch.get_default_dtype() == torch.float32
+            assert torch.equal(x, torch.ones(3, WIDTH))
+            told.clear()
+            torch.testing.assert_close(model(x), _right(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        handle.remove()
