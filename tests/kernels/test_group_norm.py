@@ -35,6 +35,11 @@ SHAPES = [
     (0, 8, 4, 2),
     (2, 8, 0, 2),
     (1, 64, 4099, 2),
+    # of NHWC the CPU computes groups of up to 512 channels together: two such runs and the rest of
+    # one, a group that is one by itself, and one that is too wide
+    (2, 1056, 7, 96),
+    (1, 1029, 67, 3),
+    (1, 640, 9, 1),
 ]
 
 
@@ -117,20 +122,43 @@ def test_rounds_before_the_activation(lib, dtype):
     assert (once != expected).float().mean() > 0.05  # the test can tell them apart
 
 
-def test_nan_stays_in_its_group_and_batch_does_not_matter(lib):
+@pytest.mark.parametrize("last", [0, 1], ids=["NCHW", "NHWC"])
+def test_nan_stays_in_its_group_and_batch_does_not_matter(lib, last):
+    def call(x):
+        given = x.transpose(1, 2).contiguous() if last else x
+        out, _ = group_call(lib, given, None, None, 4, silu=1, last=last)
+        return out.transpose(1, 2).contiguous() if last else out
+
     x = torch.randn(3, 8, 40)
-    whole, _ = group_call(lib, x, None, None, 4, silu=1)
+    whole = call(x)
     for i in range(3):
-        assert same_bits(group_call(lib, x[i : i + 1], None, None, 4, silu=1)[0], whole[i : i + 1])
+        assert same_bits(call(x[i : i + 1]), whole[i : i + 1])
     x[1, 3, 7] = float("nan")
-    out, _ = group_call(lib, x, None, None, 4, silu=1)
+    out = call(x)
     assert out[1, 2:4].isnan().all()
     out[1, 2:4], whole[1, 2:4] = 0, 0
     assert same_bits(out, whole)
-    in_place = torch.randn(2, 8, 40)
-    expected, stats = group_call(lib, in_place, None, None, 4)
-    lib.call("group_norm", in_place, stats, in_place, None, None, 4, 1e-5, 0, 0)
+    in_place = torch.randn(2, 40, 8) if last else torch.randn(2, 8, 40)
+    expected, stats = group_call(lib, in_place, None, None, 4, last=last)
+    lib.call("group_norm", in_place, stats, in_place, None, None, 4, 1e-5, 0, last)
     assert same_bits(in_place, expected)
+
+
+@pytest.mark.parametrize("last", [0, 1], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("channels", [96, 1056])
+def test_threads_change_no_bit(lib, channels, last):
+    """Which groups one thread computes together is another split."""
+    shape = (2, 600, channels) if last else (2, channels, 600)
+    x, found = torch.randn(shape), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(group_call(lib, x, None, None, 32 if channels == 96 else 96, last=last))
+    finally:
+        torch.set_num_threads(before)
+    for out, stats in found[1:]:
+        assert same_bits(out, found[0][0]) and same_bits(stats, found[0][1])
 
 
 def test_bad_calls(lib):
