@@ -46,27 +46,30 @@ namespace hfp {
 namespace cpu {
 namespace HFP_SIMD {
 
-// softmax of one row in fp32, padded with 0; the logits stay in `x`.
+// softmax of one row in fp32, padded with 0; the logits stay in `x`, padded with -infinity.
 template <DType T>
 HFP_INLINE void softmax_row(const char *row, int64_t cols, float *x, float *p) {
-  float top = -__builtin_inff();
+  const vf least = splat(-__builtin_inff());
+  vi lane;
+  for (int k = 0; k < kLanes; ++k) lane[k] = k;
+  vf tops = least, sums = {};
   for (int64_t i = 0; i < cols; i += kLanes) {
     const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-    const vf v = load_up_to<T>(row + i * size_of(T), n);
+    vf v = load_up_to<T>(row + i * size_of(T), n);
+    if (n < kLanes) v = lane < static_cast<int32_t>(n) ? v : least;
     __builtin_memcpy(x + i, &v, sizeof v);
-    for (int64_t j = 0; j < n; ++j) top = x[i + j] > top ? x[i + j] : top;
+    tops = v > tops ? v : tops;  // a NaN is passed over, and comes out of the exponential
   }
-  double sum = 0;
+  float top = tops[0];
+  for (int k = 1; k < kLanes; ++k) top = tops[k] > top ? tops[k] : top;
   for (int64_t i = 0; i < cols; i += kLanes) {
     vf v;
     __builtin_memcpy(&v, x + i, sizeof v);
     v = exp_nonpositive(v - top);
     __builtin_memcpy(p + i, &v, sizeof v);
-    const int64_t n = cols - i < kLanes ? cols - i : kLanes;
-    for (int64_t j = 0; j < n; ++j) sum += p[i + j];
-    for (int64_t j = n; j < kLanes; ++j) p[i + j] = 0;
+    sums += v;
   }
-  const vf share = splat(static_cast<float>(1 / sum));
+  const vf share = splat(1.0f / sum_lanes(sums));
   for (int64_t i = 0; i < cols; i += kLanes) {
     vf v;
     __builtin_memcpy(&v, p + i, sizeof v);
@@ -122,9 +125,15 @@ static void balance_backward_rows(const BalanceArgs &args, int64_t begin, int64_
     char *out = at(args.dlogits, t * experts, T);
     const float weight = factor * (args.mask ? args.mask[t] : 1.0f);
     softmax_row<T>(at(args.logits, cursor.offset(), T), experts, x, p);
-    double mean = 0;
-    for (int64_t e = 0; e < experts; ++e) mean += static_cast<double>(p[e]) * args.saved[e];
-    const vf middle = splat(static_cast<float>(mean));
+    vf products = {};
+    for (int64_t i = 0; i < experts; i += kLanes) {
+      const int64_t n = experts - i < kLanes ? experts - i : kLanes;
+      vf v;
+      __builtin_memcpy(&v, p + i, sizeof v);
+      const vf f = load_up_to<DType::F32>(reinterpret_cast<const char *>(args.saved + i), n);
+      products = fma(v, f, products);
+    }
+    const vf middle = splat(sum_lanes(products));
     for (int64_t i = 0; i < experts; i += kLanes) {
       const int64_t n = experts - i < kLanes ? experts - i : kLanes;
       const vf f = load_up_to<DType::F32>(reinterpret_cast<const char *>(args.saved + i), n);
