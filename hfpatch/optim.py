@@ -5,10 +5,10 @@ Import it by name (`import hfpatch.optim`): `import hfpatch` alone does not load
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from operator import add, attrgetter, is_, itemgetter, le
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from hfpatch.proof.subject import is_dtensor
 __all__ = ["AdamW", "clip_grad_norm_"]
 
 _GRAD, _IS_NONE = attrgetter("grad"), partial(is_, None)
-_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_DTYPE, _LAYOUT, _NBYTES = attrgetter("dtype"), attrgetter("layout"), attrgetter("nbytes")
 _IS_CPU, _IS_CUDA, _INDEX = attrgetter("is_cpu"), attrgetter("is_cuda"), Tensor.get_device
 _PLAIN = set(PLAIN_TENSORS)
 _LARGEST = torch.finfo(torch.float32).max
@@ -53,13 +53,23 @@ def _tensor_refusal(tensor: Tensor) -> str | None:
     return why
 
 
-def _shared(tensors: Iterable[Tensor]) -> set[int]:
-    """Addresses where more than one of them begins, as weights tied by `.data` do: the kernels
-    write all tensors at once, and PyTorch one after the other."""
-    places = [place for t in tensors if (place := t.data_ptr())]  # 0: no elements
-    if len(set(places)) == len(places):
+def _shared(tensors: Sequence[Tensor]) -> set[int]:
+    """Addresses where those begin that lie in memory of another of them, as weights tied by
+    `.data` do, or a part of a weight that is a parameter too: the kernels write all tensors at
+    once, and PyTorch one after the other. The tensors are dense."""
+    starts = list(map(Tensor.data_ptr, tensors))  # 0: no elements
+    ends = list(map(add, starts, map(_NBYTES, tensors)))
+    in_order = sorted(starts)
+    if all(map(le, sorted(ends), in_order[1:])):
         return set()
-    return {place for place, count in Counter(places).items() if count > 1}
+    shared: set[int] = set()
+    owner, reach = 0, 0
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if start < reach:
+            shared |= {owner, start}
+        if end > reach:
+            owner, reach = start, end
+    return shared
 
 
 def _warn(who: str, reasons: Iterable[str]) -> None:
@@ -260,7 +270,7 @@ class AdamW(torch.optim.AdamW):
             return
         kinds: list[tuple[Any, ...] | None] = []
         refusals = [whole_group or _refusal(*row) for row in here.rows()]
-        shared = _shared(p for p, why in zip(here.params, refusals, strict=True) if why is None)
+        shared = _shared([p for p, why in zip(here.params, refusals, strict=True) if why is None])
         for row, why in zip(here.rows(), refusals, strict=True):
             p, _, m, *_ = row
             if why is None and shared and p.data_ptr() in shared:

@@ -351,6 +351,32 @@ def test_tied_by_their_memory() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_parts_of_a_parameter_that_are_parameters() -> None:
+    """Memory in common that begins elsewhere in each of them, as where a product of queries, keys
+    and values has one weight, and its parts are parameters too."""
+
+    def run(kind: Callable[..., Any], clip: Callable[..., Tensor]) -> list[Tensor]:
+        whole, *others = (nn.Parameter(torch.ones(size)) for size in (36, 5, 4))
+        parts = [nn.Parameter(whole.data[at : at + 12]) for at in (12, 24)]
+        gradients = torch.ones(8)
+        optimizer = kind([parts[1], *others, whole, parts[0]], **HYPER)
+        for _ in range(2):
+            for p in (*parts, whole):
+                p.grad = torch.ones_like(p)
+            others[0].grad, others[1].grad = gradients[:5], gradients[4:]
+            clip(others, 1e-3)
+            optimizer.step()
+        return [whole.detach(), gradients]
+
+    with pytest.warns(UserWarning, match="hands over") as caught:
+        ours = run(optim.AdamW, optim.clip_grad_norm_)
+    messages = " ".join(str(w.message) for w in caught)
+    assert "3 × memory that parameters share" in messages
+    assert "1 × memory that gradients share" in messages
+    theirs = run(torch.optim.AdamW, nn.utils.clip_grad_norm_)
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_warnings_point_at_the_users_line() -> None:
     (p,) = params = [nn.Parameter(torch.ones(3, dtype=torch.float64))]
     p.grad = torch.ones_like(p)
