@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import copyreg
 import dataclasses
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ def given(kwargs: Mapping[str, Any]) -> Any:
     return found[0] if len(found) == 1 else None
 
 
+def _no_model() -> None:
+    return None
+
+
 class Arena:
     """The memory of a cache's layers: `table` is what a step reads and extends."""
 
@@ -50,6 +55,17 @@ class Arena:
         self.table = CacheTable()
         self.rows = 0
         self.capacity = 0
+        self._model: Callable[[], Model | None] = _no_model  # weak: a cache keeps no weights
+
+    def fits(self, model: Model, rows: int) -> bool:
+        """Whether its layers were found fit for steps of `rows` sequences of this model. Another
+        may have other windows, and the arena still holds what those of its layers have left."""
+        return self.rows == rows and self._model() is model
+
+    def found_fit(self, model: Model) -> None:
+        """Its layers are those that steps of this model can extend."""
+        if self._model() is not model:
+            self._model = weakref.ref(model)
 
     @property
     def length(self) -> int:
@@ -385,8 +401,11 @@ def unfit_for_prompt(cache: Any, model: Model) -> str | None:
     return None
 
 
-def begin(cache: Any, kept: Kept) -> None:
+def begin(cache: Any, kept: Kept) -> Arena:
     """Put a prompt's keys and values into a (fit) empty cache.
+
+    Returns:
+        the arena that its layers are in.
 
     Raises:
         torch.OutOfMemoryError: the cache is as it was.
@@ -405,6 +424,7 @@ def begin(cache: Any, kept: Kept) -> None:
             layer.__dict__.pop(name, None)
         layer.__class__ = _CLASSES[type(layer)]
         layer.arena, layer.index = new, index
+    return new
 
 
 #: Bytes that the memory of each layer begins at a multiple of.

@@ -260,7 +260,7 @@ class Decoder:
                 return self._serve_prompt(model, original, step, args, kwargs)
         try:
             if key in self.trusted_prompts:
-                caches.begin(step.cache, kept)
+                caches.begin(step.cache, kept).found_fit(self.described.model)
                 self.prompts_served += 1
                 return self._result(logits, step.cache)
             ours = [t.clone() for t in kept.each()]
@@ -327,7 +327,7 @@ class Decoder:
         if not late and not self._is_current(model):
             return None
         arena = caches.held_arena(step.cache)
-        held = arena is not None and arena.rows == rows
+        held = arena is not None and arena.fits(self.described.model, rows)
         why = None if held else caches.unfit(step.cache, self.described.model, rows)
         if why is not None:
             if why not in _EXPECTED:
@@ -345,6 +345,7 @@ class Decoder:
             with _after_the_last(self, step.ids):
                 if proven:
                     arena = caches.take(step.cache, tokens)
+                    arena.found_fit(self.described.model)
                 else:
                     arena = caches.copied(step.cache, tokens)
                 logits = self._run(engine, step, arena, chain)

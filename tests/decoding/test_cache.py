@@ -279,3 +279,26 @@ def test_a_copied_layer_is_nobody_elses() -> None:
         layer.keys.zero_()
     again = [layer.keys for layer in ours.layers]
     assert all(map(torch.equal, again, before))
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_a_cache_of_a_model_with_a_shorter_window_goes_on_in_another() -> None:
+    """What the first window has left is gone, though the arena still holds it."""
+    plain = [make("mistral", sliding_window=window) for window in (5, 12)]
+    patched = copy.deepcopy(plain)
+    ids = prompts(1, 20, padding=0)["input_ids"]
+    for model in patched:
+        hfpatch.apply(model)
+    found = []
+    for first, then in (patched, plain, patched):  # steps of the first turn are proven
+        cache = DynamicCache(config=first.config)
+        first(ids, past_key_values=cache)
+        for column in range(3):
+            first(ids[:, column : column + 1], past_key_values=cache)
+        own = DynamicCache(config=then.config)
+        then(ids, past_key_values=own)
+        then(ids[:, :1], past_key_values=own)
+        found.append(then(ids[:, :1], past_key_values=cache).logits)
+    assert all(kept.decoders[model].steps for model in patched)
+    torch.testing.assert_close(found[2], found[1], rtol=1e-3, atol=1e-3)
