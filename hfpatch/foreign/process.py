@@ -20,10 +20,12 @@ import torch
 import torch.utils._device
 from torch import overrides
 from torch.nn import functional
+from torch.utils import _python_dispatch
 
 _modes_of_functions: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _pop_mode: Callable[[], Any] = overrides._pop_mode
 _push_mode: Callable[[Any], None] = overrides._push_mode
+_modes_of_operators: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 _on_gpu: Callable[[], bool] = torch.cuda.is_initialized
 
 _MISSING = object()
@@ -44,6 +46,13 @@ def _restore_default_device(state: Any) -> None:
         _push_mode(mode)
     torch._GLOBAL_DEVICE_CONTEXT.device_context = context
     torch.utils._device.CURRENT_DEVICE = device
+
+
+def _restore_dispatch_modes(modes: tuple[Any, ...]) -> None:
+    for _ in range(len(_modes_of_operators())):
+        _python_dispatch._pop_mode()
+    for mode in modes:
+        _python_dispatch._push_mode(mode)
 
 
 def _flushes_denormals() -> bool:
@@ -292,6 +301,11 @@ _ENTRIES: list[_Entry] = [
     ("the rounding of numbers", _rounding, _restore_rounding),
     ("functions of PyTorch", _functions, _restore_functions),
     ("hooks on all modules", _hooks_on_all, _restore_hooks_on_all),
+    (
+        "modes that see operators",
+        lambda: tuple(_modes_of_operators()),
+        _restore_dispatch_modes,
+    ),
     (
         "the fast path of attention layers",
         torch.backends.mha.get_fastpath_enabled,

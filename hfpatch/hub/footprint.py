@@ -8,9 +8,10 @@ of what it is built on, modules that are there, and the way to those that are no
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -19,10 +20,16 @@ from hfpatch.errors import KernelIntegrityError
 from hfpatch.foreign.process import Process
 
 #: Modules whose functions and classes must stay; those of torch are what models call.
-_ROOTS = ("hfpatch", "kernels", "huggingface_hub", "builtins", "importlib", "hashlib", "json")
+_ROOTS = ("hfpatch", "kernels", "huggingface_hub", "transformers", "diffusers")
+#: Packages to which an import adds no module of its own.
+_CLOSED = ("hfpatch", "kernels", "huggingface_hub", "builtins", "importlib", "hashlib", "json")
 _OF_TORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.autograd",
-             "torch._C._nn", "torch.ops", "torch.library", "torch.cuda")  # fmt: skip
+             "torch._C._nn", "torch.ops", "torch.library", "torch.cuda", "torch.linalg",
+             "torch.special", "torch.fft", "torch.utils.checkpoint",
+             "torch.serialization")  # fmt: skip
 _CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.autograd.Function)
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchao's
 
 #: What of the process an import has no reason to change, by its name in `Process`.
 _SETTINGS = frozenset({
@@ -32,10 +39,19 @@ _SETTINGS = frozenset({
     "the precision of matrix products",
     "the deterministic switch",
     "flushing of denormals",
+    "the rounding of numbers",
+    "autocast on cpu",
+    "autocast's dtype on cpu",
+    "autocast on cuda",
+    "autocast's dtype on cuda",
+    "modes that see operators",
     "the working directory",
     "hooks on what autograd saves",
     "hooks on all modules",
 })  # fmt: skip
+#: Numbers drawn are no harm, other numbers later are: set back, and nothing is said.
+_RANDOM = frozenset({"torch's random state", "Python's random state", "NumPy's random state",
+                     "the GPU's random state"})  # fmt: skip
 
 
 class Footprint:
@@ -47,10 +63,13 @@ class Footprint:
     def __enter__(self) -> Footprint:
         self.modules = dict(sys.modules)
         self.values = [(owner, dict(vars(owner))) for owner in _owners(self.modules)]
+        self.code = _functions(self.values)
         self.path = list(sys.path)
+        self.finders = {name: list(getattr(sys, name)) for name in ("meta_path", "path_hooks")}
         self.process = Process.now(_SETTINGS)
         self.operators = set(torch.library._impls)
-        self.random = torch.get_rng_state()
+        self.named = set(torch._C._dispatch_get_all_op_names())
+        self.random = Process.now(_RANDOM)
         return self
 
     def __exit__(
@@ -73,13 +92,18 @@ class Footprint:
             for name, value in before.items():
                 if now.get(name, self) is value or not _counts(name, value):
                     continue
-                if name in now and _of_torch(now[name]):  # torch wraps some of its own, lazily
+                if name in now and _wraps(now[name], value):
                     continue
                 title = f"{owner.__module__}." if isinstance(owner, type) else ""
                 changed.append(f"{title}{owner.__name__}.{name}")
                 setattr(owner, name, value)
             if isinstance(owner, type):
                 changed += _shadows(owner, before)
+        for function, *were in self.code:
+            if any(getattr(function, a) is not w for a, w in zip(_INSIDE, were, strict=True)):
+                changed.append(f"{function.__module__}.{function.__qualname__}")
+                for attribute, value in zip(_INSIDE, were, strict=True):
+                    setattr(function, attribute, value)
         return changed
 
     def _modules(self) -> list[str]:
@@ -90,7 +114,7 @@ class Footprint:
                 sys.modules[name] = module
         for name in set(sys.modules) - set(self.modules):
             root = name.partition(".")[0]
-            if root in _ROOTS and "." in name and not _belongs(sys.modules[name], root):
+            if root in _CLOSED and "." in name and not _belongs(sys.modules[name], root):
                 changed.append(name)
                 del sys.modules[name]
         return changed
@@ -100,15 +124,25 @@ class Footprint:
         if any(str(p).startswith(self.folder) for p in sys.path if p not in self.path):
             changed.append("sys.path")
             sys.path[:] = self.path
+        for name, before in self.finders.items():
+            now = getattr(sys, name)
+            if any(self._is_own(finder) for finder in now):
+                changed.append(f"sys.{name}")
+                now[:] = before
         changed += [*self.process.changed(), *self._operators()]
-        if not torch.equal(torch.get_rng_state(), self.random):
-            torch.set_rng_state(self.random)  # numbers drawn are no harm, other numbers later are
+        self.random.changed()
         return changed
 
+    def _is_own(self, finder: Any) -> bool:
+        """Whether the code of a finder lies in the package; others' packages bring some too."""
+        code = getattr(getattr(finder, "find_spec", finder), "__code__", None)
+        return code is not None and code.co_filename.startswith(self.folder)
+
     def _operators(self) -> list[str]:
-        """PyTorch's own operators that have another kernel now: every model would call it."""
+        """Operators that have another kernel now: PyTorch's own, which every model would call,
+        or those of somebody else's library, this project's too."""
         new = set(torch.library._impls) - self.operators
-        changed = sorted(key for key in new if key.startswith("aten/"))
+        changed = sorted(k for k in new if k.startswith("aten/") or self._overrides(k))
         if changed:
             # by its type: what else there is may answer `isinstance` by code of its own
             libraries = [o for o in gc.get_objects() if type(o) is torch.library.Library]
@@ -117,13 +151,52 @@ class Footprint:
                     library._destroy()  # type: ignore[no-untyped-call]
         return changed
 
+    def _overrides(self, key: str) -> bool:
+        """Whether a kernel, by "<library>/<operator>/<key>", stands in another one's place."""
+        library, operator, where = key.split("/")
+        name = f"{library}::{operator}"
+        return name in self.named and f"{where} (inactive)" in torch._C._dispatch_dump(name)
+
+
+#: What of a function can be exchanged while it is the same one.
+_INSIDE = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+def _functions(values: list[tuple[Any, dict[str, Any]]]) -> list[tuple[Any, ...]]:
+    """The functions of modules and classes, with what is inside of them."""
+    found = {}
+    for _, names in values:
+        for value in names.values():
+            kind = type(value)
+            if kind is staticmethod or kind is classmethod:
+                value = value.__func__
+            if type(value) is FunctionType:
+                found[id(value)] = (value, value.__code__, value.__defaults__, value.__kwdefaults__)
+    return list(found.values())
+
+
+def _wraps(value: Any, before: Any) -> bool:
+    """Whether a function is one of torch's around the one that was there: it wraps some lazily."""
+    if not _of_torch(value):
+        return False
+    return any(_content(cell) is before for cell in getattr(value, "__closure__", None) or ())
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
 
 def _shadows(owner: type, before: dict[str, Any]) -> list[str]:
     """Names that a class has now in the place of those that it inherits; taken out again."""
     changed = []
     for name, value in list(vars(owner).items()):
-        inherited = any(name in vars(base) for base in owner.__mro__[1:])
-        if name not in before and inherited and callable(value) and not _of_torch(value):
+        if name in before or not callable(value):
+            continue
+        inherited = [vars(base)[name] for base in owner.__mro__[1:] if name in vars(base)]
+        if inherited and not any(value is one for one in inherited):
             changed.append(f"{owner.__module__}.{owner.__name__}.{name}")
             delattr(owner, name)
     return changed
@@ -134,11 +207,12 @@ def _owners(modules: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
     for name, module in modules.items():
         of_torch = name in _OF_TORCH or name.startswith("torch.nn.modules.")
-        if not isinstance(module, ModuleType):
+        if not isinstance(module, ModuleType) or name == "__main__":
             continue
-        if name.partition(".")[0] in _ROOTS or of_torch:
+        root = name.partition(".")[0]
+        if root in _ROOTS or of_torch or root in sys.stdlib_module_names:
             found.append(module)
-        if name.startswith(("torch.nn.modules.", "hfpatch.")):
+        if root in _ROOTS or name.startswith("torch.nn.modules."):
             found += [c for c in vars(module).values() if _defined_in(c, name)]
     return [*found, *_CLASSES[:1], *_CLASSES[2:]]
 
@@ -149,15 +223,13 @@ def _defined_in(value: Any, name: str) -> bool:
 
 def _counts(name: str, value: Any) -> bool:
     """Whether a name is one of those that must stay: what can be called, and constants."""
-    if name.startswith("__") and name not in ("__import__", "__call__", "__init__", "__getattr__"):
-        return False
     return callable(value) or isinstance(value, staticmethod | classmethod) or name.isupper()
 
 
 def _of_torch(value: Any) -> bool:
     """Whether the code of a function is torch's own, whatever name it gives itself."""
     code = getattr(value, "__code__", None)
-    return code is not None and code.co_filename.startswith(str(Path(torch.__file__).parent))
+    return code is not None and code.co_filename.startswith(_TORCH)
 
 
 def _belongs(module: Any, root: str) -> bool:

@@ -17,11 +17,19 @@ import numpy
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfpatch.foreign import process
 from hfpatch.foreign.process import Process
 
 Read = Callable[[], Any]
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 LIBC = ctypes.CDLL(None)
 #: Name to (a change, how it is read without `Process`).
 CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
@@ -131,6 +139,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
     "functions of PyTorch": (
         lambda: setattr(F, "silu", lambda x, inplace=False: 2 * x),
         lambda: F.silu,
+    ),
+    "modes that see operators": (
+        lambda: _Mode().__enter__(),
+        torch._C._len_torch_dispatch_stack,
     ),
     "hooks on all modules": (
         lambda: torch.nn.modules.module.register_module_forward_hook(lambda m, a, y: y),

@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import time
 import unicodedata
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attack import EVIL, SPEC, evil, loads, ran, sampled, snapshot, withstood
@@ -27,6 +31,7 @@ from hfpatch.hub import HubOptions, HubSpec, sealed
 from hfpatch.hub.elf import examine
 from hfpatch.hub.load import load
 from hfpatch.hub.resolver import PinnedResolver
+from hfpatch.kernels.sources import local_package
 
 METADATA = "build/torch-cpu/metadata.json"
 
@@ -404,6 +409,77 @@ def test_what_an_import_puts_in_the_place_of_others(code: str, said: str, toy: H
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+MODE = """
+from torch.utils._python_dispatch import TorchDispatchMode
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        return f(*args, **(kwargs or {}))
+Mode().__enter__()
+"""
+FINDER = """
+import sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        # by functions of torch's own, which are not those that were there
+        ("torch.nn.functional.silu = torch.nn.functional.relu", "torch.nn.functional.silu"),
+        ("torch.nn.SiLU.forward = torch.nn.ReLU.forward", "SiLU.forward"),
+        ("torch.nn.SiLU.__call__ = torch.nn.ReLU.forward", "SiLU.__call__"),
+        ("torch.Tensor.__rsub__ = lambda a, b: a", "Tensor.__rsub__"),
+        # in place, in the same function
+        (
+            "f = torch.nn.functional.softmax\nf.__code__ = (lambda input, dim=None, "
+            "_stacklevel=3, dtype=None: input).__code__",
+            "torch.nn.functional.softmax",
+        ),
+        ("torch.nn.functional.softmax.__defaults__ = (0, 3, None)", "softmax"),
+        ("torch.special.expit = lambda x: x", "torch.special.expit"),
+        ("import math; math.sqrt = lambda x: 0.0", "math.sqrt"),
+        ("from huggingface_hub import HfApi as A; A.whoami = None", "HfApi.whoami"),
+        (FINDER, "sys.meta_path"),
+        ("torch.autocast('cpu').__enter__()", "autocast on cpu"),
+        (MODE, "modes that see operators"),
+    ],
+    ids=range(12),
+)
+def test_what_an_import_changes_by_other_ways(code: str, said: str, toy: HubServer) -> None:
+    x = torch.randn(5)
+    finders, sqrt, F = list(sys.meta_path), math.sqrt, nn.functional
+    expected = nn.SiLU()(x), F.silu(x), F.softmax(x[None]), 1 - x, torch.special.expit(x)
+    toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
+    withstood(SPEC, said)
+    found = nn.SiLU()(x), F.silu(x), F.softmax(x[None]), 1 - x, torch.special.expit(x)
+    assert all(map(torch.equal, found, expected)) and math.sqrt is sqrt
+    assert not torch.is_autocast_enabled("cpu") and not torch._C._len_torch_dispatch_stack()
+    assert [f for f in sys.meta_path if f not in finders] == []
+
+
+def test_an_operator_of_another_library_that_an_import_replaces(toy: HubServer) -> None:
+    """Such as one of this project's local build, by which all models would be served."""
+    name, x = local_package().module.__name__, torch.randn(5)
+    code = f"L = torch.library.Library('{name}', 'IMPL'); L.impl('silu', lambda x: x * 0, 'CPU')"
+    toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, of the replacement
+        withstood(SPEC, f"{name}/silu/CPU")
+    torch.testing.assert_close(getattr(torch.ops, name).silu(x), nn.functional.silu(x))
+
+
+def test_what_torch_wraps_as_it_compiles_is_its_own(toy: HubServer) -> None:
+    """Dynamo wraps `nn.Module.__init__` at its first compilation in a process."""
+    code = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))"
+    toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
+    loads()
+
+
 def test_random_numbers_are_as_they_were(toy: HubServer) -> None:
     toy.put("toy/kernel", package("import torch\ntorch.manual_seed(0)\n" + SILU))
     torch.manual_seed(7)
@@ -411,6 +487,15 @@ def test_random_numbers_are_as_they_were(toy: HubServer) -> None:
     loads()
     torch.manual_seed(7)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_all_random_numbers_are_as_they_were(toy: HubServer) -> None:
+    code = "import random, numpy, torch\nrandom.seed(0)\nnumpy.random.seed(0)\ntorch.rand(3)\n"
+    toy.put("toy/kernel", package(code + SILU))
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    load(HubSpec.parse(SPEC), HubOptions())
+    assert torch.equal(before[0], torch.get_rng_state()) and random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
 
 
 def test_a_failed_import_leaves_no_module(toy: HubServer) -> None:
