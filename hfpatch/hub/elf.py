@@ -148,7 +148,8 @@ def _dynamic(
         if tag in (_RPATH, _RUNPATH):
             name = "RPATH" if tag == _RPATH else "RUNPATH"
             problems.append(f"has libraries looked for in `{text(value)[:200]}` ({name})")
-        elif tag == _NEEDED and "/" in text(value):
+        elif tag == _NEEDED and any(c in text(value) for c in "/$"):
+            # the loader puts folders in the place of `$LIB` and the like
             problems.append(f"loads the file `{text(value)[:200]}`")
         elif tag in _LOADERS:
             problems.append(f"has the loader take `{text(value)[:200]}` ({_LOADERS[tag]})")

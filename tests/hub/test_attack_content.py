@@ -306,6 +306,20 @@ def test_a_library_that_is_taken_from_a_path(toy: HubServer, tmp_path: Path) -> 
     withstood(SPEC, "loads the file")
 
 
+@pytest.mark.parametrize("name", ["$LIB.so", "${LIB}x.so", "$ORIGINx.so", "$PLATFORM"])
+def test_a_library_that_is_taken_from_a_path_without_a_slash(
+    name: str, toy: HubServer, tmp_path: Path
+) -> None:
+    """`$LIB.so` is `lib/x86_64-linux-gnu.so` to the loader: a file of the working directory."""
+    library(tmp_path, CODE, f"-Wl,-soname,{name}", "-nostdlib")
+    (tmp_path / "lib.so").rename(tmp_path / "other.so")
+    code = "int answer(void); int more(void) { return answer(); }"
+    data = library(tmp_path, code, "./other.so", "-nostdlib")
+    assert name.encode() in data
+    toy.put("toy/kernel", with_library(data))
+    withstood(SPEC, "loads the file")
+
+
 def test_a_library_is_examined_as_it_was_copied(
     toy: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
