@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import ModuleType
 
 import pytest
@@ -227,3 +228,23 @@ def test_no_channels(last: bool, kernels_module: ModuleType) -> None:
         only = ("test_schema", "test_faketensor")
         operator = kernels_module.ops.group_norm.default
         torch.library.opcheck(operator, (x, weight, weight, *codes), test_utils=only)
+
+
+def test_channels_last_takes_no_multiple_of_the_time(kernels_module: ModuleType) -> None:
+    """A group has two to four channels at a position: computed one by one, 8 to 30 times."""
+    weight = torch.ones(64)
+
+    def least(shape: tuple[int, ...], last: bool) -> float:
+        x, times = torch.randn(shape), []
+        for _ in range(7):
+            start = time.thread_time()
+            kernels_module.group_norm(x, weight, weight, 32, channels_last=last)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert least((1, 4096, 64), True) < 4 * least((1, 64, 4096), False)
+    finally:
+        torch.set_num_threads(before)
