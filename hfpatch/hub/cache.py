@@ -7,8 +7,9 @@ Nothing here uses the network, and nothing here is believed: what the cache may 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,11 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
+def leads_out(folder: Path) -> bool:
+    """Whether a folder of the cache, as far as it is there, is a link to somewhere else."""
+    return not folder.resolve().is_relative_to(cache_dir().resolve())
+
+
 @dataclass(frozen=True)
 class CachedRepo:
     """One repository's folder in the cache."""
@@ -52,16 +58,23 @@ class CachedRepo:
 
     def remember(self, ref: str, commit: str) -> None:
         """Note which commit a version or branch is from now on, where huggingface_hub looks too."""
-        if self.commit_of(ref) == commit:
-            return
         path = self.folder / "refs" / ref
-        new = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+        if self.commit_of(ref) == commit or leads_out(path.parent):
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(commit)
-            os.replace(new, path)  # whole, whoever reads it now
+            # by a name that nobody can have put a link under before
+            descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
         except OSError:
             return  # a cache that is read-only
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(commit)
+            os.chmod(new, 0o644)  # others may read the cache
+            os.replace(new, path)  # whole, whoever reads it now
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
 
     def refs(self) -> list[str]:
         """The versions and branches that were downloaded."""

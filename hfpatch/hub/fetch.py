@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hfpatch.errors import KernelIntegrityError
-from hfpatch.hub.cache import cache_dir
+from hfpatch.hub.cache import CachedRepo, cache_dir, leads_out
 from hfpatch.hub.guard import current_guard
 from hfpatch.progress import bar, part_of
 
@@ -125,8 +125,18 @@ def fetch(api: HfApi, repo: str, commit: str, variant: str, files: Mapping[str, 
     refused before it is written. Whether its content has that hash is for who reads it.
 
     Raises:
-        KernelIntegrityError: the Hub answers with something else than it listed.
+        KernelIntegrityError: the Hub answers with something else than it listed, or what would be
+            written to is a link to somewhere else.
     """
+    cached = CachedRepo(repo)
+    build = cached.build(commit) / variant
+    locks = cache_dir() / ".locks" / cached.folder.name  # huggingface_hub's
+    for folder in {cached.folder / "blobs", locks, *((build / path).parent for path in files)}:
+        if leads_out(folder):
+            raise KernelIntegrityError(
+                f"`{folder}` is a link that leads out of the cache; nothing was written there. "
+                "Delete it and try again"
+            )
     guard = current_guard()
     for path, row in files.items():
         guard.hashes[f"/{commit}/build/{variant}/{path}"] = row.hash

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -246,6 +247,40 @@ def test_a_folder_of_the_cache_that_is_a_link(where: str, toy: HubServer, tmp_pa
     if target.read_bytes() != EVIL.encode():
         target.resolve().write_text(EVIL)
     withstood(SPEC, "is damaged")
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["blobs", "snapshots", "build", "variant", "", "../.locks", "../.locks/kernels--toy--kernel"],
+)
+def test_a_download_into_a_link(where: str, toy: HubServer, tmp_path: Path) -> None:
+    """A folder that was put there before the download, to have something written elsewhere."""
+    commit = toy.repos["kernel", "toy/kernel"].branches["v1"]
+    build = f"snapshots/{commit}/build"
+    link = _cache() / {"build": build, "variant": f"{build}/torch-cpu"}.get(where, where)
+    link = Path(os.path.normpath(link))
+    link.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "theirs").mkdir()
+    link.symlink_to(tmp_path / "theirs")
+    withstood(SPEC, "leads out of the cache")
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_a_version_that_is_noted_through_a_link(toy: HubServer, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    (_cache() / "refs").mkdir(parents=True)
+    name = f"v1.{os.getpid()}-{threading.get_ident()}.tmp"  # as it was once called
+    (_cache() / "refs" / name).symlink_to(mine)
+    loads()
+    assert mine.read_text() == "precious"
+    assert (_cache() / "refs" / "v1").stat().st_mode & 0o777 == 0o644
+    (tmp_path / "theirs").mkdir()
+    shutil.rmtree(_cache() / "refs")
+    (_cache() / "refs").symlink_to(tmp_path / "theirs")
+    shutil.rmtree(os.environ["HFPATCH_STATE"])
+    loads()
+    assert list((tmp_path / "theirs").iterdir()) == []
 
 
 def test_a_hard_link_that_is_written_to(toy: HubServer, tmp_path: Path) -> None:
