@@ -222,8 +222,11 @@ def _defined_in(value: Any, name: str) -> bool:
 
 
 def _counts(name: str, value: Any) -> bool:
-    """Whether a name is one of those that must stay: what can be called, and constants."""
-    return callable(value) or isinstance(value, staticmethod | classmethod) or name.isupper()
+    """Whether a name is one of those that must stay: what can be called, and constants; one that is
+    None is filled when it is used first, as huggingface_hub's client is."""
+    if callable(value) or isinstance(value, staticmethod | classmethod):
+        return True
+    return name.isupper() and value is not None
 
 
 def _of_torch(value: Any) -> bool:

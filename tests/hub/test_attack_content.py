@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from attack import EVIL, SPEC, evil, loads, ran, sampled, snapshot, withstood
+from huggingface_hub import constants
 from packages import SILU, package
 from server import HubServer
 from torch import nn
@@ -466,14 +467,14 @@ sys.meta_path.insert(0, Finder)
 )
 def test_what_an_import_changes_by_other_ways(code: str, said: str, toy: HubServer) -> None:
     x = torch.randn(5)
-    finders, sqrt, F = list(sys.meta_path), math.sqrt, nn.functional
+    sqrt, F = math.sqrt, nn.functional
     expected = nn.SiLU()(x), F.silu(x), F.softmax(x[None]), 1 - x, torch.special.expit(x)
     toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
     withstood(SPEC, said)
     found = nn.SiLU()(x), F.silu(x), F.softmax(x[None]), 1 - x, torch.special.expit(x)
     assert all(map(torch.equal, found, expected)) and math.sqrt is sqrt
     assert not torch.is_autocast_enabled("cpu") and not torch._C._len_torch_dispatch_stack()
-    assert [f for f in sys.meta_path if f not in finders] == []
+    assert "Finder" not in [getattr(f, "__name__", "") for f in sys.meta_path]
 
 
 def test_an_operator_of_another_library_that_an_import_replaces(toy: HubServer) -> None:
@@ -485,6 +486,16 @@ def test_an_operator_of_another_library_that_an_import_replaces(toy: HubServer) 
         warnings.simplefilter("ignore")  # PyTorch's, of the replacement
         withstood(SPEC, f"{name}/silu/CPU")
     torch.testing.assert_close(getattr(torch.ops, name).silu(x), nn.functional.silu(x))
+
+
+def test_a_constant_that_is_filled_at_first_use(
+    toy: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As huggingface_hub's client is, and what transformers looks up once."""
+    monkeypatch.setattr(constants, "FILLED_LATER", None, raising=False)
+    code = "from huggingface_hub import constants\nconstants.FILLED_LATER = 1\n"
+    toy.put("toy/kernel", package(f"import torch\n{code}" + SILU))
+    loads()
 
 
 def test_what_torch_wraps_as_it_compiles_is_its_own(toy: HubServer) -> None:
