@@ -7,12 +7,13 @@ trusted, and a package with no build for this system can be looked at too.
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfpatch.errors import KernelLoadError
+from hfpatch.errors import KernelIntegrityError, KernelLoadError
 from hfpatch.files import read_regular, strict_json
 from hfpatch.hub import standing
 from hfpatch.hub.adapters import adapter_for, same_signature
@@ -110,6 +111,7 @@ def inspect_hub(spec: HubSpec | str) -> Inspection:
     """Inspect a Hub kernel; "org/name" alone stands for its newest version.
 
     Raises:
+        KernelIntegrityError: a file in the cache is not what the Hub listed.
         KernelLoadError: it cannot be had, or has no variant that can be read.
     """
     try:
@@ -151,6 +153,9 @@ def _inspect_hub(spec: HubSpec | str) -> Inspection:
         )
     fetch(api, spec.repo, commit, name, files)
     variant = CachedRepo(spec.repo).build(commit) / name
+    for path, row in files.items():  # somebody else may have put one there before
+        if row.differs(read_regular(variant / path, LARGEST_METADATA)):
+            raise _damaged(spec, path)
     return replace(
         _inspect(variant, str(spec), commit, trace),
         publisher=standing.publisher(api, spec),
@@ -180,6 +185,11 @@ def _inspect_cached(spec: HubSpec | str) -> Inspection:
         variant = build / decision.variant.variant_str
         files = known.commit(commit).variants.get(variant.name, {METADATA: ""})
         if repo.complete(commit, variant.name, files):
+            for path, known_as in files.items():
+                if known_as and (path.endswith(".py") or path in (METADATA, SIGNATURE)):
+                    data = read_regular(variant / path, LARGEST_METADATA)
+                    if hashlib.sha256(data).hexdigest() != known_as:
+                        raise _damaged(spec, path)
             return replace(
                 _inspect(variant, str(spec), commit, trace),
                 publisher=standing.publisher_as_told(spec),
@@ -188,6 +198,13 @@ def _inspect_cached(spec: HubSpec | str) -> Inspection:
     raise KernelLoadError(
         f"`{spec}` is not complete in the cache `{cache_dir()}` and HF_HUB_OFFLINE is set. While "
         f"online: `hfpatch download {spec}`"
+    )
+
+
+def _damaged(spec: HubSpec, path: str) -> KernelIntegrityError:
+    return KernelIntegrityError(
+        f"`{spec}`: `{path}` in the cache is not what the Hub listed. Delete "
+        f"`{CachedRepo(spec.repo).folder}` and try again"
     )
 
 

@@ -23,9 +23,10 @@ from server import Body, Edit, Flip, Headers, HubServer, Redirect, Status, Trunc
 
 import hfpatch
 from hfpatch.cli import main
-from hfpatch.errors import HfpatchError
+from hfpatch.errors import HfpatchError, KernelIntegrityError
 from hfpatch.files import strict_json
 from hfpatch.hub import HubOptions, HubSpec
+from hfpatch.hub.inspection import inspect_hub
 from hfpatch.hub.lock import LockFile
 from hfpatch.kernels.config import read_defaults
 
@@ -457,3 +458,18 @@ def test_a_lock_written_by_us_reads_again(toy: HubServer, tmp_path: Path) -> Non
     written = lock([spec], HubOptions(), path)
     assert LockFile.read(path) == written
     loads(hub={"lockfile": path})
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_inspect_shows_what_the_hub_listed(
+    offline: bool, toy: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what somebody else has put into a shared cache, beside the publisher's name."""
+    loads()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    inspect_hub(HubSpec.parse(SPEC))
+    path = snapshot() / "__init__.py"
+    path.resolve().chmod(0o644)
+    path.resolve().write_text("def rms_norm(x): pass\n")
+    with pytest.raises(KernelIntegrityError, match="in the cache is not what the Hub listed"):
+        inspect_hub(HubSpec.parse(SPEC))
