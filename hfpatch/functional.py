@@ -39,6 +39,9 @@ def _why_not(name: str, given: list[torch.Tensor]) -> str | None:
         return None  # the function itself says what it expects
     if given[0].dtype not in KERNEL_DTYPES:
         return f"it computes float32, float16 and bfloat16, got {given[0].dtype}"
+    if any(t.is_meta != given[0].is_meta for t in given):
+        # the operator's shape function would be called, and give memory that nobody wrote
+        return "one tensor is on the meta device, another is not"
     try:
         return local_package().kernel(name).refuses(given[0].device.type)
     except KernelLoadError as e:

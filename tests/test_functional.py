@@ -139,3 +139,11 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 def test_what_cannot_be(make: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make()
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_weight_on_the_meta_device() -> None:
+    """Its error is PyTorch's; the result was memory that nobody had written."""
+    x, weight = torch.ones(2, 64), torch.ones(64, device="meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        functional.rms_norm(x, weight)
