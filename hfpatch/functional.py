@@ -37,11 +37,10 @@ def _why_not(name: str, given: list[torch.Tensor]) -> str | None:
 
     if not given:
         return None  # the function itself says what it expects
-    if given[0].dtype not in KERNEL_DTYPES:
-        return f"it computes float32, float16 and bfloat16, got {given[0].dtype}"
-    if any(t.is_meta != given[0].is_meta for t in given):
-        # the operator's shape function would be called, and give memory that nobody wrote
-        return "one tensor is on the meta device, another is not"
+    others = (t.dtype for t in given[1:] if t.is_floating_point() or t.is_complex())
+    for dtype in (given[0].dtype, *others):
+        if dtype not in KERNEL_DTYPES:
+            return f"it computes float32, float16 and bfloat16, got {dtype}"
     try:
         return local_package().kernel(name).refuses(given[0].device.type)
     except KernelLoadError as e:

@@ -141,9 +141,18 @@ def test_what_cannot_be(make: Any, error: type[Exception], said: str) -> None:
         make()
 
 
-@pytest.mark.filterwarnings("ignore:hfpatch")
 def test_a_weight_on_the_meta_device() -> None:
-    """Its error is PyTorch's; the result was memory that nobody had written."""
-    x, weight = torch.ones(2, 64), torch.ones(64, device="meta")
-    with pytest.raises(RuntimeError, match="meta"):
-        functional.rms_norm(x, weight)
+    """The result was memory that nobody had written."""
+    with pytest.raises(RuntimeError, match=r"expected all tensors on one device, got .*meta"):
+        functional.rms_norm(torch.ones(2, 64), torch.ones(64, device="meta"))
+
+
+def test_any_tensor_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the first alone: PyTorch's operators compute the same then, as the docs say."""
+    monkeypatch.setattr(functional, "_warned", set())
+    x, weight = torch.randn(2, 64), torch.rand(64, dtype=torch.float64)
+    with pytest.warns(
+        RuntimeWarning, match="computed by PyTorch's operators: .* got torch.float64"
+    ):
+        y = functional.rms_norm(x, weight)
+    torch.testing.assert_close(y, OPS["rms_norm"].reference(x, weight))

@@ -432,3 +432,18 @@ def test_kernelize_uses_a_layer(kernels_module: ModuleType, kernels_dir: Any) ->
         kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
     x = tensor(4, 16)
     torch.testing.assert_close(model(x), F.silu(x[:, :8]) * x[:, 8:])
+
+
+@pytest.mark.parametrize("form", ["functional", "out", "in place", "lists"])
+def test_data_beside_the_meta_device_is_an_error(form: str, kernels_module: ModuleType) -> None:
+    """PyTorch dispatches it to the function of shapes, whose memory nobody writes."""
+    ops, x, w = kernels_module.ops, torch.ones(2, 8), torch.ones(8, device="meta")
+    call = {
+        "functional": lambda: kernels_module.rms_norm(x, w),
+        "out": lambda: ops.rms_norm_out.default(x.clone(), x, w, None, 1e-6, 0.0, 0),
+        "in place": lambda: ops.rms_norm_.default(x, w, None, 1e-6, 0.0, 0),
+        "lists": lambda: ops.scale_grads.default([x, w], torch.ones(1)),
+    }[form]
+    with pytest.raises(RuntimeError, match="expected all tensors on one device, got"):
+        call()
+    assert kernels_module.rms_norm(x.to("meta"), w).is_meta

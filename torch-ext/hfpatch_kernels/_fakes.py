@@ -1,5 +1,7 @@
 """What the operators return for tensors without data: shapes and dtypes for torch.compile."""
 
+import functools
+
 import torch
 
 from ._codes import CAST_INPUT, CAST_WEIGHT, NEED_BIAS, NEED_WEIGHT, NORM_CHUNK
@@ -320,17 +322,35 @@ _IN_PLACE = (
 )
 
 
+def _of_one_device(fake):
+    """`fake`, where no tensor on the meta device stands beside one with data: PyTorch dispatches
+    such a call here, and the result would be memory that nobody has written."""
+
+    @functools.wraps(fake)
+    def call(*args):
+        flat = (t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        devices = {t.device for t in flat if type(t) in (torch.Tensor, torch.nn.Parameter)}
+        if len({d.type == "meta" for d in devices}) > 1:
+            raise RuntimeError(
+                "expected all tensors on one device, got {}".format(" and ".join(map(str, devices)))
+            )
+        return fake(*args)
+
+    return call
+
+
 def register():
     """Once in a process, also when two copies of one build are imported."""
     if hasattr(ops, "_fakes_registered"):
         return
+    nothing = _of_one_device(_nothing)
     for name, fake in _FUNCTIONAL.items():
-        torch.library.register_fake(add_op_namespace_prefix(name), fake)
-        torch.library.register_fake(add_op_namespace_prefix(name + "_out"), _nothing)
+        torch.library.register_fake(add_op_namespace_prefix(name), _of_one_device(fake))
+        torch.library.register_fake(add_op_namespace_prefix(name + "_out"), nothing)
     for name in _NOTHING:
-        torch.library.register_fake(add_op_namespace_prefix(name), _nothing)
+        torch.library.register_fake(add_op_namespace_prefix(name), nothing)
     for name in _IN_PLACE:
-        torch.library.register_fake(add_op_namespace_prefix(name + "_"), _nothing)
+        torch.library.register_fake(add_op_namespace_prefix(name + "_"), nothing)
     ops._fakes_registered = True
 
 
