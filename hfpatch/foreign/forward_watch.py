@@ -18,7 +18,7 @@ from hfpatch.direct_calls import has_own_call
 from hfpatch.errors import FAILURES
 from hfpatch.foreign.forwards import Different, Forward, compare_forwards
 from hfpatch.foreign.process import surroundings
-from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same
+from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, Same, content_of_cell
 from hfpatch.proof.library import HOOKS, is_installed
 from hfpatch.proof.proving import may_prove
 from hfpatch.proof.unchanged import is_bound
@@ -208,7 +208,7 @@ def content(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, functools.partial):
         return kind, *[content(v, depth) for v in (value.func, value.args, value.keywords)]
     if isinstance(value, types.FunctionType):
-        cells = tuple([c.cell_contents for c in value.__closure__ or () if c != types.CellType()])
+        cells = tuple(map(content_of_cell, value.__closure__ or ()))
         held_by_it = (cells, value.__defaults__, value.__kwdefaults__)
         return kind, value.__code__, *[content(v, depth) for v in held_by_it]
     if isinstance(value, numpy.ndarray):

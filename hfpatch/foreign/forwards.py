@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hfpatch.foreign import reads
-from hfpatch.foreign.gradients import upstream
+from hfpatch.foreign.gradients import results_of_others, upstream
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process
 from hfpatch.proof.keys import fingerprint
@@ -25,9 +26,6 @@ Forward = Callable[..., Any]
 LIMIT, GRADIENT = 64.0, 4.0
 #: Of the largest value of a tensor, what its rows are measured by at least: large terms cancel.
 _FLOOR = 2.0**-10
-_KINDS = 1024
-#: Comparisons of calls that differ in numbers alone.
-_VALUES = 64
 #: How often the numbers are changed in place, and how often a call is repeated then.
 _CHANGES, _REPEATS = 2, 6
 #: What begins the reasons that are found where gradients are recorded.
@@ -35,6 +33,8 @@ _RECORDED = "where gradients are recorded, "
 
 #: What calls that record no gradients run in: `torch.no_grad` or `torch.inference_mode`.
 Mode = Callable[[], Any]
+#: The copy that the original runs on, and the replacement's.
+_Modules = tuple[nn.Module, nn.Module]
 
 
 class Different(Exception):
@@ -62,47 +62,202 @@ def compare_forwards(
         CannotReplicateError: nothing was called, since it would write to the module or an input.
     """
     mode: Mode = torch.inference_mode if inference else torch.no_grad
-    theirs_on, ours_on = (copied_apart(module, "it") for _ in range(2))
-    given = [_copied((args, kwargs)) for _ in range(2)]
-    worst = [0.0, 0.0]
-    kept: list[_Kept] = []
-    last: Any = None
-    for again in range(_CHANGES + 1):
-        if again:  # what is kept of a tensor by its address or its version is stale
-            for held in (*given, list(theirs_on.parameters()), list(ours_on.parameters())):
-                _stir(held)
-        found = _both(theirs_on, ours_on, original, replacement, given, mode, again > 0)
-        if found is None:
-            break
-        last, ours = found
-        _compare(ours, last, worst, "", LIMIT)
-        _aliases(ours, last, given, (theirs_on, ours_on))
-        kept.append(_Kept(ours, (given[1], list(ours_on.parameters()))))
-    else:
-        _repeat(ours_on, replacement, given[1], mode, last, worst, kept)
-        _written_to(module, original, replacement, (args, kwargs), mode, worst)
-    _with_other_buffers(module, original, replacement, (args, kwargs), mode, worst)
+    asked = _Comparison(module, original, replacement, (args, kwargs), mode)
+    if asked.with_other_numbers():
+        asked.with_written_results()
+    asked.with_other_buffers()
     reading: list[Any] = []
     for kind in _UPSTREAMS if gradients else ():
-        _compare_recorded(module, original, replacement, (args, kwargs), kind, worst, kept)
-        reading = [*reading[-2:], reads.key_of(replacement)]
-    if len(reading) > 2 and reading[0] != reading[1] != reading[2]:
-        names = ", ".join(f"`{n}`" for n in reads.names_changed(*reading[1:]))
+        asked.recorded(kind)
+        reading.append(reads.key_of(replacement))
+    if gradients and reading[-3] != reading[-2] != reading[-1]:
+        names = ", ".join(f"`{n}`" for n in reads.names_changed(*reading[-2:]))
         raise Different(f"what its backward reads changes with each call: {names}")
-    if not all(k.stays() for k in kept):
+    if not all(k.stays() for k in asked.kept):
         raise Different("a later call changed the result of an earlier one")
-    return worst[0], worst[1]
+    return asked.worst[0], asked.worst[1]
+
+
+@dataclass
+class _Comparison:
+    """Two forwards of one module, and a call; each question runs on copies of its own.
+
+    Attributes:
+        worst: the largest absolute and relative error so far.
+        kept: results of ours, which no later call may change.
+    """
+
+    module: nn.Module
+    original: Forward
+    replacement: Forward
+    inputs: Any
+    mode: Mode
+    worst: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    kept: list[_Kept] = field(default_factory=list)
+
+    def _copies(self) -> tuple[_Modules, list[Any]]:
+        """Of the module and of the inputs, for theirs and for ours."""
+        on = copied_apart(self.module, "it"), copied_apart(self.module, "it")
+        return on, [_copied(self.inputs) for _ in range(2)]
+
+    def with_other_numbers(self) -> bool:
+        """Both, again after the numbers changed in place; whether the original takes others. Ours
+        again and again then."""
+        on, given = self._copies()
+        for again in range(_CHANGES + 1):
+            if again:  # what is kept of a tensor by its address or its version is stale
+                for held in (*given, *(list(m.parameters()) for m in on)):
+                    _stir(held)
+            found = self._both(on, given, again > 0)
+            if found is None:
+                return False
+            theirs, ours = found
+            _compare(ours, theirs, self.worst, "", LIMIT)
+            _aliases(ours, theirs, given, on)
+            self.kept.append(_Kept(ours, (given[1], list(on[1].parameters()))))
+        self._repeat(on[1], given[1], theirs)
+        return True
+
+    def _repeat(self, on: nn.Module, given: Any, expected: Any) -> None:
+        """The same call of ours, again and again."""
+        for i in range(_REPEATS):
+            reading = reads.key_of(self.replacement) if i == _REPEATS - 1 else None
+            ours = self._call(self.replacement, on, given)
+            _compare(ours, expected, self.worst, "called again, ", LIMIT)
+            self.kept.append(_Kept(ours, (given, list(on.parameters()))))
+            if reading is not None and (after := reads.key_of(self.replacement)) != reading:
+                names = ", ".join(f"`{n}`" for n in reads.names_changed(reading, after))
+                raise Different(f"what it reads changes with each call: {names}")
+        if moved := reads.iterators_of(self.replacement):
+            raise Different(f"it reads iterators, which each call may move on: {', '.join(moved)}")
+
+    def _call(self, forward: Forward, on: nn.Module, given: Any) -> Any:
+        """One call; what it changes of the process is set back."""
+        args, kwargs = given
+        before = Process.now()
+        try:
+            with self.mode():
+                return forward(on, *args, **kwargs)
+        finally:
+            before.changed()
+
+    def with_written_results(self) -> None:
+        """Both once more after what they returned was written to, as a caller may (`x += y`):
+        memory that is used again is stale. Nothing is compared where the original's own result
+        changes."""
+        on, given = self._copies()
+        found = self._both(on, given, again=True)
+        if found is None:
+            return
+        expected = pytree.tree_map_only(Tensor, Tensor.clone, found[0])
+        for result, held, arguments in zip(found, on, given, strict=True):
+            _write_to(result, _storages((arguments, *held.parameters(), *held.buffers())))
+        try:
+            theirs = self._call(self.original, on[0], given[0])
+            _compare(theirs, expected, [0.0, 0.0], "again ", 0.0)
+        except Exception:  # it keeps its result, too, or is not to be called again
+            return
+        ours = self._call(self.replacement, on[1], given[1])
+        _compare(ours, theirs, self.worst, "after its first result was written to, ", LIMIT)
+
+    def with_other_buffers(self) -> None:
+        """Both once more after the floating buffers changed: what was folded from them is stale.
+        The original may not take other numbers in a buffer, which ends this comparison."""
+        if not _floating_buffers(self.module):
+            return
+        on, given = self._copies()
+        for again in (False, True):
+            if again:
+                for held in on:
+                    _stir(_floating_buffers(held))
+            found = self._both(on, given, again)
+            if found is None:
+                return
+            what = "after its buffers changed, " if again else ""
+            _compare(found[1], found[0], self.worst, what, LIMIT)
+            _aliases(found[1], found[0], given, on)
+
+    def _both(self, on: _Modules, given: list[Any], again: bool) -> tuple[Any, Any] | None:
+        """(the original's result, the replacement's); None where the original does not take the
+        changed values."""
+        states = fingerprint(on[0]), fingerprint(on[1])
+        before = Process.now()
+        try:
+            args, kwargs = given[0]
+            with self.mode():
+                theirs = self.original(on[0], *args, **kwargs)
+        except Exception:
+            if again:
+                before.changed()
+                return None
+            raise
+        after = Process.now()
+        before.changed()
+        try:
+            args, kwargs = given[1]
+            with self.mode():
+                ours = self.replacement(on[1], *args, **kwargs)
+            changed = after.changed()
+        finally:
+            before.changed()
+        if changed:
+            raise Different(f"it changed {', '.join(changed)}")
+        _compare_written(on, given, states, "")
+        return theirs, ours
+
+    def recorded(self, kind: str) -> None:
+        """Both where gradients are recorded, and their backwards: a forward can tell that case from
+        others, so all that is compared without gradients is compared there as well.
+
+        kind: of `_UPSTREAMS`.
+        """
+        on = copied_apart(self.module, "it"), copied_apart(self.module, "it")
+        for p in (p for m in on for p in m.parameters() if p.is_floating_point()):
+            if kind != "as called":
+                p.requires_grad_(kind != "inputs alone")
+        needs = None if kind == "as called" else kind != "parameters alone"
+        given = [_copied(self.inputs, requires_grad=needs) for _ in range(2)]
+        results = _no_leaves(self.inputs) if kind == "as called" else kind in _OF_RESULTS
+        states = fingerprint(on[0]), fingerprint(on[1])
+        before = Process.now()
+        try:
+            theirs = _Recorded(on[0], self.original, given[0], kind, results)
+            after = Process.now()
+            before.changed()
+            ours = _Recorded(on[1], self.replacement, given[1], kind, results)
+            changed = after.changed()
+        finally:
+            before.changed()
+        if changed:
+            raise Different(f"{_RECORDED}it changed {', '.join(changed)}")
+        if not ours.kept.stays():
+            raise Different("its backward changed its result")
+        _compare(ours.results, theirs.results, self.worst, _RECORDED, LIMIT)
+        called = [theirs.called, ours.called]
+        _aliases(ours.results, theirs.results, called, on)
+        _compare_written(on, called, states, _RECORDED)
+        if theirs.gradients is not None:
+            if ours.gradients is None:
+                raise Different("its results have no gradient")
+            far = LIMIT * GRADIENT
+            _compare(ours.gradients, theirs.gradients, [0.0, 0.0], "the gradient of ", far)
+            for i in ours.upstreams.keys() & theirs.upstreams.keys():
+                wrote = "its backward wrote to the gradient of its result"
+                _compare_bits(ours.upstreams[i], theirs.upstreams[i], wrote)
+            if theirs.second is not None:
+                if ours.second is None:
+                    raise Different("a second backward through the same graph failed")
+                _compare(ours.second, theirs.second, [0.0, 0.0], "the second gradient of ", far)
+                if not ours.gradients_stay:
+                    raise Different("its second backward changed the gradients of the first")
+        self.kept.append(ours.kept)
 
 
 class _Kept:
     """A result, and its bits when it was made; none of what lies in the memory of an input."""
 
     def __init__(self, result: Any, inputs: Any) -> None:
-        places = {
-            t.untyped_storage().data_ptr()
-            for t in pytree.tree_leaves(inputs)
-            if isinstance(t, Tensor) and t.numel()
-        }
+        places = _storages(inputs)
         self._tensors = [
             t.detach()  # and no graph
             for t in pytree.tree_leaves(result)
@@ -124,33 +279,6 @@ def _stir(inputs: Any) -> None:
                 t.data.as_strided((extent,), (1,), t.storage_offset()).mul_(0.75)
 
 
-def _with_other_buffers(
-    module: nn.Module,
-    original: Forward,
-    replacement: Forward,
-    inputs: Any,
-    mode: Mode,
-    worst: list[float],
-) -> None:
-    """Both once more after the floating buffers changed: what was folded from them is stale.
-
-    On copies of their own, since the original may not take other numbers in a buffer, which ends
-    the comparison, and calls may have written to the buffers of the ones that there are."""
-    theirs_on, ours_on = (copied_apart(module, "it") for _ in range(2))
-    if not _floating_buffers(ours_on):
-        return
-    given = [_copied(inputs) for _ in range(2)]
-    for again in (False, True):
-        if again:
-            for held in (theirs_on, ours_on):
-                _stir(_floating_buffers(held))
-        found = _both(theirs_on, ours_on, original, replacement, given, mode, again)
-        if found is None:
-            return
-        _compare(found[1], found[0], worst, "after its buffers changed, " if again else "", LIMIT)
-        _aliases(found[1], found[0], given, (theirs_on, ours_on))
-
-
 def _floating_buffers(module: nn.Module) -> list[Tensor]:
     """Those whose numbers can be changed in place: no quantized, sparse or other special ones."""
     return [
@@ -162,71 +290,6 @@ def _floating_buffers(module: nn.Module) -> list[Tensor]:
     ]
 
 
-def _repeat(
-    ours_on: nn.Module,
-    replacement: Forward,
-    given: Any,
-    mode: Mode,
-    expected: Any,
-    worst: list[float],
-    kept: list[_Kept],
-) -> None:
-    """The same call, again and again."""
-    args, kwargs = given
-    for i in range(_REPEATS):
-        reading = reads.key_of(replacement) if i == _REPEATS - 1 else None
-        before = Process.now()
-        try:
-            with mode():
-                ours = replacement(ours_on, *args, **kwargs)
-        finally:
-            before.changed()
-        _compare(ours, expected, worst, "called again, ", LIMIT)
-        kept.append(_Kept(ours, (given, list(ours_on.parameters()))))
-        if reading is not None and (after := reads.key_of(replacement)) != reading:
-            names = ", ".join(f"`{n}`" for n in reads.names_changed(reading, after))
-            raise Different(f"what it reads changes with each call: {names}")
-    if moved := reads.iterators_of(replacement):
-        raise Different(f"it reads iterators, which each call may move on: {', '.join(moved)}")
-
-
-def _written_to(
-    module: nn.Module,
-    original: Forward,
-    replacement: Forward,
-    inputs: Any,
-    mode: Mode,
-    worst: list[float],
-) -> None:
-    """Both once more after what they returned was written to, as a caller may (`x += y`): memory
-    that is used again is stale. Nothing is compared where the original's own result changes."""
-    on = [copied_apart(module, "it") for _ in range(2)]
-    given = [_copied(inputs) for _ in range(2)]
-    found = _both(on[0], on[1], original, replacement, given, mode, True)
-    if found is None:
-        return
-    expected, theirs = _copied(found[0]), found[0]
-    for result, held, arguments in zip(found, on, given, strict=True):
-        _write_to(result, _storages((arguments, *held.parameters(), *held.buffers())))
-    args, kwargs = given[0]
-    before = Process.now()
-    try:
-        with mode():
-            theirs = original(on[0], *args, **kwargs)
-        _compare(theirs, expected, [0.0, 0.0], "again ", 0.0)
-    except Exception:  # it keeps its result, too, or is not to be called again
-        return
-    finally:
-        before.changed()
-    args, kwargs = given[1]
-    try:
-        with mode():
-            ours = replacement(on[1], *args, **kwargs)
-    finally:
-        before.changed()
-    _compare(ours, theirs, worst, "after its first result was written to, ", LIMIT)
-
-
 def _write_to(result: Any, places: set[int]) -> None:
     """Other numbers in all floating tensors of a result that lie nowhere else."""
     for t in pytree.tree_leaves(result):
@@ -236,48 +299,9 @@ def _write_to(result: Any, places: set[int]) -> None:
                 t.detach().fill_(0.5)
 
 
-def _both(
-    theirs_on: nn.Module,
-    ours_on: nn.Module,
-    original: Forward,
-    replacement: Forward,
-    given: list[Any],
-    mode: Mode,
-    again: bool,
-) -> tuple[Any, Any] | None:
-    """(the original's result, the replacement's); None where the original does not take the changed
-    values."""
-    states = fingerprint(theirs_on), fingerprint(ours_on)
-    before = Process.now()
-    try:
-        args, kwargs = given[0]
-        with mode():
-            theirs = original(theirs_on, *args, **kwargs)
-    except Exception:
-        if again:
-            before.changed()
-            return None
-        raise
-    after = Process.now()
-    before.changed()
-    try:
-        args, kwargs = given[1]
-        with mode():
-            ours = replacement(ours_on, *args, **kwargs)
-        changed = after.changed()
-    finally:
-        before.changed()
-    if changed:
-        raise Different(f"it changed {', '.join(changed)}")
-    _compare_written([theirs_on, ours_on], given, states, "")
-    return theirs, ours
-
-
-def _compare_written(
-    modules: list[nn.Module], given: list[Any], states: tuple[Any, Any], what: str
-) -> None:
+def _compare_written(on: _Modules, given: list[Any], states: tuple[Any, Any], what: str) -> None:
     """What ours wrote to that the original did not: its inputs, and what the module holds."""
-    theirs_on, ours_on = modules
+    theirs_on, ours_on = on
     _compare_bits(given[1], given[0], f"{what}it wrote to its input")
     for name in ("parameters", "buffers"):
         mine, others = (list(getattr(m, name)()) for m in (ours_on, theirs_on))
@@ -331,7 +355,7 @@ def _storages(values: Any) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, Tensor) and t.numel()}
 
 
-def _aliases(ours: Any, theirs: Any, given: list[Any], on: tuple[nn.Module, nn.Module]) -> None:
+def _aliases(ours: Any, theirs: Any, given: list[Any], on: _Modules) -> None:
     """A result in the memory of an input, of what the module holds or of another result, where the
     original's is not."""
     pairs = [
@@ -439,68 +463,6 @@ def _signature(value: Any) -> str:
     return type(value).__name__
 
 
-def _compare_recorded(
-    module: nn.Module,
-    original: Forward,
-    replacement: Forward,
-    inputs: Any,
-    kind: str,
-    worst: list[float],
-    kept: list[_Kept],
-) -> None:
-    """Both where gradients are recorded, and their backwards: a forward can tell that case from
-    others, so all that is compared without gradients is compared there as well.
-
-    kind: of `_UPSTREAMS`.
-    """
-    modules = [copied_apart(module, "it") for _ in range(2)]
-    for p in (p for m in modules for p in m.parameters() if p.is_floating_point()):
-        if kind != "as called":
-            p.requires_grad_(kind != "inputs alone")
-    needs = None if kind == "as called" else kind != "parameters alone"
-    given = [_copied(inputs, requires_grad=needs) for _ in range(2)]
-    results = _no_leaves(inputs) if kind == "as called" else kind in _OF_RESULTS
-    states = fingerprint(modules[0]), fingerprint(modules[1])
-    before = Process.now()
-    try:
-        theirs = _Recorded(modules[0], original, given[0], kind, results)
-        after = Process.now()
-        before.changed()
-        ours = _Recorded(modules[1], replacement, given[1], kind, results)
-        changed = after.changed()
-    finally:
-        before.changed()
-    if changed:
-        raise Different(f"{_RECORDED}it changed {', '.join(changed)}")
-    if not ours.kept.stays():
-        raise Different("its backward changed its result")
-    _compare(ours.results, theirs.results, worst, _RECORDED, LIMIT)
-    called = [theirs.called, ours.called]
-    _aliases(ours.results, theirs.results, called, (modules[0], modules[1]))
-    _compare_written(modules, given, states, _RECORDED)
-    _compare_written(modules, called, states, _RECORDED)
-    if theirs.gradients is not None:
-        if ours.gradients is None:
-            raise Different("its results have no gradient")
-        far = LIMIT * GRADIENT
-        _compare(ours.gradients, theirs.gradients, [0.0, 0.0], "the gradient of ", far)
-        _compare_upstreams(ours, theirs)
-        if theirs.second is not None:
-            if ours.second is None:
-                raise Different("a second backward through the same graph failed")
-            _compare(ours.second, theirs.second, [0.0, 0.0], "the second gradient of ", far)
-            if not ours.gradients_stay:
-                raise Different("its second backward changed the gradients of the first")
-    _compare_upstreams(ours, theirs)
-    kept.append(ours.kept)
-
-
-def _compare_upstreams(ours: _Recorded, theirs: _Recorded) -> None:
-    for i in ours.upstreams.keys() & theirs.upstreams.keys():
-        wrote = "its backward wrote to the gradient of its result"
-        _compare_bits(ours.upstreams[i], theirs.upstreams[i], wrote)
-
-
 class _Recorded:
     """A call that records gradients, and its backward.
 
@@ -523,7 +485,7 @@ class _Recorded:
         params = list(module.parameters())
         self.second: list[Tensor] | None = None
         with torch.enable_grad():
-            self.called = _results_of(inputs, results_of)
+            self.called = results_of_others(inputs, results_of)
             args, kwargs = self.called
             self.results = run(module, *args, **kwargs)
             self.kept = _Kept(self.results, (inputs, self.called, params, list(module.buffers())))
@@ -568,25 +530,6 @@ def _no_leaves(inputs: Any) -> set[int]:
         for i, t in enumerate(pytree.tree_leaves(inputs))
         if isinstance(t, Tensor) and not t.is_leaf
     }
-
-
-def _results_of(inputs: Any, places: bool | set[int]) -> Any:
-    """The inputs, those that need gradients as results of another operator: all, or at places."""
-    made: dict[int, Tensor] = {}
-    count = -1
-
-    def one(value: Any) -> Any:
-        nonlocal count
-        count += 1
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        if not (places if isinstance(places, bool) else count in places):
-            return value
-        if isinstance(value, nn.Parameter):
-            return value
-        return made.setdefault(id(value), value.clone())
-
-    return pytree.tree_map(one, inputs)
 
 
 #: What gradients are of (see `upstream`), by all that floats or, of a dense one, by half of it, and

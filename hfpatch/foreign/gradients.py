@@ -5,12 +5,14 @@ What decides is the same as of values, `hfpatch.foreign.compare`, with the allow
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
@@ -105,7 +107,7 @@ def _wrong_gradient(
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
             between = None
             if kind in _OF_RESULTS:
-                called = _results_of(our_in)
+                called = results_of_others(our_in)
             with context():
                 y = fn(*called)
                 if kind == "dense":  # another call before the backward, whose own comes behind it
@@ -132,7 +134,7 @@ def _wrong_gradient(
         return f"failed: {told(e)}"
     if kind == "dense" and any(not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)):
         return "writes to the gradient of its result, which others may read"
-    for a, b in zip(befores * 2, (*our_in, *called), strict=True):
+    for a, b in zip(befores, called, strict=True):
         if a is not None and b is not None and not torch.equal(bits(a), bits(b.detach())):
             return "writes to an input"
     rows = max(t.numel() // max(t.shape[-1], 1) for t in listed(plain))
@@ -162,10 +164,21 @@ def _wrong_gradient(
     return None
 
 
-def _results_of(leaves: list[Tensor | None]) -> list[Tensor | None]:
-    """What a module is called with: not leaves, as results of others are, except its parameters."""
-    made = {id(t): t.clone() for t in leaves if t is not None and not isinstance(t, nn.Parameter)}
-    return [None if t is None else made.get(id(t), t) for t in leaves]
+def results_of_others(inputs: Any, places: bool | set[int] = True) -> Any:
+    """Inputs as a module gets them: those that need gradients as results of another operator, all
+    or those at `places` among the leaves of `inputs`, except parameters."""
+    made: dict[int, Tensor] = {}
+    numbers = itertools.count()
+
+    def one(value: Any) -> Any:
+        here = next(numbers)
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            return value
+        if not value.requires_grad or not (places if isinstance(places, bool) else here in places):
+            return value
+        return made.setdefault(id(value), value.clone())
+
+    return pytree.tree_map(one, inputs)
 
 
 def _between(

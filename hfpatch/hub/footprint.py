@@ -18,6 +18,7 @@ import torch
 
 from hfpatch.errors import KernelIntegrityError
 from hfpatch.foreign.process import Process
+from hfpatch.proof.keys import content_of_cell
 
 #: Modules whose functions and classes must stay; those of torch are what models call.
 _ROOTS = ("hfpatch", "kernels", "huggingface_hub", "transformers", "diffusers")
@@ -179,14 +180,7 @@ def _wraps(value: Any, before: Any) -> bool:
     """Whether a function is one of torch's around the one that was there: it wraps some lazily."""
     if not _of_torch(value):
         return False
-    return any(_content(cell) is before for cell in getattr(value, "__closure__", None) or ())
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+    return any(content_of_cell(c) is before for c in getattr(value, "__closure__", None) or ())
 
 
 def _shadows(owner: type, before: dict[str, Any]) -> list[str]:

@@ -247,7 +247,10 @@ def functions_in(value: Any) -> list[types.FunctionType]:
         if not isinstance(function, types.FunctionType) or function in found:
             continue
         found.append(function)
-        left += [*map(_content, function.__closure__ or ()), getattr(function, "__wrapped__", None)]
+        left += [
+            *map(content_of_cell, function.__closure__ or ()),
+            getattr(function, "__wrapped__", None),
+        ]
     return found
 
 
@@ -339,7 +342,7 @@ class _Reader:
         return (type(value), *(self.value(p, depth - 1, follow) for p in parts))
 
     def _function(self, function: types.FunctionType, depth: int, follow: int) -> Any:
-        cells = tuple(map(_content, function.__closure__ or ()))
+        cells = tuple(map(content_of_cell, function.__closure__ or ()))
         rest = (cells, function.__defaults__, function.__kwdefaults__)
         code, found = function.__code__, function.__globals__
         used = [(k, found[k]) for k in names_of(code) if k in found]
@@ -359,7 +362,8 @@ class _Reader:
         return self.value(value, min(depth - 1, 2), follow - 1)
 
 
-def _content(cell: types.CellType) -> Any:
+def content_of_cell(cell: types.CellType) -> Any:
+    """What a closure's cell holds; the cell itself while it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

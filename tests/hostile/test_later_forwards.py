@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hfpatch
-from hfpatch.foreign import forwards
+from hfpatch.foreign import forward_watch
 
 F = nn.functional
 WIDTH = 16
@@ -145,7 +145,7 @@ def test_a_counter_is_not_compared_for_ever() -> None:
 
 
 def test_calls_of_many_shapes_are_each_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwards, "_VALUES", 2)
+    monkeypatch.setattr(forward_watch, "_VALUES", 2)
     handle = hfpatch.register("^Held$", forward=_fast, sample=_sample)
     try:
         model = nn.Sequential(Held()).eval()
