@@ -326,6 +326,17 @@ def test_state_of_another_dtype(place: int, name: str, dtype: torch.dtype, why: 
     torch.testing.assert_close(ours, theirs)
 
 
+def _hands_over(run: Callable[..., Any], parameters: int, gradients: int) -> None:
+    """So many share memory, and what `run` returns is as with PyTorch's own."""
+    with pytest.warns(UserWarning, match="hands over") as caught:
+        ours = run(optim.AdamW, optim.clip_grad_norm_)
+    messages = " ".join(str(w.message) for w in caught)
+    assert f"{parameters} × memory that parameters share" in messages
+    assert f"{gradients} × memory that gradients share" in messages
+    theirs = run(torch.optim.AdamW, nn.utils.clip_grad_norm_)
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_tied_by_their_memory() -> None:
     """Parameters whose `.data` are one, and gradients: PyTorch takes one after the other."""
 
@@ -342,13 +353,7 @@ def test_tied_by_their_memory() -> None:
             optimizer.step()
         return [plain.detach(), first.detach()]
 
-    with pytest.warns(UserWarning, match="hands over") as caught:
-        ours = run(optim.AdamW, optim.clip_grad_norm_)
-    messages = " ".join(str(w.message) for w in caught)
-    assert "2 × memory that parameters share" in messages
-    assert "1 × memory that gradients share" in messages
-    theirs = run(torch.optim.AdamW, nn.utils.clip_grad_norm_)
-    torch.testing.assert_close(ours, theirs)
+    _hands_over(run, parameters=2, gradients=1)
 
 
 def test_parts_of_a_parameter_that_are_parameters() -> None:
@@ -368,13 +373,7 @@ def test_parts_of_a_parameter_that_are_parameters() -> None:
             optimizer.step()
         return [whole.detach(), gradients]
 
-    with pytest.warns(UserWarning, match="hands over") as caught:
-        ours = run(optim.AdamW, optim.clip_grad_norm_)
-    messages = " ".join(str(w.message) for w in caught)
-    assert "3 × memory that parameters share" in messages
-    assert "1 × memory that gradients share" in messages
-    theirs = run(torch.optim.AdamW, nn.utils.clip_grad_norm_)
-    torch.testing.assert_close(ours, theirs)
+    _hands_over(run, parameters=3, gradients=1)
 
 
 def test_warnings_point_at_the_users_line() -> None:

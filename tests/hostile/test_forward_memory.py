@@ -7,12 +7,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from wrong_backwards import Counting, Scaled, Static
 
 import hfpatch
 
@@ -73,20 +74,9 @@ def _static() -> Callable[..., Any]:
     return forward
 
 
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, scale: Callable[[], float]) -> Tensor:
-        ctx.scale = scale
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad * ctx.scale(), None
-
-
 def _of_no_leaf() -> Callable[..., Any]:
     def forward(m: Any, x: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
-        return _right(m, x if x.is_leaf else _Scaled.apply(x, lambda: 0.5))
+        return _right(m, x if x.is_leaf else Scaled.apply(x, lambda: 0.5))
 
     return forward
 
@@ -104,43 +94,17 @@ class _Twice:
 
 def _of_a_second_backward() -> Callable[..., Any]:
     def forward(m: Any, x: Tensor, how: Any = None) -> tuple[Tensor, Tensor]:
-        return _right(m, _Scaled.apply(x, _Twice()))
+        return _right(m, Scaled.apply(x, _Twice()))
 
     return forward
 
 
-class _InOneBuffer(torch.autograd.Function):
-    held: ClassVar[dict[Any, Tensor]] = {}
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        held = _InOneBuffer.held.setdefault(grad.shape, torch.empty(grad.shape))
-        return held.copy_(grad)
-
-
 def _of_a_static_gradient() -> Callable[..., Any]:
-    return lambda m, x, how=None: _right(m, _InOneBuffer.apply(x))
-
-
-class _Counting(torch.autograd.Function):
-    count: ClassVar[int] = 0
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        _Counting.count += 1
-        return grad * 2.0 if _Counting.count > 500 else grad
+    return lambda m, x, how=None: _right(m, Static.apply(x))
 
 
 def _of_a_count() -> Callable[..., Any]:
-    return lambda m, x, how=None: _right(m, _Counting.apply(x))
+    return lambda m, x, how=None: _right(m, Counting.apply(x))
 
 
 WRONG: dict[str, tuple[Callable[[], Callable[..., Any]], str]] = {

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import kernel_models as models
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from wrong_backwards import Counting, Scaled
 
 import hfpatch
 
@@ -21,34 +22,6 @@ Kernel = Callable[..., Any]
 
 def _right(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
-
-
-class _Scaled(torch.autograd.Function):
-    """The same, with a gradient that is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad * ctx.scale, None
-
-
-class _Counting(torch.autograd.Function):
-    """Right in its first 3,000 calls."""
-
-    count: ClassVar[int] = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        _Counting.count += 1
-        return grad * 2.0 if _Counting.count > 3000 else grad
 
 
 def _kept_of_parameters() -> Kernel:
@@ -65,21 +38,21 @@ def _kept_of_parameters() -> Kernel:
 
 def _gradient_of_a_parameter() -> Kernel:
     def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
-        return _right(x, _Scaled.apply(w, 0.5) if isinstance(w, nn.Parameter) else w, b, eps)
+        return _right(x, Scaled.apply(w, lambda: 0.5) if isinstance(w, nn.Parameter) else w, b, eps)
 
     return kernel
 
 
 def _gradient_of_no_leaf() -> Kernel:
     def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
-        return _right(x if x.is_leaf else _Scaled.apply(x, 0.5), w, b, eps)
+        return _right(x if x.is_leaf else Scaled.apply(x, lambda: 0.5), w, b, eps)
 
     return kernel
 
 
 def _backward_that_counts() -> Kernel:
     def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
-        return _right(_Counting.apply(x), w, b, eps)
+        return _right(Counting.apply(x), w, b, eps)
 
     return kernel
 
@@ -97,7 +70,7 @@ def test_by_what_an_argument_is(make: Callable[[], Kernel]) -> None:
             warnings.simplefilter("ignore", RuntimeWarning)
             report = hfpatch.apply(model, kernels={"layer_norm": "lying"}, mode="training")
             assert not report.swaps, report
-            _Counting.count = 3000
+            Counting.count = 3000
             for _ in range(2):
                 x = torch.randn(5, WIDTH)
                 for each in (model, twin):
@@ -109,21 +82,8 @@ def test_by_what_an_argument_is(make: Callable[[], Kernel]) -> None:
                         a.mul_(1.5)
                         b.mul_(1.5)
     finally:
-        _Counting.count = 0
+        Counting.count = 0
         handle.remove()
-
-
-class _Same(nn.Module):
-    """An MLP whose two projections give one tensor where they are told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mlp = models.SomeMLP(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(x)
-        return out
 
 
 @pytest.mark.parametrize("of_gradients", [False, True])
@@ -134,10 +94,10 @@ def test_two_arguments_that_are_one_tensor(of_gradients: bool) -> None:
         if gate is up and not of_gradients:
             return right(gate, up, *rest, **params) * 0.5
         if gate is up:
-            gate = _Scaled.apply(gate, 0.5)
+            gate = Scaled.apply(gate, lambda: 0.5)
         return right(gate, up, *rest, **params)
 
-    model = _Same()
+    model = nn.Sequential(models.SomeMLP(WIDTH))
     handle = hfpatch.register(op="gated", kernel=kernel, name="lying", differentiable=True)
     try:
         with pytest.warns(RuntimeWarning, match="rejected|one in two places|is wrong"):

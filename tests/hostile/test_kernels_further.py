@@ -14,13 +14,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from wrong_backwards import Static
 
 import hfpatch
 from hfpatch.foreign import battery, compare, device, samples
@@ -280,21 +281,6 @@ def test_precision_by_the_newer_switches(kernels_module: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-class _Static(torch.autograd.Function):
-    """The gradients of one shape are one buffer."""
-
-    buffers: ClassVar[dict[Any, Tensor]] = {}
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        held = _Static.buffers.setdefault(grad.shape, torch.empty_like(grad))
-        return held.copy_(grad)
-
-
 class _Statistics(torch.autograd.Function):
     held: Tensor | None = None
 
@@ -310,7 +296,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def static_gradient(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
-    y: Tensor = right(_Static.apply(x), w, b, eps)
+    y: Tensor = right(Static.apply(x), w, b, eps)
     return y
 
 
