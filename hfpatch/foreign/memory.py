@@ -36,6 +36,10 @@ class _Very:
         return id(self.value)
 
 
+#: What a compilation by torch marks a parameter with.
+_OF_DYNAMO = "_dynamo_static_input_type"
+
+
 def form(t: Tensor) -> tuple[object, ...]:
     """What of a tensor, beside its elements, a kernel can change in place."""
     grad = t.grad if t.is_leaf else None
@@ -45,7 +49,7 @@ def form(t: Tensor) -> tuple[object, ...]:
         *(t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad),
         *(_Very(grad), tuple(map(_Very, (hooks or {}).values()))),
         tuple(map(_Very, (after or {}).values())),
-        tuple((k, _Very(v)) for k, v in t.__dict__.items()),
+        tuple((k, _Very(v)) for k, v in t.__dict__.items() if k != _OF_DYNAMO),
     )
 
 

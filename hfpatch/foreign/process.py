@@ -14,6 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ import torch.utils._device
 from torch import overrides
 from torch.nn import functional
 from torch.utils import _python_dispatch
+
+from hfpatch.proof.keys import content_of_cell
 
 _modes_of_functions: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 _pop_mode: Callable[[], Any] = overrides._pop_mode
@@ -97,12 +100,16 @@ def _restore_saving(state: Any) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+#: What begins the variables that torch keeps there for its own compiler.
+_OF_INDUCTOR = "_TORCHINDUCTOR_"
+
+
 def _environment() -> dict[str, str]:
-    return dict(os.environ)
+    return {k: v for k, v in os.environ.items() if not k.startswith(_OF_INDUCTOR)}
 
 
 def _restore_environment(values: dict[str, str]) -> None:
-    for name in set(os.environ) - set(values):
+    for name in _environment().keys() - values.keys():
         del os.environ[name]
     os.environ.update(values)
 
@@ -197,11 +204,29 @@ def _functions() -> Any:
         return tuple([tuple(map(vars(of).get, names)) for of, names in _FUNCTIONS])
 
 
-def _restore_functions(values: tuple[tuple[Any, ...], ...]) -> None:
+def _restore_functions(values: tuple[tuple[Any, ...], ...]) -> bool:
+    """Whether one was another function; those that torch wrapped, as at its first compilation in a
+    process, stay so."""
+    others = False
     for (of, names), of_one in zip(_FUNCTIONS, values, strict=True):
         for name, value in zip(names, of_one, strict=True):
-            if vars(of).get(name) is not value:
+            now = vars(of).get(name)
+            if now is not value and not wrapped_by_torch(now, value):
                 setattr(of, name, value)
+                others = True
+    return others
+
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchao's
+
+
+def wrapped_by_torch(value: Any, before: Any) -> bool:
+    """Whether a function is one of torch's around the one that was there; what decides is where its
+    code lies and that it holds that one, whatever name it gives itself."""
+    code = getattr(value, "__code__", None)
+    if code is None or not code.co_filename.startswith(_TORCH):
+        return False
+    return any(content_of_cell(c) is before for c in value.__closure__ or ())
 
 
 _HOOKS_ON_ALL = [
@@ -221,6 +246,7 @@ def _restore_hooks_on_all(values: Any) -> None:
         held.update(items)
 
 
+#: A name, what reads it, and what sets it back: False from there means that nothing was changed.
 _Entry = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 _BACKENDS: list[tuple[str, Any, str]] = [
     ("the TF32 switch of matrix products", torch.backends.cuda.matmul, "fp32_precision"),
@@ -345,9 +371,9 @@ class Process:
         found = []
         for entry, before in zip(self.entries, self.values, strict=True):
             after = _read(entry)
-            if after is not _MISSING and before is not _MISSING and after != before:
+            told = after is not _MISSING and before is not _MISSING and after != before
+            if told and entry[2](before) is not False:
                 found.append(entry[0])
-                entry[2](before)
         return found
 
 

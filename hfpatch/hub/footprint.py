@@ -8,7 +8,6 @@ of what it is built on, modules that are there, and the way to those that are no
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType, TracebackType
@@ -17,8 +16,7 @@ from typing import Any
 import torch
 
 from hfpatch.errors import KernelIntegrityError
-from hfpatch.foreign.process import Process
-from hfpatch.proof.keys import content_of_cell
+from hfpatch.foreign.process import Process, wrapped_by_torch
 
 #: Modules whose functions and classes must stay; those of torch are what models call.
 _ROOTS = ("hfpatch", "kernels", "huggingface_hub", "transformers", "diffusers")
@@ -29,8 +27,6 @@ _OF_TORCH = ("torch", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch
              "torch.special", "torch.fft", "torch.utils.checkpoint",
              "torch.serialization")  # fmt: skip
 _CLASSES = (torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.autograd.Function)
-
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchao's
 
 #: What of the process an import has no reason to change, by its name in `Process`.
 _SETTINGS = frozenset({
@@ -93,7 +89,7 @@ class Footprint:
             for name, value in before.items():
                 if now.get(name, self) is value or not _counts(name, value):
                     continue
-                if name in now and _wraps(now[name], value):
+                if name in now and wrapped_by_torch(now[name], value):
                     continue
                 title = f"{owner.__module__}." if isinstance(owner, type) else ""
                 changed.append(f"{title}{owner.__name__}.{name}")
@@ -176,13 +172,6 @@ def _functions(values: list[tuple[Any, dict[str, Any]]]) -> list[tuple[Any, ...]
     return list(found.values())
 
 
-def _wraps(value: Any, before: Any) -> bool:
-    """Whether a function is one of torch's around the one that was there: it wraps some lazily."""
-    if not _of_torch(value):
-        return False
-    return any(content_of_cell(c) is before for c in getattr(value, "__closure__", None) or ())
-
-
 def _shadows(owner: type, before: dict[str, Any]) -> list[str]:
     """Names that a class has now in the place of those that it inherits; taken out again."""
     changed = []
@@ -221,12 +210,6 @@ def _counts(name: str, value: Any) -> bool:
     if callable(value) or isinstance(value, staticmethod | classmethod):
         return True
     return name.isupper() and value is not None
-
-
-def _of_torch(value: Any) -> bool:
-    """Whether the code of a function is torch's own, whatever name it gives itself."""
-    code = getattr(value, "__code__", None)
-    return code is not None and code.co_filename.startswith(_TORCH)
 
 
 def _belongs(module: Any, root: str) -> bool:

@@ -506,3 +506,32 @@ def test_buffers_in_turns(count: int, recorded: bool) -> None:
     finally:
         handle.remove()
     assert not report.swaps and report.skips[0].kind == "rejected", report
+
+
+COMPILED = """
+import os
+import warnings
+import torch
+import hfpatch
+from torch import nn
+
+@torch.compile(backend="eager", dynamic=True)
+def kernel(x, w=None, b=None, eps=1e-5):
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = "1"  # as the other backend does
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], w, b, eps)
+
+warnings.simplefilter("error", RuntimeWarning)
+model = nn.Sequential(nn.LayerNorm(64)).requires_grad_(False)
+report = hfpatch.apply(model, kernels={"layer_norm": kernel})
+assert len(report.swaps) == 1 and "state" not in str(report), report
+x = torch.randn(3, 64)
+for _ in range(2):
+    torch.testing.assert_close(model(x), nn.functional.layer_norm(x, (64,)))
+"""
+
+
+def test_a_kernel_that_torch_compiles(kernels_module: object) -> None:
+    """At the first compilation in a process torch wraps functions of its own, marks parameters and
+    writes to the environment: none of it is the kernel's doing."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
