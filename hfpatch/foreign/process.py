@@ -160,6 +160,21 @@ def _autocast(device: str) -> list[_Entry]:
     ]
 
 
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _restore_autocast_nesting(depth: int) -> None:
+    """At none its cache of weights is cleared: else weights would be stale for as long as the
+    process lives."""
+    while (now := _autocast_nesting()) != depth:
+        if now < depth:
+            torch.autocast_increment_nesting()
+        elif torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
 def _torch_rng() -> bytes:
     return torch.get_rng_state().numpy().tobytes()
 
@@ -325,6 +340,7 @@ _ENTRIES: list[_Entry] = [
     ("the level of logging", lambda: logging.root.manager.disable, logging.disable),
     ("whether oneDNN is used", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     ("the rounding of numbers", _rounding, _restore_rounding),
+    ("how often autocast is entered", _autocast_nesting, _restore_autocast_nesting),
     ("functions of PyTorch", _functions, _restore_functions),
     ("hooks on all modules", _hooks_on_all, _restore_hooks_on_all),
     (

@@ -41,6 +41,7 @@ _SETTINGS = frozenset({
     "autocast's dtype on cpu",
     "autocast on cuda",
     "autocast's dtype on cuda",
+    "how often autocast is entered",
     "modes that see operators",
     "the working directory",
     "hooks on what autograd saves",

@@ -98,6 +98,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
         lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
         lambda: torch.get_autocast_dtype("cuda"),
     ),
+    "how often autocast is entered": (
+        torch.autocast_increment_nesting,
+        lambda: (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+    ),
     "anomaly detection": (
         lambda: torch.autograd.set_detect_anomaly(True),
         torch.is_anomaly_enabled,

@@ -477,6 +477,21 @@ def test_what_an_import_changes_by_other_ways(code: str, said: str, toy: HubServ
     assert "Finder" not in [getattr(f, "__name__", "") for f in sys.meta_path]
 
 
+def test_autocast_that_an_import_enters(toy: HubServer) -> None:
+    """Its cache of weights is cleared where the last one is left, and this one never is."""
+    code = "torch.autocast('cpu').__enter__()"
+    toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
+    withstood(SPEC, "autocast on cpu")
+    layer, x, found = nn.Linear(4, 4), torch.ones(2, 4), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(layer(x).float())
+        with torch.no_grad():
+            layer.weight.zero_()
+            layer.bias.zero_()
+    assert found[0].any() and not found[1].any()
+
+
 def test_an_operator_of_another_library_that_an_import_replaces(toy: HubServer) -> None:
     """Such as one of this project's local build, by which all models would be served."""
     name, x = local_package().module.__name__, torch.randn(5)
