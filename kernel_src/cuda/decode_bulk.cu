@@ -7,7 +7,7 @@ namespace {
 
 // Of shared memory, beside the ring.
 int bytes_beside(const Product &p) {
-  const int sums = kWarps * p.rows * kRound * kUnit * 4, squares = kBulkRows * kWarps * 4;
+  const int sums = kWarps * p.rows * kRowSums * 4, squares = kBulkRows * kWarps * 4;
   return p.rows * staged_row_bytes(p.columns) + sum_buffers(p.rows) * sums + squares;
 }
 
@@ -35,17 +35,24 @@ template <class T, bool kPairs>
 int32_t launch_rows(const Product &p, const Device &device, void *stream) {
   const int units = ((kPairs ? p.end[0] : p.end[2]) + kUnit - 1) / kUnit;
   const dim3 grid(static_cast<unsigned>(units < device.processors ? units : device.processors));
-  const bool shared = p.share != Share::kWhole && p.rows == 1 && slots_beside(p, device, p.share) >= kFewestShared;
+  const bool shared =
+      p.share != Share::kWhole && (!kPairs || p.rows <= kFewRows) && slots_beside(p, device, p.share) >= kFewestShared;
   const Share share = shared ? p.share : Share::kWhole;
   Bulk b{p, slots_beside(p, device, share)};
   const int bytes = share == Share::kMoreMemory ? shared_bytes(device, share) - kMailboxes
                                                 : b.slots * kSlotBytes + bytes_beside(p);
   if (shared) {
     const int threads = bulk_threads(2) + (share == Share::kMoreRegisters ? kIdleThreads : 0);
-    return launch_step(&decode_bulk_kernel<T, kPairs, true, 2>, grid, threads, bytes, b, stream);
+    if (p.rows == 1) return launch_step(&decode_bulk_kernel<T, kPairs, 1, 2>, grid, threads, bytes, b, stream);
+    if (p.rows <= kFewRows) {
+      return launch_step(&decode_bulk_kernel<T, kPairs, kFewRows, 2>, grid, threads, bytes, b, stream);
+    }
+    if constexpr (!kPairs) {
+      return launch_step(&decode_bulk_kernel<T, kPairs, kBulkRows, 2>, grid, threads, bytes, b, stream);
+    }
   }
   const auto kernel =
-      p.rows == 1 ? &decode_bulk_kernel<T, kPairs, true, 1> : &decode_bulk_kernel<T, kPairs, false, 1>;
+      p.rows == 1 ? &decode_bulk_kernel<T, kPairs, 1, 1> : &decode_bulk_kernel<T, kPairs, kBulkRows, 1>;
   return launch_step(kernel, grid, bulk_threads(1), bytes, b, stream);
 }
 
@@ -57,7 +64,7 @@ int32_t launch_for(const Product &p, bool pairs, const Device &device, void *str
 }  // namespace
 
 bool bulk_copies_supported() {
-  return early_start_supported(reinterpret_cast<const void *>(&decode_bulk_kernel<__half, false, true, 1>));
+  return early_start_supported(reinterpret_cast<const void *>(&decode_bulk_kernel<__half, false, 1, 1>));
 }
 
 bool takes_bulk(const Product &p, const Device &device) {

@@ -33,6 +33,9 @@ inline constexpr int kMostSlots = 12;
 inline constexpr int kMostSlabs = 16;  // of a row
 
 __host__ __device__ constexpr int sum_buffers(int rows) { return rows <= 2 ? 2 : 1; }
+// A row's sums of a round, of one warp. Four floats behind them, so that the rows which a warp stores at once lie in
+// different banks.
+inline constexpr int kRowSums = kRound * kUnit + 4;
 
 struct Bulk {
   Product p;
@@ -110,7 +113,7 @@ struct Result {
     const auto total = [&](int from) {
       float part[kWarps], s = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) part[w] = sums[(w * p.rows + row) * (kRound * kUnit) + from];
+      for (int w = 0; w < kWarps; ++w) part[w] = sums[(w * p.rows + row) * kRowSums + from];
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) s = w < summed ? s + part[w] : s;
       return s;
@@ -127,23 +130,24 @@ __device__ __forceinline__ void sync_warps() {
 }
 #endif
 
-// kOne: of one row of x, whose parts stay in registers until they are normed.
-template <class T, bool kPairs, bool kOne, int kStreams>
+// kRows: of x, at most. One row's parts stay in registers until they are normed.
+template <class T, bool kPairs, int kRows, int kStreams>
 __global__ void HFP_REGISTERS(kStreams == 2 ? kSharedRegisters : 96)
     decode_bulk_kernel(const __grid_constant__ Bulk b) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
   __shared__ Mailboxes boxes;
+  constexpr bool kOne = kRows == 1;
   constexpr int kBulkWarps = kWarps / kStreams;
   constexpr int kMultiplying = multiplying_threads(kStreams), kBulkThreads = bulk_threads(kStreams);
   const Product &p = b.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
   const int chunks = (p.columns + kChunk - 1) / kChunk, units = units_of_cta<kPairs>(p);
-  const int rows = kOne ? 1 : p.rows, row_bytes = staged_row_bytes(p.columns), row_sums = kRound * kUnit;
+  const int rows = kOne ? 1 : p.rows, row_bytes = staged_row_bytes(p.columns);
   char *const staged = shared + b.slots * kSlotBytes;
   // Of two rounds in turns, where there is room for it.
   float *const sums = reinterpret_cast<float *>(staged + rows * row_bytes);
-  float *const squares = sums + sum_buffers(rows) * kWarps * rows * row_sums;
+  float *const squares = sums + sum_buffers(rows) * kWarps * rows * kRowSums;
 
   let_next_start();
   if (threadIdx.x == kMultiplying) {
@@ -219,12 +223,11 @@ __global__ void HFP_REGISTERS(kStreams == 2 ? kSharedRegisters : 96)
     }
     __syncwarp();
   } else {
-    static_assert(kStreams == 1, "stage_rows");
-    NormWeight<T> weight;
+    NormWeight<T, kStreams> weight;
     weight.load(p);
     wait_for_previous<false>();
     if constexpr (!kPairs) result.load_residual(p);
-    stage_rows<T>(p, staged, row_bytes, squares, weight, [] { sync_warps<kStreams>(); });
+    stage_rows<T, kStreams, (kRows + 3) / 4>(p, staged, row_bytes, squares, weight, [] { sync_warps<kStreams>(); });
   }
 
   RingTurn slot(0);
@@ -256,8 +259,7 @@ __global__ void HFP_REGISTERS(kStreams == 2 ? kSharedRegisters : 96)
           const int chunk = first + warp + e * kBulkWarps, k = chunk * kChunk + quarter * 8;
           const int at = e * kBulkWarps * (kChunk * 2);
           uint4 x[2], w[2][2];
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
+          const auto load = [&](int j) {
             x[j] = w[0][j] = w[1][j] = make_uint4(0, 0, 0, 0);  // beyond the row's end is what was there before
             if (k + 32 * j < p.columns) {
               w[0][j] = *reinterpret_cast<const uint4 *>(w_at + slot.at * kSlotBytes + at + j * 64);
@@ -266,14 +268,15 @@ __global__ void HFP_REGISTERS(kStreams == 2 ? kSharedRegisters : 96)
             if (has_row && chunk < chunks) {
               x[j] = *reinterpret_cast<const uint4 *>(x_at + first * (kChunk * 2) + at + j * 64);
             }
-          }
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
+          };
+          const auto multiply = [&](int j) {
             const uint32_t even[4] = {w[0][j].x, w[1][j].x, w[0][j].y, w[1][j].y};
             const uint32_t odd[4] = {w[0][j].z, w[1][j].z, w[0][j].w, w[1][j].w};
             mma<T>(d[u / 2][e], even, x[j].x, x[j].y);
             mma<T>(d[u / 2][e], odd, x[j].z, x[j].w);
-          }
+          };
+          if constexpr (kOne || kStreams == 1) load(0), load(1), multiply(0), multiply(1);
+          else load(0), multiply(0), load(1), multiply(1);  // in fewer registers
         }
         __syncwarp();
         if (lane == 0) {
@@ -284,14 +287,14 @@ __global__ void HFP_REGISTERS(kStreams == 2 ? kSharedRegisters : 96)
         if (two) slot.next(b.slots);
       }
     }
-    float *const of_round = sums + (sum_buffers(rows) > 1 ? turn * kWarps * rows * row_sums : 0);
+    float *const of_round = sums + (sum_buffers(rows) > 1 ? turn * kWarps * rows * kRowSums : 0);
 #pragma unroll
     for (int e = 0; e < kStreams; ++e) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = quarter * 2 + i;
         if (row >= rows) continue;
-        float *const mine = of_round + ((warp + e * kBulkWarps) * rows + row) * row_sums + group;
+        float *const mine = of_round + ((warp + e * kBulkWarps) * rows + row) * kRowSums + group;
 #pragma unroll
         for (int u = 0; u < kRound; ++u) mine[u * kUnit] = d[u / 2][e][u % 2 * 2 + i];
       }

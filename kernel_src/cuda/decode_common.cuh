@@ -112,7 +112,9 @@ struct Finish {
   bool wide = false;  // `out` is fp32
 };
 
-// What of a multiprocessor a product of one row takes. Short ones lie two to a multiprocessor: the next one copies its
+inline constexpr int kFewRows = 4;  // of which all products of a short layer share multiprocessors
+
+// What of a multiprocessor a product of few rows takes. Short ones lie two to a multiprocessor: the next one copies its
 // first weights, and waits, beside this one's work. But never two CTAs of one, for then another multiprocessor would
 // have none: of each two in turn the one takes more than half of the registers, the other of the shared memory.
 enum class Share { kWhole, kMoreRegisters, kMoreMemory };

@@ -112,11 +112,11 @@ __device__ __forceinline__ Eight<T> normed(const Product &p, Eight<T> v, float s
   return v;
 }
 
-// Elements of the norm's weight that a thread of stage_rows takes of its warp's first chunks.
-template <class T>
+// Elements of the norm's weight that a thread of stage_rows takes of its first chunks.
+template <class T, int kStreams = 1>
 struct NormWeight {
-  static constexpr int kAhead = 4;
-  Eight<T> value[kAhead];
+  static constexpr int kAhead = kStreams == 1 ? 4 : 1;  // of each stream
+  Eight<T> value[kAhead * kStreams];
 
   static __device__ __forceinline__ Eight<T> at(const Product &p, int chunk) {
     Eight<T> w;
@@ -126,8 +126,8 @@ struct NormWeight {
   }
   __device__ __forceinline__ void load(const Product &p) {
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      if (p.norm_weight != nullptr) value[j] = at(p, static_cast<int>(threadIdx.x) / 32 + j * kWarps);
+    for (int j = 0; j < kAhead * kStreams; ++j) {
+      if (p.norm_weight != nullptr) value[j] = at(p, static_cast<int>(threadIdx.x) / 32 + j * (kWarps / kStreams));
     }
   }
 };
@@ -140,11 +140,14 @@ __device__ __forceinline__ float add_squares(float sum, const Eight<T> &v) {
 }
 
 // x to shared memory, normed if asked for: a warp the chunks that it multiplies by, eight of its lanes a row. A row's
-// squares are summed in the order of own_piece(): of every fourth chunk by themselves. sync: a barrier of all kWarps.
-template <class T, class Sync>
+// squares are summed in the order of own_piece(): of every fourth chunk by themselves. sync: a barrier of all warps.
+// kStreams: of how many of kWarps a warp has the chunks. kAtOnce: rows of which eight lanes ask for chunks at once; with
+// streams, in fewer registers, for fewer of each.
+template <class T, int kStreams = 1, int kAtOnce = 2, class Sync>
 __device__ __forceinline__ void stage_rows(const Product &p, char *staged, int row_bytes, float *squares,
-                                           const NormWeight<T> &weight, const Sync &sync) {
-  constexpr int kSums = 4, kAtOnce = 2, kGroups = 4;  // rows of a group of lanes
+                                           const NormWeight<T, kStreams> &weight, const Sync &sync) {
+  constexpr int kSums = 4, kGroups = 4;
+  constexpr int kApart = kWarps / kStreams, kLoads = kStreams == 1 ? kSums : kSums / (kStreams * kAtOnce);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 8, own = lane % 8;
   const int chunks = (p.columns + kChunk - 1) / kChunk, pieces = p.columns / 8;
   const T *const x = static_cast<const T *>(p.x);
@@ -153,41 +156,52 @@ __device__ __forceinline__ void stage_rows(const Product &p, char *staged, int r
   };
 #pragma unroll 1
   for (int base = group; base - group < p.rows; base += kGroups * kAtOnce) {
-    float sum[kAtOnce][kSums] = {};
+    float sum[kAtOnce][kStreams][kSums] = {};
 #pragma unroll 1
     for (int first = warp; first < chunks; first += kSums * kWarps) {
-      Eight<T> v[kAtOnce][kSums];
 #pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
+      for (int begin = 0; begin < kSums; begin += kLoads) {
+        if (begin > 0 && first + begin * kWarps >= chunks) break;
+        Eight<T> v[kAtOnce][kStreams][kLoads];
+        const auto each = [&](const auto &what) {
 #pragma unroll
-        for (int j = 0; j < kSums; ++j) {
-          const int row = base + r * kGroups, i = (first + j * kWarps) * (kChunk / 8) + own;
-          v[r][j].bits = make_uint4(0, 0, 0, 0);
+          for (int r = 0; r < kAtOnce; ++r) {
+#pragma unroll
+            for (int e = 0; e < kStreams; ++e) {
+#pragma unroll
+              for (int j = 0; j < kLoads; ++j) {
+                what(base + r * kGroups, first + e * kApart + (begin + j) * kWarps, v[r][e][j], sum[r][e][begin + j]);
+              }
+            }
+          }
+        };
+        each([&](int row, int chunk, Eight<T> &piece, float &) {
+          const int i = chunk * (kChunk / 8) + own;
+          piece.bits = make_uint4(0, 0, 0, 0);
           if (row < p.rows && i < pieces) {
-            v[r][j].bits = __ldcg(reinterpret_cast<const uint4 *>(x + row * p.x_stride) + i);
+            piece.bits = __ldcg(reinterpret_cast<const uint4 *>(x + row * p.x_stride) + i);
           }
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-#pragma unroll
-        for (int j = 0; j < kSums; ++j) {
-          const int row = base + r * kGroups, chunk = first + j * kWarps;
+        });
+        each([&](int row, int chunk, const Eight<T> &piece, float &of_piece) {
           if (row < p.rows && chunk < chunks) {
-            *to(row, chunk) = v[r][j].bits;
-            sum[r][j] = add_squares(sum[r][j], v[r][j]);
+            *to(row, chunk) = piece.bits;
+            of_piece = add_squares(of_piece, piece);
           }
-        }
+        });
       }
     }
     if (p.norm_weight == nullptr) continue;
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      float square = (sum[r][0] + sum[r][2]) + (sum[r][1] + sum[r][3]);
 #pragma unroll
-      for (int d = 4; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
-      const int row = base + r * kGroups;
-      if (own == 0 && row < p.rows) squares[row * kWarps + warp] = square;
+      for (int e = 0; e < kStreams; ++e) {
+        const float(&s)[kSums] = sum[r][e];
+        float square = (s[0] + s[2]) + (s[1] + s[3]);
+#pragma unroll
+        for (int d = 4; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
+        const int row = base + r * kGroups;
+        if (own == 0 && row < p.rows) squares[row * kWarps + warp + e * kApart] = square;
+      }
     }
   }
   if (p.norm_weight != nullptr) {
@@ -195,19 +209,21 @@ __device__ __forceinline__ void stage_rows(const Product &p, char *staged, int r
 #pragma unroll 1
     for (int row = group; row < p.rows; row += kGroups) {
       const float scale = norm_scale(p, squares + row * kWarps);
-#pragma unroll
-      for (int j = 0; j < NormWeight<T>::kAhead; ++j) {
-        const int chunk = warp + j * kWarps;
-        if (chunk >= chunks) break;
+      const auto norm = [&](int chunk, const Eight<T> &w) {
         Eight<T> v;
         v.bits = *to(row, chunk);
-        *to(row, chunk) = normed<T>(p, v, scale, weight.value[j]).bits;
+        *to(row, chunk) = normed<T>(p, v, scale, w).bits;
+      };
+      constexpr int kAhead = NormWeight<T, kStreams>::kAhead;
+#pragma unroll
+      for (int j = 0; j < kAhead * kStreams; ++j) {
+        const int chunk = warp + j * kApart;
+        if (chunk >= chunks) break;
+        norm(chunk, weight.value[j]);
       }
 #pragma unroll 1
-      for (int chunk = warp + NormWeight<T>::kAhead * kWarps; chunk < chunks; chunk += kWarps) {
-        Eight<T> v;
-        v.bits = *to(row, chunk);
-        *to(row, chunk) = normed<T>(p, v, scale, NormWeight<T>::at(p, chunk)).bits;
+      for (int chunk = warp + kAhead * kWarps; chunk < chunks; chunk += kApart) {
+        norm(chunk, NormWeight<T, kStreams>::at(p, chunk));
       }
     }
   }

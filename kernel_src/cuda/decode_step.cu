@@ -224,14 +224,17 @@ class Step {
                : run_plain_product(args_.type, p, pairs, norm, normed, stream_);
   }
 
-  Share share(Share of_short) const { return short_layer_ ? of_short : Share::kWhole; }
+  // With more than a few rows half of the warps cost a product more than it gains.
+  Share share(const Product &p, Share of_short) const {
+    return short_layer_ && p.rows <= kFewRows ? of_short : Share::kWhole;
+  }
 
   // out = residual + multiplier * after(x W^T)
   int32_t into_stream(const DecodeProduct &w, const void *x, const DecodeNorm &after, float multiplier,
                       const void *residual, void *out) const {
     const DecodeProduct *const parts[] = {&w};
     Product p = product(x, parts, 1, after.present() ? at(buffers_.wide) : out);
-    p.share = share(Share::kMoreMemory);
+    p.share = share(p, Share::kMoreMemory);
     if (!after.present()) p.finish.residual = residual, p.finish.multiplier = multiplier;
     const int32_t status = run_any(p, false, DecodeNorm{});
     if (status != HFP_OK || !after.present()) return status;
@@ -287,7 +290,8 @@ class Step {
     const DecodeProduct *const qkv[] = {&l.q, &l.k, &l.v};
     Product p = product(hidden, qkv, 3, at(buffers_.qkv));
     p.finish.clip = l.clip;
-    p.share = share(Share::kMoreRegisters);
+    // However many rows: beside it attention asks for its keys.
+    if (short_layer_) p.share = Share::kMoreRegisters;
     int32_t status = run_any(p, false, l.before_attention);
     if (status == HFP_OK) status = attention(l, index);
     if (status == HFP_OK) {
@@ -306,7 +310,7 @@ class Step {
     p = product(x, gate_up, gated ? 2 : 1, at(buffers_.inner));
     p.out_columns = l.up.out;
     p.finish.activation = l.activation;
-    p.share = share(Share::kMoreRegisters);
+    p.share = share(p, Share::kMoreRegisters);
     status = run_any(p, gated, norm);
     if (status != HFP_OK) return status;
     return into_stream(l.down, at(buffers_.inner), l.after_mlp, l.multiplier, middle, hidden);
@@ -330,7 +334,7 @@ class Step {
     p.x_stride = step * args_.width;
     p.finish.scale = args_.logit_scale, p.finish.softcap = args_.logit_softcap;
     p.finish.wide = args_.logits_type == DType::F32;
-    p.share = share(Share::kMoreRegisters);
+    p.share = share(p, Share::kMoreRegisters);
     return run_any(p, false, norm);
   }
 
