@@ -15,6 +15,7 @@ import zoo
 from expect import assert_same_dicts, snapshot
 from support.nearness import Draw, assert_as_near, draw
 from torch import Tensor, nn
+from transformers import modeling_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hfpatch
@@ -293,6 +294,15 @@ def test_only_training_has_it() -> None:
         assert type(model(input_ids=ids).logits) is Tensor
     model.eval()
     assert type(model(input_ids=ids).logits) is Tensor
+
+
+def test_apply_makes_no_model_warn_that_it_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers says so, once in a process, where a model inside is asked for its loss."""
+    said: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", said.append)
+    model = zoo.ENTRIES["llama"].build()
+    assert head_of(hfpatch.apply(model, mode="training")) == ["lm_head"]
+    assert not said
 
 
 def test_logits_are_there_for_who_reads_them(largest: list[int]) -> None:
