@@ -336,8 +336,71 @@ def _erase(module: nn.Module, done: list[Callable[[], object]]) -> bool:
             slot.clear()
         else:  # under a wrapper, which needs something to call
             slot.set(types.MethodType(type(module).forward, module))
+        _erase_mentions(module, done)
         return True
     return False
+
+
+def _erase_mentions(module: nn.Module, done: list[Callable[[], object]]) -> None:
+    """Take our adapter out of what is not called, but may be put back or read: attributes to which
+    somebody saved the module's forward, and what `functools.update_wrapper` noted of ours."""
+    for attribute, value in list(module.__dict__.items()):
+        if attribute != "forward" and _is_adapter_of(module, value):
+            saved = Slot(module, attribute)
+            done.append(_remember(saved))
+            saved.set(types.MethodType(type(module).forward, module))
+    wrapper, left = module.__dict__.get("forward"), 64
+    while left and wrapper is not None and adapter_of(wrapper) is None:
+        within = getattr(wrapper, "__wrapped__", None)
+        _rename(getattr(wrapper, "__func__", wrapper), module, done)
+        wrapper, left = within, left - 1
+
+
+def _is_adapter_of(module: nn.Module, forward: Any) -> bool:
+    return adapter_of(forward) is not None and getattr(forward, "__self__", None) is module
+
+
+def _rename(wrapper: Any, module: nn.Module, done: list[Callable[[], object]]) -> None:
+    """Let a wrapper carry the names and attributes of the class's forward where it has ours."""
+    held, own = getattr(wrapper, "__dict__", None), type(module).forward
+    if not isinstance(held, dict):
+        return
+    names: dict[str, Any] = {}
+    new: dict[str, Any] = {}
+    gone: list[str] = []
+    if isinstance(mark := held.get(_MARK), Swapped):
+        ours = mark.adapter
+        for one in functools.WRAPPER_ASSIGNMENTS:
+            if not hasattr(own, one):
+                continue
+            copied, right = getattr(ours, one, None), getattr(own, one)
+            if getattr(wrapper, one, None) == copied:
+                names[one] = right
+            if one in held and held[one] == copied:  # a function around a partial has both
+                new[one] = right
+        # a copied wrapper has copies of ours
+        gone = [k for k, v in vars(ours).items() if "__hfpatch" in k or held.get(k) is v]
+        noted = getattr(own, "__dict__", {})
+        new |= {k: v for k, v in noted.items() if k not in held}
+    if _is_adapter_of(module, held.get("__wrapped__")):
+        new["__wrapped__"] = types.MethodType(own, module)
+    if not (names or new or gone):
+        return
+    before, named = dict(held), {name: getattr(wrapper, name) for name in names}
+
+    def undo() -> None:
+        for name, value in named.items():
+            setattr(wrapper, name, value)
+        for name in new.keys() - before.keys():
+            del held[name]
+        held.update(before)
+
+    done.append(undo)
+    for name, value in names.items():
+        setattr(wrapper, name, value)
+    for name in gone:
+        held.pop(name, None)
+    held.update(new)
 
 
 def _erase_companions(module: nn.Module, done: list[Callable[[], object]]) -> None:
@@ -404,6 +467,7 @@ def restore(modules: Iterable[nn.Module]) -> int:
     for module in modules:
         if (mark := swapped(module)) is None:
             _erase_companions(module, [])  # where somebody wrote over the forward alone
+            _erase_mentions(module, [])
             continue
         count += getattr(mark.details, "counts", True)
         attempt = functools.partial(_erase, module, [])

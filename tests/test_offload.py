@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from expect import assert_same_dicts, expected_swaps, relative_error, snapshot
 from torch import nn
 
 import hfpatch
+from hfpatch import swap
+from hfpatch.errors import PatchError
 from hfpatch.planning import sites
 
 
@@ -136,6 +141,80 @@ def test_removing_the_hooks_leaves_the_patch(order: str) -> None:
     hfpatch.restore(model)
     assert torch.equal(entry.run(model, inputs), original)
     assert not hfpatch.status(model).swaps
+
+
+def wrap_in_every_way(model: nn.Module) -> None:
+    """All of these copy what they find on the forward to themselves."""
+    norm, mlp = model.get_submodule("model.norm"), model.get_submodule("model.layers.0.mlp")
+    for name in ("first", "second"):
+        HookRegistry.check_if_exists_or_initialize(norm).register_hook(DiffusersHook(), name)
+    for module in (norm, mlp, model):
+        add_hook_to_module(module, ModelHook())
+    held = mlp.forward
+
+    @functools.wraps(held)
+    def around(*args: object, **kwargs: object) -> object:
+        return held(*args, **kwargs)
+
+    mlp.forward = around
+    model.kept_by_somebody = model.forward
+    norm.kept_by_somebody = norm._old_forward
+
+
+def notes_on_forwards(model: nn.Module) -> list[object]:
+    """What wrappers say of what they wrap, and what they wrap, from the outside."""
+    found: list[object] = []
+    for path in ("", "model.norm", "model.layers.0.mlp"):
+        module = model.get_submodule(path)
+        wrapper = module.forward
+        while wrapper is not None:
+            function = getattr(wrapper, "__func__", wrapper)
+            notes = {k: v for k, v in vars(function).items() if k != "__wrapped__"}
+            names = [getattr(function, n, None) for n in functools.WRAPPER_ASSIGNMENTS]
+            signature = str(inspect.signature(function))
+            found.append((path, type(wrapper), notes, names, signature))
+            wrapper = getattr(wrapper, "__wrapped__", None)
+        kept = getattr(module, "kept_by_somebody", None)
+        found.append(getattr(kept, "__func__", type(kept)))
+    return found
+
+
+def test_restore_leaves_nothing_on_wrappers_that_came_after_apply() -> None:
+    entry = zoo.ENTRIES["llama"]
+    untouched = entry.build(torch.float32)
+    wrap_in_every_way(untouched)
+    expected = notes_on_forwards(untouched)
+
+    model = entry.build(torch.float32)
+    inputs = entry.inputs(model, torch.float32)
+    original = entry.run(model, inputs)
+    hfpatch.apply(model)
+    first = copy.deepcopy(model)  # has the same adapters
+    wrap_in_every_way(model)
+    second = copy.deepcopy(model)
+    swaps = len(hfpatch.status(model).swaps)
+    hfpatch.restore(model)
+    assert notes_on_forwards(model) == expected
+    assert torch.equal(entry.run(model, inputs), original)
+    assert len(hfpatch.status(first).swaps) == swaps == hfpatch.restore(first)
+    hfpatch.restore(second)
+    # a function is not copied: what it wraps is the first model's
+    assert notes_on_forwards(second) == expected
+
+
+def test_a_failing_apply_leaves_wrappers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.ENTRIES["llama"].build(torch.float32)
+    hfpatch.apply(model)
+    wrap_in_every_way(model)
+    before = notes_on_forwards(model)
+
+    def failing(*args: object) -> None:
+        raise OSError("this failed")
+
+    monkeypatch.setattr(swap, "_write", failing)
+    with pytest.raises(PatchError, match="this failed"):
+        hfpatch.apply(model, include="model.layers.1.*")
+    assert notes_on_forwards(model) == before
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
 
 
 def assert_clean(target: Any) -> None:
-    """Nothing of hfpatch is left in any module, or in a hook's function reference."""
+    """Nothing of hfpatch is left in any module, in a hook's function reference or in a wrapper."""
     for path, module in modules_of(target).items():
         holders = [module.__dict__]
         registry = module.__dict__.get("_diffusers_hook")
@@ -56,6 +56,19 @@ def assert_clean(target: Any) -> None:
                 if key == "_torchdynamo_orig_callable":
                     continue  # what a wrapper of torch.compile found: read if it is wrapped again
                 assert not _is_ours(value), f"`{path}.{key}` is still hfpatch's"
+                for wrapper in _wrappers(value):
+                    held = [k for k, v in vars(wrapper).items() if "hfpatch" in k or _is_ours(v)]
+                    assert not held, f"what wraps `{path}.{key}` still has {held} of hfpatch's"
+
+
+def _wrappers(value: Any) -> Iterator[Any]:
+    """What wraps a function, from the outside, as `functools.update_wrapper` notes it."""
+    while hasattr(value, "__wrapped__"):
+        value = getattr(value, "__func__", value)
+        if not hasattr(value, "__dict__"):
+            return
+        yield value
+        value = value.__wrapped__
 
 
 def _is_ours(value: Any) -> bool:
