@@ -116,6 +116,11 @@ def image_alone(draw: Draw, batch: int, tokens: int) -> Call:
     return image(draw, batch, tokens) | {"temb": None}
 
 
+def image_to_add(draw: Draw, batch: int, tokens: int) -> Call:
+    """As a VAE's decoder is called with `latent_embeds`."""
+    return image(draw, batch, tokens) | {"temb": draw(batch, 24, 1, 1)}
+
+
 def transformer_2d(**settings: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -223,6 +228,7 @@ ROWS: Mapping[str, Row] = {
         aside=("norm1",),
         linear="",
         inside="norm1",
+        handed_back={"an embedding to add": image_to_add},
     ),
     "transformer of a UNet": Row(
         transformer_2d(use_linear_projection=True, num_layers=2),

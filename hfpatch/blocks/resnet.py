@@ -114,7 +114,9 @@ class ResnetSubject(ModelBlock):
             block: Any, input_tensor: Tensor, temb: Tensor | None, *args: Any, **kwargs: Any
         ) -> Tensor:
             x = input_tensor
-            if args or kwargs or x.ndim != 4:
+            # without a projection the embedding is added as it is
+            given = temb is not None and block.time_emb_proj is None
+            if args or kwargs or x.ndim != 4 or given:
                 return type(block).forward(  # type: ignore[no-any-return]
                     block, input_tensor, temb, *args, **kwargs
                 )
