@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,10 +277,10 @@ class _Loop:
 
     def run(self, model_kwargs: dict[str, Any]) -> Any:
         """The texts, in the form that was asked for."""
-        with self.model._optimize_model_for_decode():
-            return self._run(model_kwargs)
+        with ExitStack() as behind_the_prompt:
+            return self._run(model_kwargs, behind_the_prompt)
 
-    def _run(self, model_kwargs: dict[str, Any]) -> Any:
+    def _run(self, model_kwargs: dict[str, Any], behind_the_prompt: ExitStack) -> Any:
         model, config, ids = self.model, self.config, self.input_ids
         decoder = decoders[model]
         decoder.loops += 1
@@ -288,6 +289,9 @@ class _Loop:
         limits = [c for c in self.criteria if not hasattr(c, "eos_token_id")]
         random = _Random(ids.device) if config.do_sample else None
         output = model._prefill(ids, config, model_kwargs)
+        # A prompt's experts are called as the user set it: what is chosen for steps copies the
+        # weights of each token's experts.
+        behind_the_prompt.enter_context(model._optimize_model_for_decode())
         cache = output[caches.NAME]
         mask: _Columns | None = None
         if (given := model_kwargs.get("attention_mask")) is not None:

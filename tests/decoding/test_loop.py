@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -11,6 +13,10 @@ import torch
 # ruff: noqa: F401
 from decoding.loop_cases import (
     accepted,
+    loops_of,
+    on,
+    pair_of,
+    prompts,
     test_a_cache_goes_on_between_both,
     test_a_generate_of_the_users_stays,
     test_a_hook_in_the_middle_of_a_text,
@@ -28,6 +34,7 @@ from decoding.loop_cases import (
     test_what_goes_to_transformers_loop,
 )
 from transformers import GenerationConfig
+from transformers.generation.utils import GenerationMixin
 
 from hfpatch.decoding import loop
 from hfpatch.proof.trial import OperatorCounter
@@ -39,6 +46,37 @@ def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> s
     if request.param == "ahead":
         monkeypatch.setattr(loop, "AHEAD", frozenset({"cpu"}))
     return "cpu"
+
+
+def test_a_prompt_is_called_before_the_model_is_made_ready_for_steps(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' way with experts in steps, on a GPU, copies the weights of each token's."""
+    order: list[str] = []
+
+    @contextlib.contextmanager
+    def ready(self: Any) -> Iterator[None]:
+        order.append("ready")
+        yield
+        order.append("as it was")
+
+    def call(module: Any, args: Any, kwargs: Any) -> None:
+        order.append(f"{kwargs['input_ids'].shape[1]} tokens")
+
+    models = pair_of("mixtral", device)
+    monkeypatch.setattr(GenerationMixin, "_optimize_model_for_decode", ready)
+    inputs = on(device, prompts(1))
+    seen = []
+    for model in models:
+        before = 0 if model is models[0] else loops_of(model)
+        handle = model.register_forward_pre_hook(call, with_kwargs=True)
+        model.generate(**inputs, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        handle.remove()
+        assert model is models[0] or loops_of(model) == before + 1
+        seen.append(tuple(order))
+        order.clear()
+    assert seen[0] == seen[1]
+    assert seen[0].index("ready") == 1
 
 
 @pytest.mark.parametrize(
