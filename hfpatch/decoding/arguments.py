@@ -77,8 +77,8 @@ class Arguments:
             self.weights.append(rope.inv_freq)
         for i, layer in enumerate(model.layers):
             self._layer(f"layers[{i}]", layer, len(model.ropes))
-        plan = torch.tensor(self._plan, dtype=torch.int64)
-        numbers = torch.tensor(self._numbers, dtype=torch.float32)
+        plan = torch.tensor(self._plan, dtype=torch.int64, device="cpu")
+        numbers = torch.tensor(self._numbers, dtype=torch.float32, device="cpu")
         self.tensors: list[Tensor | None] = [plan, numbers, *self.weights]
 
     @property

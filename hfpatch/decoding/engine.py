@@ -177,7 +177,7 @@ class Engine:
             return made
         if ends not in self._choosers:
             with torch.inference_mode(False):
-                ids = torch.zeros(self._shape, dtype=torch.int64)
+                ids = torch.zeros(self._shape, dtype=torch.int64, device="cpu")
                 self._choosers[ends] = Chooser(self._call, ids, torch.zeros_like(ids[:0]), ends)
         return self._choosers[ends]
 
@@ -277,7 +277,7 @@ class Call:
         self._function = self._caller.function("hfp_decode_step")
         self._threads = 0
         self._rows_workspace: Tensor | None = None  # of `argmax`
-        self.workspace = torch.empty(0)
+        self.workspace = torch.empty(0, device="cpu")
         self._make_workspace()
 
     def _make_workspace(self) -> None:
@@ -369,7 +369,7 @@ class Table:
 
     def __init__(self, model: Model, rows: int, tokens: int) -> None:
         self.model, self.rows, self.tokens = model, rows, tokens
-        self.entries = torch.zeros(1 + 3 * len(model.layers), dtype=torch.int64)
+        self.entries = torch.zeros(1 + 3 * len(model.layers), dtype=torch.int64, device="cpu")
         self.version = 0
         self.least = 0
         self._tensors: list[weakref.ref[Tensor]] = []  # a cache's memory goes with the cache
@@ -414,7 +414,7 @@ class Table:
                     f"{list(cache.keys[i].shape)}, got {list(cache.values[i].shape)}"
                 )
             entries += [addresses[i], addresses[len(layers) + i], cache.keys[i].shape[2]]
-        self.entries.copy_(torch.tensor(entries))
+        self.entries.copy_(torch.tensor(entries, device="cpu"))
         self.least = min(t.shape[2] for t in tensors)
         self._tensors, self._addresses = list(map(weakref.ref, tensors)), addresses
         self.version += 1

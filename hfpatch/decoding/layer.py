@@ -22,6 +22,7 @@ from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
 from hfpatch.decoding.surroundings import attention_functions, check_attention, check_cache
 from hfpatch.proof.keys import code_of
+from hfpatch.proof.proving import outside_modes
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 
 
@@ -83,14 +84,15 @@ def describe(model: nn.Module, planned: bool = False) -> Described:
     Raises:
         Unexplained: the grammar does not explain it; the text names the stage.
     """
-    proven = proof_of(model)
-    if isinstance(proven, str):
-        raise Unexplained(proven)
-    check_attention(model)
-    check_cache()
-    check_likeness(model, proven.replica, proven.live, proven.recipe.opaque, planned)
-    limit = rope_limit(text_config(model.config))
-    return Described(proven.recipe.read(model), proven.proof, limit)
+    with outside_modes():  # it is asked in calls too
+        proven = proof_of(model)
+        if isinstance(proven, str):
+            raise Unexplained(proven)
+        check_attention(model)
+        check_cache()
+        check_likeness(model, proven.replica, proven.live, proven.recipe.opaque, planned)
+        limit = rope_limit(text_config(model.config))
+        return Described(proven.recipe.read(model), proven.proof, limit)
 
 
 def forget() -> None:

@@ -150,8 +150,10 @@ class _Answer:
 
     def __init__(self, rows: int, device: torch.device, streamed: bool) -> None:
         cuda = device.type == "cuda"
-        self._unfinished = torch.empty(rows, dtype=torch.bool, pin_memory=cuda)
-        self._tokens = torch.empty(rows, dtype=torch.int64, pin_memory=cuda) if streamed else None
+        # not the default device, which may be any
+        here: dict[str, Any] = {"pin_memory": cuda, "device": "cpu"}
+        self._unfinished = torch.empty(rows, dtype=torch.bool, **here)
+        self._tokens = torch.empty(rows, dtype=torch.int64, **here) if streamed else None
         self._event: Any = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, unfinished: Tensor, tokens: Tensor) -> _Answer:
@@ -202,7 +204,7 @@ class _ChainedAnswer(_Answer):
             if token in text.end_tokens:
                 text.unfinished_rows[row] = False
         if streamer is not None:
-            streamer.put(torch.tensor(tokens))
+            streamer.put(torch.tensor(tokens, device="cpu"))
         return not any(text.unfinished_rows)
 
 

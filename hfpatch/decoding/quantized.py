@@ -65,7 +65,8 @@ def rows_of_bytes(weight: Tensor) -> Tensor:
             raise ValueError("a weight holds a number that is not finite")
         # Of a row of zeros any scale is right.
         integers = (wide / scale.masked_fill(scale == 0, 1)).round_()
-        rows = torch.empty(weight.shape[0], weight.shape[1] + SCALE_BYTES, dtype=torch.int8)
+        shape = (weight.shape[0], weight.shape[1] + SCALE_BYTES)
+        rows = torch.empty(shape, dtype=torch.int8, device="cpu")
         rows[:, :-SCALE_BYTES] = integers.clamp_(-127, 127)
         rows[:, -SCALE_BYTES:] = scale.contiguous().view(torch.int8)
         return rows

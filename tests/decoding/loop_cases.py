@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.decoding import greedy, kept, loop
+from hfpatch.decoding import greedy, kept, layer, loop
 
 NEW = 14
 
@@ -215,6 +215,25 @@ class Odd(LogitsProcessor):
 class At(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 15, device=input_ids.device)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_a_default_device_that_is_another(device: str, family: str) -> None:
+    """Engines, caches and answers are made in calls: they lie where they must all the same."""
+    plain, patched = pair_of(family, device)
+    copied = copy.deepcopy(patched)
+    layer.forget()  # so that the copy is described in its first call
+    for model, rows in ((patched, 1), (patched, 4), (copied, 4)):
+        inputs = on(device, prompts(rows))
+        streamers = Streamer(), Streamer()
+        with torch.device("meta"):
+            wanted, got = (
+                m.generate(**inputs, max_new_tokens=6, do_sample=False, streamer=s)
+                for m, s in zip((plain, model), streamers, strict=True)
+            )
+        assert torch.equal(got, wanted)
+        assert streamers[0].tokens == streamers[1].tokens
+    assert kept.decoders[copied].steps > 0
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,6 +19,7 @@ from decoding.loop_cases import (
     on,
     pair_of,
     test_a_cache_goes_on_between_both,
+    test_a_default_device_that_is_another,
     test_a_generate_of_the_users_stays,
     test_a_hook_in_the_middle_of_a_text,
     test_a_mode,
