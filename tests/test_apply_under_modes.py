@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +50,22 @@ def test_a_model_with_weights(
         assert [(s.path, s.op) for s in found.swaps] == [(s.path, s.op) for s in expected.swaps]
         assert found.skips == expected.skips
     assert hfpatch.restore(model) == len(expected.swaps) > 0
+
+
+def test_a_default_device_that_was_set_before_the_import(kernels_module: object) -> None:
+    """What a family holds since its import lies where proofs are made."""
+    code = """
+import torch
+torch.set_default_device("meta")
+import hfpatch
+from torch import nn
+with torch.device("cpu"):
+    model = nn.Sequential(nn.LayerNorm(8), nn.GELU()).eval()
+report = hfpatch.apply(model, kernels="local")
+assert [s.op for s in report.swaps] == ["layer_norm", "gelu"], report
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_of_fake_tensors() -> None:

@@ -57,7 +57,7 @@ class ActivationSubject(Subject):
         own = attributes_of(self.module)  # `act` of the transformers classes is among these
         return (self.projection, own)
 
-    far: ClassVar[Tensor] = torch.arange(-36, 37, 3)
+    far: ClassVar[Tensor] = torch.arange(-36, 37, 3, device="cpu")
 
     def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
         if list(calls) != [(n, "input") for n in self.live]:

@@ -46,7 +46,8 @@ _DEFAULT_WIDTH = 96  # of the probe's input when a norm has no weight that says 
 
 class NormSubject(Subject):
     most: ClassVar[Mapping[str, int]] = {"special": 0, "root": 1, "over": 1}
-    far: ClassVar[Tensor] = torch.tensor([*range(-15, 16, 3), 16])  # the squares' sum: below 1e38
+    #: The squares' sum is below 1e38.
+    far: ClassVar[Tensor] = torch.tensor([*range(-15, 16, 3), 16], device="cpu")
 
     def __init__(self, module: nn.Module, weight: str, bias: str, width: int | None) -> None:
         super().__init__(module)

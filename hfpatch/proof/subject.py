@@ -98,7 +98,7 @@ class Subject(ABC):
     trains = True
 
     #: Powers of ten: scales at which fp32 holds all that its formulas compute.
-    far: ClassVar[Tensor] = torch.arange(-12, 13, 3)
+    far: ClassVar[Tensor] = torch.arange(-12, 13, 3, device="cpu")
     #: How many operations its formulas have that could make something else between the samples:
     #: "special" (a step or a bend: exp, tanh, sigmoid), "root", "over" (divides by a tensor).
     most: ClassVar[Mapping[str, int]] = {"special": 1, "root": 0, "over": 0}
