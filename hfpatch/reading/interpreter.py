@@ -356,7 +356,7 @@ class Interpreter:
                 if type(y) is not torch.Tensor:
                     raise Unexplained(f"`{name}` returns a {type(y).__name__}")
                 # a hook on it may keep what it returns, so nobody may write to that
-                return Traced(y, owned=False, role=name)
+                return Traced(y, role=name)
         if module._modules:
             raise Unexplained(f"a `{type(module).__name__}` with modules of its own is called")
         return self.forward(module, args, kwargs)

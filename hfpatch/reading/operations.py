@@ -24,6 +24,7 @@ from hfpatch.reading.values import (
     Clamp,
     Fact,
     Halves,
+    Memory,
     Tensor,
     Traced,
     Unexplained,
@@ -88,10 +89,17 @@ def _note_clamp(clamp: Clamp) -> None:
         counts.clamps.append(clamp)
 
 
-def traced(tensor: Tensor, *sources: Any, view: bool = False, role: str = "") -> Traced:
-    """A result; one that may share memory with its sources is owned only where they are."""
-    owned = not view or all(s.owned for s in sources if isinstance(s, Traced))
-    return Traced(tensor, owned, role)
+def traced(tensor: Tensor, view_of: Any = None, role: str = "") -> Traced:
+    """A result; it has the memory of what it is a view of."""
+    memory = view_of.memory if isinstance(view_of, Traced) else Memory(owned=True)
+    return Traced(tensor, memory, role)
+
+
+def view_or_copy(tensor: Tensor, of: Traced, role: str = "") -> Traced:
+    """A view or a copy of `of`, by how that lies in memory, which calls vary: from here on a write
+    to either would be seen in the other one or not."""
+    of.memory.owned = False
+    return traced(tensor, of, role)
 
 
 def _numeric(name: str, values: Sequence[Any], width: int | None) -> list[Any]:
@@ -139,7 +147,7 @@ def elementwise(function: Callable[..., Tensor], *keywords: str) -> Operation:
 
 def written(name: str, target: Any) -> None:
     """Raise unless `target` is memory that only this call knows."""
-    if not isinstance(target, Traced) or not target.owned:
+    if not isinstance(target, Traced) or not target.memory.owned:
         raise Unexplained(f"`{name}` writes to memory that others see")
 
 
@@ -208,7 +216,7 @@ def _cast(width: int | None, args: Arguments, given: Keywords) -> Any:
             y = y.to(to)
         elif not (isinstance(to, torch.device) and to == y.device):
             raise Unexplained(f"`to` is called with {to!r}")
-    return traced(y, x, view=True, role=x.role)
+    return traced(y, x, x.role)
 
 
 def _cast_to(dtype: torch.dtype) -> Operation:
@@ -222,7 +230,7 @@ def _cast_to(dtype: torch.dtype) -> Operation:
 def _same(width: int | None, args: Arguments, given: Keywords) -> Any:
     _only("contiguous", given)
     (x,) = args
-    return traced(x.tensor.contiguous(), x, view=True, role=x.role)
+    return view_or_copy(x.tensor.contiguous(), x, x.role)
 
 
 def _clone(width: int | None, args: Arguments, given: Keywords) -> Any:
@@ -267,7 +275,7 @@ def _halves(width: int | None, args: Arguments, given: Keywords) -> Any:
 
 def _two_halves(x: Traced) -> tuple[Traced, Traced]:
     first, second = (
-        traced(t, x, view=True, role=f"{x.role}[{i}]" if x.role else "")
+        traced(t, x, f"{x.role}[{i}]" if x.role else "")
         for i, t in enumerate(x.tensor.chunk(2, dim=-1))
     )
     return first, second
@@ -287,7 +295,7 @@ def _split(width: int | None, args: Arguments, given: Keywords) -> Any:
     return _two_halves(x)
 
 
-def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
+def _reshape(width: int | None, args: Arguments, given: Keywords, view: bool = False) -> Any:
     """To groups of the last dimension and back; dimensions before it stay, or become one."""
     _only("view", given)
     x, *sizes = args
@@ -323,7 +331,12 @@ def _reshape(width: int | None, args: Arguments, given: Keywords) -> Any:
     if math.prod(sizes_of_tail) != width:
         raise Unexplained("`view` takes other dimensions apart than the last one")
     shape = [plain_of(v) for v in flat]
-    return traced(x.tensor.reshape(shape), x, view=True)
+    return (traced if view else view_or_copy)(x.tensor.reshape(shape), x)
+
+
+def _view(width: int | None, args: Arguments, given: Keywords) -> Any:
+    """The original's is an error where it would be a copy."""
+    return _reshape(width, args, given, view=True)
 
 
 #: An image's channels put last, and back.
@@ -341,7 +354,7 @@ def _permute(width: int | None, args: Arguments, given: Keywords) -> Any:
         raise Unexplained("`permute` moves other dimensions than an image's channels")
     if x.tensor.dim() != 4:
         raise Unexplained("`permute` takes images alone, and not as a norm of channels does")
-    return traced(x.tensor.permute(*order), x, view=True)
+    return traced(x.tensor.permute(*order), x)
 
 
 def _as_halves(x: Any, sizes: list[Any]) -> Halves:
@@ -365,7 +378,7 @@ def _squeeze(width: int | None, args: Arguments, given: Keywords) -> Any:
     x, dim = args if len(args) == 2 else (args[0], None)
     if not isinstance(dim, int) or x.tensor.dim() <= dim + 1 or x.tensor.shape[dim] != 1:
         raise Unexplained("`squeeze` takes away a dimension that may have one element")
-    return traced(x.tensor.squeeze(dim), x, view=True)
+    return traced(x.tensor.squeeze(dim), x)
 
 
 def _shape_is_last(name: str, shape: Any) -> Any:
@@ -441,7 +454,7 @@ _NAMED: dict[str, Operation] = {
 METHODS: dict[str, Operation] = {
     **_NAMED,
     **{f"{n}_": _in_place(getattr(torch, n)) for n in ("add", "sub", "mul", "div")},
-    "view": _reshape,
+    "view": _view,
     "squeeze": _squeeze,
     "to": _cast,
     "type": _cast,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,17 +27,26 @@ class Unexplained(Exception):
     """Something in a module's code that no formula accounts for; the message says what."""
 
 
+class Memory:
+    """Of a tensor and of all its views: whether it may be written to, since nobody else sees it."""
+
+    __slots__ = ("owned",)
+
+    def __init__(self, owned: bool = False) -> None:
+        self.owned = owned
+
+
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A tensor of the module's call: what it is in this run, and what may be done to it.
 
-    owned: nobody else sees its memory, so that it may be written to.
+    memory: shared with all that may be a view of it.
     role: the child that returned it ("input" for an argument, "" for anything computed); of the
         halves of that "child[0]" and "child[1]".
     """
 
     tensor: Tensor
-    owned: bool = False
+    memory: Memory = field(default_factory=Memory)
     role: str = ""
 
 

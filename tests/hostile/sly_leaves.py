@@ -456,6 +456,39 @@ def aliased_mlp() -> nn.Module:
     return module
 
 
+# What is a view or a copy, by how the input lies ------------------------------------------------
+
+
+@sly
+class ContiguousRMSNorm(PlainRMSNorm):
+    """Multiplied by the weight where `contiguous` copies nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        y.contiguous().mul_(self.weight)
+        return y
+
+
+@sly
+class ReshapedRMSNorm(PlainRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        rows = y.reshape(-1, y.shape[-1])
+        rows *= self.weight
+        return y
+
+
+@sly
+class ReshapedFirstRMSNorm(PlainRMSNorm):
+    """The other way round: what was reshaped is returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        z = y.reshape(x.shape).contiguous()
+        y *= self.weight
+        return z
+
+
 # Weights ------------------------------------------------------------------------------------------
 
 
