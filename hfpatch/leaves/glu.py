@@ -334,6 +334,8 @@ class GatedSubject(Subject):
                 h = run(h)
             else:
                 if not up_first:
+                    if h is x:  # activated before `up` is called, which may write to its input
+                        h = x.clone()
                     u = m[up](x)  # type: ignore[misc]
                 if not isinstance(u, Tensor) or h.shape != u.shape:
                     return NotImplemented
@@ -342,8 +344,10 @@ class GatedSubject(Subject):
                         return NotImplemented
                     run = aten
                 elif not (readable(h) and readable(u)):
+                    if h is not x and _overlap(h, u):
+                        return NotImplemented
                     run = aten
-                elif h.data_ptr() == u.data_ptr() and h is not x and h.numel():
+                elif abs(h.data_ptr() - u.data_ptr()) < h.nbytes and h is not x:
                     return NotImplemented  # layers with one workspace: the second wrote over it
                 else:
                     run = differentiable if h.requires_grad or u.requires_grad else call
@@ -423,6 +427,21 @@ class GatedSubject(Subject):
             return original(self, *args, **kwargs)
 
         return forward
+
+
+def _overlap(h: Tensor, u: Tensor) -> bool:
+    """Whether two results may lie in one memory, in parts at least; subclasses are not asked."""
+    for t in (h, u):
+        if not (plain(t) and is_dense(t) and t.numel()):
+            return False
+    if h.untyped_storage().data_ptr() != u.untyped_storage().data_ptr():
+        return False
+    first, second = (
+        (t.data_ptr(), sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (h, u)
+    )
+    size = h.element_size()
+    return first[0] <= second[0] + size * second[1] and second[0] <= first[0] + size * first[1]
 
 
 def _of_whole_numbers(layer: Any) -> bool:

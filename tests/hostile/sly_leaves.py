@@ -456,6 +456,60 @@ def aliased_mlp() -> nn.Module:
     return module
 
 
+class Halving(nn.Linear):
+    """Writes to what it is given, as layers behind an activation in place do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+@sly
+def passing_gate_mlp() -> nn.Module:
+    """The gate is the input, which the other projection writes to after it was activated."""
+    module = SomeMLP()
+    module.gate_proj = nn.Identity()  # type: ignore[assignment]
+    module.up_proj = nn.Sequential(Halving(WIDTH, WIDTH, bias=False))  # type: ignore[assignment]
+    module.down_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+    return module
+
+
+class Shared(nn.Linear):
+    """Results lie in one buffer, one a little behind the other."""
+
+    buffer = torch.zeros(40000)
+    at, turned = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad or y.dtype != torch.float32:
+            return y
+        place = self.buffer[self.at : self.at + y.numel()]
+        if self.turned:
+            kept = place.view(y.shape[-1], -1).t().view(y.shape) if y.dim() == 2 else y
+        else:
+            kept = place.view(y.shape)
+        return kept.copy_(y)
+
+
+def _shared(turned: bool) -> nn.Module:
+    module = SomeMLP()
+    module.gate_proj, module.up_proj = (Shared(WIDTH, 80, bias=False) for _ in range(2))
+    module.up_proj.at = 8
+    for layer in (module.gate_proj, module.up_proj):
+        layer.turned = turned
+    return module
+
+
+@sly
+def overlapping_mlp() -> nn.Module:
+    return _shared(turned=False)
+
+
+@sly
+def overlapping_turned_mlp() -> nn.Module:
+    return _shared(turned=True)
+
+
 # What is a view or a copy, by how the input lies ------------------------------------------------
 
 
