@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -78,6 +79,9 @@ def _with(module: nn.Module, path: str, copies: Mapping[str, nn.Module]) -> nn.M
     """The same module with copies in the place of some of those inside."""
     made: Any = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():  # our forward of a gated MLP calls those inside
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            made.__dict__[name] = types.MethodType(value.__func__, made)
     children: dict[str, nn.Module | None] = {}
     for name, child in module._modules.items():
         below = f"{path}.{name}".lstrip(".")

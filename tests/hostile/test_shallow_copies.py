@@ -208,6 +208,24 @@ def test_a_captured_block(cls: type, held: Any, state: str, kernels_module: obje
     assert state == "fused" or "shares a `Box`" in candidates[0].reason
 
 
+class CountedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+def test_a_layer_inside_of_a_patched_module_is_called_once(kernels_module: object) -> None:
+    """The patched MLP around it has a forward of its own, which refers to the module it is on."""
+    model, inputs = build("llama")
+    for layer in model.layers:
+        layer.mlp.down_proj.__class__ = CountedLinear
+    hfpatch.apply(model, decoding=False, blocks=True)
+    with torch.no_grad():
+        for i in range(3):
+            model(**inputs(2, 9))
+            assert {layer.mlp.down_proj.calls for layer in model.layers} == {i + 1}
+
+
 def test_somebodys_hook_fires_once(kernels_module: object) -> None:
     model, inputs = build("llama")
     seen: list[int] = []
