@@ -535,7 +535,7 @@ def _no_leaves(inputs: Any) -> set[int]:
 #: What gradients are of (see `upstream`), by all that floats or, of a dense one, by half of it, and
 #: by what needs one in the call itself.
 _UPSTREAMS = (
-    *("as called", "parameters alone", "inputs alone", "transposed", "summed"),
+    *("as called", "parameters alone", "inputs alone", "transposed", "cut out", "summed"),
     *("small", "huge", "dense"),  # alike but for their numbers: what a backward reads is as it was
 )
 #: Those with which inputs are results of other operators, as in a model; else they are leaves.

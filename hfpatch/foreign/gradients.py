@@ -27,7 +27,9 @@ Tensor = torch.Tensor
 #: terms cancel.
 _FLOOR = 2.0**-6
 #: Gradients of a result: see `upstream`.
-_UPSTREAMS = ("dense", "repeated", "transposed", "summed", "large", "huge", "small")
+_UPSTREAMS = (
+    *("dense", "repeated", "transposed", "cut out", "summed", "large", "huge", "small", "nan"),
+)
 #: Those with which inputs are results of other operators; with others they are leaves.
 _OF_RESULTS = ("dense", "summed", "small")
 
@@ -36,8 +38,8 @@ def wrong_gradients(
     asked: Asked, fn: Callable[..., Any], tensors: Tensors, context: Callable[[], Any]
 ) -> str | None:
     """Differentiate `fn` and the formula by every floating tensor, and by some of them alone; with
-    dense, repeated and transposed gradients of the result, with that of a sum, with large and small
-    ones. Why they differ, or None.
+    dense, repeated and transposed gradients of the result, with one that is cut out of a larger
+    one, with that of a sum, with large and small ones and with NaN. Why they differ, or None.
 
     Nothing that backward is given or was left by forward may be written to, nor may a second
     backward through the same graph give something else.
@@ -223,6 +225,8 @@ def upstream(y: Tensor, kind: str, seed: int) -> Tensor:
     if kind == "repeated":  # as `y.sum(0).backward()` gives it
         row = torch.randn(y.shape[-1:], generator=generator, device="cpu")
         return row.bfloat16().to(y.device).to(y.dtype).expand(y.shape)
+    if kind == "cut out":
+        return _cut_out(y, generator)
     if kind == "transposed" and y.dim() > 1:
         shape = (*y.shape[:-2], y.shape[-1], y.shape[-2])
         drawn = torch.randn(shape, generator=generator, device="cpu").transpose(-1, -2)
@@ -234,7 +238,21 @@ def upstream(y: Tensor, kind: str, seed: int) -> Tensor:
         drawn = drawn * 2.0**80
     if kind == "small" and y.dtype != torch.float16:  # as a mean over many gives it
         drawn = drawn * 2.0**-30
+    if kind == "nan" and y.numel():  # as a loss that overflowed gives it
+        drawn.view(-1)[y.numel() // 2] = float("nan")
     return drawn.bfloat16().to(y.device).to(y.dtype)
+
+
+def _cut_out(y: Tensor, generator: torch.Generator) -> Tensor:
+    """As the backward of a `torch.cat` gives it: of tensors, of more rows where there are batches of
+    them, and else of wider rows, off an aligned address."""
+    if not y.dim():
+        return torch.randn((), generator=generator, device="cpu").to(y.device).to(y.dtype)
+    dim = -2 if y.dim() > 2 else -1
+    shape = list(y.shape)
+    shape[dim] += 3
+    drawn = torch.randn(shape, generator=generator, device="cpu").bfloat16().to(y.device)
+    return drawn.to(y.dtype).narrow(dim, 1, y.shape[dim])
 
 
 def _same(x: Tensor) -> Tensor:

@@ -117,6 +117,42 @@ def test_a_gradient_that_no_random_one_shows(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * (scale or 1.0))
 
 
+def _by_its_last_stride(grad: Tensor) -> Tensor:
+    """Rows lie one behind the other, as it thinks, at whatever distance the last two have."""
+    if grad.dim() < 3 or grad.stride(-1) != 1:
+        return grad
+    rows = grad.as_strided((grad[..., 0].numel(), grad.shape[-1]), (grad.stride(-2), 1))
+    return rows.clone().view(grad.shape)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "of"),
+    [
+        (
+            of_gradient(_by_its_last_stride),
+            lambda y: (torch.cat([y, y.detach()[:, :2]], 1) * torch.arange(9.0)[:, None]).sum(),
+        ),
+        (
+            of_gradient(lambda g: g * 0.5 if g.data_ptr() % 16 else g),
+            lambda y: (torch.cat([y.detach()[..., :3], y], 2) * torch.arange(67.0)).sum(),
+        ),
+        (of_gradient(lambda g: g.nan_to_num()), lambda y: y.sum() * float("nan")),
+    ],
+    ids=["of-fewer-rows", "off-an-aligned-address", "nan"],
+)
+def test_a_gradient_as_other_operators_give_it(kernel: Callable[..., Tensor], of: Any) -> None:
+    """Of a `torch.cat` it is cut out of a larger one; of a loss that overflowed it is NaN."""
+    model, twin = nn.Sequential(nn.LayerNorm(WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH))
+    reject(model, kernel)
+    x = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
+    found = []
+    for each in (model, twin):
+        given = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(of(each(given)), [given, *each.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3, equal_nan=True)
+
+
 @pytest.mark.parametrize("op", ["layer_norm", "rope_qk"])
 def test_a_kernel_is_asked_for_the_call_as_it_is_first(op: str) -> None:
     """Of an op that is not row by row for that alone: then for others of its values."""
