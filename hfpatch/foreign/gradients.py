@@ -32,6 +32,8 @@ _UPSTREAMS = (
 )
 #: Those with which inputs are results of other operators; with others they are leaves.
 _OF_RESULTS = ("dense", "summed", "small")
+#: Those where leaves have a gradient of a backward before.
+_ACCUMULATED = ("repeated", "cut out")
 
 
 def wrong_gradients(
@@ -104,6 +106,7 @@ def _wrong_gradient(
     except Exception:  # not a call of this op
         return None
     befores = [None if t is None else t.detach().clone() for t in our_in]
+    summed_up = _accumulated(our_in, kind)
     called = our_in
     try:
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
@@ -116,6 +119,7 @@ def _wrong_gradient(
                     between = _between(fn, leaves(False), places, ups)
             if not all(isinstance(t, Tensor) and t.requires_grad for t in listed(y)):
                 return "its result has no gradient"
+            as_it_was = [bits(t.detach()).clone() for t in listed(y)]
             their_ups = [u.clone() if kind == "dense" else u for u in ups]
             wants: Any = [our_in[i] for i in places]
             mine = torch.autograd.grad(
@@ -136,6 +140,10 @@ def _wrong_gradient(
         return f"failed: {told(e)}"
     if kind == "dense" and any(not torch.equal(a, b) for a, b in zip(their_ups, ups, strict=True)):
         return "writes to the gradient of its result, which others may read"
+    if not all(torch.equal(a, bits(t.detach())) for a, t in zip(as_it_was, listed(y), strict=True)):
+        return "writes to its result"
+    if not all(torch.equal(bits(t.grad), b) for t, b in summed_up):
+        return "writes to the `.grad` of an input"
     for a, b in zip(befores, called, strict=True):
         if a is not None and b is not None and not torch.equal(bits(a), bits(b.detach())):
             return "writes to an input"
@@ -164,6 +172,16 @@ def _wrong_gradient(
             if other is None or wrong(other) is not None:
                 return f"is wrong for {name}: {why}"
     return None
+
+
+def _accumulated(leaves: list[Tensor | None], kind: str) -> list[tuple[Any, Tensor]]:
+    """Leaves that have a gradient already, as those of a second backward have, and its bits."""
+    found: list[tuple[Any, Tensor]] = []
+    for t in {id(t): t for t in leaves if t is not None and t.requires_grad}.values():
+        if kind in _ACCUMULATED:
+            t.grad = torch.ones_like(t)
+            found.append((t, bits(t.grad).clone()))
+    return found
 
 
 def results_of_others(inputs: Any, places: bool | set[int] = True) -> Any:
@@ -244,8 +262,8 @@ def upstream(y: Tensor, kind: str, seed: int) -> Tensor:
 
 
 def _cut_out(y: Tensor, generator: torch.Generator) -> Tensor:
-    """As the backward of a `torch.cat` gives it: of tensors, of more rows where there are batches of
-    them, and else of wider rows, off an aligned address."""
+    """As the backward of a `torch.cat` gives it: of more rows where there are batches of them, and
+    else of wider rows, off an aligned address."""
     if not y.dim():
         return torch.randn((), generator=generator, device="cpu").to(y.device).to(y.dtype)
     dim = -2 if y.dim() > 2 else -1

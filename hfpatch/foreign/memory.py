@@ -36,6 +36,26 @@ class _Very:
         return id(self.value)
 
 
+@dataclass(frozen=True, eq=False)
+class _Bits:
+    """The elements of a tensor at one moment; equal to the same ones."""
+
+    value: Tensor
+
+    @classmethod
+    def of(cls, t: Tensor | None) -> _Bits | None:
+        """None also of one that is sparse, or of a class of its own."""
+        if type(t) is not Tensor or t.layout is not torch.strided:
+            return None
+        return cls(bits(t.detach()).clone())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bits) and torch.equal(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value.shape)
+
+
 #: What a compilation by torch marks a parameter with.
 _OF_DYNAMO = "_dynamo_static_input_type"
 
@@ -46,6 +66,7 @@ def form(t: Tensor) -> tuple[object, ...]:
     hooks: Any = t._backward_hooks
     after: Any = t._post_accumulate_grad_hooks
     return (
+        *(type(t), _Bits.of(grad)),
         *(t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad),
         *(_Very(grad), tuple(map(_Very, (hooks or {}).values()))),
         tuple(map(_Very, (after or {}).values())),
@@ -55,12 +76,17 @@ def form(t: Tensor) -> tuple[object, ...]:
 
 def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage) -> None:
     """Set it back."""
-    shape, stride, offset, _, _, requires_grad, grad, hooks, after, attributes = before
+    cls, kept_grad, *places, requires_grad, grad, hooks, after, attributes = before
+    shape, stride, offset, _, _ = places
+    if type(t) is not cls:
+        t.__class__ = cls  # type: ignore[assignment]
     t.__dict__.clear()
     t.__dict__.update((k, v.value) for k, v in attributes)  # type: ignore[attr-defined]
     with torch.inference_mode(t.is_inference()), torch.no_grad():
         if t.is_leaf:
             t.grad = grad.value  # type: ignore[attr-defined]
+            if isinstance(kept_grad, _Bits):
+                bits(t.grad).copy_(kept_grad.value)
         kept: Any = t._backward_hooks
         for key in [k for k, hook in (kept or {}).items() if _Very(hook) not in hooks]:  # type: ignore
             del kept[key]
@@ -70,6 +96,17 @@ def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage)
         t.detach_().requires_grad_(False)
         t.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
         t.requires_grad_(bool(requires_grad))
+
+
+def version(t: Tensor) -> int | None:
+    """How often it was written to, as autograd counts, which refuses what was saved before."""
+    return None if t.is_inference() else t._version
+
+
+def put_back_version(t: Tensor, before: int | None) -> None:
+    """After its elements were written back, too."""
+    if before is not None:
+        torch._C._autograd._unsafe_set_version_counter((t,), (before,))
 
 
 @dataclass
@@ -86,6 +123,7 @@ class Held:
     _buffer: Tensor
     _before: Tensor | None = None
     _form: tuple[object, ...] = ()
+    _version: int | None = None
 
     @classmethod
     def make(
@@ -152,12 +190,15 @@ class Held:
 
     def remember(self) -> None:
         self._before, self._form = self._buffer.clone(), form(self.tensor)
+        self._version = version(self.tensor)
 
     def written(self) -> bool:
         """Whether it, or anything around it, is not as it was when it was remembered."""
         assert self._before is not None
-        return form(self.tensor) != self._form or not torch.equal(
-            bits(self._before), bits(self._buffer)
+        return (
+            form(self.tensor) != self._form
+            or version(self.tensor) != self._version
+            or not torch.equal(bits(self._before), bits(self._buffer))
         )
 
     def fill(self, values: Tensor) -> None:

@@ -138,6 +138,8 @@ def _sample(
             made = Held.make((width,), t.dtype, t.device, offset=layout.offset)
             if parameters:
                 made.tensor = nn.Parameter(made.tensor, requires_grad=False)
+                # as in every step of a training but the first
+                made.tensor.grad = torch.ones_like(made.tensor)
             held.append(made)
         else:
             rows.append(Held.make(layout.core, t.dtype, t.device, layout.view, layout.offset))

@@ -15,7 +15,7 @@ from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_values
 from hfpatch.foreign.gradients import state_of_backward, wrong_gradients
-from hfpatch.foreign.memory import Held, bits, form, reform
+from hfpatch.foreign.memory import Held, bits, form, put_back_version, reform, version
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.kernels.sources import Kernel
 from hfpatch.proof.proving import may_prove, quietly
@@ -153,13 +153,14 @@ class Watch:
             with quietly(device):
                 held = Held.all_like(tensors)
                 copies = [None if h is None else h.tensor for h in held]
+                forms = [
+                    None if t is None else (form(t), t.untyped_storage() if t.is_leaf else None)
+                    for t in tensors
+                ]
         except torch.OutOfMemoryError:
             return self._asked.formula(tensors)  # the next call asks again
         reading = () if self._keeps_state else reads.key_of(self._of.fn)
-        forms = [
-            None if t is None else (form(t), t.untyped_storage() if t.is_leaf else None)
-            for t in tensors
-        ]
+        versions = [None if t is None else version(t) for t in tensors]
         before = Process.now()
         y: Any = None
         failure: BaseException | None = None
@@ -170,7 +171,7 @@ class Watch:
         except FAILURES as e:
             failure = e
         finally:  # also when an interrupt ended it
-            why = self._left(before, tensors, forms, held)
+            why = self._left(before, tensors, forms, versions, held)
         if failure is not None and why is None:
             if len(self._refused) >= _KINDS:
                 self._refused.clear()
@@ -246,6 +247,7 @@ class Watch:
         before: Process,
         tensors: Tensors,
         forms: Sequence[Any],
+        versions: Sequence[int | None],
         held: Sequence[Held | None],
     ) -> str | None:
         """What it changed that it may not; set back."""
@@ -261,6 +263,11 @@ class Watch:
                 if t is not None and copy is not None and not copy.is_as(t):
                     whys.append(f"wrote to its argument {i}")
                     copy.restore(t)
+            for i, (t, counted) in enumerate(zip(tensors, versions, strict=True)):
+                if t is not None and version(t) != counted:
+                    if not whys:  # autograd would refuse what it saved of it all the same
+                        whys.append(f"wrote to its argument {i}, and put it back")
+                    put_back_version(t, counted)
         return ", and ".join(whys) or None
 
     def _wrong(self, why: str, tensors: Tensors) -> Any:

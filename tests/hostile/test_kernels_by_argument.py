@@ -57,7 +57,62 @@ def _backward_that_counts() -> Kernel:
     return kernel
 
 
-LIES = [_kept_of_parameters, _gradient_of_a_parameter, _gradient_of_no_leaf, _backward_that_counts]
+class _Passing(torch.autograd.Function):
+    """Does something with its result, a weight and the gradient in its backward, which returns what
+    that gives."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, w: Any, do: Callable[..., Tensor]) -> Tensor:
+        ctx.held = (y := y.clone()).detach(), w, do
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        y, w, do = ctx.held
+        return do(y, w, grad), None, None
+
+
+def _in_backward(do: Callable[..., Tensor]) -> Kernel:
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        y: Tensor = _Passing.apply(_right(x, w, b, eps), w, do)
+        return y
+
+    return kernel
+
+
+def _has_a_gradient(w: Any) -> bool:
+    return w is not None and w.is_leaf and w.grad is not None
+
+
+def _gradient_of_a_second_step() -> Kernel:
+    return _in_backward(lambda y, w, grad: grad * 0.5 if _has_a_gradient(w) else grad.clone())
+
+
+def _gradient_that_is_added_by_itself() -> Kernel:
+    def do(y: Tensor, w: Any, grad: Tensor) -> Tensor:
+        if _has_a_gradient(w):
+            w.grad.add_(1.0)
+        return grad.clone()
+
+    return _in_backward(do)
+
+
+def _backward_in_its_result() -> Kernel:
+    return _in_backward(lambda y, w, grad: y.data.copy_(grad).clone())
+
+
+def _value_of_a_second_step() -> Kernel:
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        return _right(x, w, b, eps) * (0.5 if _has_a_gradient(w) else 1.0)
+
+    return kernel
+
+
+LIES = [
+    *(_kept_of_parameters, _gradient_of_a_parameter, _gradient_of_no_leaf, _backward_that_counts),
+    *(_gradient_of_a_second_step, _gradient_that_is_added_by_itself, _backward_in_its_result),
+    _value_of_a_second_step,
+]
 
 
 @pytest.mark.parametrize("make", LIES, ids=lambda m: m.__name__.strip("_"))
@@ -71,10 +126,10 @@ def test_by_what_an_argument_is(make: Callable[[], Kernel]) -> None:
             report = hfpatch.apply(model, kernels={"layer_norm": "lying"}, mode="training")
             assert not report.swaps, report
             Counting.count = 3000
-            for _ in range(2):
+            for i in range(2):
                 x = torch.randn(5, WIDTH)
                 for each in (model, twin):
-                    each.zero_grad()
+                    each.zero_grad(set_to_none=i == 0)
                     each(x).square().sum().backward()
                 for a, b in zip(model.parameters(), twin.parameters(), strict=True):
                     torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
@@ -135,6 +190,58 @@ def test_a_backward_may_keep_what_it_compiled() -> None:
             model(x).sum().backward()
     finally:
         handle.remove()
+
+
+def _empties_the_gradient(x: Tensor, w: Any) -> None:
+    w.grad.data.zero_()
+
+
+def _writes_what_is_there(x: Tensor, w: Any) -> None:
+    with torch.no_grad():
+        x.mul_(1.0)
+        w.mul_(1.0)
+
+
+def _makes_a_class_of_it(x: Tensor, w: Any) -> None:
+    w.__class__ = type("Other", (nn.Parameter,), {})
+
+
+@pytest.mark.parametrize("do", [_empties_the_gradient, _writes_what_is_there, _makes_a_class_of_it])
+def test_what_it_does_to_an_argument_later_is_set_back(do: Callable[..., None]) -> None:
+    """The gradient of the step before, the class, and the count by which autograd knows that what
+    it saved is as it was."""
+    told: list[bool] = []
+
+    def kernel(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-5) -> Tensor:
+        y = _right(x, w, b, eps)
+        if told and x.shape[0] == 7:
+            do(x, w)
+        return y
+
+    model, twin = (nn.Sequential(nn.LayerNorm(WIDTH)) for _ in range(2))
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="lying", differentiable=True)
+    try:
+        assert hfpatch.apply(model, kernels={"layer_norm": "lying"}, mode="training").swaps
+    finally:
+        handle.remove()
+    told.append(True)
+    with pytest.warns(RuntimeWarning, match="`lying` .* is not used any more, since it [wc]"):
+        found = _trained(model)
+    for ours, theirs in zip(found, _trained(twin), strict=True):
+        assert type(ours) is type(theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def _trained(model: nn.Module) -> list[Tensor]:
+    """Parameters and gradients, after backwards that are added up."""
+    inputs = []
+    for rows in (5, 7, 7):
+        drawn = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        inputs.append(drawn.requires_grad_())
+        e = drawn.exp()  # which saves its result
+        (model(e) + e).square().sum().backward()
+    held = [*inputs, *model.parameters()]
+    return [*held, *(t.grad for t in held if t.grad is not None)]
 
 
 def test_an_interrupt_in_the_first_call_of_a_kind() -> None:
