@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any
@@ -42,6 +43,8 @@ _SETTINGS = frozenset({
     "autocast on cuda",
     "autocast's dtype on cuda",
     "how often autocast is entered",
+    "autocast's cache",
+    "the level of forward-mode",
     "modes that see operators",
     "the working directory",
     "hooks on what autograd saves",
@@ -107,9 +110,14 @@ class Footprint:
     def _modules(self) -> list[str]:
         changed = []
         for name, module in self.modules.items():
-            if sys.modules.get(name) is not module:
-                changed.append(name)
+            now = sys.modules.get(name)
+            if now is not module:
+                # the one that was there stays in any case
                 sys.modules[name] = module
+                if _is_loaded_again(name, now, module):
+                    _give_children(name, module)
+                else:
+                    changed.append(name)
         for name in set(sys.modules) - set(self.modules):
             root = name.partition(".")[0]
             if root in _CLOSED and "." in name and not _belongs(sys.modules[name], root):
@@ -211,6 +219,28 @@ def _counts(name: str, value: Any) -> bool:
     if callable(value) or isinstance(value, staticmethod | classmethod):
         return True
     return name.isupper() and value is not None
+
+
+def _is_loaded_again(name: str, now: Any, before: Any) -> bool:
+    """Whether a module is the same file's, imported once more, as setuptools does with `backports`
+    and transformers with itself: no sign of harm. None of those that nobody has to import again."""
+    root = name.partition(".")[0]
+    if root in (*_CLOSED, "torch") or root in sys.stdlib_module_names:
+        return False
+    specs = [getattr(m, "__spec__", None) for m in (now, before)]
+    if not all(isinstance(m, ModuleType) for m in (now, before)) or type(now) is not type(before):
+        return False
+    if not all(type(s) is ModuleSpec and type(s.loader) is SourceFileLoader for s in specs):
+        return False
+    return bool(specs[0].origin) and specs[0].origin == specs[1].origin
+
+
+def _give_children(name: str, module: ModuleType) -> None:
+    """What was imported below the other module while it was there is found by this one."""
+    for child, held in list(sys.modules.items()):
+        above, _, last = child.rpartition(".")
+        if above == name and last not in vars(module) and isinstance(held, ModuleType):
+            setattr(module, last, held)
 
 
 def _belongs(module: Any, root: str) -> bool:

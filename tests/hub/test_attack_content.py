@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -518,6 +520,43 @@ def test_what_torch_wraps_as_it_compiles_is_its_own(toy: HubServer) -> None:
     code = "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))"
     toy.put("toy/kernel", package(f"import torch\n{code}\n" + SILU))
     loads()
+
+
+@pytest.fixture
+def renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package of somebody else's that is imported."""
+    (tmp_path / "renewed").mkdir()
+    for name in ("__init__", "later"):
+        (tmp_path / f"renewed/{name}.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "renewed", raising=False)
+    monkeypatch.delitem(sys.modules, "renewed.later", raising=False)
+    return importlib.import_module("renewed")
+
+
+def test_a_module_that_is_imported_again(toy: HubServer, renewed: ModuleType) -> None:
+    """As `transformers` does with itself, and setuptools with `backports`: no harm, and the one
+    that was there stays."""
+    code = "import sys; del sys.modules['renewed']; import renewed.later; renewed.later.VALUE += 1"
+    toy.put("toy/kernel", package(f"{code}\n" + SILU))
+    loads()
+    assert sys.modules["renewed"] is renewed and renewed.later.VALUE == 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "m.__file__, m.VALUE = before.__file__, 2",
+        "m.__spec__ = type(before.__spec__)('renewed', None, origin=before.__spec__.origin)",
+        "m.__spec__ = type('Spec', (), dict(vars(before.__spec__)))()",
+    ],
+)
+def test_a_module_that_looks_imported_again(code: str, toy: HubServer, renewed: ModuleType) -> None:
+    code = f"before = sys.modules['renewed']; m = type(sys)('renewed'); {code}"
+    code = f"import sys; {code}; sys.modules['renewed'] = m"
+    toy.put("toy/kernel", package(f"{code}\n" + SILU))
+    withstood(SPEC, "`renewed`")
+    assert sys.modules["renewed"] is renewed and renewed.VALUE == 1
 
 
 def test_random_numbers_are_as_they_were(toy: HubServer) -> None:
