@@ -9,9 +9,11 @@ import logging
 import operator
 import os
 import random
+import signal
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch import overrides
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils import _python_dispatch
 
@@ -175,6 +178,51 @@ def _restore_autocast_nesting(depth: int) -> None:
             torch.clear_autocast_cache()
 
 
+def _restore_forward_level(level: int) -> None:
+    while forward_ad._current_level > level:
+        forward_ad.exit_dual_level()
+
+
+def _filters() -> Any:
+    """With what shows a warning, which `warnings.catch_warnings` exchanges."""
+    return tuple(warnings.filters), *[getattr(warnings, name, None) for name in _SHOWING]
+
+
+_SHOWING = ("showwarning", "_showwarnmsg_impl")
+
+
+def _restore_filters(state: Any) -> None:
+    filters, *shown = state
+    warnings.resetwarnings()  # which tells modules that what they know of it is stale
+    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+    for name, value in zip(_SHOWING, shown, strict=True):
+        setattr(warnings, name, value)
+
+
+_SIGNALS = sorted(s for s in signal.valid_signals() if isinstance(s, signal.Signals))
+
+
+def _handlers() -> Any:
+    if threading.current_thread() is not threading.main_thread():  # where nobody can set one
+        return None
+    return tuple(map(signal.getsignal, _SIGNALS))
+
+
+def _restore_handlers(handlers: Any) -> None:
+    for number, now, before in zip(_SIGNALS, _handlers(), handlers, strict=True):
+        if now is not before and before is not None:  # None: not set by Python
+            signal.signal(number, before)
+
+
+def _restore_conversion(state: tuple[bool, bool]) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(state[0])
+    torch.__future__.set_swap_module_params_on_conversion(state[1])
+
+
+def _restore_import_path(path: tuple[str, ...]) -> None:
+    sys.path[:] = path
+
+
 def _torch_rng() -> bytes:
     return torch.get_rng_state().numpy().tobytes()
 
@@ -196,25 +244,38 @@ def _restore_rounding(mode: int) -> None:
     _libc().fesetround(mode)
 
 
+def _layers() -> list[type]:
+    """PyTorch's layers that have a forward of their own."""
+    found = [v for v in vars(torch.nn).values() if isinstance(v, type) and "forward" in vars(v)]
+    return [
+        v for v in dict.fromkeys(found) if v is not torch.nn.Module and v is not torch.nn.Linear
+    ]
+
+
 #: PyTorch's functions, by where code finds them.
 _FUNCTIONS: list[tuple[Any, list[str]]] = [
-    (
-        of,
-        [
-            name
-            for name, value in vars(of).items()
-            if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
-        ],
-    )
-    for of in (torch, functional, torch.Tensor, torch.nn.Module, torch.nn.Linear)
+    *(
+        (
+            of,
+            [
+                name
+                for name, value in vars(of).items()
+                if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+            ],
+        )
+        for of in (torch, functional, torch.Tensor, torch.nn.Module, torch.nn.Linear)
+    ),
+    *((of, ["forward"]) for of in _layers()),
 ]
 #: The same, read at once: it is done hundreds of times for a kernel, and they are 1,400.
-_READ = [(of, operator.itemgetter(*names)) for of, names in _FUNCTIONS]
+_READ = [(of, operator.itemgetter(*names)) for of, names in _FUNCTIONS if names[1:]]
+_READ_ONE = [(of, names[0]) for of, names in _FUNCTIONS if not names[1:]]
 
 
 def _functions() -> Any:
     try:
-        return tuple([read(vars(of)) for of, read in _READ])
+        several = [read(vars(of)) for of, read in _READ]
+        return (*several, *[(vars(of)[name],) for of, name in _READ_ONE])
     except KeyError:  # one was deleted
         return tuple([tuple(map(vars(of).get, names)) for of, names in _FUNCTIONS])
 
@@ -341,6 +402,19 @@ _ENTRIES: list[_Entry] = [
     ("whether oneDNN is used", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     ("the rounding of numbers", _rounding, _restore_rounding),
     ("how often autocast is entered", _autocast_nesting, _restore_autocast_nesting),
+    ("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    ("the level of forward-mode", lambda: forward_ad._current_level, _restore_forward_level),
+    ("the filters of warnings", _filters, _restore_filters),
+    ("the handlers of signals", _handlers, _restore_handlers),
+    ("the path of imports", lambda: tuple(sys.path), _restore_import_path),
+    (
+        "how modules are converted",
+        lambda: (
+            torch.__future__.get_overwrite_module_params_on_conversion(),
+            torch.__future__.get_swap_module_params_on_conversion(),
+        ),
+        _restore_conversion,
+    ),
     ("functions of PyTorch", _functions, _restore_functions),
     ("hooks on all modules", _hooks_on_all, _restore_hooks_on_all),
     (

@@ -10,6 +10,8 @@ import contextvars
 import gc
 import logging
 import os
+import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -22,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 import hfpatch
@@ -343,6 +346,27 @@ _LEFT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: torch._C._set_mkldnn_enabled(False),
         torch._C._get_mkldnn_enabled,
     ),
+    "autocast_cache": (
+        lambda: torch.set_autocast_cache_enabled(False),
+        torch.is_autocast_cache_enabled,
+    ),
+    "forward_mode": (
+        lambda: forward_ad._current_level < 0 and forward_ad.enter_dual_level(),
+        lambda: forward_ad._current_level,
+    ),
+    "handler": (
+        lambda: signal.signal(signal.SIGUSR1, lambda *_: None),
+        lambda: signal.getsignal(signal.SIGUSR1),
+    ),
+    "path": (lambda: sys.path.insert(0, "/nowhere"), lambda: list(sys.path)),
+    "conversion": (
+        lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
+        torch.__future__.get_overwrite_module_params_on_conversion,
+    ),
+    "layer": (
+        lambda: setattr(nn.LayerNorm, "forward", lambda self, x: x * 0),
+        lambda: nn.LayerNorm.forward,
+    ),
 }  # fmt: skip
 
 
@@ -548,6 +572,34 @@ def test_what_it_may_not_leave(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert any("changed" in s.reason for s in report.skips), report
     finally:
         Process.now()
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda: warnings.simplefilter("ignore"),
+        lambda: warnings.catch_warnings(record=True).__enter__(),
+    ],
+    ids=["filters", "record"],
+)
+def test_what_becomes_of_warnings(touch: Callable[[], Any]) -> None:
+    """At `apply` all of them are ignored, so that it may be a call that shows it."""
+    model = models.Model("layer_norm", WIDTH)
+    kernel = _leaves(touch)(models.right_kernel("layer_norm"))
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="lying")
+    try:
+        with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            before = list(warnings.filters)
+            hfpatch.apply(model, kernels={"layer_norm": "lying"})
+            for _ in range(2):
+                model(drawn(7, WIDTH))
+            assert warnings.filters == before
+            warnings.warn("seen", stacklevel=1)
+    finally:
+        handle.remove()
+    assert "seen" in str(said[-1].message)
+    assert any("changed the filters of warnings" in str(w.message) for w in said)
 
 
 def _often_enough(model: Any) -> list[Any]:
