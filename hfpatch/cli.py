@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from hfpatch.profiling import command as profiling
 from hfpatch.text import printable
 
 DTYPES = ("float32", "float16", "bfloat16")
+_SIGPIPE = 13
 
 
 class _Version(argparse.Action):
@@ -156,10 +158,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 a check or a download failed, 2 bad usage,
-    3 `apply-check` could not compare."""
-    args = build_parser().parse_args(argv)
-    with _plain_warnings():
-        return _run(args)
+    3 `apply-check` could not compare, 141 nobody reads what is printed."""
+    with _any_encoding(), _plain_warnings():
+        args = build_parser().parse_args(argv)
+        try:
+            status = _run(args)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a failure can still be said in a line
+        except BrokenPipeError:  # as `| head` does it: no error, and what any program ends with
+            _print_no_more()
+            return 128 + _SIGPIPE
+        except OSError as e:
+            _print_no_more()
+            return _failed(args, e)
+        except KeyboardInterrupt as e:
+            _failed(args, "interrupted")
+            _end_without_a_traceback(e)
+            raise
+        return status
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -187,11 +203,53 @@ def _run(args: argparse.Namespace) -> int:
         return (
             _plan(args, loading.title(args.model)) if args.command == "plan" else _apply_check(args)
         )
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, TypeError, RuntimeError) as e:
-        action = getattr(args, "action", None)
-        command = f"{args.command} {action}" if action else args.command
-        print(printable(f"hfpatch {command}: {e}"), file=sys.stderr)
-        return 1 if isinstance(e, KernelLoadError) else 2
+        return _failed(args, e)
+
+
+def _failed(args: argparse.Namespace, why: Exception | str) -> int:
+    """Say it in a line; returns the exit status."""
+    action = getattr(args, "action", None)
+    command = f"{args.command} {action}" if action else args.command
+    print(printable(f"hfpatch {command}: {why}"), file=sys.stderr)
+    return 1 if isinstance(why, KernelLoadError) else 2
+
+
+def _print_no_more() -> None:
+    """What is left to print goes nowhere: Python would try again when it ends, and say so."""
+    with suppress(OSError, ValueError, AttributeError):  # no file: a test's, a notebook's
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _end_without_a_traceback(interrupt: KeyboardInterrupt) -> None:
+    """It is raised on, so that Python ends by the signal, which ends the loop of a shell too."""
+    hook = sys.excepthook
+
+    def silent(kind: Any, error: BaseException, trace: Any) -> None:
+        if error is not interrupt:
+            hook(kind, error, trace)
+
+    sys.excepthook = silent
+
+
+@contextmanager
+def _any_encoding() -> Iterator[None]:
+    """A sign that the output's encoding has not becomes `?`; else all that was found is lost."""
+    stream = sys.stdout
+    kept = getattr(stream, "errors", None)
+    if not isinstance(stream, io.TextIOWrapper) or kept not in ("strict", "surrogateescape"):
+        yield
+        return
+    stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):  # it flushes, and nobody may read; or it is closed
+            stream.reconfigure(errors=kept)
 
 
 @contextmanager

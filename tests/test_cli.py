@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -337,3 +339,60 @@ def test_python_dash_m(module: str) -> None:
         [sys.executable, "-m", module, "plan"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
+
+
+def test_nobody_reads_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)  # the reader has ended, as behind `| head`
+    with os.fdopen(write, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["env"]) == 141
+        pipe.flush()  # as Python does when it ends; there is nothing left to fail
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_full_disk_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["env"]) == 2
+    assert capsys.readouterr().err == "hfpatch env: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_an_encoding_without_our_signs(
+    errors: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = io.BytesIO()
+    stream = io.TextIOWrapper(kept, encoding="ascii", errors=errors)
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.main(["plan", str(llama)]) == 0
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["kernel", "publish", "--help"])
+    assert ended.value.code == 0
+    assert stream.errors == errors
+    text = kept.getvalue().decode("ascii")
+    assert "rms_norm(eps=" in text and "hfpatch 0." in text and "v1, v2, ?;" in text
+
+
+def test_an_interrupt_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    monkeypatch.setattr(cli, "_env", interrupted)
+    with pytest.raises(KeyboardInterrupt) as raised:  # a shell's loop sees the signal
+        cli.main(["env"])
+    assert capsys.readouterr().err == "hfpatch env: interrupted\n"
+    sys.excepthook(KeyboardInterrupt, raised.value, None)
+    assert not shown, "no traceback"
+    other = KeyboardInterrupt()
+    sys.excepthook(KeyboardInterrupt, other, None)
+    assert shown == [other]
