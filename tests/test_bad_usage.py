@@ -63,7 +63,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "deep/config.json": "[" * 100_000,
         "file.txt": "x",
         "makes.py": "import torch\n\n\ndef number():\n    return 3\n\n\ndef raises():\n"
-        "    raise OSError('no luck')\n\n\ndef bare():\n    return torch.nn.Linear(2, 2)\n",
+        "    raise OSError('no luck')\n\n\ndef bare():\n    return torch.nn.Linear(2, 2)\n\n\n"
+        "def three():\n    return bare(), {}, 3\n\n\nclass Fails(torch.nn.Linear):\n"
+        "    def forward(self, x):\n        return {}[x]\n\n\n"
+        "def fails():\n    return Fails(2, 2), {'x': 3}\n",
         "a.whl": "no wheel",
         "full/x": "",
         "bad.lock": "{",
@@ -139,6 +142,11 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan newer --explain layers.0", 2, "model_type `frobnicate`", "a later transformers may"),
     ("plan newer", 2, "`architectures` ['FrobModel'] names no class", "--trust-remote-code"),
     ("plan typed", 2, "`architectures` [] names no class", "write its class into the config.json"),
+    (
+        2,
+        "what a block is",
+        "leave `--exclude a`",
+    ),
     ("plan llama --explain x --svg full", 2, "`full` is a folder", "expected a file's name"),
     # plan: options
     ("plan llama --dtype float64", 2, "invalid choice: 'float64'", "'bfloat16'"),
@@ -228,9 +236,11 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("bench model makes.py:nothing", 2, "`makes.py` has no function", "`nothing`"),
     ("bench model makes.py:number", 2, "returned a int", "expected a `torch.nn.Module`"),
     ("bench model makes.py:raises", 2, "`makes.py:raises` could not be built", "no luck"),
+    ("bench model makes.py:three", 2, "returned a tuple of 3", "expected a model, or `(model, inp"),
     ("bench model makes.py:bare", 2, "has no `config`", "returns `(model, inputs)`"),
     ("profile", 2, "required: model, --out", "usage: hfpatch profile"),
     ("profile llama --out p", 2, "`llama` could not be built", "random ones: --random-weights"),
+    ("profile makes.py:fails --out p", 2, "the model did not run", "KeyError: 3"),
     ("profile llama --out file.txt", 2, "--out file.txt", "cannot be made"),
     ("profile llama --out p --max-syncs -1", 2, "--max-syncs -1", "expected at least 0"),
     ("profile llama --out p --seq-len 0", 2, "--seq-len 0", "expected at least 1"),

@@ -137,6 +137,18 @@ def test_a_function_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert row.failed and "NaN" in row.problem
 
 
+def test_a_model_without_a_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its dtype is that of its inputs."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n\n\n"
+        "def make():\n"
+        "    return torch.nn.SiLU(), {'input': torch.ones(2, 4, dtype=torch.bfloat16)}\n"
+    )
+    found = measured(capsys, f"{file}:make", "--iterations", "1")
+    assert found["dtype"] == "bfloat16" and found["exact"] == "fp32"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_compiled_ways_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,6 +130,11 @@ def _from_function(args: argparse.Namespace) -> tuple[str, Any, Inputs | None]:
         raise ValueError(f"`{path}` has no function `{name}`")
     with loading.explained(args.model):
         returned = function()
+    if isinstance(returned, tuple) and len(returned) != 2:
+        raise ValueError(
+            f"`{args.model}` returned a tuple of {len(returned)}: expected a model, or "
+            "`(model, inputs)` with a dict of the forward's arguments"
+        )
     model, inputs = returned if isinstance(returned, tuple) else (returned, None)
     if not (isinstance(model, nn.Module) or hasattr(model, "components")):
         raise ValueError(
@@ -185,10 +190,15 @@ def _of_model(
         count, unit = ids.shape[0] * new, "new tokens"
     weight = next(iter(model.parameters()), None)
     device = torch.device(args.device) if weight is None else weight.device
+    dtype = _dtype_of(inputs) if weight is None else dtype_of(model)
     shapes = {k: list(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-    return Subject(
-        title, model, device, dtype_of(model), inputs, shapes, call, compared, count, unit
-    )
+    return Subject(title, model, device, dtype, inputs, shapes, call, compared, count, unit)
+
+
+def _dtype_of(inputs: Inputs) -> torch.dtype:
+    """What a model without a parameter computes in."""
+    tensors = (v for v in pytree.tree_leaves(inputs) if isinstance(v, torch.Tensor))
+    return next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
 
 
 def _of_pipeline(title: str, pipeline: Any, sizes: Sizes, args: argparse.Namespace) -> Subject:

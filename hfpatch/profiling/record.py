@@ -14,6 +14,7 @@ from torch import nn
 
 from hfpatch.profiling.syncs import Syncs
 from hfpatch.profiling.work import Work, shares
+from hfpatch.text import told
 
 _MODULE = "module "
 #: Shorter gaps are the profiler's own.
@@ -53,10 +54,16 @@ def record(
 
     Args:
         speed: bytes a second of a copy, operations a second of a product.
+
+    Raises:
+        ValueError: the first call fails.
     """
     found = Recorded()
     with torch.no_grad():
-        call()
+        try:
+            call()
+        except Exception as e:  # of the model's own code, or memory
+            raise ValueError(f"the model did not run: {told(e)}") from e
         with Syncs() as syncs:
             call()
         found.syncs = syncs.rows()
