@@ -332,6 +332,20 @@ def _explain(args: argparse.Namespace, parts: list[tuple[str, Any]]) -> int:
         raise ValueError(
             f"`--explain` calls a small copy on the CPU: leave `--device {args.device}` away"
         )
+    settings = {
+        "--mode": args.mode if args.mode != "inference" else None,
+        "--kernels": args.kernels,
+        "--include": args.include,
+        "--exclude": args.exclude,
+        "--trust-kernel": args.trust_kernel,
+    }
+    for flag, value in settings.items():
+        if value:
+            said = " ".join(value) if isinstance(value, list) else value
+            raise ValueError(
+                "`--explain` says what a block is captured as, for inference and with the kernels "
+                f"that are here: leave `{flag} {said}` away"
+            )
     name, path = next(
         ((n, args.explain.removeprefix(f"{n}.")) for n, _ in parts
          if n and args.explain.startswith(f"{n}.")),

@@ -142,7 +142,10 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan newer --explain layers.0", 2, "model_type `frobnicate`", "a later transformers may"),
     ("plan newer", 2, "`architectures` ['FrobModel'] names no class", "--trust-remote-code"),
     ("plan typed", 2, "`architectures` [] names no class", "write its class into the config.json"),
+    ("plan llama --explain model.layers.0 --mode training", 2, "for inference", "training` away"),
+    ("plan llama --explain model.layers.0 --kernels no", 2, "the kernels that", "leave `--kernels"),
     (
+        "plan llama --explain model.layers.0 --exclude a",
         2,
         "what a block is",
         "leave `--exclude a`",
