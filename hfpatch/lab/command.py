@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--device", choices=("cpu", "cuda"))
     init.add_argument("--dtype", choices=_DTYPES, default="float32", help="of --op and --region")
     init.add_argument("--flags", default="", help="for the compiler: '-lcublas --use_fast_math'")
-    init.add_argument("--threads", type=int, help="of torch on the CPU")
+    init.add_argument("--threads", type=_count, help="of torch on the CPU")
     for name, text in (
         ("check", "is a version right: seeds, sizes, canaries, odd values, the same bits twice"),
         ("profile", "what limits a version: Nsight Compute, or a roofline from timings"),
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         step = add(name, text)
         step.add_argument("--version", type=int, metavar="N", help="default: the newest")
-        step.add_argument("--timeout", type=float, default=600.0, metavar="S")
+        step.add_argument("--timeout", type=_seconds, default=600.0, metavar="S")
         if name == "profile":
             step.add_argument("--roofline", action="store_true", help="leave the counters alone")
         if name == "record":
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     following = add("next", "make the next version of the changed kernel")
     following.add_argument("kernel", nargs="?", type=Path, help="default: the file given to init")
     report = add("report", "the best version, the way to it, and the reference in turns")
-    report.add_argument("--timeout", type=float, default=1200.0, metavar="S")
+    report.add_argument("--timeout", type=_seconds, default=1200.0, metavar="S")
     report.add_argument("--lock-clocks", action="store_true", help="given back at the end")
     add("status", "where a lab stands, and which step comes next")
     search = add("search", "entries of the experience log with all these words", lab=False)
@@ -108,6 +108,14 @@ def _count(text: str) -> int:
     found = int(text)
     if found < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {found}")
+    return found
+
+
+def _seconds(text: str) -> float:
+    """A number above 0; infinity is none that a process can be waited for."""
+    found = float(text)
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text}")
     return found
 
 
