@@ -180,23 +180,36 @@ def _restore_autocast_nesting(depth: int) -> None:
 
 def _restore_forward_level(level: int) -> None:
     while forward_ad._current_level > level:
-        forward_ad.exit_dual_level()
+        forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
 
 
 def _filters() -> Any:
-    """With what shows a warning, which `warnings.catch_warnings` exchanges."""
-    return tuple(warnings.filters), *[getattr(warnings, name, None) for name in _SHOWING]
+    """With what shows a warning, which `warnings.catch_warnings` exchanges, and how many modules
+    are imported."""
+    shown = [getattr(warnings, name, None) for name in _SHOWING]
+    return len(sys.modules), tuple(warnings.filters), *shown
 
 
 _SHOWING = ("showwarning", "_showwarnmsg_impl")
 
 
-def _restore_filters(state: Any) -> None:
-    filters, *shown = state
+def _restore_filters(state: Any) -> bool:
+    modules, filters, *shown = state
+    now = _filters()
+    if list(now[2:]) == shown and _is_of_an_import(modules, filters, now[1]):
+        return False
     warnings.resetwarnings()  # which tells modules that what they know of it is stale
     warnings.filters.extend(filters)  # type: ignore[attr-defined]
     for name, value in zip(_SHOWING, shown, strict=True):
         setattr(warnings, name, value)
+    return True
+
+
+def _is_of_an_import(modules: int, before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether a list is as it was, or has more since a library was imported that the function
+    needs: many add filters and folders."""
+    rest = iter(now)
+    return before == now or (len(sys.modules) > modules and all(one in rest for one in before))
 
 
 _SIGNALS = sorted(s for s in signal.valid_signals() if isinstance(s, signal.Signals))
@@ -219,8 +232,16 @@ def _restore_conversion(state: tuple[bool, bool]) -> None:
     torch.__future__.set_swap_module_params_on_conversion(state[1])
 
 
-def _restore_import_path(path: tuple[str, ...]) -> None:
+def _import_path() -> Any:
+    return len(sys.modules), tuple(sys.path)
+
+
+def _restore_import_path(state: tuple[int, tuple[str, ...]]) -> bool:
+    modules, path = state
+    if _is_of_an_import(modules, path, tuple(sys.path)):
+        return False
     sys.path[:] = path
+    return True
 
 
 def _torch_rng() -> bytes:
@@ -406,7 +427,7 @@ _ENTRIES: list[_Entry] = [
     ("the level of forward-mode", lambda: forward_ad._current_level, _restore_forward_level),
     ("the filters of warnings", _filters, _restore_filters),
     ("the handlers of signals", _handlers, _restore_handlers),
-    ("the path of imports", lambda: tuple(sys.path), _restore_import_path),
+    ("the path of imports", _import_path, _restore_import_path),
     (
         "how modules are converted",
         lambda: (

@@ -227,7 +227,7 @@ def _is_loaded_again(name: str, now: Any, before: Any) -> bool:
     root = name.partition(".")[0]
     if root in (*_CLOSED, "torch") or root in sys.stdlib_module_names:
         return False
-    specs = [getattr(m, "__spec__", None) for m in (now, before)]
+    specs: list[Any] = [getattr(m, "__spec__", None) for m in (now, before)]
     if not all(isinstance(m, ModuleType) for m in (now, before)) or type(now) is not type(before):
         return False
     if not all(type(s) is ModuleSpec and type(s.loader) is SourceFileLoader for s in specs):

@@ -602,6 +602,35 @@ def test_what_becomes_of_warnings(touch: Callable[[], Any]) -> None:
     assert any("changed the filters of warnings" in str(w.message) for w in said)
 
 
+def test_a_library_that_is_imported_at_the_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many add filters of warnings and folders when they are imported: no kernel's fault."""
+    (tmp_path / "adds_a_filter.py").write_text(
+        "import sys, warnings\nwarnings.filterwarnings('ignore', 'of this library')\n"
+        f"sys.path.append({str(tmp_path / 'more')!r})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "adds_a_filter", raising=False)
+    model = models.Model("layer_norm", WIDTH)
+    kernel = _leaves(lambda: __import__("adds_a_filter"))(models.right_kernel("layer_norm"))
+    handle = hfpatch.register(op="layer_norm", kernel=kernel, name="importing")
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            report = hfpatch.apply(model, kernels={"layer_norm": "importing"})
+            del sys.modules["adds_a_filter"]
+            sys.path.remove(str(tmp_path / "more"))
+            warnings.simplefilter("error", RuntimeWarning)
+            got = model(drawn(7, WIDTH))
+            assert {s.source for s in report.swaps} == {"importing"}
+            assert any("of this library" in str(f[1]) for f in warnings.filters)
+    finally:
+        handle.remove()
+    assert str(tmp_path / "more") in sys.path
+    hfpatch.restore(model)
+    torch.testing.assert_close(got, model(drawn(7, WIDTH)))
+
+
 def _often_enough(model: Any) -> list[Any]:
     return [model(drawn(7, WIDTH)) for _ in range(3)]
 
