@@ -10,12 +10,16 @@ import gc
 import logging
 import os
 import random
+import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,6 +142,27 @@ CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
     "the level of logging": (
         lambda: logging.disable(logging.CRITICAL),
         lambda: logging.getLogger("any").isEnabledFor(logging.ERROR),
+    ),
+    "autocast's cache": (
+        lambda: torch.set_autocast_cache_enabled(False),
+        torch.is_autocast_cache_enabled,
+    ),
+    "the level of forward-mode": (
+        forward_ad.enter_dual_level,  # type: ignore[no-untyped-call]
+        lambda: forward_ad._current_level,
+    ),
+    "the filters of warnings": (
+        lambda: warnings.simplefilter("ignore", ResourceWarning),
+        lambda: warnings.filters[0][:3] == ("ignore", None, ResourceWarning),
+    ),
+    "the handlers of signals": (
+        lambda: signal.signal(signal.SIGUSR2, lambda *_: None),
+        lambda: signal.getsignal(signal.SIGUSR2),
+    ),
+    "the path of imports": (lambda: sys.path.insert(0, "/nowhere"), lambda: list(sys.path)),
+    "how modules are converted": (
+        lambda: torch.__future__.set_swap_module_params_on_conversion(True),
+        torch.__future__.get_swap_module_params_on_conversion,
     ),
     "the rounding of numbers": (lambda: LIBC.fesetround(0x400), LIBC.fegetround),
     "functions of PyTorch": (
