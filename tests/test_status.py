@@ -73,6 +73,17 @@ def test_skips_are_those_of_the_last_apply_of_each_module() -> None:
     assert not hfpatch.status(model).skips
 
 
+def test_an_attention_promises_nothing_of_the_norms_inside() -> None:
+    from diffusers.models.attention_processor import Attention
+
+    model = nn.Sequential(Attention(32, heads=2, norm_num_groups=8, residual_connection=True))
+    with pytest.warns(RuntimeWarning, match="nothing was swapped"):
+        report = hfpatch.apply(model)
+    assert not report.swaps, "its group norm has no kernel of its own"
+    (why,) = (s.reason for s in report.skips if s.path == "0")
+    assert "AttnProcessor2_0" in why and "patched" not in why
+
+
 def test_a_part_that_was_written_over_is_said() -> None:
     model = layers()
     hfpatch.apply(model)

@@ -22,4 +22,5 @@ class AttentionProcessors(Family):
         processor = module.__dict__.get("processor")
         if processor is None:
             return None
-        return f"no fused kernel for `{type(processor).__name__}` yet; its norms are patched alone"
+        name = type(processor).__name__
+        return f"no fused kernel for `{name}` yet; the modules inside are looked at one by one"
