@@ -274,6 +274,36 @@ def test_odd_group_norms(name: str, norm: nn.Module, reason: str) -> None:
     assert skip.reason.startswith("its norms ") and reason in skip.reason
 
 
+@pytest.mark.parametrize("where", ["instance", "class"])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("resnet", "conv1"),
+        ("resnet with a shortcut", "conv_shortcut"),
+        ("transformer of a UNet, projections by convolution", "proj_in"),
+    ],
+)
+def test_a_convolution_that_computes_by_a_method_of_somebody(
+    name: str, path: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seamless(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding != (0, 0):
+            x = nn.functional.pad(x, [1, 1, 1, 1], mode="circular")
+        return 1.5 * nn.functional.conv2d(x, self.weight, self.bias)
+
+    row = ROWS[name]
+    root, given = build(row), arguments(row.calls["channels last"])
+    hfpatch.apply(root)
+    before = flat(root.block(**given))
+    conv: Any = root.block.get_submodule(path)
+    holder = nn.Conv2d if where == "class" else conv
+    method = seamless if where == "class" else seamless.__get__(conv)
+    monkeypatch.setattr(holder, "_conv_forward", method, raising=False)
+    expected = flat(original(root.block, given))
+    torch.testing.assert_close(flat(root.block(**given)), expected)
+    assert relative_error(expected, before) > 1e-2
+
+
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if not row.waits])
 def test_compiles_as_one_graph(name: str) -> None:
     row = ROWS[name]

@@ -18,6 +18,8 @@ from hfpatch.proof.unchanged import is_hooked, is_replaced
 
 #: Attributes of an instance that stand before its class's forward and its parameters.
 _INSTEAD = ("forward", "weight", "bias")
+#: Of a convolution also the method that its forward calls: who wants seamless textures sets it.
+_INSTEAD_OF_CONVOLUTION = (*_INSTEAD, "_conv_forward")
 
 
 def is_plain(linear: Any, x: Tensor) -> bool:
@@ -42,7 +44,9 @@ def is_plain_convolution(conv: Any, x: Tensor) -> bool:
     d = conv.__dict__
     weight = d["_parameters"].get("weight")
     return (
-        type(weight) is nn.Parameter and weight.dtype == x.dtype and d.keys().isdisjoint(_INSTEAD)
+        type(weight) is nn.Parameter
+        and weight.dtype == x.dtype
+        and d.keys().isdisjoint(_INSTEAD_OF_CONVOLUTION)
     )
 
 

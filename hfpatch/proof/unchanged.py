@@ -365,9 +365,15 @@ def calls_otherwise(cls: type[nn.Module]) -> bool:
 
 #: Layers that fused blocks compute by themselves where they are plain, or leave out.
 _LAYERS: tuple[Any, ...] = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Dropout)
-_FORWARDS = tuple((cls, cls.forward, cls.forward.__code__) for cls in _LAYERS)
+#: Their forwards, and what those of convolutions call.
+_FORWARDS = tuple(
+    (cls, name, getattr(cls, name), getattr(cls, name).__code__)
+    for cls in _LAYERS
+    for name in ("forward", "_conv_forward")
+    if hasattr(cls, name)
+)
 _WRITTEN = all(
-    sys.modules[cls.__module__].__file__ == code.co_filename for cls, _, code in _FORWARDS
+    sys.modules[cls.__module__].__file__ == code.co_filename for cls, _, _, code in _FORWARDS
 )
 
 
@@ -376,8 +382,12 @@ def layers_replaced() -> bool:
     its instances."""
     if not _WRITTEN:  # before hfpatch was imported
         return True
-    for cls, forward, code in _FORWARDS:
-        if cls.forward is not forward or forward.__code__ is not code or cls.__call__ is not _CALL:
+    for cls, name, function, code in _FORWARDS:
+        if (
+            function.__code__ is not code
+            or getattr(cls, name, None) is not function
+            or cls.__call__ is not _CALL
+        ):
             return True
     return False
 
