@@ -53,15 +53,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Captured(Slot):
-    """A variable of somebody's function that wraps the module's forward and holds ours."""
+    """Where somebody's callable around the module's forward holds ours, which is the `owner`."""
 
-    attribute: str = "cell_contents"
+    put: Callable[[Any], object]  # sets what the callable holds there
 
     def get(self) -> Any:
-        return self.owner.cell_contents
+        return self.owner
 
     def set(self, value: Any) -> None:
-        self.owner.cell_contents = value
+        bound = isinstance(self.owner, types.MethodType)
+        self.put(value if bound else getattr(value, "__func__", value))
 
     def clear(self) -> None:
         raise AssertionError("a wrapper needs something to call")
@@ -89,26 +90,71 @@ def slots(module: nn.Module) -> Iterator[Slot]:
         yield Slot(reference, "original_forward")
         yield Slot(reference, "forward")
     forward = module.__dict__.get("forward")
-    if forward is not None and adapter_of(forward) is None:
-        yield from _captured(module, forward, 4)
+    if forward is not None and adapter_of(forward) is None and not is_native(module, forward):
+        yield from _captured(module, forward, 4, set())
 
 
-def _captured(module: nn.Module, forward: Any, depth: int) -> Iterator[Slot]:
-    """Where functions that were put around our adapter hold it: transformers' tensor parallelism
-    does so, and whoever writes `old = m.forward; m.forward = lambda x: old(x)`."""
-    function = forward.func if isinstance(forward, functools.partial) else forward
-    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
-        try:
-            held = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-        if not isinstance(held, (types.MethodType, types.FunctionType, functools.partial)):
-            continue
-        if adapter_of(held) is not None:
-            if getattr(held, "__self__", None) is module:
-                yield Captured(cell)
-        elif depth:
-            yield from _captured(module, held, depth - 1)
+def _captured(module: nn.Module, wrapper: Any, depth: int, seen: set[int]) -> Iterator[Slot]:
+    """Where callables that were put around our adapter hold it: transformers' tensor parallelism
+    does so, and whoever writes `old = m.forward; m.forward = lambda x: old(x)`.
+
+    Some take the function without its module, as accelerate does for mixed precision.
+    """
+    if id(wrapper) in seen:
+        return
+    seen.add(id(wrapper))
+    for held, put in _held_by(wrapper):
+        if (mark := adapter_of(held)) is not None:
+            if isinstance(held, types.MethodType):
+                own = held.__self__ is module
+            else:
+                own = mark.adapter.__wrapped__ is type(module).forward  # type: ignore[attr-defined]
+            if own:
+                yield Captured(held, "", put)
+        elif depth and callable(held) and not isinstance(held, (nn.Module, type)):
+            yield from _captured(module, held, depth - 1, seen)
+
+
+def _held_by(wrapper: Any) -> Iterator[tuple[Any, Callable[[Any], object]]]:
+    """What a callable may call, each with what puts another in its place."""
+    if isinstance(wrapper, types.MethodType):
+        if not isinstance(wrapper.__self__, (nn.Module, type)):
+            yield from _items(getattr(wrapper.__self__, "__dict__", None))
+        wrapper = wrapper.__func__
+    if isinstance(wrapper, functools.partial):
+        for i, held in enumerate((wrapper.func, *wrapper.args)):
+            yield held, functools.partial(_put_in_partial, wrapper, i)
+        yield from _items(wrapper.keywords)
+    elif isinstance(wrapper, types.FunctionType):
+        for cell in wrapper.__closure__ or ():
+            try:
+                yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+            except ValueError:  # not assigned yet
+                continue
+        for i, held in enumerate(wrapper.__defaults__ or ()):
+            yield held, functools.partial(_put_in_defaults, wrapper, i)
+        yield from _items(wrapper.__kwdefaults__)
+    else:
+        yield from _items(getattr(wrapper, "__dict__", None))
+
+
+def _items(found: Any) -> Iterator[tuple[Any, Callable[[Any], object]]]:
+    for key, held in list(found.items()) if isinstance(found, dict) else ():
+        if key != "__wrapped__":  # which is not called
+            yield held, functools.partial(found.__setitem__, key)
+
+
+def _put_in_partial(wrapper: functools.partial[Any], at: int, value: Any) -> None:
+    parts = [wrapper.func, *wrapper.args]
+    parts[at] = value
+    state = parts[0], tuple(parts[1:]), wrapper.keywords, wrapper.__dict__
+    wrapper.__setstate__(state)  # type: ignore[attr-defined]
+
+
+def _put_in_defaults(wrapper: types.FunctionType, at: int, value: Any) -> None:
+    defaults = list(wrapper.__defaults__ or ())
+    defaults[at] = value
+    wrapper.__defaults__ = tuple(defaults)
 
 
 def is_native(module: nn.Module, forward: Any) -> bool:
@@ -349,6 +395,10 @@ def _erase_mentions(module: nn.Module, done: list[Callable[[], object]]) -> None
             saved = Slot(module, attribute)
             done.append(_remember(saved))
             saved.set(types.MethodType(type(module).forward, module))
+    for slot in slots(module):  # a wrapper may hold it more than once
+        if adapter_of(slot.get()) is not None:
+            done.append(_remember(slot))
+            slot.set(types.MethodType(type(module).forward, module))
     wrapper, left = module.__dict__.get("forward"), 64
     while left and wrapper is not None and adapter_of(wrapper) is None:
         within = getattr(wrapper, "__wrapped__", None)

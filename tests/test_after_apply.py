@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 import textwrap
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +168,77 @@ def test_what_was_changed_is_said_once() -> None:
     # a whole block again with the norm as it is now, or its parts, with a reason
     known = {s.path for s in report.swaps} | {s.path for s in report.skips}
     assert "transformer_blocks.0" in known
+
+
+def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def called_by_name(*args: Any, inner: Any, **kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
+
+
+class Caller:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    run = __call__
+
+
+def with_default(module: nn.Module) -> Any:
+    def around(x: Any = None, inner: Any = module.forward, **kwargs: Any) -> Any:
+        return inner(**kwargs) if x is None else inner(x, **kwargs)
+
+    return around
+
+
+def with_keyword(module: nn.Module) -> Any:
+    def around(*args: Any, inner: Any = module.forward, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return around
+
+
+def without_module(module: nn.Module) -> Any:
+    """As accelerate wraps the forward for mixed precision."""
+    function = module.forward.__func__
+    return types.MethodType(lambda self, *args, **kwargs: function(self, *args, **kwargs), module)
+
+
+#: What somebody puts around a module's forward, and where it holds that.
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "partial": lambda m: functools.partial(called, m.forward),
+    "partial by name": lambda m: functools.partial(called_by_name, inner=m.forward),
+    "object": lambda m: Caller(m.forward),
+    "method of an object": lambda m: Caller(m.forward).run,
+    "object that names it": lambda m: functools.update_wrapper(Caller(m.forward), m.forward),
+    "default": with_default,
+    "keyword": with_keyword,
+    "without its module": without_module,
+    "twice": lambda m: functools.partial(called, Caller(functools.partial(called, m.forward))),
+    "in two places": lambda m: functools.partial(with_keyword(m), inner=m.forward),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_restore_finds_the_forward_in_what_was_put_around_it(wrapper: str) -> None:
+    entry, model, inputs = build("llama")
+    expected = entry.run(model, inputs)
+    count = len(hfpatch.apply(model).swaps)
+    for path in ("model.norm", "model.layers.0.mlp", "model.layers.1.mlp", ""):
+        module = model.get_submodule(path)
+        module.forward = WRAPPERS[wrapper](module)
+    assert relative_error(entry.run(model, inputs), expected) <= NOISE
+    assert len(hfpatch.status(model).swaps) == count
+    # they stay around the new ones; decoding steps would not call those inside
+    assert len(hfpatch.apply(model).swaps) == count - 1
+    assert relative_error(entry.run(model, inputs), expected) <= NOISE
+    assert hfpatch.restore(model) == count - 1
+    assert torch.equal(entry.run(model, inputs), expected)
+    assert not hfpatch.status(model).swaps
 
 
 class NormWithTables(nn.LayerNorm):
