@@ -92,13 +92,22 @@ def method_for(model: Any) -> Callable[..., Any] | None:
     @functools.wraps(cls.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) <= 1 and _is_plain(self, kwargs):
-            streamer = kwargs.get("streamer")
-            kwargs["custom_generate"] = functools.partial(_sample, into=streamer)
+            kwargs["custom_generate"] = _loop_for(kwargs.get("streamer"))
         return type(self).generate(self, *args, **kwargs)
 
     # What callers reach for to have gradients: theirs without its `no_grad`.
     setattr(generate, "__wrapped__", getattr(cls.generate, "__wrapped__", cls.generate))  # noqa: B010
     return generate
+
+
+def _loop_for(streamer: Any) -> Callable[..., Any]:
+    """`_sample` with this streamer, which transformers drops where it is given a loop. It has no
+    argument that transformers' own loop has not: such would be taken off those of `generate`."""
+
+    def loop(self: Any, input_ids: Tensor, **model_kwargs: Any) -> Any:
+        return _sample(self, input_ids, into=streamer, **model_kwargs)
+
+    return loop
 
 
 def _is_plain(model: Any, kwargs: dict[str, Any]) -> bool:

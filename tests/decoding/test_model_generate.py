@@ -147,6 +147,15 @@ def test_a_streamer_gets_every_token(pair: tuple[Any, Any]) -> None:
     assert streamers[0].tokens == streamers[1].tokens and streamers[1].ended
 
 
+@pytest.mark.parametrize("name", ["into", "model", "streamers"])
+def test_an_argument_that_nobody_has_is_the_originals_error(
+    pair: tuple[Any, Any], name: str
+) -> None:
+    for model in pair:
+        with pytest.raises(ValueError, match=rf"not used by the model: \['{name}'\]"):
+            model.generate(**prompts(1), max_new_tokens=2, **{name: 3})
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["streamer", "criterion"])
 def test_an_exception_leaves_model_and_cache_usable(
