@@ -335,12 +335,30 @@ def held_arena(cache: Any) -> Arena | None:
     return arena
 
 
-def take_back(cache: Any, arena: Arena | None) -> None:
+def layers_of(cache: Any) -> list[tuple[type, dict[str, Any]]] | None:
+    """A cache's layers as they are, in no memory of their own: transformers puts other tensors in
+    the place of theirs, and writes to none. None where one is of another kind."""
+    if any(type(layer) not in _CLASSES for layer in cache.layers):
+        return None
+    return [(type(layer), dict(vars(layer))) for layer in cache.layers]
+
+
+def take_back(
+    cache: Any, arena: Arena | None, kept: list[tuple[type, dict[str, Any]]] | None = None
+) -> None:
     """Undo a step of one token, which was made in `arena`: nothing is read behind a cache's end.
 
     `arena`: as it was held behind the step, by a cache that somebody may have read since.
+    `kept`: its layers before the step, by `layers_of`, for one that was made in no arena: a window
+    has lost a key by it, and a model that trains with checkpoints has added none.
     """
-    if arena is None:
+    if arena is None and kept is not None:
+        del cache.layers[len(kept) :]
+        for layer, (cls, held) in zip(cache.layers, kept, strict=True):
+            layer.__class__ = cls
+            layer.__dict__.clear()
+            layer.__dict__.update(held)
+    elif arena is None:
         cache.crop(-1)
     elif held_arena(cache) is arena:
         arena.table.length -= 1

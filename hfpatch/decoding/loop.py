@@ -314,7 +314,8 @@ class _Loop:
         rest: dict[str, Any] = {
             k: model_kwargs[k] for k in ("use_cache", "logits_to_keep") if k in model_kwargs
         }
-        served = True
+        served, stepped = True, False  # stepped: the last call was an engine's step
+        kept: Any = None  # the cache as it was, where a step may be another's
         before: _Answer | None = None  # to the token before the last
         chain: Chain | None = None  # where steps choose the tokens
         chosen = 0  # of its tokens, those of the text
@@ -339,7 +340,7 @@ class _Loop:
                 finally:
                     if ended:
                         text.drop()
-                        caches.take_back(cache, arena)
+                        caches.take_back(cache, arena, kept)
                         if random is not None:
                             random.take_back()
                 if ended:
@@ -353,6 +354,7 @@ class _Loop:
             if reached:
                 break
             before = answer if ahead else None
+            kept = caches.layers_of(cache) if ahead and not stepped else None
             positions.add()
             if mask is not None:
                 mask.add()
@@ -372,7 +374,8 @@ class _Loop:
                 **rest,
             )
             cache = output[caches.NAME]
-            served = decoder.steps > steps or not proven
+            stepped = decoder.steps > steps
+            served = stepped or not proven
         if self.streamer is not None:
             self.streamer.end()
         return text.result(cache)

@@ -206,6 +206,33 @@ def test_a_cache_goes_on_between_both(device: str) -> None:
         assert torch.equal(got, plain.generate(asked, max_new_tokens=6, do_sample=False))
 
 
+def _trained(model: Any, how: str) -> None:
+    model.train(how != "autocast")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["training", "autocast"])
+@pytest.mark.parametrize("family", ["mistral", "llama"])
+def test_a_text_that_no_engine_steps_in(device: str, family: str, how: str) -> None:
+    """It ends with its first token, behind which a step was begun, or goes on."""
+    pair = pair_of(family, device)
+    inputs = {"input_ids": torch.arange(5, 25, device=device)[None]}
+    more: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    enabled = how == "autocast"
+    with torch.autocast(device, torch.bfloat16, enabled=enabled):
+        for model in pair:
+            _trained(model, how)
+        first = pair[0].generate(**inputs, **more, eos_token_id=None)[0, 20:]
+        for end in (int(first[0]), None):
+            found = []
+            for model in pair:
+                cache = DynamicCache(config=model.config)
+                text = model.generate(**inputs, **more, eos_token_id=end, past_key_values=cache)
+                found.append((text.tolist(), cache.get_seq_length()))
+                found[-1] += ([None if k is None else k.shape for k, *_ in cache],)
+            assert found[0] == found[1]
+
+
 class Odd(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, ::2] = -torch.inf
