@@ -303,7 +303,7 @@ class _Loop:
         # A prompt's experts are called as the user set it: what is chosen for steps copies the
         # weights of each token's experts.
         behind_the_prompt.enter_context(model._optimize_model_for_decode())
-        cache = output[caches.NAME]
+        cache = output.get(caches.NAME, model_kwargs[caches.NAME])
         mask: _Columns | None = None
         if (given := model_kwargs.get("attention_mask")) is not None:
             mask = _Columns(given, lambda _, count: given.new_ones((rows, count)))
@@ -373,7 +373,8 @@ class _Loop:
                 **{caches.NAME: cache},
                 **rest,
             )
-            cache = output[caches.NAME]
+            # a model that trains with checkpoints returns none, and the next call gets this one
+            cache = output.get(caches.NAME, cache)
             stepped = decoder.steps > steps
             served = stepped or not proven
         if self.streamer is not None:

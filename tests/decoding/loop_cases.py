@@ -207,14 +207,17 @@ def test_a_cache_goes_on_between_both(device: str) -> None:
 
 
 def _trained(model: Any, how: str) -> None:
+    if how == "checkpoints":
+        model.gradient_checkpointing_enable()
     model.train(how != "autocast")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["training", "autocast"])
+@pytest.mark.parametrize("how", ["training", "checkpoints", "autocast"])
 @pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_a_text_that_no_engine_steps_in(device: str, family: str, how: str) -> None:
-    """It ends with its first token, behind which a step was begun, or goes on."""
+    """It ends with its first token, behind which a step was begun, or goes on. A model that trains
+    with checkpoints returns no cache, or adds nothing to it."""
     pair = pair_of(family, device)
     inputs = {"input_ids": torch.arange(5, 25, device=device)[None]}
     more: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
