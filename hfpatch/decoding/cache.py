@@ -335,24 +335,37 @@ def held_arena(cache: Any) -> Arena | None:
     return arena
 
 
-def layers_of(cache: Any) -> list[tuple[type, dict[str, Any]]] | None:
+_Layers = list[tuple[type, dict[str, Any]]]
+
+
+def layers_of(cache: Any, stepped: bool) -> _Layers | Arena | None:
     """A cache's layers as they are, in no memory of their own: transformers puts other tensors in
-    the place of theirs, and writes to none. None where one is of another kind."""
+    the place of theirs, and writes to none. None where one is of another kind.
+
+    `stepped`: an engine has just made a step, so that their arena says all.
+    """
+    if stepped:
+        held: Arena | None = cache.layers[0].__dict__.get("arena")
+        return held
     if any(type(layer) not in _CLASSES for layer in cache.layers):
         return None
     return [(type(layer), dict(vars(layer))) for layer in cache.layers]
 
 
-def take_back(
-    cache: Any, arena: Arena | None, kept: list[tuple[type, dict[str, Any]]] | None = None
-) -> None:
+def take_back(cache: Any, arena: Arena | None, kept: _Layers | Arena | None = None) -> None:
     """Undo a step of one token, which was made in `arena`: nothing is read behind a cache's end.
 
     `arena`: as it was held behind the step, by a cache that somebody may have read since.
     `kept`: its layers before the step, by `layers_of`, for one that was made in no arena: a window
     has lost a key by it, and a model that trains with checkpoints has added none.
     """
-    if arena is None and kept is not None:
+    if arena is None and isinstance(kept, Arena):
+        for index, layer in enumerate(cache.layers):
+            for name in ("keys", "values", "cumulative_length"):
+                layer.__dict__.pop(name, None)
+            layer.__class__ = _CLASSES[type(layer)]
+            layer.arena, layer.index = kept, index
+    elif arena is None and isinstance(kept, list):
         del cache.layers[len(kept) :]
         for layer, (cls, held) in zip(cache.layers, kept, strict=True):
             layer.__class__ = cls

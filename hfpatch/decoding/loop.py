@@ -354,7 +354,7 @@ class _Loop:
             if reached:
                 break
             before = answer if ahead else None
-            kept = caches.layers_of(cache) if ahead and not stepped else None
+            kept = caches.layers_of(cache, stepped) if ahead else None
             positions.add()
             if mask is not None:
                 mask.add()

@@ -236,6 +236,37 @@ def test_a_text_that_no_engine_steps_in(device: str, family: str, how: str) -> N
             assert found[0] == found[1]
 
 
+class Hooking(Streamer):
+    """Puts a hook into the model when it is given its third tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inside, self.handle = model.model.layers[0].mlp, None
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.tokens) == 3:
+            self.handle = self.inside.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_text_that_ends_behind_its_last_engine_step(device: str) -> None:
+    pair = pair_of("mistral", device)
+    ids = torch.arange(5, 25, device=device)[None]
+    more: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    full = pair[0].generate(ids, **more, eos_token_id=None)[0, 20:].tolist()
+    for end in dict.fromkeys(full):
+        found = []
+        for model in pair:
+            cache, streamer = DynamicCache(config=model.config), Hooking(model)
+            options = {**more, "eos_token_id": end, "past_key_values": cache}
+            text = model.generate(ids, **options, streamer=streamer)
+            if streamer.handle is not None:
+                streamer.handle.remove()
+            found.append((text.tolist(), cache.get_seq_length(), [k.shape for k, *_ in cache]))
+        assert found[0] == found[1]
+
+
 class Odd(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, ::2] = -torch.inf

@@ -25,6 +25,7 @@ from decoding.loop_cases import (
     test_a_model_that_changes_under_a_streamer,
     test_a_streamer_gets_each_token_once,
     test_a_streamer_that_raises_leaves_the_cache_usable,
+    test_a_text_that_ends_behind_its_last_engine_step,
     test_a_text_that_no_engine_steps_in,
     test_a_text_that_outgrows_its_room_and_ends_by_one_of_three,
     test_another_text_in_the_middle_of_one,
