@@ -12,7 +12,7 @@ from torch import nn
 
 from hfpatch.direct_calls import DIRECT, has_own_call
 from hfpatch.proof.keys import names_read
-from hfpatch.proof.library import called_by_forward, reached
+from hfpatch.proof.library import called_by_forward, is_installed, reached
 from hfpatch.proof.subject import class_of, coded
 from hfpatch.proof.surroundings import functions_of_torch
 from hfpatch.proof.unchanged import (
@@ -45,7 +45,8 @@ def guard(
 
     Args:
         read: paths of those modules.
-        called: paths of the modules that it calls. Code may ask for the dtype of their weights.
+        called: paths of the modules that it calls. Code may ask for the dtype of their weights, and
+            kernels take what they return: a layer of somebody's own class must be the proof's.
         numbers: attributes that number a block; they may differ.
         training: the forward runs in any mode, and looks at tensors and at the attention that is
             chosen by itself.
@@ -54,7 +55,7 @@ def guard(
     scope: dict[str, Any] = {
         "class_of": class_of, "is_ours": is_bound, "has_hook": has_diffusers_hook,
         "is_idle": is_idle, "otherwise": calls_otherwise,
-        "has_own_call": has_own_call,
+        "has_own_call": has_own_call, "own_code": _has_own_code,
     }  # fmt: skip
     lines: list[str] = []
     order = sorted(modules, key=lambda p: (p.count(".") + bool(p), p))
@@ -81,14 +82,19 @@ def guard(
             lines.append(f"if not processor{i}(d{i}.get('processor')): return False")
     lines += _shared(modules, order, place)
     lines += _functions(modules, scope)
-    for path in called:
-        weight = inside(block, path)._parameters.get("weight")
-        if path and weight is not None:
-            above, _, name = path.rpartition(".")
-            layer = f"{_holder(above, place, lines, scope)}['_modules'][{name!r}].__dict__"
+    for j, path in enumerate(called):
+        layer = inside(block, path)
+        weight = layer._parameters.get("weight")
+        if not path:
+            continue
+        above, _, name = path.rpartition(".")
+        lines.append(f"w = {_holder(above, place, lines, scope)}['_modules'][{name!r}]")
+        scope[f"w{j}"] = type(layer)
+        lines.append(f"if type(w) is not w{j} and own_code(type(w)): return False")
+        if weight is not None:
             dtype = _named(scope, weight.dtype)
             # none of its own: an adapter's, or a quantizer's
-            lines.append(f"t = {layer}['_parameters'].get('weight')")
+            lines.append("t = w.__dict__['_parameters'].get('weight')")
             lines.append(f"if t is not None and t.dtype is not {dtype}: return False")
     table = attention_table()
     chosen = () if training else chosen_attention(modules.values(), table)
@@ -102,6 +108,11 @@ def guard(
     )
     exec(compile(text, "<hfpatch guard>", "exec"), scope)
     return scope["holds"]  # type: ignore[no-any-return]
+
+
+def _has_own_code(cls: type) -> bool:
+    """Whether a class's forward, or one that it may call, is no installed package's."""
+    return any(not is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1])
 
 
 def _holder(above: str, place: dict[str, int], lines: list[str], scope: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -84,6 +84,62 @@ def test_layers_that_were_changed(
     for _ in range(3):
         got = entry.run(model, inputs)
         assert (got - expected).norm() <= limit * expected.norm()
+
+
+class Wrapped(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class Half(Wrapped):
+    """Of another dtype, as PyTorch's operators take it beside fp32."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x.float()).bfloat16()
+
+
+class OneColumn(Wrapped):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)[..., :1]
+
+
+class Negated(Wrapped):
+    """Memory that is read with another sign."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch._neg_view(-self.layer(x))
+
+
+class Workspace(Wrapped):
+    """All of these write their result to one buffer."""
+
+    held: ClassVar[dict[Any, torch.Tensor]] = {}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        return self.held.setdefault(y.shape, torch.empty_like(y)).copy_(y)
+
+
+@pytest.mark.parametrize("cls", [Half, OneColumn, Negated, Workspace])
+@torch.no_grad()
+def test_layers_of_ones_own_class_that_come_later(cls: Any) -> None:
+    entry = zoo.ENTRIES["llama"]
+    twin = entry.build()
+    model, inputs = copy.deepcopy(twin), entry.inputs(twin)
+    hfpatch.apply(model, blocks=True, decoding=False)
+    for _ in range(2):
+        model(**inputs)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+    for m in (model, twin):
+        for mlp in [x for x in m.modules() if hasattr(x, "up_proj")]:
+            mlp.up_proj = cls(mlp.up_proj)
+            if cls is Workspace:
+                mlp.gate_proj = cls(mlp.gate_proj)
+    expected = entry.run(twin, inputs)
+    limit = 1e-2 if cls is Half else 1e-5  # fp32 that differs in a rounding may round to another
+    for _ in range(2):
+        assert (entry.run(model, inputs) - expected).norm() <= limit * expected.norm()
 
 
 def test_a_cache_whose_keys_had_gradients_keeps_no_graph() -> None:
