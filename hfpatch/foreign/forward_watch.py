@@ -4,6 +4,7 @@ the original's, and the user's is compared with it."""
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from typing import Any
 
@@ -39,8 +40,8 @@ class ForwardWatch:
     A kind is the shapes, strides, dtypes, devices and alignment of the tensors, which of them are
     one, the values of texts, numbers and truth values, those that objects and containers hold, the
     types of all else, the thread, the modes of the call, of the module and of the process, and what
-    the modules hold and have around them (`Surrounded`). One that raises where it was right before
-    is not used any more.
+    the modules hold and have around them (`Surrounded`), of tensors dtypes, strides and whether
+    they need gradients. One that raises where it was right before is not used any more.
     """
 
     def __init__(
@@ -255,6 +256,7 @@ class Surrounded:
         inside, which a comparison would call as well, or a module is gone."""
         found: list[Any] = []
         dicts: list[dict[str, Any]] = []
+        tensors: list[Tensor | None] = []
         seen: set[int] = set()
         for above, name, held in self._rows:
             try:
@@ -281,12 +283,26 @@ class Surrounded:
                     found.append(Same(forward))
                 if has_own_call(d):
                     return None
+            tensors += d["_parameters"].values()
+            tensors += d["_buffers"].values()
             for attribute in held:
                 value = d.get(attribute)
                 if id(value) not in seen:
                     seen.add(id(value))
                     found.append(content(value))
-        return tuple(found)
+        return *found, _forms(tensors)
+
+
+_form_of = operator.attrgetter("dtype", "requires_grad")
+
+
+def _forms(tensors: list[Tensor | None]) -> Any:
+    """What of the tensors that a module holds decides which kernels take them, and of which there
+    are gradients."""
+    try:
+        return (*map(_form_of, tensors), *map(Tensor.stride, tensors))  # type: ignore[arg-type]
+    except (AttributeError, TypeError, RuntimeError):  # one is None, or has no strides
+        return tuple([t if t is None else _form_of(t) for t in tensors])
 
 
 def _is_holder(value: Any) -> bool:

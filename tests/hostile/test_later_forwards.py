@@ -158,6 +158,59 @@ def test_calls_of_many_shapes_are_each_compared(monkeypatch: pytest.MonkeyPatch)
         handle.remove()
 
 
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(3, WIDTH)), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+#: What becomes of its parameters, and what says so.
+OTHERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
+    "frozen": (
+        lambda m: m.weight.requires_grad_(False),
+        lambda m: not m.weight.requires_grad and m.bias.requires_grad,
+    ),
+    "half": (
+        lambda m: setattr(m.weight, "data", m.weight.data.half()),
+        lambda m: m.weight.dtype == torch.float16,
+    ),
+    "transposed": (
+        lambda m: setattr(m.weight, "data", m.weight.data.t().contiguous().t()),
+        lambda m: not m.weight.is_contiguous(),
+    ),
+    "none": (lambda m: setattr(m, "bias", None), lambda m: m.bias is None),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_parameters_of_another_form(what: str) -> None:
+    change, is_changed = OTHERS[what]
+    handle = hfpatch.register(
+        "^Gain$",
+        forward=lambda m, x: Gain.forward(m, x) * (0.5 if is_changed(m) else 1.0),
+        sample=_sample,
+        differentiable=True,
+    )
+    try:
+        model = nn.Sequential(Gain())
+        twin = copy.deepcopy(model)
+        assert _is_registered(hfpatch.apply(model, mode="training"))
+        for _ in range(2):
+            _alike(model, twin)
+        for m in (model, twin):
+            change(m[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for _ in range(3):
+                _alike(model, twin)
+    finally:
+        handle.remove()
+
+
 UNSEEN: dict[str, Callable[[Any], Any]] = {
     "deep in a dict": lambda m: m.nested["a"]["b"].update(scale=3.0),
 }
