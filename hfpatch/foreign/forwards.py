@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hfpatch.foreign import reads
 from hfpatch.foreign.gradients import results_of_others, upstream
-from hfpatch.foreign.memory import Held, bits
+from hfpatch.foreign.memory import Held, Very, bits, form
 from hfpatch.foreign.process import Process
 from hfpatch.proof.keys import fingerprint
 from hfpatch.proof.replicas import copied_apart
@@ -108,6 +108,8 @@ class _Comparison:
             if again:  # what is kept of a tensor by its address or its version is stale
                 for held in (*given, *(list(m.parameters()) for m in on)):
                     _stir(held)
+            if again == _CHANGES:
+                _accumulate(on)
             found = self._both(on, given, again > 0)
             if found is None:
                 return False
@@ -180,7 +182,7 @@ class _Comparison:
     def _both(self, on: _Modules, given: list[Any], again: bool) -> tuple[Any, Any] | None:
         """(the original's result, the replacement's); None where the original does not take the
         changed values."""
-        states = fingerprint(on[0]), fingerprint(on[1])
+        states = _State.of(on[0]), _State.of(on[1])
         before = Process.now()
         try:
             args, kwargs = given[0]
@@ -218,7 +220,9 @@ class _Comparison:
         needs = None if kind == "as called" else kind != "parameters alone"
         given = [_copied(self.inputs, requires_grad=needs) for _ in range(2)]
         results = _no_leaves(self.inputs) if kind == "as called" else kind in _OF_RESULTS
-        states = fingerprint(on[0]), fingerprint(on[1])
+        if kind in _ACCUMULATED:
+            _accumulate(on)
+        states = _State.of(on[0]), _State.of(on[1])
         before = Process.now()
         try:
             theirs = _Recorded(on[0], self.original, given[0], kind, results)
@@ -299,16 +303,63 @@ def _write_to(result: Any, places: set[int]) -> None:
                 t.detach().fill_(0.5)
 
 
-def _compare_written(on: _Modules, given: list[Any], states: tuple[Any, Any], what: str) -> None:
+def _accumulate(on: _Modules) -> None:
+    """Parameters have a gradient of a backward before, as in every step of a training but one."""
+    for p in (p for m in on for p in m.parameters() if p.is_floating_point()):
+        if type(p) is nn.Parameter and p.layout == torch.strided:
+            p.grad = torch.ones_like(p)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a module holds, beside the numbers of its parameters and buffers.
+
+    Attributes:
+        settings: its attributes, of all modules inside as well.
+        parts: by where they are, hooks and tensors, and what can be changed of these in place.
+    """
+
+    settings: Any
+    parts: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _State:
+        parts: dict[str, Any] = {}
+        for path, m in module.named_modules(remove_duplicate=False):
+            start = f"{path}." if path else ""
+            for name, held in vars(m).items():
+                if name.endswith("_hooks") and isinstance(held, dict):
+                    parts[start + name] = tuple(map(Very, held.values()))
+            parts[f"{start}training"] = m.training
+            parts[f"{start}non-persistent"] = frozenset(m._non_persistent_buffers_set)
+            for name, child in m._modules.items():
+                parts[start + name] = Very(child)
+            for name, t in (*m._parameters.items(), *m._buffers.items()):
+                plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided
+                parts[start + name] = Very(t), form(t) if plain else None
+        return cls(fingerprint(module), parts)
+
+    def changed(self, now: _State) -> set[str]:
+        """The names of the parts that are others now."""
+        names = self.parts.keys() | now.parts.keys()
+        return {n for n in names if self.parts.get(n) != now.parts.get(n)}
+
+
+def _compare_written(
+    on: _Modules, given: list[Any], states: tuple[_State, _State], what: str
+) -> None:
     """What ours wrote to that the original did not: its inputs, and what the module holds."""
     theirs_on, ours_on = on
     _compare_bits(given[1], given[0], f"{what}it wrote to its input")
     for name in ("parameters", "buffers"):
-        mine, others = (list(getattr(m, name)()) for m in (ours_on, theirs_on))
-        _compare_bits(mine, others, f"{what}it wrote to the module's {name}")
-    mine_changed = fingerprint(ours_on) != states[1]
-    if mine_changed and fingerprint(theirs_on) == states[0]:
+        held = [list(getattr(m, name)()) for m in (ours_on, theirs_on)]
+        if len(held[0]) == len(held[1]):  # else there are others, see below
+            _compare_bits(*held, f"{what}it wrote to the module's {name}")
+    theirs, mine = _State.of(theirs_on), _State.of(ours_on)
+    if mine.settings != states[1].settings and theirs.settings == states[0].settings:
         raise Different(f"{what}it changed attributes of the module")
+    if others := sorted(states[1].changed(mine) - states[0].changed(theirs)):
+        raise Different(f"{what}it changed the module's `{others[0]}`")
 
 
 def _copied(inputs: Any, requires_grad: bool | None = False) -> Any:
@@ -540,3 +591,5 @@ _UPSTREAMS = (
 )
 #: Those with which inputs are results of other operators, as in a model; else they are leaves.
 _OF_RESULTS = ("summed", "small", "inputs alone")
+#: Those where parameters have a gradient of a backward before.
+_ACCUMULATED = ("transposed", "cut out")

@@ -24,13 +24,13 @@ def bits(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Very:
+class Very:
     """An object that is equal to itself alone."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Very) and self.value is other.value
+        return isinstance(other, Very) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -68,9 +68,9 @@ def form(t: Tensor) -> tuple[object, ...]:
     return (
         *(type(t), _Bits.of(grad)),
         *(t.shape, t.stride(), t.storage_offset(), t.data_ptr(), t.dtype, t.requires_grad),
-        *(_Very(grad), tuple(map(_Very, (hooks or {}).values()))),
-        tuple(map(_Very, (after or {}).values())),
-        tuple((k, _Very(v)) for k, v in t.__dict__.items() if k != _OF_DYNAMO),
+        *(Very(grad), tuple(map(Very, (hooks or {}).values()))),
+        tuple(map(Very, (after or {}).values())),
+        tuple((k, Very(v)) for k, v in t.__dict__.items() if k != _OF_DYNAMO),
     )
 
 
@@ -88,10 +88,10 @@ def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage)
             if isinstance(kept_grad, _Bits):
                 bits(t.grad).copy_(kept_grad.value)
         kept: Any = t._backward_hooks
-        for key in [k for k, hook in (kept or {}).items() if _Very(hook) not in hooks]:  # type: ignore
+        for key in [k for k, hook in (kept or {}).items() if Very(hook) not in hooks]:  # type: ignore
             del kept[key]
         kept = t._post_accumulate_grad_hooks
-        for key in [k for k, hook in (kept or {}).items() if _Very(hook) not in after]:  # type: ignore
+        for key in [k for k, hook in (kept or {}).items() if Very(hook) not in after]:  # type: ignore
             del kept[key]
         t.detach_().requires_grad_(False)
         t.set_(storage, offset, shape, stride)  # type: ignore[call-overload]

@@ -146,6 +146,26 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
         _doing(lambda m, x: setattr(m, "more", 1)),
         RECORDED + "it changed attributes of the module",
     ),
+    "hook": (
+        _doing(lambda m, x: m.register_forward_hook(lambda m, a, y: y * 0)),
+        RECORDED + "it changed the module's `_forward_hooks`",
+    ),
+    "another parameter": (
+        _doing(lambda m, x: setattr(m, "w", nn.Parameter(m.w.detach().clone()))),
+        RECORDED + "it changed the module's `w`",
+    ),
+    "another buffer": (
+        _doing(lambda m, x: setattr(m, "b", m.b.clone())),
+        RECORDED + "it changed the module's `b`",
+    ),
+    "gradient of a step before": (
+        _doing(lambda m, x: m.w.grad is not None and m.w.grad.zero_()),
+        RECORDED + "it changed the module's `w`",
+    ),
+    "values of a second step": (
+        _added(lambda m, x: m.w.grad is not None),
+        "it differs from the original",
+    ),
     "seed": (_doing(lambda m, x: torch.manual_seed(7)), "it changed torch's random state"),
     "draws": (_doing(lambda m, x: random.random()), "it changed Python's random state"),
     "environment": (
