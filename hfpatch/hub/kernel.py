@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hfpatch.errors import KernelLoadError
+from hfpatch.errors import FAILURES, KernelLoadError
 from hfpatch.hub.adapters import Adapter, Row, adapter_for, params_of, repos_for, same_signature
 from hfpatch.hub.explain import reason
 from hfpatch.hub.fetch import METADATA, SIGNATURE
@@ -59,7 +59,7 @@ def kernel_of(package: HubPackage, op: str) -> Kernel:
         return _kernel_of(package, op)
     except KernelLoadError:
         raise
-    except Exception as e:  # of the package's own attributes, which may be anything
+    except FAILURES as e:  # of the package's own attributes, which may be anything
         raise KernelLoadError(f"Hub kernel `{package.spec}` cannot be used: {reason(e)}") from e
 
 

@@ -170,10 +170,9 @@ def test_a_package_that_ends_the_process(toy: HubServer) -> None:
     assert "could not be imported" in skip.reason
 
 
-def test_attributes_that_raise(toy: HubServer) -> None:
-    toy.put(
-        "toy/kernel", package("def __getattr__(name):\n    raise RuntimeError('lazy ' + name)\n")
-    )
+@pytest.mark.parametrize("error", ["RuntimeError", "SystemExit"])
+def test_attributes_that_raise(error: str, toy: HubServer) -> None:
+    toy.put("toy/kernel", package(f"def __getattr__(name):\n    raise {error}('lazy ' + name)\n"))
     (skip,) = apply().skips
     assert skip.kind == "unavailable" and "lazy silu" in skip.reason
 
