@@ -352,14 +352,14 @@ def _compare_written(
     theirs_on, ours_on = on
     _compare_bits(given[1], given[0], f"{what}it wrote to its input")
     for name in ("parameters", "buffers"):
-        held = [list(getattr(m, name)()) for m in (ours_on, theirs_on)]
-        if len(held[0]) == len(held[1]):  # else there are others, see below
-            _compare_bits(*held, f"{what}it wrote to the module's {name}")
-    theirs, mine = _State.of(theirs_on), _State.of(ours_on)
-    if mine.settings != states[1].settings and theirs.settings == states[0].settings:
+        mine, others = (list(getattr(m, name)()) for m in (ours_on, theirs_on))
+        if len(mine) == len(others):  # else there are others, see below
+            _compare_bits(mine, others, f"{what}it wrote to the module's {name}")
+    their_state, our_state = _State.of(theirs_on), _State.of(ours_on)
+    if our_state.settings != states[1].settings and their_state.settings == states[0].settings:
         raise Different(f"{what}it changed attributes of the module")
-    if others := sorted(states[1].changed(mine) - states[0].changed(theirs)):
-        raise Different(f"{what}it changed the module's `{others[0]}`")
+    if changed := sorted(states[1].changed(our_state) - states[0].changed(their_state)):
+        raise Different(f"{what}it changed the module's `{changed[0]}`")
 
 
 def _copied(inputs: Any, requires_grad: bool | None = False) -> Any:
