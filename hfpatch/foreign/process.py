@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,31 +182,9 @@ def _restore_forward_level(level: int) -> None:
         forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
 
 
-def _filters() -> Any:
-    """With what shows a warning, which `warnings.catch_warnings` exchanges, and how many modules
-    are imported."""
-    shown = [getattr(warnings, name, None) for name in _SHOWING]
-    return len(sys.modules), tuple(warnings.filters), *shown
-
-
-_SHOWING = ("showwarning", "_showwarnmsg_impl")
-
-
-def _restore_filters(state: Any) -> bool:
-    modules, filters, *shown = state
-    now = _filters()
-    if list(now[2:]) == shown and _is_of_an_import(modules, filters, now[1]):
-        return False
-    warnings.resetwarnings()  # which tells modules that what they know of it is stale
-    warnings.filters.extend(filters)  # type: ignore[attr-defined]
-    for name, value in zip(_SHOWING, shown, strict=True):
-        setattr(warnings, name, value)
-    return True
-
-
 def _is_of_an_import(modules: int, before: Sequence[Any], now: Sequence[Any]) -> bool:
     """Whether a list is as it was, or has more since a library was imported that the function
-    needs: many add filters and folders."""
+    needs: some add folders."""
     rest = iter(now)
     return before == now or (len(sys.modules) > modules and all(one in rest for one in before))
 
@@ -425,7 +402,6 @@ _ENTRIES: list[_Entry] = [
     ("how often autocast is entered", _autocast_nesting, _restore_autocast_nesting),
     ("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     ("the level of forward-mode", lambda: forward_ad._current_level, _restore_forward_level),
-    ("the filters of warnings", _filters, _restore_filters),
     ("the handlers of signals", _handlers, _restore_handlers),
     ("the path of imports", _import_path, _restore_import_path),
     (

@@ -78,7 +78,6 @@ def test_a_wrong_kernel_changes_nothing(name: str, op: str) -> None:
         kept: list[tuple[list[Tensor], list[Tensor]]] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            before = Process.now()
             for i in range(case.calls):
                 x = inputs[i % 2]
                 given = x.detach()

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,10 +149,6 @@ CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
     "the level of forward-mode": (
         forward_ad.enter_dual_level,  # type: ignore[no-untyped-call]
         lambda: forward_ad._current_level,
-    ),
-    "the filters of warnings": (
-        lambda: warnings.simplefilter("ignore", ResourceWarning),
-        lambda: warnings.filters[0][:3] == ("ignore", None, ResourceWarning),
     ),
     "the handlers of signals": (
         lambda: signal.signal(signal.SIGUSR2, lambda *_: None),
