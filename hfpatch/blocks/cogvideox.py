@@ -154,10 +154,9 @@ class CogVideoXSubject(ModelBlock):
                 return original(block, h, streams[0], *rest)
             batch, tokens, width = h.shape
             places = (slice(0, text), slice(text, text + tokens))
-            emb = silu(temb)
             # shift, scale and gate: of the video, then of the text
-            first = block.norm1.linear(emb).unflatten(1, (6, width))
-            second = block.norm2.linear(emb).unflatten(1, (6, width))
+            first = block.norm1.linear(silu(temb)).unflatten(1, (6, width))
+            second = block.norm2.linear(silu(temb)).unflatten(1, (6, width))
 
             x = h.new_empty(batch, text + tokens, width)
             n = block.norm1.norm

@@ -94,12 +94,11 @@ class FluxSubject(JointSubject):
             if joint_attention_kwargs or not h.dtype == text.dtype == temb.dtype:
                 return original(block, h, text, temb, image_rotary_emb, joint_attention_kwargs)
             a, split = block.attn, text.shape[1]
-            emb = kernels.silu(temb)
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
             streams = (
                 Stream(
                     text,
-                    block.norm1_context.linear(emb).chunk(6, 1),
+                    block.norm1_context.linear(kernels.silu(temb)).chunk(6, 1),
                     added_qkv_of(a),
                     (a.norm_added_q, a.norm_added_k),
                     rows(tables, 0, split),
@@ -108,7 +107,7 @@ class FluxSubject(JointSubject):
                 ),
                 Stream(
                     h,
-                    block.norm1.linear(emb).chunk(6, 1),
+                    block.norm1.linear(kernels.silu(temb)).chunk(6, 1),
                     qkv_of(a),
                     (a.norm_q, a.norm_k),
                     rows(tables, split, split + h.shape[1]),

@@ -60,11 +60,11 @@ class HunyuanVideo15Subject(HunyuanVideoSubject):
                 or not h.dtype == text.dtype == temb.dtype
             ):
                 return original(block, h, text, temb, mask, freqs_cis, *args, **kwargs)
-            a, emb = block.attn, kernels.silu(temb)
+            a = block.attn
             streams = (
                 Stream(
                     h,
-                    block.norm1.linear(emb).chunk(6, 1),
+                    block.norm1.linear(kernels.silu(temb)).chunk(6, 1),
                     qkv_of(a),
                     (a.norm_q, a.norm_k),
                     tables_of(*freqs_cis),
@@ -73,7 +73,7 @@ class HunyuanVideo15Subject(HunyuanVideoSubject):
                 ),
                 Stream(
                     text,
-                    block.norm1_context.linear(emb).chunk(6, 1),
+                    block.norm1_context.linear(kernels.silu(temb)).chunk(6, 1),
                     added_qkv_of(a),
                     (a.norm_added_q, a.norm_added_k),
                     None,

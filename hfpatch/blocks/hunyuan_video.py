@@ -77,11 +77,11 @@ class HunyuanVideoSubject(FluxSubject):
             h, text = hidden_states, encoder_hidden_states
             if not h.dtype == text.dtype == temb.dtype:
                 return original(block, h, text, temb, attention_mask, freqs_cis, *args, **kwargs)
-            a, emb = block.attn, kernels.silu(temb)
+            a = block.attn
             streams = (
                 Stream(
                     h,
-                    block.norm1.linear(emb).chunk(6, 1),
+                    block.norm1.linear(kernels.silu(temb)).chunk(6, 1),
                     qkv_of(a),
                     (a.norm_q, a.norm_k),
                     None if freqs_cis is None else tables_of(*freqs_cis),
@@ -90,7 +90,7 @@ class HunyuanVideoSubject(FluxSubject):
                 ),
                 Stream(
                     text,
-                    block.norm1_context.linear(emb).chunk(6, 1),
+                    block.norm1_context.linear(kernels.silu(temb)).chunk(6, 1),
                     added_qkv_of(a),
                     (a.norm_added_q, a.norm_added_k),
                     None,

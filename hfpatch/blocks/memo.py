@@ -154,13 +154,14 @@ def stream_of(t: Tensor) -> int | None:
 class StepMemo(Generic[T]):
     """The last value of `make`, for as long as it is called with the very same tensors.
 
-    The same means: the same objects, not written to since, on the same stream. Nothing is kept of
-    inference tensors, whose writes are not counted, nor where `stream_of` is None.
+    The same means: the same objects, not written to since, on the same stream; nor was the value,
+    if it is a tensor, by a layer that writes to its input. Nothing is kept of inference tensors,
+    whose writes are not counted, nor where `stream_of` is None.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
-        self._held: tuple[tuple[weakref.ref[Tensor], ...], tuple[int | None, ...], int, T] | None
+        self._held: tuple[Any, tuple[int | None, ...], int, T, int | None] | None
         self._held = None
 
     def __call__(self, *tensors: Tensor) -> T:
@@ -172,13 +173,17 @@ class StepMemo(Generic[T]):
                 if ref() is not t or t._version != counted:  # what is held counts its writes
                     break
             else:
-                return held[3]
+                value = held[3]
+                if held[4] is None or value._version == held[4]:  # type: ignore[attr-defined]
+                    return value
         versions = tuple(version(t) for t in tensors)
         if stream is None or None in versions:
             return self._make(*tensors)
         made = self._make(*tensors)
         # one tuple, replaced in one assignment: other threads see the old or the new
-        self._held = (tuple(weakref.ref(t) for t in tensors), versions, stream, made)
+        refs = tuple(weakref.ref(t) for t in tensors)
+        own = version(made) if isinstance(made, Tensor) else None
+        self._held = (refs, versions, stream, made, own)
         if _now.operator is not None:
             _now.operator.at_end(self.forget)
         return made

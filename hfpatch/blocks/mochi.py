@@ -145,14 +145,16 @@ class MochiSubject(ModelBlock):
             h, text, rotary = hidden_states, encoder_hidden_states, image_rotary_emb
             if not h.dtype == text.dtype == temb.dtype:
                 return original(block, h, text, temb, encoder_attention_mask, rotary)
-            attn, emb = block.attn1, kernels.silu(temb)
+            attn = block.attn1
             # scale and gate, for the attention and for the FFN
-            modulation = block.norm1.linear(emb).unflatten(1, (4, -1))
+            modulation = block.norm1.linear(kernels.silu(temb)).unflatten(1, (4, -1))
             x = modulate(h, modulation[:, 0], zeros(h), None, None)
             if block.context_pre_only:
-                text_scale = block.norm1_context.linear_1(emb)
+                text_scale = block.norm1_context.linear_1(kernels.silu(temb))
             else:
-                text_modulation = block.norm1_context.linear(emb).unflatten(1, (4, -1))
+                text_modulation = block.norm1_context.linear(kernels.silu(temb)).unflatten(
+                    1, (4, -1)
+                )
                 text_scale = text_modulation[:, 0]
             y = modulate(text, text_scale, zeros(text), None, None)
 

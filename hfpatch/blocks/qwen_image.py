@@ -106,12 +106,12 @@ class QwenImageSubject(JointSubject):
                     joint_attention_kwargs,
                     modulate_index,
                 )
-            a, emb = block.attn, kernels.silu(temb)
+            a = block.attn
             image_turns, text_turns = image_rotary_emb
             streams = (
                 Stream(
                     h,
-                    block.img_mod[1](emb).chunk(6, -1),
+                    block.img_mod[1](kernels.silu(temb)).chunk(6, -1),
                     qkv_of(a),
                     (a.norm_q, a.norm_k),
                     image_tables(image_turns),
@@ -120,7 +120,7 @@ class QwenImageSubject(JointSubject):
                 ),
                 Stream(
                     text,
-                    block.txt_mod[1](emb).chunk(6, -1),
+                    block.txt_mod[1](kernels.silu(temb)).chunk(6, -1),
                     added_qkv_of(a),
                     (a.norm_added_q, a.norm_added_k),
                     text_tables(text_turns),

@@ -87,9 +87,10 @@ class Sd3Subject(JointSubject):
                 or not h.dtype == text.dtype == temb.dtype
             ):
                 return original(block, h, text, temb, joint_attention_kwargs)
-            emb = kernels.silu(temb)
-            modulation = block.norm1.linear(emb).chunk(9 if block.use_dual_attention else 6, 1)
-            text_modulation = block.norm1_context.linear(emb)
+            modulation = block.norm1.linear(kernels.silu(temb)).chunk(
+                9 if block.use_dual_attention else 6, 1
+            )
+            text_modulation = block.norm1_context.linear(kernels.silu(temb))
             if block.context_pre_only:
                 scale, shift = text_modulation.chunk(2, 1)
                 text_modulation = (shift, scale)

@@ -142,6 +142,39 @@ def test_layers_of_ones_own_class_that_come_later(cls: Any) -> None:
         assert (entry.run(model, inputs) - expected).norm() <= limit * expected.norm()
 
 
+class WritesToItsInput(Wrapped):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        x.mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize(
+    "name", ["flux", "sd3", "qwen-image", "hunyuan-video", "mochi", "cogvideox", "sd15-unet"]
+)
+@torch.no_grad()
+def test_what_blocks_share_is_made_anew_after_a_layer_wrote_to_it(name: str) -> None:
+    """The embedding's SiLU is one for all blocks of a step, where each original makes its own."""
+    entry = zoo.ENTRIES[name]
+    twin = entry.build()
+    model, inputs = copy.deepcopy(twin), entry.inputs(twin)
+    hfpatch.apply(model)
+    entry.run(model, inputs)
+    changed = 0
+    for m in (model, twin):
+        for path, parent in list(m.named_modules()):
+            if not any(part in path for part in ("norm", "_mod", "resnets")):
+                continue
+            for child, layer in list(parent.named_children()):
+                if type(layer) is nn.Linear:
+                    parent._modules[child] = WritesToItsInput(layer)
+                    changed += 1
+    assert changed >= 4
+    expected = entry.run(twin, inputs)
+    for _ in range(2):
+        assert (entry.run(model, inputs) - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_a_cache_whose_keys_had_gradients_keeps_no_graph() -> None:
     """A prefix that is trained, taken on under `no_grad`: what a step adds to records nothing."""
     entry = zoo.ENTRIES["llama"]
