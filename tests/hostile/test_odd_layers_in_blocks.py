@@ -175,6 +175,22 @@ def test_what_blocks_share_is_made_anew_after_a_layer_wrote_to_it(name: str) -> 
         assert (entry.run(model, inputs) - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("layer", ["proj_mlp", "attn.to_q", "attn.to_v"])
+@pytest.mark.parametrize("name", ["flux", "hunyuan-video"])
+@torch.no_grad()
+def test_layers_of_a_single_stream_are_called_in_their_order(name: str, layer: str) -> None:
+    entry = zoo.ENTRIES[name]
+    twin = entry.build()
+    model, inputs = copy.deepcopy(twin), entry.inputs(twin)
+    hfpatch.apply(model)
+    for m in (model, twin):
+        for block in m.get_submodule("single_transformer_blocks").children():
+            block.set_submodule(layer, WritesToItsInput(block.get_submodule(layer)))
+    expected = entry.run(twin, inputs)
+    for _ in range(2):
+        assert (entry.run(model, inputs) - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_a_cache_whose_keys_had_gradients_keeps_no_graph() -> None:
     """A prefix that is trained, taken on under `no_grad`: what a step adds to records nothing."""
     entry = zoo.ENTRIES["llama"]
