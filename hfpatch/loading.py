@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hfpatch.announce import announce
 from hfpatch.errors import FAILURES, KernelLoadError
 
 #: What transformers and diffusers say where a model has no file of weights.
@@ -239,6 +240,7 @@ def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any
     from torch import nn
 
     dtype = getattr(torch, args.dtype)
+    _say_quantized(config, args)
     if "_class_name" in config:
         import diffusers
 
@@ -262,6 +264,19 @@ def _build(config: dict[str, Any], args: argparse.Namespace, device: str) -> Any
         raise _NoModel(_no_class(config, names, transformers.__version__))
     with explained(args.model), torch.device(device):
         return cls(cls.config_class.from_dict(config)).to(dtype)
+
+
+def _say_quantized(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """The quantizer wants weights; without them the model is built as it was before."""
+    given = config.get("quantization_config")
+    if given:
+        method = given.get("quant_method") if isinstance(given, dict) else None
+        named = f" (`{method}`)" if isinstance(method, str) else ""
+        announce(
+            f"`{args.model}` is quantized{named} and is built without its quantizer here: what is "
+            "said of layers that it exchanges, and of decoding steps, which read their weights, "
+            "is said of the model before. Apply to the loaded model: its report is of that"
+        )
 
 
 def _no_class(config: dict[str, Any], names: Any, version: str) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ def test_plan_of_a_config_needs_no_weights(llama: Path, capsys: pytest.CaptureFi
     assert "8 to swap" in out
     assert "LlamaRMSNorm" in out
     assert "gated(activation=silu)" in out
+
+
+@pytest.mark.parametrize("given", [{"quant_method": "gptq", "bits": 4}, {"bits": 4}])
+def test_plan_says_that_a_model_is_quantized(
+    llama: Path, given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = llama / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": given}))
+    with pytest.warns(RuntimeWarning, match=r"is quantized.*without its quantizer"):
+        assert cli.main(["plan", str(llama)]) == 0
+    assert "RMSNorm" in capsys.readouterr().out
 
 
 def test_plan_where_one_is(
