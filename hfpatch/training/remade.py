@@ -54,12 +54,16 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
         make: computes it anew.
         of: what that reads: tensors that are kept anyway. If one was written to, the backward is an
             error.
+
+    A module may write to its input (a dropout that is `inplace`): what it saves of that is no
+    longer what `make` makes, and is kept.
     """
 
     def __init__(self, made: Tensor, make: Callable[[], Tensor], of: Sequence[Tensor]) -> None:
         recipe = _Recipe(make, of)
         storage, count = made.untyped_storage()._cdata, made.numel()
         offset, dtype = made.storage_offset(), made.dtype
+        as_made = None if made.is_inference() else made._version
 
         def pack(saved: Tensor) -> Any:
             if (
@@ -68,6 +72,7 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
                 and saved.numel() == count
                 and saved.storage_offset() == offset
                 and saved.dtype == dtype
+                and (as_made is None or saved._version == as_made)
             ):
                 recipe.expect()
                 return recipe, saved.shape, saved.stride(), None

@@ -300,6 +300,40 @@ def test_adapters_keep_no_normed_rows_nor_products() -> None:
     assert 0 < sizes["ours"] < 0.65 * sizes["eager"], sizes
 
 
+class Around(nn.Module):
+    """An adapter made by hand: a product, and what goes before it and is added to it."""
+
+    def __init__(self, base: nn.Linear, before: nn.Module, added: nn.Module) -> None:
+        super().__init__()
+        self.base, self.before, self.added = base, before, added
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y: Tensor = self.base(x) + self.added(x)
+        return y
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x.mul_(0.5)
+
+
+@pytest.mark.parametrize("path", ["self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("before", [nn.Dropout(0.3, inplace=True), nn.ReLU(inplace=True), Halves()])
+def test_a_product_that_writes_to_its_input(path: str, before: nn.Module) -> None:
+    """What it read is what it wrote, and not what would be made again."""
+    model = build(num_hidden_layers=1)
+    layer = model.model.layers[0]
+    base = layer.get_submodule(path)
+    layer.set_submodule(path, Around(base, before, nn.Linear(base.in_features, base.out_features)))
+    torch.manual_seed(5)
+    theirs = gradients(model)
+    assert layers_of(hfpatch.apply(model, mode="training")) == 1
+    torch.manual_seed(5)
+    assert_equal(gradients(model), theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi"])
 def test_autocast_over_fp32_parameters(
