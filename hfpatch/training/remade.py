@@ -77,6 +77,8 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
                 recipe.expect()
                 return recipe, saved.shape, saved.stride(), None
             counted = None if saved.is_inference() else saved._version
+            if saved.grad_fn is not None:  # an output of what saves it must not hold itself
+                saved = saved.detach()
             return None, saved, counted, saved.device
 
         def unpack(packed: Any) -> Tensor:

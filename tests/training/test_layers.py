@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -332,6 +334,24 @@ def test_a_product_that_writes_to_its_input(path: str, before: nn.Module) -> Non
     assert layers_of(hfpatch.apply(model, mode="training")) == 1
     torch.manual_seed(5)
     assert_equal(gradients(model), theirs)
+
+
+@pytest.mark.parametrize("path", ["self_attn.q_proj", "mlp.down_proj"])
+def test_a_forward_without_a_backward_leaves_nothing(path: str) -> None:
+    """Also where a product saves what it gives, as a sigmoid does."""
+    model = build(num_hidden_layers=1)
+    layer = model.model.layers[0]
+    base, made = layer.get_submodule(path), []
+    last = nn.Sigmoid()
+    added = nn.Sequential(nn.Linear(base.in_features, base.out_features), last)
+    layer.set_submodule(path, Around(base, nn.Identity(), added))
+    assert layers_of(hfpatch.apply(model, mode="training")) == 1
+    last.register_forward_hook(lambda m, args, y: made.append(weakref.ref(y)))
+    logits = model(input_ids=batch()).logits
+    assert logits.requires_grad
+    del logits
+    gc.collect()
+    assert len(made) == 1 and made[0]() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
