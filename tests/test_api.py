@@ -16,7 +16,8 @@ import torch
 import zoo
 from expect import assert_same_dicts, snapshot
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import hfpatch
 from hfpatch.errors import VerificationError
@@ -363,6 +364,31 @@ def test_parametrized_and_foreign_modules_are_left_alone() -> None:
     assert reasons["second"][0] == "foreign" and "already replaced by" in reasons["second"][1]
     hfpatch.restore(model)
     assert torch.equal(model.second(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_parametrization_runs_as_often_as_before(mode: str, autocast: bool) -> None:
+    """Spectral norm writes to its buffers each time that its weight is read."""
+    model = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=48)).train()
+    x = torch.randn(3, 32)
+    for layer in (model.gate_proj, model.down_proj):
+        torch.nn.utils.parametrizations.spectral_norm(layer)
+    twin = copy.deepcopy(model)
+
+    def as_its_twin() -> None:
+        ours, theirs = model.state_dict(), twin.state_dict()
+        assert all(torch.equal(ours[name], t) for name, t in theirs.items())
+
+    hfpatch.plan(model, mode=mode)
+    hfpatch.apply(model, mode=mode)
+    as_its_twin()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for m in (model, twin, model, twin):
+            m(x)
+    as_its_twin()
+    hfpatch.restore(model)
+    as_its_twin()
 
 
 def test_hooks_fire_as_before() -> None:

@@ -34,6 +34,7 @@ from hfpatch.proof.subject import (
     Tensor,
     class_of,
     coded,
+    dtype_of_weight,
     first_argument,
     input_name,
     is_dense,
@@ -116,10 +117,7 @@ class GatedSubject(Subject):
         """dtype of the last projection when it differs from the first (T5 keeps `wo` in fp32)."""
         if self.roles.down is None:
             return None
-        dtypes = [
-            getattr(getattr(self._child(n), "weight", None), "dtype", None)
-            for n in (self.roles.gate, self.roles.down)
-        ]
+        dtypes = [dtype_of_weight(self._child(n)) for n in (self.roles.gate, self.roles.down)]
         return dtypes[1] if dtypes[0] != dtypes[1] and dtypes[1] in KERNEL_DTYPES else None
 
     def misread(self, calls: Sequence[tuple[str, str]]) -> str | None:
@@ -445,7 +443,7 @@ def _overlap(h: Tensor, u: Tensor) -> bool:
 
 
 def _of_whole_numbers(layer: Any) -> bool:
-    dtype = getattr(getattr(layer, "weight", None), "dtype", None)
+    dtype = dtype_of_weight(layer)
     return dtype is not None and not dtype.is_floating_point
 
 

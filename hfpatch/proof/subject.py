@@ -364,8 +364,22 @@ def input_name(module: nn.Module) -> str:
 
 def weight_dtype(layer: Any, otherwise: torch.dtype) -> torch.dtype:
     """dtype of a layer's weight, or `otherwise` where it has none, or a quantized one."""
-    dtype = getattr(getattr(layer, "weight", None), "dtype", None)
+    dtype = dtype_of_weight(layer)
     return dtype if dtype in KERNEL_DTYPES else otherwise
+
+
+def dtype_of_weight(layer: Any) -> torch.dtype | None:
+    """dtype of a layer's weight, or None where it has none.
+
+    A parametrization is not run for that: it may write to buffers of its own, as spectral norm
+    does in training. It gives what it is given, unless it was registered as `unsafe`.
+    """
+    held = None if layer is None else layer._modules.get("parametrizations")
+    if held is not None and "weight" in held:
+        made = held["weight"]
+        if not made.unsafe and made.is_tensor:
+            return made.original.dtype  # type: ignore[no-any-return]
+    return getattr(getattr(layer, "weight", None), "dtype", None)
 
 
 def floating_params(tensors: Iterable[Tensor | None]) -> list[Tensor]:
