@@ -163,7 +163,7 @@ def _mean(
     if target.is_floating_point() or target.is_complex():
         raise ValueError(f"`labels`: expected integers, got {target.dtype}")
     if isinstance(items, int) and items <= 0:
-        items = torch.tensor(float(items))  # PyTorch divides by it
+        items = torch.tensor(float(items), device="cpu")  # PyTorch divides by it
     if type(logits) is DeferredLogits or not _has_kernel(who, logits):
         return _original(logits, target, items, ignore_index)
     target = target.to(logits.device, torch.int64).reshape(logits.shape[:-1])

@@ -38,7 +38,8 @@ def largest(kernels_module: object, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 
 def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu") * scale
 
 
 def targets(seed: int, *shape: int) -> Tensor:
@@ -539,7 +540,7 @@ def test_grpo_of_the_policy_that_sampled() -> None:
 def every(x: Tensor, w: Tensor, target: Tensor, b: Any = None) -> dict[str, Tensor]:
     """x [2 n, S, H]"""
     teacher = loss.Teacher(drawn(9, *target.shape, CLASSES))
-    advantages = torch.ones(len(target))
+    advantages = torch.ones(len(target), device="cpu")
     return {
         "log_probs": loss.linear_log_probs(x, w, target, b).sum(),
         "entropy": loss.linear_log_probs_and_entropy(x, w, target, b).entropy.sum(),
@@ -557,6 +558,17 @@ def test_all_ignored() -> None:
         assert value.isfinite(), name
         gx, gw = torch.autograd.grad(value, [x, w])
         assert not gx.any() and not gw.any(), name
+
+
+def test_under_another_default_device() -> None:
+    x, w, target = drawn(1, 4, 5, WIDTH), drawn(2, CLASSES, WIDTH), targets(3, 4, 5)
+    w.requires_grad_()
+    expected = every(x, w, target)
+    with torch.device("meta"):
+        found = every(x, w, target)
+        for name, value in found.items():
+            value.backward()
+            assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0)])

@@ -96,6 +96,18 @@ def test_no_label_counts(items: Any) -> None:
     assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_items_under_another_default_device(dtype: torch.dtype) -> None:
+    logits, labels = logits_and_labels(torch.float32)
+    logits = logits.to(dtype)  # of fp64 the loss is handed over
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        value = loss.masked_lm(logits, labels, CLASSES, 0)
+        expected = ForMaskedLMLoss(logits, labels, CLASSES, torch.tensor(0, device="cpu"))
+    assert value.device.type == "cpu"
+    assert torch.equal(value, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
 def test_of_a_model(patched: bool, dtype: torch.dtype) -> None:

@@ -146,7 +146,7 @@ def _distance(
     if num_items is not None and reduction != "mean":
         raise ValueError(f"`num_items`: expected it with `reduction='mean'`, got {reduction!r}")
     shape = hidden.shape[:-1]
-    check_head(hidden, weight, torch.zeros(shape, dtype=torch.int64), bias)
+    check_head(hidden, weight, torch.zeros(shape, dtype=torch.int64, device="cpu"), bias)
     _check_teacher(teacher, shape, len(weight))
     if mask is not None and mask.shape != shape:
         raise ValueError(f"`mask`: expected shape {list(shape)}, got {list(mask.shape)}")
@@ -222,7 +222,7 @@ def _derivative(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _log_mixture(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
-    p, q = torch.tensor([1 - beta, beta], dtype=torch.float64).log().tolist()
+    p, q = torch.tensor([1 - beta, beta], dtype=torch.float64, device="cpu").log().tolist()
     return torch.logaddexp(log_p + p, log_q + q)
 
 
