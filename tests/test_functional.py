@@ -156,3 +156,66 @@ def test_any_tensor_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         y = functional.rms_norm(x, weight)
     torch.testing.assert_close(y, OPS["rms_norm"].reference(x, weight))
+
+
+D = X.double()
+WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ("silu", (None,), {}, TypeError, "`silu`: `x` must be a tensor, got NoneType"),
+    ("gated", (X, [1.0]), {}, TypeError, "`gated`: `up` must be a tensor, got list"),
+    ("rms_norm", (X,), {"weight": 1.0}, TypeError, "`weight` must be a tensor or None, got float"),
+    ("silu", (X.long(),), {}, TypeError, "`x` must have a floating dtype, got torch.int64"),
+    ("softmax", (X[0, 0],), {}, ValueError, "`x` must have at least 1 dimension, got 0"),
+    ("topk", (X, 0), {}, ValueError, "`k` must be from 1 to the size .*, 64, got 0"),
+    ("topk", (D, -1), {}, ValueError, "`k` must be from 1 to the size .*, 64, got -1"),
+    ("topk", (D, 65), {}, ValueError, "`k` must be from 1 to the size .*, 64, got 65"),
+    ("topk", (D, None), {}, TypeError, "`k` must be an int, got NoneType"),
+    ("rms_norm", (D, W), {"cast": "inptu"}, ValueError, "`cast` must be one of 'none', 'input'"),
+    ("mul_add", (D, D, D), {"cast": "weight"}, ValueError, "`cast` must be one of 'none', 'input'"),
+    ("gelu", (D,), {"approximate": "erf"}, ValueError, "`approximate` must be one of 'none'"),
+    ("rms_norm", (D,), {"eps": -1.0}, ValueError, "`eps` must be finite and at least 0, got -1"),
+    ("rms_norm", (D,), {"eps": None}, TypeError, "`eps` must be a number, got NoneType"),
+    ("rms_norm", (D, W, None, 0.0, 1.0, "input"), {}, ValueError, "needs `cast='none'`"),
+    ("sample", (D, torch.arange(3)), {"top_p": 1.5}, ValueError, "`top_p` must be from 0 to 1"),
+    (
+        "sample",
+        (D, torch.arange(3)),
+        {"top_k": 1.5},
+        TypeError,
+        "`top_k` must be an int, got float",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "error", "said"), WRONG, ids=[f"{w[0]} {w[4]}" for w in WRONG]
+)
+def test_what_no_formula_may_take(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: type[Exception],
+    said: str,
+) -> None:
+    """Some were an AttributeError; others were computed by PyTorch's operators, as something."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(error, match=said):
+            getattr(functional, name)(*args, **kwargs)
+
+
+def test_sizes_that_the_kernels_do_not_take(
+    kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="`silu` .*at least 1 dimensions, got 0"):
+        torch.testing.assert_close(functional.silu(X[0, 0]), torch.nn.functional.silu(X[0, 0]))
+    many = torch.randn(2, 2100, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(RuntimeWarning, match="`topk` .*it finds at most 2048 values"):
+        values, _ = functional.topk(many, 2050)
+    assert torch.equal(values, many.topk(2050).values)
+    with pytest.warns(RuntimeWarning, match="`sample` .*at least 2 dimensions, got 1"):
+        token = functional.sample(X[0], torch.tensor(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the first parameter, wherever it stands in the call
+        rows = functional.sample(seeds=torch.tensor([5]), logits=X[:1])
+    assert token.shape == () and token == rows[0]
