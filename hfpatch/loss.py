@@ -117,12 +117,15 @@ def causal_lm(
         fp32, 0 dimensions.
 
     Raises:
+        TypeError: logits or labels that are no tensors.
         ValueError: `vocab_size` is not the size of the logits' last dimension; neither `labels` nor
             `shift_labels` are given; labels of another shape, or that are no integers.
     """
     if shift_labels is None:
         if labels is None:
             raise ValueError("`labels`: expected labels, or `shift_labels`, got None for both")
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"`labels`: expected a tensor, got {type(labels).__name__}")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return _mean("causal_lm", logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
 
@@ -150,9 +153,13 @@ def _mean(
     items: Tensor | int | None,
     ignore_index: int,
 ) -> Tensor:
-    if logits.shape[-1] != vocab_size:
+    for name, given in (("logits", logits), ("labels", target)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"`{name}`: expected a tensor, got {type(given).__name__}")
+    if logits.dim() == 0 or logits.shape[-1] != vocab_size:
+        size = logits.shape[-1] if logits.dim() else "of which there is none"
         raise ValueError(
-            f"`vocab_size`: expected the size of the logits' last dimension, {logits.shape[-1]}, "
+            f"`vocab_size`: expected the size of the logits' last dimension, {size}, "
             f"got {vocab_size}"
         )
     if target.shape != logits.shape[:-1] and target.numel() * vocab_size != logits.numel():
@@ -160,7 +167,7 @@ def _mean(
             f"`labels`: expected shape {list(logits.shape[:-1])}, that of the logits without their "
             f"last dimension, got {list(target.shape)}"
         )
-    if target.is_floating_point() or target.is_complex():
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"`labels`: expected integers, got {target.dtype}")
     if isinstance(items, int) and items <= 0:
         items = torch.tensor(float(items), device="cpu")  # PyTorch divides by it

@@ -219,3 +219,31 @@ def test_bad_input() -> None:
         loss.masked_lm(logits, labels[:, 1:], CLASSES)
     with pytest.raises(ValueError, match=r"`labels`: expected integers, got torch.float32"):
         loss.masked_lm(logits, labels.float(), CLASSES)
+
+
+LOGITS, LABELS = torch.ones(2, 5, 11), torch.ones(2, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: hfpatch.loss.masked_lm(None, LABELS, 11), TypeError, "`logits`.*got NoneType"),
+        (lambda: hfpatch.loss.masked_lm(LOGITS, [1], 11), TypeError, "`labels`.*got list"),
+        (lambda: hfpatch.loss.causal_lm(LOGITS, [1], 11), TypeError, "`labels`.*got list"),
+        (lambda: hfpatch.loss.masked_lm(LOGITS, LABELS > 0, 11), ValueError, "got torch.bool"),
+        (lambda: hfpatch.loss.masked_lm(LOGITS.sum(), LABELS, 11), ValueError, "there is none"),
+        (
+            lambda: hfpatch.loss.linear_cross_entropy(LOGITS, LOGITS[0], None),
+            TypeError,
+            "`target`: expected a tensor, got NoneType",
+        ),
+        (
+            lambda: hfpatch.loss.linear_cross_entropy(LOGITS, LOGITS[0], LABELS, 3),
+            TypeError,
+            "`bias`: expected a tensor, got int",
+        ),
+    ],
+)
+def test_what_is_no_tensor(call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()

@@ -180,7 +180,12 @@ def refusal(hidden: Tensor, weight: Tensor) -> str | None:
 def check_head(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int = -100
 ) -> None:
-    """Raises ValueError where a head, what it is given and its targets do not belong together."""
+    """Raises TypeError for what is no tensor, ValueError where a head, what it is given and its
+    targets do not belong together."""
+    named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    for name, given in named.items():
+        if not isinstance(given, Tensor) and (given is not None or name != "bias"):
+            raise TypeError(f"`{name}`: expected a tensor, got {type(given).__name__}")
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"`weight`: expected [V, {hidden.shape[-1] if hidden.dim() else 'H'}], the last "
