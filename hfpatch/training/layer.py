@@ -414,7 +414,7 @@ class Runner:
         s = x if plan.rule.parallel else x + h
         n = s if before_module is None else before_module(s)
         with _again(n, before, before_module, s):
-            first = up(n) if gate is None or self._packed_mlp else (gate(n), up(n))
+            first = up(n) if gate is None or self._packed_mlp else _both(gate, up, n)
         p, make, of = self._product_of(first)
         with _kept(p, make, of):
             y = down(p)
@@ -482,6 +482,15 @@ def _again(n: Tensor, norm: _Norm | None, module: Any, x: Tensor) -> Any:
         return nullcontext()
     form, own, weights = norm.form(module), x.detach(), norm.tensors(module)
     return _kept(n, lambda: stages.normed(own, form, *weights), (own, *weights))
+
+
+def _both(gate: Any, up: Any, n: Tensor) -> tuple[Tensor, Tensor]:
+    """What both layers make of `n`. Without gradients they may write their results to one buffer:
+    the original has activated the gate's by the time that `up` is called."""
+    g, u = gate(n), up(n)
+    if not g.requires_grad and g.untyped_storage().data_ptr() == u.untyped_storage().data_ptr():
+        g, u = gate(n).clone(), up(n)
+    return g, u
 
 
 def _is_table(cos: Any, sin: Any, x: Tensor, rotary_dim: int) -> bool:

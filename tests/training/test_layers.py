@@ -336,6 +336,29 @@ def test_a_product_that_writes_to_its_input(path: str, before: nn.Module) -> Non
     assert_equal(gradients(model), theirs)
 
 
+class Buffered(nn.Linear):
+    """All of these write their result to one buffer."""
+
+    buffer = torch.empty(26, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.mm(x.flatten(0, -2), self.weight.t(), out=self.buffer)
+        return y.view(*x.shape[:-1], -1)
+
+
+@torch.no_grad()
+def test_a_gate_and_another_projection_with_one_buffer() -> None:
+    """The gate is activated before the other projection writes over it."""
+    model = build()
+    twin = copy.deepcopy(model)
+    assert layers_of(hfpatch.apply(model, mode="training")) == 2
+    for m in (model, twin):
+        for layer in m.model.layers:
+            layer.mlp.gate_proj.__class__ = layer.mlp.up_proj.__class__ = Buffered
+    got, expected = (m(input_ids=batch()).logits for m in (model, twin))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("path", ["self_attn.q_proj", "mlp.down_proj"])
 def test_a_forward_without_a_backward_leaves_nothing(path: str) -> None:
     """Also where a product saves what it gives, as a sigmoid does."""
