@@ -20,6 +20,7 @@ from hfpatch.blocks.joint import (
     compact,
     joined,
     mlp,
+    mlp_first,
     product_of_two,
     qkv_of,
     rows,
@@ -170,13 +171,14 @@ class FluxSingleSubject(JointSubject):
             h = joined(text, h)
             shift, scale, gate = block.norm.linear(kernels.silu(temb)).chunk(3, 1)
             x = kernels.modulate(h, scale, shift, None, None)
-            inner = mlp(block, x)  # first, as the original: a layer may write to its input
+            made = mlp_first(block, x)
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
             tokens = Tokens(h.shape[1], *weights_of((a.norm_q, a.norm_k)), tables)
             q, k, v = kernels.qkv((Part(x, qkv_of(a), (tokens,)),), a.heads)
             backend = a.processor._attention_backend
             attended = attention(q, k, v, backend=backend).flatten(2)
-            h = kernels.gate(h, gate, product_of_two(block.proj_out, attended, inner))
+            made = mlp(block, x) if made is None else made
+            h = kernels.gate(h, gate, product_of_two(block.proj_out, attended, made))
             h = within_range(h)
             return h[:, :split], h[:, split:]
 

@@ -19,6 +19,7 @@ from hfpatch.blocks.joint import (
     compact,
     joined,
     mlp,
+    mlp_first,
     product_of_two,
     qkv_of,
     to_out,
@@ -142,14 +143,15 @@ class HunyuanVideoSingleSubject(FluxSingleSubject):
             h = joined(h, text)
             shift, scale, gate = block.norm.linear(kernels.silu(temb)).chunk(3, 1)
             x = kernels.modulate(h, scale, shift, None, None)
-            inner = mlp(block, x)  # first, as the original: a layer may write to its input
+            made = mlp_first(block, x)
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
             norms = weights_of((a.norm_q, a.norm_k))
             tokens = (Tokens(split, *norms, tables), Tokens(text.shape[1], *norms, None))
             q, k, v = kernels.qkv((Part(x, qkv_of(a), tokens),), a.heads)
             backend = a.processor._attention_backend
             attended = kernels.attention(q, k, v, attention_mask, backend=backend).flatten(2)
-            h = kernels.gate(h, gate, product_of_two(block.proj_out, attended, inner))
+            made = mlp(block, x) if made is None else made
+            h = kernels.gate(h, gate, product_of_two(block.proj_out, attended, made))
             return h[:, :split], h[:, split:]
 
         return fused

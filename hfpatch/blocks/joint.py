@@ -265,6 +265,15 @@ def mlp(block: Any, x: Tensor) -> Tensor:
     return block.act_mlp(block.proj_mlp(x)) if h is None else h
 
 
+def mlp_first(block: Any, x: Tensor) -> Tensor | None:
+    """What `mlp` gives, where one of the layers that are given `x` is not plain: the original calls
+    `proj_mlp` before the attention, and a layer of somebody's may write to `x`, draw numbers or
+    fire a hook. None where all are plain: then it need not lie there while the attention runs."""
+    if all(is_plain(m, x) for m in (block.proj_mlp, *qkv_of(block.attn))):
+        return None
+    return mlp(block, x)
+
+
 def within_range(x: Tensor) -> Tensor:
     """fp16's infinities to its largest numbers, as the originals do."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x

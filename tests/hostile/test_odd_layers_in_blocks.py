@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import zoo
+from test_hostile_blocks import Root
+from test_inputs_of_blocks import block_and_call
 from torch import nn
 from torch.nn.utils import prune
 from transformers import DynamicCache
@@ -175,20 +177,27 @@ def test_what_blocks_share_is_made_anew_after_a_layer_wrote_to_it(name: str) -> 
         assert (entry.run(model, inputs) - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("layer", ["proj_mlp", "attn.to_q", "attn.to_v"])
+class ScalesItsInput(Wrapped):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x.mul_(1.5))
+
+
+@pytest.mark.parametrize("cls", [WritesToItsInput, ScalesItsInput])
+@pytest.mark.parametrize("path", ["proj_mlp", "attn.to_q"])
 @pytest.mark.parametrize("name", ["flux", "hunyuan-video"])
 @torch.no_grad()
-def test_layers_of_a_single_stream_are_called_in_their_order(name: str, layer: str) -> None:
-    entry = zoo.ENTRIES[name]
-    twin = entry.build()
-    model, inputs = copy.deepcopy(twin), entry.inputs(twin)
-    hfpatch.apply(model)
+def test_the_mlp_beside_an_attention_is_called_first(name: str, path: str, cls: Any) -> None:
+    """Both are given the same norm, and a layer may write to it."""
+    block, call = block_and_call(f"{name}, single_transformer_blocks.0")
+    twin = Root(block.eval().requires_grad_(False))
+    model = copy.deepcopy(twin)
+    assert hfpatch.apply(model).swaps
     for m in (model, twin):
-        for block in m.get_submodule("single_transformer_blocks").children():
-            block.set_submodule(layer, WritesToItsInput(block.get_submodule(layer)))
-    expected = entry.run(twin, inputs)
-    for _ in range(2):
-        assert (entry.run(model, inputs) - expected).norm() <= 1e-5 * expected.norm()
+        parent: Any = m.get_submodule(f"block.{path}".rpartition(".")[0])
+        layer = path.rpartition(".")[2]
+        parent._modules[layer] = cls(parent._modules[layer])
+    for got, expected in zip(model(**call), twin(**call), strict=True):
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_a_cache_whose_keys_had_gradients_keeps_no_graph() -> None:
