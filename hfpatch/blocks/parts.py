@@ -52,7 +52,8 @@ class ModelBlock(BlockSubject):
 
     @classmethod
     def works_in(cls, block: nn.Module) -> torch.dtype | None:
-        weight = cls.projection(block).weight
+        # what stands there by now may be somebody's own layer, which need not have a weight
+        weight = getattr(cls.projection(block), "weight", None)
         dtype = weight.dtype if isinstance(weight, Tensor) else None
         return dtype if dtype in KERNEL_DTYPES else None  # a quantizer's own is no such
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import zoo
-from test_hostile_blocks import Root
+from test_hostile_blocks import Root, assert_alike, outcome
 from test_inputs_of_blocks import block_and_call
 from torch import nn
 from torch.nn.utils import prune
@@ -177,6 +177,11 @@ def test_what_blocks_share_is_made_anew_after_a_layer_wrote_to_it(name: str) -> 
         assert (entry.run(model, inputs) - expected).norm() <= 1e-5 * expected.norm()
 
 
+class Doubled(Wrapped):
+    def forward(self, x: torch.Tensor) -> Any:
+        return 2 * self.layer(x)
+
+
 class ScalesItsInput(Wrapped):
     def forward(self, x: torch.Tensor) -> Any:
         return self.layer(x.mul_(1.5))
@@ -198,6 +203,26 @@ def test_the_mlp_beside_an_attention_is_called_first(name: str, path: str, cls: 
         parent._modules[layer] = cls(parent._modules[layer])
     for got, expected in zip(model(**call), twin(**call), strict=True):
         assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *(("resnet", "conv1"), ("transformer of a UNet", "proj_in"), ("mochi", "attn1.to_out.0")),
+        *((name, "attn1.to_out.0") for name in ("wan", "unet", "sana", "cogvideox", "ltx-2")),
+    ],
+)
+@torch.no_grad()
+def test_a_layer_without_a_weight_that_comes_later(name: str, path: str) -> None:
+    block, call = block_and_call(name)
+    twin = Root(block.eval().requires_grad_(False))
+    model = copy.deepcopy(twin)
+    assert hfpatch.apply(model).swaps
+    for m in (model, twin):
+        parent: Any = m.get_submodule(f"block.{path}".rpartition(".")[0])
+        layer = path.rpartition(".")[2]
+        parent._modules[layer] = Doubled(parent._modules[layer])
+    assert_alike(outcome(model, call), outcome(twin, call), (name, path))
 
 
 def test_a_cache_whose_keys_had_gradients_keeps_no_graph() -> None:
