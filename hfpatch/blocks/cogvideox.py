@@ -27,7 +27,7 @@ from hfpatch.blocks.parts import (
     small,
     undispatched,
 )
-from hfpatch.blocks.projections import gelu_product, output_projection, project
+from hfpatch.blocks.projections import drops_nothing, gelu_product, output_projection, project
 from hfpatch.proof.subject import Forward, Tensor
 from hfpatch.proof.unchanged import is_replaced
 
@@ -156,7 +156,6 @@ class CogVideoXSubject(ModelBlock):
             places = (slice(0, text), slice(text, text + tokens))
             # shift, scale and gate: of the video, then of the text
             first = block.norm1.linear(silu(temb)).unflatten(1, (6, width))
-            second = block.norm2.linear(silu(temb)).unflatten(1, (6, width))
 
             x = h.new_empty(batch, text + tokens, width)
             n = block.norm1.norm
@@ -166,6 +165,7 @@ class CogVideoXSubject(ModelBlock):
                     shift, scale = first[one, at], first[one, at + 1]
                     modulate(x[one, place], stream[one], scale, shift, n.weight, n.bias)
             x = attend(block.attn1, x, text, image_rotary_emb)
+            second = block.norm2.linear(silu(temb)).unflatten(1, (6, width))
 
             sums = [torch.empty_like(s, memory_format=torch.contiguous_format) for s in streams]
             y, n = torch.empty_like(x), block.norm2.norm
@@ -198,8 +198,8 @@ def _feed_forward(ff: Any, x: Tensor) -> Tensor:
     first, dropout, *rest = ff.net
     if (
         hasattr(first, "approximate")
-        and not (dropout.training and dropout.p)
-        and not any(is_replaced(m) for m in (ff, first, dropout))
+        and drops_nothing(dropout)
+        and not any(is_replaced(m) for m in (ff, first))
     ):
         h = gelu_product(first.proj, x, first.approximate)
         if h is not None:

@@ -96,6 +96,7 @@ class FluxSubject(JointSubject):
                 return original(block, h, text, temb, image_rotary_emb, joint_attention_kwargs)
             a, split = block.attn, text.shape[1]
             tables = None if image_rotary_emb is None else tables_of(*image_rotary_emb)
+            modulation = block.norm1.linear(kernels.silu(temb)).chunk(6, 1)  # the original's first
             streams = (
                 Stream(
                     text,
@@ -108,7 +109,7 @@ class FluxSubject(JointSubject):
                 ),
                 Stream(
                     h,
-                    block.norm1.linear(kernels.silu(temb)).chunk(6, 1),
+                    modulation,
                     qkv_of(a),
                     (a.norm_q, a.norm_k),
                     rows(tables, split, split + h.shape[1]),
@@ -117,7 +118,7 @@ class FluxSubject(JointSubject):
                 ),
             )
             backend = a.processor._attention_backend
-            text, h = kernels.double(streams, a.heads, None, backend)
+            text, h = kernels.double(streams, a.heads, None, backend, order=(1, 0))
             return within_range(text), h
 
         return fused

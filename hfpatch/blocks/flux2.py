@@ -119,7 +119,8 @@ class Flux2Subject(JointSubject):
                     lambda x: feed_forward(block.ff, x),
                 ),
             )
-            text, h = kernels.double(streams, a.heads, None, a.processor._attention_backend)
+            backend = a.processor._attention_backend
+            text, h = kernels.double(streams, a.heads, None, backend, order=(1, 0), outs=(0, 1))
             return within_range(text), h
 
         return fused

@@ -88,11 +88,14 @@ class JointKernels:
                 "qk_norm_rope", into=2, eps=qk.eps, cast=cast_of(qk), interleaved=True
             )
 
-    def qkv(self, parts: Sequence[Part], heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(
+        self, parts: Sequence[Part], heads: int, order: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of all parts, one after the other: views of [B, S, H, D].
 
         Where the projections are one product each, they are written side by side into one buffer
-        and normed there; text and image are never copied together.
+        and normed there; text and image are never copied together. Else the layers are called in
+        the `order` of the original, by default that of the parts.
         """
         first = parts[0].x
         batch = first.shape[0]
@@ -108,7 +111,8 @@ class JointKernels:
             q, k, v = (_heads(t, heads) for t in made.view(batch, -1, width).chunk(3, -1))
             self._norm_rope((q, k), [(q, k)], [[t for p in parts for t in p.tokens]])
             return q, k, v
-        split = [[_heads(t, heads) for t in project(p.x, p.linears)] for p in parts]
+        made_of = {i: project(parts[i].x, parts[i].linears) for i in order or range(len(parts))}
+        split = [[_heads(t, heads) for t in made_of[i]] for i in range(len(parts))]
         v = split[0][2] if len(parts) == 1 else torch.cat([s[2] for s in split], 1)
         sources = [(s[0], s[1]) for s in split]
         if self._norm_rope_into is None:
@@ -163,40 +167,46 @@ class JointKernels:
         mask: Tensor | None,
         backend: Any,
         dropped: Tensor | None = None,
+        order: Sequence[int] = (0, 1),
+        outs: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """A double-stream block: the streams' new residuals, in the order of the joint sequence.
 
         Args:
             mask: as of `MaskedAttention`.
             dropped: [B, S, 1], True for tokens of the last stream whose attention gives nothing.
+            order: the streams as the original calls their layers. Layers of somebody's own may draw
+                random numbers, as the dropouts of adapters do.
+            outs: the same for the layers behind the attention, if it is another.
         """
         parts = []
         for s in streams:
             x = self.modulate(s.h, s.modulation[1], s.modulation[0], None, None)
             tokens = Tokens(x.shape[1], *weights_of(s.norms), s.tables)
             parts.append(Part(x, s.linears, (tokens,)))
-        q, k, v = self.qkv(parts, heads)
+        q, k, v = self.qkv(parts, heads, order)
         lengths = [s.h.shape[1] for s in streams]
         attended = self.attention(q, k, v, mask, backend=backend).flatten(2)
         pieces = list(attended.split(lengths, 1))  # type: ignore[no-untyped-call]
         if dropped is not None:
             pieces[-1] = pieces[-1].masked_fill(dropped, 0.0)
-        return [
-            self.after(s.h, s.modulation, tight(piece), s.out, s.ff)
-            for s, piece in zip(streams, pieces, strict=True)
-        ]
+        made = {i: streams[i].out(tight(pieces[i])) for i in outs or order}
+        done = {
+            i: self.after(streams[i].h, streams[i].modulation, made.pop(i), streams[i].ff)
+            for i in order
+        }
+        return [done[i] for i in range(len(streams))]
 
     def after(
         self,
         h: Tensor,
         modulation: Modulation,
         attended: Tensor,
-        out: Callable[[Tensor], Tensor],
         ff: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """What follows the attention in one stream: two gated sums and the FFN."""
+        """What follows the attention's output in one stream: two gated sums and the FFN."""
         _, _, gate1, shift2, scale2, gate2 = modulation
-        h, x = self.gate_modulate(h, gate1, out(attended), scale2, shift2, None, None)
+        h, x = self.gate_modulate(h, gate1, attended, scale2, shift2, None, None)
         return self.gate(h, gate2, ff(x))  # type: ignore[no-any-return]
 
 

@@ -33,7 +33,7 @@ from hfpatch.blocks.parts import (
     odd_feed_forward,
     small,
 )
-from hfpatch.blocks.projections import feed_forward, output_projection, project
+from hfpatch.blocks.projections import feed_forward, is_plain, output_projection, project
 from hfpatch.proof.subject import Forward, Tensor
 
 Rotary = tuple[Tensor, Tensor]
@@ -236,23 +236,33 @@ class Ltx2Subject(ModelBlock):
         def start(
             block: Any,
             s: _Stream,
-            text: Tensor,
-            prompt: Tensor | None,
             rotary: Rotary | None,
-            masks: tuple[Tensor | None, Tensor | None],
-        ) -> None:
-            """Self-attention and the attention to the text, which is not added yet."""
+            mask: Tensor | None,
+        ) -> Tensor:
+            """Self-attention; what the attention to the text is given."""
             side, ada = s.side, s.ada
             x = modulate(s.h, ada[1], ada[0], getattr(block, side.norm1).weight, None)
-            x = attend(getattr(block, side.attn1), x, None, rotary, rotary, masks[0])
+            x = attend(getattr(block, side.attn1), x, None, rotary, rotary, mask)
             with_q = getattr(block, side.adaln)
             scale, shift = (ada[7], ada[6]) if with_q else (zeros(s.h), zeros(s.h))
             weight = getattr(block, side.norm2).weight
+            s.gate = ada[8] if with_q else ones(s.h)
             s.h, x = gate_modulate(s.h, ada[2], x, scale, shift, weight, None)
+            return x  # type: ignore[no-any-return]
+
+        def read(
+            block: Any,
+            s: _Stream,
+            x: Tensor,
+            text: Tensor,
+            prompt: Tensor | None,
+            mask: Tensor | None,
+        ) -> None:
+            """The attention to the text, which is not added yet."""
+            side = s.side
             if block.cross_attn_adaln:
                 text = _modulated(text, getattr(block, side.prompt_table), prompt)
-            s.x = attend(getattr(block, side.attn2), x, text, None, None, masks[1])
-            s.gate = ada[8] if with_q else ones(s.h)
+            s.x = attend(getattr(block, side.attn2), x, text, None, None, mask)
 
         def add(block: Any, s: _Stream, scale: Tensor, shift: Tensor, norm: str) -> Tensor:
             """Add what is due; the modulated norm of the sum."""
@@ -321,8 +331,11 @@ class Ltx2Subject(ModelBlock):
 
             video = _Stream(block, VIDEO, hidden_states, temb)
             audio = _Stream(block, AUDIO, audio_hidden_states, temb_audio)
-            start(block, video, texts[0], prompts[0], rotaries[0], (masks[2], masks[0]))
-            start(block, audio, texts[1], prompts[1], rotaries[1], (masks[3], masks[1]))
+            # in the original's order: layers of somebody's own may draw random numbers
+            x = start(block, video, rotaries[0], masks[2])
+            y = start(block, audio, rotaries[1], masks[3])
+            read(block, video, x, texts[0], prompts[0], masks[0])
+            read(block, audio, y, texts[1], prompts[1], masks[1])
             wanted = [at for at, use in zip((_TO_VIDEO, _TO_AUDIO), crossing, strict=True) if use]
             if wanted:
                 for s, cross_temb in ((video, embeddings[2]), (audio, embeddings[3])):
@@ -337,7 +350,7 @@ class Ltx2Subject(ModelBlock):
                 (video, audio, _TO_VIDEO, gates[0], rotaries[2], rotaries[3], masks[4]),
                 (audio, video, _TO_AUDIO, gates[1], rotaries[3], rotaries[2], masks[5]),
             )
-            made = []
+            normed = []
             for s, other, at, gate, q_rotary, k_rotary, mask in ways:
                 scale, shift, norm3 = s.ada[4], s.ada[3], s.side.norm3
                 if at in wanted:
@@ -345,12 +358,15 @@ class Ltx2Subject(ModelBlock):
                     s.x = attend(attn, s.seen[at], other.seen[at], q_rotary, k_rotary, mask)
                     (s.gate,) = _sums(getattr(block, s.side.cross_table)[4:], gate)
                 if at in wanted or not wanted:
-                    x = add(block, s, scale, shift, norm3)
+                    normed.append(add(block, s, scale, shift, norm3))
                 else:
-                    x = modulate(s.h, scale, shift, getattr(block, norm3).weight, None)
-                out = feed_forward(getattr(block, s.side.ff), x)
-                made.append(gated_sum(s.h, s.ada[5], out))
-            return tuple(made)
+                    weight = getattr(block, norm3).weight
+                    normed.append(modulate(s.h, scale, shift, weight, None))
+            outs = (
+                (s, feed_forward(getattr(block, s.side.ff), x))
+                for s, x in zip((video, audio), normed, strict=True)
+            )
+            return tuple(gated_sum(s.h, s.ada[5], out) for s, out in outs)
 
         return fused
 
@@ -361,6 +377,7 @@ class Attend:
     def __init__(self, block: Any, bind: Callable[..., Callable[..., Any]]) -> None:
         eps = block.attn1.norm_q.eps
         self._split = block.attn1.rope_type == "split"
+        self._values_first = block.perturbed_attn  # its processor calls `to_v` first
         turn = {"interleaved": not self._split}
         self._norm = bind("rms_norm", eps=eps, cast="none")
         self._rope = bind("rope", **turn)
@@ -380,11 +397,15 @@ class Attend:
             context: [B, T, C] for keys and values; None: `x` itself.
         """
         logits = None if attn.to_gate_logits is None else attn.to_gate_logits(x)
-        if context is None:
-            q, k, v = project(x, (attn.to_q, attn.to_k, attn.to_v))
+        layers = (attn.to_q, attn.to_k, attn.to_v)
+        if self._values_first and not all(is_plain(m, x) for m in layers):
+            source = x if context is None else context  # a layer may write to it
+            v, q, k = attn.to_v(source), attn.to_q(x), attn.to_k(source)
+        elif context is None:
+            q, k, v = project(x, layers)
         else:
             q = attn.to_q(x)
-            k, v = project(context, (attn.to_k, attn.to_v))
+            k, v = project(context, layers[1:])
         length = k.shape[1]
         weights = (attn.norm_q.weight, attn.norm_k.weight)
         if q_rotary is None:

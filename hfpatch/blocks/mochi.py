@@ -168,11 +168,12 @@ class MochiSubject(ModelBlock):
             )
             q, k, v = kernels.qkv(parts, attn.heads)
             x, y = _attend(q, k, v, image, lengths(encoder_attention_mask))
-            h = after(h, to_out(attn)(x), modulation, _gates(modulation), block.ff)
+            x = to_out(attn)(x)
+            y = y if block.context_pre_only else attn.to_add_out(y)  # both before an FFN
+            h = after(h, x, modulation, _gates(modulation), block.ff)
             if block.context_pre_only:
                 return h, text
-            y, gates = attn.to_add_out(y), _gates(text_modulation)
-            return h, after(text, y, text_modulation, gates, block.ff_context)
+            return h, after(text, y, text_modulation, _gates(text_modulation), block.ff_context)
 
         return fused
 

@@ -122,9 +122,9 @@ class ResnetSubject(ModelBlock):
                 )
             h = norm_silu(x, block.norm1)
             if block.time_emb_proj is not None:
+                h, bias = without_bias(block.conv1, h)
                 time = temb if block.skip_time_act or temb is None else activated(temb)
                 time = block.time_emb_proj(time)
-                h, bias = without_bias(block.conv1, h)
                 h = h + (time if bias is None else time + bias)[:, :, None, None]
             else:
                 h = block.conv1(h)

@@ -117,21 +117,22 @@ class Sd3Subject(JointSubject):
                     qkv_of(block.attn2),
                     (block.attn2.norm_q, block.attn2.norm_k),
                 )
-            out, seen = to_out(a), tight(attended[:, :image])
+            if not block.context_pre_only:
+                text_seen = a.to_add_out(tight(attended[:, image:]))
+            seen = to_out(a)(tight(attended[:, :image]))
             if second is not None:
                 # two gated sums before the norm: the first is made here, the second in `after`
-                h = kernels.gate(h, modulation[2], out(seen))
+                h = kernels.gate(h, modulation[2], seen)
                 seen = attention(*kernels.qkv((second,), block.attn2.heads)).flatten(2)
-                out = to_out(block.attn2)
+                seen = to_out(block.attn2)(seen)
                 modulation = (None, None, modulation[8], *modulation[3:6])
-            h = kernels.after(h, modulation, seen, out, lambda x: feed_forward(block.ff, x))
+            h = kernels.after(h, modulation, seen, lambda x: feed_forward(block.ff, x))
             if block.context_pre_only:
                 return None, h
             text = kernels.after(
                 text,
                 text_modulation,
-                tight(attended[:, image:]),
-                a.to_add_out,
+                text_seen,
                 lambda x: feed_forward(block.ff_context, x),
             )
             return text, h

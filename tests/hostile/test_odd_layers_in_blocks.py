@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from test_hostile_blocks import Root, assert_alike, outcome
-from test_inputs_of_blocks import block_and_call
+from test_inputs_of_blocks import NAMES, block_and_call
 from torch import nn
 from torch.nn.utils import prune
 from transformers import DynamicCache
@@ -223,6 +223,42 @@ def test_a_layer_without_a_weight_that_comes_later(name: str, path: str) -> None
         layer = path.rpartition(".")[2]
         parent._modules[layer] = Doubled(parent._modules[layer])
     assert_alike(outcome(model, call), outcome(twin, call), (name, path))
+
+
+class Draws(Wrapped):
+    """As the dropout of an adapter in training mode does."""
+
+    called: ClassVar[list[str]] = []
+    path = ""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.called.append(self.path)
+        y = self.layer(x)
+        return y + torch.randn(y.shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_layers_are_called_in_the_originals_order(name: str) -> None:
+    """So that the random numbers that they draw are the original's."""
+    block, call = block_and_call(name)
+    twin = Root(zoo.randomize_(block).eval().requires_grad_(False))
+    model = copy.deepcopy(twin)
+    assert hfpatch.apply(model).swaps
+    found = []
+    for m in (model, twin):
+        for path, parent in list(m.named_modules()):
+            for child, layer in list(parent.named_children()):
+                if type(layer) in (nn.Linear, nn.Dropout, nn.Conv2d, nn.Conv3d):
+                    parent._modules[child] = made = Draws(layer)
+                    made.path = f"{path}.{child}"
+        Draws.called.clear()
+        torch.manual_seed(0)
+        found.append((outcome(m, call), list(Draws.called)))
+    (got, ours), (expected, theirs) = found
+    assert ours == theirs
+    if not isinstance(expected, type):
+        assert_alike(got, expected, name)
 
 
 def test_a_cache_whose_keys_had_gradients_keeps_no_graph() -> None:
