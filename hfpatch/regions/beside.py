@@ -23,6 +23,12 @@ def stand_beside(block: nn.Module) -> nn.Module:
     Raises:
         CannotReplicateError: no such copy can be made, or somebody's hook would fire.
     """
+    for path, module in block.named_modules():
+        if path and any(map(_counts, _hooks_of_libraries(module))):
+            raise CannotReplicateError(
+                f"`{path}` has a hook that keeps what calls gave, as a cache of diffusers does, "
+                "which a proof cannot call beside the original"
+            )
     copies = {
         path: _copied(module, path)
         for path, module in _walls(block)
@@ -55,6 +61,23 @@ def _has_own_code(module: nn.Module) -> bool:
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
     for name in HOOKS:
         yield from module.__dict__[name].values()
+
+
+def _hooks_of_libraries(module: nn.Module) -> Iterator[Any]:
+    """Those of diffusers and accelerate."""
+    registry = module.__dict__.get("_diffusers_hook")
+    yield from getattr(registry, "hooks", {}).values()
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))
+
+
+def _counts(hook: Any) -> bool:
+    """Whether a hook may keep something of a call: it says so, or is of somebody's own class."""
+    own = any(
+        not is_installed(getattr(type(hook), n, None)) for n in ("pre_forward", "post_forward")
+    )
+    return own or bool(getattr(hook, "_is_stateful", False))
 
 
 def _copied(module: nn.Module, path: str) -> nn.Module:

@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import zoo
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers.hooks import HookRegistry
+from diffusers.hooks import ModelHook as DiffusersHook
 from test_hostile_blocks import Root, assert_alike, outcome
 from test_inputs_of_blocks import NAMES, block_and_call
 from torch import nn
@@ -142,6 +145,46 @@ def test_layers_of_ones_own_class_that_come_later(cls: Any) -> None:
     limit = 1e-2 if cls is Half else 1e-5  # fp32 that differs in a rounding may round to another
     for _ in range(2):
         assert (entry.run(model, inputs) - expected).norm() <= limit * expected.norm()
+
+
+class Counting(DiffusersHook):  # type: ignore[misc]
+    """As a cache of diffusers, which gives something else at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.calls += 1
+        return output * (1 + 0.1 * self.calls)
+
+
+class CountingOfAccelerate(ModelHook):
+    calls = 0
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.calls += 1
+        return output * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.parametrize("of", ["diffusers", "accelerate"])
+@pytest.mark.parametrize("path", ["mlp.up_proj", "self_attn.q_proj"])
+@torch.no_grad()
+def test_a_proof_calls_no_hook_that_keeps_something(path: str, of: str) -> None:
+    entry = zoo.ENTRIES["llama"]
+    twin = entry.build()
+    model, inputs = copy.deepcopy(twin), entry.inputs(twin)
+    for m in (model, twin):
+        for layer in m.model.layers:
+            inside = layer.get_submodule(path)
+            if of == "diffusers":
+                HookRegistry.check_if_exists_or_initialize(inside).register_hook(Counting(), "one")
+            else:
+                add_hook_to_module(inside, CountingOfAccelerate())
+    hfpatch.apply(model, blocks=True, decoding=False)
+    for _ in range(3):
+        expected = entry.run(twin, inputs)
+        assert (entry.run(model, inputs) - expected).norm() <= 1e-5 * expected.norm()
 
 
 class WritesToItsInput(Wrapped):
