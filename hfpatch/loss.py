@@ -24,7 +24,7 @@ from hfpatch.handover import local_kernel, tensor_refusal, warn_of_handover
 from hfpatch.kernels.sources import Kernel, local_package
 from hfpatch.losses.deferred_logits import DeferredLogits
 from hfpatch.losses.divergence import Teacher, linear_jsd, linear_kl, linear_tvd
-from hfpatch.losses.head_loss import linear_cross_entropy
+from hfpatch.losses.head_loss import check_targets, linear_cross_entropy
 from hfpatch.losses.head_rows import (
     CrossEntropy,
     LogProbs,
@@ -120,6 +120,7 @@ def causal_lm(
         TypeError: logits or labels that are no tensors.
         ValueError: `vocab_size` is not the size of the logits' last dimension; neither `labels` nor
             `shift_labels` are given; labels of another shape, or that are no integers.
+        TargetOutOfRangeError: on a CPU, a label that is no class; on a GPU the loss is NaN.
     """
     if shift_labels is None:
         if labels is None:
@@ -176,6 +177,8 @@ def _mean(
     target = target.to(logits.device, torch.int64).reshape(logits.shape[:-1])
     if logits.dim() == 1:
         logits, target = logits[None], target[None]
+    if type(target) is Tensor:
+        check_targets(target, vocab_size, ignore_index, "labels")
     assert _cross_entropy is not None
     return _cross_entropy(logits, target, "mean", ignore_index, num_items=items)
 

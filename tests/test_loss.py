@@ -96,6 +96,16 @@ def test_no_label_counts(items: Any) -> None:
     assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("wrong", [-1, CLASSES, 1 << 40])
+@pytest.mark.parametrize("ours", [loss.causal_lm, loss.masked_lm])
+def test_labels_that_are_no_class(ours: Any, wrong: int) -> None:
+    """PyTorch's cross entropy, and so transformers' loss, raises an IndexError."""
+    logits, labels = logits_and_labels(torch.float32)
+    labels[0, 1] = wrong
+    with pytest.raises(IndexError, match=rf"`labels`: expected 0 to {CLASSES - 1}.*got {wrong}"):
+        ours(logits, labels, CLASSES)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_no_items_under_another_default_device(dtype: torch.dtype) -> None:
     logits, labels = logits_and_labels(torch.float32)

@@ -203,7 +203,7 @@ def check_head(
         raise ValueError(f"`bias`: expected [{weight.shape[0]}], got {list(bias.shape)}")
 
 
-def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+def check_targets(target: Tensor, classes: int, ignore_index: int, name: str = "target") -> None:
     """Raises TargetOutOfRangeError, a ValueError and an IndexError, for one out of range. A GPU is
     not waited for: there its loss is NaN."""
     if target.device.type != "cpu" or torch.compiler.is_compiling():
@@ -211,7 +211,7 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
     wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
     if len(wrong):
         raise TargetOutOfRangeError(
-            f"`target`: expected 0 to {classes - 1}, or `ignore_index` {ignore_index}, got "
+            f"`{name}`: expected 0 to {classes - 1}, or `ignore_index` {ignore_index}, got "
             f"{int(wrong[0])}; is the tokenizer larger than the head?"
         )
 
