@@ -117,16 +117,17 @@ def test_gates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measured(capsys, *words)["gates missed"] == []
 
 
+def function_of(folder: Path, made: str) -> str:
+    """FILE.py:function of one that returns this."""
+    file = folder / "mine.py"
+    file.write_text(f"import torch\n\n\ndef make():\n    torch.manual_seed(0)\n    return {made}\n")
+    return f"{file}:make"
+
+
 def test_a_function_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And a way that computes something else gets no time."""
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n\n\n"
-        "def make():\n"
-        "    torch.manual_seed(0)\n"
-        "    return torch.nn.Linear(4, 4), {'input': torch.ones(2, 4)}\n"
-    )
-    found = measured(capsys, f"{file}:make", "--iterations", "1")
+    made = "torch.nn.Linear(4, 4), {'input': torch.ones(2, 4)}"
+    found = measured(capsys, function_of(tmp_path, made), "--iterations", "1")
     assert found["inputs"] == {"input": [2, 4]} and found["unit"] == "calls"
     row = ways.Measured("patched")
     good = [torch.ones(3)]
@@ -139,13 +140,8 @@ def test_a_function_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_model_without_a_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its dtype is that of its inputs."""
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n\n\n"
-        "def make():\n"
-        "    return torch.nn.SiLU(), {'input': torch.ones(2, 4, dtype=torch.bfloat16)}\n"
-    )
-    found = measured(capsys, f"{file}:make", "--iterations", "1")
+    made = "torch.nn.SiLU(), {'input': torch.ones(2, 4, dtype=torch.bfloat16)}"
+    found = measured(capsys, function_of(tmp_path, made), "--iterations", "1")
     assert found["dtype"] == "bfloat16" and found["exact"] == "fp32"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpatch.blocks.memo import StepMemo, current_operator, stream_of, version
-from hfpatch.proof.subject import Tensor
+from hfpatch.blocks.memo import StepMemo, current_operator, stream_of
+from hfpatch.proof.subject import Tensor, version
 
 #: Modulation sums of all blocks at once are kept for a step: not where each token has its own.
 _MAX_SUMS = 1 << 22

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hfpatch.blocks.memo import current_reader, recording, stream_of, version
-from hfpatch.proof.subject import Tensor
+from hfpatch.blocks.memo import current_reader, recording, stream_of
+from hfpatch.proof.subject import Tensor, version
 
 #: Of each mask: how often it had been written to when it was looked at, and what was found.
 _known = WeakTensorKeyDictionary()

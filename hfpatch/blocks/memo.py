@@ -11,14 +11,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from hfpatch.proof.subject import Tensor
+from hfpatch.proof.subject import Tensor, version
 
 T = TypeVar("T")
-
-
-def version(t: Tensor) -> int | None:
-    """How often `t` was written to; None for an inference tensor, which does not count."""
-    return None if t.is_inference() else t._version
 
 
 _numbers = itertools.count(1)

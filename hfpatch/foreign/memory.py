@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.proof.subject import version
+
 Tensor = torch.Tensor
 
 _MARGIN = 64  # elements before and after
@@ -96,11 +98,6 @@ def reform(t: Tensor, before: tuple[object, ...], storage: torch.UntypedStorage)
         t.detach_().requires_grad_(False)
         t.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
         t.requires_grad_(bool(requires_grad))
-
-
-def version(t: Tensor) -> int | None:
-    """How often it was written to, as autograd counts, which refuses what was saved before."""
-    return None if t.is_inference() else t._version
 
 
 def put_back_version(t: Tensor, before: int | None) -> None:

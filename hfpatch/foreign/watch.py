@@ -15,10 +15,11 @@ from hfpatch.errors import FAILURES
 from hfpatch.foreign import reads
 from hfpatch.foreign.compare import Asked, form_of, keeps, wrong_values
 from hfpatch.foreign.gradients import state_of_backward, wrong_gradients
-from hfpatch.foreign.memory import Held, bits, form, put_back_version, reform, version
+from hfpatch.foreign.memory import Held, bits, form, put_back_version, reform
 from hfpatch.foreign.process import Process, surroundings
 from hfpatch.kernels.sources import Kernel
 from hfpatch.proof.proving import may_prove, quietly
+from hfpatch.proof.subject import version
 from hfpatch.text import told
 
 Tensor = torch.Tensor

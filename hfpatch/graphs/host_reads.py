@@ -20,9 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hfpatch.blocks.memo import version
 from hfpatch.graphs.keys import NotCapturable
-from hfpatch.proof.subject import Tensor
+from hfpatch.proof.subject import Tensor, version
 
 _aten = torch.ops.aten
 #: Operators that wait for the GPU and give the host a value.

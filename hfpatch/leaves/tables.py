@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hfpatch.blocks.memo import for_a_graph, version
-from hfpatch.proof.subject import Tensor
+from hfpatch.blocks.memo import for_a_graph
+from hfpatch.proof.subject import Tensor, version
 
 #: (id of a tensor, what was asked) -> (the tensor, how often it was written to, the answer).
 _known: dict[tuple[int, Any], tuple[weakref.ref[Tensor], int | None, bool]] = {}

@@ -332,6 +332,12 @@ def no_gradients(ctx: Any) -> tuple[None, ...]:
     return (None,) * len(ctx.needs_input_grad)
 
 
+def version(t: Tensor) -> int | None:
+    """How often `t` was written to, as autograd counts, which refuses what was saved before; None
+    for an inference tensor, which does not count."""
+    return None if t.is_inference() else t._version
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether the memory of a tensor holds its values as they are: no sparse, MKL-DNN or nested
     one, and none that is read with another sign (`torch._neg_view`, views of such an `.imag`)."""

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfpatch.proof.subject import version
+
 
 class _Recipe:
     """Makes a tensor again once; all views of it that were saved share the result."""
 
     def __init__(self, make: Callable[[], Tensor], of: Sequence[Tensor]) -> None:
         self._make, self._of = make, of
-        self._versions = [None if t.is_inference() else t._version for t in of]
+        self._versions = [version(t) for t in of]
         self._made: Tensor | None = None
         self._left = 0
 
@@ -63,7 +65,7 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
         recipe = _Recipe(make, of)
         storage, count = made.untyped_storage()._cdata, made.numel()
         offset, dtype = made.storage_offset(), made.dtype
-        as_made = None if made.is_inference() else made._version
+        as_made = version(made)
 
         def pack(saved: Tensor) -> Any:
             if (
@@ -76,7 +78,7 @@ class kept_as_recipe(torch.autograd.graph.saved_tensors_hooks):
             ):
                 recipe.expect()
                 return recipe, saved.shape, saved.stride(), None
-            counted = None if saved.is_inference() else saved._version
+            counted = version(saved)
             if saved.grad_fn is not None:  # an output of what saves it must not hold itself
                 saved = saved.detach()
             return None, saved, counted, saved.device
@@ -101,7 +103,7 @@ class kept_as_they_are(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self) -> None:
         def pack(saved: Tensor) -> Any:
-            return saved.detach(), None if saved.is_inference() else saved._version
+            return saved.detach(), version(saved)
 
         def unpack(packed: Any) -> Tensor:
             saved, counted = packed

@@ -7,10 +7,7 @@ import array
 import collections
 import contextlib
 import contextvars
-import gc
-import logging
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -23,6 +20,7 @@ import kernel_models as models
 import numpy as np
 import pytest
 import torch
+from test_process import CHANGES
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -326,9 +324,15 @@ class _Mode(TorchFunctionMode):
 
 #: What it changes, and how that is read.
 _LEFT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "collector": (gc.disable, gc.isenabled),
-    "working_directory": (lambda: os.chdir("/"), os.getcwd),
-    "numpy_errors": (lambda: np.seterr(all="raise"), np.geterr),
+    **{
+        name: CHANGES[name]
+        for name in (
+            "Python's garbage collection", "the working directory", "NumPy's handling of errors",
+            "the threads of backwards", "the repetition of warnings", "the level of logging",
+            "whether oneDNN is used", "autocast's cache", "the handlers of signals",
+            "the path of imports", "how modules are converted",
+        )
+    },
     "function_mode": (lambda: _Mode().__enter__(), torch._C._len_torch_function_stack),
     "saved_tensors": (
         lambda: torch.autograd.graph.saved_tensors_hooks(
@@ -336,32 +340,9 @@ _LEFT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         ).__enter__(),
         lambda: torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
     ),
-    "backward_threads": (
-        lambda: torch._C._set_multithreading_enabled(False),
-        torch._C._is_multithreading_enabled,
-    ),
-    "warn_always": (lambda: torch.set_warn_always(True), torch.is_warn_always_enabled),
-    "logging": (lambda: logging.disable(logging.CRITICAL), lambda: logging.root.manager.disable),
-    "mkldnn": (
-        lambda: torch._C._set_mkldnn_enabled(False),
-        torch._C._get_mkldnn_enabled,
-    ),
-    "autocast_cache": (
-        lambda: torch.set_autocast_cache_enabled(False),
-        torch.is_autocast_cache_enabled,
-    ),
-    "forward_mode": (
+    "forward_mode": (  # a second level cannot be entered
         lambda: forward_ad._current_level < 0 and forward_ad.enter_dual_level(),
         lambda: forward_ad._current_level,
-    ),
-    "handler": (
-        lambda: signal.signal(signal.SIGUSR1, lambda *_: None),
-        lambda: signal.getsignal(signal.SIGUSR1),
-    ),
-    "path": (lambda: sys.path.insert(0, "/nowhere"), lambda: list(sys.path)),
-    "conversion": (
-        lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
-        torch.__future__.get_overwrite_module_params_on_conversion,
     ),
     "layer": (
         lambda: setattr(nn.LayerNorm, "forward", lambda self, x: x * 0),
