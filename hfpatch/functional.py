@@ -87,8 +87,15 @@ def _tensors(
     return given
 
 
-def _why_not(name: str, first: Any, given: list[torch.Tensor], number: Any) -> str | None:
-    """Why the kernel cannot take these tensors, or `k` of `topk`; None if it can."""
+def _too_many(k: Any) -> str | None:
+    """Why the kernel of `topk` cannot find so many; None if it can, or the call says more."""
+    if isinstance(k, numbers.Integral) and not 1 <= int(k) <= _MOST:
+        return f"it finds at most {_MOST} values"
+    return None
+
+
+def _why_not(name: str, first: Any, given: list[torch.Tensor]) -> str | None:
+    """Why the kernel cannot take these tensors; None if it can."""
     from hfpatch.kernels.sources import local_package
 
     if not isinstance(first, torch.Tensor):
@@ -100,8 +107,6 @@ def _why_not(name: str, first: Any, given: list[torch.Tensor], number: Any) -> s
     least = 2 if name == "sample" else 1
     if first.dim() < least:
         return f"it computes tensors of at least {least} dimensions, got {first.dim()}"
-    if name == "topk" and isinstance(number, numbers.Integral) and not 1 <= int(number) <= _MOST:
-        return f"it finds at most {_MOST} values"
     try:
         return local_package().kernel(name).refuses(first.device.type)
     except KernelLoadError as e:
@@ -169,6 +174,7 @@ def _function(name: str) -> Function:
     signature = inspect.signature(op.reference)
     parameters = list(signature.parameters)
     takes = {p.name: _TENSORS.get(p.annotation) for p in signature.parameters.values()}
+    counted = name == "topk"
 
     @functools.wraps(op.reference)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,8 +182,9 @@ def _function(name: str) -> Function:
 
         given = _tensors(name, takes, args, kwargs)
         first = args[0] if args else kwargs.get(parameters[0])
-        number = args[1] if len(args) > 1 else kwargs.get("k")
-        why = _why_not(name, first, given, number)
+        why = _why_not(name, first, given)
+        if why is None and counted:
+            why = _too_many(args[1] if len(args) > 1 else kwargs.get("k"))
         if why is None:
             return local_package().kernel(name).fn(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
