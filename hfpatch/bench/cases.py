@@ -375,8 +375,15 @@ ROWS = (
         "group_norm silu",
         "x N C S; weight C; bias C",
         "images",
-        lambda k, x, w, b: k.group_norm(x, w, b, formulas.groups_of(x), EPS, True),
+        lambda k, x, w, b: k.group_norm(x, w, b, formulas.groups_of(w), EPS, True),
         formulas.group_norm_silu,
+    ),
+    Case(
+        "group_norm silu channels last",
+        "x N S C; weight C; bias C",
+        "images last",
+        lambda k, x, w, b: k.group_norm(x, w, b, formulas.groups_of(w), EPS, True, True),
+        formulas.group_norm_silu_channels_last,
     ),
     Case(
         "softmax",

@@ -242,12 +242,18 @@ def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 def group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`ResnetBlock2D` of diffusers."""
-    return F.silu(F.group_norm(x, groups_of(x), weight, bias, EPS))
+    return F.silu(F.group_norm(x, groups_of(weight), weight, bias, EPS))
 
 
-def groups_of(x: Tensor) -> int:
+def group_norm_silu_channels_last(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The same of images in `torch.channels_last`, which PyTorch knows by four dimensions."""
+    images = x.unsqueeze(2).permute(0, 3, 1, 2)
+    return group_norm_silu(images, weight, bias).permute(0, 2, 3, 1).squeeze(2)
+
+
+def groups_of(weight: Tensor) -> int:
     """32, as in every UNet and VAE, but in tests of a few channels."""
-    return min(32, x.shape[1])
+    return min(32, weight.shape[0])
 
 
 def topk(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,14 @@ GPU: dict[str, tuple[Shape, ...]] = {
         (1, 512, 16384),  # a VAE's decoder
         (1, 128, 1048576),
     ),
+    "images last": _shapes(
+        "N S C",
+        (2, 16384, 320),  # the same in torch.channels_last
+        (2, 4096, 640),
+        (2, 1024, 1280),
+        (1, 16384, 512),
+        (1, 1048576, 128),
+    ),
     "videos": _shapes("R D", (1204224, 128), (153600, 256), (22080, 512)),  # LTX-Video's decoder
     "parameters": _shapes("P N", (32, 4194304), (256, 4096)),
 }
@@ -103,6 +111,7 @@ CPU: dict[str, tuple[Shape, ...]] = {
     "logits grad": _shapes("R V", (64, 32000)),
     "routers": _shapes("T E", (4096, 8), (4096, 64)),
     "images": _shapes("N C S", (1, 320, 1024), (1, 128, 16384)),
+    "images last": _shapes("N S C", (1, 1024, 320), (1, 16384, 128)),
     "videos": _shapes("R D", (8192, 128), (2048, 512)),
     "parameters": _shapes("P N", (8, 1048576), (64, 4096)),
 }
