@@ -15,11 +15,10 @@ struct Params {
   int64_t width;     // channels of a group
   int64_t elements;  // of a group
   int64_t parts;     // of a group; at most as many as there are places in a.stats
-  int64_t chunk;     // of a part: elements (NCHW) or positions (NHWC)
+  int64_t chunk;     // of a part: elements, or positions (group_last.cuh)
   int64_t work;      // CTAs' worth of it
-  int lanes;         // NHWC: positions that a CTA looks at at once
+  int lanes;         // group_last.cuh: positions that a CTA looks at at once
   FastDivisor channel_vectors;  // NCHW
-  bool whole_params;  // NHWC: weight and bias can be loaded by vectors
 };
 
 // The place of part p of group `unit` in stats; p == parts: mean and rstd.
@@ -46,18 +45,6 @@ __device__ __forceinline__ float parameter(const void *from, DType type, int64_t
   float value[1];
   load_any<1>(value, from, type, at);
   return value[0];
-}
-
-// Of the channels [at, at + N).
-template <int N>
-__device__ __forceinline__ void parameters(const Params &p, const void *from, int64_t at,
-                                           float otherwise, float (&value)[N]) {
-  if (from != nullptr && p.whole_params) {
-    load_any<N>(value, from, p.a.weight_type, at);
-  } else {
-#pragma unroll
-    for (int k = 0; k < N; ++k) value[k] = parameter(from, p.a.weight_type, at + k, otherwise);
-  }
 }
 
 // y is rounded to T before the activation, as by the two modules. The store is an intrinsic because

@@ -2,8 +2,10 @@
 //
 // In NCHW a group lies in one piece, which stays on chip if it fits there: in a cluster (group_held.cuh), or,
 // of a half type and large, in CTAs all over the GPU (group_spread.cuh). Others are read twice: from L2 the
-// second time if they fit there (group_overlap.cuh), else in three launches (group_parts.cuh).
+// second time if they fit there (group_overlap.cuh), else in three launches (group_parts.cuh). NHWC is read
+// twice (group_last.cuh).
 #include "group_held.cuh"
+#include "group_last.cuh"
 #include "group_overlap.cuh"
 #include "group_parts.cuh"
 #include "group_spread.cuh"
@@ -18,14 +20,12 @@ template <class T, bool kSilu>
 int32_t launch_group_norm(const GroupNormArgs &args, int device, void *stream) {
   constexpr int kWidest = kVectorBytes / static_cast<int>(sizeof(T));
   const int64_t width = args.channels / args.groups;
-  const bool whole_params = pointer_aligned(args.weight) && pointer_aligned(args.bias);
   const int64_t parts = args.parts < kMostReadParts ? args.parts : kMostReadParts;
-  const Params p{args, width, width * args.positions, parts, 0, 0, 0, {}, whole_params};
+  const Params p{args, width, width * args.positions, parts, 0, 0, 0, {}};
   const bool aligned = pointer_aligned(args.x) && pointer_aligned(args.out);
   if (args.channels_last) {
-    if (aligned && args.channels % kWidest == 0 && args.channels / kWidest <= kLastThreads) {
-      return launch_last<T, kWidest, kSilu>(p, stream);
-    }
+    int32_t status = HFP_OK;
+    if (aligned && launch_last<T, kWidest, kSilu>(p, stream, &status)) return status;
     return launch_any<T, kSilu>(p, stream);
   }
   if (aligned && args.positions % kWidest == 0) {

@@ -61,74 +61,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A CTA per part of the positions of a sample, for all groups. Thread t holds vector t % V of the
-// channels at positions t / V, t / V + lanes, ...
-template <class T, int N>
-__global__ void __launch_bounds__(kLastThreads)
-    last_parts_kernel(const __grid_constant__ Params p) {
-  wait_for_previous();
-  __shared__ float means[kChannelSlots], squares[kChannelSlots];
-  const int vectors = static_cast<int>(p.a.channels / N);
-  const int lane = threadIdx.x / vectors, column = threadIdx.x % vectors;
-  const int channels = static_cast<int>(p.a.channels), width = static_cast<int>(p.width);
-  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
-    const int64_t sample = work / p.parts, part = work % p.parts;
-    const int64_t begin = part * p.chunk;
-    const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
-    if (lane < p.lanes) {
-      const T *x = static_cast<const T *>(p.a.x) + sample * p.a.channels * p.a.positions +
-                   column * N;
-      Sums sums[N];
-      int64_t count = 0;
-      for (int64_t i = begin + lane; i < end; i += p.lanes) {
-        Vec<T, N> v;
-        float value[N];
-        v.template load<Cache::kReadOnly>(x + i * p.a.channels);
-        v.get(value);
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-          if (count == 0) sums[k].pivot = value[k];
-          sums[k].add(value[k]);
-        }
-        ++count;
-      }
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const Moments m = sums[k].moments(count);
-        means[lane * channels + column * N + k] = m.mean;
-        squares[lane * channels + column * N + k] = m.m2;
-      }
-    }
-    __syncthreads();
-    const int warps = blockDim.x / kWarp, here = threadIdx.x % kWarp;
-    for (int g = threadIdx.x / kWarp; g < p.a.groups; g += warps) {
-      Moments m;
-#pragma unroll 1
-      for (int e = here; e < p.lanes * width; e += kWarp) {
-        const int l = e / width, at = l * channels + g * width + e % width;
-        const int64_t left = end - begin - l;
-        Moments b;
-        b.n = left > 0 ? static_cast<float>((left + p.lanes - 1) / p.lanes) : 0.0f;
-        b.mean = means[at], b.m2 = squares[at];
-        m.merge(b);
-      }
-      m.merge_warp();
-      if (here == 0) {
-        float *to = slot(p, sample * p.a.groups + g, part);
-        to[0] = m.mean, to[1] = m.m2;
-      }
-    }
-    __syncthreads();
-  }
-}
-
 // Mean and rstd of each group, from all of its parts. A warp per group.
-template <bool kLast>
 __global__ void __launch_bounds__(kThreads)
     group_moments_kernel(const __grid_constant__ Params p) {
   wait_for_previous();
   const int lane = threadIdx.x % kWarp;
-  const int64_t units = p.a.batch * p.a.groups, whole = kLast ? p.a.positions : p.elements;
+  const int64_t units = p.a.batch * p.a.groups, whole = p.elements;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
   for (int64_t unit = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) +
                       threadIdx.x / kWarp;
@@ -139,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t left = whole - part * p.chunk;
       const int64_t here = left < 0 ? 0 : left < p.chunk ? left : p.chunk;
       Moments b;
-      b.n = static_cast<float>(kLast ? here * p.width : here);
+      b.n = static_cast<float>(here);
       const float *from = slot(p, unit, part);
       b.mean = __ldcg(from), b.m2 = __ldcg(from + 1);
       m.merge(b);
@@ -191,48 +129,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// As last_parts_kernel shares it out.
-template <class T, int N, bool kSilu>
-__global__ void __launch_bounds__(kLastThreads)
-    last_result_kernel(const __grid_constant__ Params p) {
-  wait_for_previous();
-  const int vectors = static_cast<int>(p.a.channels / N);
-  const int lane = threadIdx.x / vectors, c = threadIdx.x % vectors * N;
-  if (lane >= p.lanes) return;
-  for (int64_t work = blockIdx.x; work < p.work; work += gridDim.x) {
-    const int64_t sample = work / p.parts, begin = work % p.parts * p.chunk;
-    const int64_t end = begin + p.chunk < p.a.positions ? begin + p.chunk : p.a.positions;
-    float mean[N], factor[N], summand[N];
-    parameters<N>(p, p.a.weight, c, 1.0f, factor);
-    parameters<N>(p, p.a.bias, c, 0.0f, summand);
-    const int width = static_cast<int>(p.width);
-    int64_t unit = sample * p.a.groups + c / width;
-    Stats s = merged(p, unit);
-#pragma unroll
-    for (int k = 0, in_group = c % width; k < N; ++k, ++in_group) {
-      if (in_group == width) {
-        in_group = 0;
-        s = merged(p, ++unit);
-      }
-      mean[k] = s.mean;
-      factor[k] *= s.rstd;
-    }
-    const int64_t base = sample * p.a.channels * p.a.positions + c;
-    const T *x = static_cast<const T *>(p.a.x) + base;
-    T *out = static_cast<T *>(p.a.out) + base;
-    for (int64_t i = begin + lane; i < end; i += p.lanes) {
-      Vec<T, N> v;
-      float y[N];
-      v.template load<Cache::kStream>(x + i * p.a.channels);
-      v.get(y);
-#pragma unroll
-      for (int k = 0; k < N; ++k) y[k] = (y[k] - mean[k]) * factor[k] + summand[k];
-      store_result<T, N, kSilu>(out + i * p.a.channels, y);
-    }
-  }
-}
-
-// NHWC with rows that the kernels above do not take: one element at a time.
+// NHWC that group_last.cuh does not take: one element at a time.
 template <class T, bool kSilu>
 __global__ void __launch_bounds__(kThreads) any_result_kernel(const __grid_constant__ Params p) {
   wait_for_previous();
@@ -255,10 +152,9 @@ __global__ void __launch_bounds__(kThreads) any_result_kernel(const __grid_const
 // ---------------------------------------------------------------------------------------------
 // Launching
 
-template <bool kLast>
-int32_t launch_moments(Params &p, void *stream) {
+inline int32_t launch_moments(Params &p, void *stream) {
   const int64_t grid = ceil_div(p.a.batch * p.a.groups, kThreads / kWarp);
-  return launch(&group_moments_kernel<kLast>, up_to_grid(grid), kThreads, p, stream, kName);
+  return launch(&group_moments_kernel, up_to_grid(grid), kThreads, p, stream, kName);
 }
 
 template <class T, int N, bool kSilu>
@@ -267,7 +163,7 @@ int32_t launch_first(Params p, void *stream) {
   p.work = p.a.batch * p.a.groups * p.parts;
   int32_t status = launch(&group_parts_kernel<T, N, false>, up_to_grid(p.work), kThreads, p,
                           stream, kName);
-  if (status == HFP_OK) status = launch_moments<false>(p, stream);
+  if (status == HFP_OK) status = launch_moments(p, stream);
   if (status != HFP_OK) return status;
   // As many threads as a short channel has vectors.
   const int64_t vectors = ceil_div(p.a.positions, N);
@@ -276,27 +172,13 @@ int32_t launch_first(Params p, void *stream) {
   return launch(&first_result_kernel<T, N, kSilu>, up_to_grid(p.work), threads, p, stream, kName);
 }
 
-template <class T, int N, bool kSilu>
-int32_t launch_last(Params p, void *stream) {
-  const int64_t vectors = p.a.channels / N;
-  p.lanes = static_cast<int>(kLastThreads / vectors);
-  const int threads = static_cast<int>(ceil_div(p.lanes * vectors, 32) * 32);
-  p.chunk = ceil_div(p.a.positions, p.parts);
-  p.work = p.a.batch * p.parts;
-  int32_t status =
-      launch(&last_parts_kernel<T, N>, up_to_grid(p.work), threads, p, stream, kName);
-  if (status == HFP_OK) status = launch_moments<true>(p, stream);
-  if (status != HFP_OK) return status;
-  return launch(&last_result_kernel<T, N, kSilu>, up_to_grid(p.work), threads, p, stream, kName);
-}
-
 template <class T, bool kSilu>
 int32_t launch_any(Params p, void *stream) {
   p.chunk = ceil_div(p.elements, p.parts);
   p.work = p.a.batch * p.a.groups * p.parts;
   int32_t status = launch(&group_parts_kernel<T, 1, true>, up_to_grid(p.work), kThreads, p,
                           stream, kName);
-  if (status == HFP_OK) status = launch_moments<false>(p, stream);
+  if (status == HFP_OK) status = launch_moments(p, stream);
   if (status != HFP_OK) return status;
   const int64_t grid = ceil_div(p.a.batch * p.a.channels * p.a.positions, kThreads);
   return launch(&any_result_kernel<T, kSilu>, up_to_grid(grid), kThreads, p, stream, kName);

@@ -649,9 +649,16 @@ inline constexpr int kAheadThreads = kCta == kNarrowCta ? 1536 : 1152;
 inline constexpr int64_t kMostOverlap = 512 * 1024, kL2Share = 6;
 
 // Read twice, in three launches (group_parts.cuh).
-inline constexpr int kLastThreads = 512;        // at most, of those over NHWC
 inline constexpr int64_t kMostReadParts = 256;  // of a group
-inline constexpr int kChannelSlots = 4096;      // channels times positions at once that a CTA merges in NHWC
+
+// Channels last (group_last.cuh). Threads of a CTA, and where a slab has more vectors; threads of an SM that
+// registers have to allow; rows of a thread at once. A thread has kLastRows rows at least, or kLastFewRows
+// where that makes no more than kLastFewCtas CTAs of a sample, of which there are kLastCtas at most. bf16
+// on an H200, us, 2 x 320 x 16384, 2 x 640 x 4096, 2 x 1280 x 1024, 1 x 512 x 16384, 1 x 128 x 1048576: 27.5,
+// 15.7, 11.3, 18.6, 231; of four rows at once 29.5, 16.9, 11.5, 19.7, 238; of 10 rows at least 28.6, 20.8,
+// 12.5, 18.6, 231; with twice the CTAs the fourth 18.4, 1 x 128 x 262144 68.5 for 63.0.
+inline constexpr int kLastUsual = 256, kLastThreads = 512, kLastResident = 512, kLastUnroll = 8;
+inline constexpr int64_t kLastRows = 16, kLastFewRows = 8, kLastFewCtas = 132, kLastCtas = 264;
 
 }  // namespace group_norms
 

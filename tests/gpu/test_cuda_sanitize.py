@@ -185,6 +185,18 @@ def test_a_group_that_a_cluster_shares(dtype: torch.dtype, kernels_module: Modul
     torch.testing.assert_close(y.cpu(), expected, rtol=eps, atol=max(eps, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slabs_of_channels_last(dtype: torch.dtype, kernels_module: ModuleType) -> None:
+    """`group_norm` of several slabs, parts and rows of a thread, the last of each not whole."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 1001, 160, generator=generator).to(dtype)
+    weight, bias = torch.randn(2, 160, generator=generator).to(dtype)
+    y = kernels_module.group_norm(x.cuda(), weight.cuda(), bias.cuda(), 16, 1e-5, True, True)
+    expected = kernels_module.group_norm(x, weight, bias, 16, 1e-5, True, True)
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y.cpu(), expected, rtol=eps, atol=max(eps, 1e-5))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_in_shared_memory(dtype: torch.dtype, kernels_module: ModuleType) -> None:
     """The gradient of a layer norm that is too wide for its sums to stay in registers."""
