@@ -16,8 +16,9 @@ from torch import nn
 
 from hfpatch.proof.unchanged import is_hooked
 
-#: Kernels read 16 bytes at a time: each piece starts at a multiple.
-_ALIGNMENT = 16
+#: Kernels read 16 bytes at a time: each piece of weights, and of the product's rows, starts at a
+#: multiple.
+ALIGNMENT = 16
 
 
 def can_pack(linears: Sequence[nn.Module]) -> bool:
@@ -29,6 +30,7 @@ def can_pack(linears: Sequence[nn.Module]) -> bool:
     return (
         len({id(weight) for weight, _ in tensors}) == len(linears)
         and len(kinds) == 1
+        and all(_fills_rows(weight) for weight, _ in tensors)
         and all(_own(p) for pair in tensors for p in pair if p is not None)
     )
 
@@ -48,6 +50,11 @@ def _kind(p: Any) -> tuple[object, ...]:
     return (p.dtype, p.device, p.shape[-1] if p.ndim else 0)
 
 
+def _fills_rows(weight: Any) -> bool:
+    """Whether what stands behind this layer's part of a row of the product is aligned."""
+    return bool(weight.shape[0] * weight.element_size() % ALIGNMENT == 0)
+
+
 def _own(p: Any) -> bool:
     """A plain parameter on a GPU, alone in its storage: moving it frees what it had."""
     return bool(
@@ -55,7 +62,7 @@ def _own(p: Any) -> bool:
         and p.is_cuda
         and p.is_contiguous()
         and not p.is_inference()
-        and p.nbytes % _ALIGNMENT == 0
+        and p.nbytes % ALIGNMENT == 0
         and p.untyped_storage().nbytes() == p.nbytes
     )
 

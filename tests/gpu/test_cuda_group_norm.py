@@ -25,7 +25,12 @@ SHAPES = [
     (1, 128, 65536, 32),
     (2, 36, 1001, 4),
     (1, 16, 524288, 1),  # 16 MB of a half type
-    (2, 1920, 640, 32),  # channels last: slabs of 8 groups, of 4 and of 2, by dtype; then all groups
+    (
+        2,
+        1920,
+        640,
+        32,
+    ),  # channels last: slabs of groups; then all of them
     (3, 72, 777, 9),
     (1, 2048, 100, 1),
     (1, 8192, 50, 1),  # more than a CTA takes

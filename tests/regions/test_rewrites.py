@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from regions.families import build
 from torch import nn
+from transformers import Qwen2MoeConfig, Qwen2MoeModel
 
 import hfpatch
 from hfpatch.regions.capture import capture
@@ -130,3 +131,19 @@ def test_models_that_have_them(name: str, op: str, kernels_module: object) -> No
         model(**inputs(2, 9))
     candidates = hfpatch.status(model).plan.candidates
     assert candidates and all(op in c.found and c.state == "fused" for c in candidates), candidates
+
+
+def test_a_layer_of_one_number_is_not_put_beside_wide_ones(kernels_module: object) -> None:
+    """The rows of such a product would begin at odd addresses."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 99,
+    }  # fmt: skip
+    model = Qwen2MoeModel(Qwen2MoeConfig(**sizes)).eval()
+    hfpatch.apply(model, decoding=False, blocks=True)
+    with torch.no_grad():
+        model(torch.arange(9)[None], use_cache=False)
+    (layer,) = hfpatch.status(model).plan.candidates
+    products = [found for found in layer.found if found.endswith("products as one")]
+    assert products == ["3 products as one", "2 products as one"]  # q, k, v; gate, up
