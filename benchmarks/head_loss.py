@@ -39,6 +39,8 @@ CASES = (
     Case("Llama-3.1-8B", 8192, 4096, 128256),
     Case("Qwen3-0.6B", 16384, 1024, 151936),
     Case("Gemma3-1B", 8192, 1152, 262144),
+    Case("GPT2-large", 8192, 1280, 50257),  # rows of logits begin at odd addresses
+    Case("Granite-3.3-2B", 8192, 2048, 49159),
 )
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -194,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, metavar="JSON")
     parser.add_argument("--commit", help="what was measured; default: git's HEAD")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="those heads, and no step")
     args = parser.parse_args()
     result = results.head("head loss", torch.device("cuda"), args.commit)
     result |= {"dtype": "bfloat16", "rows": []}
@@ -203,12 +206,15 @@ def main() -> None:
             results.write(result, args.output)
 
     for case in CASES:
+        if args.only and case.model not in args.only:
+            continue
         result["rows"].append(measure(case))
         print(result["rows"][-1])
         write()
         torch.cuda.empty_cache()
-    result["step"] = step_of_a_model()
-    print(result["step"])
+    if not args.only:
+        result["step"] = step_of_a_model()
+        print(result["step"])
     write()
 
 

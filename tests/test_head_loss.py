@@ -27,6 +27,19 @@ from hfpatch.losses.head_loss import linear_cross_entropy
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLASSES = 199
 HEAD = "logits made only where they are read"
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"label_smoothing": 0.1},
+    {"softcap": 3.0},
+    {"scale": 0.25},
+    {"softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
+    {"recompute": True},
+    {"recompute": False},
+    {"recompute": True, "softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
+    {"recompute": False, "softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -101,23 +114,7 @@ def loss_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reduction": "sum"},
-        {"reduction": "none"},
-        {"label_smoothing": 0.1},
-        {"softcap": 3.0},
-        {"scale": 0.25},
-        {"softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
-        {"recompute": True},
-        {"recompute": False},
-        {"recompute": True, "softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
-        {"recompute": False, "softcap": 3.0, "scale": 2.0, "label_smoothing": 0.2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_no_farther_from_fp64_than_pytorch(
     dtype: torch.dtype, options: Any, with_bias: bool, largest: list[int]
@@ -145,6 +142,34 @@ def test_no_farther_from_fp64_than_pytorch(
         ("loss", "hidden", "weight", "bias"), zip(*draws, strict=True), strict=False
     ):
         assert_as_near(found, dtype, name, like=16 if name == "loss" else 64)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_rows_that_would_begin_at_odd_addresses(
+    dtype: torch.dtype, options: Any, largest: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: they lie further apart, and what is between them is no class."""
+    monkeypatch.setattr(head_loss, "PADDED", frozenset({"cpu"}))
+    assert head_loss._is_odd(torch.empty(1, dtype=dtype), CLASSES)
+    test_no_farther_from_fp64_than_pytorch(dtype, options, True, largest)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("ignored", [CLASSES, CLASSES + 1, -7])
+def test_classes_that_are_none_may_be_ignored(
+    ignored: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows lie further apart, and have a place of that number."""
+    leaves = [drawn(1, 40, 32).bfloat16(), drawn(2, CLASSES, 32).bfloat16(), None]
+    target = targets(3, 40)
+    target[target == -100] = ignored
+    options = {"ignore_index": ignored, "recompute": recompute}
+    expected = loss_and_gradients(linear_cross_entropy, leaves, target, **options)
+    monkeypatch.setattr(head_loss, "PADDED", frozenset({"cpu"}))
+    found = loss_and_gradients(linear_cross_entropy, leaves, target, **options)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_the_size_of_the_pieces_changes_roundings_alone(monkeypatch: pytest.MonkeyPatch) -> None:

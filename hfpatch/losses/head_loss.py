@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfpatch.errors import TargetOutOfRangeError
@@ -52,6 +52,11 @@ LEAST = 512
 #: Devices on which few rows' gradients too are made in the forward: logits made twice are 15 % of a
 #: small model's step there, and memory is the host's.
 TIME_FIRST = frozenset({"cpu"})
+#: Devices whose products are slow where rows of half types begin at odd addresses, as with GPT-2's
+#: 50,257 classes, and what those rows are made a multiple of there, in bytes.
+PADDED, _PIECE = frozenset({"cuda"}), 16
+#: Classes of a piece are a multiple of this.
+_CLASSES = 64
 #: Reductions as PyTorch's C++ functions number them.
 _NONE, _SUM = 0, 2
 
@@ -221,8 +226,52 @@ def _ops() -> Any:
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    logits = F.linear(x, weight, bias)
+    """[N, V]; its rows may lie further apart, see `PADDED`."""
+    plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)
+    if plain and x.dim() == 2 and _is_odd(x, len(weight)):
+        logits = _rows_apart(x, len(weight))
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+    else:
+        logits = F.linear(x, weight, bias)
     return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def _is_odd(like: Tensor, classes: int) -> bool:
+    """Whether rows of so many numbers would begin at odd addresses, where that is slow."""
+    kind, dtype = like.device.type, like.dtype
+    if kind not in PADDED or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
+        return False  # `F.linear` gives another dtype
+    return classes * like.element_size() % _PIECE != 0
+
+
+def _rows_apart(like: Tensor, classes: int) -> Tensor:
+    """[N, classes] without values, whose rows begin at multiples of `_PIECE`."""
+    piece = _PIECE // like.element_size()
+    return like.new_empty(len(like), -(-classes // piece) * piece)[:, :classes]
+
+
+def _whole(logits: Tensor) -> Tensor:
+    """The same with what lies between its rows as classes of no probability, contiguous."""
+    count, classes = logits.shape
+    if logits.is_contiguous():
+        return logits
+    stride = logits.stride(0)
+    whole = logits.as_strided((count, stride), (stride, 1))
+    whole[:, classes:] = -torch.inf
+    return whole
+
+
+def _of_these(target: Tensor, classes: int, among: int, ignore_index: int) -> Tensor:
+    """Targets for `among` classes of which `classes` exist: others are none there either."""
+    if among == classes:
+        return target
+    none = among + (ignore_index == among)
+    return torch.where((target < classes) | (target == ignore_index), target, none)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -246,9 +295,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count = max(LEAST, CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
         losses, lses = [], []
         for x, t in zip(torch.split(hidden, count), torch.split(target, count), strict=True):
-            loss, lse = _ops().cross_entropy.default(
-                _logits(x, own, own_bias, scale), t, ignore_index, smoothing, softcap
-            )
+            z = _logits(x, own, own_bias, scale)
+            if not (smoothing or softcap):  # which the classes of no probability would change
+                z = _whole(z)
+                t = _of_these(t, len(own), z.shape[1], ignore_index)
+            loss, lse = _ops().cross_entropy.default(z, t, ignore_index, smoothing, softcap)
+            del z
             losses.append(loss)
             lses.append(lse)
         ctx.options, ctx.hooks = options, hooks
@@ -299,7 +351,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         made = weight.new_empty if len(hidden) else weight.new_zeros  # no row, no product
         dw = made(weight.shape, dtype=torch.float32) if wants_weight else None
         db = weight.new_zeros(len(weight), dtype=torch.float32) if wants_bias else None
-        count = max(LEAST, ROWS_BYTES // (len(weight) * hidden.element_size()))
+        copied = bool(smoothing or softcap) and _is_odd(hidden, len(weight))
+        count = max(LEAST, ROWS_BYTES // ((1 + copied) * len(weight) * hidden.element_size()))
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         scratch = torch.empty_like(losses)
         total = hidden.new_empty((), dtype=torch.float32)
@@ -307,12 +360,17 @@ class _SummedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + count)
             x, t = hidden[part], target[part]
             z = _logits(x, own, own_bias, scale)
+            y = z.contiguous() if smoothing or softcap else _whole(z)
+            t = _of_these(t, len(own), y.shape[1], ignore_index)
             # divided by 1: gradients are scaled in fp32, behind the products, so that those of half
             # types neither vanish nor are rounded twice
             _ops().cross_entropy_with_gradient_out.default(
-                total, losses[part], scratch[part], z, z, t, None, 1.0, ignore_index, smoothing,
+                total, losses[part], scratch[part], y, y, t, None, 1.0, ignore_index, smoothing,
                 softcap,
             )  # fmt: skip
+            if y.data_ptr() != z.data_ptr():
+                z.copy_(y)
+            del y
             if scale != 1.0:
                 z.mul_(scale)
             if dx is not None:
@@ -442,6 +500,7 @@ class Gradients:
     def parts(self, size: int) -> Iterator[slice]:
         """Slices of the classes; `size`: bytes of an element of what is made of them."""
         count = max(LEAST, CHUNK_BYTES // max(len(self.x) * size, 1))
+        count -= count % _CLASSES if count > _CLASSES else 0
         for start in range(0, len(self.weight), count):
             yield slice(start, min(start + count, len(self.weight)))
 
@@ -475,9 +534,16 @@ class Gradients:
         if smoothing:
             z = self._smoothed(z, here, inside & counted, lse, grad, options)
         else:
+            classes = z.shape[1]
             z = _ops().cross_entropy_backward.default(
-                grad.contiguous(), z, here, lse, ignore_index, 0.0, softcap
-            )
+                grad.contiguous(),
+                z if softcap else _whole(z),
+                here,
+                lse,
+                ignore_index,
+                0.0,
+                softcap,
+            )[:, :classes]
             outside = counted & ~inside
             capped = softcap * torch.tanh(first / softcap) if softcap else first
             anew = torch.exp(capped - lse) * grad
@@ -512,6 +578,8 @@ class Gradients:
 
     def add(self, part: slice, d: Tensor) -> None:
         """`d`: as `of_logits` gives it."""
+        if d.is_contiguous() and _is_odd(d, d.shape[1]):
+            d = _rows_apart(d, d.shape[1]).copy_(d)
         if self.dx is not None:
             _add_product(self.dx, d, self.weight[part].to(d.dtype))
         if self.dw is not None:

@@ -55,6 +55,19 @@ def test_no_farther_from_fp64_than_pytorch(
         assert_as_near(found, dtype, name, like=16 if name == "loss" else 64)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_class_that_is_none(recompute: bool) -> None:
+    """Also where rows lie further apart, and have a place of that number."""
+    assert head_loss._is_odd(torch.empty(1, device="cuda", dtype=torch.bfloat16), CLASSES)
+    hidden = drawn(1, 40, 64).cuda().bfloat16().requires_grad_()
+    weight = drawn(2, CLASSES, 64).cuda().bfloat16().requires_grad_()
+    target = targets(3, 40).cuda()
+    for none in (CLASSES, CLASSES + 1, -3):
+        target[7] = none
+        loss = linear_cross_entropy(hidden, weight, target, recompute=recompute)
+        assert loss.isnan()
+
+
 @pytest.mark.parametrize(("recompute", "most"), [(True, 0.25), (None, 0.75)])
 def test_memory(recompute: bool | None, most: float) -> None:
     """The weight's gradient, and beside it only a part of the logits: by default what is kept of
