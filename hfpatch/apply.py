@@ -451,6 +451,15 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
     return _paths(_roots(model)[1])
 
 
+def roots_of(model: Any) -> list[nn.Module]:
+    """The modules that `apply` patches in a model, which is one, or a pipeline.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    return [root for _, root in _roots(model)[1]]
+
+
 def _paths(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     """Every module once, under the first of its paths: components may share some."""
     seen: set[int] = set()

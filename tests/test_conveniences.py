@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
@@ -67,6 +68,31 @@ def test_applied_goes_back_to_the_apply_before() -> None:
     assert hfpatch.status(model).plan.mode == "training"
 
 
+@pytest.mark.parametrize("apply_before", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
+def test_applied_in_blocks_that_overlap(order: tuple[int, ...], apply_before: bool) -> None:
+    """As of two threads: the model is as it was when the last one has ended, and a block that goes
+    on keeps its kernels."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    if apply_before:
+        hfpatch.apply(model, include="2")
+    before = dicts(model)
+    selected = [{"0", "2"}, {"0"}, {"2"}]
+    blocks = [hfpatch.applied(model, include=sorted(s)) for s in selected]
+    for block in blocks:
+        block.__enter__()
+    going = [0, 1, 2]
+    for i in order:
+        blocks[i].__exit__(None, None, None)
+        going.remove(i)
+        if going:
+            assert paths(model) == selected[going[-1]]
+    if apply_before:
+        assert paths(model) == {"2"}
+    else:
+        assert dicts(model) == before
+
+
 @pytest.mark.parametrize("way", ["a part", "a copy"])
 def test_applied_refuses_what_it_could_not_bring_back(way: str) -> None:
     model = llama()
@@ -80,6 +106,42 @@ def test_applied_refuses_what_it_could_not_bring_back(way: str) -> None:
     with pytest.raises(ValueError, match=r"call `hfpatch\.restore` on it first"):
         block.__enter__()
     assert paths(model) == before
+
+
+def test_applied_in_a_block_that_nobody_ends() -> None:
+    """A training that raised never ends its block; the collector does, in the midst of the next."""
+    model = nn.Sequential(nn.LayerNorm(8))
+    before = dicts(model)
+    lost = hfpatch.applied(model)
+    lost.__enter__()
+    with hfpatch.applied(model):
+        del lost
+        gc.collect()
+        assert paths(model) == {"0"}
+    assert dicts(model) == before
+
+
+def test_applied_where_an_inner_block_fails_while_the_outer_one_ends() -> None:
+    model = nn.Sequential(nn.LayerNorm(8))
+    before = dicts(model)
+    outer = hfpatch.applied(model)
+    outer.__enter__()
+    inner = hfpatch.applied(model, kernels=_Ends(outer))
+    with pytest.raises(RuntimeError, match="no such choice"):
+        inner.__enter__()
+    assert dicts(model) == before
+
+
+class _Ends(dict[str, Any]):
+    """`kernels=` that ends a block while it is read, as another thread may, and is then wrong."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block = block
+
+    def items(self) -> Any:
+        self.block.__exit__(None, None, None)
+        raise RuntimeError("no such choice")
 
 
 def test_applied_takes_the_arguments_of_apply() -> None:
