@@ -356,7 +356,18 @@ def decide(
         prepared = [*recorded, *(p for p in prepared if id(p.module) not in with_graphs)]
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, notes=(*decided.notes, *no_graphs))
+    decided = replace(decided, notes=(*_selecting_none(decided, settings), *decided.notes))
     return decided, [*prepared, *candidates], [*in_vain, *([] if auto else no_graphs)]
+
+
+def _selecting_none(decided: Plan, settings: Settings) -> Iterator[str]:
+    """Notes on patterns that select nothing at all."""
+    selected = settings.left_out | {s.path for s in decided.swaps}
+    selected |= {c.path for c in decided.candidates}
+    selected |= {s.path for s in decided.skips if s.kind == "excluded"}
+    for paths, note in settings.selecting_none:
+        if selected.isdisjoint(paths):
+            yield note
 
 
 def _blocks_in_vain(blocks: str | bool, settings: Settings) -> list[str]:

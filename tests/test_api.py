@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,30 @@ def test_patterns_that_select_nothing_are_said() -> None:
     (found,) = report.notes  # what is inside of `0` is swapped; `1` has nothing to leave out
     assert len(report.swaps) == 3 and found.startswith("'0' in `exclude`") and "'0.*'" in found
     assert not hfpatch.apply(model, exclude="0.*").notes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "more"),
+    [
+        ("LlamaForCausalLM", {}),  # its decoding steps
+        ("LlamaDecoderLayer", {"mode": "training"}),
+        ("model.layers.1", {"mode": "training"}),
+        ("LlamaDecoderLayer", {"blocks": True}),
+    ],
+)
+def test_patterns_that_select_more_than_single_modules(pattern: str, more: dict[str, Any]) -> None:
+    """No note says that there is no kernel for what was swapped, or was left out by a pattern."""
+    model = zoo.ENTRIES["llama"].build().eval()
+
+    def planned(**choice: str) -> tuple[set[str], tuple[str, ...]]:
+        plan = hfpatch.plan(model, **choice, **more)
+        return {s.path for s in (*plan.swaps, *plan.candidates)}, plan.notes
+
+    (included, notes), (left, exclude_notes), (everything, _) = (
+        planned(include=pattern), planned(exclude=pattern), planned(),
+    )  # fmt: skip
+    assert included and not notes and not exclude_notes
+    assert not included & left and included < everything
 
 
 def test_what_a_wider_swap_covers_is_selected_by_a_pattern() -> None:

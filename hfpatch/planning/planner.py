@@ -75,7 +75,7 @@ def _make_plan(
     for _, site, families in track(ranked, f"hfpatch: {name}", "module"):
         if id(site.module) not in draft.covered:
             _decide(draft, site, families)
-    settings.sources.notes += _pattern_notes(draft, sites, [site for _, site, _ in ranked])
+    settings.selecting_none[:] = _pattern_notes(draft, sites, [site for _, site, _ in ranked])
     if (note := kernelized.note(m for _, root in roots for m in root.modules())) is not None:
         settings.sources.notes.append(note)
     order_of = {site.path: i for i, site in enumerate(sites)}
@@ -134,11 +134,12 @@ def _no_match(pattern: str, name: str, sites: Sequence[Site], other_names: dict[
 
 def _pattern_notes(
     draft: _Draft, sites: Sequence[Site], nominated: Sequence[Site]
-) -> Iterator[str]:
-    """What to say of patterns that select nothing, as those that name a module for its children."""
+) -> Iterator[tuple[frozenset[str], str]]:
+    """What to say of patterns that select nothing, as those that name a module for its children;
+    each with what it matches."""
     settings = draft.settings
     if settings.include == ():
-        yield "`include` is empty, so nothing is swapped"
+        yield frozenset(), "`include` is empty, so nothing is swapped"
     decided = draft.covered | {id(p.module) for p in draft.prepared}
     paths = {skip.path for skip in draft.skips}
     decided |= {id(site.module) for site in sites if site.path in paths}
@@ -147,6 +148,7 @@ def _pattern_notes(
             matched = _matching(pattern, sites)
             if any(id(site.module) in decided for site in matched):
                 continue
+            there = frozenset(s.path for s in matched)
             names = ", ".join(dict.fromkeys(class_of(s.module).__name__ for s in matched))
             said = f"{pattern!r} in `{argument}` matches {names}, which hfpatch has no kernel for"
             inside = next(
@@ -158,9 +160,9 @@ def _pattern_notes(
                 None,
             )
             if inside is not None:
-                yield f"{said}; for the modules inside write {inside!r}"
+                yield there, f"{said}; for the modules inside write {inside!r}"
             elif argument == "include":
-                yield said
+                yield there, said
 
 
 def _decide(draft: _Draft, site: Site, families: list[Family]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hfpatch.kernels.sources import Sources
@@ -25,6 +25,11 @@ class Settings:
     verify: bool = True
     strict: bool = False
     device: str | None = None  # where weights are planned to be, wherever they are now
+    #: Notes on patterns that select no single module, each with the paths that the pattern matches:
+    #: it may select one of them as a block, a decoder layer or a model that generates.
+    selecting_none: list[tuple[frozenset[str], str]] = field(default_factory=list, compare=False)
+    #: Paths of those, and of their parts, that `exclude` left as they are.
+    left_out: set[str] = field(default_factory=set, compare=False)
 
     @property
     def training(self) -> bool:

@@ -196,11 +196,6 @@ def _may_be(
 ) -> bool:
     if settings.include is not None and not matches(settings.include, path, name):
         return False
-    if matches(settings.exclude, path, name):
-        return False
-    if any(matches(settings.exclude, f"{path}.{p}", class_of(m).__name__)
-           for p, m in block.named_modules() if p):  # fmt: skip
-        return False  # a part of it shall stay as it is
     cls = class_of(block)
     if type(block) is not cls:
         return False
@@ -215,7 +210,12 @@ def _may_be(
     planned = settings.device
     devices = {planned} if planned else {p.device.type for p in block.parameters()}
     dtypes = {p.dtype for p in block.parameters() if p.is_floating_point()}
-    return devices <= wanted and bool(dtypes & set(KERNEL_DTYPES))
+    if not devices <= wanted or not dtypes & set(KERNEL_DTYPES):
+        return False
+    each = ((f"{path}.{p}" if p else path, class_of(m).__name__) for p, m in block.named_modules())
+    left = {where for where, of in each if matches(settings.exclude, where, of)}
+    settings.left_out.update(left)
+    return not left  # also where a part of it shall stay as it is
 
 
 def _binder(sources: Sources) -> Bind:

@@ -114,6 +114,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         if settings.include is not None and not matches(settings.include, where, class_name):
             continue
         if matches(settings.exclude, where, class_name):
+            settings.left_out.add(where)
             continue
         if (why := swap.foreign_forward(module)) is not None:
             raise Unexplained(f"`{where}`: {why}")
