@@ -133,6 +133,20 @@ def test_patterns_that_select_nothing_are_said() -> None:
     assert not hfpatch.apply(model, exclude="0.*").notes
 
 
+def test_a_child_with_a_dot_in_its_name() -> None:
+    """`add_module` refuses such a name, `_modules` takes it."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    model._modules["norms.first"] = nn.Sequential(nn.LayerNorm(64))
+    before = snapshot(model)
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        expected = model(x)
+        assert [s.path for s in hfpatch.apply(model).swaps] == ["norms.first.0"]
+        torch.testing.assert_close(model(x), expected)
+    assert hfpatch.restore(model) == 1
+    assert_same_dicts(before, model)
+
+
 @pytest.mark.parametrize(
     ("pattern", "more"),
     [

@@ -43,6 +43,8 @@ def sites_of(prefix: str, root: nn.Module, planned: str | None) -> Iterator[Site
     gathered: dict[str, bool] = {}
     for path, module in root.named_modules():
         above = path.rpartition(".")[0]
+        while above and above not in gathered:  # a child put into `_modules` may be named "a.b"
+            above = above.rpartition(".")[0]
         gathered[path] = _is_fully_sharded(module) or (gathered[above] if path else False)
         execution[path] = execution_device(module) or (execution[above] if path else None)
         own = next((p.device.type for p in module.parameters()), None)
