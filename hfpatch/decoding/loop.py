@@ -138,9 +138,13 @@ def _sample(
     """The loop: transformers' own where this one does not fit, with the streamer `into`."""
     mode = generation_config.get_generation_mode()
     plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-    loop = _Loop(model, input_ids, logits_processor, stopping_criteria, generation_config, into)
-    if plain and loop.fits(model_kwargs):
-        return loop.run(model_kwargs)
+    decoder = decoders.get(model)  # none where a streamer, which has the prompt, restored the model
+    if plain and decoder is not None:
+        loop = _Loop(
+            model, decoder, input_ids, logits_processor, stopping_criteria, generation_config, into
+        )
+        if loop.fits(model_kwargs):
+            return loop.run(model_kwargs)
     method = "_sample" if plain else GENERATION_MODES_MAPPING[mode]
     return getattr(type(model), method)(
         model,
@@ -253,6 +257,7 @@ class _Loop:
     """One call of `generate`."""
 
     model: Any
+    decoder: Any  # the model's, as it was when the loop began
     input_ids: Tensor
     processors: Any
     criteria: Any
@@ -293,7 +298,7 @@ class _Loop:
 
     def _run(self, model_kwargs: dict[str, Any], behind_the_prompt: ExitStack) -> Any:
         model, config, ids = self.model, self.config, self.input_ids
-        decoder = decoders[model]
+        decoder = self.decoder
         decoder.loops += 1
         rows = ids.shape[0]
         text = _Text(self, ids)

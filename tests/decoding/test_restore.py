@@ -196,6 +196,25 @@ def test_restore_frees_and_leaves_nothing() -> None:
     assert gone() is None
 
 
+@pytest.mark.parametrize("value", [0, 1, 3])  # the prompt is the first
+def test_a_streamer_that_restores_the_model(value: int) -> None:
+    model, values = make("llama"), []
+    wanted = write(model)
+
+    class Restoring:
+        def put(self, given: torch.Tensor) -> None:
+            if len(values) == value:
+                hfpatch.restore(model)
+            values.append(given)
+
+        def end(self) -> None:
+            pass
+
+    hfpatch.apply(model)
+    text = model.generate(**prompts(1), **_GREEDY, streamer=Restoring())
+    assert torch.equal(text, wanted) and len(values) == 9
+
+
 def test_the_report_says_it_and_it_can_be_left_out() -> None:
     model = make("llama")
     swap = hfpatch.plan(model).swaps[0]
