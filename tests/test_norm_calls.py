@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -326,3 +327,54 @@ def test_the_layout_of_torchs_norms(cls: Any, kernels_module: object) -> None:
         assert len(hfpatch.apply(model, kernels="local").swaps) == 1
         for _ in range(2):
             assert model(x).stride() == expected.stride()
+
+
+class ShapedLayerNorm(nn.Module):
+    """nanoGPT's, with its optional bias."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64) + 0.5)
+        self.bias = nn.Parameter(torch.rand(64)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class SizedRMSNorm(ShapedLayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (self.weight.size(0),), self.weight, 1e-5)
+
+
+class AskingLayerNorm(ShapedLayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+        return 2 * y if x.shape == self.weight.shape else y
+
+
+class CoveringLayerNorm(ShapedLayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[x.dim() - 1 :], self.weight, self.bias, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize(
+    ("cls", "bias", "served"),
+    [
+        (ShapedLayerNorm, True, True),
+        (ShapedLayerNorm, False, True),
+        (SizedRMSNorm, False, True),
+        (AskingLayerNorm, True, False),
+        (CoveringLayerNorm, True, False),
+    ],
+)
+def test_a_shape_that_is_the_weights(cls: Any, bias: bool, served: bool, mode: str) -> None:
+    """Of a norm's own weight, unlike of its input, it is one size in every call."""
+    model = nn.Sequential(cls(bias))
+    expected = {n: model(torch.ones(n)) for n in ((64,), (2, 64), (1, 2, 3, 64))}
+    assert bool(hfpatch.apply(model, mode=mode).swaps) == served
+    with torch.no_grad():
+        for shape, value in expected.items():
+            torch.testing.assert_close(model(torch.ones(shape)), value)
+        with pytest.raises(RuntimeError, match="shape"):
+            model(torch.ones(2, 65))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hfpatch.reading.values import (
     FIXED,
@@ -512,7 +513,7 @@ def read_off(tensor: Traced, name: str) -> Any:
     """An attribute of a tensor that is no method."""
     t = tensor.tensor
     if name == "shape":
-        return Fact(tuple(t.shape), frozenset({"lead", "width"}))
+        return _shape_of(t)
     kinds = {
         "dtype": "dtype",
         "device": "device",
@@ -529,6 +530,12 @@ def read_off(tensor: Traced, name: str) -> Any:
     return Fact(getattr(t, name), frozenset({kinds[name]}))
 
 
+def _shape_of(t: Tensor) -> Fact:
+    """Its sizes. A norm's own weight or bias has one, the width of the rows that it takes."""
+    own = t.dim() == 1 and isinstance(t, nn.Parameter)
+    return Fact(tuple(t.shape), frozenset({"width"} if own else {"lead", "width"}))
+
+
 #: Methods of tensors that say something of them.
 ASKED = frozenset(
     {
@@ -542,8 +549,7 @@ def ask(tensor: Traced, name: str, args: Arguments) -> Any:
     """What a method of `ASKED` says."""
     t = tensor.tensor
     if name == "size":
-        shape = Fact(tuple(t.shape), frozenset({"lead", "width"}))
-        return index(shape, args[0]) if args else shape
+        return index(_shape_of(t), args[0]) if args else _shape_of(t)
     if name in ("dim", "ndimension"):
         return Fact(t.dim(), frozenset({"rank"}))
     if name in ("is_floating_point", "is_complex"):
