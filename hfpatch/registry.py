@@ -15,7 +15,7 @@ from hfpatch.proof.keys import kept_while_planning
 from hfpatch.proof.subject import Family, class_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # rows that say the same are two all the same
 class _Nomination:
     """A user's row: classes that match `pattern` are looked at by `family`."""
 

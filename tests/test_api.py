@@ -587,6 +587,16 @@ def test_registering_a_class_for_a_family() -> None:
     assert not hfpatch.plan(model).swaps
 
 
+def test_a_handle_takes_its_own_registration_back_alone() -> None:
+    """Another that says the same, as of a second library, stays; also where it is asked twice."""
+    named = type("Zorm", (LlamaRMSNorm,), {})
+    model = nn.Sequential(named(64).requires_grad_(False))
+    first, second = (hfpatch.register("Zorm", family="norm") for _ in range(2))
+    for handle, left in ((first, 1), (first, 1), (second, 0)):
+        handle.remove()
+        assert len(hfpatch.plan(model).swaps) == left
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
