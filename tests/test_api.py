@@ -577,6 +577,32 @@ def test_registering_a_forward_for_a_class() -> None:
     assert not hfpatch.apply(model).skips
 
 
+def test_two_kernels_of_one_name() -> None:
+    """The later one is taken; the other one is there again behind it."""
+    model = nn.LayerNorm(64)
+    called: list[int] = []
+
+    def kernel(i: int) -> Any:
+        def layer_norm(x: Tensor, w: Any = None, b: Any = None, *, eps: float = 1e-6) -> Tensor:
+            called.append(i)
+            return nn.functional.layer_norm(x, x.shape[-1:], w, b, eps)
+
+        return layer_norm
+
+    handles = [hfpatch.register(op="layer_norm", kernel=kernel(i), name="mine") for i in range(4)]
+    for gone, then in ((None, 3), (1, 3), (3, 2), (3, 2), (2, 0)):
+        if gone is not None:
+            handles[gone].remove()
+        assert len(hfpatch.apply(model, kernels={"layer_norm": "mine"}).swaps) == 1
+        called.clear()
+        with torch.no_grad():
+            model(torch.randn(2, 64))
+        assert set(called) == {then}
+    handles[0].remove()
+    with pytest.raises(ValueError, match="unknown kernel source 'mine'"):
+        hfpatch.apply(model, kernels={"layer_norm": "mine"})
+
+
 def test_registering_a_class_for_a_family() -> None:
     named = type("Zorm", (LlamaRMSNorm,), {})
     model = nn.Sequential(named(64).requires_grad_(False))

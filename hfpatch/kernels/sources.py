@@ -182,6 +182,8 @@ def reference_kernel(op: str) -> Kernel:
 
 
 _registered: dict[str, Kernel] = {}
+#: Those that a later one of the same name stands before, until it is taken back.
+_covered: dict[str, list[Kernel]] = {}
 _registrations = itertools.count()  # each is proven afresh: other devices, a function as changed
 
 
@@ -209,7 +211,10 @@ def register_kernel(
         devices=devices,
         differentiable=differentiable,
     )
-    _registered[f"{op}:{name}"] = kernel
+    key = f"{op}:{name}"
+    if key in _registered:
+        _covered.setdefault(key, []).append(_registered[key])
+    _registered[key] = kernel
     return kernel
 
 
@@ -629,5 +634,10 @@ def _check_source(op: str, source: Source, options: HubOptions) -> None:
 def unregister_kernel(kernel: Kernel) -> None:
     """Forget a registered kernel; unknown ones are ignored."""
     key = f"{kernel.op}:{kernel.source}"
+    covered = [k for k in _covered.pop(key, ()) if k is not kernel]
     if _registered.get(key) is kernel:
         del _registered[key]
+        if covered:
+            _registered[key] = covered.pop()
+    if covered:
+        _covered[key] = covered
