@@ -39,6 +39,8 @@ _ROUNDS, _WARMUP = 7, 2
 #: Runs that are looked at until all captured blocks ran fused in one. A first call decides a kind,
 #: and where that fuses one block, the next one's input may lie otherwise in memory: another kind.
 _RUNS = 4
+#: A tensor whose values in fp64 are less than this share of the largest is 0 but for roundings.
+_ROUNDINGS = 1e-12
 
 
 @dataclass(frozen=True)
@@ -480,15 +482,17 @@ def _apart(
 
 def distance(some: list[Tensor], exact: list[Tensor]) -> float:
     """The root mean square difference relative to that of the values, each tensor in units of its
-    largest value, so that none hides another; but of a thousandth of all tensors' largest at least:
-    a gradient that is 0 (that of a bias of keys) is made of roundings alone."""
+    largest value, so that none hides another; but of a thousandth of all tensors' largest at least,
+    and where the exact values are roundings alone (the gradient of a bias of keys is 0) of that
+    largest: noise there says nothing of one beside the other."""
     sizes = [float(e[e.isfinite()].abs().max()) if e.isfinite().any() else 0.0 for e in exact]
-    least = max([*sizes, 1e-30]) * 1e-3
+    largest = max([*sizes, 1e-30])
+    none, least = largest * _ROUNDINGS, largest * 1e-3
     differences = squares = 0.0
     for a, e, size in zip(some, exact, sizes, strict=True):
         real = e.isfinite() & a.isfinite()
         if real.any():
-            unit = max(size, least)
+            unit = largest if size < none else max(size, least)
             differences += float(((a - e)[real] / unit).square().mean())
             squares += float((e[real] / unit).square().mean())
     return float((differences / max(squares, 1e-30)) ** 0.5)

@@ -523,3 +523,13 @@ def test_trust_reaches_pipelines(pipeline: Path, monkeypatch: pytest.MonkeyPatch
         assert cli.main(["apply-check", str(pipeline), *options]) == 2
     assert seen == [False, True]
     shutil.rmtree(pipeline)
+
+
+def test_a_gradient_that_is_nothing_but_roundings() -> None:
+    """It tells neither way of computing from the other; a wrong value in its place does."""
+    exact = [torch.ones(4, dtype=torch.float64), torch.full((4,), 1e-17, dtype=torch.float64)]
+    near = [e + 1e-7 for e in exact]
+    noisier = [exact[0] + 1e-7, exact[1] + 1e-6]  # a tenth of a millionth of the largest, or one
+    assert check.distance(near, exact) < 2e-7
+    assert check.distance(noisier, exact) < 2e-6
+    assert check.distance([exact[0] + 1e-7, exact[1] + 1e-2], exact) > 5e-3
