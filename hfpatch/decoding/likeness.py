@@ -192,6 +192,8 @@ def _check_parameters(modules: dict[str, nn.Module], planned: bool) -> None:
     )
     for name, p in held:
         first = p if first is None else first
+        if type(p) is torch.Tensor:  # `functional_call` puts such there
+            raise Unexplained(f"`{name}` is no parameter, but a tensor")
         if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
             raise Unexplained(f"`{name}` is no plain tensor, but a `{type(p.data).__name__}`")
         if p.is_meta and not planned:

@@ -571,10 +571,18 @@ def adapter(original: Forward, choice: Choice) -> Forward:
             return original(self, *args, **kwargs)
         held = decoders.get(self)
         if held is None:  # a copy of a patched model
+            if not _is_itself(self):
+                return original(self, *args, **kwargs)
             held = decoders[self] = Decoder(_describe(self), self, choice)
         return held.run(self, original, args, kwargs)
 
     return forward
+
+
+def _is_itself(model: nn.Module) -> bool:
+    """Whether a call shows a model as it is: under `functional_call` it has the tensors of others
+    for as long as the call takes, and a transform's have no memory to look at."""
+    return not watched() and all(isinstance(p, nn.Parameter) for p in model.parameters())
 
 
 def _describe(model: nn.Module) -> Described | str:

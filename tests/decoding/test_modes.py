@@ -274,3 +274,35 @@ def test_under_inference_mode_and_out_of_it_again() -> None:
             text = model.generate(ids, past_key_values=cache, **more)
         texts.append(model.generate(text.clone(), past_key_values=cache, **more))
     assert torch.equal(*texts)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@torch.no_grad()
+def test_a_copy_whose_first_call_has_the_tensors_of_others() -> None:
+    """An ensemble of copies by `functional_call`, under a transform and without."""
+    plain, patched = pair("llama-tied")
+    base, ids = copy.deepcopy(patched), prompts(1, padding=0)["input_ids"]
+    other = {k: p.detach() * 0.9 for k, p in plain.named_parameters()}
+    stacked = {k: torch.stack([p.detach(), other[k]]) for k, p in plain.named_parameters()}
+    found = []
+    for model in (plain, base):
+
+        def call(p: dict[str, torch.Tensor], m: Any = model) -> torch.Tensor:
+            given = {"input_ids": ids, "use_cache": False}
+            return torch.func.functional_call(m, p, (), given).logits  # type: ignore[no-any-return]
+
+        found.append(torch.cat([torch.func.vmap(call)(stacked), call(other)[None]]))
+    assert torch.allclose(*found, atol=1e-4)
+    texts = [m.generate(ids, max_new_tokens=4, do_sample=False) for m in (plain, base)]
+    assert torch.equal(*texts) and steps_of(base) > 0
+
+
+@torch.no_grad()
+def test_tensors_of_others_in_a_step_are_named_as_such() -> None:
+    _, patched = pair("phi3")
+    model, ids = copy.deepcopy(patched), prompts(1, padding=0)["input_ids"]
+    cache = model(ids, use_cache=True).past_key_values
+    other = {k: p.detach() for k, p in model.named_parameters()}
+    given = {"input_ids": ids[:, :1], "past_key_values": cache}
+    with pytest.warns(RuntimeWarning, match=r"`model\.embed.* is no parameter, but a tensor"):
+        torch.func.functional_call(model, other, (), given)
