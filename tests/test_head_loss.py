@@ -146,12 +146,12 @@ def test_no_farther_from_fp64_than_pytorch(
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_rows_that_would_begin_at_odd_addresses(
+def test_an_odd_number_of_classes(
     dtype: torch.dtype, options: Any, largest: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: they lie further apart, and what is between them is no class."""
+    """As on a GPU: the head has more classes there, of no probability."""
     monkeypatch.setattr(head_loss, "PADDED", frozenset({"cpu"}))
-    assert head_loss._is_odd(torch.empty(1, dtype=dtype), CLASSES)
+    assert head_loss.is_odd(torch.empty(1, dtype=dtype), CLASSES)
     test_no_farther_from_fp64_than_pytorch(dtype, options, True, largest)
 
 
@@ -160,7 +160,7 @@ def test_rows_that_would_begin_at_odd_addresses(
 def test_classes_that_are_none_may_be_ignored(
     ignored: int, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where rows lie further apart, and have a place of that number."""
+    """Also where the head has a further class of that number."""
     leaves = [drawn(1, 40, 32).bfloat16(), drawn(2, CLASSES, 32).bfloat16(), None]
     target = targets(3, 40)
     target[target == -100] = ignored

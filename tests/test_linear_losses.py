@@ -247,6 +247,16 @@ def test_distances(
     assert max(largest) <= 17 * CLASSES, "all logits at once"
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_an_odd_number_of_classes(
+    form: Any, largest: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the head has more classes there, which no result knows."""
+    monkeypatch.setattr(head_loss, "PADDED", frozenset({"cpu"}))
+    test_log_probs(torch.bfloat16, form, True, largest)
+    test_distances("jsd", form, False, torch.bfloat16, largest)
+
+
 @pytest.mark.parametrize("name", DISTANCES)
 def test_distances_from_a_teacher_of_another_form(name: str) -> None:
     """With a width, a bias, a scale and a softcap of its own, none of them the student's."""

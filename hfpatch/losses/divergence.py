@@ -200,6 +200,8 @@ class _Logits:
         self.weight = None if teacher.weight is None else teacher.weight.detach().to(self.x.dtype)
         self.bias = None if teacher.bias is None else teacher.bias.detach().to(self.x.dtype)
         ready = self.weight is None
+        if self.weight is not None:
+            self._whole = head_loss.evened(self.weight, self.bias)
         scale, softcap = (1.0, 0.0) if ready else (teacher.scale, teacher.softcap)
         self.form = Form(scale, softcap, student.temperature)
 
@@ -208,7 +210,11 @@ class _Logits:
             # a copy, which is written over
             return self.form.wide(self.x[rows, classes].to(dtype, copy=True))
         bias = None if self.bias is None else self.bias[classes]
-        y = head_loss._logits(self.x[rows], self.weight[classes], bias, self.form.scale)
+        weight = self.weight[classes]
+        # of the forward's, which asks for all classes of some rows after others, once
+        every = len(weight) == len(self.weight)
+        head = self._whole if every else head_loss.evened(weight, bias)
+        y = head_loss._logits(self.x[rows], *head, self.form.scale, len(weight))
         return self.form.wide(y).to(dtype)
 
 
@@ -244,6 +250,7 @@ class _Distance(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         own = weight.to(hidden.dtype)
         own_bias = None if bias is None else bias.to(hidden.dtype)
+        own, own_bias = head_loss.evened(own, own_bias)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         source, whole = _Logits(teacher, form), slice(None)
         # distance, both lse, and sum(p * r)
@@ -251,7 +258,8 @@ class _Distance(torch.autograd.Function):
         step = rows_at_a_time(len(weight), 4)
         for at in range(0, len(hidden), step):
             part = slice(at, at + step)
-            log_p = form.wide(head_loss._logits(hidden[part], own, own_bias, form.scale))
+            y = head_loss._logits(hidden[part], own, own_bias, form.scale, len(weight))
+            log_p = form.wide(y)
             log_q = source.of(part, whole, wide)
             lse_p, lse_q = log_p.logsumexp(-1), log_q.logsumexp(-1)
             log_p.sub_(lse_p[:, None])

@@ -52,8 +52,8 @@ LEAST = 512
 #: Devices on which few rows' gradients too are made in the forward: logits made twice are 15 % of a
 #: small model's step there, and memory is the host's.
 TIME_FIRST = frozenset({"cpu"})
-#: Devices whose products are slow where rows of half types begin at odd addresses, as with GPT-2's
-#: 50,257 classes, and what those rows are made a multiple of there, in bytes.
+#: Devices whose products are slow where a dimension of half types, as GPT-2's 50,257 classes, is no
+#: multiple of so many bytes: "Tensor Core Usage" in cuBLAS's documentation.
 PADDED, _PIECE = frozenset({"cuda"}), 16
 #: Classes of a piece are a multiple of this.
 _CLASSES = 64
@@ -225,44 +225,42 @@ def _ops() -> Any:
     return local_package().module._ops.ops
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """[N, V]; its rows may lie further apart, see `PADDED`."""
-    plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)
-    if plain and x.dim() == 2 and _is_odd(x, len(weight)):
-        logits = _rows_apart(x, len(weight))
-        if bias is None:
-            torch.mm(x, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x, weight.t(), out=logits)
-    else:
-        logits = F.linear(x, weight, bias)
+def _logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, classes: int | None = None
+) -> Tensor:
+    """[N, classes], of a head that may be `evened`: then a view whose rows lie further apart."""
+    logits = F.linear(x, weight, bias)
+    if classes is not None and len(weight) != classes:
+        logits = logits[:, :classes]
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
-def _is_odd(like: Tensor, classes: int) -> bool:
-    """Whether rows of so many numbers would begin at odd addresses, where that is slow."""
-    kind, dtype = like.device.type, like.dtype
-    if kind not in PADDED or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != dtype:
-        return False  # `F.linear` gives another dtype
-    return classes * like.element_size() % _PIECE != 0
+def evened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The head with classes of zeros behind its own, to a number whose products are fast.
+
+    A copy of the weight, of 1 / 500 of the products' time, where it is one.
+    """
+    if type(weight) not in (Tensor, nn.Parameter) or not is_odd(weight, len(weight)):
+        return weight, bias
+    more = -len(weight) % (_PIECE // weight.element_size())
+    whole = F.pad(weight, (0, 0, 0, more))
+    return whole, None if bias is None else F.pad(bias, (0, more))
 
 
-def _rows_apart(like: Tensor, classes: int) -> Tensor:
-    """[N, classes] without values, whose rows begin at multiples of `_PIECE`."""
-    piece = _PIECE // like.element_size()
-    return like.new_empty(len(like), -(-classes // piece) * piece)[:, :classes]
+def is_odd(like: Tensor, classes: int) -> bool:
+    """Whether products with so many classes are slow."""
+    half = like.dtype in (torch.float16, torch.bfloat16)
+    return half and like.device.type in PADDED and classes * like.element_size() % _PIECE != 0
 
 
-def _whole(logits: Tensor) -> Tensor:
-    """The same with what lies between its rows as classes of no probability, contiguous."""
+def _whole(logits: Tensor, fill: float) -> Tensor:
+    """What `_logits` is a view of, contiguous, with `fill` for the further classes."""
     count, classes = logits.shape
-    if logits.is_contiguous():
-        return logits
     stride = logits.stride(0)
+    if stride <= classes:
+        return logits
     whole = logits.as_strided((count, stride), (stride, 1))
-    whole[:, classes:] = -torch.inf
+    whole[:, classes:] = fill
     return whole
 
 
@@ -292,13 +290,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index, smoothing, scale, softcap = options
         own = weight.to(hidden.dtype)  # the same tensor, but under autocast
         own_bias = None if bias is None else bias.to(hidden.dtype)
+        own, own_bias = evened(own, own_bias)
         count = max(LEAST, CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
         losses, lses = [], []
         for x, t in zip(torch.split(hidden, count), torch.split(target, count), strict=True):
-            z = _logits(x, own, own_bias, scale)
-            if not (smoothing or softcap):  # which the classes of no probability would change
-                z = _whole(z)
-                t = _of_these(t, len(own), z.shape[1], ignore_index)
+            z = _logits(x, own, own_bias, scale, len(weight))
+            if not (smoothing or softcap):  # which classes of no probability would change
+                z = _whole(z, -torch.inf)
+                t = _of_these(t, len(weight), z.shape[1], ignore_index)
             loss, lse = _ops().cross_entropy.default(z, t, ignore_index, smoothing, softcap)
             del z
             losses.append(loss)
@@ -346,12 +345,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         ignore_index, smoothing, scale, softcap = options
         own = weight.to(hidden.dtype)  # the same tensor, but under autocast
         own_bias = None if bias is None else bias.to(hidden.dtype)
+        own, own_bias = evened(own, own_bias)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = hidden.new_empty(hidden.shape, dtype=torch.float32) if wants_hidden else None
         made = weight.new_empty if len(hidden) else weight.new_zeros  # no row, no product
-        dw = made(weight.shape, dtype=torch.float32) if wants_weight else None
+        dw = made(own.shape, dtype=torch.float32) if wants_weight else None
         db = weight.new_zeros(len(weight), dtype=torch.float32) if wants_bias else None
-        copied = bool(smoothing or softcap) and _is_odd(hidden, len(weight))
+        copied = bool(smoothing or softcap) and len(own) != len(weight)
         count = max(LEAST, ROWS_BYTES // ((1 + copied) * len(weight) * hidden.element_size()))
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         scratch = torch.empty_like(losses)
@@ -359,17 +359,16 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), count):
             part = slice(start, start + count)
             x, t = hidden[part], target[part]
-            z = _logits(x, own, own_bias, scale)
-            y = z.contiguous() if smoothing or softcap else _whole(z)
-            t = _of_these(t, len(own), y.shape[1], ignore_index)
+            z = _logits(x, own, own_bias, scale, len(weight))
+            y = z.contiguous() if smoothing or softcap else _whole(z, -torch.inf)
+            t = _of_these(t, len(weight), y.shape[1], ignore_index)
             # divided by 1: gradients are scaled in fp32, behind the products, so that those of half
             # types neither vanish nor are rounded twice
             _ops().cross_entropy_with_gradient_out.default(
                 total, losses[part], scratch[part], y, y, t, None, 1.0, ignore_index, smoothing,
                 softcap,
             )  # fmt: skip
-            if y.data_ptr() != z.data_ptr():
-                z.copy_(y)
+            z = _whole(z if y is z else z.copy_(y), 0.0) if smoothing or softcap else y
             del y
             if scale != 1.0:
                 z.mul_(scale)
@@ -378,8 +377,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
             if dw is not None:
                 (_add_product if start else _product_into)(dw, z.t(), x)
             if db is not None:
-                db += z.sum(0, dtype=torch.float32)
+                db += z.sum(0, dtype=torch.float32)[: len(weight)]
             del z
+        dw = None if dw is None else dw[: len(weight)]
         ctx.options, ctx.hooks = options, hooks
         # All that PyTorch's own loss keeps, so that writing to one of them is the same error; and
         # the hidden states are alive anyway.
@@ -508,7 +508,8 @@ class Gradients:
         """The head's result for some classes, [N, part], times `scale`."""
         dtype = self.x.dtype
         bias = None if self.bias is None else self.bias[part].to(dtype)
-        return _logits(self.x, self.weight[part].to(dtype), bias, scale)
+        head = evened(self.weight[part].to(dtype), bias)
+        return _logits(self.x, *head, scale, part.stop - part.start)
 
     def of_logits(
         self,
@@ -537,7 +538,7 @@ class Gradients:
             classes = z.shape[1]
             z = _ops().cross_entropy_backward.default(
                 grad.contiguous(),
-                z if softcap else _whole(z),
+                z if softcap else _whole(z, -torch.inf),
                 here,
                 lse,
                 ignore_index,
@@ -578,17 +579,20 @@ class Gradients:
 
     def add(self, part: slice, d: Tensor) -> None:
         """`d`: as `of_logits` gives it."""
-        if d.is_contiguous() and _is_odd(d, d.shape[1]):
-            d = _rows_apart(d, d.shape[1]).copy_(d)
+        count = d.shape[1]
+        weight, _ = evened(self.weight[part].to(d.dtype), None)
+        if len(weight) != count:
+            d = F.pad(d, (0, len(weight) - count))
         if self.dx is not None:
-            _add_product(self.dx, d, self.weight[part].to(d.dtype))
+            _add_product(self.dx, d, weight)
         if self.dw is not None:
-            if self.dw.dtype == d.dtype:
+            if self.dw.dtype == d.dtype and len(weight) == count:
                 torch.mm(d.t(), self.x, out=self.dw[part])
-            else:  # fp32 parameters under autocast
-                self.dw[part] = torch.mm(d.t(), self.x)
+            else:  # fp32 parameters under autocast; evened
+                self.dw[part] = torch.mm(d.t(), self.x)[:count]
         if self.db is not None:
-            self.db[part] = d.sum(0, dtype=torch.promote_types(d.dtype, torch.float32))
+            wide = torch.promote_types(d.dtype, torch.float32)
+            self.db[part] = d.sum(0, dtype=wide)[:count]
 
     def results(self) -> tuple[Tensor | None, ...]:
         """Of hidden, weight and bias; None where none is wanted."""

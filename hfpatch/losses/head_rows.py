@@ -341,6 +341,7 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         own = weight.to(hidden.dtype)
         own_bias = None if bias is None else bias.to(hidden.dtype)
+        own, own_bias = head_loss.evened(own, own_bias)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         spread = None if class_weight is None else class_weight.to(hidden.device, wide)
         count, classes = len(hidden), len(weight)
@@ -349,7 +350,7 @@ class _Statistics(torch.autograd.Function):
         step = rows_at_a_time(classes, 4)
         for at in range(0, count, step):
             part = slice(at, at + step)
-            y = form.wide(head_loss._logits(hidden[part], own, own_bias, form.scale))
+            y = form.wide(head_loss._logits(hidden[part], own, own_bias, form.scale, classes))
             valid, t = counted[part], target[part]
             lse = torch.logsumexp(y, -1)
             lp = y.gather(1, _safe(t, valid, classes)[:, None])[:, 0] - lse

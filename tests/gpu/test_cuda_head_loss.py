@@ -57,8 +57,8 @@ def test_no_farther_from_fp64_than_pytorch(
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_class_that_is_none(recompute: bool) -> None:
-    """Also where rows lie further apart, and have a place of that number."""
-    assert head_loss._is_odd(torch.empty(1, device="cuda", dtype=torch.bfloat16), CLASSES)
+    """Also where the head has a further class of that number."""
+    assert head_loss.is_odd(torch.empty(1, device="cuda", dtype=torch.bfloat16), CLASSES)
     hidden = drawn(1, 40, 64).cuda().bfloat16().requires_grad_()
     weight = drawn(2, CLASSES, 64).cuda().bfloat16().requires_grad_()
     target = targets(3, 40).cuda()
