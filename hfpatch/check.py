@@ -39,7 +39,7 @@ _ROUNDS, _WARMUP = 7, 2
 #: Runs that are looked at until all captured blocks ran fused in one. A first call decides a kind,
 #: and where that fuses one block, the next one's input may lie otherwise in memory: another kind.
 _RUNS = 4
-#: A tensor whose values in fp64 are less than this share of the largest is 0 but for roundings.
+#: A tensor whose values in fp64 are less than this share of the largest is made of roundings alone.
 _ROUNDINGS = 1e-12
 
 

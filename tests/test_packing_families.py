@@ -52,7 +52,7 @@ def _packed_on_the_cpu(kernels_module: object, monkeypatch: pytest.MonkeyPatch) 
             type(p) is nn.Parameter
             and p.is_contiguous()
             and not p.is_inference()
-            and p.nbytes % packing._ALIGNMENT == 0
+            and p.nbytes % packing.ALIGNMENT == 0
             and p.untyped_storage().nbytes() == p.nbytes
         )
 
