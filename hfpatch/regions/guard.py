@@ -25,6 +25,7 @@ from hfpatch.proof.unchanged import (
 from hfpatch.regions.listening import is_idle
 
 _PLAIN = (int, float, bool, str, type(None))
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -147,6 +148,9 @@ def _checks(
     if names:
         scope[f"n{i}"] = frozenset(names)  # an attribute of that name would hide it
         yield f"if not d{i}.keys().isdisjoint(n{i}): return False"
+    if isinstance(module, _CONTAINERS):  # code goes over all that is in it, or takes the last
+        scope[f"l{i}"] = tuple(module._modules)
+        yield f"if tuple(d{i}['_modules']) != l{i}: return False"
     ignore = {name for where, name in numbers if where == path}
     reads, settings = settings_of(module, ignore)
     if settings is not None:

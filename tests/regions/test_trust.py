@@ -105,6 +105,19 @@ def test_a_change_after_apply_counts(what: str) -> None:
         assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
 
 
+def test_a_module_appended_to_a_list_counts() -> None:
+    """Code that goes over a list runs it, though all that was there is as it was."""
+    model, call = fused("mobilebert")
+    plain, _ = build("mobilebert")
+    before = run(model, call)
+    for changed in (model, plain):
+        ffn = changed.encoder.layer[1].ffn
+        ffn.append(copy.deepcopy(ffn[0]))
+    found, expected = run(model, call), run(plain, call)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
+
+
 def test_dropout_in_training_mode() -> None:
     model, inputs = build("bert")
     call = inputs(2, 9)
