@@ -237,7 +237,9 @@ bool launch_last(const Params &params, void *stream, int32_t *status) {
   p.chunk = ceil_div(p.a.positions, parts);
   p.parts = ceil_div(p.a.positions, p.chunk);
   const int64_t ctas = p.a.batch * p.parts * slabs;
-  if (ctas > kMaxGrid) return false;
+  const int numbers = p.slab * static_cast<int>(sizeof(float4)) +
+                      static_cast<int>(groups) * static_cast<int>(sizeof(float2));
+  if (ctas > kMaxGrid || (numbers > (48 << 10) && numbers > shared_memory_limit())) return false;
   p.by_slabs = FastDivisor(slabs);
   p.by_parts = FastDivisor(p.parts);
   p.by_vectors = FastDivisor(p.vectors);
@@ -245,9 +247,7 @@ bool launch_last(const Params &params, void *stream, int32_t *status) {
   const int slots = p.threads * N * static_cast<int>(sizeof(float2));
   *status = launch(&last_sums_kernel<T, N>, ctas, threads, p, stream, kName, slots);
   if (*status == HFP_OK) {
-    *status = launch(&last_result_kernel<T, N, kSilu>, ctas, threads, p, stream, kName,
-                     p.slab * static_cast<int>(sizeof(float4)) +
-                         static_cast<int>(groups) * static_cast<int>(sizeof(float2)));
+    *status = launch(&last_result_kernel<T, N, kSilu>, ctas, threads, p, stream, kName, numbers);
   }
   return true;
 }
