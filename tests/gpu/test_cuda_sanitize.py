@@ -173,26 +173,30 @@ def test_rows_that_divide_in_three_places(kernels_module: ModuleType) -> None:
         assert_same_bits([strided.cpu()], [plain.cpu()], str(dtype))
 
 
+@pytest.mark.parametrize(
+    ("shape", "groups", "last"),
+    [
+        # groups that one CTA would not hold alone: sm_90's distributed memory
+        ((2, 12, 5000), 2, False),
+        # several slabs, parts and rows of a thread, the last of each not whole
+        ((2, 1001, 160), 16, True),
+    ],
+    ids=["a group that a cluster shares", "slabs of channels last"],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_group_that_a_cluster_shares(dtype: torch.dtype, kernels_module: ModuleType) -> None:
-    """`group_norm` of groups that one CTA would not hold alone: sm_90's distributed memory."""
+def test_group_norm(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    groups: int,
+    last: bool,
+    kernels_module: ModuleType,
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 12, 5000, generator=generator).to(dtype)
-    weight, bias = torch.randn(2, 12, generator=generator).to(dtype)
-    y = kernels_module.group_norm(x.cuda(), weight.cuda(), bias.cuda(), 2, 1e-5, True, False)
-    expected = kernels_module.group_norm(x, weight, bias, 2, 1e-5, True, False)
-    eps = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(y.cpu(), expected, rtol=eps, atol=max(eps, 1e-5))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_slabs_of_channels_last(dtype: torch.dtype, kernels_module: ModuleType) -> None:
-    """`group_norm` of several slabs, parts and rows of a thread, the last of each not whole."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1001, 160, generator=generator).to(dtype)
-    weight, bias = torch.randn(2, 160, generator=generator).to(dtype)
-    y = kernels_module.group_norm(x.cuda(), weight.cuda(), bias.cuda(), 16, 1e-5, True, True)
-    expected = kernels_module.group_norm(x, weight, bias, 16, 1e-5, True, True)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    weight, bias = torch.randn(2, shape[2 if last else 1], generator=generator).to(dtype)
+    tail = (groups, 1e-5, True, last)
+    y = kernels_module.group_norm(x.cuda(), weight.cuda(), bias.cuda(), *tail)
+    expected = kernels_module.group_norm(x, weight, bias, *tail)
     eps = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(y.cpu(), expected, rtol=eps, atol=max(eps, 1e-5))
 
