@@ -21,16 +21,23 @@ from hfpatch.proof.unchanged import is_hooked
 ALIGNMENT = 16
 
 
+def ends_aligned(like: torch.Tensor, count: int) -> bool:
+    """Whether what stands behind so many numbers of a row, of the dtype of `like`, is aligned."""
+    return count * like.element_size() % ALIGNMENT == 0
+
+
 def can_pack(linears: Sequence[nn.Module]) -> bool:
     """Whether these layers are plain, alike, on a GPU, and own their memory."""
     if not all(map(_is_bare, linears)):
         return False  # an adapter, a quantized layer, a weight that is made anew at each call
-    tensors = [(m._parameters["weight"], m._parameters["bias"]) for m in linears]
+    tensors: list[tuple[Any, Any]] = [
+        (m._parameters["weight"], m._parameters["bias"]) for m in linears
+    ]
     kinds = {(_kind(weight), bias is None) for weight, bias in tensors}
     return (
         len({id(weight) for weight, _ in tensors}) == len(linears)
         and len(kinds) == 1
-        and all(_fills_rows(weight) for weight, _ in tensors)
+        and all(ends_aligned(weight, weight.shape[0]) for weight, _ in tensors)
         and all(_own(p) for pair in tensors for p in pair if p is not None)
     )
 
@@ -48,11 +55,6 @@ def _is_bare(linear: nn.Module) -> bool:
 
 def _kind(p: Any) -> tuple[object, ...]:
     return (p.dtype, p.device, p.shape[-1] if p.ndim else 0)
-
-
-def _fills_rows(weight: Any) -> bool:
-    """Whether what stands behind this layer's part of a row of the product is aligned."""
-    return bool(weight.shape[0] * weight.element_size() % ALIGNMENT == 0)
 
 
 def _own(p: Any) -> bool:

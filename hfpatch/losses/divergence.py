@@ -8,6 +8,7 @@ student's logits, where r is the distance's derivative by p; the sum is that num
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,10 +201,14 @@ class _Logits:
         self.weight = None if teacher.weight is None else teacher.weight.detach().to(self.x.dtype)
         self.bias = None if teacher.bias is None else teacher.bias.detach().to(self.x.dtype)
         ready = self.weight is None
-        if self.weight is not None:
-            self._whole = head_loss.evened(self.weight, self.bias)
         scale, softcap = (1.0, 0.0) if ready else (teacher.scale, teacher.softcap)
         self.form = Form(scale, softcap, student.temperature)
+
+    @functools.cached_property
+    def _whole(self) -> tuple[Tensor, Tensor | None]:
+        """The head of all classes: the forward asks for them for some rows after others."""
+        assert self.weight is not None
+        return head_loss.evened(self.weight, self.bias)
 
     def of(self, rows: slice, classes: slice, dtype: torch.dtype) -> Tensor:
         if self.weight is None:
@@ -211,7 +216,6 @@ class _Logits:
             return self.form.wide(self.x[rows, classes].to(dtype, copy=True))
         bias = None if self.bias is None else self.bias[classes]
         weight = self.weight[classes]
-        # of the forward's, which asks for all classes of some rows after others, once
         every = len(weight) == len(self.weight)
         head = self._whole if every else head_loss.evened(weight, bias)
         y = head_loss._logits(self.x[rows], *head, self.form.scale, len(weight))

@@ -40,6 +40,7 @@ from hfpatch.handover import tensor_refusal
 from hfpatch.kernels.sources import local_package
 from hfpatch.losses.logits_hooks import LogitsHooks
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.packing import ALIGNMENT, ends_aligned
 from hfpatch.proof.subject import no_gradients, only_by_operators
 from hfpatch.training.remade import saving_is_watched
 
@@ -53,8 +54,8 @@ LEAST = 512
 #: small model's step there, and memory is the host's.
 TIME_FIRST = frozenset({"cpu"})
 #: Devices whose products are slow where a dimension of half types, as GPT-2's 50,257 classes, is no
-#: multiple of so many bytes: "Tensor Core Usage" in cuBLAS's documentation.
-PADDED, _PIECE = frozenset({"cuda"}), 16
+#: multiple of 16 bytes: "Tensor Core Usage" in cuBLAS's documentation.
+PADDED = frozenset({"cuda"})
 #: Classes of a piece are a multiple of this.
 _CLASSES = 64
 #: Reductions as PyTorch's C++ functions number them.
@@ -225,24 +226,20 @@ def _ops() -> Any:
     return local_package().module._ops.ops
 
 
-def _logits(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, classes: int | None = None
-) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, classes: int) -> Tensor:
     """[N, classes], of a head that may be `evened`: then a view whose rows lie further apart."""
     logits = F.linear(x, weight, bias)
-    if classes is not None and len(weight) != classes:
+    if len(weight) != classes:
         logits = logits[:, :classes]
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
 def evened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The head with classes of zeros behind its own, to a number whose products are fast.
-
-    A copy of the weight, of 1 / 500 of the products' time, where it is one.
-    """
+    """The head with classes of zeros behind its own, to a number whose products are fast: a copy,
+    where its own is none."""
     if type(weight) not in (Tensor, nn.Parameter) or not is_odd(weight, len(weight)):
         return weight, bias
-    more = -len(weight) % (_PIECE // weight.element_size())
+    more = -len(weight) % (ALIGNMENT // weight.element_size())
     whole = F.pad(weight, (0, 0, 0, more))
     return whole, None if bias is None else F.pad(bias, (0, more))
 
@@ -250,7 +247,7 @@ def evened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
 def is_odd(like: Tensor, classes: int) -> bool:
     """Whether products with so many classes are slow."""
     half = like.dtype in (torch.float16, torch.bfloat16)
-    return half and like.device.type in PADDED and classes * like.element_size() % _PIECE != 0
+    return half and like.device.type in PADDED and not ends_aligned(like, classes)
 
 
 def _whole(logits: Tensor, fill: float) -> Tensor:

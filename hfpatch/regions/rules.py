@@ -477,8 +477,7 @@ def _side_by_side(groups: Iterable[list[Node]]) -> Iterator[list[Node]]:
     for group in groups:
         whole: list[Node] = []
         for node in group:
-            row = value(node)
-            if row.shape[-1] * row.element_size() % packing.ALIGNMENT == 0:
+            if packing.ends_aligned(value(node), value(node).shape[-1]):
                 whole.append(node)
             else:
                 yield [node]
