@@ -7,6 +7,7 @@ the original computes it; from then on such calls of every block of the kind run
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from hfpatch.regions.nodes import Project
 from hfpatch.regions.proof import (
     Disproved,
     Evidence,
+    Imprecise,
     check_disturbed,
     compare,
     prepare_disturbed,
@@ -223,6 +225,7 @@ class Kind:
             raise Uncapturable(self.unfit or "a tensor of the call is of a class of its own")
         again = copy.deepcopy((args, kwargs))  # the original writes to a cache
 
+        @functools.cache
         def original() -> Any:
             return type(block).forward(block, *again[0], **again[1])
 
@@ -242,7 +245,26 @@ class Kind:
         original: Callable[[], Any],
         observe: Callable[[Captured, Any], None] | None = None,
     ) -> Variant:
-        """A variant, proven; `observe` is given the rewritten capture and the proof's half."""
+        """A variant, proven; `observe` is given the rewritten capture and the proof's half.
+        `original` remembers what it gave."""
+        try:
+            return self._prove_in(None, block, structure, tensors, device, original, observe)
+        except Imprecise:
+            return self._prove_in(
+                torch.float64, block, structure, tensors, device, original, observe
+            )
+
+    def _prove_in(
+        self,
+        wide: torch.dtype | None,
+        block: nn.Module,
+        structure: Structure,
+        tensors: list[Tensor],
+        device: str,
+        original: Callable[[], Any],
+        observe: Callable[[Captured, Any], None] | None,
+    ) -> Variant:
+        """The same in one wide dtype (`prepare_proof`)."""
         with quietly(device):
             try:
                 beside = stand_beside(block)
@@ -253,7 +275,7 @@ class Kind:
             if not same(block):
                 raise Uncapturable("it is in training mode, or something was put around its parts")
             before = launches(captured.graph)
-            proof = prepare_proof(captured, beside, tensors, structure.cache)
+            proof = prepare_proof(captured, beside, tensors, structure.cache, wide)
             other = prepare_disturbed(captured, proof)
             linears = frozenset(
                 p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear)
