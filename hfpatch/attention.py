@@ -122,6 +122,8 @@ def _choose(
     grad: bool,
 ) -> _Kernel:
     """The kernel for calls of this kind."""
+    if any(map(_lies_apart, (q, k, v, mask))):
+        return partial(_gathered, causal=causal, window=window, softcap=softcap)
     free = not grad and not is_compiling()
     eager = free and q.is_cuda
     if softcap is not None:
@@ -224,6 +226,35 @@ def _flash_serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 # -------------------------------------------------------------------------------------------------
 # The kernels
+
+
+def _lies_apart(t: Tensor | None) -> bool:
+    """Whether a row's elements are no neighbours, as a bias by buckets of distance has its heads
+    innermost. No fused kernel reads that; PyTorch would fall back to its formula, in fp32."""
+    return t is not None and t.shape[-1] > 1 and t.stride(-1) != 1 and t.numel() > 0
+
+
+def _gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Of copies whose rows lie together."""
+    q, k, v = (t.contiguous() if _lies_apart(t) else t for t in (q, k, v))
+    if mask is not None and _lies_apart(mask):
+        for dim in range(mask.dim() - 1):  # what is the same for all is copied once
+            if mask.stride(dim) == 0:
+                mask = mask.narrow(dim, 0, 1)
+        mask = mask.contiguous()
+    return attention(
+        q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap
+    )  # fmt: skip
 
 
 def _torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> _Kernel:

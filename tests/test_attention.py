@@ -257,3 +257,31 @@ def test_a_users_switch_holds_for_kinds_that_were_chosen(monkeypatch: pytest.Mon
         attention(q, k, v)
     attention(q, k, v)
     assert len(module._kernels) == 2
+
+
+def test_rows_that_lie_apart_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias by distances has its heads innermost. PyTorch has its formula alone for that, which
+    takes GPUs several times as long."""
+    given: list[tuple[Tensor | None, ...]] = []
+    pytorchs = module._PYTORCHS
+
+    def seen(*args: Any, **kwargs: Any) -> Tensor:
+        given.append(args[:4])
+        return pytorchs(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_PYTORCHS", seen)
+    monkeypatch.setattr(module, "_kernels", {})
+    q, k, v = draw(4, 4, 6, 9, torch.float32)
+    g = torch.Generator().manual_seed(2)
+    bias = torch.randn(6, 9, 4, generator=g).permute(2, 0, 1)[None]
+    apart = k.transpose(2, 3).contiguous().transpose(2, 3)
+    for mask in (bias, bias.expand(2, -1, -1, -1), bias[:, :1, :, :1].expand(2, 4, 6, 9), None):
+        for _ in range(2):
+            check(attention(q, apart, v, mask=mask), q, k, v, mask=mask)
+    check(attention(q, apart, v, mask=bias, causal=True), q, k, v, mask=bias, causal=True)
+    check(attention(q, apart, v, mask=bias, softcap=2.0), q, k, v, mask=bias, softcap=2.0)
+    assert len(given) == 9
+    assert all(t.stride(-1) == 1 for held in given for t in held if t is not None)
+    assert {tuple(held[3].shape) for held in given[:6]} == {(1, 4, 6, 9), (1, 1, 6, 9)}
+    nothing = torch.empty(2, 4, 16, 0).transpose(2, 3)
+    assert attention(nothing, nothing, nothing).shape == (2, 4, 0, 16)
