@@ -9,6 +9,7 @@ what it draws at random, cannot be captured, and the block is left to its parts.
 from __future__ import annotations
 
 import logging
+import operator
 import re
 import traceback
 import types
@@ -47,7 +48,16 @@ from hfpatch.regions.caches import Noted, stand_in, with_past
 from hfpatch.regions.functional import in_known_forms, without_writes
 from hfpatch.regions.interrupts import held_back
 from hfpatch.regions.listening import is_idle
-from hfpatch.regions.nodes import CacheUpdate, Call, Constant, Leaf, Param, without_dead
+from hfpatch.regions.nodes import (
+    CacheUpdate,
+    Call,
+    Constant,
+    Leaf,
+    Param,
+    Target,
+    value,
+    without_dead,
+)
 from hfpatch.regions.shapes import Shapes, shapes_of
 from hfpatch.regions.structure import Structure, Unstructured, build, take_result
 
@@ -93,6 +103,8 @@ _MOST_WALLS = 6
 #: Calls of PyTorch in a block, attributes of tensors counted: the largest of our tests has 700. A
 #: loop over rows would hold up the first call of a model for minutes.
 _MOST_CALLS = 5000
+#: What these give is a tensor of its own.
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 
@@ -277,7 +289,7 @@ class _Attempt:
                 n: self._fake_module(c) for n, c in own["_modules"].items()
             }
             made.__dict__["forward"] = self._calls(
-                Call(path, isinstance(module, nn.Linear)), made, module
+                Call(path, isinstance(module, _LAYERS)), made, module
             )
             return made  # type: ignore[no-any-return]
         self._read.append(path)
@@ -400,10 +412,14 @@ class _Attempt:
         without_writes(graph)
         without_dead(graph)
         in_known_forms(graph)
-        for node in graph.nodes:
+        for node in list(graph.nodes):
             _check_number(node)
             if isinstance(node.target, torch._ops.OpOverload):
                 _check_operator(node)
+            elif node.target is torch._C._set_grad_enabled and node.args == (False,):
+                graph.erase_node(node)  # fused calls record nothing
+            elif node.op == "call_function":
+                _check_function(node)
         without_dead(graph)
         return graph
 
@@ -447,6 +463,16 @@ def _check_operator(node: Node) -> None:
         raise Uncapturable(f"its code draws random numbers (`{op}`)")
 
 
+def _check_function(node: Node) -> None:
+    """Functions that are no operators: of sizes, and of results in a row. Others set modes of the
+    process, such as autocast's."""
+    target: Any = node.target
+    if isinstance(target, Target) or target is operator.getitem:
+        return
+    if not isinstance(value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise Uncapturable(f"its code calls `{getattr(target, '__name__', target)}`")
+
+
 #: Random where `dropout_p` is not 0, which `rules` looks at.
 _SEEDED_BUT_NOT = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 
@@ -482,13 +508,13 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 def _odd_holdings(module: nn.Module) -> str | None:
     """What a module that is read through holds that is not its library's, or no plain tensor."""
-    for name, value in module.__dict__.items():
+    for name, held in module.__dict__.items():
         if name in OWNED_BY_WRAPPERS:
             continue
-        function = getattr(value, "func", value)
+        function = getattr(held, "func", held)
         if isinstance(function, types.FunctionType) and not is_own(function):
             return f"has a function `{name}` that is not the library's"
-        if name == "processor" and (why := odd_class(type(value))) is not None:
+        if name == "processor" and (why := odd_class(type(held))) is not None:
             return f"has a `processor` of which {why}"
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):

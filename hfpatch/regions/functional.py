@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
-from hfpatch.regions.nodes import Call, Constant, Leaf, Target, fixed, same_size, value
+from hfpatch.regions.nodes import Call, Constant, Param, fixed, same_size, value
 
 aten: Any = torch.ops.aten
+
+
+class _Places:
+    """Where nodes stand in the graph as it was captured, and who shares memory: that is read off
+    the tensors of the capture, since operators do not tell (`type_as`, `einsum` of one tensor)."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.order: dict[Node, int] = {}
+        self._sharing: dict[int, list[Node]] = {}
+        for i, node in enumerate(graph.nodes):
+            self.add(node, i)
+
+    def add(self, node: Node, at: int) -> None:
+        self.order[node] = at
+        for storage in _memory(node):
+            self._sharing.setdefault(storage, []).append(node)
+
+    def may_write(self, x: Node, at: int) -> bool:
+        """Whether a tensor that is written to at a place lies in memory of the graph's own, which
+        is read by no other way behind it."""
+        sharing = [self._sharing[storage] for storage in _memory(x)]
+        before = [n for nodes in sharing for n in nodes if self.order[n] < at]
+        return all(map(_makes_own, before)) and not any(
+            self.is_behind(u, at) for n in before if n is not x for u in n.users
+        )
+
+    def is_behind(self, node: Node, at: int) -> bool:
+        return self.order.get(node, -1) > at
 
 
 def without_writes(graph: Graph) -> None:
@@ -20,38 +48,43 @@ def without_writes(graph: Graph) -> None:
     view of it that was made before is used after. The same of `x[..., a:b] = y`. Any other write
     stays, and is refused.
     """
-    order = {n: i for i, n in enumerate(graph.nodes)}
+    places = _Places(graph)
     for node in list(graph.nodes):
-        if node.target is aten.copy_.default and len(node.args) == 2 and not node.kwargs:
-            _scatter(graph, node, order)
+        put = node.target in _PUTS and len(node.args) == 2 and not node.kwargs
+        if put and _scatter(graph, node, places):
             continue
         pure = _pure(node)
         if pure is None:
             continue
-        x = node.args[0]
-        if not isinstance(x, Node) or not _is_own(x) or _aliased(x, node, order):
+        x, at = node.args[0], places.order[node]
+        if not isinstance(x, Node) or not places.may_write(x, at):
             continue
         with graph.inserting_before(node):
             new = graph.call_function(pure, node.args, node.kwargs)
-        new.meta = dict(node.meta)
-        at = order[node]
-        order[new] = at
+            wide = _promoted(node)
+            new.meta = dict(node.meta) if wide is None else {"val": value(node).to(wide)}
+            places.add(new, at)
+            if wide is not None:  # it is computed so, and rounded as it is written
+                new = _as(graph, new, value(node).dtype)
+                new.meta = dict(node.meta)
+                places.add(new, at)
         node.replace_all_uses_with(new)
         for user in list(x.users):
-            if order.get(user, -1) > at:
+            if places.is_behind(user, at):
                 user.replace_input_with(x, new)
         graph.erase_node(node)
 
 
+_PUTS = (aten.copy_.default, aten.fill_.Tensor)
 _SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
 }
 
 
-def _scatter(graph: Graph, write: Node, order: dict[Node, int]) -> None:
-    """Replace `x[...] = y` by the whole of `x` with `y` in its place, where that is right."""
-    at = order[write]
+def _scatter(graph: Graph, write: Node, places: _Places) -> bool:
+    """Replace `x[...] = y` by the whole of `x` with `y` in its place; False: it was not right."""
+    at = places.order[write]
     views: list[Node] = []
     x: Any = write.args[0]
     while isinstance(x, Node) and x.target in _SCATTERS:
@@ -60,19 +93,15 @@ def _scatter(graph: Graph, write: Node, order: dict[Node, int]) -> None:
         x = x.args[0]
     source: Any = write.args[1]
     if not views or not isinstance(x, Node) or not isinstance(source, Node):
-        return
-    if not _alike(views[0], source):
-        return
-    root = x
-    while _is_view(root) and root.op == "call_function" and isinstance(root.args[0], Node):
-        root = root.args[0]
-    if not _is_own(root):
-        return
-    before = _aliases(root, order, at)
-    if any(order.get(u, -1) > at for a in before if a is not x for u in a.users):
-        return  # the memory is read by another way behind the write
+        return False
+    if not places.may_write(x, at):
+        return False
     with graph.inserting_before(write):
         made = _as(graph, source, value(x).dtype)
+        if not _alike(views[0], made):
+            made = graph.call_function(aten.expand_as.default, (made, views[0]))
+            made.meta = {"val": torch.empty_like(value(views[0]))}
+        write.replace_all_uses_with(made)
         for view in views:
             below: Any = view.args[0]
             target = _SCATTERS[view.target]  # type: ignore[index]
@@ -80,12 +109,12 @@ def _scatter(graph: Graph, write: Node, order: dict[Node, int]) -> None:
             made.meta = dict(below.meta)
     # nobody reads what was there before: the fused code may write in place, as the original does
     made.meta["in_place"] = len(views) == 1 and views[0].target is aten.slice.Tensor
-    order[made] = at
+    places.add(made, at)
     for user in list(x.users):
-        if order.get(user, -1) > at:
+        if places.is_behind(user, at):
             user.replace_input_with(x, made)
-    write.replace_all_uses_with(source)
     graph.erase_node(write)
+    return True
 
 
 def is_whole_slice(node: Node) -> bool:
@@ -195,17 +224,6 @@ def _as_stack(graph: Graph, node: Node) -> None:
         graph.erase_node(gone)
 
 
-def _aliases(root: Node, order: dict[Node, int], at: int) -> set[Node]:
-    """A tensor and all views of it that were made before a place."""
-    found, left = {root}, [root]
-    while left:
-        for user in left.pop().users:
-            if user not in found and order.get(user, at) < at and _is_view(user):
-                found.add(user)
-                left.append(user)
-    return found
-
-
 def _pure(node: Node) -> Any:
     """The operator that computes what this one writes to its first argument; None if none does."""
     op = node.target
@@ -225,64 +243,32 @@ def _pure(node: Node) -> Any:
         return None
     if torch.Tag.nondeterministic_seeded in pure.tags:
         return None
-    x, out = node.args[0], node.meta.get("val")
-    if isinstance(x, Node) and isinstance(out, torch.Tensor):
-        held = x.meta.get("val")
-        # what is written is of the dtype of `x`: the other operator may promote
-        if not isinstance(held, torch.Tensor) or any(
-            isinstance(a, Node)
-            and isinstance(a.meta.get("val"), torch.Tensor)
-            and torch.result_type(held, a.meta["val"]) != held.dtype
-            for a in node.args[1:]
-        ):
-            return None
-    return pure
+    wide = _promoted(node)
+    return None if wide is not None and name not in _ARITHMETIC else pure
 
 
-def _is_view(node: Node) -> bool:
-    """Whether a node's result may share memory with an argument."""
-    op = node.target
-    if isinstance(op, torch._ops.OpOverload):
-        return any(r.alias_info is not None for r in op._schema.returns) or op in _MAY_ALIAS
-    return not isinstance(op, Target)
+#: What computes in the wider dtype of its arguments, and rounds as it writes.
+_ARITHMETIC = ("add_", "sub_", "mul_", "div_")
 
 
-#: Operators that give their argument itself where nothing is to do.
-_MAY_ALIAS = frozenset(
-    {
-        *(torch.ops.aten.to.dtype, torch.ops.aten.to.device, torch.ops.aten.to.dtype_layout),
-        *(torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default),
-        *(torch.ops.aten.flatten.using_ints, torch.ops.aten.dropout.default),
-        *(torch.ops.aten.chunk.default, torch.ops.aten.to.other),
-    }
-)
+def _promoted(node: Node) -> torch.dtype | None:
+    """The dtype that the operator without a write gives, where it is not the written tensor's."""
+    x = value(node.args[0])  # type: ignore[arg-type]
+    for a in node.args[1:]:
+        held = value(a) if isinstance(a, Node) else None
+        if isinstance(held, torch.Tensor) and torch.result_type(x, held) != x.dtype:
+            return torch.result_type(x, held)
+    return None
 
 
-def _is_own(x: Node) -> bool:
-    """Whether a node's result is a tensor of its own."""
-    if x.op != "call_function":
+def _memory(node: Node) -> set[int]:
+    """The storages of a node's results."""
+    held = pytree.tree_leaves(node.meta.get("val"))
+    return {t.untyped_storage()._cdata for t in held if isinstance(t, torch.Tensor)}
+
+
+def _makes_own(node: Node) -> bool:
+    """Whether nobody else holds a node's result: it is an operator's, or a layer's product."""
+    if node.op != "call_function" or isinstance(node.target, (Param, Constant)):
         return False
-    if isinstance(x.target, Call):
-        return x.target.fresh
-    if isinstance(x.target, Leaf):
-        return True
-    if x.target is operator.getitem:  # one of several results: of `topk`, not of `split`
-        made: Any = x.args[0]
-        return isinstance(made.target, torch._ops.OpOverload) and not _is_view(made)
-    return isinstance(x.target, torch._ops.OpOverload) and not _is_view(x)
-
-
-def _aliased(x: Node, write: Node, order: dict[Node, int]) -> bool:
-    """Whether a view of `x` that was made before the write is used after it."""
-    at = order[write]
-    left, seen = [x], {x}
-    while left:
-        for user in left.pop().users:
-            if user is write or user in seen:
-                continue
-            if order.get(user, at) < at and _is_view(user):
-                seen.add(user)
-                left.append(user)
-                if any(order.get(u, at + 1) > at for u in user.users):
-                    return True
-    return False
+    return not isinstance(node.target, Call) or node.target.fresh

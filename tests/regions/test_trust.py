@@ -138,6 +138,23 @@ def test_gradients_go_to_the_original() -> None:
     assert all(p.grad is not None for p in model.layers.parameters())
 
 
+def test_the_mode_of_gradients_stays() -> None:
+    """PhiMoE counts its experts' tokens in `torch.no_grad()`. A capture has that as a function of
+    its own, which left gradients switched off for the whole process."""
+    from transformers import PhimoeConfig, PhimoeModel
+
+    config = PhimoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = PhimoeModel(config).eval().requires_grad_(False)
+    hfpatch.apply(model, decoding=False, blocks=True)
+    for _ in range(3):
+        model(torch.arange(9)[None], use_cache=False)
+        assert torch.is_grad_enabled()
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+
+
 def test_hooks_on_all_modules_fire() -> None:
     model, call = fused("llama")
     seen: list[str] = []
@@ -318,6 +335,26 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "writes",
     ),
     "writes through a view": (lambda m, x, c: (y := m.lin(x), y[0].mul_(2), y)[2], "writes"),
+    **{
+        f"writes its input, which `{name}` gave back": (code, "writes to a tensor")
+        for name, code in {
+            "type_as": lambda m, x, c: m.lin(x.type_as(x).add_(1)),
+            "einsum": lambda m, x, c: m.lin(torch.einsum("ij->ij", x).add_(1)),
+            "broadcast_tensors": lambda m, x, c: m.lin(torch.broadcast_tensors(x, x)[0].add_(1)),
+            "sum_to_size": lambda m, x, c: m.lin(x.sum_to_size(x.shape).add_(1)),
+            "cartesian_prod": lambda m, x, c: torch.cartesian_prod(x.view(-1)).add_(1),
+            "atleast_1d": lambda m, x, c: m.lin(torch.atleast_1d(x).add_(1)),
+            "split": lambda m, x, c: torch.tensor_split(x, 2, -1)[0].add_(1),
+        }.items()
+    },
+    "another name of what was written is read": (
+        lambda m, x, c: (y := m.lin(x), z := torch.einsum("ij->ij", y), y.add_(1), z)[3],
+        "writes to a tensor",
+    ),
+    "enables gradients": (
+        lambda m, x, c: torch.enable_grad()(m.lin)(x),
+        "calls `_set_grad_enabled`",
+    ),
     "a plain tensor": (lambda m, x, c: x + m.plain, "Tensor|tensor"),
     "its number": (lambda m, x, c: x * m.layer_idx, "which one it is in its list"),
     "branches on its number": (lambda m, x, c: x if m.layer_idx % 2 else -x, "which one it is"),
@@ -347,6 +384,30 @@ def test_a_write_to_a_tensor_of_its_own_is_no_write() -> None:
 
     try:
         found = _captured(code)
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
+    assert not any("_." in str(n.target) for n in found.graph.nodes)
+
+
+def test_writes_that_round_or_broadcast() -> None:
+    """fp32 added to bf16, and a row put in the place of several."""
+    own = _Toy.forward
+
+    def code(m: Any, x: Any, c: Any) -> Any:
+        y = torch.einsum("ij,kj->ik", x, m.lin.weight).bfloat16()
+        y += x * 0.3
+        z = torch.zeros_like(y)
+        z[:, 1:3] = y[:, :1]
+        z[0] = 2.5 * y[1, 0]
+        z *= 1.5
+        return z + y
+
+    try:
+        found = _captured(code)
+        x = torch.randn(2, 4)
+        toy = _Toy(code)
+        (out,) = Interpreter(toy, None).run(found.graph, [x])
+        assert torch.equal(out, code(toy, x, None))
     finally:
         _Toy.forward = own  # type: ignore[method-assign]
     assert not any("_." in str(n.target) for n in found.graph.nodes)
