@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hfpatch.losses import head_loss
-from hfpatch.losses.head_loss import check_head
+from hfpatch.losses.head_loss import check_head, shaped
 from hfpatch.losses.head_rows import Form, rows_at_a_time
 from hfpatch.proof.subject import no_gradients
 
@@ -160,12 +160,12 @@ def _distance(
     with torch.autocast(hidden.device.type, enabled=False):
         found: Tensor = apply(flat, weight, bias, teacher, counted, form, kind, float(beta))
     if reduction == "none":
-        return found.reshape(shape)
+        return shaped(found, shape)
     total = found.sum(dtype=torch.float64)
     if reduction == "mean":
         items = counted.sum().clamp(min=1) if num_items is None else num_items
         total = total / (items.to(total.device) if isinstance(items, Tensor) else items)
-    return total.to(found.dtype).reshape(())
+    return shaped(total.to(found.dtype), ())
 
 
 def _check_teacher(teacher: Teacher, shape: torch.Size, classes: int) -> None:

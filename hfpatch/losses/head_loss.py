@@ -126,7 +126,7 @@ def linear_cross_entropy(
             head_rows.Form(scale, softcap), z_loss, class_weight,
         )  # fmt: skip
         if reduction == "none":
-            return (losses + z).reshape(target.shape)
+            return shaped(losses + z, target.shape)
         return head_rows.reduced(losses, z, reduction, found, rows, class_weight, num_items)[0]
     options = (int(ignore_index), float(label_smoothing), float(scale), float(softcap))
     return loss_of_head(
@@ -169,11 +169,17 @@ def loss_of_head(
         loss: Tensor = apply(flat, weight, bias, rows, options, source, hooks)
         total = loss.sum(dtype=torch.float64) if reduction != "none" else loss
     if reduction == "none":
-        return total.reshape(target.shape)
+        return shaped(total, target.shape)
     if reduction == "mean":
         items = (rows != options[0]).sum() if num_items is None else num_items
         total = total / (items.to(total.device) if isinstance(items, Tensor) else items)
-    return total.to(torch.float32).reshape(())
+    return shaped(total.to(torch.float32), ())
+
+
+def shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`loss.reshape(shape)`, and itself where it has that shape: a loss that is a view cannot be
+    detached in place, as pipelines that split the backward do (`torch.distributed.pipelining`)."""
+    return loss if loss.shape == shape else loss.reshape(shape)
 
 
 def refusal(hidden: Tensor, weight: Tensor) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hfpatch.losses import head_loss
-from hfpatch.losses.head_loss import check_head, linear_cross_entropy, refusal
+from hfpatch.losses.head_loss import check_head, linear_cross_entropy, refusal, shaped
 from hfpatch.proof.subject import no_gradients
 
 
@@ -130,7 +130,7 @@ def linear_log_probs(
             softcap=softcap,
         )
     found = statistics(hidden, weight, target, bias, ignore_index, form)
-    return found.log_probs.reshape(target.shape)
+    return shaped(found.log_probs, target.shape)
 
 
 def linear_log_probs_and_entropy(
@@ -149,7 +149,7 @@ def linear_log_probs_and_entropy(
     form = Form(scale, softcap, temperature)
     found = statistics(hidden, weight, target, bias, ignore_index, form, entropy=True)
     assert found.entropy is not None
-    return LogProbs(found.log_probs.reshape(target.shape), found.entropy.reshape(target.shape))
+    return LogProbs(*(shaped(t, target.shape) for t in (found.log_probs, found.entropy)))
 
 
 def linear_cross_entropy_and_metrics(
@@ -312,7 +312,7 @@ def reduced(
             own = class_weight.to(loss.device, torch.float64)
             weights = (own[_safe(rows, found.counted, len(own))] * found.counted).sum()
         total, z_total = total / weights, z_total / count
-    return (total + z_total).to(dtype).reshape(()), z_total.to(dtype).reshape(())
+    return shaped((total + z_total).to(dtype), ()), shaped(z_total.to(dtype), ())
 
 
 def _safe(target: Tensor, counted: Tensor, classes: int) -> Tensor:

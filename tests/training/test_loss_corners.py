@@ -678,6 +678,18 @@ def accumulated_then_one_step(model: Any, ids: Tensor, labels: Tensor) -> Any:
 
 
 @case
+def detached_in_place(model: Any, ids: Tensor, labels: Tensor) -> Any:
+    # as pipelines do that split the backward, once the inputs have their gradients
+    loss = loss_of(model, ids, labels)
+    loss.backward()
+    rows = F.cross_entropy(
+        model(input_ids=ids).logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    rows.sum().backward()
+    return loss.detach_(), rows.detach_()
+
+
+@case
 def several_losses_before_one_backward(model: Any, ids: Tensor, labels: Tensor) -> Any:
     losses = [loss_of(model, ids.roll(n, 1), labels.roll(n, 1)) for n in range(3)]
     torch.stack(losses).mean().backward()
