@@ -183,3 +183,41 @@ def test_one_step_is_left_alone() -> None:
     callback(type("Pipe", (), {"num_timesteps": 1})(), 0, None, {})
     assert callback.report is None
     assert not hfpatch.status(pipe).swaps
+
+
+def test_a_pipeline_that_does_not_say_how_many_steps_there_are() -> None:
+    from diffusers import (
+        ErnieImagePipeline,
+        ErnieImageTransformer2DModel,
+        FlowMatchEulerDiscreteScheduler,
+    )
+
+    small = ErnieImageTransformer2DModel(
+        hidden_size=64, num_attention_heads=4, num_layers=1, ffn_hidden_size=96, in_channels=16,
+        out_channels=16, text_in_dim=48, rope_axes_dim=(4, 6, 6),
+    ).eval()  # fmt: skip
+    pipe = ErnieImagePipeline(
+        transformer=small, vae=None, text_encoder=None, tokenizer=None,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+    seen = []
+
+    def generate(callback: Any) -> Any:
+        def watched(pipe: Any, step: int, time: Any, given: Any) -> Any:
+            given = callback(pipe, step, time, given)
+            seen.append(len(hfpatch.status(pipe).swaps))
+            return given
+
+        return pipe(
+            prompt_embeds=[torch.ones(5, 48)], negative_prompt_embeds=[torch.zeros(5, 48)],
+            height=64, width=64, num_inference_steps=3, output_type="latent",
+            generator=torch.Generator().manual_seed(0), callback_on_step_end=watched,
+        ).images  # fmt: skip
+
+    assert not hasattr(pipe, "num_timesteps")
+    plain = generate(lambda pipe, step, time, given: given)
+    callback = hfpatch.callbacks.PipelineCallback()
+    patched = generate(callback)
+    count = len(callback.report.swaps)
+    assert seen == [0, 0, 0, count, count, 0] and count > 0
+    assert (patched - plain).abs().max() < 1e-4

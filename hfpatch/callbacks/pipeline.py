@@ -41,7 +41,7 @@ class PipelineCallback(diffusers.callbacks.PipelineCallback):  # type: ignore[mi
         self, pipeline: Any, step_index: int, timesteps: Any, callback_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """What the pipeline calls at the end of each step; `callback_kwargs` stay as they are."""
-        last = step_index + 1 >= pipeline.num_timesteps
+        last = _is_last(pipeline, step_index, timesteps)
         if step_index == 0:
             self._stack.close()  # of a generation that did not end
             if not last:
@@ -58,3 +58,12 @@ class PipelineCallback(diffusers.callbacks.PipelineCallback):  # type: ignore[mi
     def close(self) -> None:
         """Restore now, as after a generation that did not end."""
         self._stack.close()
+
+
+def _is_last(pipeline: Any, step_index: int, timestep: Any) -> bool:
+    """Whether a step is a generation's last. Few pipelines (ERNIE-Image, LEDITS++) do not say how
+    many there are; theirs end with their scheduler's last timestep."""
+    count = getattr(pipeline, "num_timesteps", None)
+    if count is not None:
+        return bool(step_index + 1 >= count)
+    return bool(timestep == pipeline.scheduler.timesteps[-1])
