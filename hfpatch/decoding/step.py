@@ -269,7 +269,7 @@ class Decoder:
             return None
         output = original(model, *args, **kwargs)
         self._due = True
-        if type(output) is not self.described.output or set(output) != _RETURNED:
+        if not self._is_as_returned(output):
             self._refuse_prompts(model, f"it returns a {type(output).__name__} of {sorted(output)}")
             return output
         pairs = [("logits", logits, output.logits[:, -1:])]
@@ -468,10 +468,14 @@ class Decoder:
         text = f"`{type(model).__name__}` decodes as it did: {self.refused}"
         announce_in_call(text, stacklevel=6)
 
+    def _is_as_returned(self, output: Any) -> bool:
+        """Whether an output of the original's holds what `_result` does, and no more."""
+        return type(output) is self.described.output and set(output) == {"logits", caches.NAME}
+
     def _difference(
         self, arena: caches.Arena, logits: Tensor, tokens: int, output: Any
     ) -> str | None:
-        if type(output) is not self.described.output or set(output) != _RETURNED:
+        if not self._is_as_returned(output):
             return f"it returns a {type(output).__name__} of {sorted(output)}"
         theirs = output.logits[:, -logits.shape[1] :]
         if (theirs.shape, theirs.dtype) != (logits.shape, logits.dtype):
@@ -511,8 +515,6 @@ class Decoder:
             )
 
 
-#: What a step returns.
-_RETURNED = {"logits", "past_key_values"}
 #: Why a cache is left as it is, where nobody needs to be told.
 _EXPECTED = frozenset({"its cache is empty", "its cache is a StaticCache"})
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

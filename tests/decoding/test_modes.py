@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import hfpatch
+from hfpatch.decoding import cache as caches
 from hfpatch.decoding import kept
 
 FAMILIES = ("llama-tied", "gemma2", "phi3", "cohere2", "gpt-oss")
@@ -306,3 +307,16 @@ def test_tensors_of_others_in_a_step_are_named_as_such() -> None:
     given = {"input_ids": ids[:, :1], "past_key_values": cache}
     with pytest.warns(RuntimeWarning, match=r"`model\.embed.* is no parameter, but a tensor"):
         torch.func.functional_call(model, other, (), given)
+
+
+def test_a_first_step_whose_output_calls_the_cache_as_transformers_5_24_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, patched = pair("llama-tied")
+    with torch.no_grad():
+        output = plain(torch.arange(3, 9)[None], use_cache=True)
+    arena = caches.copied(output.past_key_values, 0)
+    renamed = type(output)(logits=output.logits)
+    renamed["cache"] = output.past_key_values
+    monkeypatch.setattr(caches, "NAME", "cache")
+    assert kept.decoders[patched]._difference(arena, output.logits[:, -1:], 1, renamed) is None
