@@ -462,13 +462,31 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
     return _paths(_roots(model)[1])
 
 
-def roots_of(model: Any) -> list[nn.Module]:
-    """The modules that `apply` patches in a model, which is one, or a pipeline.
+@dataclass(frozen=True)
+class Roots:
+    """The modules that `apply` patches in a model, by the prefix of their paths. What takes a model
+    takes these in its place: a pipeline may let go of some (`pipe.transformer = None`)."""
+
+    name: str
+    each: list[tuple[str, nn.Module]]
+
+    def and_those_of(self, model: Any) -> Roots:
+        """These, and what has come to the model since."""
+        try:
+            now = _roots(model)[1]
+        except TypeError:  # nothing is left in it
+            now = []
+        held = {id(root) for _, root in self.each}
+        return Roots(self.name, [*self.each, *((p, m) for p, m in now if id(m) not in held)])
+
+
+def roots_of(model: Any) -> Roots:
+    """Those of a model, which is a module or a pipeline.
 
     Raises:
         TypeError: it is neither.
     """
-    return [root for _, root in _roots(model)[1]]
+    return Roots(*_roots(model))
 
 
 def _paths(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -483,6 +501,8 @@ def _paths(roots: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]
 
 def _roots(model: Any) -> tuple[str, list[tuple[str, nn.Module]]]:
     """(name, [(path prefix, module)]) of a module or a pipeline."""
+    if isinstance(model, Roots):
+        return model.name, model.each
     name = type(model).__name__
     if isinstance(model, nn.Module):
         return name, [("", model)]

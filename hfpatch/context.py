@@ -64,7 +64,7 @@ def applied(
         TypeError, KernelLoadError, VerificationError, PatchError: as `hfpatch.apply`.
     """
     roots = roots_of(model)  # which stay alive with this frame, and their identities theirs
-    key = tuple(map(id, roots))
+    key = tuple(id(root) for _, root in roots.each)
     with _lock:
         block = _Block(arguments_of(model))
         _begun.setdefault(key, []).append(block)
@@ -90,10 +90,11 @@ def applied(
         try:
             while not _ended(key, block, reached):
                 reached = block.before
+                whole = roots.and_those_of(model)  # a pipeline may have let go of some
                 if reached is None:
-                    restore(model)
+                    restore(whole)
                 else:
-                    apply(model, **reached)
+                    apply(whole, **reached)
         except BaseException:
             _ended(key, block, block.before)
             raise

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,28 @@ def test_applied_is_undone_where_the_block_raises() -> None:
     with pytest.raises(KeyError), hfpatch.applied(model):
         raise KeyError("the user's")
     assert not paths(model)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_applied_where_the_pipeline_lets_go_of_a_module_inside(nested: bool, alone: bool) -> None:
+    from diffusers import AutoencoderTiny, DDIMPipeline, DDIMScheduler, UNet2DModel
+
+    class Pipe(DDIMPipeline):  # type: ignore[misc]
+        def __init__(self, unet: Any, vae: Any, scheduler: Any) -> None:
+            super().__init__(unet, scheduler)
+            self.register_modules(vae=vae)
+
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    unet = UNet2DModel(8, block_out_channels=(32,), norm_num_groups=8, **blocks).eval()
+    vae = None if alone else AutoencoderTiny(encoder_block_out_channels=(8,) * 4)
+    pipe = Pipe(unet, vae, DDIMScheduler())
+    before = dicts(unet)
+    outer = hfpatch.applied(pipe, exclude="*.mid_block.*") if nested else nullcontext()
+    with outer, hfpatch.applied(pipe):
+        assert paths(unet)
+        pipe.unet = None  # for its memory, before the latents are decoded
+    assert dicts(unet) == before
 
 
 def test_applied_goes_back_to_the_apply_before() -> None:
