@@ -16,7 +16,7 @@ from torch import nn
 from hfpatch.decoding.likeness import what_wraps
 from hfpatch.decoding.surroundings import Surroundings
 from hfpatch.direct_calls import DIRECT
-from hfpatch.proof.unchanged import settings_of
+from hfpatch.proof.unchanged import INCOMPARABLE, settings_of
 
 _DATA_PTR = torch.Tensor.data_ptr
 _SHAPE, _DTYPE = (getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype"))
@@ -119,9 +119,7 @@ class Watch:
                 return True
             settings = [read(d) for read, d in zip(self._readers, dicts, strict=True)]
             return settings != self._settings or self._surroundings.changed(model)
-        except (AttributeError, KeyError):  # one was deleted
-            return True
-        except RuntimeError:  # a tensor has no strides any more
+        except (AttributeError, *INCOMPARABLE):  # a tensor may have no strides any more
             return True
 
     def _layouts_now(self) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ from hfpatch.proof.subject import (
     watched,
     weight_dtype,
 )
-from hfpatch.proof.unchanged import leaf_settings
+from hfpatch.proof.unchanged import INCOMPARABLE, leaf_settings
 
 _WIDTH = 64  # of the probe's input
 _FORMULAS = [
@@ -144,7 +144,7 @@ class ActivationSubject(Subject):
                 run = None
                 try:
                     unchanged = read(self.__dict__) == settings
-                except KeyError:  # one was deleted, or is a parameter or module now
+                except INCOMPARABLE:  # one was deleted, or is a parameter or module now
                     unchanged = False
                 if not unchanged:
                     contract.changed()

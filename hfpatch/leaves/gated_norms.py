@@ -25,7 +25,7 @@ from hfpatch.proof.subject import (
     is_dense,
     watched,
 )
-from hfpatch.proof.unchanged import leaf_settings
+from hfpatch.proof.unchanged import INCOMPARABLE, leaf_settings
 
 #: The gate's name in every forward of transformers.
 _GATE = "gate"
@@ -151,7 +151,7 @@ class GatedNormSubject(NormSubject):
                 run = None
                 try:
                     unchanged = read(self.__dict__) == settings
-                except KeyError:  # one was deleted, or is a parameter now
+                except INCOMPARABLE:  # one was deleted, or is a parameter now
                     unchanged = False
                 if not unchanged:
                     contract.changed()

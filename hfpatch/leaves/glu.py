@@ -43,7 +43,7 @@ from hfpatch.proof.subject import (
     watched,
     weight_dtype,
 )
-from hfpatch.proof.unchanged import Part, hooks_on_all, leaf_settings
+from hfpatch.proof.unchanged import INCOMPARABLE, Part, hooks_on_all, leaf_settings
 from hfpatch.reading.leaf import Unexplained
 from hfpatch.reading.values import Clamp
 
@@ -378,7 +378,7 @@ class GatedSubject(Subject):
             """Whether the settings, and the activation, which is not called, are those proven."""
             try:
                 same = read(self.__dict__) == settings
-            except KeyError:  # one was deleted, or is a parameter or module now
+            except INCOMPARABLE:  # one was deleted, or is a parameter or module now
                 same = False
             same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore
             same = same and self.__dict__.keys().isdisjoint(children)  # it would hide the child

@@ -33,7 +33,7 @@ from hfpatch.proof.subject import (
     plain,
     watched,
 )
-from hfpatch.proof.unchanged import leaf_settings, no_settings
+from hfpatch.proof.unchanged import INCOMPARABLE, leaf_settings, no_settings
 from hfpatch.reading.leaf import Reading, Unexplained, read
 
 _BIAS_NAMES = ("bias", "beta")
@@ -242,7 +242,7 @@ class NormSubject(Subject):
             d = self.__dict__
             try:
                 unchanged = read(d) == settings
-            except KeyError:  # one was deleted, or is a parameter now
+            except INCOMPARABLE:  # one was deleted, or is a parameter now
                 unchanged = False
             if x is missing:
                 x = first_argument((), kwargs, name)

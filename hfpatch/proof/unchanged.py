@@ -26,6 +26,9 @@ from hfpatch.proof.subject import class_of, coded
 
 #: Values that a forward may read off its module as settings.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
+#: What reading settings and comparing them raises where they are no longer what they were: one is
+#: gone, or is a tensor or an array of several elements now, which have no one answer to ==.
+INCOMPARABLE = (KeyError, RuntimeError, TypeError, ValueError)
 #: What a forward may call that it reads off its module: a deep copy has the very same.
 _CALLED = (types.FunctionType, types.BuiltinFunctionType, type)
 
@@ -232,7 +235,7 @@ class Part:
             return False
         try:
             return bool(self._read(module.__dict__) == self._settings)
-        except KeyError:  # one was deleted, or is a parameter or module now
+        except INCOMPARABLE:  # one was deleted, or is a parameter or module now
             return False
 
 
@@ -300,7 +303,7 @@ def same_parts(
                         return False
                 if is_proven is not None and not is_proven(d.get("processor")):
                     return False
-        except KeyError:  # a module is gone, or a setting is a parameter or module now
+        except INCOMPARABLE:  # a module is gone, or a setting is a parameter or module now
             return False
         return True
 

@@ -16,6 +16,7 @@ from hfpatch.proof.library import called_by_forward, is_installed, reached
 from hfpatch.proof.subject import class_of, coded
 from hfpatch.proof.surroundings import functions_of_torch
 from hfpatch.proof.unchanged import (
+    INCOMPARABLE,
     ProcessorPart,
     calls_otherwise,
     has_diffusers_hook,
@@ -57,6 +58,7 @@ def guard(
         "class_of": class_of, "is_ours": is_bound, "has_hook": has_diffusers_hook,
         "is_idle": is_idle, "otherwise": calls_otherwise,
         "has_own_call": has_own_call, "own_code": _has_own_code,
+        "incomparable": INCOMPARABLE,
     }  # fmt: skip
     lines: list[str] = []
     order = sorted(modules, key=lambda p: (p.count(".") + bool(p), p))
@@ -104,9 +106,7 @@ def guard(
         lines.append(f"if table.get({name!r}) is not function{j}: return False")
     text = "def holds(root):\n    try:\n"
     text += "".join(f"        {line}\n" for line in lines)
-    text += (
-        "    except (KeyError, AttributeError, TypeError):\n        return False\n    return True\n"
-    )
+    text += "    except (AttributeError, *incomparable):\n        return False\n    return True\n"
     exec(compile(text, "<hfpatch guard>", "exec"), scope)
     return scope["holds"]  # type: ignore[no-any-return]
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -431,3 +432,15 @@ def test_a_registered_forward_that_ignores_autocast() -> None:
                     assert model(x).dtype == twin(x).dtype == torch.bfloat16
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_a_setting_that_has_several_values_now(leaf: str, kind: Any) -> None:
+    """It has no one answer to whether it is what it was."""
+    model, twin, inputs = _pair(leaf)
+    for m in (model, twin):
+        for module in m.modules():
+            for name in [k for k, v in vars(module).items() if type(v) is float]:
+                setattr(module, name, kind([0.25] * WIDTH))
+    _compare(model, twin, inputs)
