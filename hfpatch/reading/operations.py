@@ -123,21 +123,24 @@ def _only(name: str, keywords: Keywords, *names: str) -> None:
             raise Unexplained(f"`{name}` is called with `{key}=`")
 
 
-def elementwise(function: Callable[..., Tensor], *keywords: str) -> Operation:
-    """Of one value after the other; `keywords` are plain settings that it may be given."""
+def elementwise(function: Callable[..., Tensor], *keywords: str, operands: int = 1) -> Operation:
+    """Of one value after the other, of as many `operands`: what more is given by position may be
+    `inplace`. `keywords` are plain settings that it may be given."""
     name = getattr(function, "__name__", str(function))
 
     def call(width: int | None, args: Arguments, given: Keywords) -> Any:
         _only(name, given, *keywords, "inplace", "input")
-        operands = list(args) + ([given["input"]] if "input" in given else [])
+        of = list(args) + ([given["input"]] if "input" in given else [])
+        if len(of) != operands:
+            raise Unexplained(f"`{name}` is called with {len(of)} arguments")
         settings = {k: plain_of(v) for k, v in given.items() if k in keywords}
         if kinds := kinds_of(*(given[k] for k in settings)) - FIXED:
             raise Unexplained(f"`{name}` is set by the {', '.join(sorted(kinds))} of its input")
-        values = _numeric(name, operands, width)
+        values = _numeric(name, of, width)
         if kinds_of(given.get("inplace", False)):
             raise Unexplained(f"`{name}` writes in place or not by what its input is")
         if plain_of(given.get("inplace", False)):
-            written(name, operands[0])
+            written(name, of[0])
         _count(*_COUNTED.get(name, ()))
         if name in _DIVISIONS and isinstance(values[1], Tensor):
             _count("over")
@@ -154,7 +157,7 @@ def written(name: str, target: Any) -> None:
 
 def _in_place(function: Callable[..., Tensor]) -> Operation:
     name = f"{function.__name__}_"
-    inner = elementwise(function)
+    inner = elementwise(function, operands=2)
 
     def call(width: int | None, args: Arguments, given: Keywords) -> Any:
         written(name, args[0])
@@ -419,10 +422,10 @@ def _dropout(width: int | None, args: Arguments, given: Keywords) -> Any:
 
 #: Python's operators, of numbers and of tensors.
 OPERATORS: dict[str, tuple[Callable[..., Any], Operation | None]] = {
-    "Add": (operator.add, elementwise(torch.add)),
-    "Sub": (operator.sub, elementwise(torch.sub)),
-    "Mult": (operator.mul, elementwise(torch.mul)),
-    "Div": (operator.truediv, elementwise(torch.true_divide)),
+    "Add": (operator.add, elementwise(torch.add, operands=2)),
+    "Sub": (operator.sub, elementwise(torch.sub, operands=2)),
+    "Mult": (operator.mul, elementwise(torch.mul, operands=2)),
+    "Div": (operator.truediv, elementwise(torch.true_divide, operands=2)),
     "Pow": (operator.pow, _power),
     "FloorDiv": (operator.floordiv, None),
     "Mod": (operator.mod, None),
@@ -430,13 +433,26 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Operation | None]] = {
     "UAdd": (operator.pos, None),
 }
 
-_ELEMENTWISE = (
-    *("add", "sub", "mul", "div", "neg", "multiply", "subtract", "divide", "true_divide"),
-    *("negative", "square", "sqrt", "rsqrt", "reciprocal", "exp", "tanh", "sigmoid", "erf", "relu"),
+_OF_TWO = ("add", "sub", "mul", "div", "multiply", "subtract", "divide", "true_divide")
+_OF_ONE = (
+    *(
+        "neg",
+        "negative",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "exp",
+        "tanh",
+        "sigmoid",
+        "erf",
+        "relu",
+    ),
 )
 
 _NAMED: dict[str, Operation] = {
-    **{name: elementwise(getattr(torch, name)) for name in _ELEMENTWISE},
+    **{name: elementwise(getattr(torch, name), operands=2) for name in _OF_TWO},
+    **{name: elementwise(getattr(torch, name)) for name in _OF_ONE},
     "pow": _power,
     "mean": _reduction(torch.mean, "dtype"),
     "sum": _reduction(torch.sum, "dtype"),

@@ -429,3 +429,25 @@ def test_a_method_of_another_layer() -> None:
         m.function.__self__.eps = 0.5
         m.function.__self__.weight.data.mul_(2)
     torch.testing.assert_close(model(x), original(x))
+
+
+# Writes -----------------------------------------------------------------------------------------
+
+
+class InPlaceMLP(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = F.silu(self.gate_proj(x), True)
+        return self.down_proj(gate * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_a_write_that_is_asked_for_by_position() -> None:
+    """A hook on the layer may keep what is written to."""
+    model = nn.Sequential(drawn(InPlaceMLP()))
+    original = copy.deepcopy(model)
+    hfpatch.apply(model)
+    x, kept = torch.randn(3, WIDTH), []
+    for m in (model, original):
+        m[0].gate_proj.register_forward_hook(lambda layer, args, y: kept.append(y))
+        m(x)
+    torch.testing.assert_close(*kept)
