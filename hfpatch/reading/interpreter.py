@@ -176,7 +176,7 @@ class Interpreter:
                 if hasattr(type(member), "__set__") or hasattr(type(member), "__delete__"):
                     raise Unexplained(f"`{base.__name__}.{name}` is a descriptor")
                 if name not in held:
-                    return self._bind(member, module, f"{base.__name__}.{name}")
+                    return self._bind(member, module, base, name)
                 break
         if name == "training":
             return Fact(held[name], frozenset({"training"}))
@@ -220,20 +220,22 @@ class Interpreter:
             return value
         raise Unexplained(f"`self.{name}` is read, a {type(value).__name__}, which may change")
 
-    def _bind(self, member: Any, module: nn.Module, name: str) -> Any:
+    def _bind(self, member: Any, module: nn.Module, base: type, name: str) -> Any:
+        if base in (nn.Module, object):  # calls look at what the classes below have
+            raise Unexplained(f"`{base.__name__}.{name}` is read")
         if isinstance(member, types.FunctionType):
             return Method(member, module)
         if isinstance(member, staticmethod):
             return member.__func__
         if is_plain(member):
             return member
-        raise Unexplained(f"`{name}` is read, a {type(member).__name__}")
+        raise Unexplained(f"`{base.__name__}.{name}` is read, a {type(member).__name__}")
 
     def _of_super(self, of: Super, name: str) -> Any:
         mro = type(of.module).__mro__
         for base in mro[mro.index(of.after) + 1 :]:
             if name in base.__dict__:
-                return self._bind(base.__dict__[name], of.module, f"{base.__name__}.{name}")
+                return self._bind(base.__dict__[name], of.module, base, name)
         raise Unexplained(f"`super().{name}` is read")
 
     def _of_library(self, library: types.ModuleType, name: str) -> Any:
