@@ -44,6 +44,7 @@ from hfpatch.reading.values import (
     Traced,
     Unexplained,
     fact,
+    is_certain,
     is_plain,
 )
 
@@ -248,6 +249,8 @@ class Interpreter:
 
     def _of_class(self, cls: type, name: str) -> Any:
         """`nn.LayerNorm.forward`, or `apply` of an `autograd.Function`."""
+        if type(cls) not in (type, type(torch.autograd.Function)):
+            raise Unexplained(f"`{cls.__name__}` has the metaclass `{type(cls).__name__}`")
         if issubclass(cls, nn.Module) and name == "forward":
             member = _member(cls, name)
             self.found.append((cls, name, member))
@@ -322,7 +325,7 @@ class Interpreter:
             return self._module(function, args, kwargs)
         if isinstance(function, Method):
             return self.function(function.function, [function.module, *args], kwargs)
-        operation = FUNCTIONS.get(function) if _hashable(function) else None
+        operation = FUNCTIONS.get(function) if is_certain(function) else None
         if operation is not None:
             self.found += surroundings.below(function)
             return operation(self.width, args, kwargs)
@@ -408,11 +411,3 @@ def _is_inherited(cls: type, name: str, base: type) -> bool:
 
 def _called(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

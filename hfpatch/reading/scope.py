@@ -22,6 +22,7 @@ from hfpatch.reading.values import (
     Traced,
     Unexplained,
     fact,
+    is_certain,
     is_plain,
     kinds_of,
     plain_of,
@@ -177,7 +178,7 @@ class Scope:
         free -= others
         if free == {"rank"}:
             self.reader.by_rank, free = True, frozenset()
-        taken = bool(plain_of(value)) if not free or free == {"width"} else False
+        taken = _truth(value) if not free or free == {"width"} else False
         # of another width the original says so, and so does the kernel where there can be one alone
         fixed = self.reader.width is not None or bool(self.reader.live)
         if free and not (free == {"width"} and fixed and raises[1 if taken else 0]):
@@ -254,7 +255,7 @@ class Scope:
         if isinstance(node.op, ast.Not):
             if isinstance(value, Traced):
                 raise Unexplained("it branches on the values of a tensor")
-            return fact(not plain_of(value), kinds_of(value))
+            return fact(not _truth(value), kinds_of(value))
         return self._operate(type(node.op).__name__, [value])
 
     def _operate(self, name: str, values: list[Any]) -> Any:
@@ -288,6 +289,8 @@ class Scope:
             else:
                 if any(isinstance(v, Traced) for v in (left, right)):
                     raise Unexplained("it compares the values of a tensor")
+                if not isinstance(op, (ast.Is, ast.IsNot)) and not is_certain([left, right]):
+                    raise Unexplained("it compares objects, which say themselves what is equal")
                 kinds |= kinds_of(left, right)
                 try:
                     outcome = bool(_COMPARES[type(op)](plain_of(left), plain_of(right)))
@@ -310,7 +313,7 @@ class Scope:
             kinds |= kinds_of(value)
             if kinds - FIXED - {"width", "rank"}:
                 return fact(plain_of(value), kinds)
-            if bool(plain_of(value)) is stop:
+            if _truth(value) is stop:
                 break
         return fact(plain_of(value), kinds)
 
@@ -398,7 +401,8 @@ class Scope:
 
     def _isinstance(self, value: Any, classes: Any) -> Any:
         wanted = classes if isinstance(classes, tuple) else (classes,)
-        if not all(c in (torch.Tensor, nn.Parameter, int, float, str, tuple, list) for c in wanted):
+        known = (torch.Tensor, nn.Parameter, int, float, str, tuple, list)
+        if not all(any(c is k for k in known) for c in wanted):  # not `in`: see `is_certain`
             raise Unexplained("it asks for the class of something")
         if nn.Parameter in wanted and isinstance(value, Traced):
             raise Unexplained("it asks whether a tensor is a parameter, which may change")
@@ -416,6 +420,14 @@ class Scope:
         if not isinstance(module, nn.Module):
             raise Unexplained("`super()` is outside of a module")
         return Super(cell.cell_contents, module)
+
+
+def _truth(value: Any) -> bool:
+    """Whether a value is true, where no code of its class's own says so."""
+    bare = value.value if isinstance(value, Fact) else value
+    if type(bare) not in (tuple, list, dict) and not is_certain(bare):
+        raise Unexplained(f"it branches on a {type(bare).__name__}, which says itself what is true")
+    return bool(bare)
 
 
 def _sizes(shape: Fact) -> list[Fact]:

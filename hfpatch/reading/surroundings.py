@@ -116,7 +116,8 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device:
 
     `device`: the type of that of the inputs.
     """
-    if function in _NEVER or _is_library(function, {"is_torchdynamo_compiling", "is_tracing"}):
+    traced = {"is_torchdynamo_compiling", "is_tracing"}
+    if any(function is f for f in _NEVER) or _is_library(function, traced):
         return False
     if function is torch.is_autocast_enabled:
         said = torch.is_autocast_enabled(*(plain_of(a) for a in args))
@@ -167,11 +168,12 @@ def _activations() -> Any:
 
 def check_autocast_off(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise unless a `with` statement does nothing but to switch autocast off."""
-    known = {torch.autocast, torch.amp.autocast}
+    known = [torch.autocast, torch.amp.autocast]
     of_transformers = getattr(sys.modules.get("transformers.utils.generic"), "maybe_autocast", None)
     enabled = kwargs.get("enabled", True)  # a property of the input is a `Fact`
-    off = enabled is False
-    if not (off and (function in known or (of_transformers and function is of_transformers))):
+    if of_transformers is not None:
+        known.append(of_transformers)
+    if enabled is not False or not any(function is f for f in known):
         raise Unexplained("a `with` statement is in it")
 
 

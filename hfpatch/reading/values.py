@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,23 @@ def is_plain(value: Any) -> bool:
     if type(value) in (tuple, torch.Size):
         return all(map(is_plain, value))
     return type(value) in PLAIN
+
+
+#: Whose values are true, and equal to others, as Python or PyTorch says.
+_CERTAIN = frozenset({*PLAIN, torch.device, types.FunctionType, types.BuiltinFunctionType, type})
+
+
+def is_certain(value: Any) -> bool:
+    """Whether no code of anybody's own answers what a value is equal to, and whether it is true: an
+    object that can be called, or a class with a metaclass, may say one thing now and another one at
+    the next call. No tensor is one of these."""
+    if isinstance(value, Fact):
+        return is_certain(value.value)
+    if type(value) in (tuple, list, torch.Size):
+        return all(map(is_certain, value))
+    if type(value) is dict:
+        return all(map(is_certain, value.values()))  # of keywords
+    return type(value) in _CERTAIN
 
 
 class Unexplained(Exception):

@@ -431,6 +431,156 @@ def test_a_method_of_another_layer() -> None:
     torch.testing.assert_close(model(x), original(x))
 
 
+# Objects that answer for themselves -------------------------------------------------------------
+
+MOOD = [0]
+
+
+class Moody:
+    """Equal to whatever it stands for, and true by mood; called, it does what it likes."""
+
+    def __init__(self, of: Any = None, call: Any = None) -> None:
+        self.of, self.call = of, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return MOOD[0] if self.call is None else self.call(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(MOOD[0]) if self.of is None else other is self.of
+
+    def __bool__(self) -> bool:
+        return bool(MOOD[0])
+
+    def __contains__(self, value: object) -> bool:
+        return bool(MOOD[0])
+
+
+class MoodyMeta(type):
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is torch.Tensor
+
+    def __hash__(cls) -> int:
+        return hash(torch.Tensor)
+
+    def __bool__(cls) -> bool:
+        return bool(MOOD[0])
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return bool(MOOD[0])
+
+
+class MoodyClass(metaclass=MoodyMeta):
+    pass
+
+
+class MoodyFunctions(type(torch.autograd.Function)):  # type: ignore[misc]
+    @property
+    def apply(cls) -> Any:
+        return lambda x: x * torch.sigmoid(x) * (1 + MOOD[0])
+
+
+class MoodySwish(torch.autograd.Function, metaclass=MoodyFunctions):
+    forward, backward = staticmethod(OwnSwish.forward), staticmethod(OwnSwish.backward)
+
+
+class MoodySiLU(nn.SiLU):
+    def __bool__(self) -> bool:
+        return not MOOD[0]
+
+
+MOODY = Moody()
+MOODY_RSQRT = Moody(torch.rsqrt, lambda x: torch.rsqrt(x) * (1 + MOOD[0]))
+MOODY_COMPILING = Moody(torch.compiler.is_compiling)
+
+
+class TrueRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * 2 if MOODY else self.norm(x)
+
+
+class NotRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) if not MOODY else self.norm(x) * 2
+
+
+class EqualRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if 1 in (0, MOODY):
+            return self.norm(x) * 2
+        return self.norm(x)
+
+
+class HoldingRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if 1 in MOODY:  # type: ignore[operator]
+            return self.norm(x) * 2
+        return self.norm(x)
+
+
+class TrueClassRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * 2 if MoodyClass else self.norm(x)
+
+
+class KindRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * 2 if not isinstance(x, MoodyClass) else self.norm(x)
+
+
+class FunctionRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * MOODY_RSQRT(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class CompilingRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if MOODY_COMPILING():
+            return self.norm(x) * 2
+        return self.norm(x)
+
+
+class MoodyGradientSwish(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return MoodySwish.apply(x)  # type: ignore[no-any-return]
+
+
+class TrueChildMLP(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = MoodySiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x)
+        gate = self.act_fn(gate) if self.act_fn else F.silu(gate) * 3
+        return self.down_proj(gate * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        TrueRMSNorm, NotRMSNorm, EqualRMSNorm, HoldingRMSNorm, TrueClassRMSNorm, KindRMSNorm,
+        FunctionRMSNorm, CompilingRMSNorm, MoodyGradientSwish, TrueChildMLP,
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:hfpatch")
+def test_an_object_that_answers_for_itself(cls: type[nn.Module]) -> None:
+    model = nn.Sequential(drawn(cls()))
+    original = copy.deepcopy(model)
+    x = torch.randn(WIDTH, WIDTH)
+    # what is read must be what is run, or it is refused for that alone
+    MOOD[0] = 1 if cls is KindRMSNorm else 0
+    try:
+        hfpatch.apply(model)
+        torch.testing.assert_close(model(x), original(x))
+        MOOD[0] = 1 - MOOD[0]
+        torch.testing.assert_close(model(x), original(x))
+    finally:
+        MOOD[0] = 0
+
+
 # What every module has --------------------------------------------------------------------------
 
 
