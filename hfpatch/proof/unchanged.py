@@ -95,13 +95,14 @@ def settings_of(
     found: Any = read(now)
     settings = tuple(map(_held, found)) if len(names) > 1 else _held(found)
     if above := overridden(module):
-        own_read, own_settings = read, settings
+        own_read, own_settings, of = read, settings, type(module)
 
         def read(attributes: dict[str, Any]) -> Any:
-            """Also what its class reaches by `super()`."""
-            return own_read(attributes), [getattr(base, name, None) for base, name in above]
+            """Also what its class reaches by `super()`, and in which order."""
+            reached = [getattr(base, name, None) for base, name in above]
+            return own_read(attributes), reached, of.__mro__
 
-        settings = (own_settings, read(now)[1])
+        settings = (own_settings, *read(now)[1:])
     if not inherited:
         return read, settings
     cls, others = type(module), tuple(sorted(inherited))

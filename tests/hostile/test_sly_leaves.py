@@ -124,6 +124,26 @@ def test_a_method_above_that_is_replaced_later(
     hfpatch.restore(model)
 
 
+class Between(Above):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_class_that_is_put_between_later() -> None:
+    class ReachingLayerNorm(Above):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = nn.Sequential(ReachingLayerNorm(WIDTH)).requires_grad_(False)
+    x = torch.randn(2, WIDTH)
+    assert hfpatch.apply(model, kernels="local").swaps
+    for _ in range(2):  # by the second call the first one's kind is known
+        before = model(x)
+    ReachingLayerNorm.__bases__ = (Between,)
+    torch.testing.assert_close(model(x), 2 * before)
+    hfpatch.restore(model)
+
+
 class Lender(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
