@@ -23,6 +23,7 @@ from hfpatch.proof.subject import (
     class_of,
     coded,
     is_dense,
+    misaligned,
     watched,
 )
 from hfpatch.proof.unchanged import INCOMPARABLE, leaf_settings
@@ -168,7 +169,11 @@ class GatedNormSubject(NormSubject):
                     if run is None:
                         run = contract.late(x, key)
                 if run is not None:
-                    return run[0](x, gate, w)
+                    try:
+                        return run[0](x, gate, w)
+                    except RuntimeError:
+                        if not misaligned(x, gate, w):
+                            raise
             elif (
                 type(x) is Tensor
                 and type(gate) is Tensor

@@ -30,6 +30,7 @@ from hfpatch.proof.subject import (
     floating_params,
     input_name,
     is_dense,
+    misaligned,
     plain,
     watched,
 )
@@ -300,34 +301,39 @@ class NormSubject(Subject):
                     # be copied first, and the result would lie otherwise than the original's,
                     # which all that follows pays for.
                     if run is not None and (x.is_contiguous() or x.stride(-1) == 1 or not run[2]):
-                        order = None
-                        if not x.is_contiguous():
-                            order = memory_order(x) if run[3] else None
-                            if x.dim() > 1 and x.stride(-1) != 1:
-                                if run[4]:
-                                    return lying_as(x, run[0](x, w, b))
-                                if suggests_channels_last(x):  # some of PyTorch's keep that alone
-                                    return instead(self, x)
-                        if order is not None:
-                            back = sorted(range(x.dim()), key=order.__getitem__)
-                            return run[0](x.permute(order), w, b).permute(back)
-                        # a module that sees ever other dtypes gains nothing by another guard
-                        if (
-                            checked_width is None
-                            and contract.dims is None
-                            and not contract.autocasts
-                            and not training
-                            and not casts
-                            and p.get(weight) is w
-                            and p.get(bias) is b
-                            and guards < _MAX_GUARDS
-                        ):
-                            reads = None if read is no_settings else read
-                            what = (type(self), original, own, code, reads, settings)
-                            of_parameters = (weight, bias), (has_weight, has_bias)
-                            quick[0] = run[1]((x, w, b), *of_parameters, run[3], *what)
-                            guards += 1
-                        return run[0](x, w, b)
+                        try:
+                            order = None
+                            if not x.is_contiguous():
+                                order = memory_order(x) if run[3] else None
+                                if x.dim() > 1 and x.stride(-1) != 1:
+                                    if run[4]:
+                                        return lying_as(x, run[0](x, w, b))
+                                    # some of PyTorch's keep that alone
+                                    if suggests_channels_last(x):
+                                        return instead(self, x)
+                            if order is not None:
+                                back = sorted(range(x.dim()), key=order.__getitem__)
+                                return run[0](x.permute(order), w, b).permute(back)
+                            # a module that sees ever other dtypes gains nothing by another guard
+                            if (
+                                checked_width is None
+                                and contract.dims is None
+                                and not contract.autocasts
+                                and not training
+                                and not casts
+                                and p.get(weight) is w
+                                and p.get(bias) is b
+                                and guards < _MAX_GUARDS
+                            ):
+                                reads = None if read is no_settings else read
+                                what = (type(self), original, own, code, reads, settings)
+                                of_parameters = (weight, bias), (has_weight, has_bias)
+                                quick[0] = run[1]((x, w, b), *of_parameters, run[3], *what)
+                                guards += 1
+                            return run[0](x, w, b)
+                        except RuntimeError:
+                            if not misaligned(x, w, b):
+                                raise
             return instead(self, x)
 
         if not training and checked_width is None and instead is original:

@@ -344,6 +344,13 @@ def is_dense(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_nested and not x.is_neg()
 
 
+def misaligned(*tensors: Tensor | None) -> bool:
+    """Whether a tensor begins at no multiple of its element's size, as `torch.frombuffer` makes
+    them: kernels refuse such a one, PyTorch's operators on a CPU do not. Leaves ask where a
+    kernel has refused a call, so that no other call pays for it."""
+    return any(t is not None and t.data_ptr() % t.element_size() != 0 for t in tensors)
+
+
 def readable(x: Any) -> bool:
     """Whether a kernel of rows may be given what a module inside returned; its result is
     contiguous, and that of PyTorch's operators lies as their input does."""

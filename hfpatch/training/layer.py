@@ -23,7 +23,15 @@ from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
 from hfpatch.kernels.sources import local_package
 from hfpatch.leaves.tables import hold_twice
 from hfpatch.ops import KERNEL_DTYPES
-from hfpatch.proof.subject import Forward, autocasts, class_of, coded, plain, watched
+from hfpatch.proof.subject import (
+    Forward,
+    autocasts,
+    class_of,
+    coded,
+    misaligned,
+    plain,
+    watched,
+)
 from hfpatch.proof.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
 from hfpatch.regions.guard import guard, hides
@@ -198,7 +206,14 @@ class _Norm:
 
     def is_plain(self, module: nn.Module, x: Tensor) -> bool:
         return all(
-            t is None or (plain(t) and t.dtype == x.dtype and t.device == x.device and t.numel())
+            t is None
+            or (
+                plain(t)
+                and t.dtype == x.dtype
+                and t.device == x.device
+                and t.numel()
+                and not misaligned(t)
+            )
             for t in self.tensors(module)
         )
 
@@ -617,6 +632,8 @@ def _serves(x: Any, proven: Proven) -> bool:
     if type(x) is not Tensor or x.dim() != 3 or not x.numel() or x.stride(-1) != 1:
         return False
     if x.is_inference() and torch.is_grad_enabled():  # autograd may not save it
+        return False
+    if misaligned(x):
         return False
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if autocasts(kind) else None

@@ -262,6 +262,23 @@ def overlapping(g: torch.Generator) -> Any:
     return (randn(g, 200).as_strided((6, WIDTH), (3, 1)),)
 
 
+def _misaligned(t: Tensor) -> Tensor:
+    """The same values at an odd address, as in a buffer of somebody's own format."""
+    memory = bytearray(t.nbytes + 1)
+    there = torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=1)
+    return there.view(t.shape).copy_(t)
+
+
+@given
+def at_an_odd_address(g: torch.Generator) -> Any:
+    return (_misaligned(randn(g, 4, WIDTH)),)
+
+
+@given
+def apart_at_an_odd_address(g: torch.Generator) -> Any:
+    return (_misaligned(randn(g, WIDTH, 6)).t(),)
+
+
 @given
 def one_element_repeated(g: torch.Generator) -> Any:
     return (randn(g, 4, 1).expand(4, WIDTH) if not torch.is_grad_enabled() else randn(g, WIDTH),)
@@ -492,6 +509,11 @@ def p_hook(m: Any, n: str) -> None:
 @later
 def p_swapped(m: Any, n: str) -> None:
     torch.utils.swap_tensors(m._parameters[n], nn.Parameter(_own(m, n) * 3))
+
+
+@later
+def p_misaligned(m: Any, n: str) -> None:
+    m._parameters[n].data = _misaligned(m._parameters[n].data)
 
 
 @later

@@ -207,6 +207,19 @@ def test_a_layer_that_was_changed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert_equal(gradients(model), theirs)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_at_an_odd_address(whole: bool) -> None:
+    """As in a buffer of somebody's own format: PyTorch's operators on a CPU take them."""
+    model, twin = build("Qwen3"), build("Qwen3")
+    hfpatch.apply(model, mode="training")
+    for each in (model, twin):
+        for p in (each if whole else each.model.layers[1].input_layernorm).parameters():
+            memory = bytearray(p.nbytes + 1)
+            there = torch.frombuffer(memory, dtype=p.dtype, count=p.numel(), offset=1)
+            p.data = there.view(p.shape).copy_(p.detach())
+    assert_equal(gradients(model), gradients(twin))
+
+
 @pytest.mark.parametrize("which", ["q_norm", "k_norm"])
 def test_norms_of_two_eps_before_apply(which: str) -> None:
     model, twin = build("Qwen3"), build("Qwen3")
