@@ -319,6 +319,7 @@ def _llama_norm() -> nn.Module:
 
 SET_LATER: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Any]]] = {
     "private": (_private, "_eps", lambda: 0.05),
+    "of each row": (_private, "_eps", lambda: torch.linspace(0.05, 0.5, 4)[:, None]),
     "of its class": (InheritingRMSNorm, "_eps", lambda: 0.05),
     "function": (_with_function, "act", lambda: nn.functional.relu),
     "method": (_with_method, "act", lambda: nn.functional.relu),

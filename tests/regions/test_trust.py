@@ -72,6 +72,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "forward of a layer": lambda b: _set_forward(b.mlp.down_proj),
     "scaling": lambda b: setattr(b.self_attn, "scaling", 0.5),
     "eps": lambda b: setattr(b.input_layernorm, "variance_epsilon", 0.5),
+    "eps of each row": lambda b: setattr(
+        b.input_layernorm, "variance_epsilon", torch.linspace(0.1, 1.0, 9)[:, None]
+    ),
     "another activation": lambda b: setattr(b.mlp, "act_fn", nn.ReLU()),
     "another layer": lambda b: setattr(b.mlp, "down_proj", nn.Linear(96, 64)),
     "no norm": lambda b: setattr(b, "post_attention_layernorm", nn.Identity()),
