@@ -74,7 +74,8 @@ def settings_of(
     Settings are the plain attributes and functions that somebody may set while the module is
     patched, such as `eps`: what was bound to their values is no longer right when they differ; so
     are the methods of its class that its forward calls, replaced on the class or the instance. A
-    name that begins with `_` is one if the class's code has it: others put marks on modules.
+    name that begins with `_` is one if the class's code has it, and so is a list or a dict: others
+    put marks on modules.
     Reading raises KeyError where one is no attribute any more.
     """
     named = names_read(module)
@@ -86,12 +87,12 @@ def settings_of(
         and k not in OWNED_BY_WRAPPERS
         and k not in ignore
         and (k in named or not k.startswith("_"))
-        and _is_setting(v)
+        and (_is_setting(v) or (k in named and _is_written_to(v)))
     ]
     inherited = {
         k
         for k, v in class_values(module).items()
-        if k in named and k not in ignore and _is_setting(v)
+        if k in named and k not in ignore and (_is_setting(v) or _is_written_to(v))
     }
     inherited |= {k for k in helpers_of(module) if k not in module.__dict__}
     read = operator.itemgetter(*names) if names else no_settings
@@ -154,6 +155,13 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, *_CALLED, types.MethodType))
 
 
+def _is_written_to(value: Any) -> bool:
+    """Whether it is a list or a dict of plain values, which is compared with what it held."""
+    if type(value) is dict:
+        return all(isinstance(v, _PLAIN) for v in (*value.keys(), *value.values()))
+    return type(value) is list and all(isinstance(v, _PLAIN) for v in value)
+
+
 def no_settings(attributes: dict[str, Any]) -> None:
     """Reads the settings of a module that has none."""
 
@@ -161,6 +169,8 @@ def no_settings(attributes: dict[str, Any]) -> None:
 def _held(value: Any) -> Any:
     """What a setting is compared with: some are made anew where a module is copied, and the code
     of a function or the arguments of a partial can be exchanged in place."""
+    if type(value) in (list, dict):  # which may be written to
+        return value.copy()
     kinds = (functools.partial, types.MethodType, types.FunctionType)
     return _Held(value) if isinstance(value, kinds) else value
 

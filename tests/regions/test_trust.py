@@ -121,6 +121,41 @@ def test_a_module_appended_to_a_list_counts() -> None:
     assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
 
 
+def _deberta(**more: Any) -> tuple[Any, dict[str, Any]]:
+    """One whose blocks run fused, and its call."""
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    torch.manual_seed(0)
+    config = DebertaV2Config(
+        vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=16, initializer_range=0.3,
+        relative_attention=True, pos_att_type=["c2p", "p2c"], **more,
+    )  # fmt: skip
+    model = DebertaV2Model(config).eval()
+    call = {"input_ids": torch.arange(12).view(2, 6)}
+    hfpatch.apply(model, blocks=True)
+    for _ in range(2):
+        run(model, call)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+    return model, call
+
+
+@pytest.mark.parametrize("how", ["another", "written to"])
+def test_a_list_of_settings_counts(how: str) -> None:
+    model, call = _deberta(norm_rel_ebd="layer_norm")
+    before = run(model, call)
+    attention = model.encoder.layer[0].attention.self
+    if how == "another":
+        attention.pos_att_type = ["c2p"]
+    else:
+        attention.pos_att_type.remove("p2c")
+    found = run(model, call)
+    hfpatch.restore(model)
+    expected = run(model, call)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
+
+
 def test_dropout_in_training_mode() -> None:
     model, inputs = build("bert")
     call = inputs(2, 9)
