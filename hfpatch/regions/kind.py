@@ -21,7 +21,7 @@ from hfpatch.proof.replicas import CannotReplicateError
 from hfpatch.proof.subject import is_dense
 from hfpatch.regions.beside import stand_beside
 from hfpatch.regions.caches import state_of
-from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture
+from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture, is_wall
 from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.given import looks
 from hfpatch.regions.guard import functions_around, guard
@@ -164,6 +164,8 @@ class Kind:
             return original()
         device = tensors[0].device.type if tensors else "cpu"
         if device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return original()
+        if _trains(block):  # its calls in evaluation mode are others, also those of other models
             return original()
         with may_prove((id(self), kinds)) as may:
             if not may:
@@ -344,6 +346,13 @@ def _replace(kind: Kind, others: Mapping[int, Variant]) -> None:
     for key, variant in list(kind._known.items()):  # in place: the adapters hold it
         if variant is not None:
             kind._known[key] = others.get(id(variant), variant)
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether a module that a capture reads is in training mode: no fused call stands in for it."""
+    return module.training or any(
+        _trains(c) for c in module._modules.values() if c is not None and not is_wall(c)
+    )
 
 
 class _Undecided(Exception):

@@ -156,6 +156,23 @@ def test_a_list_of_settings_counts(how: str) -> None:
     assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
 
 
+def test_a_call_in_training_mode_decides_nothing() -> None:
+    """Its dropout cannot be captured; the calls in evaluation mode that follow can be."""
+    forget()
+    model, inputs = build("bert")
+    call = inputs(2, 9)
+    hfpatch.apply(model, blocks=True)
+    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+    for parts in ([model], dropouts):
+        for part in parts:
+            part.train()
+        run(model, call)
+        model.eval()
+        assert {c.state for c in hfpatch.status(model).plan.candidates} == {"at its first call"}
+    run(model, call)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+
+
 def test_dropout_in_training_mode() -> None:
     model, inputs = build("bert")
     call = inputs(2, 9)
