@@ -111,7 +111,7 @@ class Kind:
             return None, None, None, None
         sizes = []
         for t in tensors:
-            if type(t) is not Tensor or not is_dense(t):
+            if (type(t) is not Tensor and type(t) is not nn.Parameter) or not is_dense(t):
                 return None, None, None, None
             sizes.append((t.shape, t.dtype, t.device, t.is_contiguous() or t.stride()))
         if cache is not None:

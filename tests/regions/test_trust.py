@@ -156,6 +156,19 @@ def test_a_list_of_settings_counts(how: str) -> None:
     assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
 
 
+def test_a_block_that_is_handed_a_parameter_is_captured() -> None:
+    """A weight of the model, such as DeBERTa's table of relative positions, is read live."""
+    model, call = _deberta()
+    before = run(model, call)
+    with torch.no_grad():
+        model.encoder.rel_embeddings.weight.mul_(2)
+    found = run(model, call)
+    hfpatch.restore(model)
+    expected = run(model, call)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
+
+
 def test_a_call_in_training_mode_decides_nothing() -> None:
     """Its dropout cannot be captured; the calls in evaluation mode that follow can be."""
     forget()
