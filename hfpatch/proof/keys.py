@@ -234,6 +234,13 @@ def names_read(module: nn.Module) -> set[str]:
     return found
 
 
+def names_in_forward(module: nn.Module) -> set[str]:
+    """The same of what its forward may reach alone: no name that only `__init__` has."""
+    reached = {"forward"} | helpers_of(module)
+    members = [v for base in _bases(module) for n, v in _members(base) if n in reached]
+    return set().union(*map(_names_in, members))
+
+
 def _names_in(value: Any) -> set[str]:
     return set().union(*(names_of(f.__code__) for f in functions_in(value)))
 

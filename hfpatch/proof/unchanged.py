@@ -19,6 +19,7 @@ from hfpatch.proof.keys import (
     class_values,
     function_in,
     helpers_of,
+    names_in_forward,
     names_read,
     overridden,
 )
@@ -74,8 +75,8 @@ def settings_of(
     Settings are the plain attributes and functions that somebody may set while the module is
     patched, such as `eps`: what was bound to their values is no longer right when they differ; so
     are the methods of its class that its forward calls, replaced on the class or the instance. A
-    name that begins with `_` is one if the class's code has it, and so is a list or a dict: others
-    put marks on modules.
+    name that begins with `_` is one if the class's code has it, and a list or a dict if its forward
+    reaches it: others put marks on modules.
     Reading raises KeyError where one is no attribute any more.
     """
     named = names_read(module)
@@ -87,12 +88,12 @@ def settings_of(
         and k not in OWNED_BY_WRAPPERS
         and k not in ignore
         and (k in named or not k.startswith("_"))
-        and (_is_setting(v) or (k in named and _is_written_to(v)))
+        and (_is_setting(v) or (_is_written_to(v) and k in names_in_forward(module)))
     ]
     inherited = {
         k
         for k, v in class_values(module).items()
-        if k in named and k not in ignore and (_is_setting(v) or _is_written_to(v))
+        if k in named and k not in ignore and _is_setting(v)
     }
     inherited |= {k for k in helpers_of(module) if k not in module.__dict__}
     read = operator.itemgetter(*names) if names else no_settings
