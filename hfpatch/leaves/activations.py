@@ -144,7 +144,7 @@ class ActivationSubject(Subject):
                 on_cuda = x.is_cuda
                 run = None
                 try:
-                    unchanged = read(self.__dict__) == settings
+                    unchanged = bool(read(self.__dict__) == settings)
                 except INCOMPARABLE:  # one was deleted, or is a parameter or module now
                     unchanged = False
                 if not unchanged:

@@ -151,7 +151,7 @@ class GatedNormSubject(NormSubject):
             ):
                 run = None
                 try:
-                    unchanged = read(self.__dict__) == settings
+                    unchanged = bool(read(self.__dict__) == settings)
                 except INCOMPARABLE:  # one was deleted, or is a parameter now
                     unchanged = False
                 if not unchanged:

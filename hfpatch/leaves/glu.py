@@ -377,7 +377,7 @@ class GatedSubject(Subject):
         def untouched(self: nn.Module) -> bool:
             """Whether the settings, and the activation, which is not called, are those proven."""
             try:
-                same = read(self.__dict__) == settings
+                same = bool(read(self.__dict__) == settings)
             except INCOMPARABLE:  # one was deleted, or is a parameter or module now
                 same = False
             same = same and (part is None or part.is_same(self._modules[act]))  # type: ignore

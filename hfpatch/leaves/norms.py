@@ -242,7 +242,7 @@ class NormSubject(Subject):
                 return of_class(self, *(() if x is missing else (x,)), *args, **kwargs)
             d = self.__dict__
             try:
-                unchanged = read(d) == settings
+                unchanged = bool(read(d) == settings)
             except INCOMPARABLE:  # one was deleted, or is a parameter now
                 unchanged = False
             if x is missing:

@@ -32,9 +32,6 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 INCOMPARABLE = (KeyError, RuntimeError, TypeError, ValueError)
 #: What a forward may call that it reads off its module: a deep copy has the very same.
 _CALLED = (types.FunctionType, types.BuiltinFunctionType, type)
-#: What it raises to read settings that are not as they were, and to compare them: one was deleted,
-#: or is a parameter or module now; or it is a tensor or an array, which has no one answer to ==.
-OTHER_SETTINGS = (KeyError, RuntimeError, ValueError, TypeError)
 
 
 def leaf_settings(
