@@ -435,19 +435,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Operation | None]] = {
 
 _OF_TWO = ("add", "sub", "mul", "div", "multiply", "subtract", "divide", "true_divide")
 _OF_ONE = (
-    *(
-        "neg",
-        "negative",
-        "square",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "exp",
-        "tanh",
-        "sigmoid",
-        "erf",
-        "relu",
-    ),
+    *("neg", "negative", "square", "sqrt", "rsqrt", "reciprocal"),
+    *("exp", "tanh", "sigmoid", "erf", "relu"),
 )
 
 _NAMED: dict[str, Operation] = {
