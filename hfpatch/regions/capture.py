@@ -103,8 +103,6 @@ _MOST_WALLS = 6
 #: Calls of PyTorch in a block, attributes of tensors counted: the largest of our tests has 700. A
 #: loop over rows would hold up the first call of a model for minutes.
 _MOST_CALLS = 5000
-#: What these give is a tensor of its own.
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 

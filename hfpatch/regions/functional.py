@@ -50,8 +50,8 @@ def without_writes(graph: Graph) -> None:
     """
     places = _Places(graph)
     for node in list(graph.nodes):
-        put = node.target in _PUTS and len(node.args) == 2 and not node.kwargs
-        if put and _scatter(graph, node, places):
+        if node.target is aten.copy_.default and len(node.args) == 2 and not node.kwargs:
+            _scatter(graph, node, places)
             continue
         pure = _pure(node)
         if pure is None:
@@ -75,15 +75,17 @@ def without_writes(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-_PUTS = (aten.copy_.default, aten.fill_.Tensor)
 _SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
 }
 
 
-def _scatter(graph: Graph, write: Node, places: _Places) -> bool:
-    """Replace `x[...] = y` by the whole of `x` with `y` in its place; False: it was not right."""
+def _scatter(graph: Graph, write: Node, places: _Places) -> None:
+    """Replace `x[...] = y` by the whole of `x` with `y` in its place, where that is right.
+
+    Not where sizes are the same by arithmetic alone: loops over chunks write so (Kimi Linear), and
+    their blocks gain nothing for a capture of half a minute."""
     at = places.order[write]
     views: list[Node] = []
     x: Any = write.args[0]
@@ -93,14 +95,11 @@ def _scatter(graph: Graph, write: Node, places: _Places) -> bool:
         x = x.args[0]
     source: Any = write.args[1]
     if not views or not isinstance(x, Node) or not isinstance(source, Node):
-        return False
-    if not places.may_write(x, at):
-        return False
+        return
+    if not _alike(views[0], source) or not places.may_write(x, at):
+        return
     with graph.inserting_before(write):
         made = _as(graph, source, value(x).dtype)
-        if not _alike(views[0], made):
-            made = graph.call_function(aten.expand_as.default, (made, views[0]))
-            made.meta = {"val": torch.empty_like(value(views[0]))}
         write.replace_all_uses_with(made)
         for view in views:
             below: Any = view.args[0]
@@ -114,7 +113,6 @@ def _scatter(graph: Graph, write: Node, places: _Places) -> bool:
         if places.is_behind(user, at):
             user.replace_input_with(x, made)
     graph.erase_node(write)
-    return True
 
 
 def is_whole_slice(node: Node) -> bool:
