@@ -66,7 +66,7 @@ def attention(
     """softmax(scale · q kᵀ + mask) v, by the fastest kernel that is right for it.
 
     Args:
-        q: [B, H, Sq, D]; views as they are, nothing is copied for a kernel's sake.
+        q: [B, H, Sq, D]; views as they are: nothing is copied where a kernel takes it.
         k, v: [B, G, Sk, D] and [B, G, Sk, Dv]: query head h attends to the keys of head h·G//H. G
             divides H.
         mask: what `F.scaled_dot_product_attention` takes as `attn_mask`, broadcast to [B, H, Sq,
@@ -122,8 +122,6 @@ def _choose(
     grad: bool,
 ) -> _Kernel:
     """The kernel for calls of this kind."""
-    if any(map(_lies_apart, (q, k, v, mask))):
-        return partial(_gathered, causal=causal, window=window, softcap=softcap)
     free = not grad and not is_compiling()
     eager = free and q.is_cuda
     if softcap is not None:
@@ -242,8 +240,6 @@ def _gathered(
     scale: float | None,
     *,
     causal: bool,
-    window: int | None,
-    softcap: float | None,
 ) -> Tensor:
     """Of copies whose rows lie together."""
     q, k, v = (t.contiguous() if _lies_apart(t) else t for t in (q, k, v))
@@ -252,13 +248,13 @@ def _gathered(
             if mask.stride(dim) == 0:
                 mask = mask.narrow(dim, 0, 1)
         mask = mask.contiguous()
-    return attention(
-        q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap
-    )  # fmt: skip
+    return _torch(q, k, v, mask, causal)(q, k, v, mask, scale)
 
 
 def _torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> _Kernel:
     """PyTorch's choice for calls such as this."""
+    if any(map(_lies_apart, (q, k, v, mask))):
+        return partial(_gathered, causal=causal)
     grouped = q.shape[1] != k.shape[1]
     if mask is not None and q.is_cuda and not _aligned(q, k, v):
         return _aligning
