@@ -233,13 +233,7 @@ def _lies_apart(t: Tensor | None) -> bool:
 
 
 def _gathered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    *,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, *, causal: bool
 ) -> Tensor:
     """Of copies whose rows lie together."""
     q, k, v = (t.contiguous() if _lies_apart(t) else t for t in (q, k, v))

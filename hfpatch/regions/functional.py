@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from hfpatch.regions.nodes import Call, Constant, Param, fixed, same_size, value
+from hfpatch.regions.nodes import Call, Constant, Leaf, fixed, same_size, value
 
 aten: Any = torch.ops.aten
 
@@ -62,12 +63,11 @@ def without_writes(graph: Graph) -> None:
         with graph.inserting_before(node):
             new = graph.call_function(pure, node.args, node.kwargs)
             wide = _promoted(node)
-            new.meta = dict(node.meta) if wide is None else {"val": value(node).to(wide)}
-            places.add(new, at)
             if wide is not None:  # it is computed so, and rounded as it is written
+                new.meta = {"val": value(node).to(wide)}
                 new = _as(graph, new, value(node).dtype)
-                new.meta = dict(node.meta)
-                places.add(new, at)
+        new.meta = dict(node.meta)
+        places.add(new, at)
         node.replace_all_uses_with(new)
         for user in list(x.users):
             if places.is_behind(user, at):
@@ -267,6 +267,9 @@ def _memory(node: Node) -> set[int]:
 
 def _makes_own(node: Node) -> bool:
     """Whether nobody else holds a node's result: it is an operator's, or a layer's product."""
-    if node.op != "call_function" or isinstance(node.target, (Param, Constant)):
-        return False
-    return not isinstance(node.target, Call) or node.target.fresh
+    target: Any = node.target
+    if isinstance(target, Call):
+        return target.fresh
+    if target is operator.getitem:
+        return _makes_own(node.args[0])  # type: ignore[arg-type]
+    return isinstance(target, (torch._ops.OpOverload, Leaf))

@@ -16,12 +16,13 @@ from torch import nn
 import hfpatch
 from hfpatch import swap
 from hfpatch.regions import capture as capturing
+from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Uncapturable, capture, numbers_of
 from hfpatch.regions.interpret import Interpreter
 from hfpatch.regions.nodes import Constant, Project
 from hfpatch.regions.offer import forget
 from hfpatch.regions.rules import rewrite
-from hfpatch.regions.structure import take_apart
+from hfpatch.regions.structure import Structure, take_apart
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +141,15 @@ def _deberta(**more: Any) -> tuple[Any, dict[str, Any]]:
     return model, call
 
 
+def _follows(model: Any, call: dict[str, Any], before: torch.Tensor) -> None:
+    """A change behind `apply` is in what the model gives."""
+    found = run(model, call)
+    hfpatch.restore(model)
+    expected = run(model, call)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
+
+
 @pytest.mark.parametrize("how", ["another", "written to"])
 def test_a_list_of_settings_counts(how: str) -> None:
     model, call = _deberta(norm_rel_ebd="layer_norm")
@@ -149,11 +159,7 @@ def test_a_list_of_settings_counts(how: str) -> None:
         attention.pos_att_type = ["c2p"]
     else:
         attention.pos_att_type.remove("p2c")
-    found = run(model, call)
-    hfpatch.restore(model)
-    expected = run(model, call)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
+    _follows(model, call, before)
 
 
 def test_a_block_that_is_handed_a_parameter_is_captured() -> None:
@@ -162,11 +168,7 @@ def test_a_block_that_is_handed_a_parameter_is_captured() -> None:
     before = run(model, call)
     with torch.no_grad():
         model.encoder.rel_embeddings.weight.mul_(2)
-    found = run(model, call)
-    hfpatch.restore(model)
-    expected = run(model, call)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert not torch.allclose(found, before, rtol=1e-3), "the change changes nothing"
+    _follows(model, call, before)
 
 
 def test_a_call_in_training_mode_decides_nothing() -> None:
@@ -455,6 +457,30 @@ def test_a_write_to_a_tensor_of_its_own_is_no_write() -> None:
     finally:
         _Toy.forward = own  # type: ignore[method-assign]
     assert not any("_." in str(n.target) for n in found.graph.nodes)
+
+
+def test_a_write_to_what_the_cache_gives_back() -> None:
+    """Those are the cache's own tensors."""
+    from transformers import DynamicCache
+
+    def code(m: Any, x: Any, cache: Any) -> Any:
+        keys, values = cache.update(*[m.lin(x).view(2, 1, 1, 4) for _ in range(2)], m.layer_idx)
+        keys.mul_(2)
+        return keys + values
+
+    own = _Toy.forward
+    toy = _Toy(code)
+    toy.__dict__["code"] = None
+    _Toy.forward = lambda self, x, cache=None: code(self, x, cache)  # type: ignore[method-assign]
+    try:
+        structure, tensors, cache = take_apart((torch.randn(2, 4),), {"cache": DynamicCache()})
+        found = state_of(cache, toy, numbers_of(toy))
+        assert not isinstance(found, str)
+        whole = Structure(structure.shape, found[0])
+        with pytest.raises(Uncapturable, match="writes to a tensor"):
+            capture(toy, whole, tensors + found[1], {}, numbers_of(toy))
+    finally:
+        _Toy.forward = own  # type: ignore[method-assign]
 
 
 def test_writes_that_round_or_broadcast() -> None:
