@@ -300,11 +300,25 @@ class HelpedRMSNorm(RMSNorm):
         return self.norm(x) * gain_of(self)
 
 
+class SettingOfAllRMSNorm(RMSNorm):
+    """What every module has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * 2 if self.call_super_init else self.norm(x)
+
+
+class MethodOfAllRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * 2 if self.extra_repr() else self.norm(x)
+
+
 @pytest.mark.parametrize(
     ("cls", "name", "value"),
     [
         (ClassRMSNorm, "gain", 1.0), (SameRMSNorm, "gain", True),
         (NamedRMSNorm, "_gain", 3.0), (HelpedRMSNorm, "_gain", 3.0),
+        (SettingOfAllRMSNorm, "call_super_init", True),
+        (MethodOfAllRMSNorm, "extra_repr", lambda: "of its own"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:hfpatch")
@@ -579,38 +593,6 @@ def test_an_object_that_answers_for_itself(cls: type[nn.Module]) -> None:
         torch.testing.assert_close(model(x), original(x))
     finally:
         MOOD[0] = 0
-
-
-# What every module has --------------------------------------------------------------------------
-
-
-class SettingOfAllRMSNorm(RMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) * 2 if self.call_super_init else self.norm(x)
-
-
-class MethodOfAllRMSNorm(RMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) * 2 if self.extra_repr() else self.norm(x)
-
-
-@pytest.mark.parametrize(
-    ("cls", "name", "value"),
-    [
-        (SettingOfAllRMSNorm, "call_super_init", True),
-        (MethodOfAllRMSNorm, "extra_repr", lambda: "of its own"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:hfpatch")
-def test_what_every_module_has(cls: type[RMSNorm], name: str, value: Any) -> None:
-    model = nn.Sequential(drawn(cls()))
-    original = copy.deepcopy(model)
-    hfpatch.apply(model)
-    x = torch.randn(3, WIDTH)
-    torch.testing.assert_close(model(x), original(x))
-    for m in (model, original):
-        setattr(m[0], name, value)
-    torch.testing.assert_close(model(x), original(x))
 
 
 # Writes -----------------------------------------------------------------------------------------
