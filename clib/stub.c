@@ -729,6 +729,18 @@ int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor *workspace,
   return missing("hfp_decode_step" HFP_WHY);
 }
 
+int32_t hfp_decode_choose(DLTensor *ids, DLTensor *counters, DLTensor *text, DLTensor *workspace, const DLTensor *logits, const DLTensor *ends, int64_t pad, void *stream) {
+  (void)ids;
+  (void)counters;
+  (void)text;
+  (void)workspace;
+  (void)logits;
+  (void)ends;
+  (void)pad;
+  (void)stream;
+  return missing("hfp_decode_choose" HFP_WHY);
+}
+
 #ifdef __cplusplus
 }
 #endif

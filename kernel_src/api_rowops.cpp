@@ -21,7 +21,7 @@ int64_t rows_of(const Tensor &t) {
   return rows;
 }
 
-bool workspace_of(Check &check, const DLTensor *raw, const Tensor &x, Tensor *tensor) {
+bool workspace_of(Check &check, DLTensor *raw, const Tensor &x, Tensor *tensor) {
   const int64_t size = hfp_row_workspace(rows_of(x), x.last());
   return check.indices("workspace", raw, 1, &size, tensor);
 }
@@ -124,6 +124,42 @@ int32_t hfp_argmax(DLTensor *out, DLTensor *workspace, const DLTensor *x, void *
   args.type = a.type;
   args.rows = a.rows;
   return check.run(o, args, &hfp::cpu::argmax, HFP_CUDA(argmax), stream);
+}
+
+int32_t hfp_decode_choose(DLTensor *ids, DLTensor *counters, DLTensor *text, DLTensor *workspace,
+                          const DLTensor *logits, const DLTensor *ends, int64_t pad, void *stream) {
+  Check check("hfp_decode_choose");
+  Tensor chosen, counted, table, w, a, e;
+  if (!searched(check, "logits", logits, INT32_MAX, &a)) return check.status();
+  if (logits->ndim != 2) {
+    check.fail("`logits` must have 2 dimensions, got %d", logits->ndim);
+    return check.status();
+  }
+  const int64_t rows = rows_of(a), entries = rows + 3;
+  // as many numbers as there are, none where it is NULL
+  const auto any = [&check](const char *name, auto *raw, Tensor *tensor) {
+    const int64_t size = raw != nullptr && raw->ndim == 1 && raw->shape ? raw->shape[0] : 0;
+    return raw == nullptr || check.indices(name, raw, 1, &size, tensor);
+  };
+  const bool ok = check.indices("ids", ids, 1, &rows, &chosen) &&
+                  check.indices("text", text, 1, &entries, &table) &&
+                  workspace_of(check, workspace, a, &w) && any("counters", counters, &counted) &&
+                  any("ends", ends, &e);
+  if (!ok) return check.status();
+  hfp::ArgmaxArgs args = {};
+  args.choice.ids = reinterpret_cast<int64_t *>(chosen.data);
+  args.choice.counters = reinterpret_cast<int64_t *>(counted.data);
+  args.choice.text = reinterpret_cast<int64_t *>(table.data);
+  args.choice.ends = reinterpret_cast<const int64_t *>(e.data);
+  args.choice.rows = rows;
+  args.choice.counters_count = counters ? counters->shape[0] : 0;
+  args.choice.ends_count = ends ? ends->shape[0] : -1;
+  args.choice.pad = pad;
+  args.workspace = reinterpret_cast<uint64_t *>(w.data);
+  args.x = a.data;
+  args.type = a.type;
+  args.rows = a.rows;
+  return check.run(chosen, args, &hfp::cpu::argmax, HFP_CUDA(argmax), stream);
 }
 
 int32_t hfp_topk(DLTensor *values, DLTensor *indices, const DLTensor *x, int64_t k, void *stream) {

@@ -65,9 +65,10 @@ class Check {
               Tensor *tensor);
   bool shaped(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape, DType type,
               Tensor *tensor);
-  // Notes that the call writes to `tensor`; `output` and `shaped` do it themselves.
+  // Notes that the call writes to `tensor`; `output`, `shaped` and `indices` do it themselves.
   bool writes(const Tensor &tensor);
-  // A required contiguous int64 input of that shape; returns its elements in `data`.
+  // A required contiguous int64 result or input (const) of that shape; returns its elements in `data`.
+  bool indices(const char *name, DLTensor *raw, int32_t ndim, const int64_t *shape, Tensor *tensor);
   bool indices(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape,
                Tensor *tensor);
 
@@ -566,6 +567,15 @@ inline bool Check::indices(const char *name, const DLTensor *raw, int32_t ndim,
   if (reinterpret_cast<uint64_t>(tensor->data) % sizeof(int64_t) != 0) {
     return fail("`%s` must be aligned to its element size of 8 bytes; copy it", name);
   }
+  return true;
+}
+
+inline bool Check::indices(const char *name, DLTensor *raw, int32_t ndim, const int64_t *shape,
+                           Tensor *tensor) {
+  const DLTensor *read = raw;
+  const int before = count_;
+  if (!indices(name, read, ndim, shape, tensor)) return false;
+  if (count_ > before) accesses_[before].written = true;
   return true;
 }
 

@@ -692,6 +692,28 @@ HFP_EXPORT int32_t hfp_decode_step(DLTensor *logits, DLTensor *hidden, DLTensor 
                                    int64_t most_keys, int64_t threads, void *stream);
 
 /*
+ * Behind a step of one token a row: each row's greedy token, and what the next step reads, in one
+ * launch. Of row r, the steps of whose text are counted from 1 and of which this one is n:
+ *   token = the first index of the greatest of logits[r], or pad where the row had ended
+ * It is written to ids[r], to slot n % HFP_DECODE_SLOTS of the text's tokens and of its report; there
+ * is written to the same slot of `unfinished` whether the row had not ended and this token is none of
+ * `ends`. Each number of `counters` gets one more.
+ *
+ * ids: int64 [rows]. counters: int64 [any], or NULL. logits: [rows, vocab]. workspace: int64
+ * [hfp_row_workspace(rows, vocab)], scratch. ends: int64 [any], or NULL: no row ends, `unfinished` is
+ * not used, and nor is pad.
+ * text: int64 [rows + 3] on the device: n of each row, which gets one more; the addresses of its
+ * tokens, int64 [HFP_DECODE_SLOTS, rows], of its `unfinished`, one byte each [HFP_DECODE_SLOTS, rows],
+ * and of its report, as its tokens, memory of the host's that the device can write to, or 0. What the
+ * addresses lead to cannot be checked: they must be right. The text's end is slot 0 of tokens and of
+ * `unfinished`, where n is 1.
+ */
+#define HFP_DECODE_SLOTS 4
+HFP_EXPORT int32_t hfp_decode_choose(DLTensor *ids, DLTensor *counters, DLTensor *text,
+                                     DLTensor *workspace, const DLTensor *logits,
+                                     const DLTensor *ends, int64_t pad, void *stream);
+
+/*
  * The ops that also have an in-place operator NAME_, and which arguments its results replace, in
  * their order.
  */

@@ -305,8 +305,16 @@ struct SoftmaxArgs {
   float scale;
 };
 
+// Of hfp_decode_choose, where its names are explained.
+struct Choice {
+  int64_t *ids, *counters, *text;
+  const int64_t *ends;
+  int64_t rows, counters_count, ends_count, pad;  // ends_count: -1 where no row ends
+};
+
 struct ArgmaxArgs {
-  int64_t *out;
+  int64_t *out;  // NULL: there is a choice instead
+  Choice choice;
   uint64_t *workspace;
   const void *x;
   DType type;

@@ -1,5 +1,5 @@
 // row_keys.h: what CPU and CUDA must compute alike in argmax, topk and sample: the order of values,
-// the weights of top-p and the random numbers.
+// the weights of top-p, the random numbers and what becomes of a greedy token.
 #pragma once
 
 #include <cmath>
@@ -125,6 +125,43 @@ HFP_BOTH float noisy(float z, uint32_t word) {
   float v = static_cast<float>(word) * 2.3283064365386963e-10f + 1.1641532182693481e-10f;
   v = v < 0.99999994f ? v : 0.99999994f;
   return z - logf(-log1pf(-v));
+}
+
+// --- greedy tokens ------------------------------------------------------------------------------
+
+// What a row's token depends on beside its logits, to be read while those are.
+struct ChoiceRow {
+  int64_t number;
+  int64_t *tokens, *report;
+  uint8_t *unfinished;
+  bool open;
+};
+
+HFP_BOTH ChoiceRow choice_row(const Choice &c, int64_t row) {
+  ChoiceRow r;
+  r.number = c.text[row];
+  r.tokens = reinterpret_cast<int64_t *>(c.text[c.rows]);
+  r.unfinished = reinterpret_cast<uint8_t *>(c.text[c.rows + 1]);
+  r.report = reinterpret_cast<int64_t *>(c.text[c.rows + 2]);
+  r.open = c.ends_count < 0 ||
+           r.unfinished[(r.number + HFP_DECODE_SLOTS - 1) % HFP_DECODE_SLOTS * c.rows + row] != 0;
+  return r;
+}
+
+// Writes all of one row.
+HFP_BOTH void choose(const Choice &c, const ChoiceRow &r, int64_t row, int64_t greatest) {
+  const int64_t to = r.number % HFP_DECODE_SLOTS * c.rows + row;
+  const int64_t token = r.open ? greatest : c.pad;
+  c.ids[row] = token;
+  r.tokens[to] = token;
+  if (r.report != nullptr) r.report[to] = token;
+  if (c.ends_count >= 0) {
+    bool open = r.open;
+    for (int64_t i = 0; i < c.ends_count; ++i) open = open && token != c.ends[i];
+    r.unfinished[to] = open ? 1 : 0;
+  }
+  c.text[row] = r.number + 1;
+  for (int64_t i = row; i < c.counters_count; i += c.rows) ++c.counters[i];
 }
 
 // --- the parameters of a row --------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #if __has_include(<Python.h>)
 
 #include "python_torch.h"
+#include "python_watch.h"
 
 #include <cstdint>
 #include <cstring>
@@ -769,6 +770,10 @@ PyMethodDef methods[] = {
     {"of_module", of_module, METH_VARARGS, "of_module(guarded, ...) -> callable of (module, x)"},
     {"direct", fastcall(direct), METH_FASTCALL,
      "direct(quick, forward, module, args, kwargs) -> result, or NotImplemented"},
+    {"values_are", fastcall(values_are), METH_FASTCALL, "values_are(dicts, objects) -> bool"},
+    {"sizes_are", fastcall(sizes_are), METH_FASTCALL, "sizes_are(dicts, sizes) -> bool"},
+    {"items_are", fastcall(items_are), METH_FASTCALL, "items_are(dicts, name, addresses) -> bool"},
+    {"lie_at", fastcall(lie_at), METH_FASTCALL, "lie_at(tensors, addresses) -> bool"},
     {"setup", setup, METH_VARARGS, "setup(exchange_api, ...) -> whether this torch is known"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -201,6 +201,7 @@ class Engine:
             chooser = self.chooser(chain.ends)
             chooser.begin(chain)
             chooser.launch(logits)
+            chain.launched()
 
     def _check(
         self,
@@ -276,7 +277,7 @@ class Call:
         self._keep += [views, pointers]
         self._function = self._caller.function("hfp_decode_step")
         self._threads = 0
-        self._rows_workspace: Tensor | None = None  # of `argmax`
+        self._rows_workspace: Tensor | None = None  # of `choose`
         self.workspace = torch.empty(0, device="cpu")
         self._make_workspace()
 
@@ -292,12 +293,24 @@ class Call:
         self.workspace = torch.zeros(int(found), dtype=torch.float32, device=self.model.device)
         self._workspace_view = describe(self.workspace)
 
-    def argmax(self, tokens: Tensor, logits: Tensor) -> None:
-        """The first index of each row's greatest value, on the current stream.
+    def choose(
+        self,
+        ids: Tensor,
+        counters: Tensor | None,
+        text: Tensor,
+        logits: Tensor,
+        ends: Tensor | None,
+        pad: int,
+    ) -> None:
+        """`hfp_decode_choose` on the current stream: each row's greedy token.
 
         Args:
-            tokens: written, int64 `[rows, 1]`.
+            ids: written, int64 `[rows]`.
+            counters: int64, each gets one more.
+            text: int64 `[rows + 3]`, the steps' numbers and the addresses of the text's memory.
             logits: `[rows, 1, vocab]`, contiguous.
+            ends: int64, tokens that end a row.
+            pad: what stands behind an end.
 
         Raises:
             DecodingError: what the C function says.
@@ -305,9 +318,12 @@ class Call:
         if self._rows_workspace is None:
             size = self._caller.function("hfp_row_workspace")(logits.shape[0], logits.shape[-1])
             made = torch.empty(int(size), dtype=torch.int64, device=logits.device)
-            self._rows_workspace, self._argmax = made, self._caller.function("hfp_argmax")
-        views = [ctypes.byref(describe(t)) for t in (tokens, self._rows_workspace, logits)]
-        if self._argmax(*views, self._stream()) != CONSTANTS["HFP_OK"]:
+            self._rows_workspace, self._choose = made, self._caller.function("hfp_decode_choose")
+        views = [
+            None if t is None else ctypes.byref(describe(t))
+            for t in (ids, counters, text, self._rows_workspace, logits[:, 0], ends)
+        ]
+        if self._choose(*views, pad, self._stream()) != CONSTANTS["HFP_OK"]:
             raise DecodingError(self._caller.last_error().partition(": ")[2])
 
     def _stream(self) -> int | None:

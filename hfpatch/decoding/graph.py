@@ -131,8 +131,9 @@ class StepGraphs:
                 graph = self._graphs[key] = recorded(launch)
             else:
                 graph.replay()
-            if chooser is not None:
+            if chooser is not None and chain is not None:
                 self._held += 1
+                chain.launched()
             if logits is not result:
                 logits.copy_(result)
             if hidden is not None and own_hidden is not None:

@@ -174,13 +174,10 @@ class _Answer:
         self._unfinished.copy_(unfinished, non_blocking=True)
         if self._tokens is not None:
             self._tokens.copy_(tokens, non_blocking=True)
-        self._record(unfinished.device)
-        return self
-
-    def _record(self, device: torch.device) -> None:
         if self._event is not None:
             # not the current device's stream: the model may lie on another
-            self._event.record(torch.cuda.current_stream(device))
+            self._event.record(torch.cuda.current_stream(unfinished.device))
+        return self
 
     def read(self, text: _Text, streamer: Any) -> bool:
         """Whether all rows of `text` had ended; the token is given to the streamer."""
@@ -192,27 +189,18 @@ class _Answer:
         return not any(text.unfinished_rows)
 
 
-class _ChainedAnswer(_Answer):
+@dataclass
+class _ChainedAnswer:
     """The tokens that a step has chosen. Whether a row has ended the host sees by them."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        super().__init__(rows, device, streamed=True)
-
-    def send_chained(self, tokens: Tensor, column: int) -> _Answer:
-        """`tokens`: int64 `[rows, 1]`; `column`: where in the text they belong."""
-        assert self._tokens is not None
-        self._column = column
-        self._tokens.copy_(tokens[:, 0], non_blocking=True)
-        self._record(tokens.device)
-        return self
+    chain: Chain
+    number: int  # of the step
+    column: int  # where in the text they belong
 
     def read(self, text: _Text, streamer: Any) -> bool:
         """Whether all rows of `text` had ended; the token is given to the streamer."""
-        assert self._tokens is not None
-        if self._event is not None:
-            self._event.synchronize()
-        tokens = self._tokens.tolist()
-        text.chosen[self._column] = tokens
+        tokens = self.chain.tokens_of(self.number)
+        text.chosen[self.column] = tokens
         for row, token in enumerate(tokens):
             if token in text.end_tokens:
                 text.unfinished_rows[row] = False
@@ -321,14 +309,14 @@ class _Loop:
         }
         served, stepped = True, False  # stepped: the last call was an engine's step
         kept: Any = None  # the cache as it was, where a step may be another's
-        before: _Answer | None = None  # to the token before the last
+        before: _Answer | _ChainedAnswer | None = None  # to the token before the last
         chain: Chain | None = None  # where steps choose the tokens
         chosen = 0  # of its tokens, those of the text
         while True:
             if random is not None:
                 random.keep()
             if chain is not None and chain.count > chosen:
-                answer: _Answer | None = text.take(chain)
+                answer: _Answer | _ChainedAnswer | None = text.take(chain)
                 score = output.logits[:, -1]
                 chosen = chain.count
             else:
@@ -423,7 +411,6 @@ class _Text:
             self._chain_ends = ends_of(
                 sorted(self.end_tokens), None if pad is None else int(pad), rows
             )
-            self._chained = [_ChainedAnswer(rows, device) for _ in range(2)]
         self._alone = rows == 1
         self._unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         streamed = loop.streamer is not None
@@ -478,22 +465,21 @@ class _Text:
         chain: Chain = decoder.chains.begin(self.columns.last(), self._unfinished, self._chain_ends)
         return chain
 
-    def take(self, chain: Chain) -> _Answer:
+    def take(self, chain: Chain) -> _ChainedAnswer:
         """Each row's next token, which the last step has chosen.
 
         Returns:
             what will say which they are, and whether all texts have ended.
         """
         self.columns.add()
-        self._chained.reverse()
-        return self._chained[0].send_chained(chain.ids, self.columns.length - 1)
+        return _ChainedAnswer(chain, chain.count, self.columns.length - 1)
 
     def leave(self, chain: Chain) -> None:
         """From here on no step chooses a token."""
         self.chains = False
         self.columns.last().copy_(chain.ids)  # what the host has not read yet
         if chain.unfinished is not None:
-            self._unfinished = chain.unfinished[:, 0]
+            self._unfinished = chain.unfinished.clone()  # the chain's memory is another's later
 
     def settle(self) -> None:
         """Put the tokens that steps chose into their columns."""

@@ -9,6 +9,7 @@ type is rounded there. `Norm.rounded` and the order of the stages below say whic
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -157,7 +158,7 @@ class Model:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
-    @property
+    @functools.cached_property
     def whole(self) -> bool:
         """Whether all of it is described: no layer calls a module of the model."""
         return not any(isinstance(layer.mlp, Opaque) for layer in self.layers)

@@ -363,7 +363,7 @@ class Decoder:
             self._due = True
             return self._serve(model, original, step, args, kwargs)
         if chain is not None:
-            chain.accept(engine.chooser(chain.ends))
+            chain.accept()
         arena.table.length += tokens
         self.steps += 1
         return self._result(logits, step.cache)

@@ -16,12 +16,12 @@ from torch import nn
 from hfpatch.decoding.likeness import what_wraps
 from hfpatch.decoding.surroundings import Surroundings
 from hfpatch.direct_calls import DIRECT
+from hfpatch.errors import HfpatchError
 from hfpatch.proof.unchanged import INCOMPARABLE, settings_of
 
 _DATA_PTR = torch.Tensor.data_ptr
 _SHAPE, _DTYPE = (getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_FORWARD, _DIRECT = operator.itemgetter("forward"), operator.itemgetter(DIRECT)
 #: What reads no training flag. A model in `eval` has such in training mode, for example behind
 #: `resize_token_embeddings`, which makes new ones.
 _WITHOUT_MODES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.Identity)
@@ -56,6 +56,7 @@ class Watch:
         self._others = [t for t in self._tensors if t.layout is not torch.strided]
         self._layouts = self._layouts_now()
         self._hooks = [d[name] for d in self._dicts for name in _HOOKS]
+        self._look: Any = _quick_looks(self._tensors, self._addresses)
         self._note_wrappers()
         modules = (*inside, model)
         self._types = list(map(type, modules))
@@ -74,17 +75,20 @@ class Watch:
 
     def in_place(self) -> bool:
         """Whether the tensors lie where they lay: what an engine reads is there."""
-        return list(map(_DATA_PTR, self._tensors)) == self._addresses
+        found: bool = self._look.lie_at(self._tensors, self._addresses)
+        return found
 
     def same_parts(self) -> bool:
         """Whether modules and tensors are those that they were."""
-        return _same(self._children, _values(self._parents)) and _same(
-            self._in_holders, _values(self._holders)
+        values_are = self._look.values_are
+        return bool(
+            values_are(self._parents, self._children)
+            and values_are(self._holders, self._in_holders)
         )
 
     def wrapped(self, model: nn.Module) -> str | None:
         """Why a module inside must be called: somebody's hook or forward. Or None."""
-        if self._wrappers() == self._known_wrappers:
+        if self._same_wrappers():
             return None
         for path, module in model.named_modules():
             if path and (why := what_wraps(module)) is not None:
@@ -142,20 +146,59 @@ class Watch:
         )
         return next(found)
 
-    def _wrappers(self) -> tuple[int, list[int], list[int]]:
-        """How many hooks and attributes there are, and the forwards and calls of instances: a new
-        one is a new attribute."""
-        try:
-            forwards = list(map(id, map(_FORWARD, self._with_forward)))
-            forwards += map(id, map(_DIRECT, self._with_call))
-        except KeyError:  # one was deleted
-            forwards = []
-        return sum(map(len, self._hooks)), list(map(len, self._dicts)), forwards
+    def _same_wrappers(self) -> bool:
+        """Whether there are as many hooks and attributes as there were, and the same forwards and
+        calls of instances: a new one is a new attribute."""
+        look = self._look
+        same: bool = (
+            look.sizes_are(self._hooks, self._hook_counts)
+            and look.sizes_are(self._dicts, self._attribute_counts)
+            and look.items_are(self._with_forward, "forward", self._forwards)
+            and look.items_are(self._with_call, DIRECT, self._calls)
+        )
+        return same
 
     def _note_wrappers(self) -> None:
+        self._hook_counts = list(map(len, self._hooks))
+        self._attribute_counts = list(map(len, self._dicts))
         self._with_forward = [d for d in self._dicts if "forward" in d]
+        self._forwards = [id(d["forward"]) for d in self._with_forward]
         self._with_call = [d for d in self._dicts if DIRECT in d]
-        self._known_wrappers = self._wrappers()
+        self._calls = [id(d[DIRECT]) for d in self._with_call]
+
+
+class _Looks:
+    """`hfpatch_kernels.calls.watcher` in Python, which takes twice to five times as long."""
+
+    @staticmethod
+    def values_are(dicts: list[dict[str, Any]], objects: list[Any]) -> bool:
+        return _same(objects, _values(dicts))
+
+    @staticmethod
+    def sizes_are(dicts: list[dict[str, Any]], sizes: list[int]) -> bool:
+        return list(map(len, dicts)) == sizes
+
+    @staticmethod
+    def items_are(dicts: list[dict[str, Any]], name: str, addresses: list[int]) -> bool:
+        try:
+            return list(map(id, map(operator.itemgetter(name), dicts))) == addresses
+        except KeyError:  # one was deleted
+            return False
+
+    @staticmethod
+    def lie_at(tensors: list[torch.Tensor], addresses: list[int]) -> bool:
+        return list(map(_DATA_PTR, tensors)) == addresses
+
+
+def _quick_looks(tensors: list[torch.Tensor], addresses: list[int]) -> Any:
+    """What looks at lists: the kernels' build, where it has that and can read these tensors."""
+    from hfpatch.kernels.sources import local_package
+
+    try:
+        found = local_package().module.calls.watcher()
+        return found if found.lie_at(tensors, addresses) else _Looks
+    except (HfpatchError, AttributeError):  # no kernels, older ones, or without Python's headers
+        return _Looks
 
 
 def _same(ours: Sequence[Any], theirs: Iterable[Any]) -> bool:

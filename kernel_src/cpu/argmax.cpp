@@ -1,7 +1,8 @@
-// argmax.cpp: the first index of the greatest value of each row; see hfp_argmax.
+// argmax.cpp: the first index of the greatest value of each row; see hfp_argmax, hfp_decode_choose.
 #if !defined(HFP_SIMD)
 
 #define HFP_SIMD_SOURCE "argmax.cpp"
+#include "../row_keys.h"
 #include "foreach_simd.h"
 
 namespace hfp {
@@ -72,7 +73,12 @@ static void argmax_rows(const ArgmaxArgs &args, int64_t begin, int64_t end) {
     }
     a = a > b ? a : b;
     for (int k = 0; k < kLanes; ++k) top = a[k] > top ? a[k] : top;
-    args.out[row] = first_of<T>(x, cols, top, any_lane(nan));
+    const int64_t found = first_of<T>(x, cols, top, any_lane(nan));
+    if (args.out != nullptr) {
+      args.out[row] = found;
+    } else {
+      choose(args.choice, choice_row(args.choice, row), row, found);
+    }
   }
 }
 

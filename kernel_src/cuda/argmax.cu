@@ -1,4 +1,4 @@
-// argmax.cu: the first index of the greatest value of each row; hfp_argmax on CUDA.
+// argmax.cu: the first index of the greatest value of each row; hfp_argmax and hfp_decode_choose on CUDA.
 //
 // A warp finds the greatest value of a wave, two elements at once where it can, and looks for its
 // place only where no wave before had as great a one. A value and its index are then one integer
@@ -14,7 +14,8 @@ namespace {
 
 struct ArgmaxParams {
   static constexpr bool kStartsEarly = true;
-  int64_t *out;
+  int64_t *out;  // NULL: `choice`
+  Choice choice;
   uint64_t *workspace;
   const void *x;
   Rows x_rows;
@@ -88,6 +89,24 @@ __device__ __forceinline__ uint64_t scan(const ArgmaxParams &p, const T *x, int6
   return pair;
 }
 
+// What becomes of a row's index. Made before the row is read, by the thread that will know the index.
+class Sink {
+ public:
+  __device__ __forceinline__ Sink(const ArgmaxParams &p, int64_t row, bool here) {
+    if (here && p.out == nullptr) state_ = choice_row(p.choice, row);
+  }
+  __device__ __forceinline__ void put(const ArgmaxParams &p, int64_t row, uint64_t best) const {
+    if (p.out != nullptr) {
+      p.out[row] = index_of(best);
+    } else {
+      choose(p.choice, state_, row, index_of(best));
+    }
+  }
+
+ private:
+  ChoiceRow state_{};
+};
+
 // A warp per row.
 template <class T, bool kAligned, int kVectors>
 __global__ void __launch_bounds__(kRowThreads)
@@ -96,8 +115,10 @@ __global__ void __launch_bounds__(kRowThreads)
   const int64_t row = Group<32>::row(p.first_row);
   if (row >= p.x_rows.rows) return;
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
+  const bool first = threadIdx.x % 32u == 0;
+  const Sink sink(p, row, first);
   const uint64_t best = scan<T, kAligned, kVectors>(p, x, 0, 1, 1);
-  if (threadIdx.x % 32u == 0) p.out[row] = index_of(best);
+  if (first) sink.put(p, row, best);
 }
 
 // ctas CTAs per row; the result of each goes to the workspace, unless it is the only one.
@@ -112,6 +133,7 @@ __global__ void __launch_bounds__(kArgmaxThreads, 2)
   const int64_t first = cta * p.stride;
   const int64_t past = first + p.stride < p.vectors ? first + p.stride : p.vectors;
   const int lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, warps = blockDim.x / 32u;
+  const Sink sink(p, row, p.ctas == 1 && threadIdx.x == 0);
   uint64_t best = scan<T, kAligned, kVectors>(p, x, first + warp * 32 * kVectors,
                                               warps * 32 * kVectors, past);
   if (lane == 0) all[warp] = best;
@@ -120,7 +142,7 @@ __global__ void __launch_bounds__(kArgmaxThreads, 2)
   best = max_over_warp(lane < warps ? all[lane] : 0);
   if (lane != 0) return;
   if (p.ctas == 1) {
-    p.out[row] = index_of(best);
+    sink.put(p, row, best);
   } else {
     p.workspace[row * p.ctas + cta] = best;
   }
@@ -142,6 +164,7 @@ __global__ void __launch_bounds__(kArgmaxClusterThreads)
   const int64_t wave = 32 * kLongVectors;
   const T *x = static_cast<const T *>(p.x) + row_offset(p.x_rows, row);
   wait_for_previous();
+  const Sink sink(p, row, rank == 0 && threadIdx.x == 0);
   uint64_t best = scan<T, kAligned, kLongVectors>(p, x, (warp * kClusterSize + rank) * wave,
                                                   kWarps * wave, p.vectors);
   Team<true>::left();  // rank 0 has its mailbox
@@ -156,20 +179,21 @@ __global__ void __launch_bounds__(kArgmaxClusterThreads)
 #pragma unroll
   for (int i = 32; i < kWarps; i += 32) best = all[lane + i] > best ? all[lane + i] : best;
   best = max_over_warp(best);
-  if (lane == 0) p.out[row] = index_of(best);
+  if (lane == 0) sink.put(p, row, best);
 #endif
 }
 
 __global__ void __launch_bounds__(32) argmax_merge_kernel(const __grid_constant__ ArgmaxParams p) {
   wait_for_previous();
   const int64_t row = blockIdx.x;
+  const Sink sink(p, row, threadIdx.x == 0);
   uint64_t best = 0;
   for (int i = threadIdx.x; i < p.ctas; i += 32) {
     const uint64_t other = p.workspace[row * p.ctas + i];
     best = other > best ? other : best;
   }
   best = max_over_warp(best);
-  if (threadIdx.x == 0) p.out[row] = index_of(best);
+  if (threadIdx.x == 0) sink.put(p, row, best);
 }
 
 template <class T, bool kAligned>
@@ -229,6 +253,7 @@ int32_t argmax(const ArgmaxArgs &a, int device, void *stream) {
   if (a.rows.rows <= 0 || a.rows.cols <= 0) return HFP_OK;
   ArgmaxParams p{};
   p.out = a.out;
+  p.choice = a.choice;
   p.workspace = a.workspace;
   p.x = a.x;
   p.x_rows = a.rows;

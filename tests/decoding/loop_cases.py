@@ -407,9 +407,9 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     accept = greedy.Chain.accept
 
-    def noted(chain: greedy.Chain, chooser: greedy.Chooser) -> None:
+    def noted(chain: greedy.Chain) -> None:
         found.append(len(chain.ids))
-        accept(chain, chooser)
+        accept(chain)
 
     monkeypatch.setattr(greedy.Chain, "accept", noted)
     return found

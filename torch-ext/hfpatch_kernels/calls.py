@@ -128,6 +128,19 @@ def count(steps: Any, by: float) -> bool:
     return _extension is not None and bool(_extension.count(steps, by))
 
 
+def watcher() -> Any:
+    """Functions that tell whether what objects hold is what they held; None if this build has none.
+
+    ``values_are(dicts, objects)``: the values of all dictionaries, in their order, are these.
+    ``sizes_are(dicts, sizes)``: each dictionary has so many items.
+    ``items_are(dicts, name, addresses)``: each has the object of this `id` by that name.
+    ``lie_at(tensors, addresses)``: each ordinary tensor's first element lies at that address.
+
+    All take lists, and return False for anything else.
+    """
+    return _extension
+
+
 def library() -> Path:
     """The shared library that the operators are in, whose C functions are those of hfpatch.h.
 

@@ -59,6 +59,7 @@ pub const HFP_DECODE_NORM_ROUNDED: i64 = 4;
 pub const HFP_DECODE_NUMBERS: i64 = 16;
 pub const HFP_DECODE_PLAN: i64 = 15;
 pub const HFP_DECODE_RELU_SQUARED: i64 = 16;
+pub const HFP_DECODE_SLOTS: i64 = 4;
 pub const HFP_DECODE_TENSORS: i64 = 27;
 pub const HFP_GATE_COUNT: i64 = 2;
 pub const HFP_GATE_SIGMOID: i64 = 1;
@@ -668,6 +669,16 @@ unsafe extern "C" {
         mask: *const DLTensor,
         most_keys: i64,
         threads: i64,
+        stream: *mut c_void,
+    ) -> i32;
+    pub fn hfp_decode_choose(
+        ids: *mut DLTensor,
+        counters: *mut DLTensor,
+        text: *mut DLTensor,
+        workspace: *mut DLTensor,
+        logits: *const DLTensor,
+        ends: *const DLTensor,
+        pad: i64,
         stream: *mut c_void,
     ) -> i32;
 }
