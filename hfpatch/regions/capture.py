@@ -68,6 +68,10 @@ class Uncapturable(Exception):
     """Why a block's call is not captured; the text is for the report."""
 
 
+class _Loops(Exception):
+    """Code would take very long to capture: the module that it is in is called as it is."""
+
+
 @dataclass(frozen=True)
 class KnownLeaf:
     """A child whose formula is proven: the op, and the names of its weight and bias."""
@@ -102,7 +106,10 @@ NUMBERS = re.compile(r"^(layer|block)_?(idx|id|index|number|num)$|^(idx|index)$"
 _MOST_WALLS = 6
 #: Calls of PyTorch in a block, attributes of tensors counted: the largest of our tests has 700. A
 #: loop over rows would hold up the first call of a model for minutes.
-_MOST_CALLS = 5000
+_MOST_CALLS = 3000
+#: Tensors of sizes that take so many operations to tell: a length filled up to whole chunks. A loop
+#: over chunks has hundreds, and each takes sympy some 50 ms.
+_MOST_COMPUTED, _COMPUTED = 12, 8
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 
@@ -146,8 +153,9 @@ def capture(
         Uncapturable: the text says where in the code, and why.
     """
     walls: dict[str, str] = {}
+    loops: frozenset[str] = frozenset()
     while True:
-        attempt = _Attempt(block, leaves, numbers, walls)
+        attempt = _Attempt(block, leaves, numbers, walls, loops)
         try:
             return attempt.run(structure, tensors)
         except Uncapturable:
@@ -161,6 +169,8 @@ def capture(
             if not inner or len(walls) >= _MOST_WALLS:
                 raise Uncapturable(_where(e)) from e
             walls[inner] = _where(e)  # what cannot be captured is called as it is
+            if isinstance(e, _Loops):
+                loops |= {inner}
 
 
 class _Counted(TorchFunctionMode):
@@ -168,15 +178,28 @@ class _Counted(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls = self.computed = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self.calls += 1
         if self.calls > _MOST_CALLS:
-            raise Uncapturable(f"it calls PyTorch more than {_MOST_CALLS} times")
-        return func(*args, **(kwargs or {}))
+            raise _Loops(f"it calls PyTorch more than {_MOST_CALLS} times")
+        out = func(*args, **(kwargs or {}))
+        self.computed += isinstance(out, Tensor) and _is_computed(out.shape)
+        if self.computed > _MOST_COMPUTED:
+            raise _Loops(
+                f"it computes sizes of more than {_MOST_COMPUTED} tensors, as loops over chunks do"
+            )
+        return out
+
+
+def _is_computed(shape: Sequence[Any]) -> bool:
+    """Whether one of the sizes takes several operations to tell."""
+    return any(
+        isinstance(size, torch.SymInt) and size.node.expr.count_ops() >= _COMPUTED for size in shape
+    )
 
 
 def _what_varies(
@@ -205,9 +228,11 @@ class _Attempt:
         leaves: Mapping[str, KnownLeaf],
         numbers: Sequence[tuple[str, str]],
         walls: Mapping[str, str],
+        loops: frozenset[str],
     ) -> None:
         self.inside: list[str] = []  # paths of the modules that were running when it failed
-        self._leaves, self._numbers, self._walls = leaves, numbers, walls
+        self._leaves, self._numbers = leaves, numbers
+        self._walls, self._loops = walls, loops  # loops: walls that are too slow to run
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
         self._param_of: dict[int, tuple[str, str]] = {}
@@ -348,17 +373,19 @@ class _Attempt:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with disable_proxy_modes_tracing():
-                out = self._result_of(stand_in, module, args, kwargs)
+                out = self._result_of(target.path, stand_in, module, args, kwargs)
             return self.record(target, args, kwargs, out)
 
         return forward
 
-    def _result_of(self, stand_in: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    def _result_of(self, path: str, stand_in: Any, module: Any, args: Any, kwargs: Any) -> Any:
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         features = getattr(module, "out_features", None)
         if isinstance(features, int) and x is not None and x.shape[-1] == module.in_features:
             return x.new_empty(*x.shape[:-1], features)  # also a quantized layer, or an adapter's
         try:
+            if path in self._loops:
+                raise _Loops
             with self._env.ignore_fresh_unbacked_symbols():
                 out = type(stand_in).forward(stand_in, *args, **kwargs)
         except Exception:
@@ -524,7 +551,7 @@ def _odd_holdings(module: nn.Module) -> str | None:
 
 def _where(e: BaseException) -> str:
     """The last line of a library's own code before an error, and the error in short."""
-    text = f"{type(e).__name__}: {e}".split("\n")[0][:160]
+    text = str(e) if isinstance(e, _Loops) else f"{type(e).__name__}: {e}".split("\n")[0][:160]
     for frame in reversed(traceback.extract_tb(e.__traceback__)):
         parts = frame.filename.replace("\\", "/").split("/")
         if "site-packages" in parts:
