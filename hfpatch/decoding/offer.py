@@ -127,7 +127,7 @@ def _decide(
         name,
         class_name,
         OP,
-        f"decoding steps of up to {step.MOST_ROWS} rows in one call"
+        f"decoding steps of up to {step.MOST_ROWS.get(planned, 0)} rows in one call"
         + (", weights of 8 bits" if choice.eight_bits else ""),
         "local",
         "",

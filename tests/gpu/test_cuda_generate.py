@@ -145,6 +145,19 @@ def test_what_happens_to_the_model_between_texts(device: str) -> None:
             assert torch.equal(patched.generate(**inputs, **more), plain.generate(**inputs, **more))
 
 
+@pytest.mark.parametrize(("rows", "served"), [(17, True), (40, True), (64, True), (65, False)])
+def test_many_rows(device: str, rows: int, served: bool) -> None:
+    """Products read the weights once for 16 rows; more than 64 are the original's."""
+    plain, patched = pair_of("qwen3", device)
+    inputs = on(device, prompts(rows))
+    more = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [7, 123], "pad_token_id": 1}
+    expected = plain.generate(**inputs, **more)
+    for _ in range(2):  # the first steps are judged
+        before = kept.decoders[patched].steps
+        assert torch.equal(patched.generate(**inputs, **more), expected)
+    assert (kept.decoders[patched].steps > before) is served
+
+
 def test_memory_of_many_texts(device: str) -> None:
     """A cache's memory goes with the cache; engines do not grow."""
     _, patched = pair_of("llama", device)
