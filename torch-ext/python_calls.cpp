@@ -435,8 +435,15 @@ bool negative(PyObject *tensor) {
   return is_true(Owned(torch_.is_neg(tensor, nullptr)));
 }
 
+// A module's `__dict__`; null, perhaps with an exception set, where it is none.
+Owned attributes_of(PyObject *module) {
+  Owned held(PyObject_GetAttr(module, torch_.dict));
+  const bool known = held.get() != nullptr && PyDict_Check(held.get());
+  return Owned(known ? held.release() : nullptr);
+}
+
 // The guarded operator's result; null, perhaps with an exception set: not a call for this way.
-PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *x) {
+PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *attributes, PyObject *x) {
   const auto of = [self](Of what) { return PyTuple_GetItem(self, what); };
   if (reinterpret_cast<PyObject *>(Py_TYPE(module)) != of(kClass)) return nullptr;
   if (reinterpret_cast<PyObject *>(Py_TYPE(x)) != torch_.tensor || negative(x)) return nullptr;
@@ -447,16 +454,14 @@ PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *x) {
   // its class, or the code of its class, was patched
   if (Owned(PyObject_GetAttr(of(kClass), torch_.forward)).get() != of(kForward)) return nullptr;
   if (Owned(PyObject_GetAttr(of(kCoded), torch_.code)).get() != of(kCode)) return nullptr;
-  const Owned attributes(PyObject_GetAttr(module, torch_.dict));
-  if (attributes.get() == nullptr || !PyDict_Check(attributes.get())) return nullptr;
   if (of(kRead) != Py_None) {
-    const Owned settings(PyObject_CallFunctionObjArgs(of(kRead), attributes.get(), nullptr));
+    const Owned settings(PyObject_CallFunctionObjArgs(of(kRead), attributes, nullptr));
     if (settings.get() == nullptr ||
         PyObject_RichCompareBool(settings.get(), of(kSettings), Py_EQ) != 1)
       return nullptr;
   }
   const Owned parameters =
-      kept(PyDict_GetItemWithError(attributes.get(), torch_.parameters));
+      kept(PyDict_GetItemWithError(attributes, torch_.parameters));
   if (parameters.get() == nullptr || !PyDict_Check(parameters.get())) return nullptr;
 
   PyObject *args[kMaxArguments] = {x};
@@ -466,7 +471,7 @@ PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *x) {
     PyObject *name = PyTuple_GetItem(of(kNames), i);
     // an attribute of that name hides the parameter
     const bool there = PyTuple_GetItem(of(kThere), i) == Py_True;
-    known = known && !(there && PyDict_Contains(attributes.get(), name) != 0);
+    known = known && !(there && PyDict_Contains(attributes, name) != 0);
     PyObject *found = known ? PyDict_GetItemWithError(parameters.get(), name) : nullptr;
     args[1 + i] = found != nullptr ? found : Py_None;
     Py_INCREF(args[1 + i]);
@@ -482,7 +487,10 @@ PyObject *call_unchanged(PyObject *self, PyObject *module, PyObject *x) {
 
 PyObject *call_module(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (count == 2) {
-    if (PyObject *result = call_unchanged(self, args[0], args[1])) return result;
+    const Owned attributes = attributes_of(args[0]);
+    PyObject *held = attributes.get();
+    PyObject *result = held == nullptr ? nullptr : call_unchanged(self, args[0], held, args[1]);
+    if (result != nullptr) return result;
   }
   if (PyErr_Occurred() != nullptr) PyErr_Clear();
   Py_INCREF(Py_NotImplemented);
@@ -515,12 +523,9 @@ PyObject *of_module(PyObject *, PyObject *arguments) {
 // A module's call, past `Module._call_impl` where that would do nothing but call the forward
 
 // Whether no hook would run, and the forward is still the one that was given.
-bool unhooked(PyObject *module, PyObject *forward) {
+bool unhooked(PyObject *module, PyObject *held, PyObject *forward) {
   PyObject *cls = reinterpret_cast<PyObject *>(Py_TYPE(module));
   if (Owned(PyObject_GetAttr(cls, torch_.call_impl)).get() != torch_.module_call_impl) return false;
-  const Owned attributes(PyObject_GetAttr(module, torch_.dict));
-  PyObject *held = attributes.get();
-  if (held == nullptr || !PyDict_Check(held)) return false;
   if (PyDict_GetItemWithError(held, torch_.forward) != forward) return false;
   if (PyDict_Contains(held, torch_.call_impl) != 0) return false;
   const auto none = [](PyObject *dict, PyObject *name) {
@@ -546,8 +551,13 @@ PyObject *direct(PyObject *, PyObject *const *given, Py_ssize_t count) {
   const Owned quick(PySequence_GetItem(given[0], 0));
   if (quick.get() != nullptr && PyCFunction_Check(quick.get()) &&
       PyCFunction_GetFunction(quick.get()) == module_method.ml_meth && PyTuple_Size(given[3]) == 1 &&
-      PyDict_Size(given[4]) == 0 && unhooked(module, given[1]))
-    result = call_unchanged(PyCFunction_GetSelf(quick.get()), module, PyTuple_GetItem(given[3], 0));
+      PyDict_Size(given[4]) == 0) {
+    const Owned attributes = attributes_of(module);
+    PyObject *held = attributes.get();
+    if (held != nullptr && unhooked(module, held, given[1]))
+      result = call_unchanged(PyCFunction_GetSelf(quick.get()), module, held,
+                              PyTuple_GetItem(given[3], 0));
+  }
   if (result != nullptr) return result;
   if (PyErr_Occurred() != nullptr) PyErr_Clear();
   Py_INCREF(Py_NotImplemented);
@@ -712,16 +722,40 @@ PyObject *is_neg_of(PyObject *tensor) {
   return known ? method.release() : nullptr;
 }
 
+// read_state(path of libc10, or None: no more) -> whether the dispatcher's state can be read
+PyObject *read_state(PyObject *, PyObject *arguments) {
+  const char *path = nullptr;
+  if (!PyArg_ParseTuple(arguments, "z", &path)) return nullptr;
+  libc10_ = nullptr, plain_count_ = 0;
+#if defined(__linux__)
+  if (path != nullptr) libc10_ = dlopen(path, RTLD_NOLOAD | RTLD_NOW | RTLD_LOCAL);
+  if (state_of_thread() == nullptr) libc10_ = nullptr;
+#endif
+  return PyBool_FromLong(libc10_ != nullptr);
+}
+
+// note_plain(): in the thread's state, as it is now, no mode, transform or autocast is on
+PyObject *note_plain(PyObject *, PyObject *) {
+  const State *state = state_of_thread();
+  if (state != nullptr && plain_count_ < kMostPlain) plain_[plain_count_++] = *state;
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+PyObject *is_plain(PyObject *, PyObject *) { return PyBool_FromLong(plain()); }
+
 // setup(exchange_api, Tensor, Parameter, new_empty_strided, empty_cpu, empty_cuda,
-//       (float32, float16, bfloat16), listeners, _is_any_autocast_enabled, is_autocast_enabled,
+//       (float32, float16, bfloat16), listeners, how many of them show in the dispatcher's state,
+//       _is_any_autocast_enabled, is_autocast_enabled,
 //       forward_ad.__dict__, Module._call_impl, torch.nn.modules.module.__dict__) -> bool
 PyObject *setup(PyObject *, PyObject *arguments) {
   Torch given;
   PyObject *capsule = nullptr, *listeners = nullptr, *autocast_anywhere = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOO)O!OOO!OO!", &capsule, &given.tensor, &given.parameter,
+  if (!PyArg_ParseTuple(arguments, "OOOOOO(OOO)O!nOOO!OO!", &capsule, &given.tensor, &given.parameter,
                         &given.new_empty_strided, &given.empty_cpu, &given.empty_cuda,
                         &given.float32, &given.float16, &given.bfloat16, &PyTuple_Type,
-                        &listeners, &autocast_anywhere, &given.autocast_enabled,
+                        &listeners, &given.listeners_of_state, &autocast_anywhere,
+                        &given.autocast_enabled,
                         &PyDict_Type, &given.forward_ad, &given.module_call_impl, &PyDict_Type,
                         &given.of_modules))
     return nullptr;
@@ -774,6 +808,9 @@ PyMethodDef methods[] = {
     {"sizes_are", fastcall(sizes_are), METH_FASTCALL, "sizes_are(dicts, sizes) -> bool"},
     {"items_are", fastcall(items_are), METH_FASTCALL, "items_are(dicts, name, addresses) -> bool"},
     {"lie_at", fastcall(lie_at), METH_FASTCALL, "lie_at(tensors, addresses) -> bool"},
+    {"read_state", read_state, METH_VARARGS, "read_state(path of libc10 or None) -> bool"},
+    {"note_plain", note_plain, METH_NOARGS, "note_plain(): the dispatcher's state is a plain one"},
+    {"is_plain", is_plain, METH_NOARGS, "is_plain() -> whether it is known to be one"},
     {"setup", setup, METH_VARARGS, "setup(exchange_api, ...) -> whether this torch is known"},
     {nullptr, nullptr, 0, nullptr}};
 

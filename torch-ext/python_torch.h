@@ -9,6 +9,10 @@
 #endif
 #include <Python.h>
 
+#if defined(__linux__)
+#include <dlfcn.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
@@ -82,8 +86,9 @@ struct Torch {
   // Of (shape, strides, dtype), past the dispatcher: on the CPU, on the current CUDA device; or None.
   PyObject *empty_cpu = nullptr, *empty_cuda = nullptr;
   PyObject *float32 = nullptr, *float16 = nullptr, *bfloat16 = nullptr;  // dtypes
-  Question listeners[kMaxListeners];  // true while something listens to operators
-  Py_ssize_t listeners_count = 0;
+  // True while something listens to operators. The first ones show in the dispatcher's state, too.
+  Question listeners[kMaxListeners];
+  Py_ssize_t listeners_count = 0, listeners_of_state = 0;
   Question autocast_anywhere;
   PyObject *autocast_enabled = nullptr;
   PyObject *forward_ad = nullptr;  // dict of the module: `_current_level` >= 0 in a dual level
@@ -96,6 +101,42 @@ struct Torch {
 };
 
 Torch torch_;
+
+// ---------------------------------------------------------------------------------------------
+// The dispatcher's state of a thread
+
+// What the thread includes in dispatching or excludes from it beside the defaults, c10's
+// PODLocalDispatchKeySet: dispatch modes, transforms and autocast show in it. Reading two words takes
+// 3 ns where asking torch for these takes 200. It is no part of a stable interface: `calls.py` looks
+// whether it shows them, and without it all are asked.
+struct State {
+  uint64_t included, excluded;
+  bool operator==(const State &o) const { return included == o.included && excluded == o.excluded; }
+};
+
+void *libc10_ = nullptr;  // null: not to be read
+constexpr int kMostPlain = 4;
+State plain_[kMostPlain];  // in which nothing of that is on
+int plain_count_ = 0;
+
+const State *state_of_thread() {
+#if defined(__linux__)
+  thread_local const State *found = nullptr;
+  if (found == nullptr && libc10_ != nullptr)
+    found = static_cast<const State *>(dlsym(libc10_, "_ZN3c104impl26raw_local_dispatch_key_setE"));
+  return libc10_ != nullptr ? found : nullptr;
+#else
+  return nullptr;
+#endif
+}
+
+// Whether no dispatch mode, transform or autocast is on; false also where that is not known.
+bool plain() {
+  const State *state = state_of_thread();
+  for (int i = 0; state != nullptr && i < plain_count_; ++i)
+    if (*state == plain_[i]) return true;
+  return false;
+}
 
 // A reference that this scope owns.
 class Owned {
@@ -123,7 +164,7 @@ bool is_true(const Owned &answer) {  // an error counts as true
 
 // Whether nobody would miss the operator.
 bool unheard() {
-  for (Py_ssize_t i = 0; i < torch_.listeners_count; ++i) {
+  for (Py_ssize_t i = plain() ? torch_.listeners_of_state : 0; i < torch_.listeners_count; ++i) {
     if (is_true(Owned(torch_.listeners[i].ask()))) return false;
   }
   return true;
@@ -133,8 +174,8 @@ bool unheard() {
 bool differentiated(PyObject *const *args, Py_ssize_t count, PyObject *device) {
   PyObject *level = PyDict_GetItemWithError(torch_.forward_ad, torch_.current_level);
   if (level == nullptr || PyLong_AsLong(level) >= 0) return true;
-  // The first is quicker, and most often says it all.
-  if (is_true(Owned(torch_.autocast_anywhere.ask())) &&
+  // The first two are quicker, and most often say it all.
+  if (!plain() && is_true(Owned(torch_.autocast_anywhere.ask())) &&
       is_true(Owned(PyObject_CallObject(torch_.autocast_enabled, device))))
     return true;
   if (!aoti_torch_grad_mode_is_enabled()) return false;

@@ -212,6 +212,75 @@ class Logged(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class _Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_dispatchers_state_is_read(kernels_module: ModuleType) -> None:
+    """Where it shows modes, transforms and autocast: so it does in the torch of these tests."""
+    is_plain = kernels_module.calls._extension.is_plain
+    found: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(is_plain())
+        return x.sum()
+
+    x = torch.randn(3, 4)
+    thread = threading.Thread(target=note, args=(x,))
+    thread.start()
+    thread.join()
+    with torch.inference_mode():
+        note(x)
+    with torch.no_grad():
+        note(x)
+    note(x)
+    assert found == [True] * 4
+    found.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        note(x)
+    with _Seen():
+        note(x)
+    torch.vmap(note)(x)
+    torch.func.grad(note)(x)
+    torch.func.functionalize(note)(x)
+    torch.jit.trace(note, x, check_trace=False)
+    assert found and not any(found)
+    assert is_plain()
+
+
+def test_without_the_dispatchers_state(
+    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a torch that keeps it elsewhere: each is asked."""
+    calls = kernels_module.calls
+    assert calls._extension.read_state(None) is False
+    try:
+        assert not calls._extension.is_plain()
+        test_whoever_watches_operators_sees_it(kernels_module)
+        test_transforms_get_what_the_operator_gives(kernels_module)
+        test_guard(kernels_module)
+        test_of_module(kernels_module, monkeypatch)
+        assert calls._extension.read_state("/nowhere/libc10.so") is False
+    finally:
+        calls._read_state(calls._extension)
+    assert calls._extension.is_plain()
+
+
+def test_a_torch_whose_state_does_not_show_it_is_asked(
+    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = kernels_module.calls
+    monkeypatch.setattr(calls, "_shows", lambda extension: extension.note_plain())
+    try:
+        calls._read_state(calls._extension)
+        assert not calls._extension.is_plain()
+    finally:
+        monkeypatch.undo()
+        calls._read_state(calls._extension)
+    assert calls._extension.is_plain()
+
+
 def test_subclasses_go_to_the_operator(kernels_module: ModuleType) -> None:
     call, x, w = _rms_norm(kernels_module)
     Logged.seen.clear()

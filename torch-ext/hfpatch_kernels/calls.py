@@ -183,6 +183,56 @@ def _call_impl() -> Optional[Callable[..., Any]]:
     return found if own == file else None
 
 
+def _read_state(extension: Any) -> None:
+    """Let the calls read the dispatcher's state, where it shows what they ask for.
+
+    That is tried here: it is no interface of torch's, which may keep it elsewhere one day.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    if not extension.read_state(str(library)):
+        return
+    try:
+        shown = _shows(extension)
+    except Exception:  # this torch has them by other names
+        shown = False
+    if not shown:
+        extension.read_state(None)
+
+
+def _shows(extension: Any) -> bool:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    functorch = torch._C._functorch
+    asked = (torch._C._len_torch_dispatch_stack, functorch.peek_interpreter_stack)
+    if any(question() for question in asked) or torch._C._is_any_autocast_enabled():
+        return False  # something is on: who knows what is plain
+    with torch.inference_mode(not torch.is_inference_mode_enabled()):
+        extension.note_plain()
+    extension.note_plain()
+    if not extension.is_plain():
+        return False
+    seen = []
+    for kind in ("cpu", "cuda"):  # without the context manager, which looks for a GPU
+        torch.set_autocast_enabled(kind, True)
+        try:
+            seen.append(extension.is_plain())
+        finally:
+            torch.set_autocast_enabled(kind, False)
+    with TorchDispatchMode():
+        seen.append(extension.is_plain())
+    functorch._vmap_increment_nesting(1, "error")
+    try:
+        seen.append(extension.is_plain())
+    finally:
+        functorch._vmap_decrement_nesting()
+    functorch._grad_increment_nesting()
+    try:
+        seen.append(extension.is_plain())
+    finally:
+        functorch._grad_decrement_nesting()
+    return not any(seen) and bool(extension.is_plain())
+
+
 def _load() -> Any:
     if os.environ.get("HFPATCH_PYTHON_CALLS", "1") == "0":
         return None
@@ -196,11 +246,12 @@ def _load() -> Any:
             return None
     try:
         extension = import_module(f".{_NAMESPACE}", __package__)
+        # of which the first two show in the dispatcher's state
         listeners = (
             torch._C._len_torch_dispatch_stack,
+            torch._C._functorch.peek_interpreter_stack,
             torch._C._len_torch_function_stack,
             torch._C._is_tracing,
-            torch._C._functorch.peek_interpreter_stack,
             torch._C._autograd._profiler_enabled,
         )
         ready = extension.setup(
@@ -211,6 +262,7 @@ def _load() -> Any:
             *_allocators(),
             (torch.float32, torch.float16, torch.bfloat16),
             listeners,
+            2,
             torch._C._is_any_autocast_enabled,
             torch.is_autocast_enabled,
             vars(torch.autograd.forward_ad),
@@ -221,6 +273,7 @@ def _load() -> Any:
         return None
     if not ready:
         return None
+    _read_state(extension)
     setattr(ops, _SHARED, extension)
     return extension
 
