@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.direct_calls import DIRECT
+
 Tensor = torch.Tensor
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 #: Elements up to which a parameter of several dimensions is a table of numbers, and no matrix.
@@ -38,7 +40,7 @@ class Disturbed:
         if not _can_stand_in(module):
             return module
         made: Any = object.__new__(type(module))
-        made.__dict__.update(module.__dict__)
+        made.__dict__.update({k: v for k, v in module.__dict__.items() if k != DIRECT})
         if "forward" in made.__dict__:
             function = made.__dict__["forward"].__func__
             made.__dict__["forward"] = types.MethodType(function, made)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from regions.families import build
 from torch import nn
 from torch.fx import Graph
 from transformers import BertConfig, BertModel, Dinov2Config, Dinov2Model
@@ -151,3 +152,17 @@ def test_somebodys_wrapper_keeps_its_numbers() -> None:
     layer.forward = lambda x, own=layer.forward: own(x)  # type: ignore[method-assign]
     other = Disturbed(torch.device("cpu")).block(nn.Sequential(layer, nn.Linear(4, 4)))
     assert other[0] is layer
+
+
+def test_other_numbers_are_a_patched_norms_as_well() -> None:
+    """Its call past `Module._call_impl` is bound to the model's own, with the model's numbers."""
+    model, _ = build("llama")
+    hfpatch.apply(model, blocks=False)
+    norm = model.layers[0].input_layernorm
+    x = torch.randn(3, norm.weight.shape[0])
+    other = Disturbed(torch.device("cpu")).block(model.layers[0]).input_layernorm
+    assert not torch.equal(other.weight, norm.weight)
+    with torch.no_grad():
+        expected = type(norm).forward(other, x)
+        torch.testing.assert_close(other(x), expected)
+        assert not torch.allclose(norm(x), expected)
