@@ -455,3 +455,27 @@ def test_odd_norms_of_cogvideox(path: str, norm: nn.Module | None, reason: str) 
     above, _, name = path.rpartition(".")
     setattr(block.get_submodule(above), name, norm)
     assert CogVideoXSubject.odd(block) == reason
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@torch.no_grad()
+def test_a_vaes_results_lie_in_memory_as_the_originals(batch: int) -> None:
+    """Attention hands on a single image in channels-last memory that PyTorch takes for none."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    kinds = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    }
+    vae = AutoencoderKL(block_out_channels=(32, 64), norm_num_groups=8, **kinds).eval()
+    image = torch.randn(batch, 3, 16, 16)
+    latents = vae.encode(image).latent_dist.mean
+    pictures = vae.decode(latents).sample
+    assert any("ResnetBlock2D" in s.class_name for s in hfpatch.apply(vae).swaps)
+    for found, wanted in (
+        (vae.encode(image).latent_dist.mean, latents),
+        (vae.decode(latents).sample, pictures),
+    ):
+        assert found.stride() == wanted.stride()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -74,9 +74,21 @@ def convolve_plain(conv: Any, x: Tensor, more: Tensor | None = None) -> Tensor:
     bias = conv.bias if more is None else more if conv.bias is None else conv.bias + more
     rows = x.permute(0, 2, 3, 1)
     one = conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0)
-    if not (one and conv.groups == 1 and rows.is_contiguous()):
+    if not (one and conv.groups == 1 and rows.is_contiguous() and stays_channels_last(x)):
         return conv._conv_forward(x, conv.weight, bias)  # type: ignore[no-any-return]
     return F.linear(rows, conv.weight.flatten(1), bias).permute(0, 3, 1, 2)
+
+
+def stays_channels_last(x: Tensor) -> bool:
+    """Whether PyTorch makes of an image in channels-last memory one that lies so too: it looks at
+    the strides of what there is one of as well, and attention over pixels leaves a single image
+    with another step to the next image than images have."""
+    least = 0
+    for d in (1, 3, 2, 0):
+        if x.stride(d) < least:
+            return False
+        least = x.stride(d) * max(x.size(d), 1)
+    return True
 
 
 def project(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:

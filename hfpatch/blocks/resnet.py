@@ -19,7 +19,12 @@ from torch import nn
 
 from hfpatch.blocks.memo import StepMemo
 from hfpatch.blocks.parts import BlockFamily, ModelBlock, odd_group_norms, small
-from hfpatch.blocks.projections import convolve_plain, is_plain_convolution, without_bias
+from hfpatch.blocks.projections import (
+    convolve_plain,
+    is_plain_convolution,
+    stays_channels_last,
+    without_bias,
+)
 from hfpatch.proof.subject import Forward, Tensor
 
 
@@ -45,7 +50,9 @@ def group_norm(
 
 
 def is_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return stays_channels_last(x)
 
 
 class ResnetSubject(ModelBlock):
