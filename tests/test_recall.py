@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from diffusers import LTX2VideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
 from torch import nn
 
@@ -20,6 +24,8 @@ from hfpatch.blocks.memo import (
     companion,
     rehearsal,
 )
+from hfpatch.coverage.small_diffusers import diffusers_model
+from hfpatch.inputs import sample_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +80,61 @@ def test_writing_to_a_table_changes_nothing_kept() -> None:
     cos.zero_()
     assert companion(cos) is None  # a block would read the table itself
     assert torch.equal(model.rope(x, *CALLS[0])[0], before)
+
+
+def pickled(t: torch.Tensor) -> Any:
+    return pickle.loads(pickle.dumps(t))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled], ids=lambda f: f.__name__)
+@torch.no_grad()
+def test_a_copy_of_a_table_is_read_as_it_is(copied: Callable[[Any], Any]) -> None:
+    """What was kept with a table is that table's alone: a copy counts its own writes."""
+    entry = zoo.ENTRIES["ltx"]
+    plain = entry.build(torch.float32)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched)
+    g = torch.Generator().manual_seed(0)
+    width = plain.transformer_blocks[0].attn1.to_q.in_features
+    hidden = torch.randn(1, 24, width, generator=g)
+    cos, sin = patched.rope(hidden, *CALLS[0])
+    again = copied(cos)
+    cos.mul_(0.5)
+    text = torch.randn(1, 6, plain.transformer_blocks[0].attn2.to_k.in_features, generator=g)
+    temb = torch.randn(1, 1, 6 * width, generator=g)
+    given = hidden, text, temb, (again, sin)
+    expected = plain.transformer_blocks[0](*given)
+    got = patched.transformer_blocks[0](*given)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert not vars(again), "nothing of ours goes with it"
+
+
+@torch.no_grad()
+def test_a_copy_of_a_table_whose_memory_is_written_to_later() -> None:
+    """A hook that keeps LTX-2's tables of the first step, and writes to what it gave a copy of."""
+    torch.manual_seed(0)
+    model = diffusers_model(LTX2VideoTransformer3DModel)
+    plain = zoo.randomize_(model).eval().requires_grad_(False)
+    inputs = sample_inputs(plain, batch=1)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched)
+
+    def second_step(model: Any) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+
+        def hook(module: nn.Module, args: Any, tables: Any) -> Any:
+            if not kept:
+                kept.append(tables[0].mul_(0.9))
+                return tables
+            again = copy.copy(kept[0])
+            kept[0].mul_(0.5)
+            return again, tables[1]
+
+        model.rope.register_forward_hook(hook)
+        model(**inputs)
+        return model(**inputs)[0]  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(second_step(patched), second_step(plain), rtol=1e-4, atol=1e-5)
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from hfpatch.per_object import PerObject
 from hfpatch.proof.subject import Tensor, version
 
 T = TypeVar("T")
@@ -188,21 +189,23 @@ class StepMemo(Generic[T]):
         self._held = None
 
 
-_COMPANION = "_hfpatch_companion"
+#: Of tensors, by who they are: an attribute would go with a copy, whose writes are counted anew,
+#: and into a pickle.
+_companions: PerObject[Tensor, tuple[int, int, Any]] = PerObject()
 
 
 def accompany(t: Tensor, value: Any) -> None:
-    """Remember on `t` something made from, or along with, it; a write to `t` voids it."""
+    """Remember with `t` something made from, or along with, it; a write to `t` voids it."""
     if _now.operator is not None:  # `t` may outlive it
         return
     counted, stream = version(t), stream_of(t)
     if counted is not None and stream is not None:
-        setattr(t, _COMPANION, (counted, stream, value))
+        _companions[t] = counted, stream, value
 
 
 def companion(t: Tensor) -> Any:
     """What `accompany` remembered; None if `t` was written to since or the stream is another."""
-    held = getattr(t, _COMPANION, None)
+    held = _companions.get(t)
     if held is None or held[:2] != (version(t), stream_of(t)):
         return None
     return held[2]
