@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ from torch.utils import _pytree as pytree
 
 from hfpatch.foreign import reads
 from hfpatch.foreign.gradients import results_of_others, upstream
+from hfpatch.foreign.inside import attributes_in, side_by_side, tensors_in
 from hfpatch.foreign.memory import Held, Very, bits, form
 from hfpatch.foreign.process import Process
 from hfpatch.proof.keys import fingerprint
 from hfpatch.proof.replicas import copied_apart
+from hfpatch.proof.subject import version
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
@@ -104,6 +107,7 @@ class _Comparison:
         """Both, again after the numbers changed in place; whether the original takes others. Ours
         again and again then."""
         on, given = self._copies()
+        reading: list[Any] = []
         for again in range(_CHANGES + 1):
             if again:  # what is kept of a tensor by its address or its version is stale
                 for held in (*given, *(list(m.parameters()) for m in on)):
@@ -114,19 +118,27 @@ class _Comparison:
             if found is None:
                 return False
             theirs, ours = found
+            reading.append(reads.key_of(self.original))
             _compare(ours, theirs, self.worst, "", LIMIT)
             _aliases(ours, theirs, given, on)
-            self.kept.append(_Kept(ours, (given[1], list(on[1].parameters()))))
-        self._repeat(on[1], given[1], theirs)
+            self.kept.append(_Kept(ours, (given[1], *attributes_in(on[1]).values())))
+        if reading[0] != reading[1] != reading[2]:
+            names = ", ".join(f"`{n}`" for n in reads.names_changed(*reading[-2:]))
+            raise Different(f"the original writes to what it does not: {names}")
+        self._repeat(on, given)
         return True
 
-    def _repeat(self, on: nn.Module, given: Any, expected: Any) -> None:
-        """The same call of ours, again and again."""
+    def _repeat(self, on: _Modules, given: list[Any]) -> None:
+        """The same call again and again, of both: what they are given may be a cache that grows."""
         for i in range(_REPEATS):
             reading = reads.key_of(self.replacement) if i == _REPEATS - 1 else None
-            ours = self._call(self.replacement, on, given)
-            _compare(ours, expected, self.worst, "called again, ", LIMIT)
-            self.kept.append(_Kept(ours, (given, list(on.parameters()))))
+            try:
+                theirs = self._call(self.original, on[0], given[0])
+            except Exception:  # such a cache is full
+                break
+            ours = self._call(self.replacement, on[1], given[1])
+            _compare(ours, theirs, self.worst, "called again, ", LIMIT)
+            self.kept.append(_Kept(ours, (given[1], *attributes_in(on[1]).values())))
             if reading is not None and (after := reads.key_of(self.replacement)) != reading:
                 names = ", ".join(f"`{n}`" for n in reads.names_changed(reading, after))
                 raise Different(f"what it reads changes with each call: {names}")
@@ -153,7 +165,7 @@ class _Comparison:
             return
         expected = pytree.tree_map_only(Tensor, Tensor.clone, found[0])
         for result, held, arguments in zip(found, on, given, strict=True):
-            _write_to(result, _storages((arguments, *held.parameters(), *held.buffers())))
+            _write_to(result, _storages(arguments, *attributes_in(held).values()))
         try:
             theirs = self._call(self.original, on[0], given[0])
             _compare(theirs, expected, [0.0, 0.0], "again ", 0.0)
@@ -183,6 +195,7 @@ class _Comparison:
         """(the original's result, the replacement's); None where the original does not take the
         changed values."""
         states = _State.of(on[0]), _State.of(on[1])
+        writable = _Writable.of(on[0], given[0]), _Writable.of(on[1], given[1])
         before = Process.now()
         try:
             args, kwargs = given[0]
@@ -204,7 +217,7 @@ class _Comparison:
             before.changed()
         if changed:
             raise Different(f"it changed {', '.join(changed)}")
-        _compare_written(on, given, states, "")
+        _compare_written(on, given, states, writable, "")
         return theirs, ours
 
     def recorded(self, kind: str) -> None:
@@ -239,7 +252,7 @@ class _Comparison:
         _compare(ours.results, theirs.results, self.worst, _RECORDED, LIMIT)
         called = [theirs.called, ours.called]
         _aliases(ours.results, theirs.results, called, on)
-        _compare_written(on, called, states, _RECORDED)
+        _compare_written(on, called, states, (theirs.writable, ours.writable), _RECORDED)
         if theirs.gradients is not None:
             if ours.gradients is None:
                 raise Different("its results have no gradient")
@@ -264,8 +277,8 @@ class _Kept:
         places = _storages(inputs)
         self._tensors = [
             t.detach()  # and no graph
-            for t in pytree.tree_leaves(result)
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in places
+            for t in tensors_in(result)
+            if t.untyped_storage().data_ptr() not in places
         ]
         self._before = [bits(t).clone() for t in self._tensors]
 
@@ -296,8 +309,8 @@ def _floating_buffers(module: nn.Module) -> list[Tensor]:
 
 def _write_to(result: Any, places: set[int]) -> None:
     """Other numbers in all floating tensors of a result that lie nowhere else."""
-    for t in pytree.tree_leaves(result):
-        dense = isinstance(t, Tensor) and t.layout == torch.strided
+    for t in tensors_in(result):
+        dense = t.layout == torch.strided
         if dense and t.is_floating_point() and _storages(t).isdisjoint(places):
             with torch.inference_mode(t.is_inference()), torch.no_grad():
                 t.detach().fill_(0.5)
@@ -345,21 +358,71 @@ class _State:
         return {n for n in names if self.parts.get(n) != now.parts.get(n)}
 
 
+@dataclass(frozen=True)
+class _Writable:
+    """The tensors that a call can write to, by what they are called, and how often each had been
+    written to before."""
+
+    tensors: dict[str, list[Tensor]]
+    versions: dict[str, list[int | None]]
+
+    @classmethod
+    def of(cls, module: nn.Module, given: Any) -> _Writable:
+        tensors: dict[str, list[Tensor]] = {
+            "its input": [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)],
+            "the module's parameters": list(module.parameters()),
+            "the module's buffers": list(module.buffers()),
+        }
+        return cls(tensors, {name: [version(t) for t in ts] for name, ts in tensors.items()})
+
+
 def _compare_written(
-    on: _Modules, given: list[Any], states: tuple[_State, _State], what: str
+    on: _Modules,
+    given: list[Any],
+    states: tuple[_State, _State],
+    writable: tuple[_Writable, _Writable],
+    what: str,
 ) -> None:
-    """What ours wrote to that the original did not: its inputs, and what the module holds."""
+    """What ours wrote to that the original did not, and what both left: in the inputs, in what
+    these hold, and in what the module holds."""
+    theirs, ours = writable
+    for name, versions in theirs.versions.items():
+        rows = zip(ours.tensors[name], theirs.tensors[name], versions, strict=True)
+        for mine, other, counted in rows:
+            if counted is None or version(other) == counted:
+                _compare_bits(mine, other, f"{what}it wrote to {name}")
     theirs_on, ours_on = on
-    _compare_bits(given[1], given[0], f"{what}it wrote to its input")
-    for name in ("parameters", "buffers"):
-        mine, others = (list(getattr(m, name)()) for m in (ours_on, theirs_on))
-        if len(mine) == len(others):  # else there are others, see below
-            _compare_bits(mine, others, f"{what}it wrote to the module's {name}")
     their_state, our_state = _State.of(theirs_on), _State.of(ours_on)
     if our_state.settings != states[1].settings and their_state.settings == states[0].settings:
         raise Different(f"{what}it changed attributes of the module")
     if changed := sorted(states[1].changed(our_state) - states[0].changed(their_state)):
         raise Different(f"{what}it changed the module's `{changed[0]}`")
+    _compare_left(given, on, what)
+
+
+def _compare_left(given: list[Any], on: _Modules, what: str) -> None:
+    """What a caller finds in the inputs and in the module after the call: a cache, a loss."""
+    theirs, ours = (_named(*one) for one in zip(given, on, strict=True))
+    if missing := sorted(theirs.keys() ^ ours.keys()):
+        raise Different(f"{what}it does not leave `{missing[0]}` as the original does")
+    for argument, value in theirs.items():
+        for name, a, b in side_by_side(argument, ours[argument], value):
+            where = f"{what}what it leaves in `{name}` is not the original's: "
+            if not isinstance(b, Tensor):
+                _compare_values(a, b, where, "left")
+                continue
+            if a.requires_grad != b.requires_grad:
+                raise Different(f"{where}one of the two requires a gradient")
+            if b.layout == torch.strided and type(b) in (Tensor, nn.Parameter):
+                _compare_tensors(a, b, [0.0, 0.0], where, LIMIT)
+
+
+def _named(given: Any, module: nn.Module) -> dict[str, Any]:
+    """The arguments, and what a module holds."""
+    args, kwargs = given
+    found: dict[str, Any] = {f"argument {i}": a for i, a in enumerate(args)} | kwargs
+    found.update((f"module.{name}", v) for name, v in attributes_in(module).items())
+    return found
 
 
 def _copied(inputs: Any, requires_grad: bool | None = False) -> Any:
@@ -400,10 +463,9 @@ def _compare_bits(ours: Any, theirs: Any, what: str) -> None:
                 raise Different(what)
 
 
-def _storages(values: Any) -> set[int]:
+def _storages(*values: Any) -> set[int]:
     """Where tensors lie."""
-    leaves = pytree.tree_leaves(values)
-    return {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, Tensor) and t.numel()}
+    return {t.untyped_storage().data_ptr() for t in tensors_in(*values) if t.numel()}
 
 
 def _aliases(ours: Any, theirs: Any, given: list[Any], on: _Modules) -> None:
@@ -411,11 +473,11 @@ def _aliases(ours: Any, theirs: Any, given: list[Any], on: _Modules) -> None:
     original's is not."""
     pairs = [
         (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr())
-        for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=False)
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel()
+        for a, b in zip(tensors_in(ours), tensors_in(theirs), strict=False)
+        if a.numel()
     ]
     in_theirs, in_ours = map(_storages, given)
-    of_theirs, of_ours = (_storages([*m.parameters(), *m.buffers()]) for m in on)
+    of_theirs, of_ours = (_storages(*attributes_in(m).values()) for m in on)
     first: dict[int, int] = {}
     for mine, other in pairs:
         if mine in in_ours and other not in in_theirs:
@@ -444,17 +506,15 @@ def _container(value: Any) -> str:
     return f"a {type(value).__name__}" if not isinstance(value, Tensor) else "a tensor"
 
 
-def _compare_values(a: Any, b: Any, what: str) -> None:
+def _compare_values(a: Any, b: Any, what: str, did: str = "returned") -> None:
     if type(a) is not type(b):
-        raise Different(
-            f"{what}it returned a {type(a).__name__}, the original a {type(b).__name__}"
-        )
+        raise Different(f"{what}it {did} a {type(a).__name__}, the original a {type(b).__name__}")
     if isinstance(b, (float, complex)):
         eps = LIMIT * torch.finfo(torch.float32).eps
         same = a == b or (a != a and b != b)
         if not same and isinstance(b, float):
             same = math.isclose(a, b, rel_tol=eps)
-    elif hasattr(b, "__dict__") and _has_no_equality(b):
+    elif hasattr(b, "__dict__") and (_has_no_equality(b) or dataclasses.is_dataclass(b)):
         _compare(vars(a), vars(b), [0.0, 0.0], what, LIMIT)
         return
     else:
@@ -463,7 +523,7 @@ def _compare_values(a: Any, b: Any, what: str) -> None:
         except Exception as e:
             raise Different(f"{what}a {type(b).__name__} of its result cannot be compared") from e
     if not same:
-        raise Different(f"{what}it returned {a!r:.60}, the original {b!r:.60}")
+        raise Different(f"{what}it {did} {a!r:.60}, the original {b!r:.60}")
 
 
 def _has_no_equality(value: Any) -> bool:
@@ -521,6 +581,7 @@ class _Recorded:
         results: what it returned.
         kept: that, as it was before the backward.
         upstreams: what its backward was given, by the position of the result.
+        writable: what it could write to.
         called: the inputs that it was given.
         gradients: by the floating inputs and parameters, zeros where there is none; None if nothing
             has one.
@@ -538,12 +599,17 @@ class _Recorded:
         with torch.enable_grad():
             self.called = results_of_others(inputs, results_of)
             args, kwargs = self.called
+            self.writable = _Writable.of(module, self.called)
             self.results = run(module, *args, **kwargs)
-            self.kept = _Kept(self.results, (inputs, self.called, params, list(module.buffers())))
+            held = attributes_in(module).values()
+            self.kept = _Kept(self.results, (inputs, self.called, *held))
+            # with what it left: a loss beside its result
+            places = tensors_in(self.results, self.called, *held)
+            given = {id(t) for t in tensors_in(inputs, self.writable.tensors)}
             results = {
                 i: y
-                for i, y in enumerate(pytree.tree_leaves(self.results))
-                if isinstance(y, Tensor) and y.requires_grad
+                for i, y in enumerate(places)
+                if y.requires_grad and not (y.is_leaf or id(y) in given)
             }
             # by identity: an argument can be given twice, or be a parameter
             leaves = {

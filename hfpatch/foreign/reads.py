@@ -63,7 +63,7 @@ class _Walk:
             # of Triton's and functools' wrappers the function counts, not what they have compiled
             self.parts.append((name, Same(value)))
             self.visit(name, _wraps(value), depth - 1)
-        elif (found := _content(value)) is not _NONE:
+        elif (found := content_of(value)) is not _NONE:
             self.parts.append((name, found))
         elif isinstance(value, nn.Module):
             self.seen.add(id(value))
@@ -75,7 +75,7 @@ class _Walk:
             for key, held in vars(value).items():
                 self.visit(f"{name}.{key}", held, depth - 1)
             self.visit(f"{name}()", type(value), depth)
-        elif slots := _slots(type(value)):
+        elif slots := slots_of(type(value)):
             self.seen.add(id(value))
             for key in (*slots, *getattr(value, "__dict__", ())):
                 self.visit(f"{name}.{key}", getattr(value, key, None), depth - 1)
@@ -130,7 +130,7 @@ _NONE = object()
 _LARGEST = 1 << 16
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     """What a container holds that a call can write to and that is none of Python's plain ones, as a
     key; `_NONE` for anything else."""
     if isinstance(value, Tensor):
@@ -171,7 +171,7 @@ def _content(value: Any) -> Any:
     return _NONE
 
 
-def _slots(cls: type) -> tuple[str, ...]:
+def slots_of(cls: type) -> tuple[str, ...]:
     """The slots of a class that is written in Python, and of no library's."""
     if _of_a_library(cls.__module__) or not cls.__flags__ & (1 << 9):
         return ()
