@@ -603,6 +603,42 @@ def test_two_kernels_of_one_name() -> None:
         hfpatch.apply(model, kernels={"layer_norm": "mine"})
 
 
+def test_a_kernel_that_is_taken_back_in_an_apply() -> None:
+    """By another thread, or by itself: it is used, as it was there when it was chosen."""
+    model, twin = nn.LayerNorm(64), nn.LayerNorm(64)
+
+    def layer_norm(x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-6) -> Tensor:
+        handle.remove()
+        return nn.functional.layer_norm(x, x.shape[-1:], w, b, eps)
+
+    handle = hfpatch.register(op="layer_norm", kernel=layer_norm, name="mine")
+    (swap,) = hfpatch.apply(model, kernels={"layer_norm": ["mine", "torch"]}, blocks=True).swaps
+    assert swap.source == "mine"
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), twin(x))
+
+
+def test_odd_names_of_kernels() -> None:
+    class Kernel:
+        __name__ = 5
+
+        def __call__(self, x: Tensor, w: Any = None, b: Any = None, eps: float = 1e-6) -> Tensor:
+            return nn.functional.layer_norm(x, x.shape[-1:], w, b, eps)
+
+    model = nn.LayerNorm(64)
+    (swap,) = hfpatch.apply(model, kernels={"layer_norm": Kernel()}).swaps
+    assert swap.source == "function"
+    handle = hfpatch.register(op="layer_norm", kernel=Kernel(), name="team:fast")
+    try:
+        with pytest.raises(ValueError, match="registered name \\(team:fast\\)"):
+            hfpatch.apply(model, kernels={"layer_norm": "team:slow"})
+        (swap,) = hfpatch.apply(model, kernels={"layer_norm": "team:fast"}).swaps
+        assert swap.source == "team:fast"
+    finally:
+        handle.remove()
+
+
 def test_registering_a_class_for_a_family() -> None:
     named = type("Zorm", (LlamaRMSNorm,), {})
     model = nn.Sequential(named(64).requires_grad_(False))

@@ -439,6 +439,8 @@ CALLS: list[tuple[Any, dict[str, Any], type[Exception], str, str]] = [
     (R, {**OP, "kernel": 5}, TypeError, "`kernel` for op `silu`", "callable, got int"),
     (R, {**OP, "name": "local"}, ValueError, "'local' is reserved", "pick one without '/'"),
     (R, {**OP, "name": "a/b"}, ValueError, "'a/b' is reserved", "pick one without '/'"),
+    (R, {**OP, "name": "none"}, ValueError, "'none' is reserved", "pick one without '/'"),
+    (R, {**OP, "name": " "}, ValueError, "' ' is reserved", "that is not empty"),
     (R, {**OP, "name": 5}, TypeError, "`name`", "must be a str, got 5"),
     (R, {**OP, "devices": "cuda:0"}, ValueError, "got 'cuda:0'", "'cpu', 'cuda'"),
     (R, {**OP, "devices": []}, ValueError, "`devices` is empty", "None stands for any device"),

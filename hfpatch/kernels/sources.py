@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hfpatch import forks
 from hfpatch.errors import KernelLoadError, KernelUntrustedError
 from hfpatch.hub import HubOptions, HubSpec
 from hfpatch.kernels import builds
@@ -184,6 +185,7 @@ def reference_kernel(op: str) -> Kernel:
 _registered: dict[str, Kernel] = {}
 #: Those that a later one of the same name stands before, until it is taken back.
 _covered: dict[str, list[Kernel]] = {}
+_registering = forks.lock()
 _registrations = itertools.count()  # each is proven afresh: other devices, a function as changed
 
 
@@ -198,10 +200,10 @@ def register_kernel(
     require_op(op)
     if not callable(fn):
         raise TypeError(f"`kernel` for op `{op}` must be callable, got {type(fn).__name__}")
-    if name in RESERVED or "/" in name:
+    if not name.strip() or name in (*RESERVED, "none") or "/" in name:
         raise ValueError(
-            f"`name` {name!r} is reserved: pick one without '/' that is not 'hub', 'local' or "
-            "'torch'"
+            f"`name` {name!r} is reserved: pick one without '/' that is not empty, 'hub', 'local', "
+            "'torch' or 'none'"
         )
     kernel = Kernel(
         op,
@@ -212,9 +214,10 @@ def register_kernel(
         differentiable=differentiable,
     )
     key = f"{op}:{name}"
-    if key in _registered:
-        _covered.setdefault(key, []).append(_registered[key])
-    _registered[key] = kernel
+    with _registering:
+        if key in _registered:
+            _covered.setdefault(key, []).append(_registered[key])
+        _registered[key] = kernel
     return kernel
 
 
@@ -400,6 +403,9 @@ class Sources:
     hub: HubOptions = field(default_factory=HubOptions)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # those of the notes that are of kernels
+    #: As they were when the choice was made: one may be taken back by another thread meanwhile, or
+    #: before a late proof asks for it.
+    registered: Mapping[str, Kernel] = field(default_factory=dict)
     _kernels: dict[tuple[str, bool], Kernel | None] = field(default_factory=dict)
     _missing: dict[tuple[str, bool], str] = field(default_factory=dict)
     _after: dict[tuple[str, str], Kernel | None] = field(default_factory=dict)
@@ -413,11 +419,12 @@ class Sources:
         """From the `kernels=` and `hub=` arguments, completed by environment and config file."""
         defaults = read_defaults()
         options = HubOptions.of(hub, defaults.hub)
+        registered = _registered.copy()
         try:
             choices = Choices.parse(defaults.kernels if kernels is None else kernels)
             for op in OPS:
                 for source in choices.of(op) or ():
-                    _check_source(op, source, options)
+                    _check_source(op, source, options, registered)
         except (TypeError, ValueError) as e:
             if kernels is not None or not defaults.origin:
                 raise
@@ -428,7 +435,7 @@ class Sources:
         ):  # the arguments may have said it all
             notes.append(defaults.hub_note)
         found = defaults.origin if kernels is None and defaults.found else ""
-        return cls(choices, strict, options, notes, _found=found)
+        return cls(choices, strict, options, notes, registered=registered, _found=found)
 
     def explicit(self, op: str) -> bool:
         """Whether the user named one source for `op`: it is used even where it gains nothing."""
@@ -530,8 +537,8 @@ class Sources:
             if self.assumed is not None:
                 return _assumed_kernel(op, self.assumed)
             return local_package().kernel(op)
-        if f"{op}:{source}" in _registered:
-            return _registered[f"{op}:{source}"]
+        if (found := self.registered.get(f"{op}:{source}")) is not None:
+            return found
         if self.assumed is not None:
             raise KernelLoadError(
                 f"Hub kernel `{source}`: which of its builds is loaded is decided on the machine "
@@ -592,7 +599,8 @@ def compiled_here() -> bool:
 
 def _name(source: Source) -> str:
     """What reports call a source: `Kernel.source` of what is loaded from it."""
-    return source if isinstance(source, str) else getattr(source, "__name__", "function")
+    name = source if isinstance(source, str) else getattr(source, "__name__", None)
+    return name if isinstance(name, str) else "function"
 
 
 def _follows(source: str | None) -> str:
@@ -617,13 +625,15 @@ def _has_adapter(source: Source) -> bool:
     return any(source == a.spec for a in ADAPTERS)
 
 
-def _check_source(op: str, source: Source, options: HubOptions) -> None:
-    if not isinstance(source, str) or source in RESERVED or f"{op}:{source}" in _registered:
+def _check_source(
+    op: str, source: Source, options: HubOptions, registered: Mapping[str, Kernel]
+) -> None:
+    if not isinstance(source, str) or source in RESERVED or f"{op}:{source}" in registered:
         return
     if "/" in source:
         HubSpec.parse(source, options.allow_branches)  # raises the error that says how to pin
         return
-    names = sorted(k.split(":")[1] for k in _registered if k.startswith(f"{op}:"))
+    names = sorted(k.source for k in registered.values() if k.op == op)
     raise ValueError(
         f"unknown kernel source {source!r} for op `{op}`.{meant(source, (*RESERVED, *names))} "
         "Expected 'hub', 'local', 'torch', a pinned Hub kernel like 'org/name@v1', or a registered "
@@ -634,10 +644,11 @@ def _check_source(op: str, source: Source, options: HubOptions) -> None:
 def unregister_kernel(kernel: Kernel) -> None:
     """Forget a registered kernel; unknown ones are ignored."""
     key = f"{kernel.op}:{kernel.source}"
-    covered = [k for k in _covered.pop(key, ()) if k is not kernel]
-    if _registered.get(key) is kernel:
-        del _registered[key]
+    with _registering:
+        covered = [k for k in _covered.pop(key, ()) if k is not kernel]
+        if _registered.get(key) is kernel:
+            del _registered[key]
+            if covered:
+                _registered[key] = covered.pop()
         if covered:
-            _registered[key] = covered.pop()
-    if covered:
-        _covered[key] = covered
+            _covered[key] = covered
