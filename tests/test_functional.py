@@ -219,3 +219,12 @@ def test_sizes_that_the_kernels_do_not_take(
         warnings.simplefilter("error")  # the first parameter, wherever it stands in the call
         rows = functional.sample(seeds=torch.tensor([5]), logits=X[:1])
     assert token.shape == () and token == rows[0]
+
+
+def test_no_samples_of_a_group_norm() -> None:
+    """Its formula, which `OPS` has for everybody to compare with."""
+    formula = OPS["group_norm"].reference
+    for shape in ((0, 8, 5), (2, 8, 0)):
+        assert formula(torch.zeros(shape), groups=4).shape == shape
+    with pytest.raises(RuntimeError):
+        formula(torch.zeros(2, 6, 2), groups=4)  # 4 does not divide 6, but 12

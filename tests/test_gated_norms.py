@@ -147,6 +147,21 @@ def test_what_goes_to_the_original() -> None:
         assert calls.pop() == 1
 
 
+@pytest.mark.parametrize("of", ["torch", "user"])
+def test_no_rows_by_the_formula(of: str) -> None:
+    """It is PyTorch's kernel of this op, and what a kernel of the user's is compared with."""
+    kernel = "torch" if of == "torch" else lambda *a, **k: OPS["gated_rms_norm"].reference(*a, **k)
+    model, twin = (norm("mamba2", "MambaRMSNormGated", {"group_size": 16}) for _ in range(2))
+    (swap,) = hfpatch.apply(model, kernels={"gated_rms_norm": kernel}).swaps
+    assert swap.source == ("torch" if of == "torch" else "<lambda>")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for shape in ((0,), (2, 0), (3,)):
+            torch.testing.assert_close(
+                model[0](*pair(torch.float32, *shape)), twin[0](*pair(torch.float32, *shape))
+            )
+
+
 @pytest.mark.parametrize("mode", ["inference", "training"])
 def test_under_autograd_the_original_runs(mode: str) -> None:
     model = norm(*BAMBA)

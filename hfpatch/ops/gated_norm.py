@@ -49,7 +49,7 @@ def gated_rms_norm(
     if factor is not None and not norm_before_gate:
         y = y * factor
     width = group_size or x.shape[-1]
-    grouped = y.reshape(*x.shape[:-1], -1, width)
+    grouped = y.reshape(*x.shape[:-1], x.shape[-1] // max(width, 1), width)  # not -1: of no rows
     grouped = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
     y = grouped.flatten(-2).to(dtype)
     if weight is not None:

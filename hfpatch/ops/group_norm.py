@@ -34,7 +34,7 @@ def group_norm(
     """
     wide = compute_dtype(x, weight)
     v = x.to(wide).transpose(1, 2) if channels_last else x.to(wide)
-    grouped = v.reshape(v.shape[0], groups, -1)
+    grouped = v.reshape(v.shape[0], groups, v.shape[1] // groups * v.shape[2])
     grouped = grouped - grouped.mean(-1, keepdim=True)
     grouped = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
     y = grouped.view(v.shape)
