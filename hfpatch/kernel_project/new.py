@@ -27,7 +27,9 @@ _RENAMED = {"gitignore": ".gitignore"}
 _NAME = re.compile(r"^[a-z][-a-z0-9]*[a-z0-9]$")
 #: Characters that the Hub takes.
 _LONGEST = 96
-_REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$", re.ASCII)
+#: What templates have for the repository and for the name; the first of them that fits counts.
+_PLACES = re.compile("your-name/example-kernel|example-kernel|example_kernel")
 
 
 def new_project(
@@ -70,17 +72,21 @@ def new_project(
         for relative, path in sorted(files.items()):
             target = root / _named(_RENAMED.get(relative, relative), name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8")
-            if repo_id is not None:
-                text = text.replace("your-name/example-kernel", repo_id)
-            target.write_text(_named(text, name), encoding="utf-8")
+            text = _named(path.read_text(encoding="utf-8"), name, repo_id)
+            target.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ProjectError(f"`{root}` cannot be written: {e}") from e
     return root
 
 
-def _named(text: str, name: str) -> str:
-    return text.replace("example-kernel", name).replace("example_kernel", name.replace("-", "_"))
+def _named(text: str, name: str, repo_id: str | None = None) -> str:
+    """In one go, so that nothing is replaced in what the user gave."""
+    given = {
+        "your-name/example-kernel": repo_id or f"your-name/{name}",
+        "example-kernel": name,
+        "example_kernel": name.replace("-", "_"),
+    }
+    return _PLACES.sub(lambda found: given[found[0]], text)
 
 
 def check_name(name: str) -> None:
@@ -90,10 +96,10 @@ def check_name(name: str) -> None:
         ProjectError: see above.
     """
     module = name.replace("-", "_")
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or "--" in name:
         raise ProjectError(
-            f"`{name}` is not a kernel's name: expected lower-case letters, digits and dashes, a "
-            "letter first and at least two characters, e.g. `my-kernel`"
+            f"`{name}` is not a kernel's name: expected lower-case letters, digits and single "
+            "dashes, a letter first and at least two characters, e.g. `my-kernel`"
         )
     if len(name) > _LONGEST:
         raise ProjectError(

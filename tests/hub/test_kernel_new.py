@@ -16,7 +16,7 @@ from server import python_path
 from hfpatch import cli, kernel_build
 from hfpatch.kernel_build import KernelBuildError
 from hfpatch.kernel_project import ProjectError
-from hfpatch.kernel_project.new import TEMPLATES, check_repo_id, new_project
+from hfpatch.kernel_project.new import TEMPLATE_NAMES, TEMPLATES, check_repo_id, new_project
 
 has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
 
@@ -155,7 +155,21 @@ def test_the_templates_are_in_the_wheel() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "a", "2fast", "My-kernel", "a_b", "a/b", "../x", "kernel-", "ä-b", "try", "torch", "ab\n"],
+    [
+        "",
+        "a",
+        "2fast",
+        "My-kernel",
+        "a_b",
+        "a/b",
+        "../x",
+        "kernel-",
+        "ä-b",
+        "try",
+        "torch",
+        "ab\n",
+        "a--b",
+    ],
 )
 def test_names_that_are_none(name: str, tmp_path: Path) -> None:
     with pytest.raises(ProjectError, match=r"is not a kernel's name|which is taken"):
@@ -164,7 +178,7 @@ def test_names_that_are_none(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "repo", ["x", "a/b/c", "a/", "/b", "a b/c", "a/b--c", "a/b.git", "-a/b", "a/b\n"]
+    "repo", ["x", "a/b/c", "a/", "/b", "a b/c", "a/b--c", "a/b.git", "-a/b", "a/b\n", "a/ö"]
 )
 def test_repositories_that_are_none(repo: str, tmp_path: Path) -> None:
     with pytest.raises(ProjectError, match="is not a repository of the Hub"):
@@ -172,6 +186,16 @@ def test_repositories_that_are_none(repo: str, tmp_path: Path) -> None:
     with pytest.raises(ProjectError, match="is not a repository of the Hub"):
         new_project("my-kernel", tmp_path, repo)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("template", TEMPLATE_NAMES)
+def test_a_repository_that_is_called_as_the_template(template: str, tmp_path: Path) -> None:
+    name, repo = "my-example-kernel", "me/example-kernel-example_kernel"
+    root = new_project(name, tmp_path, repo, template)
+    found = {p: p.read_text() for p in root.rglob("*") if p.is_file()}
+    assert not any("your-name" in text for text in found.values())
+    if template != "triton":  # which has nothing to publish
+        assert f'repo-id = "{repo}"' in found[root / "build.toml"]
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
