@@ -57,15 +57,17 @@ def _wrong_types(toml: dict[str, Any]) -> str | None:
         return f"`general.name` must be a string, got {general['name']!r}"
     if not _strings(general["backends"]):
         return f"`general.backends` must be a list of strings, got {general['backends']!r}"
-    tables = {f"general.{key}": general.get(key, {}) for key in ("hub", "cpu", "cuda")}
+    sections = ("hub", "cpu", "cuda", *general["backends"])
+    tables = {f"general.{key}": general.get(key, {}) for key in sections}
     tables["kernel"] = kernel
     if isinstance(kernel, dict):
         tables |= {f"kernel.{name}": section for name, section in kernel.items()}
     for name, table in tables.items():
         if not isinstance(table, dict):
             return f"`{name}` must be a table, got {table!r}"
-    for name, table in {"torch": toml["torch"], **tables}.items():
-        for key in ("src", "include", "depends", "cxx-flags", "cuda-flags"):
+    keys = ("src", "include", "depends", "cxx-flags", "cuda-flags", "pyext", "python-depends")
+    for name, table in {"general": general, "torch": toml["torch"], **tables}.items():
+        for key in keys:
             if not _strings(table.get(key, [])):
                 return f"`{name}.{key}` must be a list of strings, got {table[key]!r}"
     for name, section in kernel.items():

@@ -236,6 +236,8 @@ def test_not_a_kernel_project(
         ("[general.hub]\nrepo-id =", "hub =", "`general.hub` must be a table"),
         ('name = "my-kernel"', "name = 5", "`general.name` must be a string"),
         ("[kernel.my_kernel_cpu]", "[[kernel]]", "`kernel` must be a table"),
+        ("version = 1", "version = 1\npython-depends = 'einops'", "`general.python-depends` must"),
+        ("[torch]", "[torch]\npyext = 'py'", "`torch.pyext` must be a list of strings"),
         ('backend = "cpu"\n', "", "`kernel.my_kernel_cpu` lacks `backend`"),
         ('cxx-flags = ["-fno-trapping-math"]', 'cxx-flags = "-O3"', "must be a list of strings"),
         ('["cpu", "cuda"]', '"cpu"', "`general.backends` must be a list"),
