@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -360,11 +360,11 @@ class _State:
 
 @dataclass(frozen=True)
 class _Writable:
-    """The tensors that a call can write to, by what they are called, and how often each had been
-    written to before."""
+    """The tensors that a call can write to, by what they are called; what buffers held before, and
+    how often others had been written to: PyTorch's batch norm writes to its buffers uncounted."""
 
     tensors: dict[str, list[Tensor]]
-    versions: dict[str, list[int | None]]
+    before: dict[str, list[Tensor | int | None]]
 
     @classmethod
     def of(cls, module: nn.Module, given: Any) -> _Writable:
@@ -373,7 +373,23 @@ class _Writable:
             "the module's parameters": list(module.parameters()),
             "the module's buffers": list(module.buffers()),
         }
-        return cls(tensors, {name: [version(t) for t in ts] for name, ts in tensors.items()})
+        before: dict[str, list[Tensor | int | None]] = {
+            name: [
+                t.detach().clone() if name == "the module's buffers" else version(t) for t in held
+            ]
+            for name, held in tensors.items()
+        }
+        return cls(tensors, before)
+
+    def rows(self, other: _Writable) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
+        """Of each tensor its name, itself, that of `other`, and whether this one was written to."""
+        for name, held in self.tensors.items():
+            for mine, its, before in zip(held, other.tensors[name], self.before[name], strict=True):
+                if isinstance(before, Tensor):
+                    wrote = not _same_bits(mine, before)
+                else:
+                    wrote = before is not None and version(mine) != before
+                yield name, mine, its, wrote
 
 
 def _compare_written(
@@ -386,11 +402,9 @@ def _compare_written(
     """What ours wrote to that the original did not, and what both left: in the inputs, in what
     these hold, and in what the module holds."""
     theirs, ours = writable
-    for name, versions in theirs.versions.items():
-        rows = zip(ours.tensors[name], theirs.tensors[name], versions, strict=True)
-        for mine, other, counted in rows:
-            if counted is None or version(other) == counted:
-                _compare_bits(mine, other, f"{what}it wrote to {name}")
+    for name, other, mine, wrote in theirs.rows(ours):
+        if not wrote:
+            _compare_bits(mine, other, f"{what}it wrote to {name}")
     theirs_on, ours_on = on
     their_state, our_state = _State.of(theirs_on), _State.of(ours_on)
     if our_state.settings != states[1].settings and their_state.settings == states[0].settings:
@@ -455,12 +469,14 @@ def _copied(inputs: Any, requires_grad: bool | None = False) -> Any:
     return pytree.tree_map(once, inputs)
 
 
-def _compare_bits(ours: Any, theirs: Any, what: str) -> None:
-    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            same = a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad
-            if not same or not torch.equal(bits(a.detach()), bits(b.detach())):
-                raise Different(what)
+def _compare_bits(ours: Tensor, theirs: Tensor, what: str) -> None:
+    if ours.requires_grad != theirs.requires_grad or not _same_bits(ours, theirs):
+        raise Different(what)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return same and torch.equal(bits(a.detach()), bits(b.detach()))
 
 
 def _storages(*values: Any) -> set[int]:

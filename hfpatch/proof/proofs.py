@@ -13,6 +13,7 @@ from torch import nn
 from hfpatch import packing
 from hfpatch.blocks.base import BlockProof, BlockSubject
 from hfpatch.direct_calls import Direct, direct_call
+from hfpatch.errors import FAILURES
 from hfpatch.foreign import battery, reads
 from hfpatch.kernels.sources import Kernel
 from hfpatch.leaves.activations import ActivationSubject
@@ -33,6 +34,7 @@ from hfpatch.proof.replicas import CannotReplicateError
 from hfpatch.proof.subject import Combo, Family, Formula, Forward, Subject, class_of
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 from hfpatch.reading.leaf import still_holds
+from hfpatch.text import told
 
 
 @dataclass(frozen=True)
@@ -421,8 +423,8 @@ def _prepare_custom(
             errors = subject.compare()
         except CannotReplicateError as e:
             return Refusal("unsupported", str(e))
-        except Exception as e:
-            errors = f"comparing it with the original failed: {type(e).__name__}: {e}"
+        except FAILURES as e:
+            errors = f"comparing it with the original failed: {told(e)}"
     if isinstance(errors, str):
         return Refusal("rejected", errors)
     entry = Swap(

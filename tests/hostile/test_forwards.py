@@ -347,3 +347,25 @@ NAN = float("nan")
 def test_values_that_are_no_tensors(ours: Any, theirs: Any, same: bool) -> None:
     with nullcontext() if same else pytest.raises(forwards.Different):
         forwards._compare_values(ours, theirs, "")
+
+
+class _Ugly(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), _Ugly(), ValueError("\x1b[31m")])
+@pytest.mark.parametrize("of", ["forward", "sample"])
+def test_a_forward_that_ends_in_an_error(error: BaseException, of: str) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    given = {"forward": right, "sample": sample} | {of: fail}
+    handle = hfpatch.register("^Rotating$", **given)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            (skip,) = hfpatch.apply(nn.Sequential(Rotating())).skips
+    finally:
+        handle.remove()
+    assert type(error).__name__ in skip.reason and "\x1b" not in skip.reason

@@ -56,6 +56,17 @@ class Running(Layer):
         return 2 * y
 
 
+class Statistics(Layer):
+    """PyTorch writes to a batch norm's buffers in its kernel, which autograd does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
 class Cached(Layer):
     def forward(self, x: Tensor, cache: Any = None, at: int = 0) -> Tensor:
         y = self.inner(x)
@@ -200,6 +211,25 @@ def _right_running(m: Any, x: Tensor) -> Tensor:
     return 2 * y
 
 
+def _own_statistics(m: Any, x: Tensor) -> Tensor:
+    norm = m.norm
+    if not m.training:
+        return norm(x)  # type: ignore[no-any-return]
+    mean, variance = x.mean(0), x.var(0, unbiased=False)
+    with torch.no_grad():
+        norm.running_mean.mul_(0.9).add_(0.1 * mean)
+        norm.running_var.mul_(0.9).add_(0.1 * variance * len(x) / (len(x) - 1))
+        norm.num_batches_tracked += 1
+    return (x - mean) * torch.rsqrt(variance + norm.eps) * norm.weight + norm.bias
+
+
+def _in_training(m: Any) -> Any:
+    m.train()
+    found = m(_x()), m(2 * _x()), *(b.clone() for b in m.norm.buffers())
+    m.eval()
+    return (*found, m(_x()))
+
+
 def _right_cached(m: Any, x: Tensor, cache: Any = None, at: int = 0) -> Tensor:
     y = _y(m, x)
     if cache is not None:
@@ -234,6 +264,7 @@ def _right_into(m: Any, x: Tensor, out: Any = None) -> Tensor:
 
 RIGHT: dict[str, tuple[type[nn.Module], Callable[..., Any], Callable[[Any], Any]]] = {
     "a buffer": (Running, _right_running, _with_what_it_holds),
+    "statistics": (Statistics, _own_statistics, _in_training),
     "a cache": (Cached, _right_cached, _with_cache),
     "a cache that grows": (Growing, _right_growing, _with_growing_cache),
     "a list and a dict": (Listed, _right_listed, _with_lists),
