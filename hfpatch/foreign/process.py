@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +222,22 @@ def _restore_import_path(state: tuple[int, tuple[str, ...]]) -> bool:
     return True
 
 
+def _filters_of_warnings() -> Any:
+    return len(sys.modules), tuple(warnings.filters), warnings.showwarning
+
+
+def _restore_filters_of_warnings(state: Any) -> bool:
+    """Libraries add some as they are imported."""
+    modules, filters, show = state
+    same = warnings.showwarning is show
+    warnings.showwarning = show
+    if _is_of_an_import(modules, filters, tuple(warnings.filters)):
+        return not same
+    warnings.resetwarnings()  # which tells what Python keeps of the filters
+    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+    return True
+
+
 def _torch_rng() -> bytes:
     return torch.get_rng_state().numpy().tobytes()
 
@@ -261,7 +278,10 @@ _FUNCTIONS: list[tuple[Any, list[str]]] = [
                 if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
             ],
         )
-        for of in (torch, functional, torch.Tensor, torch.nn.Module, torch.nn.Linear)
+        for of in (
+            *(torch, functional, torch.Tensor, torch.nn.Module, torch.nn.Linear),
+            *(torch.linalg, torch.fft, torch.special, torch.nn.init, torch.autograd),
+        )
     ),
     *((of, ["forward"]) for of in _layers()),
 ]
@@ -396,6 +416,14 @@ _ENTRIES: list[_Entry] = [
         torch._C._set_multithreading_enabled,
     ),
     ("the repetition of warnings", torch.is_warn_always_enabled, torch.set_warn_always),
+    ("the filters of warnings", _filters_of_warnings, _restore_filters_of_warnings),
+    ("the tracing of Python", sys.gettrace, sys.settrace),
+    ("the profiling of Python", sys.getprofile, sys.setprofile),
+    (
+        "how views are differentiated",
+        lambda: torch._C._is_view_replay_enabled(),
+        lambda on: torch._C._set_view_replay_enabled(on),
+    ),
     ("the level of logging", lambda: logging.root.manager.disable, logging.disable),
     ("whether oneDNN is used", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     ("the rounding of numbers", _rounding, _restore_rounding),

@@ -330,7 +330,8 @@ _LEFT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             "Python's garbage collection", "the working directory", "NumPy's handling of errors",
             "the threads of backwards", "the repetition of warnings", "the level of logging",
             "whether oneDNN is used", "autocast's cache", "the handlers of signals",
-            "the path of imports", "how modules are converted",
+            "the path of imports", "how modules are converted", "the filters of warnings",
+            "how views are differentiated",
         )
     },
     "function_mode": (lambda: _Mode().__enter__(), torch._C._len_torch_function_stack),
@@ -344,6 +345,7 @@ _LEFT: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: forward_ad._current_level < 0 and forward_ad.enter_dual_level(),
         lambda: forward_ad._current_level,
     ),
+    "fft": (lambda: setattr(torch.fft, "rfft", lambda x: x * 0), lambda: torch.fft.rfft),
     "layer": (
         lambda: setattr(nn.LayerNorm, "forward", lambda self, x: x * 0),
         lambda: nn.LayerNorm.forward,

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,10 @@ Read = Callable[[], Any]
 class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def _unheard(*_: Any) -> None:
+    """Traces nothing."""
 
 
 LIBC = ctypes.CDLL(None)
@@ -142,6 +147,16 @@ CHANGES: dict[str, tuple[Callable[[], Any], Read]] = {
         lambda: logging.disable(logging.CRITICAL),
         lambda: logging.getLogger("any").isEnabledFor(logging.ERROR),
     ),
+    "the filters of warnings": (
+        lambda: warnings.simplefilter("error"),
+        lambda: ("error", None, Warning, None, 0) in warnings.filters,
+    ),
+    "the tracing of Python": (lambda: sys.settrace(_unheard), sys.gettrace),
+    "the profiling of Python": (lambda: sys.setprofile(_unheard), sys.getprofile),
+    "how views are differentiated": (
+        lambda: torch._C._set_view_replay_enabled(True),
+        torch._C._is_view_replay_enabled,
+    ),
     "autocast's cache": (
         lambda: torch.set_autocast_cache_enabled(False),
         torch.is_autocast_cache_enabled,
@@ -241,3 +256,27 @@ def test_numpy_that_nobody_imported_is_left_alone(monkeypatch: pytest.MonkeyPatc
     state = Process.now()
     assert state.changed() == []
     assert "numpy" not in process.sys.modules
+
+
+def test_how_warnings_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, state = warnings.showwarning, Process.now()
+    warnings.showwarning = print  # type: ignore[assignment]
+    assert state.changed() == ["the filters of warnings"]
+    assert warnings.showwarning is shown and state.changed() == []
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (torch.fft, "fft"),
+        (torch.linalg, "norm"),
+        (torch.special, "expit"),
+        (torch.autograd, "grad"),
+        (torch.nn.init, "normal_"),
+    ],
+)
+def test_functions_of_pytorchs_other_modules(of: Any, name: str) -> None:
+    function, state = getattr(of, name), Process.now()
+    setattr(of, name, print)
+    assert state.changed() == ["functions of PyTorch"]
+    assert getattr(of, name) is function
