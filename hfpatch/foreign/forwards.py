@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hfpatch.foreign import reads
 from hfpatch.foreign.gradients import results_of_others, upstream
-from hfpatch.foreign.inside import attributes_in, side_by_side, tensors_in
+from hfpatch.foreign.inside import attributes_in, parts_of, side_by_side, tensors_in
 from hfpatch.foreign.memory import Held, Very, bits, form
 from hfpatch.foreign.process import Process
 from hfpatch.proof.keys import fingerprint
@@ -530,8 +530,10 @@ def _compare_values(a: Any, b: Any, what: str, did: str = "returned") -> None:
         same = a == b or (a != a and b != b)
         if not same and isinstance(b, float):
             same = math.isclose(a, b, rel_tol=eps)
-    elif hasattr(b, "__dict__") and (_has_no_equality(b) or dataclasses.is_dataclass(b)):
-        _compare(vars(a), vars(b), [0.0, 0.0], what, LIMIT)
+    elif (_has_no_equality(b) or dataclasses.is_dataclass(b)) and (
+        parts := parts_of(b)
+    ) is not None:
+        _compare(dict(parts_of(a) or ()), dict(parts), [0.0, 0.0], what, LIMIT)
         return
     else:
         try:

@@ -41,18 +41,18 @@ class Built(str):
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors in values, each once, in the order of where they are."""
-    found: dict[int, Tensor] = {}
-    seen: dict[int, Any] = {}
-    left = [("", v) for v in reversed(values)]
-    while left and len(seen) < _VALUES:
-        _, value = left.pop()
+    """The tensors in values, in the order of where they are: one in two places is there twice."""
+    found: list[Tensor] = []
+    left: list[tuple[Any, tuple[int, ...]]] = [(v, ()) for v in reversed(values)]
+    looked_at = 0
+    while left and looked_at < _VALUES:
+        value, above = left.pop()
+        looked_at += 1
         if isinstance(value, Tensor):
-            found.setdefault(id(value), value)
-        elif id(value) not in seen and (parts := _parts(value)) is not None:
-            seen[id(value)] = value
-            left += reversed(parts)
-    return list(found.values())
+            found.append(value)
+        elif id(value) not in above and (parts := parts_of(value)) is not None:
+            left += [(part, (*above, id(value))) for _, part in reversed(parts)]
+    return found
 
 
 def attributes_in(module: nn.Module) -> dict[str, Any]:
@@ -82,20 +82,20 @@ def side_by_side(name: str, ours: Any, theirs: Any) -> Iterator[tuple[str, Any, 
             yield where, _what(a), _what(b)
         elif isinstance(b, (Tensor, *_PLAIN)):
             yield where, a, b
-        elif (others := _parts(b)) is None:
+        elif (others := parts_of(b)) is None:
             mine, other = reads.content_of(a), reads.content_of(b)
             if mine != other:
                 yield where, Built("another one"), _what(b)
         else:
             # by name: nobody reads a dict by the order in which its keys were written
-            mine, other = (sorted(p, key=lambda part: part[0]) for p in (_parts(a) or [], others))
+            mine, other = (sorted(p, key=lambda part: part[0]) for p in (parts_of(a) or [], others))
             if [n for n, _ in mine] != [n for n, _ in other]:
                 yield where, _what(a), _what(b)
                 continue
             left += [(where + n, p, o) for (n, p), (_, o) in zip(mine, other, strict=True)]
 
 
-def _parts(value: Any) -> list[tuple[str, Any]] | None:
+def parts_of(value: Any) -> list[tuple[str, Any]] | None:
     """What a value holds, by how code reaches it; None of one that holds nothing, or that nobody
     can look into."""
     if isinstance(value, (Tensor, *_PLAIN, *_OPAQUE)):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import hfpatch
 
@@ -306,6 +307,13 @@ class Unlike:
     z: Tensor
 
 
+@dataclass
+class Slots:
+    __slots__ = ("y", "z")
+    y: Tensor
+    z: Tensor
+
+
 class Plain(Layer):
     made: Any = Output
 
@@ -315,6 +323,15 @@ class Plain(Layer):
 
 class PlainUnlike(Plain):
     made = Unlike
+
+
+class PlainSlots(Plain):
+    made = Slots
+
+
+class Doubled(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return BaseModelOutput(self.inner(x), hidden_states=(2 * x, self.inner(x)))
 
 
 def _in_one_buffer() -> Callable[..., Any]:
@@ -343,7 +360,7 @@ IN_OBJECTS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("cls", [Plain, PlainUnlike])
+@pytest.mark.parametrize("cls", [Plain, PlainUnlike, PlainSlots])
 @pytest.mark.parametrize("what", [*IN_OBJECTS, "one buffer"])
 def test_tensors_in_an_object_that_is_returned(what: str, cls: type[nn.Module]) -> None:
     forward, why = IN_OBJECTS[what] if what in IN_OBJECTS else (_in_one_buffer(), "later call")
@@ -354,10 +371,22 @@ def test_tensors_in_an_object_that_is_returned(what: str, cls: type[nn.Module]) 
     assert skip.kind == "rejected" and why in skip.reason, report
 
 
-@pytest.mark.parametrize("cls", [Plain, PlainUnlike])
+@pytest.mark.parametrize("cls", [Plain, PlainUnlike, PlainSlots])
 def test_an_object_that_is_returned_as_the_original_does(cls: type[nn.Module]) -> None:
     _, _, report = _applied(cls, lambda m, x: m.made(y=_y(m, x), z=2 * x), training=True)
     assert [s.source for s in report.swaps] == ["registered"], report
+
+
+def test_one_tensor_in_two_places() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = _y(m, x)
+        return BaseModelOutput(y, hidden_states=(2 * x, y))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        _, _, report = _applied(Doubled, forward)
+    (skip,) = report.skips
+    assert "two tensors in one memory" in skip.reason, report
 
 
 def test_the_gradient_of_what_it_leaves() -> None:
