@@ -171,6 +171,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan llama --kernels rms_nrm=local", 2, "unknown op `rms_nrm`", "Did you mean `rms_norm`?"),
     ("plan llama --kernels rms_norm=", 2, "got ''", "expected sources separated by `,`"),
     ("plan llama --kernels 'rms_norm=local;silu'", 2, "'silu'", "expected `op=source`"),
+    ("plan llama --kernels 'silu=torch; silu=local'", 2, "`silu`", "stands there twice"),
     ("plan llama --kernels org/name", 2, "`org/name` is not a pinned", "write `org/name@v1`"),
     (
         "plan llama --kernels org/name@main",

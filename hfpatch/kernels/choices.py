@@ -112,7 +112,7 @@ def parse_variable(text: str) -> Any:
     One source without a comma is a named one; "none" switches an op off, alone every op.
 
     Raises:
-        ValueError: an entry is neither.
+        ValueError: an entry is neither, or an op has two.
     """
     if "=" not in text:
         return {EVERY_OP: _variable_choice(text)}
@@ -121,7 +121,9 @@ def parse_variable(text: str) -> Any:
         op, equals, value = entry.partition("=")
         if not equals:
             raise ValueError(f"expected `op=source` in {entry!r}, entries separated by `;`")
-        choices[op.strip()] = _variable_choice(value)
+        if (op := op.strip()) in choices:
+            raise ValueError(f"`{op}` stands there twice; an order of preference is `{op}=a,b`")
+        choices[op] = _variable_choice(value)
     return choices
 
 
