@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 
 from hfpatch.errors import TargetOutOfRangeError
@@ -306,6 +307,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(loss)
             lses.append(lse)
         ctx.options, ctx.hooks = options, hooks
+        ctx.of_source = None if source is None else source.shape
         ctx.save_for_backward(hidden, weight, bias, target, torch.cat(lses))
         return torch.cat(losses)
 
@@ -320,14 +322,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if only_by_operators(grad):
             return (
                 *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
-                *_NO_OTHERS,
+                *_others(ctx),
             )
         grad = _finite_or_nan(grad)
         grads = Gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias)
         with torch.autocast(hidden.device.type, enabled=False):  # it may be on around a backward
             for part in grads.parts(hidden.element_size()):
                 grads.add(part, grads.of_logits(part, target, lse, grad, ctx.options))
-        return *grads.results(), *_NO_OTHERS
+        return *grads.results(), *_others(ctx)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -384,6 +386,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             del z
         dw = None if dw is None else dw[: len(weight)]
         ctx.options, ctx.hooks = options, hooks
+        ctx.of_source = None if source is None else source.shape
         # All that PyTorch's own loss keeps, so that writing to one of them is the same error; and
         # the hidden states are alive anyway.
         ctx.save_for_backward(hidden, weight, bias, target, dx, dw, db)
@@ -400,7 +403,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             wanted = ctx.needs_input_grad[:3]
             return (
                 *_by_operators(hidden, weight, bias, wanted, target, ctx.options, grad),
-                *_NO_OTHERS,
+                *_others(ctx),
             )
         # A row that does not count has the gradient 0 whatever the loss's is, which is infinite
         # where a mean is one over nothing.
@@ -412,11 +415,26 @@ class _SummedCrossEntropy(torch.autograd.Function):
             None if d is None else _scaled(d, by, like.dtype)
             for d, by, like in ((dx, of_rows, hidden), (dw, of_all, weight), (db, of_all, bias))
         ]
-        return *found, *_NO_OTHERS
+        return *found, *_others(ctx)
 
 
-#: The gradients of what the functions above are given besides.
-_NO_OTHERS = (None, None, None, None)
+def _others(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of what the functions above are given besides: of the source there is none, for
+    what comes to it comes by its rows."""
+    return None, None, _nothing(ctx, ctx.of_source), None
+
+
+def _nothing(ctx: Any, shape: torch.Size | None) -> Tensor | None:
+    """No gradient of one of the two inputs that tell of the hidden states; shape: of that input.
+
+    Compiled autograd, which calls a backward with a stand-in for its node, has made a place for the
+    gradient of each input by then, and cannot do without: it is given zeros, which it adds to what
+    comes by the other input.
+    """
+    if isinstance(ctx, BackwardCFunction) or shape is None:
+        return None
+    nothing: Tensor = ctx.saved_tensors[0].new_zeros(shape)
+    return nothing
 
 
 def _none(ctx: Any) -> tuple[None, ...]:
@@ -433,7 +451,9 @@ def _by_hooks(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...] | None:
         return None
     needed = ctx.needs_input_grad
     found = ctx.hooks.run(grad, (needed[5], *needed[1:3]))
-    return None if found is None else (None, *found[1:], None, None, found[0], None)
+    if found is None:
+        return None
+    return _nothing(ctx, ctx.saved_tensors[0].shape), *found[1:], None, None, found[0], None
 
 
 def _finite_or_nan(grad: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from support.nearness import Draw, assert_as_near, draw
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
@@ -522,6 +523,36 @@ def saved_elsewhere(model: Any, ids: Tensor, labels: Tensor) -> Any:
     with torch.autograd.graph.save_on_cpu():
         loss = loss_of(model, ids, labels)
     loss.backward()
+    return loss
+
+
+def in_compiled_autograd(loss: Tensor) -> None:
+    """Its backward, as `torch._dynamo.config.compiled_autograd` runs it."""
+    with compiled_autograd._enable(lambda graph: graph):
+        loss.backward()
+
+
+@case
+def a_backward_in_compiled_autograd(model: Any, ids: Tensor, labels: Tensor) -> Any:
+    loss = loss_of(model, ids, labels)
+    in_compiled_autograd(loss)
+    return loss
+
+
+@case
+def a_backward_of_some_rows_in_compiled_autograd(model: Any, ids: Tensor, labels: Tensor) -> Any:
+    logits = model(input_ids=ids).logits[:, 1:-2]
+    loss = F.cross_entropy(logits.reshape(-1, CLASSES), labels[:, 2:-1].reshape(-1))
+    in_compiled_autograd(loss)
+    return loss
+
+
+@case
+def a_hook_in_compiled_autograd(model: Any, ids: Tensor, labels: Tensor) -> Any:
+    logits = model(input_ids=ids).logits
+    loss = F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), labels[:, 1:].reshape(-1))
+    logits.register_hook(lambda gradient: gradient * 2.0)
+    in_compiled_autograd(loss)
     return loss
 
 
