@@ -265,6 +265,18 @@ def is_plain(cache: Any) -> bool:
     return type(cache) is DynamicCache
 
 
+def other_layer(config: Any) -> tuple[int, str] | None:
+    """The first layer of the cache that transformers makes for a model of this configuration which
+    no step can extend, as (number, class): linear attention keeps a state, a layer that reads
+    another's keys nothing. None if there is none."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception:  # any class's own; who makes it for a call will see it
+        return None
+    others = ((i, type(t).__name__) for i, t in enumerate(layers) if type(t) not in _CLASSES)
+    return next(others, None)
+
+
 def is_empty(cache: Any) -> bool:
     """Whether it is one that nothing was put into yet."""
     return is_plain(cache) and not cache.get_seq_length()

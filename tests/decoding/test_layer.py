@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from decoding.families import FAMILIES, HALVES, REFUSED, make, prompts
 from support.nearness import assert_as_near
 from support.steps import WIDE, drawn
@@ -129,6 +130,24 @@ def test_two_ropes_that_are_alike_in_small_alone(which: str) -> None:
     held[f"{which}_inv_freq"] = held[f"{which}_inv_freq"] * 0.6
     with pytest.raises(Unexplained, match=r"RoPE: `.*` and `.*` differ, and only one is read"):
         describe(model)
+
+
+@pytest.mark.parametrize("name", ["FalconH1", "Qwen3Next", "RecurrentGemma"])
+def test_linear_attention_is_refused_without_a_replica(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica has the sizes of its linear attention: at full size one takes minutes in fp64."""
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    with torch.device("meta"):
+        model = cls(getattr(transformers, f"{name}Config")())
+    made, init = [], cls.__init__
+    monkeypatch.setattr(
+        cls, "__init__", lambda self, *a, **k: made.append(1) or init(self, *a, **k)
+    )
+    plan = hfpatch.plan(model, include=cls.__name__)
+    (reason,) = (s.reason for s in plan.skips if s.class_name == cls.__name__)
+    assert re.search(r"layer 0 of its cache is a `LinearAttention\w*`", reason), reason
+    assert not made
 
 
 def test_an_attention_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
