@@ -2,7 +2,8 @@
 
 The block's own code runs once, on a stand-in: modules that share nothing with the model but what
 they refer to, with tensors that have a shape and no values (PyTorch's FakeTensor), whose sizes are
-symbols. What it decides by sizes comes out as guards. What it decides by values, what it writes, or
+symbols. What it decides by sizes comes out as guards; where these are very many, sizes are numbers,
+and the graph is right for calls of these sizes. What it decides by values, what it writes, or
 what it draws at random, cannot be captured, and the block is left to its parts.
 """
 
@@ -110,6 +111,9 @@ _MOST_CALLS = 3000
 #: Tensors of sizes that take so many operations to tell: a length filled up to whole chunks. A loop
 #: over chunks has hundreds, and each takes sympy some 50 ms.
 _MOST_COMPUTED, _COMPUTED = 12, 8
+#: Decisions by an image's sizes, where these are symbols: most blocks have three at most. Code that
+#: fills images up to whole windows makes hundreds, of ever longer formulas, in many seconds.
+_MOST_DECISIONS = 32
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 
@@ -154,10 +158,13 @@ def capture(
     """
     walls: dict[str, str] = {}
     loops: frozenset[str] = frozenset()
+    varying = True
     while True:
-        attempt = _Attempt(block, leaves, numbers, walls, loops)
+        attempt = _Attempt(block, leaves, numbers, walls, loops, varying)
         try:
             return attempt.run(structure, tensors)
+        except _Entangled:
+            varying = False
         except Uncapturable:
             raise
         except Unstructured as e:
@@ -173,12 +180,22 @@ def capture(
                 loops |= {inner}
 
 
-class _Counted(TorchFunctionMode):
-    """Stops code that calls PyTorch very often, as loops over rows or chunks do."""
+class _Entangled(Exception):
+    """Code computes with an image's sizes, or decides by them, too often for symbols."""
 
-    def __init__(self) -> None:
+
+class _Counted(TorchFunctionMode):
+    """Stops code that calls PyTorch very often or computes many sizes, as loops over rows or chunks
+    do; of images code that decides very often by sizes, or computes many.
+
+    Args:
+        decided: what was decided by sizes, of an image; None of a text.
+    """
+
+    def __init__(self, decided: Sequence[Any] | None) -> None:
         super().__init__()
         self.calls = self.computed = 0
+        self._decided = decided
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -186,9 +203,13 @@ class _Counted(TorchFunctionMode):
         self.calls += 1
         if self.calls > _MOST_CALLS:
             raise _Loops(f"it calls PyTorch more than {_MOST_CALLS} times")
+        if self._decided is not None and len(self._decided) > _MOST_DECISIONS:
+            raise _Entangled
         out = func(*args, **(kwargs or {}))
         self.computed += isinstance(out, Tensor) and _is_computed(out.shape)
         if self.computed > _MOST_COMPUTED:
+            if self._decided is not None:
+                raise _Entangled
             raise _Loops(
                 f"it computes sizes of more than {_MOST_COMPUTED} tensors, as loops over chunks do"
             )
@@ -229,7 +250,9 @@ class _Attempt:
         numbers: Sequence[tuple[str, str]],
         walls: Mapping[str, str],
         loops: frozenset[str],
+        varying: bool,
     ) -> None:
+        self._varying = varying  # whether sizes are symbols
         self.inside: list[str] = []  # paths of the modules that were running when it failed
         self._leaves, self._numbers = leaves, numbers
         self._walls, self._loops = walls, loops  # loops: walls that are too slow to run
@@ -248,6 +271,8 @@ class _Attempt:
                 source=ConstantSource(f"t{i}"),
                 symbolic_context=_what_varies(t, tensors),
             )
+            if self._varying
+            else self._mode.from_tensor(t.detach(), static_shapes=True)
             for i, t in enumerate(tensors)
         ]
         noted = Noted(_Number, Uncapturable, self._update)
@@ -260,7 +285,9 @@ class _Attempt:
             cache = None if state is None else stand_in(state, given[len(own) :], noted)
             handed: list[Any] = []
             args, kwargs = build(structure, own, cache, handed)
-            with _Counted():
+            # texts have other lengths at each call, images are often of one size
+            is_image = bool(own) and own[0].dim() == 4
+            with _Counted(self._env.guards if is_image else None):
                 out = type(self._block).forward(self._block, *args, **kwargs)
             if any(vars(empty) for empty in handed):
                 raise Uncapturable("its code writes to a container that layers share")
