@@ -107,7 +107,7 @@ NUMBERS = re.compile(r"^(layer|block)_?(idx|id|index|number|num)$|^(idx|index)$"
 _MOST_WALLS = 6
 #: Calls of PyTorch in a block, attributes of tensors counted: the largest of our tests has 700. A
 #: loop over rows would hold up the first call of a model for minutes.
-_MOST_CALLS = 3000
+_MOST_CALLS = 5000
 #: Tensors of sizes that take so many operations to tell: a length filled up to whole chunks. A loop
 #: over chunks has hundreds, and each takes sympy some 50 ms.
 _MOST_COMPUTED, _COMPUTED = 12, 8

@@ -18,9 +18,15 @@ from hfpatch.errors import DecodingError
 PAD = 3
 
 
-@functools.cache
 def call_on(device: str) -> Any:
-    """The C functions of an engine; it takes logits of any width."""
+    """The C functions of an engine, for logits of any width."""
+    call = _call_on(device)
+    call._rows_workspace = None  # that of another width
+    return call
+
+
+@functools.cache
+def _call_on(device: str) -> Any:
     return Engine(describe(make("llama").to(device)).model, 1)._call
 
 
@@ -40,7 +46,6 @@ def test_each_token_and_what_the_next_step_reads(
     device: str, dtype: torch.dtype, ends: int | None, rows: int, vocab: int
 ) -> None:
     call = call_on(device)
-    call._rows_workspace = None  # that of logits of another width
     ids = torch.full((rows, 1), -7, device=device)
     counters = torch.arange(rows + 2, device=device)
     start = torch.randint(0, 50, (rows, 1), device=device)

@@ -15,6 +15,7 @@ from decoding.choice_cases import (
     test_results_lie_apart,
 )
 
+from hfpatch.decoding import greedy
 from hfpatch.decoding.greedy import Chain
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +26,11 @@ def device(kernels_module: object) -> str:
     return "cuda"
 
 
-def test_a_reports_memory_waits_for_the_step_that_writes_to_it(device: str) -> None:
+def test_a_reports_memory_waits_for_the_step_that_writes_to_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A text that is gone, whose last step still runs, leaves its memory to nobody."""
+    monkeypatch.setattr(greedy, "_free", {})  # those of other tests' texts
 
     def begun() -> Chain:
         return Chain(torch.zeros(1, 1, dtype=torch.int64, device=device),
