@@ -21,7 +21,7 @@ int64_t rows_of(const Tensor &t) {
   return rows;
 }
 
-bool workspace_of(Check &check, DLTensor *raw, const Tensor &x, Tensor *tensor) {
+bool workspace_of(Check &check, const DLTensor *raw, const Tensor &x, Tensor *tensor) {
   const int64_t size = hfp_row_workspace(rows_of(x), x.last());
   return check.indices("workspace", raw, 1, &size, tensor);
 }
@@ -136,15 +136,15 @@ int32_t hfp_decode_choose(DLTensor *ids, DLTensor *counters, DLTensor *text, DLT
     return check.status();
   }
   const int64_t rows = rows_of(a), entries = rows + 3;
-  // as many numbers as there are, none where it is NULL
-  const auto any = [&check](const char *name, auto *raw, Tensor *tensor) {
-    const int64_t size = raw != nullptr && raw->ndim == 1 && raw->shape ? raw->shape[0] : 0;
-    return raw == nullptr || check.indices(name, raw, 1, &size, tensor);
+  const auto count = [](const DLTensor *t) {  // of numbers that there may be any of
+    return t != nullptr && t->ndim == 1 && t->shape ? t->shape[0] : 0;
   };
-  const bool ok = check.indices("ids", ids, 1, &rows, &chosen) &&
-                  check.indices("text", text, 1, &entries, &table) &&
-                  workspace_of(check, workspace, a, &w) && any("counters", counters, &counted) &&
-                  any("ends", ends, &e);
+  const int64_t counts = count(counters), tokens = count(ends);
+  const bool ok = check.indices_apart("ids", ids, 1, &rows, &chosen) &&
+                  check.indices_apart("text", text, 1, &entries, &table) &&
+                  workspace_of(check, workspace, a, &w) &&
+                  (!counters || check.indices_apart("counters", counters, 1, &counts, &counted)) &&
+                  (!ends || check.indices("ends", ends, 1, &tokens, &e));
   if (!ok) return check.status();
   hfp::ArgmaxArgs args = {};
   args.choice.ids = reinterpret_cast<int64_t *>(chosen.data);
@@ -152,8 +152,8 @@ int32_t hfp_decode_choose(DLTensor *ids, DLTensor *counters, DLTensor *text, DLT
   args.choice.text = reinterpret_cast<int64_t *>(table.data);
   args.choice.ends = reinterpret_cast<const int64_t *>(e.data);
   args.choice.rows = rows;
-  args.choice.counters_count = counters ? counters->shape[0] : 0;
-  args.choice.ends_count = ends ? ends->shape[0] : -1;
+  args.choice.counters_count = counts;
+  args.choice.ends_count = ends ? tokens : -1;
   args.choice.pad = pad;
   args.workspace = reinterpret_cast<uint64_t *>(w.data);
   args.x = a.data;

@@ -65,12 +65,15 @@ class Check {
               Tensor *tensor);
   bool shaped(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape, DType type,
               Tensor *tensor);
-  // Notes that the call writes to `tensor`; `output`, `shaped` and `indices` do it themselves.
+  // Notes that the call writes to `tensor`; `output`, `shaped` and `indices_apart` do it themselves.
   bool writes(const Tensor &tensor);
-  // A required contiguous int64 result or input (const) of that shape; returns its elements in `data`.
-  bool indices(const char *name, DLTensor *raw, int32_t ndim, const int64_t *shape, Tensor *tensor);
+  // A required contiguous int64 tensor of that shape; returns its elements in `data`. A result may
+  // lie where an input does, which is read first.
   bool indices(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape,
                Tensor *tensor);
+  // The same for a result that must lie apart from all else.
+  bool indices_apart(const char *name, const DLTensor *raw, int32_t ndim, const int64_t *shape,
+                     Tensor *tensor);
 
   bool in_range(const char *name, int64_t value, int64_t count, const char *choices);
   // Finite, also as a float, and at least `low`.
@@ -570,11 +573,10 @@ inline bool Check::indices(const char *name, const DLTensor *raw, int32_t ndim,
   return true;
 }
 
-inline bool Check::indices(const char *name, DLTensor *raw, int32_t ndim, const int64_t *shape,
-                           Tensor *tensor) {
-  const DLTensor *read = raw;
+inline bool Check::indices_apart(const char *name, const DLTensor *raw, int32_t ndim,
+                                 const int64_t *shape, Tensor *tensor) {
   const int before = count_;
-  if (!indices(name, read, ndim, shape, tensor)) return false;
+  if (!indices(name, raw, ndim, shape, tensor)) return false;
   if (count_ > before) accesses_[before].written = true;
   return true;
 }
