@@ -108,9 +108,9 @@ _MOST_WALLS = 6
 #: Calls of PyTorch in a block, attributes of tensors counted: the largest of our tests has 700. A
 #: loop over rows would hold up the first call of a model for minutes.
 _MOST_CALLS = 5000
-#: Tensors of sizes that take so many operations to tell: a length filled up to whole chunks. A loop
-#: over chunks has hundreds, and each takes sympy some 50 ms.
-_MOST_COMPUTED, _COMPUTED = 12, 8
+#: Tensors of sizes that take so many operations to tell: a length filled up to whole chunks. Each
+#: takes sympy some 50 ms. LongT5's local attention has 23, a loop over chunks hundreds.
+_MOST_COMPUTED, _COMPUTED = 32, 8
 #: Decisions by an image's sizes, where these are symbols: most blocks have three at most. Code that
 #: fills images up to whole windows makes hundreds, of ever longer formulas, in many seconds.
 _MOST_DECISIONS = 32

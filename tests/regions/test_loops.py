@@ -52,11 +52,11 @@ def test_a_child_that_loops_over_chunks_is_called_as_it_is(
                 result = patched(ids, use_cache=False)[0]
                 torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
-    both(300)
+    both(100)
     walls = [c.walls[child] for c in captures if child in c.walls]
     assert walls and all("as loops over chunks do" in why for why in walls)
     assert {c.state for c in hfpatch.status(patched).plan.candidates} == {"fused"}
     before = len(captures)
-    both(431)
-    both(77)
+    both(170)
+    both(40)
     assert len(captures) == before
