@@ -410,9 +410,9 @@ class _Attempt:
         features = getattr(module, "out_features", None)
         if isinstance(features, int) and x is not None and x.shape[-1] == module.in_features:
             return x.new_empty(*x.shape[:-1], features)  # also a quantized layer, or an adapter's
+        if path in self._loops and x is not None:
+            return _guess(type(module), x)
         try:
-            if path in self._loops:
-                raise _Loops
             with self._env.ignore_fresh_unbacked_symbols():
                 out = type(stand_in).forward(stand_in, *args, **kwargs)
         except Exception:
