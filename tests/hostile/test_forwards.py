@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hundredfold import Hundredfold
 from torch import Tensor, nn
 
 import hfpatch
@@ -70,16 +71,6 @@ def _doing(do: Callable[[Any, Tensor, dict[str, Any]], Any]) -> Callable[..., An
         return result
 
     return forward
-
-
-class _Hundredfold(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 100 * grad
 
 
 _buffer = torch.zeros(3, 5, 16)
@@ -207,7 +198,7 @@ WRONG: dict[str, Callable[..., Any]] = {
     "seed": _doing(lambda m, x, r: torch.manual_seed(1)),
     "random numbers": _doing(lambda m, x, r: random.random()),
     "threads": _doing(lambda m, x, r: torch.set_num_threads(torch.get_num_threads() + 1)),
-    "gradient": _changing("y", _Hundredfold.apply),
+    "gradient": _changing("y", Hundredfold.apply),
     "no gradient": _changing("y", torch.Tensor.detach),
     "more rows": _changing("y", lambda y: y * (0.5 if y.shape[0] > 3 else 1.0)),
     "half": _changing("y", lambda y: y * (0.5 if y.dtype != torch.float32 else 1.0)),

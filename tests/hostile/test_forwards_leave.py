@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hundredfold import Hundredfold
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -344,18 +345,8 @@ def _in_one_buffer() -> Callable[..., Any]:
     return forward
 
 
-class _Hundredfold(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 100 * grad
-
-
 IN_OBJECTS: dict[str, tuple[Callable[..., Any], str]] = {
-    "a gradient": (lambda m, x: m.made(_Hundredfold.apply(_y(m, x)), 2 * x), "the gradient of"),
+    "a gradient": (lambda m, x: m.made(Hundredfold.apply(_y(m, x)), 2 * x), "the gradient of"),
     "values": (lambda m, x: m.made(_y(m, x), 3 * x), "differs"),
 }
 
