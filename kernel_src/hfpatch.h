@@ -670,13 +670,15 @@ HFP_EXPORT int32_t hfp_load_balancing_loss_backward(DLTensor *dlogits, const DLT
  * workspace: fp32 [hfp_decode_workspace(...) or more], scratch; on CUDA zero before its first use.
  * most_keys: what L + tokens is at most, for kernels that are fast up to there; 0: not known. With more
  * the results are the same, more slowly. threads: on the CPU, at most; 0: OpenMP's number.
- * A row's results are the same bits whatever the other rows, most_keys and the number of threads. On
+ * A row's results are the same bits whatever the other rows, most_keys and the number of threads; on
+ * CUDA, of up to HFP_DECODE_ROWS tokens: the products of more are cuBLASLt's, where it is found. On
  * CUDA all but `model`, `most_keys`, `threads` and the shapes is read on the device, so that a captured
  * graph serves all lengths and caches; the caller keeps L, the addresses, the capacities and the mask's
  * width right, and an id outside of [0, vocab) gives NaN.
  */
 enum { HFP_DECODE_NORM_RMS = 1, HFP_DECODE_NORM_LAYER = 2, HFP_DECODE_NORM_ROUNDED = 4 };
 enum { HFP_DECODE_RELU_SQUARED = 16 }; /* max(x, 0)^2 */
+#define HFP_DECODE_ROWS 16
 #define HFP_DECODE_PLAN 15
 #define HFP_DECODE_NUMBERS 16
 #define HFP_DECODE_TENSORS 27

@@ -5,8 +5,8 @@
 
 namespace hfp {
 
-// out = alpha * op(a) op(b) + beta * c, one rounding, to `type`, which all have. A row of a matrix is
-// contiguous; op transposes. Batch strides may be 0, but that of out.
+// out = alpha * op(a) op(b) + beta * c, one rounding, to `type`, which all have; on CUDA out and c may be
+// fp32 (`wide`). A row of a matrix is contiguous; op transposes. Batch strides may be 0, but that of out.
 struct GemmArgs {
   void *out;
   float *workspace;
@@ -17,6 +17,7 @@ struct GemmArgs {
   int64_t out_batch, a_batch, b_batch, c_batch;
   int64_t workspace_bytes;
   bool a_transposed, b_transposed;  // a is [k, m], b is [n, k]
+  bool wide;
   float alpha, beta;
 };
 

@@ -24,6 +24,7 @@ const (
 	DecodeNumbers     = 16
 	DecodePlan        = 15
 	DecodeReluSquared = 16
+	DecodeRows        = 16
 	DecodeSlots       = 4
 	DecodeTensors     = 27
 	GateSigmoid       = 1

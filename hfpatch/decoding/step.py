@@ -34,9 +34,9 @@ from hfpatch.errors import DecodingError
 from hfpatch.proof.subject import Forward, watched
 from hfpatch.proof.unchanged import calls_otherwise
 
-#: Sequences that an engine is made for, by device. Sixteen share one read of the weights; on a GPU
-#: several reads still take less than the host does for the original (notes-decoding.md).
-MOST_ROWS = {"cuda": 64, "cpu": 16}
+#: Sequences that an engine is made for, by device. On a GPU the products of more than 16 are
+#: cuBLASLt's.
+MOST_ROWS = {"cuda": 128, "cpu": 16}
 #: New tokens of each.
 MOST_TOKENS = 8
 #: Where short prompts are graphs; elsewhere there is nothing to gain.

@@ -112,6 +112,8 @@ struct Finish {
   bool wide = false;  // `out` is fp32
 };
 
+inline constexpr int kMaxRows = HFP_DECODE_ROWS;  // of x, of which the tensor-core kernels read the weights once
+
 inline constexpr int kFewRows = 4;  // of which all products of a short layer share multiprocessors
 
 // What of a multiprocessor a product of few rows takes. Short ones lie two to a multiprocessor: the next one copies its
@@ -365,7 +367,7 @@ struct Device {
   bool bulk_copies;   // cp.async.bulk too
 };
 
-// decode_product.cu: whether the tensor-core kernels take this product; if so it is launched, in rounds of 16
+// decode_product.cu: whether the tensor-core kernels take this product; if so it is launched, in rounds of kMaxRows
 // rows. `norm`: not yet applied to p.x, or none; `normed`: a buffer for it.
 bool takes_product(DType type, const Product &p, const Device &device);
 int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, void *normed, const Device &device,
@@ -376,6 +378,12 @@ Device device_of(int device);
 bool takes_bulk(const Product &p, const Device &device);
 int32_t run_bulk(DType type, Product p, bool pairs, const Device &device, void *stream);
 bool bulk_copies_supported();
+
+// decode_many.cu: the same of more than kMaxRows rows of x, by cuBLASLt. `sums`: [p.rows, `columns`] fp32, scratch;
+// `library`: kCudaGemmWorkspace bytes of cuBLASLt's.
+bool many_supported();
+int32_t run_many(DType type, Product p, bool pairs, const DecodeNorm &norm, void *normed, float *sums, int64_t columns,
+                 float *library, const Device &device, void *stream);
 
 // decode_attention.cu
 constexpr int kMostParts = 32;  // of a sequence's keys
@@ -389,5 +397,7 @@ int32_t run_plain_attention(DType type, Attention a, int rows, void *stream);
 
 // decode_step.cu
 int32_t run_norm(DType type, NormRow p, int rows, void *stream);
+// Norms p's x, if there is a norm, to `normed`, whose rows are neighbours; then it is p's x.
+int32_t norm_before(DType type, Product *p, const DecodeNorm &norm, void *normed, void *stream);
 
 }  // namespace hfp::cuda::decode

@@ -27,18 +27,8 @@ int32_t launch_attention(Attention &a, int rows, void *stream) {
 }  // namespace
 
 int32_t run_plain_product(DType type, Product p, bool pairs, const DecodeNorm &norm, void *normed, void *stream) {
-  if (norm.present()) {
-    const int64_t bytes = size_of(type);
-    const bool together = p.x_stride == p.columns;
-    for (int r = 0; r < (together ? 1 : p.rows); ++r) {
-      NormRow one{norm, static_cast<const char *>(p.x) + r * p.x_stride * bytes, nullptr,
-                  static_cast<char *>(normed) + static_cast<int64_t>(r) * p.columns * bytes, p.columns, 1.0f};
-      const int32_t status = run_norm(type, one, together ? p.rows : 1, stream);
-      if (status != HFP_OK) return status;
-    }
-    p.x = normed;
-    p.x_stride = p.columns;
-  }
+  const int32_t status = norm_before(type, &p, norm, normed, stream);
+  if (status != HFP_OK) return status;
   switch (type) {
     case DType::F32: return launch_product<float>(p, pairs, stream);
     case DType::F16: return launch_product<__half>(p, pairs, stream);

@@ -74,18 +74,9 @@ int32_t run_product(DType type, Product p, bool pairs, const DecodeNorm &norm, v
   if (fused) {
     p.norm_weight = norm.weight;
     p.eps = norm.eps, p.norm_offset = norm.offset, p.round_normed = norm.rounded();
-  } else if (norm.present()) {
-    NormRow n{norm, p.x, nullptr, normed, p.columns, 1.0f};
-    // Rows of x that are not neighbours: the head's, of a row's last token. They become so.
-    for (int r = 0; r < (p.x_stride == p.columns ? 1 : rows); ++r) {
-      NormRow one = n;
-      one.x = static_cast<const char *>(n.x) + r * p.x_stride * 2;
-      one.out = static_cast<char *>(n.out) + static_cast<int64_t>(r) * p.columns * 2;
-      const int32_t status = run_norm(type, one, p.x_stride == p.columns ? rows : 1, stream);
-      if (status != HFP_OK) return status;
-    }
-    p.x = normed;
-    p.x_stride = p.columns;
+  } else {
+    const int32_t status = norm_before(type, &p, norm, normed, stream);
+    if (status != HFP_OK) return status;
   }
   if (takes_bulk(p, device)) return run_bulk(type, p, pairs, device, stream);
   for (int first = 0; first < rows; first += kMaxRows) {

@@ -21,7 +21,6 @@ namespace hfp::cuda::decode {
 
 inline constexpr int kUnit = 8;    // W's rows in a unit: the n of an mma
 inline constexpr int kRound = 4;   // units whose sums a warp holds at once
-inline constexpr int kMaxRows = 16;
 inline constexpr int kStageBytes = 1024;  // of a warp: a chunk of a unit
 
 #if __CUDA_ARCH__ >= 800

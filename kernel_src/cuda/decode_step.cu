@@ -1,5 +1,6 @@
 // decode_step.cu: a decoding step on CUDA: the kernels of all layers, one after the other in the stream. The
 // first kernel and norms of rows are here, products and attention in decode_*.cuh.
+#include "../products.h"
 #include "decode_common.cuh"
 
 namespace hfp::cuda::decode {
@@ -123,7 +124,8 @@ int32_t launch_typed(DType type, void (*f32)(Params), void (*f16)(Params), void 
 
 // The workspace: what the kernels hand on.
 struct Buffers {
-  int64_t hidden, middle, normed, wide, qkv, attended, inner, table, partial, arrived, total;
+  int64_t hidden, middle, normed, wide, qkv, attended, inner, table, partial, arrived, sums, library, total;
+  int64_t columns = 0;  // of sums; 0: there are none
 
   explicit Buffers(const DecodeArgs &args) {
     const int64_t n = args.queries(), bytes = size_of(args.type);
@@ -146,6 +148,14 @@ struct Buffers {
     const int64_t heads = args.rows * s.key_heads * blocks;
     partial = take(heads * kMostParts * 8 * (s.dim + 2) * 4);
     arrived = take(heads * 4);
+    sums = library = at;
+    if (n > kMaxRows && many_supported()) {
+      columns = args.width;
+      if (columns < s.qkv) columns = s.qkv;
+      if (columns < 2 * s.inner) columns = 2 * s.inner;
+      sums = take(n * columns * 4);
+      library = take(kCudaGemmWorkspace);
+    }
     total = at + 256;  // to begin at a multiple
   }
 };
@@ -219,6 +229,10 @@ class Step {
 
   int32_t run_any(const Product &p, bool pairs, const DecodeNorm &norm) const {
     void *normed = at(buffers_.normed);
+    if (p.rows > kMaxRows && buffers_.columns > 0) {
+      return run_many(args_.type, p, pairs, norm, normed, reinterpret_cast<float *>(at(buffers_.sums)),
+                      buffers_.columns, reinterpret_cast<float *>(at(buffers_.library)), device_, stream_);
+    }
     return takes_product(args_.type, p, device_)
                ? run_product(args_.type, p, pairs, norm, normed, device_, stream_)
                : run_plain_product(args_.type, p, pairs, norm, normed, stream_);
@@ -353,6 +367,22 @@ int32_t run_norm(DType type, NormRow p, int rows, void *stream) {
   return launch_typed(type, &decode_norm_kernel<float>, &decode_norm_kernel<__half>,
                       &decode_norm_kernel<__nv_bfloat16>, dim3(static_cast<unsigned>(rows)), kThreads, p, stream,
                       true);
+}
+
+int32_t norm_before(DType type, Product *p, const DecodeNorm &norm, void *normed, void *stream) {
+  if (!norm.present()) return HFP_OK;
+  const int64_t bytes = size_of(type);
+  // Rows of x that are not neighbours, one by one: the head's, of a row's last token.
+  const bool together = p->x_stride == p->columns;
+  for (int r = 0; r < (together ? 1 : p->rows); ++r) {
+    const NormRow one{norm, static_cast<const char *>(p->x) + r * p->x_stride * bytes, nullptr,
+                      static_cast<char *>(normed) + static_cast<int64_t>(r) * p->columns * bytes, p->columns, 1.0f};
+    const int32_t status = run_norm(type, one, together ? p->rows : 1, stream);
+    if (status != HFP_OK) return status;
+  }
+  p->x = normed;
+  p->x_stride = p->columns;
+  return HFP_OK;
 }
 
 }  // namespace hfp::cuda::decode

@@ -19,7 +19,7 @@ using cublaslt::Object;
 // Compared byte by byte: no gaps.
 struct Key {
   int64_t batch, m, n, k, out_row, a_row, b_row, c_row, out_batch, a_batch, b_batch, c_batch;
-  int64_t workspace, options;  // options: device, dtype, transposes, whether there is c
+  int64_t workspace, options;  // options: device, dtype, transposes, whether there is c and out is wide
   int64_t aligned[4];
 };
 
@@ -65,6 +65,8 @@ int64_t alignment(const void *p, DType type, int64_t row, int64_t batch_step) {
   return bytes;
 }
 
+DType result_type(const GemmArgs &g) { return g.wide ? DType::F32 : g.type; }
+
 int type_of(DType type) {
   return type == DType::F32   ? cublaslt::kFloat32
          : type == DType::F16 ? cublaslt::kFloat16
@@ -95,9 +97,10 @@ int make(const Library &l, cublaslt::Handle handle, const GemmArgs &g, const int
               g.batch, g.b_batch));
   then(matrix(l, &plan->a, g.type, g.a_transposed ? g.m : g.k, g.a_transposed ? g.k : g.m, g.a_row,
               g.batch, g.a_batch));
-  then(matrix(l, &plan->out, g.type, g.n, g.m, g.out_row, g.batch, g.out_batch));
-  then(g.c ? matrix(l, &plan->c, g.type, g.n, g.m, g.c_row, g.batch, g.c_batch)
-           : matrix(l, &plan->c, g.type, g.n, g.m, g.out_row, g.batch, g.out_batch));
+  const DType result = result_type(g);
+  then(matrix(l, &plan->out, result, g.n, g.m, g.out_row, g.batch, g.out_batch));
+  then(g.c ? matrix(l, &plan->c, result, g.n, g.m, g.c_row, g.batch, g.c_batch)
+           : matrix(l, &plan->c, result, g.n, g.m, g.out_row, g.batch, g.out_batch));
   Object preference = nullptr;
   then(l.preference_create(&preference));
   const uint64_t bytes = static_cast<uint64_t>(g.workspace_bytes);
@@ -192,13 +195,14 @@ int32_t gemm(const GemmArgs &given, int device, void *stream) {
   }
   Key key = {g.batch, g.m, g.n, g.k, g.out_row, g.a_row, g.b_row, g.c ? g.c_row : 0, g.out_batch,
              g.a_batch, g.b_batch, g.c ? g.c_batch : 0, g.workspace_bytes, 0, {}};
-  key.options = (device * 4 + static_cast<int64_t>(g.type)) * 8 + (g.a_transposed ? 4 : 0) +
+  key.options = (device * 4 + static_cast<int64_t>(g.type)) * 16 + (g.wide ? 8 : 0) + (g.a_transposed ? 4 : 0) +
                 (g.b_transposed ? 2 : 0) + (g.c ? 1 : 0);
   const bool many = g.batch > 1;
   key.aligned[0] = alignment(g.b, g.type, g.b_row, many ? g.b_batch : 0);
   key.aligned[1] = alignment(g.a, g.type, g.a_row, many ? g.a_batch : 0);
-  key.aligned[3] = alignment(g.out, g.type, g.out_row, many ? g.out_batch : 0);
-  key.aligned[2] = g.c ? alignment(g.c, g.type, g.c_row, many ? g.c_batch : 0) : key.aligned[3];
+  const DType result = result_type(g);
+  key.aligned[3] = alignment(g.out, result, g.out_row, many ? g.out_batch : 0);
+  key.aligned[2] = g.c ? alignment(g.c, result, g.c_row, many ? g.c_batch : 0) : key.aligned[3];
   Plan &plan = plan_of(key);
   if (!plan.made) {
     const int status = make(*l, handle, g, key.aligned, &plan);

@@ -38,10 +38,10 @@ def test_a_reports_memory_waits_for_the_step_that_writes_to_it(
 
     first = begun()
     held = first.entries()[1:]
-    torch.cuda._sleep(200_000_000)
+    gc.collect()  # not while the step sleeps, some two seconds
+    torch.cuda._sleep(4_000_000_000)
     first.launched()
     del first
-    gc.collect()
     second = begun()
     assert second.entries()[1:] != held
     torch.cuda.synchronize()

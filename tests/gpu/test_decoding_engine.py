@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -45,7 +49,7 @@ def test_a_row_does_not_depend_on_the_others(
     """Nor on whether its parts are put together by a cluster."""
     shape = Shape(width=256, inner=512, heads=8, key_heads=2, dim=dim, vocab=512, qk_norm="head")
     model = decoder(shape, dtype, "cuda")
-    for rows in (2, 8, 9, 16, 24):
+    for rows in (2, 8, 9, 16):
         for length in (4, 200, 900, 3000):
             ids, positions = arguments(model, rows, 1, length)
             cache = table(model, rows, length, length + 1)
@@ -61,6 +65,47 @@ def test_a_row_does_not_depend_on_the_others(
                 alone = torch.empty(1, 1, 512, dtype=dtype, device="cuda")
                 one.step(ids[row : row + 1], positions[row : row + 1], cut, alone)
                 assert torch.equal(alone[0], whole[row]), (rows, length, row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_without_cublaslt(
+    kernels_module: ModuleType, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Their products are then those of sixteen rows, in rounds, and a row is what it is alone."""
+    code = f"""
+import torch
+from support.decoders import Shape, decoder, table
+from support.engines import SMALL, arguments, visit
+from hfpatch.decoding.engine import Engine
+from hfpatch.decoding.spec import CacheTable
+import hfpatch.kernels.sources as sources
+
+dtype, package = {dtype}, sources.local_package().module
+for name in SMALL:
+    if name.startswith("many rows"):
+        visit(SMALL[name], dtype, package)
+model = decoder(Shape(width=256, inner=512, heads=8, key_heads=2, dim=64, vocab=512), dtype, "cuda")
+ids, positions = arguments(model, 24, 1, 200)
+cache = table(model, 24, 200, 201)
+whole, alone = (torch.empty(n, 1, 512, dtype=dtype, device="cuda") for n in (24, 1))
+Engine(model, 24, package=package).step(ids, positions, cache, whole)
+cut = CacheTable(
+    [k[20:21].clone() for k in cache.keys], [v[20:21].clone() for v in cache.values], 200
+)
+Engine(model, 1, package=package).step(ids[20:21], positions[20:21], cut, alone)
+assert torch.equal(alone[0], whole[20])
+"""
+    here = Path(__file__).parents[1]
+    environment = os.environ | {
+        "HFPATCH_CUBLASLT": str(tmp_path / "none.so"),
+        "HFPATCH_TEST_BUILD": "0",
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=here.parent,
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

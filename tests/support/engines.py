@@ -108,6 +108,19 @@ SMALL: dict[str, tuple[Shape, int, int, int, bool]] = {
     "one row": (_EVEN, 1, 1, 70, False),
     "twelve rows": (_EVEN, 12, 1, 70, True),
     "more rows than a round": (replace(_EVEN, gated=False, activation="relu2"), 19, 1, 7, False),
+    "many rows": (_EVEN, 17, 1, 70, True),
+    "many rows, layer norm": (
+        replace(_EVEN, norm="layer", norm_bias=True, bias=True), 33, 1, 9, False,
+    ),
+    "many rows, numbers": (
+        replace(_EVEN, multiplier=0.5, logit_scale=0.5, logit_softcap=2.0, clip=1.0, vocab=1000),
+        64, 1, 9, True,
+    ),
+    "many rows, packed": (replace(_EVEN, packed=True, placement="both"), 40, 1, 9, False),
+    "many rows, odd sizes": (
+        replace(_EVEN, width=100, inner=33, heads=6, key_heads=3, dim=20, vocab=17, bias=True),
+        12, 2, 140, True,
+    ),
     "several tokens": (_EVEN, 2, 4, 1500, True),
     "many tokens": (replace(_EVEN, windows=(50,)), 1, 9, 60, False),
     "one query a key": (replace(_EVEN, heads=2), 2, 1, 130, False),

@@ -59,6 +59,7 @@ pub const HFP_DECODE_NORM_ROUNDED: i64 = 4;
 pub const HFP_DECODE_NUMBERS: i64 = 16;
 pub const HFP_DECODE_PLAN: i64 = 15;
 pub const HFP_DECODE_RELU_SQUARED: i64 = 16;
+pub const HFP_DECODE_ROWS: i64 = 16;
 pub const HFP_DECODE_SLOTS: i64 = 4;
 pub const HFP_DECODE_TENSORS: i64 = 27;
 pub const HFP_GATE_COUNT: i64 = 2;

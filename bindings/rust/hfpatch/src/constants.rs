@@ -15,6 +15,7 @@ pub const DECODE_NORM_ROUNDED: i64 = 4;
 pub const DECODE_NUMBERS: i64 = 16;
 pub const DECODE_PLAN: i64 = 15;
 pub const DECODE_RELU_SQUARED: i64 = 16;
+pub const DECODE_ROWS: i64 = 16;
 pub const DECODE_SLOTS: i64 = 4;
 pub const DECODE_TENSORS: i64 = 27;
 pub const GATE_SIGMOID: i64 = 1;
