@@ -124,7 +124,7 @@ int32_t launch_typed(DType type, void (*f32)(Params), void (*f16)(Params), void 
 
 // The workspace: what the kernels hand on.
 struct Buffers {
-  int64_t hidden, middle, normed, wide, qkv, attended, inner, table, partial, arrived, sums, library, total;
+  int64_t hidden, middle, normed, wide, qkv, attended, inner, table, partial, arrived, sums, total;
   int64_t columns = 0;  // of sums; 0: there are none
 
   explicit Buffers(const DecodeArgs &args) {
@@ -144,18 +144,20 @@ struct Buffers {
     attended = take(n * s.attended * bytes);
     inner = take(n * s.inner * bytes);
     table = take(n * 2 * s.pairs * 4);
-    const int64_t blocks = (s.group * args.tokens + 3) / 4;  // the most there are, and of 8 queries each
-    const int64_t heads = args.rows * s.key_heads * blocks;
-    partial = take(heads * kMostParts * 8 * (s.dim + 2) * 4);
-    arrived = take(heads * 4);
-    sums = library = at;
+    // A block's queries are 1, 2, 4 or 8, and where there are more, heads of more than 128 have blocks of 4.
+    const int64_t queries = s.group * args.tokens, blocks = (queries + 3) / 4;
+    const int64_t in_blocks = queries <= 2 ? queries : queries <= 4 ? 4 : (queries + 7) / 8 * 8;
+    const int64_t heads = args.rows * s.key_heads;
+    int64_t parts = heads * in_blocks * kMostParts * (s.dim + 2) * 4;
     if (n > kMaxRows && many_supported()) {
       columns = args.width;
       if (columns < s.qkv) columns = s.qkv;
       if (columns < 2 * s.inner) columns = 2 * s.inner;
-      sums = take(n * columns * 4);
-      library = take(kCudaGemmWorkspace);
+      if (parts < kCudaGemmWorkspace) parts = kCudaGemmWorkspace;
     }
+    sums = take(n * columns * 4);
+    partial = take(parts);  // and cuBLASLt's: neither needs it beside the other
+    arrived = take(heads * blocks * 4);
     total = at + 256;  // to begin at a multiple
   }
 };
@@ -231,7 +233,7 @@ class Step {
     void *normed = at(buffers_.normed);
     if (p.rows > kMaxRows && buffers_.columns > 0) {
       return run_many(args_.type, p, pairs, norm, normed, reinterpret_cast<float *>(at(buffers_.sums)),
-                      buffers_.columns, reinterpret_cast<float *>(at(buffers_.library)), device_, stream_);
+                      buffers_.columns, reinterpret_cast<float *>(at(buffers_.partial)), device_, stream_);
     }
     return takes_product(args_.type, p, device_)
                ? run_product(args_.type, p, pairs, norm, normed, device_, stream_)
