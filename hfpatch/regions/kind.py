@@ -43,6 +43,9 @@ Tensor = torch.Tensor
 
 #: Captures of a kind; calls of further structures or sizes run the original.
 _MOST_VARIANTS = 12
+#: Refusals of a kind, each of a structure: what is given another Python number at each call has one
+#: at each, and would be captured anew for ever.
+_MOST_REFUSED = 12
 #: Captures of one structure that differ in their number of operators, as a loop over time has it.
 _MOST_COUNTS = 3
 #: Sizes that are remembered, of a long-lived server.
@@ -155,7 +158,8 @@ class Kind:
         """The original's result; on the way such a call is captured and proven, or refused."""
         structure, key = call
         kinds = _kind_of(structure, key)
-        if kinds in self.refused or len(self.decided) >= _MOST_VARIANTS:
+        over = len(self.decided) >= _MOST_VARIANTS or len(self.refused) >= _MOST_REFUSED
+        if over or kinds in self.refused:
             self._remember(key, None)
             return original()
         counts = {v.before for v in self.variants.get(kinds, ())}

@@ -16,6 +16,7 @@ from torch import nn
 import hfpatch
 from hfpatch import swap
 from hfpatch.regions import capture as capturing
+from hfpatch.regions import kind as kind_module
 from hfpatch.regions import offer
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Uncapturable, capture, numbers_of
@@ -627,3 +628,24 @@ def test_a_class_that_is_not_the_librarys_is_left_and_noted() -> None:
     assert "`layers.1` and 1 more" in note and "Block" in note
     assert any(s.path == "layers.1.input_layernorm" for s in report.swaps)
     torch.testing.assert_close(run(model, call), expected)
+
+
+def test_refusals_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given another number at each call would be captured, and refused, at each."""
+    tried = 0
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        raise Uncapturable("none is taken")
+
+    monkeypatch.setattr(kind_module, "capture", refused)
+    forget()
+    model, inputs = build("llama")
+    call, plain = inputs(2, 9), copy.deepcopy(model)
+    hfpatch.apply(model, decoding=False, blocks=True)
+    for i in range(40):
+        given = {**call, "strength": i / 64}
+        torch.testing.assert_close(run(model, given), run(plain, given))
+    assert tried == 12
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"left"}
