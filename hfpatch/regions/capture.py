@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -114,6 +115,8 @@ _MOST_COMPUTED, _COMPUTED = 32, 8
 #: Decisions by an image's sizes, where these are symbols: most blocks have three at most. Code that
 #: fills images up to whole windows makes hundreds, of ever longer formulas, in many seconds.
 _MOST_DECISIONS = 32
+#: Classes of children that loop, and what was said of them.
+looping: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 #: Numbers that code may write out in its text.
 _MOST_NUMBERS = 64
 
@@ -156,8 +159,8 @@ def capture(
     Raises:
         Uncapturable: the text says where in the code, and why.
     """
-    walls: dict[str, str] = {}
-    loops: frozenset[str] = frozenset()
+    walls = dict(_known_loops(block))
+    loops = frozenset(walls)
     varying = True
     while True:
         attempt = _Attempt(block, leaves, numbers, walls, loops, varying)
@@ -178,6 +181,20 @@ def capture(
             walls[inner] = _where(e)  # what cannot be captured is called as it is
             if isinstance(e, _Loops):
                 loops |= {inner}
+                looping[type(block.get_submodule(inner))] = walls[inner]
+
+
+def _known_loops(module: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
+    """Path and reason of children whose classes were found to loop, which takes seconds."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        below = f"{path}.{name}".lstrip(".")
+        why = looping.get(type(child))
+        if why is not None:
+            yield below, why
+        else:
+            yield from _known_loops(child, below)
 
 
 class _Entangled(Exception):

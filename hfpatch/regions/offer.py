@@ -22,7 +22,7 @@ from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.proof.unchanged import hooks_on_all, layers_replaced
-from hfpatch.regions.capture import KnownLeaf, is_wall, numbers_of
+from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
 from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind
@@ -275,8 +275,9 @@ def _kind_of(
 
 
 def forget() -> None:
-    """Drop all that was captured."""
+    """Drop all that was captured, and known of captures."""
     _kinds.clear()
+    looping.clear()
 
 
 def _prepare(path: str, name: str, block: nn.Module, kind: Kind) -> Prepared:

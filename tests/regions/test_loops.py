@@ -10,6 +10,7 @@ import torch
 
 import hfpatch
 from hfpatch.coverage.small_transformers import transformers_model
+from hfpatch.regions import capture as capturing
 from hfpatch.regions import kind
 from hfpatch.regions.offer import forget
 
@@ -60,3 +61,33 @@ def test_a_child_that_loops_over_chunks_is_called_as_it_is(
     both(170)
     both(40)
     assert len(captures) == before
+
+
+def test_a_class_that_loops_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other kind of call, and no other block with such a child, runs into the loop again."""
+    forget()
+    plain = transformers_model("zamba2", "Zamba2Model").eval().requires_grad_(False)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, blocks=True)
+    attempts: list[int] = []
+    captures: list[int] = []
+    run, capture = capturing._Attempt.run, kind.capture
+
+    def attempted(*args: Any) -> Any:
+        attempts.append(1)
+        return run(*args)
+
+    def captured(*args: Any) -> Any:
+        captures.append(1)
+        return capture(*args)
+
+    monkeypatch.setattr(capturing._Attempt, "run", attempted)
+    monkeypatch.setattr(kind, "capture", captured)
+    ids = torch.randint(0, 60, (2, 40))
+    for more in ({}, {"output_attentions": True}):
+        with torch.no_grad():
+            expected = plain(ids, use_cache=False, **more)[0]
+            for _ in range(2):
+                result = patched(ids, use_cache=False, **more)[0]
+                torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    assert len(captures) > 4 and len(attempts) == len(captures) + 1
