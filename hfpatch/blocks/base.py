@@ -152,7 +152,7 @@ class BlockSubject(Subject):
             return self._same
         idle, read = self._read()
         parts = [
-            Part(m, tuple(filter(None, path.split("."))), called=path not in idle)
+            Part(m, tuple(filter(None, path.split("."))), called=path not in idle, own_tensors=True)
             for path, m in read
         ]
         processors = [

@@ -17,7 +17,7 @@ from torch import nn
 from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, names_read
 from hfpatch.proof.library import odd_code
 from hfpatch.proof.subject import Tensor, class_of
-from hfpatch.proof.unchanged import READ_LIVE
+from hfpatch.proof.unchanged import READ_LIVE, odd_tensor
 
 #: Called as modules wherever they stand: an adapter or a quantized layer may be there instead.
 _CALLED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Dropout, nn.Embedding, nn.Identity)
@@ -57,6 +57,9 @@ def odd_build(
             return f"{where} is a {_named(class_of(mine))}, expected {_named(type(small))}"
         if (why := odd_code(mine) or _odd_attributes(mine, small, where, unread)) is not None:
             return why
+        if (name := odd_tensor(mine)) is not None:
+            held = {**mine._parameters, **mine._buffers}[name]
+            return f"{where} has a `{name}` that is a {_named(type(held))}"
     return None
 
 

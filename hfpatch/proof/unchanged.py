@@ -23,7 +23,7 @@ from hfpatch.proof.keys import (
     names_read,
     overridden,
 )
-from hfpatch.proof.subject import class_of, coded
+from hfpatch.proof.subject import class_of, coded, is_dtensor, plain
 
 #: Values that a forward may read off its module as settings.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -206,7 +206,8 @@ def _parts(value: Any) -> Any:
 
 class Part:
     """A module that a fused forward reads: its class, settings and, unless it is `called` as well,
-    forward and hooks."""
+    forward and hooks; with `own_tensors` also that its tensors are of none but PyTorch's classes,
+    whose operators a subclass replaces."""
 
     def __init__(
         self,
@@ -216,8 +217,11 @@ class Part:
         called: bool = False,
         ignore: Container[str] = (),
         leaf: bool = False,
+        own_tensors: bool = False,
     ) -> None:
         self._path, self._called = path, called
+        held = (*module._parameters.values(), *module._buffers.values())
+        self._own_tensors = own_tensors and any(t is not None for t in held)
         self._class = class_of(module) if called else type(module)
         self._forward = self._class.forward
         self._coded = coded(self._forward)
@@ -245,10 +249,22 @@ class Part:
             or is_replaced(module)
         ):
             return False
+        if self._own_tensors and odd_tensor(module) is not None:
+            return False
         try:
             return bool(self._read(module.__dict__) == self._settings)
         except INCOMPARABLE:  # one was deleted, or is a parameter or module now
             return False
+
+
+def odd_tensor(module: nn.Module) -> str | None:
+    """The name of a parameter or buffer of a subclass of PyTorch's tensors, if a module has one.
+    Whether one that is spread over processes is here is asked elsewhere."""
+    for kind in ("_parameters", "_buffers"):
+        for name, t in module.__dict__[kind].items():
+            if t is not None and not plain(t) and not is_dtensor(t):
+                return name  # type: ignore[no-any-return]
+    return None
 
 
 def same_parts(
@@ -272,11 +288,11 @@ def same_parts(
                 places[path[:-1]],
                 path[-1] if path else None,
                 *(
-                    (None, False, None, None, None, no_settings, None)
+                    (None, False, None, None, None, no_settings, None, False)
                     if part is None
                     else (
                         *(part._class, part._called, part._forward, part._coded, part._code),
-                        *(part._read, part._settings),
+                        *(part._read, part._settings, part._own_tensors),
                     )
                 ),
                 None if processor is None else processor.is_proven,
@@ -286,7 +302,9 @@ def same_parts(
     def same(root: nn.Module) -> bool:
         modules: list[nn.Module] = []
         try:
-            for above, name, cls, called, forward, own, code, read, settings, is_proven in rows:
+            for (
+                above, name, cls, called, forward, own, code, read, settings, tensors, is_proven
+            ) in rows:  # fmt: skip
                 module = root if name is None else modules[above].__dict__["_modules"][name]
                 if module is None:
                     return False
@@ -311,7 +329,7 @@ def same_parts(
                         or ("_diffusers_hook" in d and has_diffusers_hook(d))
                     ):
                         return False
-                    if read(d) != settings:
+                    if read(d) != settings or (tensors and odd_tensor(module) is not None):
                         return False
                 if is_proven is not None and not is_proven(d.get("processor")):
                     return False

@@ -91,6 +91,49 @@ def test_layers_that_were_changed(
         assert (got - expected).norm() <= limit * expected.norm()
 
 
+class Twice(torch.Tensor):
+    """A weight with which PyTorch's operators give twice the usual, as a quantized one may."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func in _DOUBLED else out
+
+
+_DOUBLED = (
+    *(nn.functional.layer_norm, nn.functional.rms_norm, nn.functional.group_norm),
+    *(torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__),
+)
+
+
+@pytest.mark.parametrize("when", ["before apply", "before the first call", "later"])
+@pytest.mark.parametrize("name", ["bert", "llama", "vit", "wan", "flux", "ltx", "sd15-unet"])
+@torch.no_grad()
+def test_norms_with_weights_of_a_class_of_ones_own(name: str, when: str) -> None:
+    def change(m: nn.Module) -> None:
+        norms = [x for x in m.modules() if "norm" in type(x).__name__.lower()]
+        for held in [x._parameters for x in norms if x._parameters.get("weight") is not None]:
+            held["weight"] = held["weight"].detach().as_subclass(Twice)  # type: ignore
+
+    entry = zoo.ENTRIES[name]
+    model = entry.build()
+    twin, inputs = copy.deepcopy(model), entry.inputs(model)
+    usual = entry.run(twin, inputs)
+    change(twin)
+    expected = entry.run(twin, inputs)
+    assert (expected - usual).norm() > 0.05 * usual.norm()
+    if when == "before apply":
+        change(model)
+    hfpatch.apply(model, blocks=True, decoding=False)
+    for _ in range(2 * (when == "later")):
+        model(**inputs)
+    if when != "before apply":
+        change(model)
+    for _ in range(2):
+        assert_alike(entry.run(model, inputs), expected, (name, when))
+
+
 class Wrapped(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
