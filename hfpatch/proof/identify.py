@@ -168,7 +168,7 @@ def _of_other_ranks(trial: Trial, formula: Formula) -> str | None:
         x = subject.reshaped(sample, lead)
         try:
             if trial.reading.by_rank:  # the code is another one
-                subject.read(trial.module, x)
+                trial.steps_of[len(lead) + 1] = subject.read(trial.module, x).steps
             got = subject.run(trial.module, x)
         except torch.OutOfMemoryError:
             raise
@@ -206,19 +206,48 @@ def trained(module: nn.Module) -> nn.Module:
     return copy
 
 
+def _computes_otherwise(trial: Trial, base: Trial) -> str | None:
+    """How the code does something else in these dtypes than in fp32 (`base`), beside its casts.
+
+    In fp32 it was compared far out, with parameters of other scales, of other numbers of
+    dimensions: that holds here as long as the code is the same.
+    """
+    ours, theirs = trial.reading, base.reading
+    narrows, as_there = (r.counts.get("narrowing", 0) > 0 for r in (ours, theirs))
+    if torch.float16 not in trial.dtypes and narrows and not as_there:
+        return "casts to float16, which it does not"
+    if ours.by_rank is not theirs.by_rank or ours.autocasts != theirs.autocasts:
+        return "asks for what it does not ask for"
+    if ours.steps != theirs.steps:
+        return "computes something else than"
+    subject = trial.subject
+    for lead in _RANKS if ours.by_rank else ():
+        dims = len(lead) + 1
+        if 0 in lead or dims not in base.steps_of or (base.dims and dims not in base.dims):
+            continue
+        reading = subject.read(trial.module, subject.reshaped(trial.x, lead))
+        if reading.steps != base.steps_of[dims]:
+            return f"computes something else of {dims} dimensions than"
+    return None
+
+
 def fits_of(
     subject: Subject,
     combo: Combo,
     matches: list[Formula],
-    device: torch.device,
+    base: Trial,
     widens: bool | None = None,
 ) -> tuple[Trial, dict[Formula, int]] | Refusal:
     """Formulas that explain the original in these dtypes, with the count of values that differ.
 
-    Formulas equal in fp32 differ here in where they round.
+    Formulas equal in fp32 (`base`) differ here in where they round.
     """
     try:
-        trial = Trial(subject, combo, device)
+        trial = Trial(subject, combo, base.device)
+        with trial.context():
+            why = _computes_otherwise(trial, base)
+        if why is not None:
+            raise Unexplained(f"it {why} in float32")
     except torch.OutOfMemoryError:
         raise
     except Unexplained as e:

@@ -113,7 +113,7 @@ def _prove(task: _Task) -> Proof | Refusal:
     trials: dict[Combo, tuple[Trial, dict[Formula, int]]] = {}
     dropped: dict[Combo, Refusal] = {}
     for combo in subject.combos():
-        tried = fits_of(subject, combo, matches, task.device)
+        tried = fits_of(subject, combo, matches, trial)
         if isinstance(tried, Refusal):
             dropped[combo] = tried
         else:
@@ -160,7 +160,7 @@ def _prove_autocast(task: _Task, combo: Combo) -> Forward | Refusal:
     refusals: list[Refusal] = []
     fits: list[tuple[int, Formula, bool, Trial]] = []
     for widens in widths:
-        tried = fits_of(subject, combo, identified[1], task.device, widens)
+        tried = fits_of(subject, combo, identified[1], identified[0], widens)
         if isinstance(tried, Refusal):
             misfits.append(tried)
         else:

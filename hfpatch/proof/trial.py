@@ -53,6 +53,8 @@ class Trial:
         self.dims: frozenset[int] | None = None
         #: Whether it may have no elements.
         self.takes_empty = True
+        #: What the code computes of inputs of other numbers of dimensions, where that decides.
+        self.steps_of: dict[int, tuple[Any, ...]] = {}
         #: The dtypes that values are rounded to on their way to the result.
         self.dtypes = [combo.x, combo.param, combo.autocast if subject.has_layers else None]
         self.module = subject.replica(combo, device, seeded(seed))

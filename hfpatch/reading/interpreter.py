@@ -27,9 +27,12 @@ from hfpatch.reading.operations import (
     NUMERIC,
     TENSOR_METHODS,
     ask,
+    degree_of,
     numeric,
     read_off,
+    step,
     tally,
+    traced,
 )
 from hfpatch.reading.scope import Returned, Scope
 from hfpatch.reading.source import tree_of
@@ -195,7 +198,7 @@ class Interpreter:
                 return None
             if module is not self.module and all(module is not c for c in self.live.values()):
                 raise Unexplained(f"the parameter `{name}` of a `{type(module).__name__}` is read")
-            return Traced(parameter)
+            return Traced(parameter, step=f"parameter {name}")
         if name in held["_buffers"]:
             if held["_buffers"][name] is None:
                 return None
@@ -272,7 +275,7 @@ class Interpreter:
         if not isinstance(result, Traced):
             raise Unexplained(f"`{cls.__name__}` returns no tensor")
         self._backward(backward.__func__, ctx, result.tensor)
-        return Traced(result.tensor)
+        return traced(result.tensor, "own gradient", result, degree=degree_of(result))
 
     def _backward(self, backward: Any, ctx: Context, result: torch.Tensor) -> None:
         """Read a function's gradient. It must be as many times as large as what it is given, at
@@ -281,6 +284,7 @@ class Interpreter:
         ones = torch.ones_like(result)
         with tally() as counts:
             first = _tensors(self.function(backward, [ctx, Traced(ones)], {}))
+        step("backward", tuple(counts.steps))
         if counts.get("special", 0) > 2 or (counts.get("special", 0) == 2 and not counts["exp"]):
             raise Unexplained(
                 f"a gradient of its own has {counts['special']} steps or bends, a formula's one"
@@ -361,7 +365,7 @@ class Interpreter:
                 if type(y) is not torch.Tensor:
                     raise Unexplained(f"`{name}` returns a {type(y).__name__}")
                 # a hook on it may keep what it returns, so nobody may write to that
-                return Traced(y, role=name)
+                return Traced(y, role=name, step=step("call", name, x))
         if module._modules:
             raise Unexplained(f"a `{type(module).__name__}` with modules of its own is called")
         return self.forward(module, args, kwargs)

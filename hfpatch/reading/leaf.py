@@ -34,6 +34,7 @@ class Reading:
     asked: live children whose weight's dtype the code asks for.
     counts: how many operations it has that could make a step, a bend or a bump, see `tally`.
     clamps: what it clamps, in order, and to what; no clamp changes what lies between its bounds.
+    steps: all that it computes, to be compared with another reading's, see `Tally.steps`.
     found: the globals, closures and library functions that the code used, for `still_holds`.
     autocasts: types of devices, others than the inputs', for which the code branches on whether
         autocast is on; what was read is what it does while it is off.
@@ -46,6 +47,7 @@ class Reading:
     found: tuple[tuple[Any, Any, Any], ...]
     counts: Mapping[str, int]
     clamps: tuple[Clamp, ...]
+    steps: tuple[Any, ...] = ()
     asked: frozenset[str] = frozenset()
     autocasts: frozenset[str] = frozenset()
 
@@ -75,7 +77,8 @@ def read(
     reader.device = inputs[0].device.type
     try:
         with torch.no_grad(), tally() as counts:
-            result = reader.forward(module, [Traced(x, role="input") for x in inputs], {})
+            args = [Traced(x, role="input", step=f"input {i}") for i, x in enumerate(inputs)]
+            result = reader.forward(module, args, {})
     except Unexplained as e:
         where = getattr(e, "line", None)
         raise Unexplained(f"{e} ({where})" if where else str(e)) from e
@@ -92,6 +95,7 @@ def read(
         tuple(reader.found),
         counts,
         tuple(counts.clamps),
+        (*counts.steps, (result.step, *result.memory.writes)),
         frozenset(reader.asked),
         frozenset(reader.autocasts),
     )

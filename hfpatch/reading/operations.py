@@ -3,7 +3,8 @@
 All of them work on elements or along the last dimension, and know no other state. What is made of
 them is identified by samples, for it cannot be one function where they lie and another one
 elsewhere: those that could make a step, a bend or a bump between samples are counted, and a leaf
-has as many as its formula needs. What is left are polynomials. Anything else is unexplained.
+has as many as its formula needs. What is left are polynomials, of a degree that leaves them no room
+for a bump of their own. Anything else is unexplained.
 """
 
 from __future__ import annotations
@@ -59,11 +60,16 @@ _tallies = threading.local()
 
 class Tally(Counter[str]):
     """How often a code has what could make a bump, and its clamps, in their order: how many there
-    are says nothing of where they stand."""
+    are says nothing of where they stand.
+
+    steps: what it computes, in order: of each step its name and what it is of, a number, or another
+        step by its place. Casts and copies are none: codes that differ by these have one formula.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.clamps: list[Clamp] = []
+        self.steps: list[tuple[Any, ...]] = []
 
 
 @contextmanager
@@ -71,6 +77,8 @@ def tally() -> Iterator[Tally]:
     """Counts, in this thread, what could make a bump."""
     before = getattr(_tallies, "now", None)
     counts = Tally()
+    if before is not None:  # steps inside may be of what was made outside
+        counts.steps += before.steps
     _tallies.now = counts
     try:
         yield counts
@@ -90,17 +98,58 @@ def _note_clamp(clamp: Clamp) -> None:
         counts.clamps.append(clamp)
 
 
-def traced(tensor: Tensor, view_of: Any = None, role: str = "") -> Traced:
-    """A result; it has the memory of what it is a view of."""
-    memory = view_of.memory if isinstance(view_of, Traced) else Memory(owned=True)
-    return Traced(tensor, memory, role)
+#: How often a code may multiply what it is given with itself. A norm's gradient does it ten times;
+#: the square of a square, taken twenty times, of what lies between 0 and 1 is a bump.
+_DEGREE = 12
+#: What adds its operands; all other operations of two multiply or divide them.
+_SUMS = ("add", "sub", "subtract")
 
 
-def view_or_copy(tensor: Tensor, of: Traced, role: str = "") -> Traced:
+def step(*what: Any) -> int:
+    """Note a step of the code; its place among them."""
+    counts: Tally | None = getattr(_tallies, "now", None)
+    if counts is None:
+        return -1
+    counts.steps.append(tuple(map(_named, what)))
+    return len(counts.steps) - 1
+
+
+def _named(value: Any) -> Any:
+    """What a step is of, so that it can be compared: 0.0 is not -0.0."""
+    if isinstance(value, Traced):
+        return (value.step, *value.memory.writes)
+    return repr(plain_of(value))
+
+
+def traced(tensor: Tensor, *what: Any, role: str = "", degree: int = 1) -> Traced:
+    """The result of a step, a polynomial of that degree, in memory of its own."""
+    if degree > _DEGREE:
+        raise Unexplained(f"it multiplies what it is given {degree} times, which no formula does")
+    return Traced(tensor, Memory(owned=True, degree=degree), role, step(*what))
+
+
+def view(tensor: Tensor, of: Traced, *what: Any, role: str = "") -> Traced:
+    """A view of `of`, by a step if there is one."""
+    return Traced(tensor, of.memory, role, step(*what, of) if what else of.step)
+
+
+def degree_of(value: Any) -> int:
+    """0 of a number."""
+    return value.memory.degree if isinstance(value, Traced) else 0
+
+
+def write_to(target: Traced, result: Traced) -> None:
+    """Give memory of the code's own the values of a result."""
+    target.tensor.copy_(result.tensor)
+    target.memory.degree = max(target.memory.degree, result.memory.degree)
+    target.memory.writes += (step("write", target, result),)
+
+
+def view_or_copy(tensor: Tensor, of: Traced, *what: Any, role: str = "") -> Traced:
     """A view or a copy of `of`, by how that lies in memory, which calls vary: from here on a write
     to either would be seen in the other one or not."""
     of.memory.owned = False
-    return traced(tensor, of, role)
+    return view(tensor, of, *what, role=role)
 
 
 def _numeric(name: str, values: Sequence[Any], width: int | None) -> list[Any]:
@@ -144,7 +193,14 @@ def elementwise(function: Callable[..., Tensor], *keywords: str, operands: int =
         _count(*_COUNTED.get(name, ()))
         if name in _DIVISIONS and isinstance(values[1], Tensor):
             _count("over")
-        return traced(function(*values, **settings))
+        degrees = [degree_of(v) for v in of]
+        if name in _COUNTED and "special" in _COUNTED[name]:
+            degree = 1  # what it is of was looked at when that was made
+        elif name == "square":
+            degree = 2 * degrees[0]
+        else:
+            degree = max(degrees) if name in _SUMS else sum(degrees)
+        return traced(function(*values, **settings), name, *of, settings, degree=degree)
 
     return call
 
@@ -161,11 +217,10 @@ def _in_place(function: Callable[..., Tensor]) -> Operation:
 
     def call(width: int | None, args: Arguments, given: Keywords) -> Any:
         written(name, args[0])
-        result = inner(width, args, given).tensor
-        target = args[0].tensor
-        if result.shape != target.shape:
+        result = inner(width, args, given)
+        if result.tensor.shape != args[0].tensor.shape:
             raise Unexplained(f"`{name}` is called with another shape")
-        target.copy_(result)
+        write_to(args[0], result)
         return args[0]
 
     return call
@@ -177,7 +232,9 @@ def _power(width: int | None, args: Arguments, given: Keywords) -> Any:
     if type(exponent) not in (int, float) or exponent not in _POWERS:
         raise Unexplained(f"`pow` has the exponent {plain_of(exponent)!r}")
     _count(*_OF_POWERS.get(exponent, ()))
-    return traced(torch.pow(*_numeric("pow", (base, exponent), width)))
+    degree = degree_of(base) * (int(exponent) if exponent > 1 else 1)
+    values = _numeric("pow", (base, exponent), width)
+    return traced(torch.pow(*values), "pow", base, exponent, degree=degree)
 
 
 def _reduction(function: Callable[..., Tensor], *keywords: str) -> Operation:
@@ -199,7 +256,11 @@ def _reduction(function: Callable[..., Tensor], *keywords: str) -> Operation:
             raise Unexplained(f"`{name}` is not along the last dimension with `keepdim=True`")
         if not isinstance(x, Traced):
             raise Unexplained(f"`{name}` of a {type(x).__name__}")
-        return traced(function(x.tensor, **settings))
+        degree = degree_of(x) * (2 if name == "var" else 1)
+        if settings.get("dtype") is torch.float16:
+            _count("narrowing")
+        y, of = function(x.tensor, **settings), {k: settings[k] for k in settings if k != "dtype"}
+        return traced(y, name, x, sorted(of.items()), degree=degree)
 
     return call
 
@@ -217,10 +278,12 @@ def _cast(width: int | None, args: Arguments, given: Keywords) -> Any:
         to = plain_of(target)
         to = to.dtype if isinstance(target, Traced) else to
         if isinstance(to, torch.dtype) and to in _FLOATING:
+            if to is torch.float16 and y.dtype is not to:
+                _count("narrowing")
             y = y.to(to)
         elif not (isinstance(to, torch.device) and to == y.device):
             raise Unexplained(f"`to` is called with {to!r}")
-    return traced(y, x, x.role)
+    return view(y, x, role=x.role)
 
 
 def _cast_to(dtype: torch.dtype) -> Operation:
@@ -234,13 +297,15 @@ def _cast_to(dtype: torch.dtype) -> Operation:
 def _same(width: int | None, args: Arguments, given: Keywords) -> Any:
     _only("contiguous", given)
     (x,) = args
-    return view_or_copy(x.tensor.contiguous(), x, x.role)
+    return view_or_copy(x.tensor.contiguous(), x, role=x.role)
 
 
 def _clone(width: int | None, args: Arguments, given: Keywords) -> Any:
     _only("clone", given)
     (x,) = args
-    return traced(x.tensor.clone())
+    memory = Memory(owned=True, degree=degree_of(x))
+    memory.writes = x.memory.writes
+    return Traced(x.tensor.clone(), memory, step=x.step)
 
 
 def _clamp(*names: str) -> Operation:
@@ -262,7 +327,8 @@ def _clamp(*names: str) -> Operation:
         low, high = float(bounds.get("min", -math.inf)), float(bounds.get("max", math.inf))
         if (low, high) != (-math.inf, math.inf):  # else it gives back what it is given
             _note_clamp(Clamp(x.role, low, high))
-        return traced(torch.clamp(x.tensor, **bounds))
+        y = torch.clamp(x.tensor, **bounds)
+        return traced(y, "clamp", x, low, high, degree=degree_of(x))
 
     return call
 
@@ -279,7 +345,7 @@ def _halves(width: int | None, args: Arguments, given: Keywords) -> Any:
 
 def _two_halves(x: Traced) -> tuple[Traced, Traced]:
     first, second = (
-        traced(t, x, f"{x.role}[{i}]" if x.role else "")
+        view(t, x, "half", i, role=f"{x.role}[{i}]" if x.role else "")
         for i, t in enumerate(x.tensor.chunk(2, dim=-1))
     )
     return first, second
@@ -299,7 +365,7 @@ def _split(width: int | None, args: Arguments, given: Keywords) -> Any:
     return _two_halves(x)
 
 
-def _reshape(width: int | None, args: Arguments, given: Keywords, view: bool = False) -> Any:
+def _reshape(width: int | None, args: Arguments, given: Keywords, views: bool = False) -> Any:
     """To groups of the last dimension and back; dimensions before it stay, or become one."""
     _only("view", given)
     x, *sizes = args
@@ -335,12 +401,13 @@ def _reshape(width: int | None, args: Arguments, given: Keywords, view: bool = F
     if math.prod(sizes_of_tail) != width:
         raise Unexplained("`view` takes other dimensions apart than the last one")
     shape = [plain_of(v) for v in flat]
-    return (traced if view else view_or_copy)(x.tensor.reshape(shape), x)
+    sort = view if views else view_or_copy
+    return sort(x.tensor.reshape(shape), x, "reshape", len(lead), sizes_of_tail)
 
 
 def _view(width: int | None, args: Arguments, given: Keywords) -> Any:
     """The original's is an error where it would be a copy."""
-    return _reshape(width, args, given, view=True)
+    return _reshape(width, args, given, views=True)
 
 
 #: An image's channels put last, and back.
@@ -358,7 +425,7 @@ def _permute(width: int | None, args: Arguments, given: Keywords) -> Any:
         raise Unexplained("`permute` moves other dimensions than an image's channels")
     if x.tensor.dim() != 4:
         raise Unexplained("`permute` takes images alone, and not as a norm of channels does")
-    return traced(x.tensor.permute(*order), x)
+    return view(x.tensor.permute(*order), x, "permute", tuple(order))
 
 
 def _as_halves(x: Any, sizes: list[Any]) -> Halves:
@@ -382,7 +449,7 @@ def _squeeze(width: int | None, args: Arguments, given: Keywords) -> Any:
     x, dim = args if len(args) == 2 else (args[0], None)
     if not isinstance(dim, int) or x.tensor.dim() <= dim + 1 or x.tensor.shape[dim] != 1:
         raise Unexplained("`squeeze` takes away a dimension that may have one element")
-    return traced(x.tensor.squeeze(dim), x)
+    return view(x.tensor.squeeze(dim), x, "squeeze", dim)
 
 
 def _shape_is_last(name: str, shape: Any) -> Any:
@@ -407,7 +474,9 @@ def _fused_norm(function: Callable[..., Tensor], names: tuple[str, ...]) -> Oper
         if any(isinstance(v, Tensor) for v in settings.values()):
             raise Unexplained(f"`{name}` takes a tensor that is held elsewhere")
         _count("root", "over")
-        return traced(function(**{k: plain_of(v) for k, v in settings.items()}))
+        degree = 3 * degree_of(settings.get("input")) + 1  # itself by the root of its square
+        y = function(**{k: plain_of(v) for k, v in settings.items()})
+        return traced(y, name, *map(settings.get, names), degree=degree)
 
     return call
 

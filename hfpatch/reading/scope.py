@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch.reading import surroundings
-from hfpatch.reading.operations import OPERATORS, index, written
+from hfpatch.reading.operations import OPERATORS, index, write_to, written
 from hfpatch.reading.values import (
     FIXED,
     Fact,
@@ -145,7 +145,7 @@ class Scope:
             written(type(node.op).__name__.lower(), before)
             if after.tensor.shape != before.tensor.shape:
                 raise Unexplained("it adds in place to another shape")
-            before.tensor.copy_(after.tensor)
+            write_to(before, after)
             after = before
         self.names[node.target.id] = after
 

@@ -46,12 +46,14 @@ class Unexplained(Exception):
 
 
 class Memory:
-    """Of a tensor and of all its views: whether it may be written to, since nobody else sees it."""
+    """Of a tensor and of all its views: whether it may be written to, since nobody else sees it,
+    as a polynomial of what degree it was made, and which steps of the code wrote to it."""
 
-    __slots__ = ("owned",)
+    __slots__ = ("degree", "owned", "writes")
 
-    def __init__(self, owned: bool = False) -> None:
-        self.owned = owned
+    def __init__(self, owned: bool = False, degree: int = 1) -> None:
+        self.owned, self.degree = owned, degree
+        self.writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +63,13 @@ class Traced:
     memory: shared with all that may be a view of it.
     role: the child that returned it ("input" for an argument, "" for anything computed); of the
         halves of that "child[0]" and "child[1]".
+    step: the one of the code that made it, see `Tally.steps`, or what it is.
     """
 
     tensor: Tensor
     memory: Memory = field(default_factory=Memory)
     role: str = ""
+    step: int | str = ""
 
 
 @dataclass(frozen=True)
