@@ -412,8 +412,9 @@ def _is_adapter_of(module: nn.Module, forward: Any) -> bool:
 
 def _rename(wrapper: Any, module: nn.Module, done: list[Callable[[], object]]) -> None:
     """Let a wrapper carry the names and attributes of the class's forward where it has ours."""
-    held, own = getattr(wrapper, "__dict__", None), type(module).forward
-    if not isinstance(held, dict):
+    held = getattr(wrapper, "__dict__", None)
+    own = getattr(type(module), "forward", None)  # a scripted module's class has none
+    if own is None or not isinstance(held, dict):
         return
     names: dict[str, Any] = {}
     new: dict[str, Any] = {}

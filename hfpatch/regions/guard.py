@@ -218,7 +218,8 @@ def inside(block: nn.Module, path: str) -> nn.Module:
 
 def hides(module: nn.Module) -> bool:
     """Whether an attribute of a module stands before one of its tensors or children."""
-    names = (*module._modules, *module._parameters, *module._buffers)
+    held = (module._modules, module._parameters, module._buffers)
+    names = [n for of in held for n, _ in of.items()]  # a scripted module's are no dicts
     return not module.__dict__.keys().isdisjoint(names)
 
 

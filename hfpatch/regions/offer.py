@@ -133,7 +133,7 @@ def offer(
                 name = class_of(block).__name__
                 if not _may_be(where, name, block, settings, devices):
                     continue
-                if (why := odd_class(class_of(block))) is not None:
+                if (why := odd_class(class_of(block)) or _scripted(block)) is not None:
                     foreign.setdefault(why, []).append(where)
                     continue
                 kind = _kind_of(block, leaves, numbers_of(block), bind, settings.sources, past)
@@ -146,6 +146,15 @@ def offer(
         for why, paths in foreign.items()
     ]
     return found, notes
+
+
+def _scripted(block: nn.Module) -> str | None:
+    """Why a block with a scripted module inside is none: nothing can be asked of that one's code,
+    and it has no tables of its tensors."""
+    for path, module in block.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"their `{path}` is a ScriptModule"
+    return None
 
 
 def _inside(block: nn.Module, blocks: set[int]) -> bool:

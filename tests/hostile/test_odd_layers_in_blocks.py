@@ -363,3 +363,52 @@ def test_a_cache_whose_keys_had_gradients_keeps_no_graph() -> None:
             [(t.requires_grad, t.is_leaf) for x in cache.layers for t in (x.keys, x.values)]
         )
     assert found[0] == found[1]
+
+
+def _scripted_bert(places: range) -> nn.Module:
+    model: Any = zoo.ENTRIES["bert"].build()
+    for i in places:
+        output = model.encoder.layer[i].output
+        output.dense = torch.jit.script(output.dense)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("places", [range(2), range(1)], ids=["all", "one"])
+def test_a_scripted_layer(places: range) -> None:
+    """It has no tables of its tensors, and its class no forward until it was called."""
+    model, twin = _scripted_bert(places), _scripted_bert(places)
+    call = {"input_ids": torch.arange(8)[None]}
+    report = hfpatch.apply(model, blocks=True)
+    assert any("`output.dense` is a ScriptModule" in note for note in report.notes)
+    with torch.no_grad():
+        expected = twin(**call).last_hidden_state
+        for _ in range(2):
+            torch.testing.assert_close(model(**call).last_hidden_state, expected)
+        hfpatch.restore(model)
+        assert not hfpatch.status(model).swaps
+        assert torch.equal(model(**call).last_hidden_state, expected)
+
+
+def test_a_scripted_child_of_no_block() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), torch.jit.script(nn.Linear(8, 8)), nn.LayerNorm(8))
+    before = [dict(m.__dict__) for m in model]
+    hfpatch.apply(model, kernels="local")
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    assert hfpatch.restore(model) == 2
+    assert [m.__dict__.keys() for m in (model[0], model[2])] == [before[0].keys(), before[2].keys()]
+
+
+def test_a_layer_that_is_scripted_later() -> None:
+    model, twin = _scripted_bert(range(0)), _scripted_bert(range(0))
+    call = {"input_ids": torch.arange(8)[None]}
+    hfpatch.apply(model, blocks=True)
+    with torch.no_grad():
+        for _ in range(2):
+            model(**call)
+        for m in (model, twin):
+            output: Any = m.encoder.layer[0].output  # type: ignore[union-attr,index]
+            output.dense = torch.jit.script(output.dense)
+        torch.testing.assert_close(model(**call)[0], twin(**call)[0])
+    torch.testing.assert_close(model(**call)[0], twin(**call)[0])
+    hfpatch.restore(model)
