@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -332,9 +333,18 @@ class GatedSubject(Subject):
                 h = run(h)
             else:
                 if not up_first:
-                    if h is x:  # activated before `up` is called, which may write to its input
-                        h = x.clone()
+                    # the original activates it before `up` is called, which may write to it
+                    writes = not _writes_nothing(m[up])
+                    if h is x or (
+                        writes
+                        and not h.requires_grad  # else autograd says so of a write
+                        and (getrefcount(h) > 2 or _of_one_memory(h, x))  # somebody else has it
+                    ):
+                        h = h.clone()
+                    before = h._version if writes and h.requires_grad else None
                     u = m[up](x)  # type: ignore[misc]
+                    if before is not None and h._version != before:
+                        return NotImplemented
                 if not isinstance(u, Tensor) or h.shape != u.shape:
                     return NotImplemented
                 if h.dtype != u.dtype:
@@ -425,6 +435,22 @@ class GatedSubject(Subject):
             return original(self, *args, **kwargs)
 
         return forward
+
+
+def _writes_nothing(layer: Any) -> bool:
+    """Whether a layer is PyTorch's own, with nobody's hook or forward, which writes to nothing."""
+    d = layer.__dict__
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in d
+        and not (d["_forward_hooks"] or d["_forward_pre_hooks"] or "_hf_hook" in d)
+    )
+
+
+def _of_one_memory(h: Tensor, x: Tensor) -> bool:
+    if not (plain(h) and is_dense(h)):
+        return False
+    return h.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 def _overlap(h: Tensor, u: Tensor) -> bool:

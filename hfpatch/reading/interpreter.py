@@ -375,7 +375,7 @@ def _bound(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
     """The function's parameters by name."""
     code = function.__code__
     try:
-        signature = inspect.Signature.from_callable(function, follow_wrapped=False)
+        signature = inspect.Signature.from_callable(_bare(function), follow_wrapped=False)
         found = signature.bind(*args, **kwargs)
     except (TypeError, ValueError) as e:
         raise Unexplained(f"`{_called(function)}` is called with other arguments: {e}") from e
@@ -393,6 +393,15 @@ def _bound(function: types.FunctionType, args: list[Any], kwargs: dict[str, Any]
         last = bool(code.co_flags & inspect.CO_VARARGS)
         empty[code.co_varnames[code.co_argcount + code.co_kwonlyargcount + last]] = {}
     return {**empty, **found.arguments}
+
+
+def _bare(function: types.FunctionType) -> types.FunctionType:
+    """The function without what was noted on it: a `__signature__` may say anything."""
+    bare = types.FunctionType(
+        function.__code__, {}, function.__name__, function.__defaults__, function.__closure__
+    )
+    bare.__kwdefaults__ = function.__kwdefaults__
+    return bare
 
 
 #: Powers of two, which no product rounds.

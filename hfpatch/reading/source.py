@@ -135,8 +135,16 @@ def _same(ours: types.CodeType, theirs: types.CodeType) -> bool:
         )
 
     return parts(ours) == parts(theirs) and all(
-        _same(a, b)
-        if isinstance(a, types.CodeType) and isinstance(b, types.CodeType)
-        else (type(a), repr(a)) == (type(b), repr(b))
-        for a, b in zip(ours.co_consts, theirs.co_consts, strict=True)
+        map(_same_constants, ours.co_consts, theirs.co_consts)
     )
+
+
+def _same_constants(ours: object, theirs: object) -> bool:
+    """Also of what is in a tuple: a constant that was put there may be of a class of its own."""
+    if isinstance(ours, types.CodeType) and isinstance(theirs, types.CodeType):
+        return _same(ours, theirs)
+    if type(ours) is not type(theirs):
+        return False
+    if type(ours) is tuple and type(theirs) is tuple:
+        return len(ours) == len(theirs) and all(map(_same_constants, ours, theirs))
+    return repr(ours) == repr(theirs)

@@ -85,7 +85,9 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         raise Unexplained(proven)
     recipe, replica = proven.recipe, proven.replica
     if any(isinstance(rule.mlp, OpaqueRule) for rule in recipe.layers):
-        raise Unexplained("the second half of a layer is a mixture of experts")
+        raise Unexplained(
+            "the second half of a layer is no MLP of a known form, such as a mixture of experts"
+        )
     opaque = frozenset(
         part.path
         for rule in recipe.layers

@@ -6,6 +6,7 @@ Every class here is refused, or computed as its class does, in each mode.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -615,3 +616,112 @@ def test_a_write_that_is_asked_for_by_position() -> None:
         m[0].gate_proj.register_forward_hook(lambda layer, args, y: kept.append(y))
         m(x)
     torch.testing.assert_close(*kept)
+
+
+class ViewingLayer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[...]
+
+
+class KeepingLayer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        KEPT[:] = [super().forward(x)]
+        return KEPT[0]
+
+
+class WritingLayer(nn.Linear):
+    """Writes to its input, and to what the layer before it gave."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        for written in (x, *KEPT):
+            written.mul_(2.0)
+        return y
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class GateFirstMLP(nn.Module):
+    def __init__(self, gate: type[nn.Linear]) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = gate(WIDTH, WIDTH), WritingLayer(WIDTH, WIDTH)
+        self.down_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch")
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("gate", [ViewingLayer, KeepingLayer])
+def test_a_layer_that_writes_to_the_gate(gate: type[nn.Linear], context: Any) -> None:
+    """The original has activated it by then."""
+    model = nn.Sequential(drawn(GateFirstMLP(gate)))
+    original = copy.deepcopy(model)
+    assert hfpatch.apply(model).swaps
+    with context():
+        x = torch.randn(3, WIDTH)
+        for _ in range(2):
+            torch.testing.assert_close(model(x.clone()), original(x.clone()))
+    KEPT.clear()
+
+
+# What Python lets somebody write over -------------------------------------------------------------
+
+
+class Twice(float):
+    """Says that it is 1.0."""
+
+    def __repr__(self) -> str:
+        return "1.0"
+
+    def __mul__(self, other: Any) -> Any:
+        return other * (2.0 if other.shape[0] == 3 else 1.0)
+
+
+class ConstantRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor, _ = (1.0, 2.0)
+        return factor * self.norm(x)
+
+
+class ConstantsRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor, _ = (1.0, (2.0, 3.0))
+        return factor * self.norm(x)
+
+
+def test_a_constant_of_a_class_of_its_own() -> None:
+    code = ConstantRMSNorm.forward.__code__
+    held = tuple((Twice(1.0), 2.0) if c == (1.0, 2.0) else c for c in code.co_consts)
+    model = nn.Sequential(drawn(ConstantRMSNorm()))
+    assert hfpatch.apply(model).swaps  # as it was written
+    hfpatch.restore(model)
+    ConstantRMSNorm.forward.__code__ = code.replace(co_consts=held)
+    try:
+        (skip,) = hfpatch.apply(model).skips
+        assert "is not the code that runs" in skip.reason
+    finally:
+        ConstantRMSNorm.forward.__code__ = code
+    assert hfpatch.apply(nn.Sequential(drawn(ConstantsRMSNorm()))).swaps
+
+
+def capped(x: torch.Tensor, most: float = 1e18) -> torch.Tensor:
+    return torch.clamp(x, max=most)
+
+
+class SignatureRMSNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(capped(x))
+
+
+def test_a_signature_that_says_something_else() -> None:
+    """What a function takes is said by its code and its defaults."""
+    signature = inspect.signature(capped)
+    other = signature.parameters["most"].replace(default=math.inf)
+    capped.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[signature.parameters["x"], other]
+    )
+    (skip,) = hfpatch.apply(nn.Sequential(drawn(SignatureRMSNorm()))).skips
+    assert "it clamps a tensor" in skip.reason
