@@ -22,7 +22,7 @@ import torch.distributed as dist
 import zoo
 from sharded import Rank, blocks_of, case, close_to, full, kernels_run
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -169,12 +169,21 @@ for _name, _mode, _order in itertools.product(("llama", "ltx", "flux"), MODES, O
     case(f"fsdp2-{_name}-{_mode}-{_order}")(functools.partial(check, _name, _mode, _order, fsdp))
 
 
-def served_layers(order: str, rank: Rank) -> None:
-    """Decoder layers are trained by their own functions, on weights that FSDP2 has gathered."""
+def fsdp_in_bf16(model: nn.Module, rank: Rank) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=rank.mesh, mp_policy=policy)
+    fully_shard(model, mesh=rank.mesh, mp_policy=policy)
+
+
+def served_layers(order: str, shard: Shard_, rank: Rank) -> None:
+    """Decoder layers are trained by their own functions, on weights that FSDP2 has gathered; also
+    in a dtype that none of the parameters had at `apply`."""
     from hfpatch.training import stages
 
     model = build("llama", rank)
-    patch(model, "training", order, fsdp, rank)
+    patch(model, "training", order, shard, rank)
+    outputs("llama", model, inputs_of("llama", rank, model)).square().mean().backward()
     count, front = [0], stages.front
 
     def counted(*args: Any) -> Any:
@@ -190,7 +199,10 @@ def served_layers(order: str, rank: Rank) -> None:
 
 
 for _order in ORDERS:
-    case(f"fsdp2-llama-served layers-{_order}")(functools.partial(served_layers, _order))
+    for _shard in (fsdp, fsdp_in_bf16):
+        case(f"fsdp2-llama-served layers-{_shard.__name__}-{_order}")(
+            functools.partial(served_layers, _order, _shard)
+        )
 
 
 def models_own_loss(order: str, back: bool, rank: Rank) -> None:

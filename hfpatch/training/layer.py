@@ -23,6 +23,7 @@ from hfpatch.decoding.rules import LayerRule, MlpRule, NormRule, Part
 from hfpatch.kernels.sources import local_package
 from hfpatch.leaves.tables import hold_twice
 from hfpatch.ops import KERNEL_DTYPES
+from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.proof.subject import (
     Forward,
     autocasts,
@@ -36,7 +37,7 @@ from hfpatch.proof.unchanged import hooks_on_all, is_hooked, layers_replaced
 from hfpatch.regions.capture import numbers_of
 from hfpatch.regions.guard import guard, hides
 from hfpatch.training import attend, lora, stages
-from hfpatch.training.remade import kept_as_recipe, saving_is_watched
+from hfpatch.training.remade import kept_as_recipe, kept_as_they_are, saving_is_watched
 
 _CHECKPOINTED = "forward_with_checkpointing"
 #: What a layer may call its cache: transformers 5.24 calls it `cache`.
@@ -223,7 +224,8 @@ def _norm_form(kind: str, eps: float, offset: float, rounded: bool) -> stages.No
     return stages.NormForm(kind, eps, offset, rounded)
 
 
-Proven = frozenset[tuple[str, torch.dtype, torch.dtype | None]]
+#: The type of device, the dtype of a layer's input, and autocast's or None.
+Case = tuple[str, torch.dtype, torch.dtype | None]
 _Pairs = tuple[Any, Any]
 _NOTHING: _Pairs = (None, None)
 
@@ -528,6 +530,47 @@ def _is_table(cos: Any, sin: Any, x: Tensor, rotary_dim: int) -> bool:
 # --- the adapter ----------------------------------------------------------------------------------
 
 
+class Served:
+    """What the layers of a model are proven for. What they were not when they were patched is
+    proven at its first call: FSDP's mixed precision, `to()` of another dtype or device."""
+
+    def __init__(self, prove: Callable[[torch.device, Case], str | None], cases: set[Case]) -> None:
+        """`prove` returns why the layers do not serve a case, or None; `cases`: proven already."""
+        self._prove = prove
+        self._cases = cases
+        self._refused: set[Case] = set()
+
+    def covers(self, layer: nn.Module, x: Tensor) -> bool:
+        """Whether a call of a layer with this input is proven to be the original's."""
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if autocasts(kind) else None
+        case = (kind, x.dtype, autocast)
+        return case in self._cases or (case not in self._refused and self._late(layer, x, case))
+
+    def _late(self, layer: nn.Module, x: Tensor, case: Case) -> bool:
+        kind, dtype, autocast = case
+        if kind not in ("cpu", "cuda") or dtype not in KERNEL_DTYPES:
+            return False  # its parts say so
+        if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        with may_prove((self, case)) as may:
+            if not may:
+                return False
+            if case in self._cases or case in self._refused:
+                return case in self._cases
+            with quietly(kind), kept_as_they_are() if saving_is_watched() else nullcontext():
+                why = self._prove(x.device, case)
+            (self._cases if why is None else self._refused).add(case)
+        if why is not None:
+            under = "" if autocast is None else f" under autocast to {_short(autocast)}"
+            announce_in_call(
+                f"`{class_of(layer).__name__}` was called with {_short(dtype)}{under} on {kind}; "
+                f"such calls use its own forward: {why}",
+                stacklevel=4,
+            )
+        return why is None
+
+
 #: What tells layers of one plan apart, or is read at each call.
 _LIVE = (("", "gradient_checkpointing"), ("", "_gradient_checkpointing_func"))
 
@@ -544,9 +587,13 @@ def unchanged(layer: nn.Module, plan: LayerPlan) -> Callable[[nn.Module], bool]:
     return guard(layer, read, (), (*numbers_of(layer), *_LIVE), training=True)
 
 
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def adapter(
     plan: LayerPlan,
-    proven: Proven,
+    served: Served,
     same: Callable[[nn.Module], bool],
     original: Any,
     told: list[bool],
@@ -554,8 +601,7 @@ def adapter(
     """The forward of a layer for training.
 
     Args:
-        proven: what it is proven for: the type of device, the dtype of the layer's input, and
-            autocast's or None.
+        served: what it is proven for; the layers of a model share it.
         same: of `unchanged`.
         original: the forward of the layer's class.
         told: not empty once it was said that a layer of the model is another; its layers share it.
@@ -580,7 +626,7 @@ def adapter(
 
     def inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Without checkpointing."""
-        if len(args) == 1 and _serves(args[0], proven) and holds(self):
+        if len(args) == 1 and _serves(args[0]) and holds(self) and served.covers(self, args[0]):
             found = run(self, args[0], kwargs)
             if found is not None:
                 return found
@@ -628,18 +674,15 @@ def _uncheckpointed(forward: Any) -> Any:
     return forward
 
 
-def _serves(x: Any, proven: Proven) -> bool:
+def _serves(x: Any) -> bool:
     if type(x) is not Tensor or x.dim() != 3 or not x.numel() or x.stride(-1) != 1:
         return False
     if x.is_inference() and torch.is_grad_enabled():  # autograd may not save it
         return False
     if misaligned(x):
         return False
-    kind = x.device.type
-    autocast = torch.get_autocast_dtype(kind) if autocasts(kind) else None
     return (
-        (kind, x.dtype, autocast) in proven
-        and not watched()
+        not watched()
         and not torch._C._len_torch_dispatch_stack()
         and not layers_replaced()
         and not hooks_on_all()

@@ -10,6 +10,7 @@ their products, which may be modules of any kind.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import class_of
 from hfpatch.training import proof
 from hfpatch.training.adapted_by import OP
-from hfpatch.training.layer import LayerPlan, adapter, mlp_parts, unchanged
+from hfpatch.training.layer import Case, LayerPlan, Served, adapter, mlp_parts, unchanged
 
 _SKIPPED = "decoder layers: "
 # What was proven of a class and configuration: by the replica, dtype and device. The replica of a
@@ -101,11 +102,12 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
     sizes = head_counts(text_config(model.config))
     dtype, device = _place(model, paths, settings.device)
     worst = _proven(proven, dtype, device, None)
-    served: set[tuple[str, torch.dtype, torch.dtype | None]] = {(device.type, dtype, None)}
+    cases: set[Case] = {(device.type, dtype, None)}
     for autocast in (torch.bfloat16, torch.float16) if dtype == torch.float32 else (dtype,):
-        with contextlib.suppress(Unexplained):  # the original's forward, then
+        with contextlib.suppress(Unexplained):  # the original's forward then, and a call says so
             _proven(proven, dtype, device, autocast)
-            served.add((device.type, dtype, autocast))
+            cases.add((device.type, dtype, autocast))
+    served = Served(functools.partial(_later, proven), cases)
     plans = proof.plans(recipe, replica, head_counts(text_config(replica.config)))
     guards: list[Any] = []  # layers that are alike share one
     told: list[bool] = []
@@ -140,7 +142,7 @@ def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:
         own = class_of(module).forward
 
         def make(plan: LayerPlan = plan, same: Any = holds, own: Any = own) -> Any:
-            return adapter(plan, frozenset(served), same, own, told)
+            return adapter(plan, served, same, own, told)
 
         yield Prepared(module, make, entry)
 
@@ -185,6 +187,16 @@ def _proven(
     if isinstance(found, str):
         raise Unexplained(found)
     return found
+
+
+def _later(proven: Any, device: torch.device, case: Case) -> str | None:
+    """Why the layers do not serve a case, for `Served`."""
+    _, dtype, autocast = case
+    try:
+        _proven(proven, dtype, device, autocast)
+    except Unexplained as e:
+        return str(e)
+    return None
 
 
 def _prove(

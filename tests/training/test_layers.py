@@ -402,6 +402,44 @@ def test_autocast_over_fp32_parameters(
         assert own <= 1.3 * original + torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("at_apply", [torch.float32, torch.bfloat16], ids=str)
+def test_another_dtype_than_at_apply(
+    at_apply: torch.dtype, checkpointed: bool, served: dict[str, int]
+) -> None:
+    """As FSDP's mixed precision makes it: proven at its first call, and served from then on."""
+    then = torch.bfloat16 if at_apply == torch.float32 else torch.float32
+    model, twin = build(dtype=at_apply), build(dtype=at_apply).to(then)
+    hfpatch.apply(model, mode="training")
+    model.to(then)
+    if checkpointed:
+        for m in (model, twin):
+            m.gradient_checkpointing_enable({"use_reentrant": False})
+    state = torch.get_rng_state()
+    ours = gradients(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal(ours, gradients(twin), 3e-2 if then == torch.bfloat16 else 2e-5)
+    served.update(front=0, back=0)  # those of the proof
+    gradients(model)
+    assert served == dict.fromkeys(("front", "back"), 4 if checkpointed else 2)
+
+
+def test_another_dtype_that_cannot_be_proven_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hfpatch.training import offer
+
+    model, twin = build(), build(dtype=torch.bfloat16)
+    hfpatch.apply(model, mode="training")
+    model.bfloat16()
+    monkeypatch.setattr(offer, "_proofs", {})
+    monkeypatch.setattr(offer, "_prove", lambda *_: "its gradients are off")
+    with pytest.warns(RuntimeWarning, match="called with bfloat16 on cpu.*gradients are off"):
+        ours = gradients(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(model)
+    assert_equal(ours, gradients(twin), 3e-2)
+
+
 def _only_norms(name: str) -> bool:
     return "norm" in name
 
