@@ -159,6 +159,17 @@ def capture(
     Raises:
         Uncapturable: the text says where in the code, and why.
     """
+    with held_back():  # also while it is prepared: sizes that are symbols are Python's objects
+        return _captured(block, structure, tensors, leaves, numbers)
+
+
+def _captured(
+    block: nn.Module,
+    structure: Structure,
+    tensors: Sequence[Tensor],
+    leaves: Mapping[str, KnownLeaf],
+    numbers: Sequence[tuple[str, str]],
+) -> Captured:
     walls = dict(_known_loops(block))
     loops = frozenset(walls)
     varying = True
@@ -315,13 +326,7 @@ class _Attempt:
             result.append(found)
             return made
 
-        with (
-            held_back(),
-            torch.no_grad(),
-            _silenced(),
-            self._mode,
-            enable_python_dispatcher(),
-        ):
+        with torch.no_grad(), _silenced(), self._mode, enable_python_dispatcher():
             traced = make_fx(call, tracing_mode="real", pre_dispatch=True)(*fakes)
         graph = self._cleaned(traced)
         return Captured(

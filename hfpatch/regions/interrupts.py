@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # whose handlers raise; Windows has not all of them
@@ -13,9 +13,11 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # whose handlers raise; Windows has n
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Python's handlers of signals run at the end: PyTorch, whose modes a capture is inside of,
-    ends the process where one raises between two of them (`trying to set the current
-    FakeTensorMode, but one already exists`). Signals reach the main thread alone."""
+    """Python's handlers of signals run at the end, each of them: PyTorch, whose modes a capture is
+    inside of, ends the process where one raises between two of them (`trying to set the current
+    FakeTensorMode, but one already exists`). Where one raises in the Python code of a size that is
+    a symbol, PyTorch makes another error of it, of an operator's arguments, and the interrupt is
+    lost. Signals reach the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -35,5 +37,6 @@ def held_back() -> Iterator[None]:
     finally:
         for number, handler in before:
             signal.signal(number, handler)
-        for handler, number, frame in came:
-            handler(number, frame)
+        with ExitStack() as each:  # one that raises keeps no other from running
+            for handler, number, frame in reversed(came):
+                each.callback(handler, number, frame)

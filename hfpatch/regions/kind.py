@@ -25,6 +25,7 @@ from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture, 
 from hfpatch.regions.emit import Bind, Run, emit
 from hfpatch.regions.given import looks
 from hfpatch.regions.guard import functions_around, guard
+from hfpatch.regions.interrupts import held_back
 from hfpatch.regions.nodes import Project
 from hfpatch.regions.proof import (
     Disproved,
@@ -286,7 +287,8 @@ class Kind:
             linears = frozenset(
                 p for p in captured.called if isinstance(block.get_submodule(p), nn.Linear)
             )
-            found = rewrite(captured.graph, linears)
+            with held_back():  # it computes with sizes that are symbols
+                found = rewrite(captured.graph, linears)
             after = launches(captured.graph)
             if after >= before:
                 raise Uncapturable("nothing in it was found to fuse")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from regions.families import build
+from torch.fx.experimental.sym_node import SymNode
 
 import hfpatch
 from hfpatch.regions import capture
@@ -42,6 +43,55 @@ def test_a_capture_ends_first(kernels_module: object, monkeypatch: pytest.Monkey
     hfpatch.restore(model)
     with torch.no_grad():
         assert torch.equal(model(**inputs(2, 9))[0], expected)
+
+
+def test_an_interrupt_in_the_code_of_a_size_is_none_of_an_operator(
+    kernels_module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch made `TypeError: empty_strided(): argument 'stride' failed to unpack` of it: the call
+    went on, and the blocks were left to their parts for good."""
+    forget()
+    model, inputs = build("bert")
+    hfpatch.apply(model, decoding=False, blocks=True)
+    own, calls = SymNode.is_int, []
+
+    def and_interrupts(self: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return own(self)
+
+    monkeypatch.setattr(SymNode, "is_int", and_interrupts)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(**inputs(2, 9))
+    with torch.no_grad():
+        model(**inputs(2, 9))
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+
+
+def test_every_handler_runs() -> None:
+    """One that raises is not the last: a scheduler's notice came behind an interrupt."""
+    ran: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        ran.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def in_a_capture() -> None:
+        with held_back():
+            for number in both:
+                signal.raise_signal(number)
+
+    both = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, handler) for number in both]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_a_capture()
+        assert ran == list(both)
+    finally:
+        for number, own in zip(both, before, strict=True):
+            signal.signal(number, own)
 
 
 def test_other_threads_have_no_signals() -> None:
