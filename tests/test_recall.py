@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from diffusers import LTX2VideoTransformer3DModel
-from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
+from diffusers import LTX2VideoTransformer3DModel, LTXVideoTransformer3DModel
+from diffusers.models.transformers import transformer_ltx
+from diffusers.models.transformers.transformer_ltx import (
+    LTXVideoRotaryPosEmbed,
+    LTXVideoTransformerBlock,
+)
 from torch import nn
 
 import hfpatch
@@ -142,7 +149,7 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         return model(**inputs, return_dict=False)[0]
 
 
-def test_a_mask_that_masks_nothing_is_left_out() -> None:
+def test_a_mask_that_masks_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = zoo.ENTRIES["ltx"]
     model = entry.build(torch.float32)
     inputs = entry.inputs(model, torch.float32)
@@ -150,14 +157,19 @@ def test_a_mask_that_masks_nothing_is_left_out() -> None:
     seen: list[Any] = []
     hfpatch.apply(model, include=["LTXVideoTransformer3DModel"])
 
-    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.append(kwargs["encoder_attention_mask"])
+    attend = transformer_ltx.dispatch_attention_fn
 
-    model.transformer_blocks[0].register_forward_pre_hook(look, with_kwargs=True)
+    def look(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        if key.shape[1] == padded.shape[1]:  # not the attention of the image to itself
+            seen.append(kwargs["attn_mask"])
+        return attend(query, key, *args, **kwargs)
+
+    # no hook: what those are given stays
+    monkeypatch.setattr(transformer_ltx, "dispatch_attention_fn", look)
     ones = torch.ones_like(padded)
     for mask, kept in ((padded, True), (ones, False), (ones, False), (ones.bool(), False)):
         got = run(model, inputs | {"encoder_attention_mask": mask})
-        assert (seen[-1] is not None) == kept
+        assert seen and (seen[-1] is not None) == kept
         expected = type(model).forward(model, **inputs | {"encoder_attention_mask": mask})
         torch.testing.assert_close(got, expected[0])
     ones[0, -1] = 0  # written to: looked at again
@@ -165,7 +177,7 @@ def test_a_mask_that_masks_nothing_is_left_out() -> None:
     assert seen[-1] is not None
     ready_made = (1 - padded[:, None]) * -10000.0  # a bias, 3-D, is none of ours
     run(model, inputs | {"encoder_attention_mask": ready_made})
-    assert seen[-1] is ready_made
+    assert bool((seen[-1] == ready_made[:, None]).all())
 
 
 def test_a_mask_is_kept_in_a_recording_and_its_rehearsal() -> None:
@@ -274,3 +286,169 @@ def test_step_memo() -> None:
         assert memo(a, b) == 8 and memo(a, b) == 9
     accompany(a, "x")
     assert companion(a) == "x" and companion(b) is None and companion(a.view(2)) is None
+
+
+def _unmasked(m: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Acts where no mask is given."""
+    if kwargs.get("attention_mask", kwargs.get("encoder_attention_mask")) is None:
+        kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"] * 2}
+    return args, kwargs
+
+
+def _masked_otherwise(self: Any, *args: Any, **kwargs: Any) -> Any:
+    out = type(self).forward(self, *args, **kwargs)
+    return out if kwargs.get("encoder_attention_mask") is not None else out * 2
+
+
+_BLOCK_FORWARD = LTXVideoTransformerBlock.forward
+_MODEL_FORWARD = LTXVideoTransformer3DModel.forward
+
+
+def _replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+    out = _BLOCK_FORWARD(self, *args, **kwargs)
+    return out if kwargs.get("encoder_attention_mask") is not None else out * 2
+
+
+def _whole_replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+    out = _MODEL_FORWARD(self, *args, **kwargs)
+    out.sample = out.sample if kwargs.get("encoder_attention_mask") is not None else out.sample * 2
+    return out
+
+
+class Another(LTXVideoTransformer3DModel):
+    forward = _whole_replaced
+
+
+def _hook(path: str) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    def change(m: Any, _: pytest.MonkeyPatch) -> None:
+        m.get_submodule(path).register_forward_pre_hook(_unmasked, with_kwargs=True)
+
+    return change
+
+
+def _on_all(m: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmasked(module: nn.Module, args: Any) -> Any:
+        if isinstance(module, LTXVideoTransformerBlock):
+            seen.append(sum(isinstance(a, torch.Tensor) for a in args))
+
+    seen: list[int] = []
+    monkeypatch.setattr(
+        torch.nn.modules.module, "_global_forward_pre_hooks", OrderedDict({1: unmasked})
+    )
+
+
+READERS: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
+    "a hook on attention": _hook("transformer_blocks.0.attn2"),
+    "a hook on a block": _hook("transformer_blocks.0"),
+    "a block's forward": lambda m, _: setattr(
+        m.transformer_blocks[0],
+        "forward",
+        types.MethodType(_masked_otherwise, m.transformer_blocks[0]),
+    ),
+    "the forward of the blocks' class": lambda m, p: p.setattr(
+        LTXVideoTransformerBlock, "forward", _replaced
+    ),
+    "the model's class": lambda m, _: setattr(m, "__class__", Another),
+    "the forward of the model's class": lambda m, p: p.setattr(
+        LTXVideoTransformer3DModel, "forward", _whole_replaced
+    ),
+    "a hook on all modules": _on_all,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after", "before a second apply"])
+@pytest.mark.parametrize("reader", READERS)
+def test_who_looks_at_a_full_mask_is_given_it(
+    reader: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build()
+    inputs = entry.inputs(model)
+    inputs["encoder_attention_mask"] = torch.ones_like(inputs["encoder_attention_mask"])
+    twin = copy.deepcopy(model)
+    change = READERS[reader]
+    if when == "before":
+        for m in (model, twin):
+            change(m, monkeypatch)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hfpatch.apply(model)
+        for m in (model, twin):
+            entry.run(m, dict(inputs))
+        if when != "before":
+            for m in (model, twin):
+                change(m, monkeypatch)
+        if when == "before a second apply":
+            hfpatch.apply(model)
+        ours, theirs = (entry.run(m, dict(inputs)) for m in (model, twin))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_that_notes_the_mask_notes_the_same() -> None:
+    entry = zoo.ENTRIES["ltx"]
+    model = entry.build()
+    inputs = entry.inputs(model)
+    inputs["encoder_attention_mask"] = torch.ones_like(inputs["encoder_attention_mask"])
+    hfpatch.apply(model)
+    seen: list[bool] = []
+    for block in model.transformer_blocks:
+        block.attn2.register_forward_pre_hook(
+            lambda m, a, k: seen.append(k.get("attention_mask") is None), with_kwargs=True
+        )
+    with torch.no_grad():
+        entry.run(model, inputs)
+    assert seen == [False] * len(model.transformer_blocks)
+
+
+class DoubledTables(LTXVideoRotaryPosEmbed):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = super().forward(*args, **kwargs)
+        return cos * 2, sin
+
+
+_TABLES, _COORDS = LTXVideoRotaryPosEmbed.forward, LTXVideoRotaryPosEmbed._prepare_video_coords
+
+
+def _tripled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    cos, sin = _TABLES(self, *args, **kwargs)
+    return cos * 3, sin
+
+
+def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _COORDS(self, *args, **kwargs) * 2
+
+
+TABLE_CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
+    "class": lambda m, _: setattr(m.rope, "__class__", DoubledTables),
+    "forward of the class": lambda m, p: p.setattr(LTXVideoRotaryPosEmbed, "forward", _tripled),
+    "helper of the class": lambda m, p: p.setattr(
+        LTXVideoRotaryPosEmbed, "_prepare_video_coords", _moved
+    ),
+    "helper of the instance": lambda m, _: setattr(
+        m.rope, "_prepare_video_coords", types.MethodType(_moved, m.rope)
+    ),
+    "code": lambda m, p: p.setattr(_COORDS, "__code__", _other_code()),
+}
+
+
+def _other_code() -> Any:
+    def _prepare_video_coords(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        import torch
+
+        return torch.ones(2, 3, 24)
+
+    return _prepare_video_coords.__code__
+
+
+@pytest.mark.parametrize("change", TABLE_CHANGES)
+def test_tables_of_another_code_are_made_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Root(LTXVideoRotaryPosEmbed(128))
+    twin = copy.deepcopy(model)
+    hfpatch.apply(model)
+    x = torch.randn(2, 24, 8)
+    before = [m.rope(x, *CALLS[0]) for m in (model, twin)][1]
+    for m in (model, twin):
+        TABLE_CHANGES[change](m, monkeypatch)
+    ours, theirs = (m.rope(x, *CALLS[0]) for m in (model, twin))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0], before[0])

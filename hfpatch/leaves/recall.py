@@ -13,13 +13,19 @@ from torch.compiler import is_compiling
 from hfpatch.blocks.masks import masks_nothing
 from hfpatch.blocks.memo import accompany, current_capture, stream_of
 from hfpatch.blocks.opaque import trace_whole
+from hfpatch.direct_calls import has_own_call
 from hfpatch.leaves.custom import CustomSubject
 from hfpatch.proof.contract import Contract
 from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, attributes_of, code_of
-from hfpatch.proof.library import odd_code
+from hfpatch.proof.library import HOOKS, is_installed, odd_code
 from hfpatch.proof.replicas import replicate
-from hfpatch.proof.subject import Family, Forward, Subject, Tensor, class_of, watched
-from hfpatch.proof.unchanged import Part, ProcessorPart
+from hfpatch.proof.subject import Family, Forward, Subject, Tensor, class_of, coded, watched
+from hfpatch.proof.unchanged import (
+    Part,
+    ProcessorPart,
+    calls_otherwise,
+    hooks_on_all,
+)
 
 #: What comparisons found. The last ones are kept.
 compared: dict[Any, tuple[float, float] | str] = {}
@@ -54,7 +60,17 @@ class RecallSubject(CustomSubject):
         return compared[key]
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
-        return self._make(original)
+        made, own = self._make(original), coded(original)
+        code = own.__code__
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return made(self, *args, **kwargs)
+            if type(self).forward is not original or own.__code__ is not code:  # patched since
+                return type(self).forward(self, *args, **kwargs)
+            return made(self, *args, **kwargs)
+
+        return forward
 
 
 class RopeTables(Family):
@@ -75,13 +91,19 @@ class RopeTables(Family):
             return why
         if _settings(module) is None:
             return "it holds more than numbers, so its tables may change"
-        return RecallSubject(module, "RoPE tables kept between steps", _recalling_tables, self)
+        # Numbers that it holds are part of what is recalled; what its code calls is looked at.
+        same = Part(module, called=True, ignore=frozenset(module.__dict__)).is_same
+
+        def make(original: Forward) -> Forward:
+            return _recalling_tables(original, same)
+
+        return RecallSubject(module, "RoPE tables kept between steps", make, self)
 
     def compare(self, module: nn.Module) -> tuple[float, float] | str:
         """Tables of small sizes, first made and then recalled, against the module's own."""
         x = torch.empty(2, 1, 1)
         module, original = replicate(module), type(module).forward
-        forward = _recalling_tables(original)
+        forward = _recalling_tables(original, lambda _: True)
         for sizes in ((2, 3, 4), (2, 3, 4), (3, 2, 2)):
             expected = original(module, x, *sizes, (0.5, 32, 32))
             got = forward(module, x, *sizes, (0.5, 32, 32))
@@ -128,7 +150,8 @@ def _doubled(compact: Tensor, batch: int) -> Tensor:
     return pairs.reshape(batch, length, 2 * half)
 
 
-def _recalling_tables(original: Forward) -> Forward:
+def _recalling_tables(original: Forward, same: Callable[[nn.Module], bool]) -> Forward:
+    """`same`: whether the functions that its forward calls are those that were read."""
     held: _Tables | None = None
 
     def forward(
@@ -152,6 +175,7 @@ def _recalling_tables(original: Forward) -> Forward:
         if (
             not is_compiling()
             and settings is not None
+            and same(self)
             and type(hidden_states) is Tensor
             and not watched()
             and video_coords is None
@@ -225,15 +249,54 @@ def _is_block(path: str) -> bool:
 
 
 def _same_readers(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Whether the blocks of a model, and their attentions' processors, are those of now; it holds
-    none of them."""
-    parts: list[Part | ProcessorPart] = []
+    """Whether the blocks of a model, and their attentions with their processors, are those of now,
+    and nobody else's code is given what they are; it holds none of them."""
+    readers: list[_Reader] = []
     for path, m in model.named_modules():
-        if _is_block(path):
-            parts.append(Part(m, tuple(path.split(".")), called=True))
-        if "processor" in m.__dict__:
-            parts.append(ProcessorPart(m.processor, tuple(path.split("."))))
-    return lambda root: all(part.is_same(root) for part in parts)
+        if _is_block(path) or "processor" in m.__dict__:
+            readers.append(_Reader(m, tuple(path.split("."))))
+    return lambda root: not hooks_on_all() and all(one.is_same(root) for one in readers)
+
+
+class _Reader:
+    """A module that is given the mask. It is called: its class's own code runs, which was read."""
+
+    def __init__(self, module: nn.Module, path: tuple[str, ...]) -> None:
+        self._path, self._part = path, Part(module, path, called=True)
+        processor = module.__dict__.get("processor")
+        self._processor = None if processor is None else ProcessorPart(processor, path)
+        self._class = class_of(module)
+        self._forward = self._class.forward
+        self._coded = coded(self._forward)
+        self._code = self._coded.__code__
+
+    def is_same(self, root: nn.Module) -> bool:
+        if not self._part.is_same(root):
+            return False
+        if self._processor is not None and not self._processor.is_same(root):
+            return False
+        module = root
+        for name in self._path:
+            module = module._modules[name]  # type: ignore[assignment]
+        return (
+            self._class.forward is self._forward
+            and self._coded.__code__ is self._code
+            and not calls_otherwise(type(module))
+            and not _shows_its_arguments(module)
+        )
+
+
+def _shows_its_arguments(module: nn.Module) -> bool:
+    """Whether somebody's own code is given a module's arguments: a forward or a hook of theirs.
+    Those of libraries, which move and gather tensors, do not look into them."""
+    d = module.__dict__
+    if has_own_call(d) or not is_installed(d.get("forward")):
+        return True
+    hooks = [h for name in HOOKS for h in d[name].values()]
+    held = getattr(d.get("_hf_hook"), "hooks", (d.get("_hf_hook"),))
+    theirs = [*held, *getattr(d.get("_diffusers_hook"), "hooks", {}).values()]
+    hooks += [getattr(type(h), n, None) for h in theirs for n in ("pre_forward", "new_forward")]
+    return not all(map(is_installed, hooks))
 
 
 def _unwrapped(function: Any) -> Any:
