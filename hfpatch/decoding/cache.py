@@ -34,6 +34,8 @@ NAME = next(
 )
 NAMES = tuple(dict.fromkeys((NAME, "past_key_values")))
 
+#: Why a cache is left alone that no step has written to.
+EMPTY = "its cache is empty"
 #: New tokens that an arena has room for beside an eighth of those that are there.
 _ROOM = 256
 
@@ -135,13 +137,15 @@ class _Viewed:
         keys, values = self.in_arena("keys"), self.in_arena("values")
         if copied:
             keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (keys, values))
-        length = self.arena.length
-        self.__class__ = self._plain  # a window layer has another length than its keys
-        del self.arena, self.index
-        self.__dict__.pop("first", None)
-        self.keys, self.values = keys, values
-        if self.is_sliding:
-            self.cumulative_length = length
+        own = self.__dict__
+        # Hidden by the views until the class changes: an interrupt leaves one kind of layer or the
+        # other, whole.
+        own.update(keys=keys, values=values)
+        if self.is_sliding:  # it has another length than its keys
+            own["cumulative_length"] = self.arena.length
+        self.__class__ = self._plain
+        for name in _OF_AN_ARENA:
+            own.pop(name, None)
 
     def get_seq_length(self) -> int:
         return self.arena.length
@@ -291,7 +295,7 @@ def unfit(cache: Any, model: Model, rows: int) -> str | None:
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
-        return "its cache is empty"
+        return EMPTY
     if len(cache.layers) != len(model.layers):
         return f"its cache has {len(cache.layers)} layers, expected {len(model.layers)}"
     if len(set(map(id, cache.layers))) != len(cache.layers):
@@ -419,13 +423,20 @@ def take(cache: Any, tokens: int) -> Arena:
         first = length - _tensors_of(layer)[0].shape[2]
         if isinstance(layer, (ArenaLayer, ArenaWindowLayer)):
             layer.become_plain()
-        for name in ("keys", "values", "cumulative_length"):
-            layer.__dict__.pop(name, None)
-        layer.__class__ = _CLASSES[type(layer)]
-        layer.arena, layer.index = new, index
-        if layer.is_sliding and layer.record_past:
-            layer.first = first
+        _join(layer, new, index, first if layer.is_sliding and layer.record_past else None)
     return new
+
+
+def _join(layer: Any, arena: Arena, index: int, first: int | None = None) -> None:
+    """Put a plain layer into an arena that has its keys and values. An interrupt between two lines
+    leaves one kind of layer or the other, whole."""
+    own = layer.__dict__
+    own.update(arena=arena, index=index)
+    if first is not None:
+        own["first"] = first
+    layer.__class__ = _CLASSES[type(layer)]
+    for name in ("keys", "values", "cumulative_length"):
+        own.pop(name, None)
 
 
 def unfit_for_prompt(cache: Any, model: Model) -> str | None:
@@ -463,10 +474,7 @@ def begin(cache: Any, kept: Kept) -> Arena:
     plain: dict[type, dict[str, Any]] = {}
     for index, layer in enumerate(cache.layers):
         _initialize(layer, memory[index], plain)
-        for name in ("keys", "values", "cumulative_length"):
-            layer.__dict__.pop(name, None)
-        layer.__class__ = _CLASSES[type(layer)]
-        layer.arena, layer.index = new, index
+        _join(layer, new, index)
     return new
 
 

@@ -25,6 +25,7 @@ from hfpatch.decoding.surroundings import attention_functions, check_attention, 
 from hfpatch.proof.keys import code_of
 from hfpatch.proof.proving import outside_modes
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
+from hfpatch.proof.unchanged import hooks_on_all
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,13 @@ def _proof_of(model: Any) -> Proven | str:
     around = functions_of_torch(classes.values(), attention)
     key = (type(model), implementation, config, codes, around)
     if key not in _proofs:
+        # What passes is not remembered: the next `apply` may find it gone.
         if (name := replaced_function(classes.values(), attention)) is not None:
             # the replica says nothing of what such a function does elsewhere
-            _proofs[key] = f"`{name}`, which its code names, was replaced"
-        else:
-            _proofs[key] = _prove(model, implementation)
+            return f"`{name}`, which its code names, was replaced"
+        if hooks_on_all():
+            return "hooks on all modules are registered, or a call of modules of somebody's own"
+        _proofs[key] = _prove(model, implementation)
         while len(_proofs) > _MOST:
             del _proofs[next(iter(_proofs))]
     return _proofs[key]

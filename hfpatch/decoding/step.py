@@ -26,7 +26,7 @@ from hfpatch.decoding import prompt as prompts
 from hfpatch.decoding.greedy import Chain, Chains
 from hfpatch.decoding.kept import Choice, decoders
 from hfpatch.decoding.layer import Described, describe
-from hfpatch.decoding.quantized import eight_bits, weights_of
+from hfpatch.decoding.quantized import Samples, eight_bits, weights_of
 from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.decoding.watch import Watch
@@ -71,6 +71,10 @@ class _Step:
     all_logits: bool
 
 
+#: Engines of a model, one for each number of rows and tokens: a graph with its buffers of logits.
+_MOST_ENGINES = 8
+
+
 class Decoder:
     """One model's engines, and whether they may be used."""
 
@@ -89,8 +93,7 @@ class Decoder:
         self.prompts_served = 0
         self.pool: Any = None  # of the prompts' graphs
         self._bytes: Any = None  # the description with weights of 8 bits
-        self._copied: list[Tensor] = []  # what those are copies of
-        self._written: list[int] = []  # how often that had been written to when they were made
+        self._copied: Samples | None = None  # what those are copies of
         self.unlike: str | None = None  # why the model as it is now has no description
         self.steps = 0
         self.loops = 0  # calls of `generate` that did not wait for the GPU after every token
@@ -121,7 +124,7 @@ class Decoder:
 
     def _as_step(self, model: nn.Module, args: Any, kwargs: Any) -> _Step | None:
         """The call, if it is of the form of a decoding step; all of it is looked at."""
-        if self.refused is not None or model.training or torch.is_grad_enabled():
+        if self.refused is not None or torch.is_grad_enabled():
             return None
         ids = args[0] if len(args) == 1 else kwargs.get("input_ids")
         cache = caches.given(kwargs)
@@ -130,49 +133,68 @@ class Decoder:
         if ids.dim() != 2 or ids.dtype != torch.int64:
             return None
         if ids.shape[1] > MOST_TOKENS and not self._may_be_prompt(ids, cache, kwargs):
+            if not caches.is_empty(cache):
+                self.reasons.setdefault(f"more than {MOST_TOKENS} tokens behind a prompt")
             return None
-        if not 0 < ids.shape[0] <= MOST_ROWS.get(ids.device.type, 0) or not ids.shape[1]:
+        if not ids.numel():
             return None
+        found = self._read(model, ids, cache, kwargs)
+        if isinstance(found, str):
+            if ids.shape[1] <= MOST_TOKENS and not caches.is_empty(cache):  # a text's next tokens
+                self.reasons.setdefault(found)
+            return None
+        return found
+
+    def _read(self, model: nn.Module, ids: Tensor, cache: Any, kwargs: Any) -> _Step | str:
+        """The step that a call asks for, or why it is none that an engine serves."""
+        if model.training:
+            return "it is in training mode; call `model.eval()`"
+        most = MOST_ROWS.get(ids.device.type, 0)
+        if ids.shape[0] > most:
+            return f"more than {most} rows"
         beside = self.described.proof.beside
         for name, value in kwargs.items():
             if name in _TAKEN or name in beside or _says_nothing(value):
                 continue
             if name != "tokenizer" or not self._is_only_handed_on(value):
-                return None
-        if any(kwargs.get(n) is not None and kwargs[n] is not True for n in _SWITCHES):
-            return None
+                return f"`{name}` is given"
+        for name in _SWITCHES:
+            if kwargs.get(name) is not None and kwargs[name] is not True:
+                return f"`{name}` is {kwargs[name]}"
         keep = kwargs.get("logits_to_keep", 0)
         if type(keep) is not int or not (keep == 0 or keep == 1 or keep >= ids.shape[1]):
-            return None
+            return f"`logits_to_keep` is {keep if type(keep) is int else 'a tensor'}"
         like = self.described.model.embedding
         if ids.device.type not in self.choice.devices:
-            return None
-        if ids.device != like.device or watched() or torch.is_autocast_enabled(like.device.type):
-            return None
-        if _modes() or _every_module_hooked() or calls_otherwise(nn.Module):
-            return None  # somebody looks at every operator, or at every module's call
+            return f"`decoding=` leaves out {ids.device.type}"
+        if ids.device != like.device:
+            return f"`input_ids` is on {ids.device}, the weights on {like.device}"
+        if watched() or _modes() or _every_module_hooked() or calls_otherwise(nn.Module):
+            return "somebody looks at every operator, or at every module's call"
+        if torch.is_autocast_enabled(like.device.type):
+            return "autocast is on"
         vocab = like.shape[0]
         if not ids.is_cuda and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-            return None  # the original says what is wrong
+            return "an id is not in the vocabulary"  # the original says which
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        for t in (mask, positions):
+        for name, t in (("attention_mask", mask), ("position_ids", positions)):
             if t is not None and (type(t) is not Tensor or t.device != ids.device):
-                return None
+                return f"`{name}` is no tensor on {ids.device}"
         if mask is not None and mask.dim() != 2:
-            return None
+            return f"`attention_mask` has {mask.dim()} dimensions"
         if not self._takes_positions(positions, ids):
-            return None
+            return "`position_ids` are of a form that no step was proven of"
         if positions is not None and positions.dim() == 3:
             positions = positions[-1]
         if not self._within_limit(ids, positions, cache):
-            return None
+            return "RoPE becomes another at this length"
         if mask is not None and (mask.is_floating_point() or mask.shape[0] != ids.shape[0]):
-            return None
+            return f"`attention_mask` is of other rows, or {mask.dtype}"
         config: Any = model.config
         if getattr(text_config(config), "output_router_logits", False):
-            return None
+            return "`output_router_logits` is set"
         if config.output_hidden_states or config.output_attentions or not config.return_dict:
-            return None
+            return "the config asks for hidden states, attentions or a tuple"
         return _Step(ids, positions, mask, cache, keep != 1)
 
     def _is_only_handed_on(self, tokenizer: Any) -> bool:
@@ -333,30 +355,36 @@ class Decoder:
         held = arena is not None and arena.fits(self.described.model, rows)
         why = None if held else caches.unfit(step.cache, self.described.model, rows)
         if why is not None:
-            if why not in _EXPECTED:
+            if why in _EXPECTED:
+                self.reasons.setdefault(why)
+            elif why != caches.EMPTY:
                 self._say(model, why)
             return None
         length = step.cache.layers[0].get_seq_length()
         if step.mask is not None and step.mask.shape[1] != length + tokens:
             return None
-        engine = self._engine(model, rows, tokens)
-        if engine is None:
-            return None
         proven = (rows, tokens) in self.trusted
         chain = self.chains.of(step.ids) if proven and self.described.model.whole else None
         try:
             with _after_the_last(self, step.ids):
+                engine = self._engine(model, rows, tokens)
+                if engine is None:
+                    return None
                 if proven:
                     arena = caches.take(step.cache, tokens)
                     arena.found_fit(self.described.model)
                 else:
                     arena = caches.copied(step.cache, tokens)
                 logits = self._run(engine, step, arena, chain)
-        except torch.OutOfMemoryError:
-            self._say(model, "there was no memory for a larger cache")
-            return None
         except DecodingError as e:
             self._say(model, f"the engine refused: {e}")
+            return None
+        except (RuntimeError, MemoryError) as e:
+            if not _is_of_memory(e):  # what cannot be captured, say: it would fail at each call
+                self.engines[rows, tokens] = None
+                self._say(model, f"the engine failed: {type(e).__name__}: {e}")
+                return None
+            self._say(model, "there was no memory for an engine or a larger cache")
             return None
         if not proven:
             output = original(model, *args, **kwargs)
@@ -380,14 +408,14 @@ class Decoder:
         if (why := self.watch.wrapped(model)) is not None:
             self._say(model, why)
             return False
-        if _written(self._copied) != self._written:  # they are copies of others by now
-            self._bytes = None
+        if self._copied is not None and not self._copied.hold(closely=self._due):
+            self._bytes = self._copied = None
             self.engines.clear()
             self.trusted.clear()
         if not (self.watch.in_place() and self.watch.same_parts()) or (
             self._due and self.watch.changed(model)
         ):
-            self._bytes = None
+            self._bytes = self._copied = None
             self.engines.clear()
             self.trusted.clear()
             self._forget_prompts()
@@ -410,22 +438,26 @@ class Decoder:
 
     def _engine(self, model: nn.Module, rows: int, tokens: int) -> Any:
         key = (rows, tokens)
-        if key not in self.engines:
+        if key in self.engines:
+            found = self.engines.pop(key)
+        else:
+            while len(self.engines) >= _MOST_ENGINES:
+                del self.engines[next(iter(self.engines))]
             try:
-                self.engines[key] = make_engine(self._computed(), rows, tokens)
+                found = make_engine(self._computed(), rows, tokens)
             except (DecodingError, ValueError) as e:
-                self.engines[key] = None
+                found = None
                 if tokens == 1:
                     self._say(model, f"no engine for {rows} rows: {e}")
-        return self.engines[key]
+        self.engines[key] = found  # the last one used stands last
+        return found
 
     def _computed(self) -> Any:
         """The description that engines are made of."""
         if not self.choice.eight_bits:
             return self.described.model
         if self._bytes is None:
-            self._copied = weights_of(self.described.model)
-            self._written = _written(self._copied)
+            self._copied = Samples(weights_of(self.described.model))
             self._bytes = eight_bits(self.described.model)
         return self._bytes
 
@@ -518,8 +550,8 @@ class Decoder:
             )
 
 
-#: Why a cache is left as it is, where nobody needs to be told.
-_EXPECTED = frozenset({"its cache is empty", "its cache is a StaticCache"})
+#: Why a cache is left as it is, where the report says it and no warning.
+_EXPECTED = frozenset({"its cache is a StaticCache"})
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
@@ -531,6 +563,12 @@ def _says_nothing(value: Any) -> bool:
     """Whether an argument is as if it were not given; `generate` hands on a dictionary of what
     images gave, which is empty where there are none."""
     return value is None or value is False or (type(value) is dict and not value)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether memory was missing; PyTorch's allocator on a CPU has no exception of its own."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 @contextmanager
@@ -600,8 +638,3 @@ def _describe(model: nn.Module) -> Described | str:
 def keep(model: nn.Module, described: Described, choice: Choice) -> None:
     """What the calls of `model` will use, which was found while it was planned."""
     decoders[model] = Decoder(described, model, choice)
-
-
-def _written(weights: list[Tensor]) -> list[int]:
-    """How often each was written to, as far as PyTorch counts that."""
-    return [-1 if w.is_inference() else w._version for w in weights]

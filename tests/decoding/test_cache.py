@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import weakref
 from typing import Any
 
@@ -302,3 +303,59 @@ def test_a_cache_of_a_model_with_a_shorter_window_goes_on_in_another() -> None:
         found.append(then(ids[:, :1], past_key_values=cache).logits)
     assert all(kept.decoders[model].steps for model in patched)
     torch.testing.assert_close(found[2], found[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("phase", ["taken", "taken anew", "read", "updated"])
+@pytest.mark.parametrize("window", [False, True])
+def test_an_interrupt_at_any_line_leaves_a_cache_that_is_whole(window: bool, phase: str) -> None:
+    """Ctrl-C comes between any two lines."""
+    new, another = _new(2, 9, 0), _new(2, 1, 1)
+
+    def begun() -> DynamicCache:
+        cache = _plain(window)
+        _update(cache, new)
+        if phase != "taken":
+            caches.take(cache, 1)
+        return cache
+
+    def act(cache: DynamicCache) -> None:
+        if phase == "taken":
+            caches.take(cache, 1)
+        elif phase == "taken anew":
+            caches.take(cache, caches.capacity_for(9))
+        elif phase == "read":
+            assert all(layer.keys.shape[2] for layer in cache.layers)
+        else:
+            _update(cache, another)
+
+    plain = _plain(window)
+    _update(plain, new)
+    left = stopped = 0
+    while left == stopped:  # the last round comes to no interrupt
+        left += 1
+        ours, lines = begun(), 0
+
+        def trace(frame: Any, event: str, _: Any, at: int = left) -> Any:
+            nonlocal lines, stopped
+            if not frame.f_code.co_filename.endswith("decoding/cache.py"):
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                stopped += 1
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            act(ours)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if phase != "updated":
+            _check_same(plain, ours)
+        else:
+            for layer in ours.layers:
+                assert layer.keys.shape == layer.values.shape and layer.get_seq_length() in (9, 10)
+    assert stopped > 10

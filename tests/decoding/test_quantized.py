@@ -4,6 +4,7 @@ and near the model's own."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -167,6 +168,49 @@ def test_weights_that_change_are_rounded_again(kernels_module: ModuleType) -> No
     logits_of(fresh, ids)
     assert torch.equal(found, logits_of(fresh, ids)) and steps > 6
     assert len(weights_of(held.described.model)) == 4 * 7 + 1
+
+
+def _one_column(weight: torch.nn.Parameter) -> None:
+    weight.data[:, 5] = 0
+
+
+def _rows(weight: torch.nn.Parameter) -> None:
+    weight.data[2:9] *= 2
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a product": lambda m: m.model.layers[0].mlp.down_proj.weight.data.mul_(3),
+    "rows": lambda m: _rows(m.model.layers[1].self_attn.q_proj.weight),
+    "a column": lambda m: _one_column(m.model.layers[1].mlp.up_proj.weight),
+    "the head": lambda m: m.lm_head.weight.data.add_(0.1),
+    "a merged adapter": lambda m: _merge(m),
+}
+
+
+def _merge(model: Any) -> None:
+    """PEFT writes through `.data`."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(7)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
+    peft.get_peft_model(model, config).merge_and_unload().eval()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_writes_that_pytorch_does_not_count_are_noticed(
+    change: str, kernels_module: ModuleType
+) -> None:
+    model, fresh = make("llama"), make("llama")
+    ids = torch.arange(10)[None] + 3
+    hfpatch.apply(model, decoding="int8")
+    before = [logits_of(model, ids) for _ in range(2)][1]
+    for one in (model, fresh):
+        CHANGES[change](one)
+    hfpatch.apply(fresh, decoding="int8")
+    found, wanted = ([logits_of(m, ids) for _ in range(2)][1] for m in (model, fresh))
+    assert torch.equal(found, wanted) and not torch.equal(found, before)
+    assert kept.decoders[model].steps > 9
 
 
 @pytest.mark.parametrize("choice", ["int4", "8", ""])

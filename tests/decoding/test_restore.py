@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import sys
 import warnings
 import weakref
@@ -19,6 +20,8 @@ from torch import nn
 
 import hfpatch
 from hfpatch.decoding import kept, step
+from hfpatch.decoding.engine import Engine
+from hfpatch.decoding.layer import forget
 from hfpatch.errors import DecodingError
 
 _GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -279,6 +282,80 @@ def test_a_step_that_fails_is_the_originals(
     assert torch.equal(out, wanted) and len(calls) > 4
 
 
+_FULL = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 12 bytes"
+
+
+@pytest.mark.parametrize("where", ["make_engine", "caches.take", "caches.copied", "a step"])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError(_FULL), RuntimeError("odd")], ids=str
+)
+def test_an_engine_that_cannot_be_had_is_the_originals(
+    error: Exception, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's allocator on a CPU raises an error of no class of its own."""
+    model = patched()
+    wanted = write(model)
+    kept.decoders[model].engines.clear()
+    if where != "caches.take":
+        kept.decoders[model].trusted.clear()
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    on = {"caches.take": step.caches, "caches.copied": step.caches}.get(where, step)
+    name = where.rpartition(".")[2]
+    with monkeypatch.context() as failing:
+        if where == "a step":
+            failing.setattr(Engine, "step", fails)
+        else:
+            failing.setattr(on, name, fails)
+        with pytest.warns(RuntimeWarning, match="the engine failed|no memory"):
+            assert torch.equal(model.generate(**prompts(1), **_GREEDY), wanted)
+    assert torch.equal(write(model), wanted)
+
+
+def test_engines_of_many_numbers_of_rows_do_not_pile_up() -> None:
+    model = patched()
+    plain = copy.deepcopy(model)
+    hfpatch.restore(plain)
+    for rows in (*range(1, 13), 2, 1):
+        before = steps_of(model)
+        for _ in range(2):
+            assert torch.equal(write(model, rows), write(plain, rows))
+        assert steps_of(model) > before and len(kept.decoders[model].engines) <= 8
+    assert (1, 1) in kept.decoders[model].engines
+
+
+REASONS: dict[str, Callable[[Any], Any]] = {
+    "more than 16 rows": lambda m: m.generate(**prompts(17), **_GREEDY),
+    "`output_hidden_states` is given": lambda m: m.generate(
+        **prompts(1), **_GREEDY, output_hidden_states=True, return_dict_in_generate=True
+    ),
+    "it is in training mode": lambda m: m.train().generate(**prompts(1), **_GREEDY),
+    "autocast is on": lambda m: _under_autocast(m),
+    "its cache is a StaticCache|4 dimensions": lambda m: m.generate(
+        **prompts(1), **_GREEDY, cache_implementation="static", disable_compile=True
+    ),
+}
+
+
+def _under_autocast(model: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(**prompts(1), **_GREEDY)
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_the_report_says_why_steps_were_not_used(why: str) -> None:
+    model = patched()
+    write(model)
+    assert not any("not used" in n for n in hfpatch.status(model).notes)
+    steps = kept.decoders[model].steps
+    REASONS[why](model)
+    assert kept.decoders[model].steps == steps
+    said = [n for n in hfpatch.status(model).notes if "decoding steps not used" in n]
+    assert any(re.search(why, note) for note in said), said
+
+
 def _registered(monkeypatch: pytest.MonkeyPatch, model: Any, name: str) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -319,11 +396,12 @@ AROUND: dict[str, Callable[[pytest.MonkeyPatch, Any], object]] = {
 def test_what_lies_around_a_model_is_looked_at(
     what: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    patched()  # what its class computes is known by now
     model = make("llama")
     if when == "after a text":
         hfpatch.apply(model)
         write(model)
-        assert steps_of(model) > 0
+        assert steps_of(model) > 0, kept.notes(model)
     AROUND[what](monkeypatch, model)
     if when == "before apply":
         with warnings.catch_warnings():
@@ -333,6 +411,18 @@ def test_what_lies_around_a_model_is_looked_at(
     monkeypatch.undo()
     if "hook" in what or "function" in what:
         check(model, served=when == "after a text" or "hook" in what)
+
+
+@pytest.mark.parametrize("what", ["a function's function", "a hook on all modules"])
+def test_what_passes_is_not_remembered(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a class computes is not asked under somebody's hook, and none is refused for good."""
+    forget()
+    AROUND[what](monkeypatch, make("llama"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(patched(), served=False)
+    monkeypatch.undo()
+    check(patched(), served=True)
 
 
 def test_a_configuration_that_changes_is_another_proof() -> None:
