@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from hfpatch.foreign import reads
@@ -27,8 +28,10 @@ Forward = Callable[..., Any]
 #: How far a result may be from the original's, in epsilons of its dtype relative to the largest
 #: value of its row: a block's worth of roundings. Gradients: this many times as far.
 LIMIT, GRADIENT = 64.0, 4.0
-#: Of the largest value of a tensor, what its rows are measured by at least: large terms cancel.
+#: Of the largest value of a tensor, what its values are measured by at least: large terms cancel.
 _FLOOR = 2.0**-10
+#: Values that tell how large those of a column are.
+_NEIGHBOURS = 32
 #: How often the numbers are changed in place, and how often a call is repeated then.
 _CHANGES, _REPEATS = 2, 6
 #: What begins the reasons that are found where gradients are recorded.
@@ -577,13 +580,32 @@ def _compare_tensors(a: Any, b: Tensor, worst: list[float], what: str, limit: fl
     x, y = x.nan_to_num(0.0, 0.0, 0.0), y.nan_to_num(0.0, 0.0, 0.0)
     if not y.dim():
         x, y = x[None], y[None]
-    scale = y.abs().amax(-1, keepdim=True)
-    scale = torch.maximum(scale, _FLOOR * scale.max()).clamp_min(torch.finfo(torch.float32).tiny)
     distance = (x - y).abs()
-    relative = float((distance / scale).max())
+    relative = float((distance / _scale_of(y)).max())
     if not relative <= limit * eps:
         raise Different(f"{what}it differs from the original by {relative:.2e} (relative)")
     worst[0], worst[1] = max(worst[0], float(distance.max())), max(worst[1], relative)
+
+
+def _scale_of(y: Tensor) -> Tensor:
+    """What each value of a result may be off in proportion to: the largest value of its row, or of
+    its columns with their neighbours, whichever is less. A number that masks, such as -1e9, is
+    measured by itself."""
+    size = y.abs()
+    masks = torch.zeros_like(size, dtype=torch.bool)
+    top = size.max()
+    at_top = size == top
+    below = size.masked_fill(at_top, 0.0)
+    if int(at_top.sum()) > 1 and 0 < float(below.max()) < float(top) * _FLOOR:
+        masks, own, size = at_top, size, below
+    rows = size.amax(-1, keepdim=True)
+    columns = size.reshape(-1, size.shape[-1]).amax(0)
+    wide = -(-_NEIGHBOURS // size[..., 0].numel()) | 1
+    if wide > 1:
+        columns = F.max_pool1d(columns[None, None], wide, 1, wide // 2)[0, 0]
+    scale = torch.minimum(rows, columns)
+    scale = torch.maximum(scale, _FLOOR * size.max()).clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.where(masks, own, scale) if bool(masks.any()) else scale
 
 
 def _signature(value: Any) -> str:

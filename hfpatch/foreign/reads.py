@@ -11,6 +11,7 @@ import contextvars
 import ctypes
 import functools
 import mmap
+import os
 import queue
 import random
 import sys
@@ -105,6 +106,8 @@ class _Walk:
             if key != "__wrapped__":
                 self.visit(f"{name}.{key}", held, depth - 1)
         names = names_of(code)
+        if not names.isdisjoint(_ENVIRONMENT):
+            self.parts.append(("the environment", frozenset(os.environ.items())))
         for key in sorted(names & function.__globals__.keys()):
             held = function.__globals__[key]
             if not isinstance(held, types.ModuleType):
@@ -125,6 +128,8 @@ class _Walk:
                 self.visit(f"{name}.{key}", inner, depth - 1)
 
 
+#: By what code reads the environment.
+_ENVIRONMENT = ("environ", "environb", "getenv", "getenvb")
 _NONE = object()
 #: Elements of arrays and tensors that are looked at; of larger tensors it is their version.
 _LARGEST = 1 << 16

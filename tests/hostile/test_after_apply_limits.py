@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -320,3 +321,32 @@ def test_what_a_function_of_torch_calls(monkeypatch: pytest.MonkeyPatch) -> None
 
     module = OwnLayerNorm(32).requires_grad_(False)
     _check(module, lambda: monkeypatch.setattr(torch, "layer_norm", lambda *a: 2 * own(*a)))
+
+
+def _louder() -> float:
+    return float(os.environ.get("HFPATCH_TEST_GAIN", "1"))
+
+
+def by_environment(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x) * float(os.getenv("HFPATCH_TEST_GAIN", "1"))
+
+
+def by_a_helper(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x) * _louder()
+
+
+@pytest.mark.parametrize("kernel", [by_environment, by_a_helper])
+def test_the_next_apply_sees_the_environment_of_a_users_kernel(
+    kernel: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = hfpatch.register(op="silu", kernel=kernel, name="by_environment")
+    try:
+        model, x = nn.Sequential(nn.SiLU()), torch.randn(3, 32)
+        assert hfpatch.apply(model, kernels={"silu": "by_environment"}).swaps
+        model(x)
+        monkeypatch.setenv("HFPATCH_TEST_GAIN", "5")
+        report = hfpatch.apply(model, kernels={"silu": "by_environment"})
+        assert not report.swaps and report.skips, report
+        torch.testing.assert_close(model(x), torch.nn.functional.silu(x))
+    finally:
+        handle.remove()

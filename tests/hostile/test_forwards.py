@@ -360,3 +360,47 @@ def test_a_forward_that_ends_in_an_error(error: BaseException, of: str) -> None:
     finally:
         handle.remove()
     assert type(error).__name__ in skip.reason and "\x1b" not in skip.reason
+
+
+class OfTwoSizes(nn.Module):
+    """Large numbers beside small ones, as masked scores have."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.cat([x * 1e6, x], -1), x.masked_fill(mask, -1e9), x * x.exp()
+
+
+_SIZES: dict[str, Callable[..., Any]] = {
+    "beside large ones": lambda m, x, mask: (
+        torch.cat([x * 1e6, 0 * x], -1), x.masked_fill(mask, -1e9), x * x.exp()
+    ),
+    "beside masked ones": lambda m, x, mask: (
+        torch.cat([x * 1e6, x], -1), torch.where(mask, -1e9, 0 * x), x * x.exp()
+    ),
+    "right": lambda m, x, mask: (
+        torch.cat([x * 1e3, x * 1e-3], -1) * 1e3, torch.where(mask, -1e9, x), (x.exp() / 3 * x) * 3
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("which", _SIZES)
+def test_small_values_are_compared_too(which: str, columns: bool, rows: int) -> None:
+    """Masked by columns, and here and there."""
+    generator = torch.Generator().manual_seed(rows)
+    drawn = torch.rand(rows, 64, generator=generator)
+    mask = torch.arange(64).expand(rows, 64) > 50 if columns else drawn > 0.7
+
+    def inputs(module: nn.Module) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, 64, generator=generator), mask
+
+    model = nn.ModuleList([OfTwoSizes()])
+    handle = hfpatch.register("^OfTwoSizes$", forward=_SIZES[which], sample=inputs)
+    try:
+        report = hfpatch.apply(model)
+    finally:
+        handle.remove()
+    assert len(report.swaps) == (which == "right"), report
+    if which != "right":
+        assert "differs from the original" in report.skips[0].reason
+    hfpatch.restore(model)
