@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # whose handlers raise; Windows has not all of them
-
 
 @contextmanager
 def held_back() -> Iterator[None]:
@@ -28,7 +26,8 @@ def held_back() -> Iterator[None]:
         return lambda number, frame: came.append((handler, number, frame))
 
     try:
-        for number in (getattr(signal, n) for n in _NAMES if hasattr(signal, n)):
+        # every one: schedulers send SIGUSR1, timeouts are of SIGALRM, SIGVTALRM or SIGPROF
+        for number in signal.valid_signals():
             handler = signal.getsignal(number)
             if callable(handler):
                 before.append((number, handler))

@@ -45,8 +45,9 @@ def test_a_capture_ends_first(kernels_module: object, monkeypatch: pytest.Monkey
         assert torch.equal(model(**inputs(2, 9))[0], expected)
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGVTALRM"])
 def test_an_interrupt_in_the_code_of_a_size_is_none_of_an_operator(
-    kernels_module: object, monkeypatch: pytest.MonkeyPatch
+    name: str, kernels_module: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch made `TypeError: empty_strided(): argument 'stride' failed to unpack` of it: the call
     went on, and the blocks were left to their parts for good."""
@@ -58,12 +59,21 @@ def test_an_interrupt_in_the_code_of_a_size_is_none_of_an_operator(
     def and_interrupts(self: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return own(self)
 
+    def handler(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(SymNode, "is_int", and_interrupts)
-    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-        model(**inputs(2, 9))
+    number = getattr(signal, name)
+    before = signal.signal(number, handler)
+    try:
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model(**inputs(2, 9))
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
     with torch.no_grad():
         model(**inputs(2, 9))
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
