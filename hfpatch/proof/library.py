@@ -27,7 +27,7 @@ _DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 6  # of functions around functions: decorators
 #: Where Python and its packages keep their files.
-_INSTALLED = tuple(
+INSTALLED = tuple(
     {
         f"{p}/"
         for n in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -65,7 +65,7 @@ def is_installed(function: Any) -> bool:
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__hfpatch__"):
         return True  # none, or written in C, or ours
-    return bool(code.co_filename.startswith(_INSTALLED))
+    return bool(code.co_filename.startswith(INSTALLED))
 
 
 def strange_names(block: nn.Module) -> str | None:
@@ -85,7 +85,7 @@ def strange_names(block: nn.Module) -> str | None:
 def _strange_name(cls: type) -> str | None:
     members = [f for base in cls.__mro__[:-1] for v in vars(base).values() for f in _functions(v)]
     for _, name, function in reached(members):
-        if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(_INSTALLED)):
+        if not (_is_own(function, _DEPTH) or function.__code__.co_filename.startswith(INSTALLED)):
             return name
     return None
 

@@ -11,6 +11,7 @@ from torch import nn
 from hfpatch.proof.library import HOOKS, is_installed
 from hfpatch.proof.replicas import CannotReplicateError, copied_apart
 from hfpatch.proof.subject import class_of
+from hfpatch.regions.around import writable_around
 from hfpatch.regions.capture import is_wall
 from hfpatch.regions.listening import is_idle
 
@@ -87,6 +88,12 @@ def _copied(module: nn.Module, path: str) -> nn.Module:
             what = "hook" if own else "forward of an instance"
             raise CannotReplicateError(
                 f"`{path}` has somebody's {what}, which a proof cannot call beside the original"
+            )
+    for m in module.modules():
+        if (name := writable_around(m)) is not None:
+            raise CannotReplicateError(
+                f"the code of `{path}` names `{name}`, which is no part of it, and which a proof "
+                "could write to"
             )
     try:
         return copied_apart(module, f"`{path}`")

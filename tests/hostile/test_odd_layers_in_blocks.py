@@ -412,3 +412,133 @@ def test_a_layer_that_is_scripted_later() -> None:
         torch.testing.assert_close(model(**call)[0], twin(**call)[0])
     torch.testing.assert_close(model(**call)[0], twin(**call)[0])
     hfpatch.restore(model)
+
+
+CALLED: list[str] = []
+NUMBER = 0
+
+
+class Calls:
+    number = 0
+    kept: ClassVar[list[str]] = []
+
+
+class Listing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLED.append("x")
+        return super().forward(x) * (1 + 0.01 * len(CALLED))
+
+
+class OfGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global NUMBER
+        NUMBER += 1
+        return super().forward(x) * (1 + 0.01 * NUMBER)
+
+
+class OfAnotherClass(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Calls.number += 1
+        return super().forward(x) * (1 + 0.01 * Calls.number)
+
+
+class OfAnotherClassesList(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Calls.kept.append("x")
+        return super().forward(x) * (1 + 0.01 * len(Calls.kept))
+
+
+class OfItsClass(nn.Linear):
+    number = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).number += 1
+        return super().forward(x) * (1 + 0.01 * type(self).number)
+
+
+class OfItsClassesList(nn.Linear):
+    kept: ClassVar[list[str]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append("x")
+        return super().forward(x) * (1 + 0.01 * len(self.kept))
+
+
+def _noted() -> int:
+    CALLED.append("x")
+    return len(CALLED)
+
+
+class ByFunction(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0.01 * _noted())
+
+
+def _counting() -> Callable[[], int]:
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+class ByClosure(nn.Linear):
+    count = staticmethod(_counting())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 0.01 * self.count())
+
+
+class Doubling(nn.Linear):
+    """Is no other one at any call; what it has of its own is copied with it."""
+
+    factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen: int = getattr(self, "seen", 0) + 1
+        return super().forward(x) * self.factor
+
+
+def _own_layers(cls: type[nn.Module]) -> nn.Module:
+    model = zoo.ENTRIES["bert"].build()
+    for layer in model.encoder.layer:
+        layer.output.dense.__class__ = cls
+    return model  # type: ignore[no-any-return]
+
+
+def _forget() -> None:
+    global NUMBER
+    CALLED.clear()
+    Calls.kept.clear()
+    OfItsClassesList.kept.clear()
+    Calls.number = NUMBER = OfItsClass.number = 0
+    ByClosure.count = staticmethod(_counting())
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(Listing, OfGlobal, OfAnotherClass, OfAnotherClassesList, OfItsClass, OfItsClassesList),
+        *(ByFunction, ByClosure, Doubling),
+    ],
+)
+def test_a_layer_that_writes_elsewhere(cls: type[nn.Linear]) -> None:
+    """Its calls are those of the unpatched twin, no more."""
+    results = []
+    for patched in (False, True):
+        model = _own_layers(cls)
+        _forget()
+        if patched:
+            hfpatch.apply(model, blocks=True)
+        with torch.no_grad():
+            results.append([model(torch.arange(8)[None]).last_hidden_state for _ in range(3)])
+        if patched:
+            said = str(hfpatch.status(model))
+            assert ("left to its parts" in said) == (cls is not Doubling), said
+            hfpatch.restore(model)
+        else:
+            hfpatch.apply(model, include=())
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
