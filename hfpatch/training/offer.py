@@ -49,30 +49,51 @@ def offer(
     if not settings.training:
         return prepared, skips
     for path, model in _language_models(roots):
+        name = class_of(model).__name__
         try:
+            if not is_candidate(model):
+                raise Unexplained(
+                    f"`{name}` gives no logits of tokens, and only those of models that generate "
+                    "text are fused"
+                )
             prepared += _layers(path, model, settings)
         except Unexplained as e:
-            if settings.include is None or matches(
-                settings.include, path, class_of(model).__name__
-            ):
-                skips.append(Skip(path, class_of(model).__name__, "unexplained", _SKIPPED + str(e)))
+            if settings.include is None or matches(settings.include, path, name):
+                skips.append(Skip(path, name, "unexplained", _SKIPPED + str(e)))
     return prepared, skips
 
 
 def _language_models(roots: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Also those inside wrappers: PEFT's, a trainer's."""
+    """Also those inside wrappers: PEFT's, a trainer's; and models of such a kind without a head,
+    as rewards, classes and embeddings are trained with."""
     try:
         from transformers import PreTrainedModel
     except ImportError:
         return
     seen: set[int] = set()
+    inside: set[int] = set()
     for prefix, root in roots:
         for path, module in root.named_modules():
             if not isinstance(module, PreTrainedModel) or id(module) in seen:
                 continue
             seen.add(id(module))
-            if is_candidate(module):
+            headless = id(module) not in inside and _is_headless(module)
+            if is_candidate(module) or (headless and not any(map(is_candidate, module.modules()))):
+                inside.update(map(id, module.modules()))  # a model's body is no model of its own
                 yield f"{prefix}.{path}".strip("."), module
+
+
+def _is_headless(model: Any) -> bool:
+    """Whether a model without a head is of a kind that generates text with one. Of kinds that fill
+    in masked words too (BERT) it is an encoder."""
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = getattr(model.config, "model_type", None)
+    return (
+        kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and kind not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        and not getattr(model.config, "is_encoder_decoder", False)
+    )
 
 
 def _layers(path: str, model: Any, settings: Settings) -> Iterator[Prepared]:

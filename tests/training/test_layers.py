@@ -440,6 +440,27 @@ def test_another_dtype_that_cannot_be_proven_is_said(monkeypatch: pytest.MonkeyP
     assert_equal(ours, gradients(twin), 3e-2)
 
 
+def test_models_without_a_head_are_in_the_report() -> None:
+    """Rewards, classes, embeddings: their layers keep their own forward."""
+    config = transformers.LlamaConfig(**SMALL)
+    body = transformers.LlamaModel(config)
+    wrapped = nn.ModuleDict({"encoder": body, "head": nn.Linear(64, 1)})
+    rewards = transformers.LlamaForSequenceClassification(config)
+    for model, path, name in (
+        (body, "", "LlamaModel"),
+        (wrapped, "encoder", "LlamaModel"),
+        (rewards, "", "LlamaForSequenceClassification"),
+    ):
+        report = hfpatch.plan(model, mode="training")
+        said = [(s.path, s.class_name) for s in report.skips if "decoder layers" in s.reason]
+        assert said == [(path, name)]
+        assert not any("decoder layers" in s.reason for s in hfpatch.plan(model).skips)
+    encoder = transformers.BertModel(transformers.BertConfig(**SMALL))
+    for other in (build(), encoder):
+        skips = hfpatch.plan(other, mode="training").skips
+        assert not any("decoder layers" in s.reason for s in skips)
+
+
 def _only_norms(name: str) -> bool:
     return "norm" in name
 
