@@ -267,7 +267,7 @@ def status(model: Any) -> Report:
     for path, module in _paths(roots):
         mark, said = swap.swapped(module), _noted_of(module).said
         if mark is not None and isinstance(mark.details, Candidate):
-            candidates.append(mark.details.now(path))  # type: ignore[attr-defined]
+            candidates.append(mark.details.now(path, module))  # type: ignore[attr-defined]
         elif mark is not None:
             swaps.append(replace(mark.details, path=path))
             adapters.append(mark.adapter)
@@ -330,7 +330,7 @@ def decide(
         swaps = tuple(p.swap for p in prepared)
         decided = replace(decided, swaps=swaps, skips=(*skipped, *decided.skips))
     candidates, notes = _candidates(roots, settings, prepared, blocks) if blocks else ([], [])
-    marks = tuple(p.swap.now(p.swap.path) for p in candidates)
+    marks = tuple(p.swap.now(p.swap.path, p.module) for p in candidates)
     in_vain = [*offer.in_vain(decoding, settings), *_blocks_in_vain(blocks, settings)]
     decided = replace(decided, candidates=marks, notes=(*decided.notes, *notes, *in_vain))
     if wanted:

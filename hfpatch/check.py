@@ -224,7 +224,7 @@ class _Blocks:
         with runs_seen(kinds) as seen:
             yield
         for path, module, candidate in candidates:
-            now = candidate.now(path)
+            now = candidate.now(path, module)
             if id(module) in seen:
                 self.fused += 1
             elif id(module) not in called:

@@ -24,18 +24,51 @@ def stand_beside(block: nn.Module) -> nn.Module:
     Raises:
         CannotReplicateError: no such copy can be made, or somebody's hook would fire.
     """
-    for path, module in block.named_modules():
-        if path and any(map(_counts, _hooks_of_libraries(module))):
-            raise CannotReplicateError(
-                f"`{path}` has a hook that keeps what calls gave, as a cache of diffusers does, "
-                "which a proof cannot call beside the original"
-            )
+    if (found := hooked(block)) is not None:
+        raise CannotReplicateError(found[1])
     copies = {
         path: _copied(module, path)
         for path, module in _walls(block)
         if any(map(_has_own_code, module.modules()))
     }
     return _with(block, "", copies) if copies else block
+
+
+def hooked(block: nn.Module, last: str | None = None) -> tuple[str, str] | None:
+    """On which of the modules that a fused block calls somebody's hook or forward would fire in a
+    proof beside the original's call, and why that is none; None where there is none now.
+
+    Args:
+        last: the path that was found before, which is looked at first.
+    """
+    places = dict(block.named_modules()) if last is None else _at(block, last)
+    for path, module in places.items():
+        if path and any(map(_counts, _hooks_of_libraries(module))):
+            return path, (
+                f"`{path}` has a hook that keeps what calls gave, as a cache of diffusers does, "
+                "which a proof cannot call beside the original"
+            )
+    walls = _walls(block) if last is None else places.items()
+    for path, wall in walls:
+        for m in wall.modules():
+            what = ""
+            if not is_installed(m.__dict__.get("forward")):
+                what = "forward of an instance"
+            elif any(not is_installed(h) for h in _hooks_of(m)) and not is_idle(m):
+                what = "hook"
+            if what:
+                return path, (
+                    f"`{path}` has somebody's {what}, which a proof cannot call beside the original"
+                )
+    return None if last is None else hooked(block)
+
+
+def _at(block: nn.Module, path: str) -> dict[str, nn.Module]:
+    """The module at `path` by it; nothing where it is gone."""
+    found: Any = block
+    for name in path.split("."):
+        found = found._modules.get(name) if found is not None else None
+    return {} if found is None else {path: found}
 
 
 def _walls(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -52,11 +85,7 @@ def _walls(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 def _has_own_code(module: nn.Module) -> bool:
     """Whether calling it runs code that is no installed package's."""
     cls = class_of(module)
-    if any(not is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1]):
-        return True
-    if not is_installed(module.__dict__.get("forward")):
-        return True
-    return not is_idle(module) and any(not is_installed(h) for h in _hooks_of(module))
+    return any(not is_installed(vars(base).get("forward")) for base in cls.__mro__[:-1])
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
@@ -82,13 +111,6 @@ def _counts(hook: Any) -> bool:
 
 
 def _copied(module: nn.Module, path: str) -> nn.Module:
-    for m in module.modules():
-        own = [h for h in _hooks_of(m) if not is_installed(h)]
-        if own or not is_installed(m.__dict__.get("forward")):
-            what = "hook" if own else "forward of an instance"
-            raise CannotReplicateError(
-                f"`{path}` has somebody's {what}, which a proof cannot call beside the original"
-            )
     for m in module.modules():
         if (name := writable_around(m)) is not None:
             raise CannotReplicateError(

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpatch.per_object import PerObject
 from hfpatch.proof.proving import may_prove, quietly
 from hfpatch.proof.replicas import CannotReplicateError
 from hfpatch.proof.subject import is_dense
-from hfpatch.regions.beside import stand_beside
+from hfpatch.regions.beside import hooked, stand_beside
 from hfpatch.regions.caches import state_of
 from hfpatch.regions.capture import Captured, KnownLeaf, Uncapturable, capture, is_wall
 from hfpatch.regions.emit import Bind, Run, emit
@@ -89,6 +90,9 @@ class Kind:
     refused: dict[Any, str] = field(default_factory=dict)
     #: Why calls are none that can be captured.
     unfit: str = ""
+    #: Where, and why, calls of one block decide nothing now: somebody put a hook there, which may
+    #: be gone at the next call.
+    aside: PerObject[nn.Module, tuple[str, str]] = field(default_factory=PerObject)
     _known: dict[Any, Variant | None] = field(default_factory=dict)
     _tries: dict[Any, int] = field(default_factory=dict)
 
@@ -171,6 +175,10 @@ class Kind:
         if device == "cuda" and torch.cuda.is_current_stream_capturing():
             return original()
         if _trains(block):  # its calls in evaluation mode are others, also those of other models
+            return original()
+        place, _ = self.aside.get(block) or (None, "")
+        if (found := hooked(block, place)) is not None:  # nor does it say anything of others
+            self.aside[block] = found
             return original()
         with may_prove((id(self), kinds)) as may:
             if not may:

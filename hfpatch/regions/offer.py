@@ -22,6 +22,7 @@ from hfpatch.proof.library import is_own, odd_class, strange_names
 from hfpatch.proof.proofs import Prepared
 from hfpatch.proof.subject import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.proof.unchanged import hooks_on_all, layers_replaced
+from hfpatch.regions.beside import hooked
 from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
 from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
@@ -48,8 +49,8 @@ class Mark(Candidate):
         super().__init__(path, class_name, "at its first call")
         object.__setattr__(self, "kind", kind)
 
-    def now(self, path: str) -> Candidate:
-        """What is known of the block now."""
+    def now(self, path: str, module: nn.Module) -> Candidate:
+        """What is known of the block `module` now."""
         kind: Kind = self.kind  # type: ignore[attr-defined]
         decided = kind.decided
         if decided:
@@ -61,6 +62,9 @@ class Mark(Candidate):
             )  # fmt: skip
         if kind.refused:
             return Candidate(path, self.class_name, "left", next(iter(kind.refused.values())))
+        aside = kind.aside.get(module)
+        if aside is not None and (hook := hooked(module, aside[0])) is not None:
+            return Candidate(path, self.class_name, "left", hook[1])
         if kind.unfit:
             return Candidate(path, self.class_name, "left", kind.unfit)
         return Candidate(path, self.class_name, "at its first call")

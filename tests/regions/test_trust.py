@@ -190,6 +190,46 @@ def test_a_call_in_training_mode_decides_nothing() -> None:
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
 
 
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_a_call_with_a_hook_inside_decides_nothing(how: str) -> None:
+    """Who looks at a model first, and then takes the hooks off, has its blocks fused; and so has
+    another model of the kind, which never had any."""
+    forget()
+    model, inputs = build("llama")
+    call = inputs(2, 9)
+    expected = run(model, call)
+    other = copy.deepcopy(model)
+    for m in (model, other):
+        hfpatch.apply(m, decoding=False, blocks=True)
+    places = [block.self_attn.q_proj for block in model.layers]
+    seen: list[int] = []
+    for place in places:
+        if how == "hook":
+            place.register_forward_hook(lambda *_: seen.append(1))
+        else:
+            place.forward = lambda x, own=place.forward: own(x)
+    for _ in range(3):
+        torch.testing.assert_close(run(model, call), expected)
+    assert len(seen) == (9 if how == "hook" else 0)
+    now = hfpatch.status(model).plan.candidates
+    assert {c.state for c in now} == {"left"}
+    assert all("somebody's" in c.reason for c in now)
+    assert {c.state for c in hfpatch.status(other).plan.candidates} == {"at its first call"}
+    torch.testing.assert_close(run(other, call), expected)
+    assert {c.state for c in hfpatch.status(other).plan.candidates} == {"fused"}
+
+    forget()  # as if there were no other model
+    hfpatch.apply(model, decoding=False, blocks=True)
+    run(model, call)
+    for place in places:
+        place._forward_hooks.clear()
+        place.__dict__.pop("forward", None)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"at its first call"}
+    for _ in range(2):
+        torch.testing.assert_close(run(model, call), expected)
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+
+
 def test_dropout_in_training_mode() -> None:
     model, inputs = build("bert")
     call = inputs(2, 9)
