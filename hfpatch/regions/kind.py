@@ -102,7 +102,8 @@ class Kind:
     @property
     def decided(self) -> list[Variant]:
         """Every capture that calls run by."""
-        return [v for found in self.variants.values() for v in found]
+        # a list first: another thread may decide on a call meanwhile
+        return [v for found in list(self.variants.values()) for v in found]
 
     @property
     def decisions(self) -> int:
@@ -355,7 +356,7 @@ def runs_seen(kinds: Iterable[Kind]) -> Iterator[set[int]]:
 
 def _replace(kind: Kind, others: Mapping[int, Variant]) -> None:
     """Other variants, by the ids of those that they replace."""
-    for found in kind.variants.values():
+    for found in list(kind.variants.values()):
         found[:] = [others.get(id(v), v) for v in found]
     for key, variant in list(kind._known.items()):  # in place: the adapters hold it
         if variant is not None:

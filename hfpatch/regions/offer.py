@@ -282,7 +282,7 @@ def _kind_of(
         return None
     if found is None:
         while len(_kinds) >= _MOST_KINDS:
-            del _kinds[next(iter(_kinds))]
+            _kinds.pop(next(iter(_kinds), None), None)  # another thread may have been first
         found = _kinds[key] = Kind(class_of(block).__name__, known, numbers, bind, past, around)
     return found
 

@@ -230,6 +230,31 @@ def test_a_call_with_a_hook_inside_decides_nothing(how: str) -> None:
     assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
 
 
+class Meanwhile(list[Any]):
+    """The captures of one structure; who goes over them loses the turn to another thread."""
+
+    other: Callable[[], object]
+
+    def __iter__(self) -> Any:
+        self.other()
+        return super().__iter__()
+
+
+def test_another_thread_decides_meanwhile() -> None:
+    """`dictionary changed size during iteration` came out of `status`, and of the model's calls."""
+    model, call = fused("llama")
+    kind: Any = swap.swapped(layer_of(model)).details.kind  # type: ignore[union-attr]
+    for structure, found in kind.variants.items():
+        held = kind.variants[structure] = Meanwhile(found)
+        held.other = lambda: kind.variants.setdefault(object(), [])
+    assert {c.state for c in hfpatch.status(model).plan.candidates} == {"fused"}
+    expected = run(model, call)
+    longer = {"input_ids": call["input_ids"].repeat(1, 2), "output_attentions": True}
+    run(model, longer)  # a call of another kind
+    torch.testing.assert_close(run(model, call), expected)
+    forget()
+
+
 def test_dropout_in_training_mode() -> None:
     model, inputs = build("bert")
     call = inputs(2, 9)
