@@ -7,6 +7,7 @@ every stage of it explained (analysis.py), the explanation proven over decoding 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from hfpatch.decoding.replica import NoReplica, make_replica, rope_limit, text_c
 from hfpatch.decoding.rules import Number, Recipe, Unexplained
 from hfpatch.decoding.spec import Model
 from hfpatch.decoding.surroundings import attention_functions, check_attention, check_cache
+from hfpatch.proof.around import writable_around
 from hfpatch.proof.keys import code_of
 from hfpatch.proof.proving import outside_modes
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
@@ -123,10 +125,25 @@ def _proof_of(model: Any) -> Proven | str:
             return f"`{name}`, which its code names, was replaced"
         if hooks_on_all():
             return "hooks on all modules are registered, or a call of modules of somebody's own"
+        if (found := _around(classes.values())) is not None:
+            cls, name = found
+            return (
+                f"the code of `{cls}` names `{name}`, which is no part of it, and which a proof "
+                "could write to"
+            )
         _proofs[key] = _prove(model, implementation)
         while len(_proofs) > _MOST:
             del _proofs[next(iter(_proofs))]
     return _proofs[key]
+
+
+def _around(modules: Iterable[nn.Module]) -> tuple[str, str] | None:
+    """The class of a module whose own code may write to what is around it, and the name of that: a
+    small model that is built and run would do so too."""
+    for module in modules:
+        if (name := writable_around(module)) is not None:
+            return type(module).__name__, name
+    return None
 
 
 def _implementation(model: Any) -> str:

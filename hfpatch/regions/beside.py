@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from hfpatch.proof.around import writable_around
 from hfpatch.proof.library import HOOKS, is_installed
 from hfpatch.proof.replicas import CannotReplicateError, copied_apart
 from hfpatch.proof.subject import class_of
-from hfpatch.regions.around import writable_around
 from hfpatch.regions.capture import is_wall
 from hfpatch.regions.listening import is_idle
 

@@ -185,3 +185,36 @@ def test_the_model_itself_compiled() -> None:
     model.compile(backend="eager")
     assert any(s.op == "decoding" for s in hfpatch.apply(model).swaps)
     torch._dynamo.reset()
+
+
+CALLED: list[str] = []
+
+
+class Listing(LlamaForCausalLM):
+    """Its code notes its calls in a list of its file's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        CALLED.append("forward")
+        return super().forward(*args, **kwargs)
+
+
+class Counting(LlamaForCausalLM):
+    built = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        type(self).built += 1
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_model_that_writes_elsewhere(mode: str) -> None:
+    """No small model of its class is built and run."""
+    config = make("llama", num_key_value_heads=4, mlp_bias=False).config
+    listing, counting = Listing(config).eval(), Counting(config).eval()
+    CALLED.clear()
+    before = Counting.built
+    for model, name in ((listing, "CALLED"), (counting, "built")):
+        report = hfpatch.apply(model, mode=mode)
+        assert not any(s.op in ("decoding", "decoder layer") for s in report.swaps)
+        assert any(f"names `{name}`" in s.reason for s in report.skips), report
+    assert not CALLED and Counting.built == before
