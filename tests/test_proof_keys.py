@@ -378,3 +378,80 @@ def test_of_a_configuration_what_the_code_names_counts() -> None:
     assert held() == was and everything() != all_was
     module.config.hidden_scale = 3.0
     assert held() != was
+
+
+class NumberedRMSNorm(nn.Module):
+    """Has its layer's number and name, as every layer of a model may have its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(SIZE)), 1e-6
+        self.layer_idx, self.path, self.first = number, f"layers.{number}", number == 0
+
+    def scale(self) -> float:
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y * self.scale()
+
+
+class ReadRMSNorm(NumberedRMSNorm):
+    def scale(self) -> float:
+        return 1.0 + self.layer_idx
+
+
+class GetattrRMSNorm(NumberedRMSNorm):
+    @property
+    def factor(self) -> float:
+        return 1.0 + getattr(self, "layer_idx", 0)
+
+    def scale(self) -> float:
+        return self.factor
+
+
+class HeldRMSNorm(NumberedRMSNorm):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.held = lambda x: x * (1.0 + self.layer_idx)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.held(super().forward(x))
+
+
+class NumberedMLP(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.layer_id = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore
+
+
+class NumberedSwish(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_id = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("cls", [NumberedRMSNorm, NumberedMLP, NumberedSwish])
+def test_numbers_that_no_forward_reads(proven: list[str], cls: Any) -> None:
+    """A model of eighty layers is not proven eighty times."""
+    report = hfpatch.apply(nn.Sequential(*(cls(i) for i in range(6))))
+    assert len(report.swaps) == 6
+    assert proven == [cls.__name__]
+
+
+@pytest.mark.parametrize("cls", [ReadRMSNorm, GetattrRMSNorm, HeldRMSNorm])
+def test_numbers_that_a_forward_reads(cls: Any) -> None:
+    model = nn.ModuleList(cls(i) for i in range(3)).requires_grad_(False)
+    x = torch.randn(3, SIZE)
+    expected = [m(x) for m in model]
+    hfpatch.apply(model)
+    for m, y in zip(model, expected, strict=True):
+        torch.testing.assert_close(m(x), y)
+    hfpatch.restore(model)

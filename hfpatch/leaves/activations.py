@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from hfpatch.kernels.sources import Kernel, torch_kernel
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.proof.contract import Contract
-from hfpatch.proof.keys import attributes_of
+from hfpatch.proof.keys import attributes_read
 from hfpatch.proof.replicas import random_linear, replicate
 from hfpatch.proof.subject import (
     Combo,
@@ -55,7 +55,7 @@ class ActivationSubject(Subject):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        own = attributes_of(self.module)  # `act` of the transformers classes is among these
+        own = attributes_read(self.module)  # `act` of the transformers classes is among these
         return (self.projection, own)
 
     far: ClassVar[Tensor] = torch.arange(-36, 37, 3, device="cpu")

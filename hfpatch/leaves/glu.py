@@ -23,7 +23,7 @@ from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.ops.activation import ACTIVATIONS
 from hfpatch.ops.gated import clamped
 from hfpatch.proof.contract import Contract
-from hfpatch.proof.keys import attributes_of, code_of, fingerprint, kept_while_planning
+from hfpatch.proof.keys import attributes_read, code_of, fingerprint_read, kept_while_planning
 from hfpatch.proof.proving import cpu_default
 from hfpatch.proof.replicas import random_linear, replicate
 from hfpatch.proof.subject import (
@@ -110,8 +110,8 @@ class GatedSubject(Subject):
     @property
     def key(self) -> tuple[Any, ...]:
         act = self.module._modules.get(self.act) if self.act else None
-        kind = (*code_of(act), *fingerprint(act)) if act is not None else None
-        own = attributes_of(self.module)  # the projections are called, whatever they are
+        kind = (*code_of(act), *fingerprint_read(act)) if act is not None else None
+        own = attributes_read(self.module)  # the projections are called, whatever they are
         return (self.roles, self.act, kind, self._down_dtype(), own)
 
     def _down_dtype(self) -> torch.dtype | None:
@@ -568,7 +568,7 @@ def _by_code(module: nn.Module) -> Subject | str:
     known = kept_while_planning(_by_code).setdefault(class_of(module), {})
     # a class's code may take one way or another by its settings, and by which children there are
     kind = None if act is None else code_of(module._modules[act])  # type: ignore[arg-type]
-    key = (tuple(module._modules), kind, attributes_of(module))
+    key = (tuple(module._modules), kind, attributes_read(module))
     if key not in known:
         known[key] = _roles_by_code(module, dropout, act)
     roles = known[key]

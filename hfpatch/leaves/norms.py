@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from hfpatch.kernels.sources import Kernel
 from hfpatch.ops import KERNEL_DTYPES
 from hfpatch.proof.contract import Contract
-from hfpatch.proof.keys import attributes_of, fingerprint, kept_while_planning
+from hfpatch.proof.keys import attributes_read, fingerprint_read, kept_while_planning
 from hfpatch.proof.proving import cpu_default
 from hfpatch.proof.replicas import own_copy, random_like, replicate
 from hfpatch.proof.subject import (
@@ -66,7 +66,7 @@ class NormSubject(Subject):
         buffers = tuple(
             (n, tuple(b.shape)) for n, b in self.module._buffers.items() if b is not None
         )
-        return (self.weight, self.bias, self.width, dtypes, buffers, fingerprint(self.module))
+        return (self.weight, self.bias, self.width, dtypes, buffers, fingerprint_read(self.module))
 
     def _epsilons(self) -> list[float]:
         found = [
@@ -476,7 +476,7 @@ def _over_channels(subject: NormSubject) -> bool:
     if width is None or "permute" not in getattr(code, "co_names", ()):
         return False
     known = kept_while_planning(_over_channels).setdefault(type(module), {})
-    key = (subject.key, attributes_of(module))
+    key = (subject.key, attributes_read(module))
     if key not in known:
         size = 3 if width != 3 else 5  # which no norm of rows of that width takes for one
         drawn, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
@@ -498,7 +498,7 @@ def _takes_any_width(module: nn.Module, width: int) -> bool:
     those of its last stage.
     """
     known = kept_while_planning(_takes_any_width).setdefault(type(module), {})
-    key = (width, attributes_of(module))
+    key = (width, attributes_read(module))
     if key not in known:
         try:
             with cpu_default():

@@ -92,13 +92,41 @@ def attributes_of(module: nn.Module, ignore: Container[str] = ()) -> tuple[Any, 
     return own + buffers
 
 
+def attributes_read(module: nn.Module) -> tuple[Any, ...]:
+    """The same of a leaf, without numbers and texts that its forward does not name: a model may
+    give each of its parts the number or the name of its layer, and all compute the same."""
+    blank = BLANK_NAMES | OWNED_BY_WRAPPERS
+    held = {k: v for k, v in module.__dict__.items() if k not in blank}
+    plain = {k for k, v in held.items() if type(v) in (int, str, bool)}
+    if not plain or any(map(_may_read, held.values())):
+        return attributes_of(module)
+    return attributes_of(module, plain - names_in_forward(module))
+
+
+def _may_read(value: Any) -> bool:
+    """Whether it is a function that may know the module which holds it."""
+    known = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
+    return bool(known) or isinstance(value, (types.MethodType, functools.partial))
+
+
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     """A module's attributes and, for each child module, its class, code and attributes."""
+    return _fingerprint(module, attributes_of)
+
+
+def fingerprint_read(module: nn.Module) -> tuple[Any, ...]:
+    """The same of a leaf, see `attributes_read`."""
+    return _fingerprint(module, attributes_read)
+
+
+def _fingerprint(
+    module: nn.Module, attributes: Callable[[nn.Module], tuple[Any, ...]]
+) -> tuple[Any, ...]:
     children = tuple(
-        (name, None if child is None else (*code_of(child), *fingerprint(child)))
+        (name, None if child is None else (*code_of(child), *_fingerprint(child, attributes)))
         for name, child in module._modules.items()
     )
-    return (attributes_of(module), children)
+    return (attributes(module), children)
 
 
 def held_by(modules: Iterable[nn.Module]) -> Callable[[], Any]:
