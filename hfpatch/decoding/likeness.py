@@ -111,9 +111,12 @@ def check_layer_likeness(
         Unexplained: the model differs; the text says where and how.
     """
     for top in layers:
-        ours, theirs = (
-            dict(m.get_submodule(top).named_modules(prefix=top)) for m in (model, replica)
-        )
+        try:
+            layer = model.get_submodule(top)
+        except AttributeError as e:  # taken out, as a student's of a teacher, or a stage's
+            raise Unexplained(f"it has no module `{top}`") from e
+        ours = dict(layer.named_modules(prefix=top))
+        theirs = dict(replica.get_submodule(top).named_modules(prefix=top))
         hidden = tuple(f"{path}." for path in opaque if path.startswith(f"{top}."))
         for path in dict.fromkeys((*theirs, *ours)):
             if path in opaque and path in ours:

@@ -440,6 +440,45 @@ def test_another_dtype_that_cannot_be_proven_is_said(monkeypatch: pytest.MonkeyP
     assert_equal(ours, gradients(twin), 3e-2)
 
 
+def _first_taken_out(model: Any) -> None:
+    del model.model.layers[0]
+
+
+def _in_a_wrapper(model: Any) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    model.model = Wrapper(model.model)
+
+
+def _another_table(model: Any) -> None:
+    class Table(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    model.model.rotary_emb = Table(model.model.rotary_emb)
+
+
+@pytest.mark.parametrize("change", [_first_taken_out, _in_a_wrapper, _another_table])
+def test_a_model_that_its_config_does_not_describe(change: Callable[[Any], None]) -> None:
+    """As layers are taken out of a teacher for a student, or of a model for a pipeline's stage."""
+    model, twin = build(), build()
+    for m in (model, twin):
+        change(m)
+    report = hfpatch.apply(model, mode="training")
+    assert layers_of(report) == 2 or any("decoder layers" in s.reason for s in report.skips)
+    assert_equal(gradients(model), gradients(twin))
+
+
 def test_models_without_a_head_are_in_the_report() -> None:
     """Rewards, classes, embeddings: their layers keep their own forward."""
     config = transformers.LlamaConfig(**SMALL)
