@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dis
+import enum
 import sys
 import types
 from collections.abc import Iterator
@@ -137,6 +138,8 @@ def _may_be_written(value: Any) -> bool:
         return not _of_a_library(value)
     if isinstance(value, torch.Tensor):
         return True
+    if isinstance(value, enum.Enum):
+        return False
     plain = (type, types.FunctionType, types.ModuleType, staticmethod, classmethod, property)
     return not isinstance(value, plain) and _is_own(type(value))
 

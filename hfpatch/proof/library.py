@@ -8,6 +8,10 @@ compared with the code that its module's file holds.
 from __future__ import annotations
 
 import functools
+import glob
+import importlib.util
+import os
+import site
 import sys
 import sysconfig
 import types
@@ -26,14 +30,41 @@ _DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
 #: Where hooks on a module are kept.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 6  # of functions around functions: decorators
-#: Where Python and its packages keep their files.
-INSTALLED = tuple(
-    {
-        f"{p}/"
-        for n in ("stdlib", "platstdlib", "purelib", "platlib")
-        if (p := sysconfig.get_path(n))
-    }
+#: Packages that are nobody's own code wherever they lie: from a clone, or a folder of PYTHONPATH.
+_KNOWN = (
+    *_LIBRARIES,
+    "accelerate",
+    "bitsandbytes",
+    "huggingface_hub",
+    "kernels",
+    "peft",
+    "torchao",
 )
+
+
+def _installed() -> Iterator[str]:
+    """The folders of Python and of installed packages."""
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
+        if found := sysconfig.get_path(name):
+            yield found
+    yield from site.getsitepackages()
+    if found := site.getusersitepackages():
+        yield found
+    for name in _KNOWN:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):  # ValueError: somebody has put a module there by hand
+            continue
+        if spec is None or spec.origin is None:  # a folder of that name
+            continue
+        for folder in spec.submodule_search_locations or ():
+            yield folder
+            if glob.glob(os.path.join(glob.escape(os.path.dirname(folder)), "*.dist-info")):
+                yield os.path.dirname(folder)  # `pip install --target`
+
+
+#: Where Python and its packages keep their files.
+INSTALLED = tuple({f"{p}/" for folder in _installed() for p in (folder, os.path.realpath(folder))})
 
 
 def odd_code(module: Any) -> str | None:
