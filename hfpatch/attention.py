@@ -19,6 +19,7 @@ A user's own `sdpa_kernel` context, or switch, holds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from torch.compiler import is_compiling
 from hfpatch.blocks import flash3
 from hfpatch.blocks.memo import keep_for_capture, stream_of
 from hfpatch.errors import KernelLoadError
-from hfpatch.kernels.config import attention_choice
+from hfpatch.kernels.config import ATTENTION, attention_choice
 from hfpatch.proof.subject import Tensor
 
 #: Not what somebody may have put in its place when a kernel is chosen, which is kept.
@@ -99,6 +100,7 @@ def attention(
         shape, keys, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
         None if mask is None else (mask.shape, mask.stride(), mask.dtype),
         causal, window, softcap, grad, _flash_enabled(), _efficient_enabled(), _cudnn_enabled(),
+        os.environ.get(ATTENTION),
     )  # fmt: skip
     kernel = _kernels.get(key)
     if kernel is None:

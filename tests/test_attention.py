@@ -285,3 +285,22 @@ def test_rows_that_lie_apart_are_gathered(monkeypatch: pytest.MonkeyPatch) -> No
     assert {tuple(held[3].shape) for held in given[:6]} == {(1, 4, 6, 9), (1, 1, 6, 9)}
     nothing = torch.empty(2, 4, 16, 0).transpose(2, 3)
     assert attention(nothing, nothing, nothing).shape == (2, 4, 0, 16)
+
+
+def test_the_variable_counts_for_calls_of_a_kind_that_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen, choose = [], module._choose
+
+    def counted(*args: Any) -> Any:
+        chosen.append(1)
+        return choose(*args)
+
+    monkeypatch.setattr(module, "_choose", counted)
+    monkeypatch.setattr(module, "_kernels", {})
+    q = torch.randn(1, 2, 5, 16)
+    results = [module.attention(q, q, q) for _ in range(2)]
+    assert len(chosen) == 1
+    monkeypatch.setenv("HFPATCH_ATTENTION", "torch")
+    results.append(module.attention(q, q, q))
+    assert len(chosen) == 2 and all(torch.equal(results[0], r) for r in results)

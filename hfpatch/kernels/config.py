@@ -32,7 +32,7 @@ from hfpatch.hub import HubOptions
 from hfpatch.kernels.choices import parse_variable
 from hfpatch.text import printable
 
-_ATTENTION = "HFPATCH_ATTENTION"
+ATTENTION = "HFPATCH_ATTENTION"
 # Read by the kernels as they are loaded, where nothing can be said of another value.
 _READ_BY_KERNELS = {
     "HFPATCH_SIMD": ("baseline", "avx2", "avx512"),
@@ -100,9 +100,9 @@ def attention_choice() -> str | None:
     Raises:
         ValueError: it is something else.
     """
-    value = os.environ.get(_ATTENTION, "").strip()
+    value = os.environ.get(ATTENTION, "").strip()
     if value not in ("", "torch"):
-        raise ValueError(f"{_ATTENTION} is {value!r}; expected `torch`, or nothing")
+        raise ValueError(f"{ATTENTION} is {value!r}; expected `torch`, or nothing")
     return value or None
 
 
