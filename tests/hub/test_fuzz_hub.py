@@ -11,6 +11,7 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -278,14 +279,17 @@ def test_answers(
     hub.trust("toy")
     hub.put("toy/base", package(name="base"))
     depends = {"kernel-depends": [{"repo-id": "toy/base", "version": 1}]}
-    files = package(**depends) | package(variant="torch-cuda")
-    commit = hub.put("toy/kernel", files)
-    right = {
-        path.removeprefix("build/torch-cpu/"): hashlib.sha256(data).hexdigest()
-        for path, data in files.items()
-        if "torch-cpu" in path
-    }
-    wire = Wire(hub)
+    right: dict[str, dict[str, str]] = {}
+    for readme in (b"older", b"newer"):  # whether the older one is released its history says
+        files = package(**depends) | package(variant="torch-cuda") | {"README.md": readme}
+        right[hub.put("toy/kernel", files)] = {
+            path.removeprefix("build/torch-cpu/"): hashlib.sha256(data).hexdigest()
+            for path, data in files.items()
+            if "torch-cpu" in path
+        }
+    older, newer = right
+    pull = hub.put("toy/kernel", evil(), branch="refs/pr/1")
+    wire, changed = Wire(hub), Counter[str]()
     huggingface_hub.close_session()
     # the hooks of huggingface_hub's own client, and no socket
     huggingface_hub.set_client_factory(
@@ -295,13 +299,17 @@ def test_answers(
         outcomes = {True: 0, False: 0}
         for number in range(count):
             rng = random.Random(f"answer {number}")
-            target = rng.choice(["info", "organization", "tree", "refs", "resolve", "history"])
+            kind = rng.random()
+            wanted = newer if kind < 0.7 else older if kind < 0.9 else pull
+            named = ["info", "organization", "tree", "refs", "resolve"]
+            target = rng.choice(named if wanted == newer else ["refs", "history", "history"])
 
             def change(
                 name: str, answer: Answer, rng: Any = rng, target: str = target, n: int = number
             ) -> Answer:
-                if name != target or rng.random() < 0.3:
+                if name != target or rng.random() < 0.15:
                     return answer
+                changed[name] += 1
                 if name == "resolve" or rng.random() < 0.2:
                     header = rng.choice(HEADERS)
                     value = str(rng.choice([v for v in HOSTILE if isinstance(v, str)]))
@@ -315,20 +323,23 @@ def test_answers(
                 return answer
 
             wire.change = change
-            home = tmp_path / f"case{number % 50}"
+            home = tmp_path / f"case{number % 50 if wanted == newer else number}"
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "cache"))
             monkeypatch.setenv("HFPATCH_STATE", str(home / "state"))
-            spec = HubSpec.parse(SPEC if rng.random() < 0.6 else f"toy/kernel@{commit}")
+            spec = HubSpec.parse(SPEC if kind < 0.4 else f"toy/kernel@{wanted}")
             try:
                 found = install(spec, HubOptions(), refresh=rng.random() < 0.5, copy=False)
             except KernelLoadError:
                 outcomes[False] += 1
                 continue
             outcomes[True] += 1
-            assert found.top.commit == commit and found.top.sealed.files == right, number
+            assert found.top.commit == wanted != pull, number
+            assert found.top.sealed.files == right[wanted], number
         beside = [p for p in tmp_path.rglob("*") if "evil" in p.name]
         assert not beside and not ran()
         assert min(outcomes.values()) > count / 20, outcomes
+        assert changed.total() > count / 2 and changed.keys() == {*named, "history"}, changed
+        assert min(changed.values()) > count / 50, changed
     finally:
         huggingface_hub.close_session()
         huggingface_hub.set_client_factory(_default_factory())
