@@ -212,7 +212,7 @@ def test_a_setting_of_the_config_that_nothing_reads(name: str, value: Any) -> No
 
 def test_another_function_is_the_originals() -> None:
     pair = Pair.of(DoubledRMSNorm(WIDTH))
-    _is_the_original(pair, False, "no formula reproduces")
+    _is_the_original(pair, False, "computes something else than in float32")
     with torch.no_grad():
         with Kernels() as seen:
             torch.testing.assert_close(pair.patched(draw(FP32)), pair.plain(draw(FP32)))
@@ -221,8 +221,10 @@ def test_another_function_is_the_originals() -> None:
 
 def test_another_gradient_is_the_originals() -> None:
     pair = Pair.of(OtherGradientRMSNorm(WIDTH), mode="training")
-    _is_the_original(pair, True, r"the gradient of `\w+` for `input` in `train\(\)` is not that of")
-    check(Pair.of(OtherGradientRMSNorm(WIDTH)), draw(FP32), BF16, False)
+    _is_the_original(pair, True, "computes something else than in float32")
+    # without gradients too: its code is another one there
+    pair = Pair.of(OtherGradientRMSNorm(WIDTH))
+    _is_the_original(pair, False, "computes something else than in float32")
 
 
 def test_a_kernel_that_is_wrong_under_autocast() -> None:

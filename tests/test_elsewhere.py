@@ -35,7 +35,9 @@ def test_a_gpu_gets_what_the_cpu_gets(name: str) -> None:
     model = zoo.ENTRIES[name].build(torch.bfloat16)
     here, there = hfpatch.plan(model), hfpatch.plan(model, device="cuda:9.0")
     # steps of more sequences are a GPU's; all else is the same
-    of_gpu = {p: (op, f.replace("64 rows", "16 rows"), s) for p, (op, f, s) in swaps(there).items()}
+    of_gpu = {
+        p: (op, f.replace("128 rows", "16 rows"), s) for p, (op, f, s) in swaps(there).items()
+    }
     assert of_gpu == swaps(here) != {}
     assert here.planned_for == "" and there.planned_for == "cuda:9.0"
     assert {s.devices for s in there.swaps} == {("cuda",)}
@@ -184,7 +186,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main([*arguments, "cuda:9.0"]) == 0
     assert "8 to swap" in (out := capsys.readouterr().out)
     assert "planned for cuda:9.0, not proven there" in out.replace("\n", " ")
-    assert "decoding steps of up to 64 rows" in out and "LlamaDecoderLayer   at its first" in out
+    assert "decoding steps of up to 128 rows" in out and "LlamaDecoderLayer   at its first" in out
     assert cli.main([*arguments, "cuda", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["planned_for"] == "cuda"
     assert cli.main([*arguments, "cpu", "--mode", "training", "--json"]) == 0

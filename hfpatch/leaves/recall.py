@@ -19,7 +19,16 @@ from hfpatch.proof.contract import Contract
 from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, attributes_of, code_of
 from hfpatch.proof.library import HOOKS, is_installed, odd_code
 from hfpatch.proof.replicas import replicate
-from hfpatch.proof.subject import Family, Forward, Subject, Tensor, class_of, coded, watched
+from hfpatch.proof.subject import (
+    Family,
+    Forward,
+    Subject,
+    Tensor,
+    class_of,
+    coded,
+    forward_of_class,
+    watched,
+)
 from hfpatch.proof.unchanged import (
     Part,
     ProcessorPart,
@@ -60,15 +69,19 @@ class RecallSubject(CustomSubject):
         return compared[key]
 
     def forward(self, original: Forward, contract: Contract) -> Forward:
-        made, own = self._make(original), coded(original)
+        made, of_class = self._make(original), class_of(self.module).forward
+        own = coded(of_class)
         code = own.__code__
+        # below it there may be a recording, which runs what the class has when it is called
+        other = forward_of_class if original is of_class else original
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                return made(self, *args, **kwargs)
-            if type(self).forward is not original or own.__code__ is not code:  # patched since
-                return type(self).forward(self, *args, **kwargs)
-            return made(self, *args, **kwargs)
+            now = made
+            if not is_compiling() and not (
+                type(self).forward is of_class and own.__code__ is code
+            ):  # it was patched since
+                now = other
+            return now(self, *args, **kwargs)
 
         return forward
 

@@ -225,7 +225,11 @@ def _computes_otherwise(trial: Trial, base: Trial) -> str | None:
         dims = len(lead) + 1
         if 0 in lead or dims not in base.steps_of or (base.dims and dims not in base.dims):
             continue
-        reading = subject.read(trial.module, subject.reshaped(trial.x, lead))
+        x = subject.reshaped(
+            trial.x, lead
+        )  # outside of autocast, which refuses to stack half types
+        with trial.context():
+            reading = subject.read(trial.module, x)
         if reading.steps != base.steps_of[dims]:
             return f"computes something else of {dims} dimensions than"
     return None
@@ -244,8 +248,7 @@ def fits_of(
     """
     try:
         trial = Trial(subject, combo, base.device)
-        with trial.context():
-            why = _computes_otherwise(trial, base)
+        why = _computes_otherwise(trial, base)
         if why is not None:
             raise Unexplained(f"it {why} in float32")
     except torch.OutOfMemoryError:

@@ -23,7 +23,7 @@ from hfpatch.proof.keys import (
     names_read,
     overridden,
 )
-from hfpatch.proof.subject import class_of, coded, is_dtensor, plain
+from hfpatch.proof.subject import class_of, coded, is_dtensor
 
 #: Values that a forward may read off its module as settings.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -260,9 +260,11 @@ class Part:
 def odd_tensor(module: nn.Module) -> str | None:
     """The name of a parameter or buffer of a subclass of PyTorch's tensors, if a module has one.
     Whether one that is spread over processes is here is asked elsewhere."""
-    for kind in ("_parameters", "_buffers"):
-        for name, t in module.__dict__[kind].items():
-            if t is not None and not plain(t) and not is_dtensor(t):
+    d = module.__dict__
+    for held in (d["_parameters"], d["_buffers"]):
+        for name, t in held.items():  # asked at each call of a fused block, of each of its parts
+            own = type(t) is nn.Parameter or type(t) is torch.Tensor or t is None
+            if not own and not is_dtensor(t):
                 return name  # type: ignore[no-any-return]
     return None
 
