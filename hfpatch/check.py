@@ -73,7 +73,12 @@ def check_model(name: str, model: nn.Module, how: How) -> tuple[dict[str, Any], 
     except NoInputs as e:
         _settle(result, NOT_COMPARED, str(e))
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    before = None if inputs is None else _Run(model, inputs, how)
+    before = None
+    try:
+        before = None if inputs is None else _Run(model, inputs, how)
+    except Exception as e:  # the model's own: it has no gradients here, say
+        inputs, said = None, (str(e).splitlines() or [""])[0]
+        _settle(result, NOT_COMPARED, f"the model itself fails: {type(e).__name__}: {said}")
     truth = None if before is None else _truth(model, inputs or {}, how, result, before)
     ran = set() if inputs is None else _modules_run(model, inputs)
     report = hfpatch.apply(model, strict=True, **how.arguments)

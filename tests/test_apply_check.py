@@ -533,3 +533,18 @@ def test_a_gradient_that_is_nothing_but_roundings() -> None:
     assert check.distance(near, exact) < 2e-7
     assert check.distance(noisier, exact) < 2e-6
     assert check.distance([exact[0] + 1e-7, exact[1] + 1e-2], exact) > 5e-3
+
+
+def test_a_model_that_fails_by_itself_is_not_compared() -> None:
+    """FlexAttention has no gradients on a CPU, say."""
+    model = zoo.ENTRIES["llama"].build()
+
+    def no_gradients(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("no backward on a CPU\nand more")
+
+    model.register_forward_pre_hook(no_gradients)
+    result, report = check.check_model("", model, check.How({"mode": "training"}))
+    assert result["status"] == check.NOT_COMPARED and report.swaps and result["restored"]
+    assert result["reason"] == "the model itself fails: NotImplementedError: no backward on a CPU"
+    assert check.check_model("", model, check.How())[0]["status"] == check.PASSED
