@@ -125,24 +125,21 @@ def _proof_of(model: Any) -> Proven | str:
             return f"`{name}`, which its code names, was replaced"
         if hooks_on_all():
             return "hooks on all modules are registered, or a call of modules of somebody's own"
-        if (found := _around(classes.values())) is not None:
-            cls, name = found
-            return (
-                f"the code of `{cls}` names `{name}`, which is no part of it, and which a proof "
-                "could write to"
-            )
-        _proofs[key] = _prove(model, implementation)
+        _proofs[key] = _writes_around(classes.values()) or _prove(model, implementation)
         while len(_proofs) > _MOST:
             del _proofs[next(iter(_proofs))]
     return _proofs[key]
 
 
-def _around(modules: Iterable[nn.Module]) -> tuple[str, str] | None:
-    """The class of a module whose own code may write to what is around it, and the name of that: a
-    small model that is built and run would do so too."""
+def _writes_around(modules: Iterable[nn.Module]) -> str | None:
+    """That the own code of a module may write to what is around it: a small model that is built and
+    run would do so too."""
     for module in modules:
         if (name := writable_around(module)) is not None:
-            return type(module).__name__, name
+            return (
+                f"the code of `{type(module).__name__}` names `{name}`, which is no part of it, "
+                "and which a proof could write to"
+            )
     return None
 
 

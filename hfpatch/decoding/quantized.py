@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hfpatch.decoding.spec import Layer, Mlp, Model, Product
+from hfpatch.foreign.memory import bits
 
 Tensor = torch.Tensor
 #: Bytes behind a row of integers: the fp32 that they are multiplied with.
@@ -63,8 +64,8 @@ _NEIGHBOURS = 16
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """A view of the elements that are compared."""
-    w = weight.detach()
+    """A view of the elements that are compared, as their bits: NaN is what it was."""
+    w = bits(weight.detach())
     if not w.is_contiguous() or w.numel() < _NEIGHBOURS:
         return w[:, :: max(1, w.shape[1] // _NEIGHBOURS)]
     step = w.shape[1] + _NEIGHBOURS

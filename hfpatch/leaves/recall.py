@@ -17,7 +17,7 @@ from hfpatch.direct_calls import has_own_call
 from hfpatch.leaves.custom import CustomSubject
 from hfpatch.proof.contract import Contract
 from hfpatch.proof.keys import BLANK_NAMES, OWNED_BY_WRAPPERS, attributes_of, code_of
-from hfpatch.proof.library import HOOKS, is_installed, odd_code
+from hfpatch.proof.library import HOOKS, hooks_of_libraries, is_installed, odd_code
 from hfpatch.proof.replicas import replicate
 from hfpatch.proof.subject import (
     Family,
@@ -271,26 +271,22 @@ def _same_readers(model: nn.Module) -> Callable[[nn.Module], bool]:
     return lambda root: not hooks_on_all() and all(one.is_same(root) for one in readers)
 
 
-class _Reader:
+class _Reader(Part):
     """A module that is given the mask. It is called: its class's own code runs, which was read."""
 
     def __init__(self, module: nn.Module, path: tuple[str, ...]) -> None:
-        self._path, self._part = path, Part(module, path, called=True)
+        super().__init__(module, path, called=True)
         processor = module.__dict__.get("processor")
         self._processor = None if processor is None else ProcessorPart(processor, path)
-        self._class = class_of(module)
-        self._forward = self._class.forward
-        self._coded = coded(self._forward)
-        self._code = self._coded.__code__
 
     def is_same(self, root: nn.Module) -> bool:
-        if not self._part.is_same(root):
+        if not super().is_same(root):
             return False
         if self._processor is not None and not self._processor.is_same(root):
             return False
-        module = root
+        module: Any = root
         for name in self._path:
-            module = module._modules[name]  # type: ignore[assignment]
+            module = module._modules[name]
         return (
             self._class.forward is self._forward
             and self._coded.__code__ is self._code
@@ -306,9 +302,8 @@ def _shows_its_arguments(module: nn.Module) -> bool:
     if has_own_call(d) or not is_installed(d.get("forward")):
         return True
     hooks = [h for name in HOOKS for h in d[name].values()]
-    held = getattr(d.get("_hf_hook"), "hooks", (d.get("_hf_hook"),))
-    theirs = [*held, *getattr(d.get("_diffusers_hook"), "hooks", {}).values()]
-    hooks += [getattr(type(h), n, None) for h in theirs for n in ("pre_forward", "new_forward")]
+    for hook in hooks_of_libraries(module):
+        hooks += [getattr(type(hook), n, None) for n in ("pre_forward", "new_forward")]
     return not all(map(is_installed, hooks))
 
 

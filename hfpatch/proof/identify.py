@@ -225,9 +225,7 @@ def _computes_otherwise(trial: Trial, base: Trial) -> str | None:
         dims = len(lead) + 1
         if 0 in lead or dims not in base.steps_of or (base.dims and dims not in base.dims):
             continue
-        x = subject.reshaped(
-            trial.x, lead
-        )  # outside of autocast, which refuses to stack half types
+        x = subject.reshaped(trial.x, lead)  # not under autocast, which stacks no two half types
         with trial.context():
             reading = subject.read(trial.module, x)
         if reading.steps != base.steps_of[dims]:

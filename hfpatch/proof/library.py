@@ -30,16 +30,8 @@ _DECORATORS = (*_LIBRARIES, "huggingface_hub", "contextlib")
 #: Where hooks on a module are kept.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 6  # of functions around functions: decorators
-#: Packages that are nobody's own code wherever they lie: from a clone, or a folder of PYTHONPATH.
-_KNOWN = (
-    *_LIBRARIES,
-    "accelerate",
-    "bitsandbytes",
-    "huggingface_hub",
-    "kernels",
-    "peft",
-    "torchao",
-)
+#: Packages that are nobody's own code wherever they lie: in a clone, or a folder of PYTHONPATH.
+_KNOWN = (*_LIBRARIES, "accelerate", "peft")
 
 
 def _installed() -> Iterator[str]:
@@ -97,6 +89,15 @@ def is_installed(function: Any) -> bool:
     if code is None or hasattr(function, "__hfpatch__"):
         return True  # none, or written in C, or ours
     return bool(code.co_filename.startswith(INSTALLED))
+
+
+def hooks_of_libraries(module: nn.Module) -> Iterator[Any]:
+    """The hooks of diffusers and accelerate on a module."""
+    registry = module.__dict__.get("_diffusers_hook")
+    yield from getattr(registry, "hooks", {}).values()
+    hook = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        yield from getattr(hook, "hooks", (hook,))
 
 
 def strange_names(block: nn.Module) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hfpatch.proof.around import writable_around
-from hfpatch.proof.library import HOOKS, is_installed
+from hfpatch.proof.library import HOOKS, hooks_of_libraries, is_installed
 from hfpatch.proof.replicas import CannotReplicateError, copied_apart
 from hfpatch.proof.subject import class_of
 from hfpatch.regions.capture import is_wall
@@ -43,7 +43,7 @@ def hooked(block: nn.Module, last: str | None = None) -> tuple[str, str] | None:
     """
     places = dict(block.named_modules()) if last is None else _at(block, last)
     for path, module in places.items():
-        if path and any(map(_counts, _hooks_of_libraries(module))):
+        if path and any(map(_counts, hooks_of_libraries(module))):
             return path, (
                 f"`{path}` has a hook that keeps what calls gave, as a cache of diffusers does, "
                 "which a proof cannot call beside the original"
@@ -91,15 +91,6 @@ def _has_own_code(module: nn.Module) -> bool:
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
     for name in HOOKS:
         yield from module.__dict__[name].values()
-
-
-def _hooks_of_libraries(module: nn.Module) -> Iterator[Any]:
-    """Those of diffusers and accelerate."""
-    registry = module.__dict__.get("_diffusers_hook")
-    yield from getattr(registry, "hooks", {}).values()
-    hook = module.__dict__.get("_hf_hook")
-    if hook is not None:
-        yield from getattr(hook, "hooks", (hook,))
 
 
 def _counts(hook: Any) -> bool:

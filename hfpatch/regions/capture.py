@@ -141,6 +141,7 @@ class _Number(int):
 _NUMBER = 1_000_003
 
 
+@held_back()  # also while it is prepared: sizes that are symbols are Python's objects
 def capture(
     block: nn.Module,
     structure: Structure,
@@ -159,17 +160,6 @@ def capture(
     Raises:
         Uncapturable: the text says where in the code, and why.
     """
-    with held_back():  # also while it is prepared: sizes that are symbols are Python's objects
-        return _captured(block, structure, tensors, leaves, numbers)
-
-
-def _captured(
-    block: nn.Module,
-    structure: Structure,
-    tensors: Sequence[Tensor],
-    leaves: Mapping[str, KnownLeaf],
-    numbers: Sequence[tuple[str, str]],
-) -> Captured:
     walls = dict(_known_loops(block))
     loops = frozenset(walls)
     varying = True

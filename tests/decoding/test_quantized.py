@@ -17,7 +17,7 @@ from support.decoders import decoder, random_shape, table
 from support.engines import SMALL, arguments, check, padded, pass_held_to
 
 import hfpatch
-from hfpatch.decoding import kept
+from hfpatch.decoding import kept, step
 from hfpatch.decoding.engine import Engine, unsupported
 from hfpatch.decoding.quantized import eight_bits, rows_of_bytes, weights_of, with_weights
 from hfpatch.decoding.spec import Model
@@ -211,6 +211,25 @@ def test_writes_that_pytorch_does_not_count_are_noticed(
     found, wanted = ([logits_of(m, ids) for _ in range(2)][1] for m in (model, fresh))
     assert torch.equal(found, wanted) and not torch.equal(found, before)
     assert kept.decoders[model].steps > 9
+
+
+def test_weights_that_cannot_be_rounded_are_tried_once(
+    kernels_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def counted(model: Model) -> Model:
+        tried.append(1)
+        return eight_bits(model)
+
+    monkeypatch.setattr(step, "eight_bits", counted)
+    model = make("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    hfpatch.apply(model, decoding="int8")
+    for _ in range(3):
+        logits_of(model, torch.arange(10)[None] + 3)
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("choice", ["int4", "8", ""])

@@ -444,28 +444,21 @@ def _first_taken_out(model: Any) -> None:
     del model.model.layers[0]
 
 
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
 def _in_a_wrapper(model: Any) -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.inner(*args, **kwargs)
-
     model.model = Wrapper(model.model)
 
 
 def _another_table(model: Any) -> None:
-    class Table(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.inner(*args, **kwargs)
-
-    model.model.rotary_emb = Table(model.model.rotary_emb)
+    model.model.rotary_emb = Wrapper(model.model.rotary_emb)
 
 
 @pytest.mark.parametrize("change", [_first_taken_out, _in_a_wrapper, _another_table])
