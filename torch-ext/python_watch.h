@@ -1,80 +1,303 @@
 // python_watch.h: whether what Python objects hold is what they held: dictionaries, tensors' memory.
 //
-// A model has thousands of them, which decoding looks at for each token. Each function answers a
-// question of two lists, and False where the lists are not of the kind.
+// A model has thousands of them, which decoding looks at for each token. What is noted once becomes a
+// function of nothing, that looks.
 //
 // Python's stable ABI of 3.9 only.
 #pragma once
+
+#include <cstring>
+#include <memory>
+#include <vector>
 
 #include "python_torch.h"
 
 namespace {
 
-// A call's arguments, of which the first and the last are lists.
-struct Lists {
-  PyObject *first, *last;
-  Lists(PyObject *const *args, Py_ssize_t count, Py_ssize_t expected)
-      : first(count == expected ? args[0] : nullptr), last(count == expected ? args[count - 1] : nullptr) {
-    if (first == nullptr || !PyList_Check(first) || !PyList_Check(last)) first = nullptr;
+constexpr const char *kNoted = "hfpatch.noted";
+
+// What objects held. It keeps them and what they held alive: an address is nobody else's meanwhile.
+class Noted {
+ public:
+  virtual ~Noted() {
+    for (PyObject *object : kept_) Py_DECREF(object);
   }
-  // Whether they are lists of one length.
-  bool paired() const { return first != nullptr && PyList_Size(first) == PyList_Size(last); }
+  virtual bool same() = 0;
+
+ protected:
+  PyObject *keep(PyObject *object) {
+    Py_INCREF(object);
+    kept_.push_back(object);
+    return object;
+  }
+
+ private:
+  std::vector<PyObject *> kept_;
 };
 
-PyObject *answer(bool yes) {
-  if (PyErr_Occurred() != nullptr) PyErr_Clear();
-  return PyBool_FromLong(yes);
+template <typename T>
+T word(uintptr_t object, std::size_t at) {
+  T value;
+  std::memcpy(&value, reinterpret_cast<const char *>(object) + at, sizeof(T));
+  return value;
 }
 
-// values_are(dicts, objects): whether the values of all dicts, one after the other, are these objects.
-PyObject *values_are(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  const Lists lists(args, count, 2);
-  bool same = lists.first != nullptr;
-  Py_ssize_t next = 0;
-  const Py_ssize_t all = same ? PyList_Size(lists.last) : 0;
-  for (Py_ssize_t i = 0; same && i < PyList_Size(lists.first); ++i) {
-    PyObject *dict = PyList_GetItem(lists.first, i), *key = nullptr, *value = nullptr;
-    same = PyDict_Check(dict);
-    for (Py_ssize_t at = 0; same && PyDict_Next(dict, &at, &key, &value);)
-      same = next < all && PyList_GetItem(lists.last, next++) == value;
-  }
-  return answer(same && next == all);
+// A number that a dictionary has anew after each change, behind its size: in Python up to 3.13. It is
+// no interface of Python's: whether it is there is tried (find_versions).
+bool dicts_have_versions = false;
+
+uint64_t version_of(PyObject *dict) {
+  return word<uint64_t>(reinterpret_cast<uintptr_t>(dict), sizeof(PyObject) + sizeof(Py_ssize_t));
 }
 
-// sizes_are(dicts, sizes)
-PyObject *sizes_are(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  const Lists lists(args, count, 2);
-  bool same = lists.paired();
-  for (Py_ssize_t i = 0; same && i < PyList_Size(lists.first); ++i) {
-    PyObject *dict = PyList_GetItem(lists.first, i);
-    same = PyDict_Check(dict) && PyDict_Size(dict) == PyLong_AsSsize_t(PyList_GetItem(lists.last, i));
+// The values of dictionaries, one after the other. No instance's `__dict__`: Python may write to what
+// that shows without writing to it.
+class NotedValues : public Noted {
+ public:
+  void note(PyObject *dict) {
+    PyObject *key = nullptr, *value = nullptr;
+    const std::size_t begin = values_.size();
+    for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);) values_.push_back(keep(value));
+    dicts_.push_back({keep(dict), version_of(dict), begin, values_.size()});
   }
-  return answer(same);
+  bool same() override {
+    for (Dict &known : dicts_)
+      if (!(dicts_have_versions && version_of(known.dict) == known.version) && !compare(known)) return false;
+    return true;
+  }
+
+ private:
+  struct Dict {
+    PyObject *dict;
+    uint64_t version;
+    std::size_t begin, end;  // of its values
+  };
+
+  bool compare(Dict &known) {
+    PyObject *key = nullptr, *value = nullptr;
+    std::size_t next = known.begin;
+    for (Py_ssize_t at = 0; PyDict_Next(known.dict, &at, &key, &value); ++next)
+      if (next == known.end || values_[next] != value) return false;
+    known.version = version_of(known.dict);
+    return next == known.end;
+  }
+
+  std::vector<Dict> dicts_;
+  std::vector<PyObject *> values_;
+};
+
+class NotedSizes : public Noted {
+ public:
+  void note(PyObject *dict) { dicts_.push_back({keep(dict), PyDict_Size(dict)}); }
+  bool same() override {
+    for (const auto &[dict, size] : dicts_)
+      if (PyDict_Size(dict) != size) return false;
+    return true;
+  }
+
+ private:
+  struct Dict {
+    PyObject *dict;
+    Py_ssize_t size;
+  };
+  std::vector<Dict> dicts_;
+};
+
+// What dictionaries have by one name, null where nothing.
+class NotedItems : public Noted {
+ public:
+  explicit NotedItems(PyObject *name) : name_(keep(name)) {}
+  void note(PyObject *dict) {
+    PyObject *value = PyDict_GetItemWithError(dict, name_);
+    if (value != nullptr) keep(value);
+    dicts_.push_back({keep(dict), value});
+  }
+  bool same() override {
+    for (const auto &[dict, value] : dicts_)
+      if (PyDict_GetItemWithError(dict, name_) != value) return false;
+    return true;
+  }
+
+ private:
+  struct Dict {
+    PyObject *dict, *value;
+  };
+  PyObject *name_;
+  std::vector<Dict> dicts_;
+};
+
+// One tensor as Python shows it: its C++ object, its storage's, where that begins, and the first
+// element's place in it.
+struct Shown {
+  PyObject *tensor;
+  uintptr_t impl, storage, data;
+  int64_t offset;
+};
+
+// Where torch has that in its objects, in bytes from their beginnings. It is no interface of torch's:
+// it is found by trying, with tensors of which the parts are known, and tried on each that is noted.
+struct Layout {
+  std::size_t impl = 0, storage = 0, data = 0, offset = 0;
+
+  bool shows(const Shown &t) const {
+    const auto object = reinterpret_cast<uintptr_t>(t.tensor);
+    return word<uintptr_t>(object, impl) == t.impl && word<uintptr_t>(t.impl, storage) == t.storage &&
+           word<uintptr_t>(t.storage, data) == t.data && word<int64_t>(t.impl, offset) == t.offset;
+  }
+  bool is_at(PyObject *tensor, uintptr_t begin, int64_t first) const {
+    const auto found = word<uintptr_t>(reinterpret_cast<uintptr_t>(tensor), impl);
+    return word<int64_t>(found, offset) == first &&
+           word<uintptr_t>(word<uintptr_t>(found, storage), data) == begin;
+  }
+};
+
+// The first of an object's words that is what `wanted` says, in all examples; 0: none.
+template <typename T, typename Object, typename Wanted>
+std::size_t first_word(const std::vector<Shown> &examples, std::size_t end, Object object, Wanted wanted) {
+  for (std::size_t at = sizeof(void *); at + sizeof(T) <= end; at += sizeof(T)) {
+    const bool all = std::all_of(examples.begin(), examples.end(), [&](const Shown &t) {
+      return word<T>(object(t), at) == wanted(t);
+    });
+    if (all) return at;
+  }
+  return 0;
 }
 
-// items_are(dicts, name, addresses): whether each dict has by that name the object at that address.
-PyObject *items_are(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  const Lists lists(args, count, 3);
-  bool same = lists.paired();
-  for (Py_ssize_t i = 0; same && i < PyList_Size(lists.first); ++i) {
-    PyObject *dict = PyList_GetItem(lists.first, i);
-    PyObject *item = PyDict_Check(dict) ? PyDict_GetItemWithError(dict, args[1]) : nullptr;
-    same = item != nullptr && item == PyLong_AsVoidPtr(PyList_GetItem(lists.last, i));
+// So much of torch's objects is looked at, which are larger.
+constexpr std::size_t kImplBytes = 176, kStorageBytes = 48;
+Layout layout_;  // all 0: not known
+
+class NotedPlaces : public Noted {
+ public:
+  bool note(const Shown &t) {
+    places_.push_back({keep(t.tensor), t.data, t.offset});
+    return layout_.shows(t);
   }
-  return answer(same);
+  bool same() override {
+    for (const auto &[tensor, data, offset] : places_)
+      if (!layout_.is_at(tensor, data, offset)) return false;
+    return true;
+  }
+
+ private:
+  struct Place {
+    PyObject *tensor;
+    uintptr_t data;
+    int64_t offset;
+  };
+  std::vector<Place> places_;
+};
+
+PyObject *noted_is_same(PyObject *self, PyObject *) {
+  return PyBool_FromLong(static_cast<Noted *>(PyCapsule_GetPointer(self, kNoted))->same());
+}
+PyMethodDef noted_method = {"is_same", noted_is_same, METH_NOARGS, "Whether it is what was noted."};
+
+PyObject *question_of(std::unique_ptr<Noted> noted) {
+  PyObject *self = PyCapsule_New(noted.get(), kNoted, [](PyObject *capsule) {
+    delete static_cast<Noted *>(PyCapsule_GetPointer(capsule, kNoted));
+  });
+  if (self == nullptr) return nullptr;
+  noted.release();
+  PyObject *question = PyCFunction_New(&noted_method, self);
+  Py_DECREF(self);
+  return question;
 }
 
-// lie_at(tensors, addresses): whether each tensor's first element lies there.
-PyObject *lie_at(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  const Lists lists(args, count, 2);
-  bool same = torch_.api != nullptr && lists.paired();
-  for (Py_ssize_t i = 0; same && i < PyList_Size(lists.first); ++i) {
-    DLTensor tensor;
-    same = read(PyList_GetItem(lists.first, i), tensor) &&
-           static_cast<char *>(tensor.data) + tensor.byte_offset ==
-               PyLong_AsVoidPtr(PyList_GetItem(lists.last, i));
+// Notes each of a list of dictionaries.
+template <typename T>
+PyObject *note_dicts(std::unique_ptr<T> noted, PyObject *dicts) {
+  for (Py_ssize_t i = 0; i < PyList_Size(dicts); ++i) {
+    PyObject *dict = PyList_GetItem(dicts, i);
+    if (!PyDict_Check(dict)) return PyErr_Format(PyExc_TypeError, "expected dictionaries, got %R", dict);
+    noted->note(dict);
   }
-  return answer(same);
+  return PyErr_Occurred() == nullptr ? question_of(std::move(noted)) : nullptr;
+}
+
+PyObject *note_values(PyObject *, PyObject *args) {
+  PyObject *dicts = nullptr;
+  if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &dicts)) return nullptr;
+  return note_dicts(std::make_unique<NotedValues>(), dicts);
+}
+
+PyObject *note_sizes(PyObject *, PyObject *args) {
+  PyObject *dicts = nullptr;
+  if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &dicts)) return nullptr;
+  return note_dicts(std::make_unique<NotedSizes>(), dicts);
+}
+
+PyObject *note_items(PyObject *, PyObject *args) {
+  PyObject *dicts = nullptr, *name = nullptr;
+  if (!PyArg_ParseTuple(args, "O!U", &PyList_Type, &dicts, &name)) return nullptr;
+  return note_dicts(std::make_unique<NotedItems>(name), dicts);
+}
+
+// find_versions(dict, changes): whether each change of a dictionary gives it another version.
+PyObject *find_versions(PyObject *, PyObject *args) {
+  PyObject *dict = nullptr, *changes = nullptr;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &dict, &PyList_Type, &changes)) return nullptr;
+  std::vector<uint64_t> seen{version_of(dict)};
+  bool anew = true;
+  for (Py_ssize_t i = 0; i < PyList_Size(changes); ++i) {
+    PyObject *result = PyObject_CallObject(PyList_GetItem(changes, i), nullptr);
+    if (result == nullptr) return nullptr;
+    Py_DECREF(result);
+    const uint64_t version = version_of(dict);
+    anew = anew && std::find(seen.begin(), seen.end(), version) == seen.end() && version == version_of(dict);
+    seen.push_back(version);
+  }
+  dicts_have_versions = anew && seen.size() > 1;
+  return PyBool_FromLong(dicts_have_versions);
+}
+
+// A list of (tensor, address of its C++ object, of its storage's, where that begins, offset).
+bool read_shown(PyObject *list, std::vector<Shown> &shown) {
+  for (Py_ssize_t i = 0; i < PyList_Size(list); ++i) {
+    unsigned long long impl = 0, storage = 0, data = 0;
+    long long offset = 0;
+    Shown t{};
+    if (!PyArg_ParseTuple(PyList_GetItem(list, i), "OKKKL", &t.tensor, &impl, &storage, &data, &offset))
+      return false;
+    t.impl = impl, t.storage = storage, t.data = data, t.offset = offset;
+    shown.push_back(t);
+  }
+  return true;
+}
+
+// find_layout(examples, size of a tensor's Python object): whether torch's objects are as expected. The
+// examples' parts are such that no other word is likely to be the same in all of them.
+PyObject *find_layout(PyObject *, PyObject *args) {
+  PyObject *list = nullptr;
+  Py_ssize_t size = 0;
+  std::vector<Shown> examples;
+  if (!PyArg_ParseTuple(args, "O!n", &PyList_Type, &list, &size) || !read_shown(list, examples)) return nullptr;
+  const auto object = [](const Shown &t) { return reinterpret_cast<uintptr_t>(t.tensor); };
+  const auto impl = [](const Shown &t) { return t.impl; };
+  const auto storage = [](const Shown &t) { return t.storage; };
+  Layout found;
+  found.impl = first_word<uintptr_t>(examples, size, object, impl);
+  found.storage = first_word<uintptr_t>(examples, kImplBytes, impl, storage);
+  found.offset = first_word<int64_t>(examples, kImplBytes, impl, [](const Shown &t) { return t.offset; });
+  found.data = first_word<uintptr_t>(examples, kStorageBytes, storage, [](const Shown &t) { return t.data; });
+  const bool known = found.impl != 0 && found.storage != 0 && found.offset != 0 && found.data != 0;
+  layout_ = known ? found : Layout();
+  return PyBool_FromLong(known);
+}
+
+// note_places(tensors as Python shows them): None where they are not all laid out as expected.
+PyObject *note_places(PyObject *, PyObject *args) {
+  PyObject *list = nullptr;
+  std::vector<Shown> shown;
+  if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &list) || !read_shown(list, shown)) return nullptr;
+  auto noted = std::make_unique<NotedPlaces>();
+  bool as_expected = layout_.impl != 0;
+  for (std::size_t i = 0; as_expected && i < shown.size(); ++i) {
+    PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(shown[i].tensor));
+    as_expected = (type == torch_.tensor || type == torch_.parameter) && noted->note(shown[i]);
+  }
+  if (as_expected) return question_of(std::move(noted));
+  Py_RETURN_NONE;
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,17 +46,18 @@ class Watch:
         self._without = [m.__dict__ for m in inside if type(m) in _WITHOUT_MODES]
         self._modes = list(map(_TRAINING, self._without))
         self._parents = [d["_modules"] for d in (model.__dict__, *self._dicts) if d["_modules"]]
-        self._children = list(_values(self._parents))
         kinds = ("_parameters", "_buffers")
         self._holders = [m.__dict__[k] for m in inside for k in kinds if m.__dict__[k]]
-        self._in_holders = list(_values(self._holders))
-        self._tensors = [t for t in self._in_holders if t is not None]
-        self._addresses = list(map(_DATA_PTR, self._tensors))
+        self._tensors = [t for t in _values(self._holders) if t is not None]
         self._strided = [t for t in self._tensors if t.layout is torch.strided]
         self._others = [t for t in self._tensors if t.layout is not torch.strided]
         self._layouts = self._layouts_now()
         self._hooks = [d[name] for d in self._dicts for name in _HOOKS]
-        self._look: Any = _quick_looks(self._tensors, self._addresses)
+        self._notes: Any = _notes()
+        note_values = self._notes.note_values
+        self._same_parts = (note_values(self._parents), note_values(self._holders))
+        #: Whether the tensors lie where they lay: what an engine reads is there.
+        self.in_place: Callable[[], bool] = _note_places(self._tensors)
         self._note_wrappers()
         modules = (*inside, model)
         self._types = list(map(type, modules))
@@ -73,18 +74,9 @@ class Watch:
         self._settings = [settings for _, settings in found]
         self._surroundings = Surroundings(model)
 
-    def in_place(self) -> bool:
-        """Whether the tensors lie where they lay: what an engine reads is there."""
-        found: bool = self._look.lie_at(self._tensors, self._addresses)
-        return found
-
     def same_parts(self) -> bool:
         """Whether modules and tensors are those that they were."""
-        values_are = self._look.values_are
-        return bool(
-            values_are(self._parents, self._children)
-            and values_are(self._holders, self._in_holders)
-        )
+        return all(same() for same in self._same_parts)
 
     def wrapped(self, model: nn.Module) -> str | None:
         """Why a module inside must be called: somebody's hook or forward. Or None."""
@@ -149,56 +141,61 @@ class Watch:
     def _same_wrappers(self) -> bool:
         """Whether there are as many hooks and attributes as there were, and the same forwards and
         calls of instances: a new one is a new attribute."""
-        look = self._look
-        same: bool = (
-            look.sizes_are(self._hooks, self._hook_counts)
-            and look.sizes_are(self._dicts, self._attribute_counts)
-            and look.items_are(self._with_forward, "forward", self._forwards)
-            and look.items_are(self._with_call, DIRECT, self._calls)
-        )
-        return same
+        return all(same() for same in self._wrappers)
 
     def _note_wrappers(self) -> None:
-        self._hook_counts = list(map(len, self._hooks))
-        self._attribute_counts = list(map(len, self._dicts))
-        self._with_forward = [d for d in self._dicts if "forward" in d]
-        self._forwards = [id(d["forward"]) for d in self._with_forward]
-        self._with_call = [d for d in self._dicts if DIRECT in d]
-        self._calls = [id(d[DIRECT]) for d in self._with_call]
+        notes = self._notes
+        with_forward = [d for d in self._dicts if "forward" in d]
+        with_call = [d for d in self._dicts if DIRECT in d]
+        self._wrappers = (
+            notes.note_sizes(self._hooks),
+            notes.note_sizes(self._dicts),
+            notes.note_items(with_forward, "forward"),
+            notes.note_items(with_call, DIRECT),
+        )
 
 
-class _Looks:
-    """`hfpatch_kernels.calls.watcher` in Python, which takes twice to five times as long."""
-
-    @staticmethod
-    def values_are(dicts: list[dict[str, Any]], objects: list[Any]) -> bool:
-        return _same(objects, _values(dicts))
-
-    @staticmethod
-    def sizes_are(dicts: list[dict[str, Any]], sizes: list[int]) -> bool:
-        return list(map(len, dicts)) == sizes
+class _Notes:
+    """`hfpatch_kernels.calls.notes_of_dicts` in Python, which takes five to ten times as long."""
 
     @staticmethod
-    def items_are(dicts: list[dict[str, Any]], name: str, addresses: list[int]) -> bool:
-        try:
-            return list(map(id, map(operator.itemgetter(name), dicts))) == addresses
-        except KeyError:  # one was deleted
-            return False
+    def note_values(dicts: list[dict[str, Any]]) -> Callable[[], bool]:
+        held = list(_values(dicts))
+        return lambda: _same(held, _values(dicts))
 
     @staticmethod
-    def lie_at(tensors: list[torch.Tensor], addresses: list[int]) -> bool:
-        return list(map(_DATA_PTR, tensors)) == addresses
+    def note_sizes(dicts: list[dict[str, Any]]) -> Callable[[], bool]:
+        sizes = list(map(len, dicts))
+        return lambda: list(map(len, dicts)) == sizes
+
+    @staticmethod
+    def note_items(dicts: list[dict[str, Any]], name: str) -> Callable[[], bool]:
+        held = [d.get(name) for d in dicts]
+        return lambda: _same(held, (d.get(name) for d in dicts))
 
 
-def _quick_looks(tensors: list[torch.Tensor], addresses: list[int]) -> Any:
-    """What looks at lists: the kernels' build, where it has that and can read these tensors."""
+def _notes() -> Any:
+    """What notes the contents of dictionaries: the kernels' build, where it has that."""
     from hfpatch.kernels.sources import local_package
 
     try:
-        found = local_package().module.calls.watcher()
-        return found if found.lie_at(tensors, addresses) else _Looks
+        return local_package().module.calls.notes_of_dicts() or _Notes
     except (HfpatchError, AttributeError):  # no kernels, older ones, or without Python's headers
-        return _Looks
+        return _Notes
+
+
+def _note_places(tensors: list[torch.Tensor]) -> Callable[[], bool]:
+    """A function: whether the tensors lie where they lie now."""
+    from hfpatch.kernels.sources import local_package
+
+    try:
+        noted: Callable[[], bool] | None = local_package().module.calls.note_places(tensors)
+    except (HfpatchError, AttributeError):
+        noted = None
+    if noted is not None:
+        return noted
+    addresses = list(map(_DATA_PTR, tensors))
+    return lambda: list(map(_DATA_PTR, tensors)) == addresses
 
 
 def _same(ours: Sequence[Any], theirs: Iterable[Any]) -> bool:

@@ -128,17 +128,32 @@ def count(steps: Any, by: float) -> bool:
     return _extension is not None and bool(_extension.count(steps, by))
 
 
-def watcher() -> Any:
-    """Functions that tell whether what objects hold is what they held; None if this build has none.
+def notes_of_dicts() -> Any:
+    """What notes the contents of dictionaries; None if this build has none.
 
-    ``values_are(dicts, objects)``: the values of all dictionaries, in their order, are these.
-    ``sizes_are(dicts, sizes)``: each dictionary has so many items.
-    ``items_are(dicts, name, addresses)``: each has the object of this `id` by that name.
-    ``lie_at(tensors, addresses)``: each ordinary tensor's first element lies at that address.
+    ``note_values(dicts)``: the values of each, in their order.
+    ``note_sizes(dicts)``: how many items each has.
+    ``note_items(dicts, name)``: what each has by that name, if anything.
 
-    All take lists, and return False for anything else.
+    Each takes a list and returns a function of nothing: whether it is still so. It keeps alive what
+    it looks at and what that held.
     """
     return _extension
+
+
+def note_places(tensors: list[torch.Tensor]) -> Optional[Callable[[], bool]]:
+    """A function of nothing: whether each tensor's first element lies where it lies now.
+
+    It reads torch's own objects, 5 ns a tensor. None if this build cannot, if these are laid out in
+    another way than expected, or if they are not ordinary tensors with memory.
+    """
+    if _extension is None or not _layout_is_known:
+        return None
+    try:
+        noted: Optional[Callable[[], bool]] = _extension.note_places([_shown(t) for t in tensors])
+    except (RuntimeError, NotImplementedError):  # one has no storage
+        return None
+    return noted
 
 
 def library() -> Path:
@@ -233,6 +248,46 @@ def _shows(extension: Any) -> bool:
     return not any(seen) and bool(extension.is_plain())
 
 
+def _shown(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
+    """What Python says of where torch keeps a tensor's parts."""
+    storage = tensor.untyped_storage()
+    parts = (tensor._cdata, storage._cdata, storage.data_ptr(), tensor.storage_offset())
+    return (tensor, *parts)
+
+
+def _find_layout(extension: Any) -> bool:
+    """Whether torch's objects have what `note_places` reads, and where: tried, as above."""
+    try:
+        # offsets that no other number of these tensors is
+        whole = [torch.empty(9000 + i, dtype=torch.uint8, device="cpu") for i in range(3)]
+        parts = [t[4001 + 97 * i :] for i, t in enumerate(whole)]
+        parts.append(torch.nn.Parameter(torch.empty(8111, device="cpu")[5003:]))
+        shown = [_shown(t) for t in parts]
+        return bool(extension.find_layout(shown, torch.Tensor.__basicsize__))
+    except Exception:  # something else than ordinary tensors is made here and now
+        return False
+
+
+def _find_versions(extension: Any) -> None:
+    """Let looks at dictionaries read their versions, where those change as expected: tried, too."""
+    tried: dict[str, int] = {}
+    extension.find_versions(
+        tried,
+        [
+            lambda: tried.__setitem__("a", 1),
+            lambda: tried.__setitem__("a", 2),
+            lambda: tried.update(a=3),
+            lambda: tried.setdefault("b", 1),
+            lambda: tried.update({"b": 2}),
+            lambda: tried.pop("b"),
+            lambda: tried.__ior__({"a": 4}),
+            lambda: tried.__delitem__("a"),
+            lambda: tried.__setitem__("a", 5),
+            tried.popitem,
+        ],
+    )
+
+
 def _load() -> Any:
     if os.environ.get("HFPATCH_PYTHON_CALLS", "1") == "0":
         return None
@@ -274,8 +329,10 @@ def _load() -> Any:
     if not ready:
         return None
     _read_state(extension)
+    _find_versions(extension)
     setattr(ops, _SHARED, extension)
     return extension
 
 
 _extension = _load()
+_layout_is_known = _extension is not None and _find_layout(_extension)
