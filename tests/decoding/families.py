@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import transformers
+
+_T = TypeVar("_T", torch.Tensor, torch.nn.Module)
+_devices = ["cpu"]
 
 _SIZES = {
     "vocab_size": 300,
@@ -161,6 +166,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@contextmanager
+def on_device(name: str) -> Iterator[None]:
+    """Models and prompts are made there meanwhile."""
+    _devices.append(name)
+    try:
+        yield
+    finally:
+        _devices.pop()
+
+
+def device() -> str:
+    """Where models and prompts are made."""
+    return _devices[-1]
+
+
+def here(made: _T) -> _T:
+    """The same there."""
+    return made.to(device())
+
+
 def make(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A random model of a family, whose norms' weights and biases are not ones and zeros."""
     cls, own = (FAMILIES.get(name) or HALVES.get(name) or REFUSED[name])[:2]
@@ -176,7 +201,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
             parameter.data.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
     if getattr(config, "tie_word_embeddings", False):
         model.tie_weights()
-    return model.to(dtype).eval()
+    return here(model.to(dtype)).eval()
 
 
 def prompts(rows: int = 2, length: int = 9, padding: int = 3) -> dict[str, torch.Tensor]:
@@ -187,4 +212,4 @@ def prompts(rows: int = 2, length: int = 9, padding: int = 3) -> dict[str, torch
     if rows > 1:
         mask[0, :padding] = 0
         ids[0, :padding] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": here(ids), "attention_mask": here(mask)}

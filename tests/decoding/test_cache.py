@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoding.families import make, prompts
-from hypothesis import example, given, settings
+from decoding.families import device, here, make, prompts
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -176,6 +177,117 @@ def test_any_sequence_of_operations_gives_what_it_gives_a_plain_cache(
         assert all(torch.equal(view, was) for view, was in kept)
 
 
+_MOVES = (
+    *("step", "step", "step", "two tokens", "crop", "reorder", "repeat", "select", "deepcopy"),
+    *("pickle", "unpatched", "written", "text", "other", "anew"),
+)
+
+
+@functools.cache
+def _pair(family: str, _on: str) -> tuple[Any, Any]:
+    plain = make(family)
+    patched = copy.deepcopy(plain)
+    assert hfpatch.apply(patched).swaps[0].op == "decoding"
+    return plain, patched
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llama-tied", "gemma2", "gpt-oss"])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    prompt=st.integers(2, 9),
+    rows=st.integers(1, 3),
+    moves=st.lists(
+        st.tuples(st.sampled_from(_MOVES), st.integers(0, 1000)), min_size=4, max_size=14
+    ),
+)
+@torch.no_grad()
+def test_steps_between_any_operations_give_what_they_give_unpatched(
+    family: str, prompt: int, rows: int, moves: list[tuple[str, int]]
+) -> None:
+    """Each cache is used with one model; the patched one's also with the unpatched one."""
+    plain, patched = _pair(family, device())
+    steps = kept.decoders[patched].steps
+    pairs = [(DynamicCache(config=plain.config), DynamicCache(config=plain.config))]
+
+    def call(ids: torch.Tensor, ours: Any = patched) -> None:
+        theirs, mine = pairs[0]
+        wanted = plain(ids, past_key_values=theirs).logits
+        got = ours(ids, past_key_values=mine).logits
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+    def ids_of(seed: int, count: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        held = pairs[0][0].layers
+        number = held[0].keys.shape[0] if held and held[0].is_initialized else rows
+        return here(torch.randint(3, 300, (number, count), generator=generator))
+
+    call(ids_of(0, prompt))
+    for move, seed in moves:
+        both = pairs[0]
+        count = both[0].layers[0].keys.shape[0]
+        if move == "step":
+            call(ids_of(seed, 1))
+        elif move == "two tokens":
+            call(ids_of(seed, 2))
+        elif move == "unpatched":
+            call(ids_of(seed, 1), plain)
+        elif move == "crop":
+            outcomes = []
+            for cache in both:
+                try:
+                    cache.crop(-1 - seed % 2 if cache.get_seq_length() > 3 else -1)
+                    outcomes.append("")
+                except RuntimeError as e:  # a window that has left keys behind
+                    outcomes.append(str(e))
+            assert outcomes[0] == outcomes[1]
+            lengths = {layer.get_seq_length() for layer in both[0].layers}
+            if outcomes[0] or len(lengths) > 1 or lengths == {0}:
+                break  # of no use to anybody
+        elif move == "reorder":
+            generator = torch.Generator().manual_seed(seed)
+            order = here(torch.randint(0, count, (count,), generator=generator))
+            for cache in both:
+                cache.reorder_cache(order)
+        elif move == "repeat" and count < 3:
+            for cache in both:
+                cache.batch_repeat_interleave(2)
+        elif move == "select":
+            for cache in both:
+                cache.batch_select_indices(here(torch.tensor([seed % count])))
+        elif move == "deepcopy":  # the others go on later
+            pairs.insert(0, (copy.deepcopy(both[0]), copy.deepcopy(both[1])))
+        elif move == "other":
+            pairs.append(pairs.pop(0))
+        elif move == "pickle":
+            pairs[0] = (both[0], pickle.loads(pickle.dumps(both[1])))
+        elif move == "written":
+            for cache in both:
+                layer = cache.layers[seed % len(cache.layers)]
+                layer.values = layer.values * 0.5
+        elif move == "text":
+            texts = []
+            length = both[0].get_seq_length()
+            ids = ids_of(seed, length + 1)  # of which the cache has all but the last
+            for model, cache in zip((plain, patched), both, strict=True):
+                more = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+                mask = torch.ones_like(ids)
+                texts.append(
+                    model.generate(ids, attention_mask=mask, past_key_values=cache, **more)
+                )
+            assert torch.equal(*texts)
+        elif move == "anew":
+            pairs[0] = (DynamicCache(config=plain.config), DynamicCache(config=plain.config))
+            call(ids_of(seed, prompt))
+        theirs, mine = pairs[0]
+        assert theirs.get_seq_length() == mine.get_seq_length()
+        for index, (a, b) in enumerate(zip(theirs.layers, mine.layers, strict=True)):
+            if seed % 3 == 0 or index == seed % 4:  # who reads takes a layer out of its arena
+                torch.testing.assert_close(b.keys, a.keys, rtol=2e-3, atol=2e-3)
+                torch.testing.assert_close(b.values, a.values, rtol=2e-3, atol=2e-3)
+    event(f"{kept.decoders[patched].steps - steps} steps of the engine")
+
+
 def test_a_cache_goes_from_the_patched_model_to_the_unpatched_one_and_back() -> None:
     model = make("gemma3")
     ids = prompts(1, 8)["input_ids"]
@@ -187,7 +299,7 @@ def test_a_cache_goes_from_the_patched_model_to_the_unpatched_one_and_back() -> 
         model(ids, past_key_values=mixed)
         other(ids, past_key_values=plain)
         for i in range(24):
-            token = torch.randint(3, 300, (1, 1), generator=generator)
+            token = here(torch.randint(3, 300, (1, 1), generator=generator))
             which = model if i // 4 % 2 == 0 else other
             ours = which(token, past_key_values=mixed).logits
             theirs = other(token, past_key_values=plain).logits
@@ -202,14 +314,16 @@ def test_a_prompts_cache_serves_several_continuations() -> None:
     model = make("llama")
     ids = prompts(1, 8)["input_ids"]
     more = {"max_new_tokens": 6, "do_sample": False}
-    before = [model.generate(torch.cat((ids, torch.tensor([[t]])), 1), **more) for t in (7, 8, 9)]
+    before = [
+        model.generate(torch.cat((ids, here(torch.tensor([[t]]))), 1), **more) for t in (7, 8, 9)
+    ]
     hfpatch.apply(model)
     with torch.no_grad():
         cache = model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
-        cache = model(torch.tensor([[7]]), past_key_values=cache).past_key_values
+        cache = model(here(torch.tensor([[7]])), past_key_values=cache).past_key_values
     cache.crop(-1)
     for token, text in zip((7, 8, 9), before, strict=True):
-        whole = torch.cat((ids, torch.tensor([[token]])), 1)
+        whole = torch.cat((ids, here(torch.tensor([[token]]))), 1)
         own = copy.deepcopy(cache)
         assert torch.equal(model.generate(whole, past_key_values=own, **more), text)
     assert cache.get_seq_length() == 8
@@ -222,7 +336,7 @@ def test_an_arena_grows_and_dies_with_its_cache() -> None:
     with torch.no_grad():
         cache = model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
         for _ in range(caches.capacity_for(9) + 5):
-            model(torch.tensor([[7]]), past_key_values=cache)
+            model(here(torch.tensor([[7]])), past_key_values=cache)
     arena = caches.held_arena(cache)
     assert arena is not None and arena.capacity > caches.capacity_for(9)
     held = weakref.ref(arena.table.keys[0])
@@ -238,7 +352,7 @@ def test_a_cache_that_is_none_of_its_own_goes_to_the_original(kind: str) -> None
     hfpatch.apply(model, include=type(model).__name__)
 
     def attempt(which: Any) -> Any:
-        ids, token = prompts(1, 8)["input_ids"], torch.tensor([[7]])
+        ids, token = prompts(1, 8)["input_ids"], here(torch.tensor([[7]]))
         cache: Any = DynamicCache(config=model.config)
         if kind == "static":
             cache = StaticCache(config=model.config, max_cache_len=32)

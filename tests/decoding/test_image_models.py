@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from decoding.families import here
 from torch import nn
 
 import hfpatch
@@ -103,7 +104,7 @@ def make(name: str) -> Any:
             parameter.data += 0.2 * torch.randn(parameter.shape)
         else:
             parameter.data.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
-    return model
+    return here(model)
 
 
 def asked(name: str, rows: int, image: bool) -> dict[str, torch.Tensor]:
@@ -114,7 +115,8 @@ def asked(name: str, rows: int, image: bool) -> dict[str, torch.Tensor]:
         ids[:, 2], ids[:, 3:7], ids[:, 7] = 7, IMAGE, 8
         torch.manual_seed(2)
         inputs = MODELS[name][2](ids)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
+    return {name: here(t) for name, t in inputs.items()}
 
 
 def steps_of(model: nn.Module) -> int:
@@ -154,11 +156,11 @@ def test_positions_of_several_axes() -> None:
     inputs = asked("qwen2.5-vl", 1, True)
     more = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     caches = [m.generate(**inputs, **more).past_key_values for m in (plain, patched)]
-    token = torch.tensor([[9]])
-    apart = torch.tensor([12, 12, 13, 14]).reshape(4, 1, 1)
+    token = here(torch.tensor([[9]]))
+    apart = here(torch.tensor([12, 12, 13, 14]).reshape(4, 1, 1))
     given: list[dict[str, Any]] = [{"position_ids": apart}, {}]
     # a prompt with an image may cost one more proof: the second counts
-    given += [{"position_ids": torch.full((4, 1, 1), at)} for at in (14, 15)]
+    given += [{"position_ids": here(torch.full((4, 1, 1), at))} for at in (14, 15)]
     for arguments, served in zip(given, (False, False, None, True), strict=True):
         before = steps_of(patched)
         with torch.no_grad():

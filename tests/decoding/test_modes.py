@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoding.families import make, prompts
+from decoding.families import device, make, prompts
+from decoding.loop_cases import random_state
 from transformers import (
     DynamicCache,
     PreTrainedTokenizerFast,
@@ -25,8 +26,12 @@ from hfpatch.decoding import kept
 FAMILIES = ("llama-tied", "gemma2", "phi3", "cohere2", "gpt-oss")
 
 
-@functools.cache
 def pair(name: str) -> tuple[Any, Any]:
+    return _pair(name, device())
+
+
+@functools.cache
+def _pair(name: str, _on: str) -> tuple[Any, Any]:
     plain = make(name)
     patched = copy.deepcopy(plain)
     report = hfpatch.apply(patched)
@@ -120,7 +125,7 @@ def test_a_mode_gives_what_it_gave(family: str, mode: str) -> None:
 
     def run(model: Any) -> Any:
         torch.manual_seed(5)
-        return model.generate(**inputs, **arguments), torch.get_rng_state()
+        return model.generate(**inputs, **arguments), random_state(device())
 
     before = steps_of(patched)
     (wanted, random), (got, ours) = run(plain), run(patched)

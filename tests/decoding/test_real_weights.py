@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.families import device, here
 from torch.nn import functional as F
 
 import hfpatch
@@ -32,7 +33,7 @@ def plain(kernels_module: object) -> tuple[Any, Any]:
         _smollm2.gguf_file()
     except FileNotFoundError as e:
         pytest.skip(str(e))
-    return _smollm2.load(torch.float32)
+    return _smollm2.load(torch.float32, device())
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def texts(tokenizer: Any, count: int, length: int = PROMPT) -> torch.Tensor:
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     step = (len(ids) - length) // count
     assert step > PROMPT // 4
-    return torch.stack([ids[i * step : i * step + length] for i in range(count)])
+    return here(torch.stack([ids[i * step : i * step + length] for i in range(count)]))
 
 
 def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:

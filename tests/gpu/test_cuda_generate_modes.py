@@ -1,0 +1,49 @@
+"""What steps, caches and changed models must give, on a GPU: the tests of tests/decoding there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+# ruff: noqa: F401
+from decoding.families import on_device
+from decoding.test_cache import (
+    test_a_cache_goes_from_the_patched_model_to_the_unpatched_one_and_back,
+    test_a_cache_of_a_model_with_a_shorter_window_goes_on_in_another,
+    test_a_cache_that_is_none_of_its_own_goes_to_the_original,
+    test_a_prompts_cache_serves_several_continuations,
+    test_an_arena_grows_and_dies_with_its_cache,
+    test_steps_between_any_operations_give_what_they_give_unpatched,
+)
+from decoding.test_image_models import (
+    test_positions_of_several_axes,
+    test_texts_about_an_image_are_what_they_were,
+)
+from decoding.test_modes import (
+    test_a_chat_goes_on_in_its_cache,
+    test_a_mode_gives_what_it_gave,
+    test_a_static_cache_of_the_users_own,
+    test_behind_resize_token_embeddings,
+    test_prompts_of_int32,
+    test_stop_strings,
+    test_streamers_of_transformers,
+    test_under_inference_mode_and_out_of_it_again,
+    tokenizer,
+)
+from decoding.test_restore import (
+    test_a_change_is_noticed_within_the_call,
+    test_a_copy_a_pickle_and_another_dtype,
+    test_a_hook_that_goes_lets_steps_serve_again,
+    test_a_streamer_that_restores_the_model,
+    test_restore_frees_and_leaves_nothing,
+)
+from decoding.test_watch import model, test_a_change_is_seen
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(kernels_module: object) -> Iterator[None]:
+    with on_device("cuda"):
+        yield
