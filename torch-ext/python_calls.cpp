@@ -806,7 +806,7 @@ PyMethodDef methods[] = {
      "direct(quick, forward, module, args, kwargs) -> result, or NotImplemented"},
     {"note_values", note_values, METH_VARARGS, "note_values(dicts) -> callable"},
     {"note_sizes", note_sizes, METH_VARARGS, "note_sizes(dicts) -> callable"},
-    {"note_items", note_items, METH_VARARGS, "note_items(dicts, name) -> callable"},
+    {"note_attributes", note_attributes, METH_VARARGS, "note_attributes(dicts, names) -> callable"},
     {"find_versions", find_versions, METH_VARARGS, "find_versions(dict, changes) -> bool"},
     {"find_layout", find_layout, METH_VARARGS, "find_layout(examples, size) -> bool"},
     {"note_places", note_places, METH_VARARGS, "note_places(shown) -> callable or None"},

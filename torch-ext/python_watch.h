@@ -50,8 +50,13 @@ uint64_t version_of(PyObject *dict) {
   return word<uint64_t>(reinterpret_cast<uintptr_t>(dict), sizeof(PyObject) + sizeof(Py_ssize_t));
 }
 
-// The values of dictionaries, one after the other. No instance's `__dict__`: Python may write to what
-// that shows without writing to it.
+// How many items it has, before that number: tried with it.
+bool has_size(PyObject *dict, Py_ssize_t size) {
+  if (!dicts_have_versions) return PyDict_Size(dict) == size;
+  return word<Py_ssize_t>(reinterpret_cast<uintptr_t>(dict), sizeof(PyObject)) == size;
+}
+
+// The values of dictionaries, one after the other.
 class NotedValues : public Noted {
  public:
   void note(PyObject *dict) {
@@ -91,7 +96,7 @@ class NotedSizes : public Noted {
   void note(PyObject *dict) { dicts_.push_back({keep(dict), PyDict_Size(dict)}); }
   bool same() override {
     for (const auto &[dict, size] : dicts_)
-      if (PyDict_Size(dict) != size) return false;
+      if (!has_size(dict, size)) return false;
     return true;
   }
 
@@ -103,27 +108,44 @@ class NotedSizes : public Noted {
   std::vector<Dict> dicts_;
 };
 
-// What dictionaries have by one name, null where nothing.
-class NotedItems : public Noted {
+// How many items instances' dictionaries have, and what under some names, null where nothing. Python's
+// versions of such say every change that is made through `nn.Module.__setattr__` or the dictionary.
+class NotedAttributes : public Noted {
  public:
-  explicit NotedItems(PyObject *name) : name_(keep(name)) {}
+  explicit NotedAttributes(PyObject *names) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) names_.push_back(keep(PyTuple_GetItem(names, i)));
+  }
   void note(PyObject *dict) {
-    PyObject *value = PyDict_GetItemWithError(dict, name_);
-    if (value != nullptr) keep(value);
-    dicts_.push_back({keep(dict), value});
+    for (PyObject *name : names_) {
+      PyObject *value = PyDict_GetItemWithError(dict, name);
+      values_.push_back(value == nullptr ? nullptr : keep(value));
+    }
+    dicts_.push_back({keep(dict), version_of(dict), PyDict_Size(dict)});
   }
   bool same() override {
-    for (const auto &[dict, value] : dicts_)
-      if (PyDict_GetItemWithError(dict, name_) != value) return false;
+    for (std::size_t i = 0; i < dicts_.size(); ++i)
+      if (!(dicts_have_versions && version_of(dicts_[i].dict) == dicts_[i].version) && !compare(i)) return false;
     return true;
   }
 
  private:
   struct Dict {
-    PyObject *dict, *value;
+    PyObject *dict;
+    uint64_t version;
+    Py_ssize_t size;
   };
-  PyObject *name_;
+
+  bool compare(std::size_t i) {
+    if (PyDict_Size(dicts_[i].dict) != dicts_[i].size) return false;
+    for (std::size_t n = 0; n < names_.size(); ++n)
+      if (PyDict_GetItemWithError(dicts_[i].dict, names_[n]) != values_[i * names_.size() + n]) return false;
+    dicts_[i].version = version_of(dicts_[i].dict);
+    return true;
+  }
+
+  std::vector<PyObject *> names_;
   std::vector<Dict> dicts_;
+  std::vector<PyObject *> values_;
 };
 
 // One tensor as Python shows it: its C++ object, its storage's, where that begins, and the first
@@ -227,24 +249,28 @@ PyObject *note_sizes(PyObject *, PyObject *args) {
   return note_dicts(std::make_unique<NotedSizes>(), dicts);
 }
 
-PyObject *note_items(PyObject *, PyObject *args) {
-  PyObject *dicts = nullptr, *name = nullptr;
-  if (!PyArg_ParseTuple(args, "O!U", &PyList_Type, &dicts, &name)) return nullptr;
-  return note_dicts(std::make_unique<NotedItems>(name), dicts);
+PyObject *note_attributes(PyObject *, PyObject *args) {
+  PyObject *dicts = nullptr, *names = nullptr;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &dicts, &PyTuple_Type, &names)) return nullptr;
+  return note_dicts(std::make_unique<NotedAttributes>(names), dicts);
 }
 
-// find_versions(dict, changes): whether each change of a dictionary gives it another version.
+// find_versions(dict, changes): whether each change of a dictionary gives it another version, and its
+// size lies where `has_size` looks.
 PyObject *find_versions(PyObject *, PyObject *args) {
   PyObject *dict = nullptr, *changes = nullptr;
   if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &dict, &PyList_Type, &changes)) return nullptr;
   std::vector<uint64_t> seen{version_of(dict)};
-  bool anew = true;
+  const auto size_is_there = [dict] {
+    return word<Py_ssize_t>(reinterpret_cast<uintptr_t>(dict), sizeof(PyObject)) == PyDict_Size(dict);
+  };
+  bool anew = size_is_there();
   for (Py_ssize_t i = 0; i < PyList_Size(changes); ++i) {
     PyObject *result = PyObject_CallObject(PyList_GetItem(changes, i), nullptr);
     if (result == nullptr) return nullptr;
     Py_DECREF(result);
     const uint64_t version = version_of(dict);
-    anew = anew && std::find(seen.begin(), seen.end(), version) == seen.end() && version == version_of(dict);
+    anew = anew && std::find(seen.begin(), seen.end(), version) == seen.end() && size_is_there();
     seen.push_back(version);
   }
   dicts_have_versions = anew && seen.size() > 1;

@@ -144,14 +144,9 @@ class Watch:
         return all(same() for same in self._wrappers)
 
     def _note_wrappers(self) -> None:
-        notes = self._notes
-        with_forward = [d for d in self._dicts if "forward" in d]
-        with_call = [d for d in self._dicts if DIRECT in d]
         self._wrappers = (
-            notes.note_sizes(self._hooks),
-            notes.note_sizes(self._dicts),
-            notes.note_items(with_forward, "forward"),
-            notes.note_items(with_call, DIRECT),
+            self._notes.note_sizes(self._hooks),
+            self._notes.note_attributes(self._dicts, ("forward", DIRECT)),
         )
 
 
@@ -169,9 +164,12 @@ class _Notes:
         return lambda: list(map(len, dicts)) == sizes
 
     @staticmethod
-    def note_items(dicts: list[dict[str, Any]], name: str) -> Callable[[], bool]:
-        held = [d.get(name) for d in dicts]
-        return lambda: _same(held, (d.get(name) for d in dicts))
+    def note_attributes(dicts: list[dict[str, Any]], names: tuple[str, ...]) -> Callable[[], bool]:
+        def found() -> list[Any]:
+            return [d.get(name) for d in dicts for name in names]
+
+        held, same_size = found(), _Notes.note_sizes(dicts)
+        return lambda: same_size() and _same(held, found())
 
 
 def _notes() -> Any:

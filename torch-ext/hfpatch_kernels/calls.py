@@ -133,7 +133,8 @@ def notes_of_dicts() -> Any:
 
     ``note_values(dicts)``: the values of each, in their order.
     ``note_sizes(dicts)``: how many items each has.
-    ``note_items(dicts, name)``: what each has by that name, if anything.
+    ``note_attributes(dicts, names)``: how many items the ``__dict__`` of each of some modules has,
+    and what by these names, if anything.
 
     Each takes a list and returns a function of nothing: whether it is still so. It keeps alive what
     it looks at and what that held.
@@ -270,10 +271,16 @@ def _find_layout(extension: Any) -> bool:
 
 def _find_versions(extension: Any) -> None:
     """Let looks at dictionaries read their versions, where those change as expected: tried, too."""
-    tried: dict[str, int] = {}
+    module = torch.nn.Module()
+    tried: Any = module.__dict__
     extension.find_versions(
         tried,
         [
+            lambda: setattr(module, "a", 1),
+            lambda: setattr(module, "a", 2),
+            lambda: delattr(module, "a"),
+            lambda: object.__setattr__(module, "a", 1),
+            lambda: object.__setattr__(module, "a", 2),
             lambda: tried.__setitem__("a", 1),
             lambda: tried.__setitem__("a", 2),
             lambda: tried.update(a=3),
