@@ -33,6 +33,7 @@ from hfpatch.decoding.watch import Watch
 from hfpatch.errors import DecodingError
 from hfpatch.proof.subject import Forward, watched
 from hfpatch.proof.unchanged import calls_otherwise
+from hfpatch.regions.deferred import nothing_captured
 
 #: Sequences that an engine is made for, by device. On a GPU the products of more than 16 are
 #: cuBLASLt's.
@@ -292,7 +293,8 @@ class Decoder:
         except RuntimeError as e:  # out of memory
             self._refuse_prompts(model, f"{type(e).__name__}: {e}")
             return None
-        output = original(model, *args, **kwargs)
+        with nothing_captured():  # it is not called for such prompts again
+            output = original(model, *args, **kwargs)
         self._due = True
         if not self._is_as_returned(output):
             self._refuse_prompts(model, f"it returns a {type(output).__name__} of {sorted(output)}")
@@ -387,7 +389,8 @@ class Decoder:
             self._say(model, "there was no memory for an engine or a larger cache")
             return None
         if not proven:
-            output = original(model, *args, **kwargs)
+            with nothing_captured():
+                output = original(model, *args, **kwargs)
             self._judge(model, arena, logits, tokens, output)
             return output
         if late and not self._is_still_current(model):

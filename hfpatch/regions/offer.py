@@ -24,6 +24,7 @@ from hfpatch.proof.subject import Forward, class_of, coded, is_dtensor, watched
 from hfpatch.proof.unchanged import hooks_on_all, layers_replaced
 from hfpatch.regions.beside import hooked
 from hfpatch.regions.capture import KnownLeaf, is_wall, looping, numbers_of
+from hfpatch.regions.deferred import is_deferred
 from hfpatch.regions.emit import Bind
 from hfpatch.regions.guard import attention_table, chosen_attention, functions_around, hides
 from hfpatch.regions.kind import Kind
@@ -317,7 +318,7 @@ def adapter(original: Forward, kind: Kind) -> Forward:
         if (
             call is None
             or not tensors
-            or (variant is None and call[1] in known)
+            or (variant is None and (call[1] in known or is_deferred()))
             or watched()
             or autocast("cuda" if tensors[0].is_cuda else "cpu")
             or hooks_on_all()

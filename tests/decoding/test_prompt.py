@@ -16,6 +16,7 @@ from transformers import DynamicCache
 import hfpatch
 from hfpatch.decoding import kept, step
 from hfpatch.decoding.prompt import BUCKETS, MOST_TOKENS, bucket_for
+from hfpatch.regions import offer
 
 
 @pytest.fixture(autouse=True)
@@ -214,3 +215,26 @@ def test_padding_on_either_side_and_holes(name: str) -> None:
         )
         assert torch.equal(got, wanted), mask
     assert kept.decoders[patched].prompts_served >= 2
+
+
+def test_no_block_is_captured_for_prompts_and_steps_that_are_proven() -> None:
+    """A capture takes seconds and moves weights; a call that stays the original's needs it."""
+    offer.forget()
+    plain = make("qwen3")
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched, blocks=True)
+    more: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    for inputs in (prompts(1, 20, 0), prompts(2, 20, 3), prompts(1, 20, 0)):
+        assert torch.equal(patched.generate(**inputs, **more), plain.generate(**inputs, **more))
+    assert served(patched) == 1 and kept.decoders[patched].steps
+    blocks = [
+        c for c in hfpatch.status(patched).plan.candidates if c.class_name == "Qwen3DecoderLayer"
+    ]
+    assert blocks and all(c.state == "at its first call" for c in blocks), blocks
+    with torch.no_grad():
+        wanted, got = (m(prompts(1, 20, 0)["input_ids"]).logits for m in (plain, patched))
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    blocks = [
+        c for c in hfpatch.status(patched).plan.candidates if c.class_name == "Qwen3DecoderLayer"
+    ]
+    assert blocks and all(c.state == "fused" for c in blocks), blocks
