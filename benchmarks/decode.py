@@ -7,13 +7,17 @@ Random weights, bf16 on a GPU. The ways run in turns, five times, as models of t
 same weights. Each turn is a short text and a long one; of each the median, then the difference:
 what the prompt costs is in neither. The texts are compared up to where they part, and there the
 original's two best logits: weights that are random lie close together. `…_first_s` is what a way's
-first text took beyond the same text later: compiling, recording, judging.
+first text took beyond the same text later: compiling, recording, judging. `engine_s` is what a text
+takes longer whose step's engine is not there any more, its graph included. `beside_cache` is the
+memory that a patched text holds beside its cache and the weights, as a share of the weights, and
+`…_bytes` in all; what graphs take outside of PyTorch's allocator is `graphs_bytes`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import time
@@ -178,6 +182,46 @@ def gpu_ms(model: Any, rows: int) -> float | None:
     return min(times)
 
 
+def engine_seconds(model: Any, rows: int, device: str) -> float:
+    """What a text takes longer that has to make its step's engine first."""
+    engines = kept.decoders[model].engines
+    found = []
+    for _ in range(3):
+        engines.pop((rows, 1))
+        anew, again = (run(model, rows, 4, device)[0] for _ in range(2))
+        found.append(anew - again)
+    return min(found)
+
+
+def beside_cache(model: Any, rows: int, base: tuple[int, int], device: str) -> dict[str, Any]:
+    """Memory that a text of 128 tokens and 272 more holds, its prompt's graph included.
+
+    Args:
+        base: `in_use` before `apply`, when the weights were there.
+    """
+    if device != "cuda":
+        return {}
+    out = run(model, rows, 272, device, return_dict_in_generate=True)[1]
+    gc.collect()
+    allocated, outside = in_use()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    described = kept.decoders[model].described.model
+    tokens = out.past_key_values.get_seq_length()
+    cache = rows * tokens * described.cached_bytes
+    held = allocated - base[0] - cache
+    return {
+        "weights_bytes": weights, "cache_bytes": cache, "beside_bytes": held,
+        "beside_cache": held / weights, "graphs_bytes": outside - base[1],
+    }  # fmt: skip
+
+
+def in_use() -> tuple[int, int]:
+    """Bytes: what PyTorch's allocator has given out, and what is in use beside its memory."""
+    torch.cuda.synchronize()
+    free, whole = torch.cuda.mem_get_info()
+    return torch.cuda.memory_allocated(), whole - free - torch.cuda.memory_reserved()
+
+
 def parted(eager: Any, patched: Any) -> dict[str, Any]:
     """How many tokens are the same in each row, and at the places where texts part by how much the
     original prefers its token, relative to the spread of its logits."""
@@ -209,6 +253,8 @@ def main() -> None:
     for shape in args.models:
         model = make(shape, getattr(torch, args.dtype), device)
         eager = twin(model)
+        run(eager, 1, 4, device)  # what PyTorch allocates once
+        base = in_use() if device == "cuda" else (0, 0)
         start = time.perf_counter()
         report = hfpatch.apply(model)
         seconds = time.perf_counter() - start
@@ -233,7 +279,10 @@ def main() -> None:
             row |= {f"{way}_spread_ms": figure["spread_ms"] for way, figure in taken.items()}
             row |= {"gpu_ms": gpu_ms(model, rows), "apply_s": seconds}
             row |= {f"{way}_first_s": first[way] for way in ways if way != "eager"}
+            row |= {"engine_s": engine_seconds(model, rows, device)}
             row |= parted(original, last)
+            del original, last
+            row |= beside_cache(model, rows, base, device)
             row["notes"] = list(hfpatch.status(model).notes)
             print(json.dumps(row), flush=True)
             results.append(row)

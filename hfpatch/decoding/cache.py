@@ -36,8 +36,10 @@ NAMES = tuple(dict.fromkeys((NAME, "past_key_values")))
 
 #: Why a cache is left alone that no step has written to.
 EMPTY = "its cache is empty"
-#: New tokens that an arena has room for beside an eighth of those that are there.
-_ROOM = 256
+#: New tokens that an arena has room for beside an eighth of those that are there; fewer where that
+#: would be more than this share of the weights' bytes, but never fewer than the least.
+_ROOM, _LEAST_ROOM = 256, 32
+_SHARE = 0.04
 
 
 def given(kwargs: Mapping[str, Any]) -> Any:
@@ -103,9 +105,18 @@ CLASSES: tuple[type, ...] = tuple(
 )
 
 
-def capacity_for(length: int) -> int:
-    """How many tokens a new arena for `length` of them has room for."""
-    return length + length // 8 + _ROOM
+def most_room(model: Model, rows: int) -> int:
+    """New tokens of `rows` sequences that an arena may have room for: memory is the cache's and a
+    twentieth of the weights', buffers included. A cache that is full is copied to a larger arena,
+    which for 32 tokens costs a few per cent of their steps."""
+    allowed = _SHARE * model.weight_bytes / (rows * model.cached_bytes)
+    return max(_LEAST_ROOM, int(allowed))
+
+
+def capacity_for(length: int, most: int | None = None) -> int:
+    """How many tokens a new arena for `length` of them has room for; `most`: new ones."""
+    room = length // 8 + _ROOM
+    return length + (room if most is None else min(room, most))
 
 
 #: Attributes that a layer has while it is in an arena.
@@ -406,8 +417,9 @@ def take_back(cache: Any, arena: Arena | None, kept: _Layers | Arena | None = No
                 layer.cumulative_length = length
 
 
-def take(cache: Any, tokens: int) -> Arena:
-    """An arena that all of a (fit) cache's layers are in, with room for `tokens` more.
+def take(cache: Any, tokens: int, most: int | None = None) -> Arena:
+    """An arena that all of a (fit) cache's layers are in, with room for `tokens` more, and for some
+    behind these: no more than `most`.
 
     Raises:
         torch.OutOfMemoryError: the cache is as it was, or in part in an arena; either is whole.
@@ -417,7 +429,7 @@ def take(cache: Any, tokens: int) -> Arena:
         return arena
     new = Arena()
     length = cache.layers[0].get_seq_length()
-    capacity = capacity_for(length + tokens)
+    capacity = capacity_for(length + tokens, most)
     for index, layer in enumerate(cache.layers):
         new.add(layer, capacity)
         first = length - _tensors_of(layer)[0].shape[2]
@@ -455,8 +467,9 @@ def unfit_for_prompt(cache: Any, model: Model) -> str | None:
     return None
 
 
-def begin(cache: Any, kept: Kept) -> Arena:
-    """Put a prompt's keys and values into a (fit) empty cache.
+def begin(cache: Any, kept: Kept, most: int | None = None) -> Arena:
+    """Put a prompt's keys and values into a (fit) empty cache, with room for new ones: no more than
+    `most`.
 
     Returns:
         the arena that its layers are in.
@@ -466,7 +479,7 @@ def begin(cache: Any, kept: Kept) -> Arena:
     """
     new = Arena()
     with torch.inference_mode(False):
-        memory = _memory_for(kept)
+        memory = _memory_for(kept, capacity_for(kept.tokens, most))
     count = len(memory) // 2
     new.table.keys += memory[:count]
     new.table.values += memory[count:]
@@ -482,10 +495,9 @@ def begin(cache: Any, kept: Kept) -> Arena:
 _ALIGNED = 256
 
 
-def _memory_for(kept: Kept) -> list[Tensor]:
-    """Memory with room for more, of each layer's keys and then values; one allocation and one copy
-    where all are of one size, as the first token waits for them."""
-    capacity = capacity_for(kept.tokens)
+def _memory_for(kept: Kept, capacity: int) -> list[Tensor]:
+    """Memory for `capacity` tokens, of each layer's keys and then values; one allocation and one
+    copy where all are of one size, as the first token waits for them."""
     if kept.whole is None:
         found = []
         for t in kept.each():

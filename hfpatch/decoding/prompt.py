@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from hfpatch.decoding import reference
 from hfpatch.decoding.spec import Attention, Layer, Mlp, Model, Norm, Product, Rope
 from hfpatch.errors import DecodingError, HfpatchError
-from hfpatch.graphs.captures import recorded
+from hfpatch.graphs.captures import recorded, unowned
 
 #: Lengths that prompts are filled up to, and tokens of all rows together at most.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -129,6 +129,12 @@ class PromptEngine:
         if self._graph is None:
             self._compute()  # what is made at a first launch cannot be captured
             self._graph = recorded(self._compute, self._pool)
+            assert self._results is not None
+            # so that the memory of all prompts' graphs is that of the largest
+            logits, kept = self._results
+            whole = None if kept.whole is None else unowned(kept.whole)
+            parts = tuple(map(unowned, kept.parts))
+            self._results = unowned(logits), replace(kept, whole=whole, parts=parts)
         self._graph.replay()
 
     def _compute(self) -> None:

@@ -163,6 +163,23 @@ class Model:
         """Whether all of it is described: no layer calls a module of the model."""
         return not any(isinstance(layer.mlp, Opaque) for layer in self.layers)
 
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        """Of the embedding and of all products; not of what an `Opaque` has."""
+        held = {self.embedding, self.head.weight}
+        for layer in self.layers:
+            a, mlp = layer.attention, layer.mlp
+            held |= {p.weight for p in (a.q, a.k, a.v, a.o)}
+            if isinstance(mlp, Mlp):
+                held |= {p.weight for p in (mlp.gate, mlp.up, mlp.down) if p is not None}
+        return sum(w.numel() * w.element_size() for w in held)
+
+    @functools.cached_property
+    def cached_bytes(self) -> int:
+        """What a cache holds of each token of a sequence."""
+        numbers = sum(2 * a.key_heads * a.head_dim for a in (t.attention for t in self.layers))
+        return numbers * self.embedding.element_size()
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights, hidden states and cache."""

@@ -90,6 +90,17 @@ def recorded(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph
     return graph
 
 
+def unowned(made: torch.Tensor) -> torch.Tensor:
+    """A view of memory of a graph's pool that does not keep it: the next graph of the pool may use
+    it too. What the graph leaves there is read before that one runs."""
+    storage = made.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), made.device, storage.nbytes()
+    )
+    view = torch.empty(0, dtype=made.dtype, device=made.device)
+    return view.set_(memory, made.storage_offset(), made.shape, made.stride())
+
+
 class _Told(threading.local):
     capturing: bool | None = None  # what transformers is told in this thread; None: as it is
 

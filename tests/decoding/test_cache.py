@@ -345,6 +345,26 @@ def test_an_arena_grows_and_dies_with_its_cache() -> None:
     assert held() is None
 
 
+@pytest.mark.parametrize("length", [9, 3000])
+def test_a_caches_room_is_a_small_share_of_the_weights(length: int) -> None:
+    """Or 32 tokens, where that is more: of each row."""
+    model = make("llama", vocab_size=4000, max_position_embeddings=8192)
+    weights = sum(p.numel() for p in model.parameters())
+    hfpatch.apply(model, include=type(model).__name__)
+    for rows in (1, 4):
+        with torch.no_grad():
+            ids = prompts(rows, length)["input_ids"]
+            cache = model(ids, past_key_values=DynamicCache(config=model.config)).past_key_values
+            for _ in range(70):
+                model(ids[:, :1], past_key_values=cache)
+                arena = caches.held_arena(cache)
+                if arena is not None:
+                    room = arena.capacity - arena.length
+                    numbers = sum(t[:, :, :room].numel() for t in arena.table.keys) * 2
+                    assert numbers <= 0.05 * weights or room <= caches._LEAST_ROOM
+        assert arena is not None and arena.length == length + 70
+
+
 @pytest.mark.parametrize("kind", ["static", "dtype", "layers", "rows", "window", "below"])
 def test_a_cache_that_is_none_of_its_own_goes_to_the_original(kind: str) -> None:
     model = make("mistral" if kind == "window" else "llama")

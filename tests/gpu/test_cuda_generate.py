@@ -4,6 +4,7 @@ that does not wait for the GPU after every token."""
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
 from typing import Any
@@ -169,3 +170,31 @@ def test_memory_of_many_texts(device: str) -> None:
     assert sizes[-1] == sizes[10]
     hfpatch.restore(patched)
     assert patched not in kept.decoders
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_memory_beside_the_cache_is_a_twentieth_of_the_weights(device: str, rows: int) -> None:
+    """While a text is written, its prompt's graph and its step's included."""
+    wide = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "vocab_size": 8000}
+    plain = make("qwen3", torch.bfloat16, num_hidden_layers=8, **wide).to(device)
+    patched = copy.deepcopy(plain)
+    hfpatch.apply(patched)
+    inputs = on(device, prompts(rows, 100))
+    more = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    more |= {"return_dict_in_generate": True}
+    plain.generate(**inputs, **more)
+    weights = sum(p.numel() * p.element_size() for p in patched.parameters())
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        out = patched.generate(**inputs, **more)
+        assert kept.decoders[patched].steps
+        used = torch.cuda.memory_allocated() - before
+        config = plain.config
+        a_token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        cache = rows * 160 * a_token
+        assert cache < used <= cache + 0.05 * weights, (used - cache) / weights
+        del out
+        gc.collect()
+        assert torch.cuda.memory_allocated() - before <= 0.05 * weights
+    assert kept.decoders[patched].prompts_served
