@@ -251,6 +251,7 @@ def main() -> None:
     with_logits = {"return_dict_in_generate": True, "output_logits": True}
     results: list[dict[str, Any]] = []
     for shape in args.models:
+        gc.collect()  # the model before
         model = make(shape, getattr(torch, args.dtype), device)
         eager = twin(model)
         run(eager, 1, 4, device)  # what PyTorch allocates once

@@ -25,16 +25,6 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_way_arguments(parser: argparse.ArgumentParser) -> None:
-    """--compare, --compile."""
-    parser.add_argument(
-        "--compare", action="store_true", help="run the original too and compare the two"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile, of the original too if compared"
-    )
-
-
 def resolve_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Replaces args.device and args.dtype by a torch.device and a torch.dtype."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,6 +3,7 @@
     python examples/llm_generate.py --compare --output chat.png
     python examples/llm_generate.py --prompt "Why is the sky blue?" --max-new-tokens 128 --stream
     python examples/llm_generate.py --model Qwen/Qwen3-0.6B --batch-size 8 --sample --compare
+    python examples/llm_generate.py --compare --compile --output three-ways.png
 
 The same tokens are expected with and without hfpatch: greedy ones, or those of one seed.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import itertools
 import statistics
 import sys
@@ -23,7 +25,6 @@ import torch
 from _common import (
     Output,
     add_device_arguments,
-    add_way_arguments,
     at_least,
     device_name,
     dtype_name,
@@ -94,7 +95,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--turns", type=at_least(1), default=TURNS, help="timed answers of each way"
     )
-    add_way_arguments(parser)
+    parser.add_argument("--compare", action="store_true", help="run the original too")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="with --compare: also the original compiled, on a static cache",
+    )
     add_device_arguments(parser)
     args = parser.parse_args(argv)
     if not args.prompt.strip():
@@ -103,14 +109,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --stream: expected --batch-size 1, got more than one answer")
     if args.output is not None and not args.compare:
         parser.error("argument --output: shows what --compare measures; add --compare")
+    if args.compile and not args.compare:
+        parser.error(
+            "argument --compile: is one of the ways that --compare measures; add --compare"
+        )
     resolve_device(parser, args)
     return args
 
 
 class Chat:
-    """Answers to one prompt."""
+    """Answers of a model to one prompt; `compiled`: on a static cache, whose tensors keep their
+    shapes, so that one compiled step serves all of an answer."""
 
-    def __init__(self, model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, args: argparse.Namespace, compiled: bool = False
+    ) -> None:
         self.model, self.tokenizer, self.device = model, tokenizer, args.device
         self.inputs = tokenizer.apply_chat_template(
             [{"role": "user", "content": args.prompt}],
@@ -124,9 +137,11 @@ class Chat:
             "max_new_tokens": args.max_new_tokens,
             "do_sample": args.sample,
         }
-        if args.compile:
-            # A static cache keeps the shapes of all steps equal, so that one graph serves them.
-            self.settings |= {"cache_implementation": "static", "disable_compile": True}
+        if compiled:
+            self.settings["cache_implementation"] = "static"
+            if args.device.type == "cpu":  # on a GPU transformers compiles by itself
+                self.settings["disable_compile"] = True
+                model.compile(dynamic=False)
 
     def answer(self, streamed: bool = False) -> list[int]:
         """The new tokens of all texts, one text after the other."""
@@ -175,34 +190,40 @@ class Chat:
         )
 
 
-def measure(
-    chat: Chat, compare: bool, compiled: bool, turns: int
-) -> tuple[dict[str, Run], hfpatch.Report]:
-    """The answers by label, and what was patched; the model is patched in the end.
+def chats_of(
+    model: Any, tokenizer: Any, args: argparse.Namespace
+) -> tuple[dict[str, Chat], hfpatch.Report]:
+    """The ways to answer by label, and what was patched. Each has a model of its own over the same
+    weights."""
+    chats: dict[str, Chat] = {}
+    if args.compare:
+        chats["original"] = Chat(twin(model), tokenizer, args)
+    if args.compile:
+        chats["compiled"] = Chat(twin(model), tokenizer, args, compiled=True)
+    report = hfpatch.apply(model)
+    chats["patched"] = Chat(model, tokenizer, args)
+    return chats, report
 
-    Original and patched take turns, so that both meet the same neighbours on the machine. Compiled,
-    a change of sides would compile again, so all turns of one come before those of the other.
-    """
-    model = chat.model
-    times: dict[str, list[list[float]]] = {"original": [], "patched": []}
-    if not compare:
-        del times["original"]
+
+def twin(model: Any) -> Any:
+    """Another model over the same weights."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def measure(chats: dict[str, Chat], turns: int) -> dict[str, Run]:
+    """The answers by label. The ways take turns, so that all meet the same neighbours on the
+    machine."""
     answers: dict[str, list[int]] = {}
-    for turn in range(1 if compiled else turns):
-        for label, timed in times.items():
-            if label == "original":
-                hfpatch.restore(model)
-            else:
-                report = hfpatch.apply(model)
-            if compiled:
-                torch.compiler.reset()
-                model.compile(dynamic=False)
-            if turn == 0:
-                answers[label] = chat.answer()  # also warms up
-                if compiled:
-                    chat.seconds()  # compiles for the lengths that are timed
-            timed += [chat.seconds() for _ in range(turns if compiled else 1)]
-    return {label: chat.run(answers[label], timed) for label, timed in times.items()}, report
+    for label, chat in chats.items():
+        answers[label] = chat.answer()  # also warms up
+        if label == "compiled":
+            chat.seconds()  # compiles for the lengths that are timed
+    times: dict[str, list[list[float]]] = {label: [] for label in chats}
+    for _ in range(turns):
+        for label, chat in chats.items():
+            times[label].append(chat.seconds())
+    return {label: chat.run(answers[label], times[label]) for label, chat in chats.items()}
 
 
 def table(runs: dict[str, Run]) -> str:
@@ -286,12 +307,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         sys.exit(f"error: {e}")
 
-    chat = Chat(model, tokenizer, args)
+    chats, report = chats_of(model, tokenizer, args)
     if args.stream:
-        hfpatch.apply(model)
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-            chat.answer(streamed=True)
-    runs, report = measure(chat, args.compare, args.compile, args.turns)
+            chats["patched"].answer(streamed=True)
+    runs = measure(chats, args.turns)
     if not args.stream:
         out.say(runs["patched"].answer)
     out.say(f"\n{report}\n")
@@ -307,6 +327,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         result["identical"] = original.tokens == patched.tokens
         gain = Gain.of(original.all_seconds, patched.all_seconds)
         result["speed_up"], result["within_noise"] = gain.ratio, gain.within_noise
+        if args.compile:
+            over = Gain.of(runs["compiled"].all_seconds, patched.all_seconds)
+            result["speed_up_over_compiled"] = over.ratio
+            out.say(f"speed-up over the compiled original: {over}")
         if args.output is not None:
             save_picture(runs, f"{result['model']}, {result['device']}", args.output)
             out.say(f"picture: {args.output}")

@@ -26,7 +26,6 @@ import torch
 from _common import (
     Output,
     add_device_arguments,
-    add_way_arguments,
     at_least,
     device_name,
     dtype_name,
@@ -106,7 +105,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--guidance-scale", type=float, default=3.0, help="above 1: classifier-free guidance")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("outputs/ltx_video.mp4"), help="the video to write")
-    add_way_arguments(parser)
+    parser.add_argument(
+        "--compare", action="store_true", help="run the original too and compare the two"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile, of the original too if compared"
+    )
     add_device_arguments(parser)
     args = parser.parse_args(argv)
 

@@ -345,18 +345,18 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch, "ones", lambda *size, device=None, **kw: ones(*size, **kw))
-    monkeypatch.setattr(graphs._Pool, "_taken", set())
-    monkeypatch.setattr(graphs._Pool, "_idle", {})
+    monkeypatch.setattr(graphs.Pool, "_taken", set())
+    monkeypatch.setattr(graphs.Pool, "_idle", {})
 
 
 def test_no_two_pools_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     no_device(monkeypatch)
-    pools = [graphs._Pool() for _ in range(32)]
+    pools = [graphs.Pool() for _ in range(32)]
     for pool in pools:
         pool.open()
         pool.open()
     assert len({p.stream.cuda_stream for p in pools}) == 32
-    one = graphs._Pool()
+    one = graphs.Pool()
     with pytest.raises(NotCapturable, match="32 streams"):
         one.open()
     freed = pools.pop().stream
@@ -437,7 +437,7 @@ def test_a_failed_capture_leaves_nothing_behind(
     assert (0, 1) not in driver.underway
     assert driver.refused_random_numbers == broken
     gc.collect()
-    assert len(graphs._Pool._idle[0]) == (0 if broken else 1)
+    assert len(graphs.Pool._idle[0]) == (0 if broken else 1)
 
 
 @pytest.mark.usefixtures("as_cuda")

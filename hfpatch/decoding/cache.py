@@ -39,7 +39,7 @@ EMPTY = "its cache is empty"
 #: New tokens that an arena has room for beside an eighth of those that are there; fewer where that
 #: would be more than this share of the weights' bytes, but never fewer than the least.
 _ROOM, _LEAST_ROOM = 256, 32
-_SHARE = 0.04
+_SHARE = 0.025
 
 
 def given(kwargs: Mapping[str, Any]) -> Any:
@@ -106,9 +106,9 @@ CLASSES: tuple[type, ...] = tuple(
 
 
 def most_room(model: Model, rows: int) -> int:
-    """New tokens of `rows` sequences that an arena may have room for: memory is the cache's and a
-    twentieth of the weights', buffers included. A cache that is full is copied to a larger arena,
-    which for 32 tokens costs a few per cent of their steps."""
+    """New tokens of `rows` sequences that an arena may have room for: what is held beside a cache,
+    buffers and cuBLAS's 32 MiB included, is a twentieth of the weights. A cache that is full is
+    copied to a larger arena, which for 32 tokens costs a few per cent of their steps."""
     allowed = _SHARE * model.weight_bytes / (rows * model.cached_bytes)
     return max(_LEAST_ROOM, int(allowed))
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from hfpatch.decoding import reference
 from hfpatch.decoding.spec import Attention, Layer, Mlp, Model, Norm, Product, Rope
 from hfpatch.errors import DecodingError, HfpatchError
-from hfpatch.graphs.captures import recorded, unowned
+from hfpatch.graphs.captures import Pool, recorded, unowned
 
 #: Lengths that prompts are filled up to, and tokens of all rows together at most.
 BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -65,8 +65,7 @@ class PromptEngine:
         rows: sequences.
         length: tokens of each that there is room for.
         masked: whether prompts have a mask.
-        pool: where a graph's memory comes from, `torch.cuda.graph_pool_handle()`; graphs that never
-            run at the same time may share one.
+        pool: where its graph is recorded; graphs that never run at the same time may share one.
         package: the kernels' module; default: the local build.
 
     Raises:
@@ -79,7 +78,7 @@ class PromptEngine:
         rows: int,
         length: int,
         masked: bool,
-        pool: Any = None,
+        pool: Pool | None = None,
         package: ModuleType | None = None,
     ) -> None:
         self.model, self.rows, self.length = model, rows, length

@@ -31,6 +31,8 @@ from hfpatch.decoding.replica import text_config
 from hfpatch.decoding.rules import Unexplained
 from hfpatch.decoding.watch import Watch
 from hfpatch.errors import DecodingError
+from hfpatch.graphs.captures import Pool
+from hfpatch.graphs.keys import NotCapturable
 from hfpatch.proof.subject import Forward, watched
 from hfpatch.proof.unchanged import calls_otherwise
 from hfpatch.regions.deferred import nothing_captured
@@ -276,7 +278,7 @@ class Decoder:
                 engine = self._prompt_engine(key)
                 logits, kept = engine.run(step.ids, positions, mask)
                 logits = logits.clone()
-        except (RuntimeError, DecodingError) as e:  # also: out of memory, what cannot be captured
+        except (RuntimeError, DecodingError, NotCapturable) as e:  # also: out of memory
             self._refuse_prompts(model, f"{type(e).__name__}: {e}")
             return None
         if late:
@@ -323,7 +325,7 @@ class Decoder:
         engine = self.prompts.pop(key, None)
         if engine is None:
             if self.pool is None and self.described.model.device.type == "cuda":
-                self.pool = torch.cuda.graph_pool_handle()
+                self.pool = Pool()
             engine = prompts.PromptEngine(self.described.model, *key, pool=self.pool)
             while len(self.prompts) >= _MOST_PROMPTS:
                 del self.prompts[next(iter(self.prompts))]

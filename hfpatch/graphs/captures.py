@@ -7,10 +7,13 @@ import contextlib
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+
+from hfpatch.graphs.keys import NotCapturable
 
 
 def abandon(graph: Any, pool: Any, stream: Any) -> bool:
@@ -43,6 +46,53 @@ def abandon(graph: Any, pool: Any, stream: Any) -> bool:
     return True
 
 
+class Pool:
+    """Where the graphs of one model are recorded: memory that they share, and a stream of its own.
+
+    The first graph allocates the workspace of cuBLAS for that stream in this memory, and the later
+    ones use it too. Some versions of PyTorch (2.13) free it with any graph of the stream: not with
+    one of another model, then, and what is left of the memory is only the next recording's. Others
+    (2.11) never free it, so the stream of a model whose graphs are gone is another model's next.
+    """
+
+    _lock = threading.Lock()
+    _taken: ClassVar[set[int]] = set()  # streams that are, or once were, a pool's
+    _idle: ClassVar[dict[int, list[Any]]] = {}  # by device
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.stream: Any = None
+        self._back: Any = None
+
+    def open(self) -> None:
+        """Take memory and a stream of the current device, once.
+
+        Raises:
+            NotCapturable: no stream is left.
+        """
+        if self.stream is not None:
+            return
+        with self._lock:
+            idle = self._idle.setdefault(torch.cuda.current_device(), [])
+            self.stream = idle.pop() if idle else self._new_stream()
+            self._taken.add(self.stream.cuda_stream)
+        self.handle = torch.cuda.graph_pool_handle()
+        self._back = weakref.finalize(self, idle.append, self.stream)
+        self._back.atexit = False
+
+    def _new_stream(self) -> Any:
+        for _ in range(32):  # PyTorch has so many, and hands them out in turns
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            if stream.cuda_stream not in self._taken:
+                return stream
+        raise NotCapturable("PyTorch's 32 streams are all taken by graphs of other models")
+
+    def abandon(self, graph: Any) -> None:
+        """A recording failed. A stream that cannot record any more is not used again."""
+        if not abandon(graph, self.handle, self.stream):
+            self._back.detach()
+
+
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Nothing is freed by Python's collector in a capture: what it finds may hold graphs or memory
@@ -56,26 +106,30 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def recorded(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+def recorded(work: Callable[[], None], pool: Pool | None = None) -> torch.cuda.CUDAGraph:
     """What `work` launches on the current device, as a graph; nothing of it runs.
 
     Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache first.
 
     Args:
         work: called once, on a stream of its own.
-        pool: where the graph's memory comes from, `torch.cuda.graph_pool_handle()`. PyTorch takes
-            no graph into one that its last graph has left.
+        pool: where the graph is recorded; default: one of its own, for work without products of
+            PyTorch's. PyTorch takes no graph into one that its last graph has left.
 
     Raises:
         Exception: of `work`, or what CUDA says of the capture. PyTorch is then as it was before.
     """
     graph = torch.cuda.CUDAGraph()
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream: Any
+    if pool is None:
+        handle, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    else:
+        pool.open()
+        handle, stream = pool.handle, pool.stream
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream), without_collection():
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
@@ -84,7 +138,10 @@ def recorded(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph
                 raise
             graph.capture_end()
     except BaseException:
-        abandon(graph, pool, stream)
+        if pool is None:
+            abandon(graph, handle, stream)
+        else:
+            pool.abandon(graph)
         raise
     torch.cuda.current_stream().wait_stream(stream)
     return graph

@@ -12,13 +12,12 @@ the reason is in `hfpatch.status(model)`.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from hfpatch.announce import announce_in_call
 from hfpatch.blocks.memo import Capture, read_by, rehearsal
 from hfpatch.direct_calls import has_own_call
 from hfpatch.graphs import caches as graph_caches
-from hfpatch.graphs.captures import abandon, masks_as_outside, without_collection
+from hfpatch.graphs.captures import Pool, masks_as_outside, without_collection
 from hfpatch.graphs.host_reads import Answers, Rehearsal, Replayed
 from hfpatch.graphs.keys import (
     ADDRESSES,
@@ -59,53 +58,6 @@ _PLAIN, _GRAPH = 0, 1
 DENOISERS = ("transformer", "transformer_2", "unet", "prior")
 
 
-class _Pool:
-    """Where the graphs of one model are recorded: memory that they share, and a stream of its own.
-
-    The first graph allocates the workspace of cuBLAS for that stream in this memory, and the later
-    ones use it too. Some versions of PyTorch (2.13) free it with any graph of the stream: not with
-    one of another model, then, and what is left of the memory is only the next recording's. Others
-    (2.11) never free it, so the stream of a model whose graphs are gone is another model's next.
-    """
-
-    _lock = threading.Lock()
-    _taken: ClassVar[set[int]] = set()  # streams that are, or once were, a pool's
-    _idle: ClassVar[dict[int, list[Any]]] = {}  # by device
-
-    def __init__(self) -> None:
-        self.handle: Any = None
-        self.stream: Any = None
-        self._back: Any = None
-
-    def open(self) -> None:
-        """Take memory and a stream of the current device, once.
-
-        Raises:
-            NotCapturable: no stream is left.
-        """
-        if self.stream is not None:
-            return
-        with self._lock:
-            idle = self._idle.setdefault(torch.cuda.current_device(), [])
-            self.stream = idle.pop() if idle else self._new_stream()
-            self._taken.add(self.stream.cuda_stream)
-        self.handle = torch.cuda.graph_pool_handle()
-        self._back = weakref.finalize(self, idle.append, self.stream)
-        self._back.atexit = False
-
-    def _new_stream(self) -> Any:
-        for _ in range(32):  # PyTorch has so many, and hands them out in turns
-            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            if stream.cuda_stream not in self._taken:
-                return stream
-        raise NotCapturable("PyTorch's 32 streams are all taken by graphs of other models")
-
-    def abandon(self, graph: Any) -> None:
-        """A recording failed. A stream that cannot record any more is not used again."""
-        if not abandon(graph, self.handle, self.stream):
-            self._back.detach()
-
-
 @dataclass
 class _Recorded:
     """One graph with the buffers that it reads and writes."""
@@ -115,7 +67,7 @@ class _Recorded:
     output: Any
     kept: list[Any]
     stream: Any  # on which the inputs were made, and whose next tensors get their memory
-    pool: _Pool  # after the graph, which goes first
+    pool: Pool  # after the graph, which goes first
     answers: Answers = field(default_factory=Answers)  # by which its forward went its way
     caches: list[Any] = field(default_factory=list)  # that were given to it empty, and are full now
     _results: list[Tensor] = field(default_factory=list)
@@ -247,7 +199,7 @@ def _same(before: Any, now: Any) -> bool:
     return type(before) is type(now) and plain and bool(before == now)
 
 
-def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: _Pool) -> _Recorded:
+def _record(model: nn.Module, original: Forward, args: Any, kwargs: Any, pool: Pool) -> _Recorded:
     """Run once to warm up, then record. The static inputs hold the values of this call."""
     _, tensors = call_key(args, kwargs)
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(tensors[0].device):
@@ -519,7 +471,7 @@ class ModelGraphs:
             raise NotCapturable("what its forward reads of its arguments differs from call to call")
         self.make_room()
         if self._pool is None:
-            self._pool = _Pool()
+            self._pool = Pool()
         try:
             entry = _record(call.model, call.original, call.args, call.kwargs, self._pool)
         except NotCapturable as e:

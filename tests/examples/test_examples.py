@@ -105,6 +105,18 @@ def test_chat_of_several_texts_that_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "chat.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive  # torch.compile takes a minute
+def test_chat_in_three_ways(tmp_path: Path) -> None:
+    ways = ("--compare", "--compile", "--output", "chat.png")
+    result = run_json(
+        "llm_generate.py", "--max-new-tokens", "8", *ways, "--turns", "1", cwd=tmp_path
+    )
+    assert list(result["runs"]) == ["original", "compiled", "patched"]
+    assert result["identical"] is True and result["speed_up_over_compiled"] > 0
+    assert len({tuple(r["tokens"]) for r in result["runs"].values()}) == 1
+    assert (tmp_path / "chat.png").stat().st_size > 10_000
+
+
 def test_chat_streamed(tmp_path: Path) -> None:
     done = run("llm_generate.py", "--max-new-tokens", "6", "--stream", "--turns", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -117,6 +129,7 @@ def test_chat_streamed(tmp_path: Path) -> None:
         (["--stream", "--batch-size", "2"], "argument --stream: expected --batch-size 1"),
         (["--output", "a.png"], "argument --output: shows what --compare measures"),
         (["--batch-size", "0"], "argument --batch-size: expected at least 1, got 0"),
+        (["--compile"], "argument --compile: is one of the ways that --compare measures"),
     ],
 )
 def test_chat_refuses(

@@ -172,7 +172,7 @@ def test_dropped_graphs_leave_the_others_alone() -> None:
     hfpatch.restore(other)
     gc.collect()
     torch.cuda.empty_cache()
-    given_back = {s.cuda_stream for s in graphs._Pool._idle[torch.cuda.current_device()]}
+    given_back = {s.cuda_stream for s in graphs.Pool._idle[torch.cuda.current_device()]}
     assert streams[1] in given_back and streams[0] not in given_back
     taken = torch.full((64, 1 << 20), torch.nan, device="cuda")
     pieces = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(64)]

@@ -114,8 +114,8 @@ class CpuGraphs:
         put(graphs, "_generator", lambda device: generator)
         put(graphs, "unavailable", lambda: None)
         put(graphs, "abandon", lambda *args: True)
-        put(graphs._Pool, "_taken", set())
-        put(graphs._Pool, "_idle", {})
+        put(graphs.Pool, "_taken", set())
+        put(graphs.Pool, "_idle", {})
 
     @contextlib.contextmanager
     def _capture(self, graph: CpuGraph, *args: Any, **kwargs: Any) -> Iterator[None]:
