@@ -40,6 +40,7 @@ from decoding.loop_cases import (
 )
 from support.nearness import assert_as_near
 from support.steps import drawn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
 from hfpatch.decoding import kept
@@ -175,8 +176,10 @@ def test_memory_of_many_texts(device: str) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_memory_beside_the_cache_is_a_twentieth_of_the_weights(device: str, rows: int) -> None:
     """While a text is written, its prompt's graph and its step's included."""
-    wide = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "vocab_size": 8000}
-    plain = make("qwen3", torch.bfloat16, num_hidden_layers=8, **wide).to(device)
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 128, "vocab_size": 32000}
+    config = Qwen3Config(num_hidden_layers=8, num_key_value_heads=2, num_attention_heads=16, **wide)
+    with torch.device(device):  # of the size of 1B: PyTorch's 32 MiB for products count as well
+        plain = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
     patched = copy.deepcopy(plain)
     hfpatch.apply(patched)
     inputs = on(device, prompts(rows, 100))
@@ -190,7 +193,6 @@ def test_memory_beside_the_cache_is_a_twentieth_of_the_weights(device: str, rows
         out = patched.generate(**inputs, **more)
         assert kept.decoders[patched].steps
         used = torch.cuda.memory_allocated() - before
-        config = plain.config
         a_token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         cache = rows * 160 * a_token
         assert cache < used <= cache + 0.05 * weights, (used - cache) / weights

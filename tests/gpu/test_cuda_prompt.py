@@ -14,7 +14,7 @@ from decoding.test_image_models import make as make_image_model
 
 import hfpatch
 from hfpatch.decoding import kept
-from hfpatch.graphs.captures import recorded
+from hfpatch.graphs.captures import Pool, recorded
 
 pytestmark = [pytest.mark.gpu]
 
@@ -123,7 +123,7 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
 
     for _ in range(2):
         with pytest.raises(RuntimeError):
-            recorded(fails, torch.cuda.graph_pool_handle())
+            recorded(fails, Pool())
 
     def divides() -> None:
         _ = 1 // 0
@@ -140,7 +140,7 @@ def test_a_capture_that_fails_leaves_nothing() -> None:
     def adds() -> None:
         x.add_(1)
 
-    graph = recorded(adds, torch.cuda.graph_pool_handle())
+    graph = recorded(adds, Pool())
     x.zero_()
     graph.replay()
     assert x.tolist() == [1.0] * 4
