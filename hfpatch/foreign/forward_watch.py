@@ -54,6 +54,8 @@ class ForwardWatch:
         #: How many values were asked of kinds that differ in no shape and type.
         self._asked: dict[Any, int] = {}
         self._lied = False
+        #: Dtypes and modes in which values that calls need not have were asked about.
+        self._valued: set[Any] = set()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._lied or is_compiling():  # nothing can be compared while a graph is traced
@@ -102,6 +104,7 @@ class ForwardWatch:
     ) -> None:
         recorded = torch.is_grad_enabled()  # leaving inference mode turns it on
         inference = torch.is_inference_mode_enabled()
+        alike = repr(pytree.tree_map(_dtype, (args, kwargs))), kind[2:]
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(recorded):
                 compare_forwards(
@@ -112,6 +115,7 @@ class ForwardWatch:
                     kwargs,
                     gradients=recorded and not inference,
                     inference=inference,
+                    few=alike in self._valued,
                 )
         except torch.OutOfMemoryError:
             return  # the next call asks again
@@ -129,6 +133,7 @@ class ForwardWatch:
             if len(self._right) >= _KINDS:
                 self._right.clear()
             self._right.add(kind)
+            self._valued.add(alike)
 
     def _lies(self, why: str) -> None:
         self._lied = True
@@ -153,6 +158,10 @@ def _autocast() -> tuple[Any, ...]:
 
 def _form(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _dtype(value: Any) -> Any:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _kind(value: Any, seen: dict[int, int]) -> Any:

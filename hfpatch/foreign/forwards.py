@@ -17,7 +17,9 @@ from hfpatch.foreign import reads
 from hfpatch.foreign.gradients import results_of_others, upstream
 from hfpatch.foreign.inside import attributes_in, parts_of, side_by_side, tensors_in
 from hfpatch.foreign.memory import Held, Very, bits, form
+from hfpatch.foreign.nearby import Named, named_in, shaken, stretched, unlike
 from hfpatch.foreign.process import Process
+from hfpatch.foreign.values import FEW, FINITE, OF_PLACES, OF_TRUTHS, OF_WEIGHTS, SPECIAL, fill, put
 from hfpatch.proof.keys import fingerprint
 from hfpatch.proof.replicas import copied_apart
 from hfpatch.proof.subject import version
@@ -34,6 +36,12 @@ _FLOOR = 2.0**-10
 _NEIGHBOURS = 32
 #: How often the numbers are changed in place, and how often a call is repeated then.
 _CHANGES, _REPEATS = 2, 6
+#: Elements of the inputs from which on a handful of other values is asked about, and how many
+#: inputs are changed one by one with each.
+_LARGE, _INPUTS = 1 << 20, 4
+#: Times that the original is asked about numbers that are a rounding off, and what else they are
+#: multiplied by.
+_SHAKES, _STRETCHES = 3, (2.0**-6, 2.0**6)
 #: What begins the reasons that are found where gradients are recorded.
 _RECORDED = "where gradients are recorded, "
 
@@ -56,10 +64,12 @@ def compare_forwards(
     *,
     gradients: bool,
     inference: bool = False,
+    few: bool = False,
 ) -> tuple[float, float]:
     """Run both on copies of the module and of the inputs, again and again, and differentiate them.
 
     inference: whether they run under `torch.inference_mode`; the copies are made outside of it.
+    few: with a handful of other values, of a call that is like one that was compared before.
 
     Returns the largest absolute and relative error.
 
@@ -79,6 +89,9 @@ def compare_forwards(
     if gradients and reading[-3] != reading[-2] != reading[-1]:
         names = ", ".join(f"`{n}`" for n in reads.names_changed(*reading[-2:]))
         raise Different(f"what its backward reads changes with each call: {names}")
+    asked.with_other_values(few)
+    if gradients:
+        asked.with_other_values(True, recorded=True)
     if not all(k.stays() for k in asked.kept):
         raise Different("a later call changed the result of an earlier one")
     return asked.worst[0], asked.worst[1]
@@ -223,6 +236,96 @@ class _Comparison:
         _compare_written(on, given, states, writable, "")
         return theirs, ours
 
+    def with_other_values(self, few: bool, recorded: bool = False) -> None:
+        """Both with values that neither a sample nor the first call of a kind need have: as large
+        and as small as the dtype holds, equal, sorted, NaN, infinite; and with other whole numbers
+        and truth values. Nothing is compared where the original refuses them."""
+        leaves = [t for t in pytree.tree_leaves(self.inputs) if isinstance(t, Tensor)]
+        few = few or sum(t.numel() for t in leaves) > _LARGE
+        on: _Modules | None = None
+        for question in _questions(self.inputs, self.module, few, recorded):
+            if on is None:
+                on = copied_apart(self.module, "it"), copied_apart(self.module, "it")
+            if self._with_values(question, on, recorded) or question.of_weights:
+                on = None  # what a call wrote, e.g. a running mean that is NaN now, hides the next
+
+    def _with_values(self, question: _Question, on: _Modules, recorded: bool) -> bool:
+        """Whether the original wrote to what its module holds."""
+        given = [_copied(self.inputs, requires_grad=recorded) for _ in range(2)]
+        if not all(question.put(m, g) for m, g in zip(on, given, strict=True)):
+            return False
+        writable = _Writable.of(on[0], given[0]), _Writable.of(on[1], given[1])
+        what = f"with {question.what}, "
+        before = Process.now()
+        try:
+            try:
+                theirs = self._answer(self.original, on[0], given[0], recorded)
+            except Exception:  # its own
+                return True
+            after = Process.now()
+            before.changed()
+            ours = self._answer(self.replacement, on[1], given[1], recorded)
+            changed = after.changed()
+        finally:
+            before.changed()
+        if changed:
+            raise Different(f"{what}it changed {', '.join(changed)}")
+        wrote = False
+        for name, other, mine, by_original in writable[0].rows(writable[1]):
+            if not by_original:
+                _compare_bits(mine, other, f"{what}it wrote to {name}")
+            wrote |= by_original
+        if pytree.tree_structure(ours.results) != pytree.tree_structure(theirs.results):
+            raise Different(f"{what}its result is built in another way than the original's")
+        if unlike(ours.named(), theirs.named(), (), (), LIMIT, _scale_of) is not None:
+            near, far = self._references(question, recorded)
+            limit = LIMIT * (GRADIENT if recorded else 1)
+            why = unlike(ours.named(), theirs.named(), near, far, limit, _scale_of)
+            if why is not None:
+                raise Different(f"{what}{why}")
+        return wrote
+
+    def _answer(self, forward: Forward, on: nn.Module, given: Any, recorded: bool) -> _Answer:
+        gradients: Any = None
+        if recorded:
+            for p in (p for p in on.parameters() if p.is_floating_point()):
+                p.requires_grad_()
+            found = _Recorded(on, forward, given, "dense", False)
+            results, gradients, given = found.results, found.gradients, found.called
+        else:
+            args, kwargs = given
+            with self.mode():
+                results = forward(on, *args, **kwargs)
+        left = _named(given, on)
+        for name, _ in on.named_parameters(remove_duplicate=False):
+            left.pop(f"module.{name}", None)
+        return _Answer(results, gradients, left)
+
+    def _references(self, question: _Question, recorded: bool) -> tuple[list[Named], list[Named]]:
+        """What the original gives of numbers that are a rounding off, and in fp64; and of larger
+        and of smaller ones."""
+        near: list[Named] = []
+        far: list[Named] = []
+        for seed in range(_SHAKES + 1 + len(_STRETCHES)):
+            before = Process.now()
+            try:
+                on = copied_apart(self.module, "it")
+                given = _copied(self.inputs, requires_grad=recorded)
+                question.put(on, given)
+                if not seed:
+                    on, given = on.double(), _in_fp64(given)
+                elif seed <= _SHAKES:
+                    shaken((given, list(on.parameters())), seed)
+                else:
+                    stretched(given, _STRETCHES[seed - _SHAKES - 1])
+                found = self._answer(self.original, on, given, recorded).named()
+            except Exception:  # it takes no fp64
+                continue
+            finally:
+                before.changed()
+            (near if seed <= _SHAKES else far).append(found)
+        return near, far
+
     def recorded(self, kind: str) -> None:
         """Both where gradients are recorded, and their backwards: a forward can tell that case from
         others, so all that is compared without gradients is compared there as well.
@@ -271,6 +374,95 @@ class _Comparison:
                 if not ours.gradients_stay:
                     raise Different("its second backward changed the gradients of the first")
         self.kept.append(ours.kept)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one call gave, and what it left in its arguments and its module."""
+
+    results: Any
+    gradients: Any
+    left: dict[str, Any]
+
+    def named(self) -> Named:
+        return [
+            *named_in(self.results),
+            *named_in(self.gradients, "the gradients"),
+            *(pair for name, held in self.left.items() for pair in named_in(held, name)),
+        ]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Values to be put in the place of others.
+
+    Attributes:
+        what: what they are called.
+        put: puts them into a module and its inputs; False where these do not take them.
+        of_weights: whether it changes the module.
+    """
+
+    what: str
+    put: Callable[[nn.Module, Any], bool]
+    of_weights: bool = False
+
+
+def _questions(inputs: Any, module: nn.Module, few: bool, recorded: bool) -> Iterator[_Question]:
+    """Of all floating inputs at once and of each by itself; of weights; of each one of whole
+    numbers, where a place that is not there is an exception, as on a CPU, and of truth values."""
+    firsts: dict[int, int] = {}
+    for i, t in enumerate(pytree.tree_leaves(inputs)):
+        if isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and t.numel():
+            firsts.setdefault(id(t), i)
+    leaves = pytree.tree_leaves(inputs)
+    floats = [i for i in firsts.values() if leaves[i].is_floating_point()]
+    for name, pattern in (FINITE | SPECIAL).items():
+        if few and name not in FEW:
+            continue
+        together = [floats] if floats else []
+        alone = [[i] for i in floats[:_INPUTS]] if len(floats) > 1 else []
+        for places in (*together, *alone):
+            where = "" if places is floats else f" in input {places[0]}"
+
+            def into(on: Any, given: Any, places: Any = places, pattern: Any = pattern) -> bool:
+                held = pytree.tree_leaves(given)
+                return all(fill(held[i], pattern) for i in places)
+
+            yield _Question(f"{name}{where}", into)
+    if recorded:
+        return
+    for name, pattern in OF_WEIGHTS.items() if not few else ():
+
+        def weights(on: nn.Module, given: Any, pattern: Any = pattern) -> bool:
+            held = [p for p in on.parameters() if type(p) is nn.Parameter]
+            return sum(fill(p, pattern) for p in held) > 0
+
+        yield _Question(f"{name} in its parameters", weights, of_weights=True)
+    for i in firsts.values():
+        t = leaves[i]
+        is_place = not t.is_floating_point() and not t.is_complex() and t.device.type == "cpu"
+        of = OF_TRUTHS if t.dtype == torch.bool else OF_PLACES if is_place else {}
+        for name, change in of.items() if t.dim() and t.layout == torch.strided else ():
+
+            def others(on: nn.Module, given: Any, i: int = i, change: Any = change) -> bool:
+                held = pytree.tree_leaves(given)[i]
+                return put(held, change(held.clone()))
+
+            yield _Question(f"{name} in input {i}", others)
+
+
+def _in_fp64(given: Any) -> Any:
+    made: dict[int, Any] = {}
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if id(value) not in made:
+            wide = value.detach().double()
+            made[id(value)] = wide.requires_grad_(value.requires_grad)
+        return made[id(value)]
+
+    return pytree.tree_map(one, given)
 
 
 class _Kept:
