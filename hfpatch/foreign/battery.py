@@ -208,7 +208,7 @@ class _Inquiry:
     def repeat(self, sample: Sample, fn: Callable[..., Any], recorded: bool) -> list[str]:
         """The same call again and again, at its old place and at new ones; names of what changes
         each time."""
-        state = reads.iterators_of(fn)
+        state = reads.iterators_of(fn) + reads.others_of(fn)
         before = reads.key_of(fn)
         self._repeat(sample, 4)
         if (after := reads.key_of(fn)) != before:

@@ -160,6 +160,8 @@ class _Comparison:
                 raise Different(f"what it reads changes with each call: {names}")
         if moved := reads.iterators_of(self.replacement):
             raise Different(f"it reads iterators, which each call may move on: {', '.join(moved)}")
+        if others := reads.others_of(self.replacement):
+            raise Different(f"it reads what may be another at each call: {', '.join(others)}")
 
     def _call(self, forward: Forward, on: nn.Module, given: Any) -> Any:
         """One call; what it changes of the process is set back."""

@@ -9,6 +9,7 @@ import array
 import collections
 import contextvars
 import ctypes
+import dis
 import functools
 import mmap
 import os
@@ -16,6 +17,7 @@ import queue
 import random
 import sys
 import threading
+import time
 import types
 import weakref
 from collections.abc import Iterator
@@ -39,6 +41,7 @@ class _Walk:
 
     parts: list[Any] = field(default_factory=list)
     iterators: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
     def visit(self, name: str, value: Any, depth: int) -> None:
@@ -106,6 +109,7 @@ class _Walk:
             if key != "__wrapped__":
                 self.visit(f"{name}.{key}", held, depth - 1)
         names = names_of(code)
+        self.others += _read_by(function, names)
         if not names.isdisjoint(_ENVIRONMENT):
             self.parts.append(("the environment", frozenset(os.environ.items())))
         for key in sorted(names & function.__globals__.keys()):
@@ -130,7 +134,44 @@ class _Walk:
 
 #: By what code reads the environment.
 _ENVIRONMENT = ("environ", "environb", "getenv", "getenvb")
+#: By what code reads the time, and asks who calls it or who else knows its arguments: the answers
+#: are others in a comparison than later.
+_CLOCKS = (
+    *("monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "time_ns"),
+    *("process_time_ns", "thread_time", "thread_time_ns", "clock_gettime", "utcnow"),
+)
+_CALLERS = (
+    *("_getframe", "_getframemodulename", "_current_frames", "currentframe", "f_back"),
+    *("extract_stack", "format_stack", "print_stack", "walk_stack", "getouterframes"),
+    *("getrefcount", "get_referrers", "get_objects"),
+)
 _NONE = object()
+
+
+def _read_by(function: types.FunctionType, names: frozenset[str]) -> list[str]:
+    """What a function's code reads that no key of it can hold."""
+    found: list[str] = []
+    held = [function.__globals__[n] for n in names & function.__globals__.keys()]
+    if not names.isdisjoint(_CLOCKS) or any(v is time.time for v in held):
+        found.append("the clock")
+    elif any(v is time for v in held) or "time" in _imported(function.__code__):
+        found += ["the clock"] * ("time" in names)
+    elif not names.isdisjoint(("now", "today")) and "datetime" in names:
+        found.append("the clock")
+    if not names.isdisjoint(_CALLERS):
+        found.append("who calls it")
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(code: types.CodeType) -> frozenset[str]:
+    """The modules that code imports when it runs."""
+    steps = dis.get_instructions(code)
+    own = {str(s.argval) for s in steps if s.opname == "IMPORT_NAME"}
+    inner = [_imported(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return frozenset(own).union(*inner)
+
+
 #: Elements of arrays and tensors that are looked at; of larger tensors it is their version.
 _LARGEST = 1 << 16
 
@@ -216,6 +257,11 @@ def key_of(function: Any) -> tuple[Any, ...]:
 def iterators_of(function: Any) -> list[str]:
     """Names of the iterators and generators that `function` reads: each call can move them on."""
     return _walk(function).iterators
+
+
+def others_of(function: Any) -> list[str]:
+    """What else `function` reads that may be another at the next call: the clock, its callers."""
+    return list(dict.fromkeys(_walk(function).others))
 
 
 def names_changed(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:

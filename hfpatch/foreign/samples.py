@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hfpatch.foreign.memory import Held
+from hfpatch.foreign.values import FEW, FINITE, OF_WEIGHTS, SCALES, SPECIAL, Pattern, fill
 
 Tensor = torch.Tensor
 
@@ -28,8 +29,6 @@ _FEW_WIDTHS = (17, 1024)
 _ROWS = (0, 1, 2, 3, 7, 33, 129, 1025)
 _FEW_ROWS = (0, 1, 33)
 _MANY_ROWS = 65_537
-#: Scales of rows, as far as the dtype holds them.
-_SCALES = (1.0, 1e-3, 1e-7, 1e-20, 1e-40, 30.0, 1e3, 1.5e4, 6e4, 1e10, 1e18, 1e30, 3e38)
 
 
 @dataclass
@@ -114,6 +113,7 @@ def samples_of(op: str, given: Sequence[Tensor | None], *, few: bool) -> Iterato
         layout = _Layout(f"[5, {24 * double}], one in two places", (5, 24 * double))
         yield _sample(given, layout, one=True)
     yield _extreme(given, 48 * double)
+    yield from _patterns(given, 24 * double, few)
     layouts = _layouts(48 * double)
     for layout in layouts[2:6:3] if few else layouts:
         yield _sample(given, layout)
@@ -163,7 +163,7 @@ def _extreme(given: Sequence[Tensor | None], width: int) -> Sample:
     """Rows as large and as small as the dtype holds, far from zero, constant, NaN, infinite."""
     dtype = next(t.dtype for t in given if t is not None and t.dim() > 1)
     largest = torch.finfo(dtype).max
-    scales = [s for s in _SCALES if s <= largest / 8] + [largest / 8]
+    scales = [s for s in SCALES if s <= largest / 8] + [largest / 8]
     special = (float("nan"), float("inf"), -float("inf"))
     count = len(scales) + 4 + 2 * len(special)
     sample = _sample(given, _Layout(f"[{count}, {width}] of extreme values", (count, width)))
@@ -191,6 +191,46 @@ def _extreme(given: Sequence[Tensor | None], width: int) -> Sample:
 
     sample.draw = draw
     sample.smooth = False
+    return sample
+
+
+#: Patterns of which gradients are compared too: others overflow, or are nothing but roundings.
+_SMOOTH = ("no negative numbers", "whole numbers")
+
+
+def _patterns(given: Sequence[Tensor | None], width: int, few: bool) -> Iterator[Sample]:
+    """All rows of one kind, which no random ones are: of all inputs, and of each by itself; and
+    weights of one kind."""
+    rows = [i for i, t in enumerate(given) if t is not None and t.dim() > 1]
+    vectors = [i for i, t in enumerate(given) if t is not None and t.dim() == 1]
+    for name, pattern in (FINITE | SPECIAL).items():
+        if few and name not in FEW:
+            continue
+        for places in (rows, *([[i] for i in rows] if len(rows) > 1 else [])):
+            where = "" if places is rows else f" in argument {places[0]}"
+            sample = _changed(given, width, places, pattern, f"{name}{where}")
+            sample.smooth = name in _SMOOTH and places is rows and not few
+            yield sample
+    for name, pattern in OF_WEIGHTS.items() if vectors and not few else ():
+        sample = _changed(given, width, vectors, pattern, f"{name} in its weight")
+        sample.smooth = name == "ones"
+        yield sample
+
+
+def _changed(
+    given: Sequence[Tensor | None], width: int, places: list[int], pattern: Pattern, what: str
+) -> Sample:
+    sample = _sample(given, _Layout(f"[5, {width}] of {what}", (5, width)))
+    plain = sample.draw
+
+    def draw(generator: torch.Generator) -> None:
+        plain(generator)
+        for i in places:
+            h = sample.held[i]
+            if h is not None:
+                fill(h.core, pattern)
+
+    sample.draw = draw
     return sample
 
 

@@ -57,7 +57,7 @@ class Watched:
     @classmethod
     def of(cls, kernel: Kernel, proving: list[bool]) -> Watched:
         """Of a kernel that a block calls, which is asked no more than its calls show."""
-        state = tuple(reads.iterators_of(kernel.fn))
+        state = (*reads.iterators_of(kernel.fn), *reads.others_of(kernel.fn))
         return cls(kernel.fn, kernel.source, kernel.op, state, proving)
 
     def __call__(
