@@ -11,7 +11,8 @@ from torch import nn
 
 from hfpatch.kernels.sources import Kernel
 from hfpatch.proof.contract import Contract
-from hfpatch.proof.replicas import CannotReplicateError, copied_apart
+from hfpatch.proof.copies import CannotReplicateError
+from hfpatch.proof.replicas import copied_apart
 from hfpatch.proof.subject import (
     Combo,
     Family,

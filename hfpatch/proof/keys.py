@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,8 +47,27 @@ BROUGHT = "__hfpatch_method__"
 
 def is_brought(value: Any) -> bool:
     """Whether it is a method that a swap brought."""
-    function = getattr(value, "__func__", None)
-    return function is not None and getattr(function, BROUGHT, None) is function
+    if not isinstance(value, types.MethodType):
+        return False
+    function = value.__func__
+    return getattr(function, BROUGHT, None) is function
+
+
+def held_by_class(cls: type) -> Mapping[str, Any]:
+    """What a class has of its own, read past its metaclass."""
+    found: Mapping[str, Any] = type.__dict__["__dict__"].__get__(cls)
+    return found
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, read past its class's own code; None if it has none, or if they
+    cannot be read so."""
+    for base in type(value).__mro__:
+        found = held_by_class(base).get("__dict__")
+        if type(found) is types.GetSetDescriptorType:
+            held = found.__get__(value)
+            return held if type(held) is dict else None
+    return None
 
 
 class Same:
@@ -105,8 +124,9 @@ def attributes_read(module: nn.Module) -> tuple[Any, ...]:
 
 def _may_read(value: Any) -> bool:
     """Whether it is a function that may know the module which holds it."""
-    known = getattr(value, "__closure__", None) or getattr(value, "__defaults__", None)
-    return bool(known) or isinstance(value, (types.MethodType, functools.partial))
+    if isinstance(value, types.FunctionType):
+        return bool(value.__closure__ or value.__defaults__)
+    return isinstance(value, (types.MethodType, functools.partial))
 
 
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
@@ -367,11 +387,9 @@ class _Reader:
         elif type(value) in (set, frozenset):
             return (type(value), frozenset(self.value(v, depth - 1, follow) for v in value))
         elif self._objects and isinstance(value, (tuple, list, dict)):
-            rest = vars(value) if hasattr(value, "__dict__") else {}
-            held = value.items() if isinstance(value, dict) else value
-            parts = (tuple(held), rest)
-        elif self._objects and hasattr(value, "__dict__") and is_transparent(type(value)):
-            parts = (vars(value),)
+            parts = (tuple(_contents(value)), dict_of(value) or {})
+        elif self._objects and is_transparent(type(value)) and (rest := dict_of(value)) is not None:
+            parts = (rest,)
         else:
             return Same(value)
         return (type(value), *(self.value(p, depth - 1, follow) for p in parts))
@@ -395,6 +413,15 @@ class _Reader:
         if isinstance(value, types.FunctionType) and follow <= 0:
             return value.__code__
         return self.value(value, min(depth - 1, 2), follow - 1)
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    """What a container holds, past the code of its class."""
+    if issubclass(type(value), dict):
+        yield from dict.items(value)
+    elif issubclass(type(value), (list, tuple)):
+        kind: Any = list if issubclass(type(value), list) else tuple
+        yield from kind.__iter__(value)
 
 
 def content_of_cell(cell: types.CellType) -> Any:

@@ -27,10 +27,10 @@ from hfpatch.planning.settings import Settings
 from hfpatch.planning.sites import Site, probe_devices
 from hfpatch.proof import probe
 from hfpatch.proof.contract import Contract
+from hfpatch.proof.copies import CannotReplicateError
 from hfpatch.proof.keys import Same, code_of, held_by
 from hfpatch.proof.library import odd_code
 from hfpatch.proof.proving import float32_default
-from hfpatch.proof.replicas import CannotReplicateError
 from hfpatch.proof.subject import Combo, Family, Formula, Forward, Subject, class_of
 from hfpatch.proof.surroundings import functions_of_torch, replaced_function
 from hfpatch.reading.leaf import still_holds

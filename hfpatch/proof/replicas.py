@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hfpatch.proof.keys import OWNED_BY_WRAPPERS
+from hfpatch.proof.copies import CannotReplicateError, deep_copied, parts_of, slots_of
+from hfpatch.proof.keys import OWNED_BY_WRAPPERS, dict_of
 from hfpatch.proof.subject import Tensor
 
 #: What copies may share: nothing that is called can write to it.
@@ -27,10 +28,6 @@ _SHARED = (
 _MOST = 1 << 22
 #: Values that its attributes may hold in all.
 _VALUES = 4096
-
-
-class CannotReplicateError(Exception):
-    """A module holds what no copy can be made of, so that no proof may call it."""
 
 
 _T = TypeVar("_T")
@@ -48,7 +45,7 @@ def copied_apart(value: _T, what: str) -> _T:
     Raises:
         CannotReplicateError: there is none. A `__deepcopy__` may return its object, or be shallow.
     """
-    copied = copy.deepcopy(value)
+    copied = deep_copied(value, what)
     check_apart(value, copied, what)
     return copied
 
@@ -91,32 +88,15 @@ def _writable(root: Any) -> Iterator[tuple[Any, Any]]:
         if isinstance(value, functools.partial):
             left += (value.func, *value.args, *value.keywords.values())
             continue
-        inside: list[Any] = []
-        if isinstance(value, Mapping):
-            inside += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            inside += value
-        held = getattr(value, "__dict__", None)
-        slots = [
-            getattr(value, name)
-            for base in cls.__mro__
-            for name in _names(vars(base).get("__slots__", ()))
-            if hasattr(value, name)
-        ]
-        if isinstance(held, dict):
-            inside += held.values()
-        elif isinstance(value, (tuple, frozenset)) or not (
-            slots or isinstance(value, (Mapping, list, set, collections.deque, bytearray))
+        writable = isinstance(value, (Mapping, list, set, collections.deque, bytearray))
+        slots = any(True for _ in slots_of(value))
+        left += parts_of(value)
+        if (
+            writable
+            or slots
+            or (dict_of(value) is not None and not isinstance(value, (tuple, frozenset)))
         ):
-            left += inside
-            continue
-        left += (*inside, *slots)
-        yield id(value), value
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
+            yield id(value), value
 
 
 def _memory(tensor: Tensor) -> Iterator[tuple[Any, Any]]:
@@ -174,7 +154,9 @@ class _Copier:
             return types.MethodType(value.__func__, self._replica)
         self._look_into(value, what)
         try:
-            copied = copy.deepcopy(value, self._memo)
+            copied = deep_copied(value, what, self._memo)
+        except CannotReplicateError:
+            raise
         except Exception as e:  # any class's own
             raise CannotReplicateError(
                 f"{what} cannot be copied, and a proof must not write to it "
@@ -201,17 +183,7 @@ class _Copier:
                 if value.numel() > _MOST:
                     raise CannotReplicateError(f"{what} holds a tensor of {value.numel()} elements")
                 continue
-            if isinstance(value, Mapping):
-                left += value.values()
-            elif isinstance(value, (list, tuple, set, frozenset)):
-                left += value
-            elif isinstance(value, types.MethodType):
-                left.append(value.__self__)
-            elif isinstance(value, functools.partial):
-                left += (value.func, *value.args, *value.keywords.values())
-            held = getattr(value, "__dict__", None)
-            if isinstance(held, dict):
-                left += held.values()
+            left += parts_of(value)
 
 
 def _twin(module: nn.Module | None) -> nn.Module | None:

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from hfpatch.proof.around import writable_around
+from hfpatch.proof.copies import CannotReplicateError
 from hfpatch.proof.library import HOOKS, hooks_of_libraries, is_installed
-from hfpatch.proof.replicas import CannotReplicateError, copied_apart
+from hfpatch.proof.replicas import copied_apart
 from hfpatch.proof.subject import class_of
 from hfpatch.regions.capture import is_wall
 from hfpatch.regions.listening import is_idle

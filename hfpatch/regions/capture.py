@@ -9,6 +9,7 @@ what it draws at random, cannot be captured, and the block is left to its parts.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import re
@@ -42,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.overrides import TorchFunctionMode
 
-from hfpatch.proof.keys import OWNED_BY_WRAPPERS
+from hfpatch.proof.keys import OWNED_BY_WRAPPERS, dict_of
 from hfpatch.proof.library import is_own, odd_class
 from hfpatch.proof.subject import Formula, class_of
 from hfpatch.proof.unchanged import is_bound, is_hooked, is_replaced
@@ -575,7 +576,8 @@ def _odd_holdings(module: nn.Module) -> str | None:
     for name, held in module.__dict__.items():
         if name in OWNED_BY_WRAPPERS:
             continue
-        function = getattr(held, "func", held)
+        partial = isinstance(held, functools.partial)
+        function = held.func if partial else (dict_of(held) or {}).get("func", held)
         if isinstance(function, types.FunctionType) and not is_own(function):
             return f"has a function `{name}` that is not the library's"
         if name == "processor" and (why := odd_class(type(held))) is not None:

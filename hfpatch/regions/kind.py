@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from hfpatch.per_object import PerObject
+from hfpatch.proof.copies import CannotReplicateError
 from hfpatch.proof.proving import may_prove, quietly
-from hfpatch.proof.replicas import CannotReplicateError
 from hfpatch.proof.subject import is_dense
 from hfpatch.regions.beside import hooked, stand_beside
 from hfpatch.regions.caches import state_of

@@ -19,6 +19,10 @@ import hfpatch
 F = nn.functional
 
 
+#: What was copied by the code of its own class.
+COPIED: list[Any] = []
+
+
 class Box:
     """Its deep copy is itself."""
 
@@ -26,6 +30,7 @@ class Box:
         self.count = 0
 
     def __deepcopy__(self, memo: Any) -> Box:
+        COPIED.append(self)
         return self
 
 
@@ -36,6 +41,7 @@ class Slotted:
         self.count = 0
 
     def __deepcopy__(self, memo: Any) -> Slotted:
+        COPIED.append(self)
         return self
 
 
@@ -52,6 +58,7 @@ class Counting(nn.Module):
 
 class Shallow(Counting):
     def __deepcopy__(self, memo: Any) -> Shallow:
+        COPIED.append(self)
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
@@ -93,14 +100,28 @@ HELD: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.fixture(params=[False, True], ids=["a stranger's", "a package's"])
+def of_a_package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether what copies these objects is the code of an installed package, which is run."""
+    COPIED.clear()
+    if request.param:
+        for cls in (Box, Slotted, Shallow):
+            function: Any = cls.__deepcopy__
+            code = function.__code__.replace(co_filename=pytest.__file__)
+            monkeypatch.setattr(function, "__code__", code)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("what", HELD)
-def test_a_registered_forward_is_refused_unasked(what: str) -> None:
+def test_a_registered_forward_is_refused_unasked(what: str, of_a_package: bool) -> None:
     model: Any = nn.Sequential(HELD[what]()).eval()
     handle = hfpatch.register("^(Counting|Shallow)$", forward=_fast, sample=_sample)
     try:
         hfpatch.plan(model)
         (skip,) = hfpatch.apply(model).skips
-        assert skip.kind == "unsupported" and "shares" in skip.reason
+        assert skip.kind == "unsupported"
+        assert ("shares" if of_a_package else "`__deepcopy__` of its own") in skip.reason
+        assert bool(COPIED) == of_a_package
         assert _counted(model[0].held) == 0
         with torch.no_grad():
             model(torch.randn(3, 16))
@@ -120,13 +141,14 @@ class Taking(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-def test_an_argument_that_cannot_be_copied() -> None:
+def test_an_argument_that_cannot_be_copied(of_a_package: bool) -> None:
+    why = "shares a `Box`" if of_a_package else "a `Box` with a `__deepcopy__` of its own"
     handle = hfpatch.register("^Taking$", forward=_fast, sample=_sample)
     try:
         model = nn.Sequential(Taking()).eval()
         assert hfpatch.apply(model).swaps
         box, x = Box(), torch.randn(3, 16)
-        with torch.no_grad(), pytest.warns(RuntimeWarning, match="shares a `Box`"):
+        with torch.no_grad(), pytest.warns(RuntimeWarning, match=why):
             model[0](x, box)
         assert box.count == 1
         with torch.no_grad():
@@ -205,7 +227,7 @@ def test_a_captured_block(cls: type, held: Any, state: str, kernels_module: obje
                 assert count in ([i + 1], i + 1)
     candidates = hfpatch.status(model).plan.candidates
     assert {c.state for c in candidates} == {state}
-    assert state == "fused" or "shares a `Box`" in candidates[0].reason
+    assert state == "fused" or "a `Box` with a `__deepcopy__` of its own" in candidates[0].reason
 
 
 class CountedLinear(nn.Linear):
