@@ -179,6 +179,12 @@ class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else PyTorch imports dynamo at the first operator, which takes over a second where nobody
+        # has. Nothing is compiled under this mode: dynamo skips what is called under any.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

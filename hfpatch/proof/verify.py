@@ -12,11 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hfpatch.errors import FAILURES
-from hfpatch.foreign.battery import challenge
-from hfpatch.foreign.compare import Asked
 from hfpatch.foreign.memory import Held, bits
 from hfpatch.foreign.process import Process
-from hfpatch.foreign.watch import Watched
 from hfpatch.kernels.sources import Kernel, reference_kernel
 from hfpatch.planning.plan import Refusal
 from hfpatch.proof.subject import Formula, Forward, Subject, Tensor
@@ -85,6 +82,10 @@ def verify_foreign(
 
     Returns the kernel with a watch on its calls, and notes for the report.
     """
+    from hfpatch.foreign.battery import challenge
+    from hfpatch.foreign.compare import Asked
+    from hfpatch.foreign.watch import Watched
+
     what = f"kernel `{kernel.source}` for `{formula.op}`"
     given: list[tuple[Tensor | None, ...]] = []
     params: list[dict[str, Any]] = []
@@ -202,11 +203,24 @@ def gradients(
         with recording():
             with context:
                 y = run(module, leaves["input"])
-            found = torch.autograd.grad(y, list(leaves.values()), upstream, allow_unused=True)
+            found = _pulled_back(y, upstream, list(leaves.values()))
     finally:
         for leaf in leaves.values():
             leaf.requires_grad_(False)
     return dict(zip(leaves, found, strict=True)), y
+
+
+def _pulled_back(y: Any, upstream: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(y, leaves, upstream)`, which compares the two shapes by means of SymPy:
+    its import takes over a second where nobody has. Nobody reads the sum, and its gradient by `y`
+    is `upstream`, bit for bit."""
+    if y.shape != upstream.shape:
+        raise RuntimeError(
+            f"it returned a tensor of shape {list(y.shape)}, expected {list(upstream.shape)}"
+        )
+    found: tuple[Tensor | None, ...]
+    found = torch.autograd.grad((y * upstream).sum(), leaves, allow_unused=True)
+    return found
 
 
 @contextmanager
